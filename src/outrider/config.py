@@ -1,0 +1,290 @@
+"""What can be configured: the model's shape, one request's sampling, speculation, the engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+
+from outrider.errors import CheckpointError, ConfigError, UnsupportedArchitecture
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ACCEPTANCE_METHODS = ("coupled",)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a decoder, read from a Hugging Face config. All sizes are in elements."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    rms_norm_eps: float
+    rope: Mapping[str, Any]  # rope_type, rope_theta and the parameters of that type
+    windows: tuple[int | None, ...]  # per layer: how many keys a query sees, itself included; None = all
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    tied: bool
+    dtype: torch.dtype  # of the checkpoint
+    eos: tuple[int, ...]
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of keys and values that one token keeps in the checkpoint's dtype."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def context(self) -> int:
+        """Longest sequence, in tokens, that the positions serve; `dynamic` rope stretches them by its factor."""
+        stretch = float(self.rope["factor"]) if self.rope["rope_type"] == "dynamic" else 1.0
+        return int(self.max_positions * stretch)
+
+    @staticmethod
+    def from_hf(hf: Mapping[str, Any], eos: tuple[int, ...] = ()) -> ModelConfig:
+        """Read a `config.json` as transformers >= 5 normalises it (`PretrainedConfig.to_dict()`).
+
+        Raises UnsupportedArchitecture for another family and CheckpointError for a config that contradicts itself.
+        """
+        name = (hf.get("architectures") or ["?"])[0]
+        family = ARCHITECTURES.get(name)
+        if family is None:
+            raise UnsupportedArchitecture(f"architecture {name} is not supported; supported: {', '.join(ARCHITECTURES)}")
+        if hf.get("quantization_config"):
+            raise UnsupportedArchitecture("quantised checkpoints are not supported; use the float one")
+        if (act := hf.get("hidden_act", "silu")) not in ("silu", "swish"):
+            raise UnsupportedArchitecture(f"hidden_act {act!r} is not supported; supported: silu")
+        try:
+            heads, layers = int(hf["num_attention_heads"]), int(hf["num_hidden_layers"])
+            sizes = {key: int(hf[key]) for key in ("vocab_size", "hidden_size", "intermediate_size")}
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"config.json lacks a usable {error}") from None
+        kv_heads = int(hf.get("num_key_value_heads") or heads)
+        if heads % kv_heads:
+            raise CheckpointError(f"config.json: {heads} attention heads cannot share {kv_heads} key-value heads evenly")
+        dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
+        if dtype not in DTYPES:
+            raise CheckpointError(f"config.json: dtype {dtype} is not supported; supported: {', '.join(DTYPES)}")
+        return ModelConfig(
+            architecture=name,
+            **sizes,
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=int(hf.get("head_dim") or sizes["hidden_size"] // heads),
+            max_positions=int(hf.get("max_position_embeddings") or 2048),
+            rms_norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
+            rope=_rope(hf),
+            windows=_windows(hf, family, layers),
+            qkv_bias=family == "qwen2" or bool(hf.get("attention_bias")),
+            o_bias=family in ("llama", "qwen3") and bool(hf.get("attention_bias")),
+            mlp_bias=bool(hf.get("mlp_bias")),
+            qk_norm=family == "qwen3",
+            tied=bool(hf.get("tie_word_embeddings", False)),
+            dtype=DTYPES[dtype],
+            eos=eos,
+        )
+
+
+def _rope(hf: Mapping[str, Any]) -> dict[str, Any]:
+    rope = dict(hf.get("rope_scaling") or {}) | dict(hf.get("rope_parameters") or {})
+    rope["rope_type"] = kind = rope.get("rope_type") or rope.pop("type", None) or "default"
+    rope["rope_theta"] = float(rope.get("rope_theta") or hf.get("rope_theta") or 10000.0)
+    if kind not in ROPE_TYPES:
+        raise UnsupportedArchitecture(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise UnsupportedArchitecture("partial_rotary_factor other than 1 is not supported")
+    needed = {"llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
+    for key in needed.get(kind, () if kind == "default" else ("factor",)):
+        if key not in rope:
+            raise CheckpointError(f"config.json: rope type {kind!r} needs {key!r}")
+    return rope
+
+
+def _windows(hf: Mapping[str, Any], family: str, layers: int) -> tuple[int | None, ...]:
+    window = hf.get("sliding_window")
+    if family == "llama" or not window:
+        return (None,) * layers
+    kinds = hf.get("layer_types")
+    if not kinds:  # Mistral windows every layer; Qwen those from max_window_layers on, if asked to
+        use = family == "mistral" or bool(hf.get("use_sliding_window"))
+        first = 0 if family == "mistral" else int(hf.get("max_window_layers") or 0)
+        kinds = ["sliding_attention" if use and i >= first else "full_attention" for i in range(layers)]
+    if len(kinds) != layers or set(kinds) - {"sliding_attention", "full_attention"}:
+        raise UnsupportedArchitecture(f"layer_types {sorted(set(kinds))} for {layers} layers are not supported")
+    return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
+
+
+LogitsProcessor = Callable[[list[int], torch.Tensor], torch.Tensor]
+"""`processor(token_ids, logits) -> logits`: the whole prefix (prompt and output) and the (vocab,) float32 logits of the
+next token. It must depend on its arguments alone: it is also asked about prefixes that a draft only supposes."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is sampled and when it stops. Names and defaults follow vLLM, `max_tokens` excepted.
+
+    Raises ConfigError, naming the parameter, for values that cannot be.
+    """
+
+    n: int = 1  # outputs for the prompt; output i uses seed + i
+    temperature: float = 1.0  # 0 = greedy
+    top_k: int = 0  # 0 or -1 = all tokens
+    top_p: float = 1.0
+    min_p: float = 0.0  # relative to the likeliest token
+    repetition_penalty: float = 1.0  # over prompt and output
+    presence_penalty: float = 0.0  # over the output
+    frequency_penalty: float = 0.0  # over the output
+    logit_bias: Mapping[int, float] | None = None
+    seed: int | None = None  # None = random, reported with the output
+    max_tokens: int = 256
+    min_tokens: int = 0  # no end-of-sequence or stop token before this many
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    logprobs: int | None = None  # this many likeliest tokens beside the chosen one, from the raw logits
+    logits_processors: list[LogitsProcessor] | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        def whole(name: str, low: int, what: str) -> None:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+                raise ConfigError(f"{name} must be {what}, not {value!r}")
+
+        def real(name: str, low: float, high: float, what: str) -> None:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+                raise ConfigError(f"{name} must be {what}, not {value!r}")
+
+        whole("n", 1, "a whole number of at least 1")
+        whole("max_tokens", 1, "a whole number of at least 1")
+        whole("min_tokens", 0, "a whole number of at least 0")
+        whole("top_k", -1, "a whole number: 0 or -1 for all tokens, else how many to keep")
+        real("temperature", 0, 1e6, "at least 0 and finite (0 = greedy)")
+        real("top_p", 0, 1, "above 0 and at most 1")
+        real("min_p", 0, 1, "between 0 and 1")
+        real("presence_penalty", -2, 2, "between -2 and 2")
+        real("frequency_penalty", -2, 2, "between -2 and 2")
+        real("repetition_penalty", 0, 1e6, "above 0 and finite (1 = none)")
+        if self.top_p == 0:
+            raise ConfigError("top_p must be above 0 and at most 1, not 0; for greedy decoding set temperature=0")
+        if self.repetition_penalty == 0:
+            raise ConfigError("repetition_penalty must be above 0 and finite (1 = none), not 0")
+        if self.min_tokens > self.max_tokens:
+            raise ConfigError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
+        if self.seed is not None:
+            whole("seed", -(2**63), "a 64-bit whole number or None")
+            if self.seed >= 2**64:
+                raise ConfigError(f"seed must be a 64-bit whole number or None, not {self.seed}")
+        if self.logprobs is not None:
+            whole("logprobs", 0, "a whole number of at least 0, or None")
+        if self.temperature == 0 and self.n > 1:
+            raise ConfigError(f"n={self.n} at temperature 0 would give the same output {self.n} times; use n=1")
+        if any(not isinstance(s, str) or not s for s in self.stops):
+            raise ConfigError("stop must be a non-empty string or a list of them")
+        if any(isinstance(t, bool) or not isinstance(t, int) or t < 0 for t in self.stop_token_ids or ()):
+            raise ConfigError(f"stop_token_ids must be token ids, not {self.stop_token_ids!r}")
+        for token, bias in (self.logit_bias or {}).items():
+            if isinstance(token, bool) or not isinstance(token, int) or token < 0 or math.isnan(bias):
+                raise ConfigError(f"logit_bias maps token ids to numbers, not {token!r} to {bias!r}")
+
+    @property
+    def stops(self) -> list[str]:
+        """Stop strings as a list."""
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """Which drafter, its draft length, and its options: `{"method": "ngram", "num_speculative_tokens": 8, ...}`.
+
+    `options` holds the keys that the method itself defines; `drafters.create` refuses those it does not know.
+    """
+
+    method: str = "none"
+    num_speculative_tokens: int | None = None  # None = the method's own default
+    acceptance_method: str = "coupled"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        k = self.num_speculative_tokens
+        if k is not None and (isinstance(k, bool) or not isinstance(k, int) or k < 0):
+            raise ConfigError(f"num_speculative_tokens must be a whole number of at least 0, not {k!r}")
+        if self.acceptance_method not in ACCEPTANCE_METHODS:
+            raise ConfigError(
+                f"acceptance_method {self.acceptance_method!r} is unknown; valid: {', '.join(ACCEPTANCE_METHODS)}"
+            )
+
+    @staticmethod
+    def of(config: SpeculativeConfig | Mapping[str, Any] | None) -> SpeculativeConfig:
+        """From a vLLM-style mapping. `{"model": ...}` without a method means `draft_model`."""
+        if config is None:
+            return SpeculativeConfig()
+        if isinstance(config, SpeculativeConfig):
+            return config
+        if not isinstance(config, Mapping):
+            raise ConfigError(f"speculative_config must be a mapping such as {{'method': 'ngram'}}, not {config!r}")
+        options = dict(config)
+        method = options.pop("method", "draft_model" if "model" in options else None)
+        if method is None:
+            raise ConfigError("speculative_config needs a 'method', such as {'method': 'ngram'}")
+        own = {f.name for f in fields(SpeculativeConfig)} - {"method", "options"}
+        return SpeculativeConfig(
+            method=method, **{key: options.pop(key) for key in own & options.keys()}, options=options
+        )
+
+    @staticmethod
+    def parse(text: str) -> SpeculativeConfig:
+        """From the short form `method:key=value,key=value`; `k` stands for num_speculative_tokens."""
+        method, _, rest = text.partition(":")
+        options: dict[str, Any] = {"method": method}
+        for item in filter(None, rest.split(",")):
+            key, equals, value = item.partition("=")
+            if not equals:
+                raise ConfigError(f"--speculate {text!r}: {item!r} should be key=value, as in ngram:k=8")
+            options[{"k": "num_speculative_tokens"}.get(key, key)] = _literal(value)
+        return SpeculativeConfig.of(options)
+
+
+def _literal(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return {"true": True, "false": False, "none": None}.get(text.lower(), text)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Limits of one engine."""
+
+    max_model_len: int | None = None  # tokens of prompt and output together; None = the model's context
+    max_num_seqs: int = 32  # sequences that share a forward
+    max_num_batched_tokens: int = 512  # prompt tokens in one forward
+    kv_memory: int | None = None  # bytes for keys and values; None = 90 % of what is free at the start
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{item.name} must be a whole number of at least 1, not {value!r}")

@@ -1,0 +1,67 @@
+"""Drafters, found by name: every module here, and every entry point of the group `outrider.drafters`.
+
+A module's name is its method's name, the one Drafter it defines is the method, and the dataclass fields are its options.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from dataclasses import fields
+from importlib.metadata import entry_points
+
+from outrider.config import SpeculativeConfig
+from outrider.errors import ConfigError
+from outrider.speculate import Drafter
+
+
+def methods() -> list[str]:
+    """All method names, built-in ones first."""
+    own = [module.name for module in pkgutil.iter_modules(__path__)]
+    return own + sorted({point.name for point in entry_points(group="outrider.drafters")} - set(own))
+
+
+def find(method: str) -> type[Drafter]:
+    """The Drafter class of a method. Raises ConfigError, naming the valid ones."""
+    if method not in methods():
+        raise ConfigError(f"method {method!r} is unknown; valid: {', '.join(methods())}")
+    if method in {module.name for module in pkgutil.iter_modules(__path__)}:
+        module = importlib.import_module(f"{__name__}.{method}")
+        (found,) = [
+            item
+            for item in vars(module).values()
+            if isinstance(item, type) and issubclass(item, Drafter) and item.__module__ == module.__name__
+        ]
+    else:
+        (point,) = entry_points(group="outrider.drafters", name=method)
+        found = point.load()
+        if not (isinstance(found, type) and issubclass(found, Drafter)):
+            raise ConfigError(f"entry point {point.value} of method {method!r} is not a Drafter class")
+    found.name = method
+    return found
+
+
+def options(method: str) -> list[str]:
+    """The option names of a method."""
+    return [field.name for field in fields(find(method)) if field.init]
+
+
+def create(config: SpeculativeConfig) -> Drafter:
+    """A drafter with its options set. Raises ConfigError for an unknown method, key or value type."""
+    kind = find(config.method)
+    types = {field.name: str(field.type) for field in fields(kind) if field.init}
+    given = dict(config.options)
+    if config.num_speculative_tokens is not None:
+        given["num_speculative_tokens"] = config.num_speculative_tokens
+    for key, value in given.items():
+        if key not in types:
+            raise ConfigError(f"method {config.method!r} has no option {key!r}; valid: method, {', '.join(types)}")
+        if types[key] in ("int", "float", "str", "bool") and not _fits(value, types[key]):
+            raise ConfigError(f"option {key!r} of method {config.method!r} must be {types[key]}, not {value!r}")
+    return kind(**given)
+
+
+def _fits(value: object, kind: str) -> bool:
+    if isinstance(value, bool) or kind == "bool":
+        return isinstance(value, bool) and kind == "bool"
+    return isinstance(value, {"int": int, "float": (int, float), "str": str}[kind])

@@ -1,0 +1,64 @@
+"""Prompt lookup: repeat what followed the last occurrence of the present n-gram, in prompt and output.
+
+Longest n-gram first, most recent occurrence first. A copy may run into itself, so a loop is continued for ever.
+Source: Saxena's prompt lookup decoding (2023); the option names are vLLM's. Pays where output repeats input: editing,
+summaries, code. Costs a few dictionary look-ups a token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from outrider.errors import ConfigError
+from outrider.speculate import Drafter
+from outrider.types import Draft, Sequence
+
+
+@dataclass
+class Index:
+    """Where each n-gram of a sequence's settled tokens last ended with something after it."""
+
+    ends: dict[tuple[int, ...], int] = field(default_factory=dict)
+    upto: int = 0  # ends below this are entered
+
+
+@dataclass
+class Ngram(Drafter):
+    """Copies from the sequence itself."""
+
+    num_speculative_tokens: int = 8
+    prompt_lookup_max: int = 4  # longest n-gram to match
+    prompt_lookup_min: int = 2  # shortest
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max:
+            raise ConfigError(
+                "prompt_lookup_min must be at least 1 and at most prompt_lookup_max, "
+                f"not {self.prompt_lookup_min} and {self.prompt_lookup_max}"
+            )
+        self.indexes: dict[int, Index] = {}
+
+    def propose(self, seqs: list[Sequence], k: int) -> list[Draft]:
+        """One chain per sequence, empty without a match."""
+        return [Draft.chain(self._continue(seq, k)) for seq in seqs]
+
+    def forget(self, seq: Sequence) -> None:
+        """Drop the sequence's index."""
+        self.indexes.pop(seq.id, None)
+
+    def _continue(self, seq: Sequence, k: int) -> list[int]:
+        index, tokens = self.indexes.setdefault(seq.id, Index()), seq.tokens
+        sizes = range(self.prompt_lookup_max, self.prompt_lookup_min - 1, -1)
+        for end in range(max(1, index.upto), seq.settled):  # tokens[end] exists: the n-gram has a continuation
+            for n in sizes:
+                if n <= end:
+                    index.ends[tuple(tokens[end - n : end])] = end
+        index.upto = max(index.upto, seq.settled)
+        for n in sizes:
+            at = index.ends.get(tuple(tokens[-n:])) if n < len(tokens) else None
+            if at is not None:
+                copied: list[int] = []
+                for i in range(at, at + k):
+                    copied.append(tokens[i] if i < len(tokens) else copied[i - len(tokens)])
+                return copied
+        return []

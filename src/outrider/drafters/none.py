@@ -1,0 +1,19 @@
+"""Plain decoding: draft nothing. The baseline of every comparison, through the same step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outrider.speculate import Drafter
+from outrider.types import Draft, Sequence
+
+
+@dataclass
+class NoDraft(Drafter):
+    """Proposes nothing."""
+
+    num_speculative_tokens: int = 0
+
+    def propose(self, seqs: list[Sequence], k: int) -> list[Draft]:
+        """Empty drafts."""
+        return [Draft() for _ in seqs]

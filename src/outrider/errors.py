@@ -1,0 +1,55 @@
+"""Everything a user can do wrong, as a tree:
+
+OutriderError
+├── ConfigError (ValueError)       an option, key, method or parameter that cannot be
+├── ModelError                     a checkpoint that cannot be used
+│   ├── ModelNotFound                  no such folder, asset or hub id
+│   ├── UnsupportedArchitecture        a model family this decoder does not know
+│   ├── CheckpointError                damaged, incomplete or mismatched weights
+│   └── VocabularyMismatch             a draft model that does not speak the target's tokens
+└── RequestError (ValueError)      a request that cannot be served
+    ├── EmptyPrompt                    nothing to continue
+    └── RequestTooLong                 longer than the context, or than memory allows
+
+Each message is one line that says what was wrong and what would be right.
+"""
+
+
+class OutriderError(Exception):
+    """Base of all errors that a user can cause."""
+
+
+class ConfigError(OutriderError, ValueError):
+    """An option, key, method or parameter that cannot be."""
+
+
+class ModelError(OutriderError):
+    """A checkpoint that cannot be used."""
+
+
+class ModelNotFound(ModelError):
+    """No such folder, embedded model or hub id."""
+
+
+class UnsupportedArchitecture(ModelError):
+    """A model family this decoder does not know."""
+
+
+class CheckpointError(ModelError):
+    """Damaged, incomplete or mismatched weights."""
+
+
+class VocabularyMismatch(ModelError):
+    """A draft model that does not speak the target's tokens."""
+
+
+class RequestError(OutriderError, ValueError):
+    """A request that cannot be served."""
+
+
+class EmptyPrompt(RequestError):
+    """Nothing to continue."""
+
+
+class RequestTooLong(RequestError):
+    """Longer than the context, or than memory allows."""

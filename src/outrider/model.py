@@ -1,0 +1,148 @@
+"""One decoder for Llama, Mistral, Qwen2 and Qwen3: they differ in a few flags of `ModelConfig`.
+
+A forward is *flat*: the tokens of all sequences one after another, with their positions; nothing is padded. The model
+knows neither caches nor masks, it calls `kv.attend` (Law 4).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outrider.config import ModelConfig
+from outrider.ops import Linear
+
+
+@dataclass
+class Layer:
+    """One decoder layer. qkv and gate_up are fused: one product each."""
+
+    input_norm: Tensor  # (hidden,)
+    qkv: Linear  # hidden -> (heads + 2 * kv_heads) * dim
+    o: Linear
+    post_norm: Tensor
+    gate_up: Linear  # hidden -> 2 * intermediate
+    down: Linear
+    q_norm: Tensor | None = None  # (dim,), Qwen3
+    k_norm: Tensor | None = None
+
+
+@dataclass
+class Model:
+    """Weights and the forward. `embedding` (vocab, hidden) may be a mapped file in the checkpoint's own dtype."""
+
+    config: ModelConfig
+    embedding: Tensor
+    layers: list[Layer]
+    norm: Tensor
+    head: Linear  # hidden -> vocab
+    dtype: torch.dtype
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self.rotary = Rotary(self.config, self.device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights that a forward reads."""
+        linears = [m for layer in self.layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+        return sum(m.nbytes for m in [*linears, self.head])
+
+    def forward(self, tokens: Tensor, positions: Tensor, lengths: Tensor, kv, plan) -> Tensor:  # type: ignore[no-untyped-def]
+        """Final hidden states (n, hidden), normed, for tokens (n,) at positions (n,).
+
+        `lengths` (n,): the sequence length by which `dynamic` rope scales each token; `kv` is a KVCache and `plan` the
+        plan it understands.
+        """
+        c = self.config
+        x = F.embedding(tokens, self.embedding).to(self.dtype)
+        cos, sin = self.rotary(positions, lengths, self.dtype)
+        heads, kv_heads, dim = c.num_heads, c.num_kv_heads, c.head_dim
+        for i, layer in enumerate(self.layers):
+            qkv = layer.qkv(self._norm(x, layer.input_norm)).view(-1, heads + 2 * kv_heads, dim)
+            qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
+            if layer.q_norm is not None and layer.k_norm is not None:
+                qk = torch.cat([self._norm(qk[:, :heads], layer.q_norm), self._norm(qk[:, heads:], layer.k_norm)], 1)
+            qk = torch.addcmul(qk * cos, qk.roll(dim // 2, -1), sin)
+            x = x + layer.o(kv.attend(i, qk[:, :heads], qk[:, heads:], v, plan))
+            gate, up = layer.gate_up(self._norm(x, layer.post_norm)).chunk(2, -1)
+            x = x + layer.down(F.silu(gate) * up)
+        return self._norm(x, self.norm)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(n, vocab) float32 from final hidden states (n, hidden)."""
+        return self.head(hidden).float()
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)
+
+
+class Rotary:
+    """Rotary embeddings (Su et al. 2104.09864) in the half-split layout, with the scalings of Llama and Qwen.
+
+    `dynamic` NTK scaling makes the base grow with the sequence's length. So that a token's rotation depends on nothing
+    but its own sequence (Law 2), a token is rotated by the length the sequence had when it was written: the
+    prompt's for prompt tokens, its own position + 1 after. That is what transformers' generate does, too.
+    """
+
+    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+        rope, self.dim = config.rope, config.head_dim
+        self.kind, self.theta = rope["rope_type"], rope["rope_theta"]
+        self.factor = float(rope.get("factor") or 1.0)
+        self.original = int(rope.get("original_max_position_embeddings") or config.max_positions)
+        exponents = torch.arange(0, self.dim, 2, dtype=torch.float32) / self.dim
+        inv = 1.0 / self.theta**exponents
+        self.attention_factor = 1.0
+        if self.kind == "linear":
+            inv = inv / self.factor
+        elif self.kind == "llama3":
+            inv = self._llama3(inv, float(rope["low_freq_factor"]), float(rope["high_freq_factor"]))
+        elif self.kind == "yarn":
+            inv = self._yarn(inv, config)
+        self.exponents, self.inv = exponents.to(device), inv.to(device)
+
+    def _llama3(self, inv: Tensor, low: float, high: float) -> Tensor:
+        """Llama 3.1: long wavelengths are divided by the factor, short ones kept, those between interpolated."""
+        turns = self.original * inv / (2 * math.pi)
+        smooth = ((turns - low) / (high - low)).clamp(0, 1)
+        return (1 - smooth) * inv / self.factor + smooth * inv
+
+    def _yarn(self, inv: Tensor, config: ModelConfig) -> Tensor:
+        """YaRN (Peng et al. 2309.00071): interpolate slow dimensions, keep fast ones, temper the attention."""
+        rope = config.rope
+
+        def mscale(factor: float, scale: float = 1.0) -> float:
+            return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+        if rope.get("attention_factor") is not None:
+            self.attention_factor = float(rope["attention_factor"])
+        elif rope.get("mscale") and rope.get("mscale_all_dim"):
+            both = mscale(self.factor, rope["mscale"]), mscale(self.factor, rope["mscale_all_dim"])
+            self.attention_factor = both[0] / both[1]
+        else:
+            self.attention_factor = mscale(self.factor)
+
+        def dim_of(turns: float) -> float:
+            return self.dim * math.log(self.original / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+
+        low, high = dim_of(float(rope.get("beta_fast") or 32)), dim_of(float(rope.get("beta_slow") or 1))
+        if rope.get("truncate", True):
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, self.dim - 1)
+        ramp = ((torch.arange(self.dim // 2) - low) / max(high - low, 0.001)).clamp(0, 1)
+        return ramp * inv / self.factor + (1 - ramp) * inv
+
+    def __call__(self, positions: Tensor, lengths: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin (n, 1, dim) for positions (n,); sin carries the sign of the rotated half."""
+        inv = self.inv[None]
+        if self.kind == "dynamic":
+            length = lengths.clamp(min=self.original).float()
+            base = self.theta * (self.factor * length / self.original - (self.factor - 1)) ** (self.dim / (self.dim - 2))
+            inv = 1.0 / base[:, None] ** self.exponents[None]
+        angles = positions.float()[:, None] * inv
+        cos, sin = angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+        return torch.cat([cos, cos], -1)[:, None].to(dtype), torch.cat([-sin, sin], -1)[:, None].to(dtype)

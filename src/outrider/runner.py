@@ -1,0 +1,191 @@
+"""A model with its cache: `extend` brings the cache up to date with the sequences and asks for what follows.
+
+Caches catch up, nobody patches up (Law 3). The runner remembers which tokens its cache holds for each sequence;
+`extend` keeps the common prefix and feeds the rest. Prefill, chunked prefill, decoding, verification, a drafter's
+resync after a rejection and recomputation are this one operation.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from outrider.config import SamplingParams
+from outrider.kv import Entry, KVCache, Plan
+from outrider.model import Model
+from outrider.ops import KEY_BLOCK
+from outrider.types import Draft, Sequence, Verdict
+
+MASK_ELEMENTS = 2**25  # bounds the mask of a prefill chunk: long contexts are fed in smaller chunks
+
+
+@dataclass
+class Output:
+    """What one forward gave for each sequence: row 0 follows its last token, row 1 + i follows draft node i."""
+
+    logits: list[Tensor]  # per sequence (1 + nodes, vocab) float32, raw
+    hidden: list[Tensor]  # per sequence (1 + nodes, hidden), final and normed
+    drafts: list[Draft]
+
+
+@dataclass
+class Slot:
+    """What the cache holds of one sequence: `tokens`, of which the first `settled` are known to be the sequence's."""
+
+    tokens: list[int] = field(default_factory=list)
+    settled: int = 0
+
+
+class Runner:
+    """A model and a cache.
+
+    `max_len` is the context it can serve, in tokens. `chunk` bounds the tokens of one prefill forward;
+    `progress(done, total)` hears of prompts longer than that.
+    """
+
+    def __init__(self, model: Model, kv: KVCache, max_len: int | None = None, chunk: int = 512) -> None:
+        self.model, self.kv, self.chunk = model, kv, chunk
+        self.max_len = max_len or model.config.context
+        self.progress: Callable[[int, int], None] | None = None
+        self.slots: dict[int, Slot] = {}
+
+    def extend(self, seqs: list[Sequence], drafts: list[Draft] | None = None) -> Output:
+        """One forward over all sequences' pending and draft tokens (after chunks of what a long prompt leaves)."""
+        drafts = drafts or [Draft() for _ in seqs]
+        with torch.inference_mode():
+            starts = [self._catch_up(seq) for seq in seqs]
+            starts = self._prefill(seqs, starts)
+            entries, tokens, rows = [], [], []
+            for seq, draft, start in zip(seqs, drafts, starts, strict=True):
+                pending = seq.tokens[start:]
+                parents = None
+                if not draft.is_chain:
+                    root = len(pending) - 1
+                    parents = [*range(-1, root), *(root if p < 0 else root + 1 + p for p in draft.parents)]
+                n = len(pending) + len(draft)
+                entries.append(Entry(seq.id, len(tokens), n, start, parents))
+                tokens += pending + draft.tokens
+                rows.append(slice(len(tokens) - len(draft) - 1, len(tokens)))
+            hidden = self._forward(seqs, tokens, entries)
+            wanted = [hidden[r] for r in rows]
+            logits = self.model.logits(wanted[0] if len(wanted) == 1 else torch.cat(wanted))
+            for seq, draft, start in zip(seqs, drafts, starts, strict=True):
+                slot = self.slots[seq.id]
+                slot.tokens += seq.tokens[start:] + (draft.tokens if draft.is_chain else [])
+                slot.settled = seq.settled
+            return Output(list(logits.split([len(w) for w in wanted])), wanted, drafts)
+
+    def commit(self, seqs: list[Sequence], output: Output, verdicts: list[Verdict]) -> None:
+        """Keep the accepted path of each draft in the cache, drop the rest. Call before the sequences grow."""
+        for seq, draft, verdict in zip(seqs, output.drafts, verdicts, strict=True):
+            slot, length = self.slots[seq.id], len(seq.tokens)
+            self.kv.keep(seq.id, length, verdict.path)
+            slot.tokens[length:] = [draft.tokens[i] for i in verdict.path]
+            self.kv.truncate(seq.id, len(slot.tokens))
+
+    def free(self, seq: Sequence) -> None:
+        """Give back what a sequence holds."""
+        self.slots.pop(seq.id, None)
+        self.kv.free(seq.id)
+
+    def _catch_up(self, seq: Sequence) -> int:
+        """Truncate the cache to what it shares with the sequence; at least the last token is fed again."""
+        slot = self.slots.setdefault(seq.id, Slot())
+        known, truth = slot.tokens, seq.tokens
+        n, limit = min(slot.settled, len(truth) - 1), min(len(known), len(truth) - 1)
+        while n < limit and known[n] == truth[n]:
+            n += 1
+        if n < len(known):
+            del known[n:]
+            self.kv.truncate(seq.id, n)
+        return n
+
+    def _prefill(self, seqs: list[Sequence], starts: list[int]) -> list[int]:
+        """Feed pending tokens in chunks until all that is left fits one forward."""
+        starts, total = starts.copy(), sum(len(s.tokens) - start for s, start in zip(seqs, starts, strict=True))
+        long, began = total > self.chunk, total
+        while total > self.chunk:
+            entries, tokens, at = [], [], {}
+            for i, seq in enumerate(seqs):
+                group = self.model.config.num_heads // self.model.config.num_kv_heads
+                fits = max(16, MASK_ELEMENTS // (group * max(1, len(seq.tokens))))
+                n = min(len(seq.tokens) - 1 - starts[i], self.chunk - len(tokens), fits)
+                if n > 0:
+                    entries.append(Entry(seq.id, len(tokens), n, starts[i]))
+                    tokens += seq.tokens[starts[i] : starts[i] + n]
+                    at[i] = starts[i] + n
+            if not entries:
+                break
+            self._forward(seqs, tokens, entries)
+            for i, end in at.items():
+                starts[i] = end
+                slot = self.slots[seqs[i].id]
+                slot.tokens += seqs[i].tokens[len(slot.tokens) : end]
+                slot.settled = min(end, seqs[i].settled)
+            total -= len(tokens)
+            if self.progress:
+                self.progress(began - total, began)
+        if long and self.progress:
+            self.progress(began, began)
+        return starts
+
+    def _forward(self, seqs: list[Sequence], tokens: list[int], entries: list[Entry]) -> Tensor:
+        device = self.model.device
+        plan = Plan(entries)
+        self.kv.reserve(plan)
+        positions = [p for e in entries for p in e.positions()]
+        prompts = {seq.id: seq.prompt_len for seq in seqs}
+        lengths = [max(p + 1, prompts[e.seq]) for e in entries for p in e.positions()]
+        return self.model.forward(
+            torch.tensor(tokens, device=device),
+            torch.tensor(positions, device=device),
+            torch.tensor(lengths, device=device),
+            self.kv,
+            plan,
+        )
+
+
+def check_exactness(runner: Runner) -> str:
+    """`bitwise` if this model's logits do not depend on what shares a forward (Law 2), else `law`.
+
+    The loaded linears are run on random rows, alone and in company. Then the whole model reads random tokens up to and
+    across a key-block border: one at a time, as chains, as a tree, and beside another sequence. All bit for bit.
+    """
+    model, longest = runner.model, runner.model.config.max_positions
+    generator = torch.Generator().manual_seed(0)
+    with torch.inference_mode():
+        layer = model.layers[0]
+        for linear in (layer.qkv, layer.o, layer.gate_up, layer.down, model.head):
+            x = torch.randn(65, linear.in_features, generator=generator).to(model.device, model.dtype)
+            full = linear(x)
+            if not all(torch.equal(linear(x[i : i + n]), full[i : i + n]) for n in (1, 2, 3, 8, 17, 33) for i in (0, 9)):
+                return "law"
+    steps = 8
+    length = max(2, min(KEY_BLOCK - 4, longest - steps - 1))
+    text = torch.randint(model.config.vocab_size, (length + steps,), generator=generator).tolist()
+    params = SamplingParams(max_tokens=steps + 2)
+    seq, other = Sequence(text[:length], params, seed=0), Sequence(text[: max(1, length // 3)], params, seed=0)
+    try:
+        plain, draft = [], Draft.chain(text[length:])
+        for token in text[length:]:
+            plain.append(runner.extend([seq]).logits[0][0])
+            seq.tokens.append(token)
+        del seq.tokens[length:]
+        for k in (1, 3, steps - 1):
+            chain = draft.clip(k)
+            tree = Draft([5, *chain.tokens, 7], [-1, -1, *range(1, k), 0])
+            alone = runner.extend([seq], [chain]).logits[0]
+            paired = runner.extend([other, seq], [Draft.chain(text[:3]), chain]).logits[1]
+            branch = runner.extend([seq], [tree]).logits[0]
+            for i in range(k + 1):
+                rows = alone[i], paired[i], branch[i + 1 if i else 0]
+                if not all(torch.equal(plain[i], row) for row in rows):
+                    return "law"
+        return "bitwise"
+    finally:
+        runner.free(seq)
+        runner.free(other)

@@ -1,0 +1,194 @@
+"""Law 1: the token at position t is a pure function of (seed, t, processed logits).
+
+At temperature 0 it is the argmax; otherwise argmax(logits / T + gumbel(seed, t)) over the tokens that top-k, top-p and
+min-p keep, which is a draw from softmax(logits / T) (Gumbel-max). The noise is counter-based: it depends on seed,
+position and token id alone, so every drafter, batch, device and process meets the same. Speculation then cannot change
+what is sampled, and two models that agree on the distribution agree on the token (Gumbel coupling, arXiv 2408.07978).
+
+This is the only place where a token is chosen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from outrider.config import SamplingParams
+from outrider.types import Logprob, Sequence
+
+
+@dataclass
+class Row:
+    """A place where a token is wanted: after a sequence's tokens and then `path`."""
+
+    seq: Sequence
+    path: list[int] = field(default_factory=list)
+
+    @property
+    def position(self) -> int:
+        """Index in the sequence of the token to choose."""
+        return len(self.seq.tokens) + len(self.path)
+
+
+def choose(logits: Tensor, rows: list[Row]) -> list[int]:
+    """One token for each row. logits (rows, vocab) float32, raw; a row's choice depends on that row alone."""
+    edited = [i for i, row in enumerate(rows) if _edits(row.seq.params)]
+    if edited:
+        logits = logits.clone()
+        for i in edited:
+            logits[i] = process(logits[i], rows[i])
+    drawn = [i for i, row in enumerate(rows) if row.seq.params.temperature > 0]
+    if drawn:
+        params = [rows[i].seq.params for i in drawn]
+        some = logits if len(drawn) == len(rows) else logits[drawn]
+        some = keep_likely(some / _column(params, "temperature", some), params)
+        some = some + torch.stack([_noise(rows[i], some.shape[-1], some.device) for i in drawn])
+        if len(drawn) == len(rows):
+            logits = some
+        else:
+            logits = logits.clone()
+            logits[drawn] = some
+    tokens: list[int] = logits.argmax(-1).tolist()
+    return tokens
+
+
+def _column(params: list[SamplingParams], name: str, like: Tensor) -> Tensor:
+    return torch.tensor([[float(getattr(p, name))] for p in params], device=like.device)
+
+
+# --- what a request's parameters do to its logits -------------------------------------------------------------------
+
+
+def _edits(p: SamplingParams) -> bool:
+    return bool(
+        p.logits_processors or p.logit_bias or p.min_tokens or p.presence_penalty or p.frequency_penalty
+    ) or p.repetition_penalty != 1
+
+
+def process(logits: Tensor, row: Row) -> Tensor:
+    """Penalties, bias, min_tokens and custom processors on one row (vocab,), for the prefix that the row supposes."""
+    p, seq = row.seq.params, row.seq
+    logits = logits.clone()
+    if p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty:
+        output, seen = _counts(row, logits)
+        if p.repetition_penalty != 1:  # CTRL (1909.05858), as in transformers and vLLM
+            logits = torch.where(
+                seen, torch.where(logits > 0, logits / p.repetition_penalty, logits * p.repetition_penalty), logits
+            )
+        logits -= p.frequency_penalty * output + p.presence_penalty * (output > 0)
+    for token, bias in (p.logit_bias or {}).items():
+        logits[token] += bias
+    if row.position - seq.prompt_len < p.min_tokens and seq.eos:
+        logits[[t for t in seq.eos if t < len(logits)]] = float("-inf")
+    for processor in p.logits_processors or ():
+        logits = processor(seq.tokens + row.path, logits)
+    return logits
+
+
+def _counts(row: Row, like: Tensor) -> tuple[Tensor, Tensor]:
+    """How often each token stands in the output (vocab,) float, and whether it stands anywhere (vocab,) bool."""
+    seq = row.seq
+    settled, output, seen = seq.memory.get("counts") or (0, torch.zeros_like(like), torch.zeros_like(like).bool())
+    new = seq.tokens[settled : seq.settled]
+    if new:  # counted once and kept: settled tokens never change
+        seen[new] = True
+        fresh = new[max(0, seq.prompt_len - settled) :]
+        output += torch.bincount(torch.tensor(fresh, dtype=torch.long), minlength=len(like)).to(like)
+        seq.memory["counts"] = seq.settled, output, seen
+    tail = seq.tokens[seq.settled :] + row.path
+    if tail:
+        output, seen = output.clone(), seen.clone()
+        seen[tail] = True
+        output += torch.bincount(torch.tensor(tail), minlength=len(like)).to(like)
+    return output, seen
+
+
+def keep_likely(logits: Tensor, params: list[SamplingParams]) -> Tensor:
+    """-inf for what top-k, then top-p, then min-p drop; (rows, vocab), one SamplingParams per row.
+
+    A token as likely as the last one kept is kept too, so the outcome does not depend on an order among ties.
+    """
+    vocab = logits.shape[-1]
+    ks = [p.top_k if 0 < p.top_k < vocab else vocab for p in params]
+    if min(ks) < vocab:
+        largest = logits.topk(min(vocab, max(k for k in ks if k < vocab)), -1).values
+        index = torch.tensor([[min(k, largest.shape[-1]) - 1] for k in ks], device=logits.device)
+        floor = largest.gather(-1, index)
+        free = torch.tensor([[k == vocab] for k in ks], device=logits.device)
+        logits = logits.masked_fill((logits < floor) & ~free, float("-inf"))
+    if any(p.top_p < 1 for p in params):
+        probs = logits.softmax(-1)
+        logits = logits.masked_fill(probs < _nucleus_floor(probs, _column(params, "top_p", logits)), float("-inf"))
+    if any(p.min_p > 0 for p in params):
+        least = logits.amax(-1, keepdim=True) + _column(params, "min_p", logits).log()
+        logits = logits.masked_fill(logits < least, float("-inf"))
+    return logits
+
+
+def _nucleus_floor(probs: Tensor, top_p: Tensor) -> Tensor:
+    """Per row (rows, 1) the probability of the last token in the smallest set of mass >= top_p."""
+    size, vocab = 64, probs.shape[-1]
+    while True:  # few tokens hold most of the mass: sorting all of them is rarely needed
+        largest = probs.topk(min(size, vocab), -1).values
+        before = largest.double().cumsum(-1) - largest
+        if size >= vocab or bool((before[:, -1:] >= top_p).all()):
+            break
+        size *= 8
+    inside = (before < top_p) | (top_p >= 1)
+    floor = torch.where(inside, largest, torch.inf).amin(-1, keepdim=True)
+    return floor.masked_fill(top_p >= 1, 0.0)
+
+
+# --- the noise -----------------------------------------------------------------------------------------------------
+
+
+def _noise(row: Row, vocab: int, device: torch.device) -> Tensor:
+    """gumbel(seed, position), drawn once per position though drafts and target ask for it several times."""
+    kept = row.seq.memory.setdefault("noise", {})
+    at = row.position
+    if at not in kept or len(kept[at]) != vocab:
+        for old in [p for p in kept if p < row.seq.settled]:
+            del kept[old]
+        kept[at] = gumbel(row.seq.seed, at, vocab, device)
+    noise: Tensor = kept[at]
+    return noise
+
+
+def gumbel(seed: int, position: int, vocab: int, device: torch.device | str = "cpu") -> Tensor:
+    """(vocab,) float32 standard Gumbel noise, a pure function of (seed, position, token id).
+
+    SplitMix64 (Steele et al. 2014) over token ids, from a key that hashes seed and position; 53 bits a token. The
+    integers agree on every device, the two logarithms are taken in float64.
+    """
+    key = int.from_bytes(hashlib.blake2b(f"{seed % 2**64}/{position}".encode(), digest_size=8).digest(), "big")
+    z = _golden(vocab, str(device)) + _signed(key)
+    z = (z ^ _shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shift(z, 27)) * _signed(0x94D049BB133111EB)
+    z = z ^ _shift(z, 31)
+    uniform = (_shift(z, 11).double() + 0.5) * 2.0**-53  # never 0 or 1
+    return uniform.log_().neg_().log_().neg_().float()
+
+
+@lru_cache(maxsize=4)
+def _golden(vocab: int, device: str) -> Tensor:
+    return torch.arange(1, vocab + 1, dtype=torch.int64, device=device) * _signed(0x9E3779B97F4A7C15)
+
+
+def _signed(x: int) -> int:
+    return x - 2**64 if x >= 2**63 else x
+
+
+def _shift(z: Tensor, bits: int) -> Tensor:
+    """Logical right shift of int64."""
+    return (z >> bits) & (2 ** (64 - bits) - 1)
+
+
+def logprob(logits: Tensor, token: int, top: int) -> Logprob:
+    """Of raw logits (vocab,): the chosen token's log-probability and those of the `top` likeliest."""
+    logs = logits.log_softmax(-1)
+    values, ids = logs.topk(min(top, len(logs)))
+    return Logprob(token, float(logs[token]), dict(zip(ids.tolist(), values.tolist(), strict=True)))

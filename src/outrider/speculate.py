@@ -1,0 +1,75 @@
+"""The Drafter protocol and `step`, the one decoding loop body, at every level."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from outrider.runner import Output, Runner
+from outrider.types import Draft, Sequence, Verdict
+from outrider.verify import verify
+
+
+@dataclass
+class Drafter:
+    """Base of all drafters. A drafter only guesses (Law 5): it never touches masks, positions, rollback or sampling.
+
+    Subclasses are dataclasses; their fields are the options of `speculative_config`. Whatever a drafter proposes, the
+    output stays the target's; a good guess only makes it come sooner.
+    """
+
+    num_speculative_tokens: int = 4
+    name: ClassVar[str] = ""  # set when it is found by its name
+
+    def attach(self, target: Runner, load: Callable[[str], Runner]) -> None:
+        """Called once before use. `load(name)` gives a runner of another model on the target's device."""
+
+    def propose(self, seqs: list[Sequence], k: int) -> list[Draft]:
+        """Guess what follows each sequence, at most k nodes each; an empty Draft is always right."""
+        raise NotImplementedError
+
+    def observe(self, seqs: list[Sequence], verdicts: list[Verdict], output: Output) -> None:
+        """See what became of the drafts. The sequences have grown by the verdicts' tokens."""
+
+    def forget(self, seq: Sequence) -> None:
+        """A sequence is done: give back what it held."""
+
+    def kv_bytes(self, tokens: int) -> int:
+        """Bytes of keys and values this drafter will hold for a sequence of so many tokens."""
+        return 0
+
+
+@dataclass
+class StepTimes:
+    """Seconds that one step took, in all and by part."""
+
+    total: float = 0.0
+    draft: float = 0.0
+    target: float = 0.0
+
+
+def step(runner: Runner, drafter: Drafter, seqs: list[Sequence], k: int,
+         times: StepTimes | None = None) -> list[Verdict]:
+    """Grow each sequence by at least one token, with one forward of the runner over all of them.
+
+    Each verdict's tokens are those really appended: a token that ends its sequence cuts what lies behind it.
+    """
+    began = time.perf_counter()
+    drafts = [draft.clip(seq.room - 1) for seq, draft in zip(seqs, drafter.propose(seqs, k), strict=True)]
+    drafted = time.perf_counter()
+    output = runner.extend(seqs, drafts)
+    verdicts = verify(seqs, drafts, output.logits)
+    runner.commit(seqs, output, verdicts)
+    verified = time.perf_counter()
+    for seq, verdict in zip(seqs, verdicts, strict=True):
+        taken = seq.accept(verdict.tokens)
+        del verdict.tokens[taken:], verdict.path[taken:], verdict.logprobs[taken:]
+    observing = time.perf_counter()
+    drafter.observe(seqs, verdicts, output)
+    ended = time.perf_counter()
+    if times is not None:
+        times.total, times.target = ended - began, verified - drafted
+        times.draft = drafted - began + ended - observing
+    return verdicts
