@@ -47,15 +47,12 @@ class ModelConfig:
     eos: tuple[int, ...]
 
     @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of keys and values that one token keeps in the checkpoint's dtype."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
-
-    @property
     def context(self) -> int:
-        """Longest sequence, in tokens, that the positions serve; `dynamic` rope stretches them by its factor."""
-        stretch = float(self.rope["factor"]) if self.rope["rope_type"] == "dynamic" else 1.0
-        return int(self.max_positions * stretch)
+        """Longest sequence, in tokens, that the positions serve. As in vLLM, a rope factor stretches them."""
+        kind, factor = self.rope["rope_type"], float(self.rope.get("factor") or 1.0)
+        if kind == "yarn":  # may be written into max_position_embeddings already, or not
+            return max(self.max_positions, int(self.rope.get("original_max_position_embeddings", 0) * factor))
+        return int(self.max_positions * factor) if kind in ("linear", "dynamic") else self.max_positions
 
     @staticmethod
     def from_hf(hf: Mapping[str, Any], eos: tuple[int, ...] = ()) -> ModelConfig:
@@ -63,22 +60,21 @@ class ModelConfig:
 
         Raises UnsupportedArchitecture for another family and CheckpointError for a config that contradicts itself.
         """
-        name = (hf.get("architectures") or ["?"])[0]
+        names = hf.get("architectures")
+        name = str(names[0]) if isinstance(names, list) and names else "?"
         family = ARCHITECTURES.get(name)
         if family is None:
-            raise UnsupportedArchitecture(f"architecture {name} is not supported; supported: {', '.join(ARCHITECTURES)}")
+            known = ", ".join(ARCHITECTURES)
+            raise UnsupportedArchitecture(f"architecture {name} is not supported; supported: {known}")
         if hf.get("quantization_config"):
             raise UnsupportedArchitecture("quantised checkpoints are not supported; use the float one")
         if (act := hf.get("hidden_act", "silu")) not in ("silu", "swish"):
             raise UnsupportedArchitecture(f"hidden_act {act!r} is not supported; supported: silu")
-        try:
-            heads, layers = int(hf["num_attention_heads"]), int(hf["num_hidden_layers"])
-            sizes = {key: int(hf[key]) for key in ("vocab_size", "hidden_size", "intermediate_size")}
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"config.json lacks a usable {error}") from None
-        kv_heads = int(hf.get("num_key_value_heads") or heads)
+        heads, layers = _whole(hf, "num_attention_heads"), _whole(hf, "num_hidden_layers")
+        sizes = {key: _whole(hf, key) for key in ("vocab_size", "hidden_size", "intermediate_size")}
+        kv_heads = _whole(hf, "num_key_value_heads", heads)
         if heads % kv_heads:
-            raise CheckpointError(f"config.json: {heads} attention heads cannot share {kv_heads} key-value heads evenly")
+            raise CheckpointError(f"config.json: {heads} query heads cannot share {kv_heads} key-value heads evenly")
         dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
         if dtype not in DTYPES:
             raise CheckpointError(f"config.json: dtype {dtype} is not supported; supported: {', '.join(DTYPES)}")
@@ -88,9 +84,9 @@ class ModelConfig:
             num_layers=layers,
             num_heads=heads,
             num_kv_heads=kv_heads,
-            head_dim=int(hf.get("head_dim") or sizes["hidden_size"] // heads),
-            max_positions=int(hf.get("max_position_embeddings") or 2048),
-            rms_norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
+            head_dim=_whole(hf, "head_dim", sizes["hidden_size"] // heads),
+            max_positions=_whole(hf, "max_position_embeddings", 2048),
+            rms_norm_eps=_number(hf, "rms_norm_eps", 1e-6),
             rope=_rope(hf),
             windows=_windows(hf, family, layers),
             qkv_bias=family == "qwen2" or bool(hf.get("attention_bias")),
@@ -103,10 +99,28 @@ class ModelConfig:
         )
 
 
+def _whole(hf: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = default if hf.get(key) is None else hf[key]
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise CheckpointError(f"config.json: {key} must be a whole number of at least 1, not {value!r}")
+    return value
+
+
+def _number(hf: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    value = default if hf.get(key) is None else hf[key]
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise CheckpointError(f"config.json: {key} must be a number above 0, not {value!r}")
+    return float(value)
+
+
 def _rope(hf: Mapping[str, Any]) -> dict[str, Any]:
-    rope = dict(hf.get("rope_scaling") or {}) | dict(hf.get("rope_parameters") or {})
+    rope: dict[str, Any] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        if not isinstance(given := hf.get(key) or {}, Mapping):
+            raise CheckpointError(f"config.json: {key} must be an object, not {given!r}")
+        rope |= given
     rope["rope_type"] = kind = rope.get("rope_type") or rope.pop("type", None) or "default"
-    rope["rope_theta"] = float(rope.get("rope_theta") or hf.get("rope_theta") or 10000.0)
+    rope["rope_theta"] = _number(rope, "rope_theta", _number(hf, "rope_theta", 10000.0))
     if kind not in ROPE_TYPES:
         raise UnsupportedArchitecture(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
@@ -115,6 +129,7 @@ def _rope(hf: Mapping[str, Any]) -> dict[str, Any]:
     for key in needed.get(kind, () if kind == "default" else ("factor",)):
         if key not in rope:
             raise CheckpointError(f"config.json: rope type {kind!r} needs {key!r}")
+        _number(rope, key)
     return rope
 
 
@@ -122,14 +137,15 @@ def _windows(hf: Mapping[str, Any], family: str, layers: int) -> tuple[int | Non
     window = hf.get("sliding_window")
     if family == "llama" or not window:
         return (None,) * layers
-    kinds = hf.get("layer_types")
+    window, kinds = _whole(hf, "sliding_window"), hf.get("layer_types")
     if not kinds:  # Mistral windows every layer; Qwen those from max_window_layers on, if asked to
         use = family == "mistral" or bool(hf.get("use_sliding_window"))
         first = 0 if family == "mistral" else int(hf.get("max_window_layers") or 0)
         kinds = ["sliding_attention" if use and i >= first else "full_attention" for i in range(layers)]
-    if len(kinds) != layers or set(kinds) - {"sliding_attention", "full_attention"}:
-        raise UnsupportedArchitecture(f"layer_types {sorted(set(kinds))} for {layers} layers are not supported")
-    return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
+    valid = ("sliding_attention", "full_attention")
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in valid for kind in kinds):
+        raise UnsupportedArchitecture(f"layer_types {kinds!r} for {layers} layers are not supported")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 LogitsProcessor = Callable[[list[int], torch.Tensor], torch.Tensor]
@@ -199,12 +215,24 @@ class SamplingParams:
             whole("logprobs", 0, "a whole number of at least 0, or None")
         if self.temperature == 0 and self.n > 1:
             raise ConfigError(f"n={self.n} at temperature 0 would give the same output {self.n} times; use n=1")
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        for name in ("stop", "stop_token_ids", "logits_processors"):
+            value = getattr(self, name)
+            if not (value is None or isinstance(value, (list, tuple)) or (name == "stop" and isinstance(value, str))):
+                raise ConfigError(f"{name} must be a list, not {value!r}")
         if any(not isinstance(s, str) or not s for s in self.stops):
             raise ConfigError("stop must be a non-empty string or a list of them")
         if any(isinstance(t, bool) or not isinstance(t, int) or t < 0 for t in self.stop_token_ids or ()):
             raise ConfigError(f"stop_token_ids must be token ids, not {self.stop_token_ids!r}")
+        if any(not callable(processor) for processor in self.logits_processors or ()):
+            raise ConfigError("logits_processors must be functions of (token_ids, logits)")
+        if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):
+            raise ConfigError(f"logit_bias maps token ids to numbers, not {self.logit_bias!r}")
         for token, bias in (self.logit_bias or {}).items():
-            if isinstance(token, bool) or not isinstance(token, int) or token < 0 or math.isnan(bias):
+            good = isinstance(token, int) and isinstance(bias, (int, float)) and token >= 0 and not math.isnan(bias)
+            if isinstance(token, bool) or not good:
                 raise ConfigError(f"logit_bias maps token ids to numbers, not {token!r} to {bias!r}")
 
     @property
@@ -286,5 +314,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            if value is None and item.default is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{item.name} must be a whole number of at least 1, not {value!r}")

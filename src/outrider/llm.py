@@ -9,7 +9,7 @@ from typing import Any
 
 from outrider import drafters
 from outrider.config import EngineConfig, SamplingParams, SpeculativeConfig
-from outrider.engine import Engine
+from outrider.engine import Engine, Request
 from outrider.errors import ConfigError, EmptyPrompt
 from outrider.kv import DenseKV
 from outrider.load import Checkpoint, Progress, check_vocabulary, load
@@ -30,8 +30,16 @@ class LLM:
     Further keywords are those of EngineConfig. Raises OutriderError's kinds: ModelNotFound, CheckpointError, ...
     """
 
-    def __init__(self, model: str | Path, *, speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
-                 dtype: str = "auto", device: str = "auto", progress: Progress | None = None, **engine: Any) -> None:
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
+        dtype: str = "auto",
+        device: str = "auto",
+        progress: Progress | None = None,
+        **engine: Any,
+    ) -> None:
         self.engine_config = _make(EngineConfig, engine)
         config = SpeculativeConfig.of(speculative_config)
         drafters.create(config)  # a wrong option is known before anything is loaded
@@ -39,7 +47,9 @@ class LLM:
         self.checkpoint = load(model, dtype, device, progress)
         self.tokenizer = self.checkpoint.tokenizer
         self.runner = self._runner(self.checkpoint)
-        self.exactness = check_exactness(self.runner)  # "bitwise" or "law"; see Law 2 in docs/architecture.md
+        self.exactness = check_exactness(
+            self.runner.model, self.runner.kv
+        )  # "bitwise" or "law"; see Law 2 in docs/architecture.md
         self._drafts: dict[str, Runner] = {}
         self.speculative_config = config
 
@@ -74,14 +84,20 @@ class LLM:
         self.engine = Engine(self.runner, drafter, k, self.engine_config, self.tokenizer, self.exactness)
         self._speculative = config
 
-    def generate(self, prompts: Prompt | list[str] | list[list[int]],
-                 sampling_params: SamplingParams | None = None, **sampling: Any) -> list[GenerationOutput]:
+    def generate(
+        self,
+        prompts: Prompt | list[str] | list[list[int]],
+        sampling_params: SamplingParams | None = None,
+        **sampling: Any,
+    ) -> list[GenerationOutput]:
         """Continue one prompt or many: text or token ids, run together.
 
         Sampling is given as SamplingParams or as its fields (`max_tokens=64, temperature=0`). Returns the outputs in
         the order of the prompts, n for each. Raises RequestError's kinds before anything runs.
         """
         params = self._params(sampling_params, sampling)
+        if not isinstance(prompts, (str, list, tuple)):
+            raise ConfigError(f"a prompt is text or a list of token ids, not {type(prompts).__name__}")
         many = [prompts] if isinstance(prompts, str) or _is_ids(prompts) else list(prompts)
         encoded = [self.encode(prompt) for prompt in many]  # type: ignore[arg-type]
         requests = []
@@ -99,14 +115,18 @@ class LLM:
             output.prompt = prompt if isinstance(prompt, str) else None
         return outputs
 
-    def chat(self, messages: list[dict[str, str]], sampling_params: SamplingParams | None = None,
-             **sampling: Any) -> GenerationOutput:
+    def chat(
+        self, messages: list[dict[str, str]], sampling_params: SamplingParams | None = None, **sampling: Any
+    ) -> GenerationOutput:
         """The model's answer to a conversation of {"role": ..., "content": ...}; n must be 1."""
-        (output,) = self.generate(self.render(messages), sampling_params, **sampling)
-        return output
+        params = self._params(sampling_params, sampling)
+        if params.n != 1:
+            raise ConfigError(f"chat gives one output; n must be 1, not {params.n}")
+        return self.generate(self.render(messages), params)[0]
 
-    def stream(self, prompt: Prompt | list[dict[str, str]], sampling_params: SamplingParams | None = None,
-               **sampling: Any) -> Iterator[TokenEvent]:
+    def stream(
+        self, prompt: Prompt | list[dict[str, str]], sampling_params: SamplingParams | None = None, **sampling: Any
+    ) -> Iterator[TokenEvent]:
         """Tokens as they come, each with the drafter that guessed it; the last one carries the whole output.
 
         `prompt` is text, token ids or a conversation. Closing the iterator stops the request.
@@ -117,26 +137,29 @@ class LLM:
         chat = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict)
         ids = self.render(prompt) if chat else self.encode(prompt)  # type: ignore[arg-type]
         (request,) = self.engine.add(ids, params)
-        return self._events(request)
+        events = self._events(self.engine, request)
+        next(events)  # enters its `try`: closing the iterator stops the request even if nothing was read from it
+        return events
 
-    def _events(self, request: Any) -> Iterator[TokenEvent]:
+    def _events(self, engine: Engine, request: Request) -> Iterator[Any]:
         stream, at = request.stream, 0
         try:
-            for owner, tokens in self.engine.run():
-                if owner is not request:
-                    continue
-                for i, token in enumerate(tokens):
+            yield None
+            while at < len(request.seq.output) or not request.finished:
+                if at == len(request.seq.output):  # else another stream's steps have brought tokens for this one, too
+                    engine.step()
+                for token in request.seq.output[at:]:
                     by = request.drafted_by[at]
                     at += 1
-                    if request.finished and i == len(tokens) - 1:
-                        output = self.engine.output(request)
+                    if request.finished and at == len(request.seq.output):
+                        output = engine.output(request)
                         yield TokenEvent(token, stream.take(final=True), by, output.finish_reason, output)
                         return
                     if len(stream.tokens) < at:
                         stream.feed([token])
                     yield TokenEvent(token, stream.take(), by)
         finally:
-            self.engine.abort(request)
+            engine.abort(request)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt. Raises EmptyPrompt, and ConfigError for text without a tokenizer."""
@@ -155,9 +178,12 @@ class LLM:
         """Token ids of a conversation under the model's chat template, ready for the answer."""
         if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
             raise ConfigError("this model has no chat template; use generate")
+        if not isinstance(messages, list):
+            raise ConfigError(f"a conversation is a list of messages, not {messages!r}")
         if not messages:
             raise EmptyPrompt("the conversation is empty; give at least one message")
-        if bad := [m for m in messages if not isinstance(m, dict) or not {"role", "content"} <= m.keys()]:
+        parts = ("role", "content")
+        if bad := [m for m in messages if not isinstance(m, dict) or any(not isinstance(m.get(p), str) for p in parts)]:
             raise ConfigError(f"a message is {{'role': ..., 'content': ...}}, not {bad[0]!r}")
         try:
             text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
@@ -170,6 +196,8 @@ class LLM:
     def _params(given: SamplingParams | None, sampling: dict[str, Any]) -> SamplingParams:
         if given is not None and sampling:
             raise ConfigError("give sampling_params or its fields, not both")
+        if given is not None and not isinstance(given, SamplingParams):
+            raise ConfigError(f"sampling_params must be SamplingParams, not {given!r}; or give its fields as keywords")
         return given if given is not None else _make(SamplingParams, sampling)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from outrider.config import DTYPES, ModelConfig
 from outrider.errors import CheckpointError, ConfigError, ModelNotFound, VocabularyMismatch
 from outrider.model import Layer, Model
-from outrider.ops import Linear
+from outrider.ops import Linear, packs
 
 Progress = Callable[[str, int, int], None]
 """`progress(what, done, total)`, called as long work advances."""
@@ -107,7 +107,10 @@ def read_config(path: Path) -> ModelConfig:
         raise CheckpointError(f"{path / 'config.json'}: {' '.join(str(error).split())[:200]}") from None
     generation = _json(path / "generation_config.json") if (path / "generation_config.json").exists() else {}
     eos = generation.get("eos_token_id", hf.get("eos_token_id"))
-    return ModelConfig.from_hf(hf, tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),))
+    eos = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if any(not isinstance(token, int) for token in eos):
+        raise CheckpointError(f"{path}: eos_token_id must be a token id or a list of them, not {eos!r}")
+    return ModelConfig.from_hf(hf, tuple(eos))
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -139,7 +142,9 @@ class _Weights:
         self.path = path
         index = path / "model.safetensors.index.json"
         if index.exists():
-            names = sorted(set(_json(index).get("weight_map", {}).values()))
+            if not isinstance(weight_map := _json(index).get("weight_map"), dict):
+                raise CheckpointError(f"{index} has no weight_map")
+            names = sorted({str(name) for name in weight_map.values()})
         else:
             names = [p.name for p in sorted(path.glob("*.safetensors"))]
         if not names:
@@ -178,16 +183,25 @@ class _Weights:
             raise CheckpointError(f"{self.path}: config.json has no place for {len(left)} tensors, such as {left[0]}")
 
 
-def _build(config: ModelConfig, weights: _Weights, dtype: torch.dtype, device: torch.device,
-           progress: Progress | None) -> Model:
+def _build(
+    config: ModelConfig, weights: _Weights, dtype: torch.dtype, device: torch.device, progress: Progress | None
+) -> Model:
     c = config
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
 
     def tensor(name: str, *shape: int) -> Tensor:
         return weights.mapped(name, *shape).to(device=device, dtype=dtype, copy=True)
 
+    staging = torch.empty(0, dtype=dtype)  # packed weights are fused in one reused buffer: no holes in the heap
+
     def linear(prefix: str, parts: dict[str, int], inputs: int, bias: bool) -> Linear:
-        out = torch.empty(sum(parts.values()), inputs, dtype=dtype, device=device)
+        nonlocal staging
+        size = sum(parts.values()) * inputs
+        if not packs(dtype, device):
+            out = torch.empty(size, dtype=dtype, device=device).view(-1, inputs)
+        else:
+            staging = staging if len(staging) >= size else torch.empty(size, dtype=dtype)
+            out = staging[:size].view(-1, inputs)
         at = 0
         for name, rows in parts.items():
             out[at : at + rows] = weights.mapped(f"{prefix}{name}.weight", rows, inputs)
@@ -218,10 +232,10 @@ def _build(config: ModelConfig, weights: _Weights, dtype: torch.dtype, device: t
         embedding = weights.mapped("model.embed_tokens.weight", c.vocab_size, c.hidden_size)
         if device.type != "cpu":
             embedding = embedding.to(device=device, dtype=dtype)
-        if not c.tied:
-            head = linear("", {"lm_head": c.vocab_size}, c.hidden_size, False)
-        else:
-            head = Linear(embedding.to(dtype))
+        head = Linear(embedding.to(dtype)) if c.tied else linear("", {"lm_head": c.vocab_size}, c.hidden_size, False)
+        staging = torch.empty(0)
+        if device.type == "cpu":  # mapped anew: the pages that packing the head has read need not stay
+            embedding = weights.mapped("model.embed_tokens.weight", c.vocab_size, c.hidden_size)
         model = Model(c, embedding, layers, tensor("model.norm.weight", c.hidden_size), head, dtype, device)
     weights.check_unused()
     if progress:
@@ -235,9 +249,11 @@ def check_vocabulary(target: Checkpoint, draft: Checkpoint) -> None:
     Equal up to padding rows: the embeddings may have more rows than the tokenizer has tokens.
     """
     if target.tokenizer is None or draft.tokenizer is None:
-        ours, theirs = target.model.config.vocab_size, draft.model.config.vocab_size
-        if ours != theirs:
-            raise VocabularyMismatch(f"the draft model has {theirs} tokens, the target {ours}; use a pair that shares one")
+        sizes = [c.model.config.vocab_size for c in (draft, target)]
+        if sizes[0] != sizes[1]:
+            raise VocabularyMismatch(
+                f"the draft model has {sizes[0]} tokens, the target {sizes[1]}; use a fitting pair"
+            )
         return
     ours, theirs = ({i: t for t, i in c.tokenizer.get_vocab().items()} for c in (target, draft))
     if ours == theirs:

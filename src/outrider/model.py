@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,13 @@ class Layer:
     k_norm: Tensor | None = None
 
 
+class Attends(Protocol):
+    """All that the model knows of a cache."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Any) -> Tensor:
+        """Store k and v (tokens, kv_heads, dim), let q (tokens, heads, dim) look; returns (tokens, heads * dim)."""
+
+
 @dataclass
 class Model:
     """Weights and the forward. `embedding` (vocab, hidden) may be a mapped file in the checkpoint's own dtype."""
@@ -52,7 +60,7 @@ class Model:
         linears = [m for layer in self.layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down)]
         return sum(m.nbytes for m in [*linears, self.head])
 
-    def forward(self, tokens: Tensor, positions: Tensor, lengths: Tensor, kv, plan) -> Tensor:  # type: ignore[no-untyped-def]
+    def forward(self, tokens: Tensor, positions: Tensor, lengths: Tensor, kv: Attends, plan: Any) -> Tensor:
         """Final hidden states (n, hidden), normed, for tokens (n,) at positions (n,).
 
         `lengths` (n,): the sequence length by which `dynamic` rope scales each token; `kv` is a KVCache and `plan` the
@@ -141,7 +149,8 @@ class Rotary:
         inv = self.inv[None]
         if self.kind == "dynamic":
             length = lengths.clamp(min=self.original).float()
-            base = self.theta * (self.factor * length / self.original - (self.factor - 1)) ** (self.dim / (self.dim - 2))
+            stretch = self.factor * length / self.original - (self.factor - 1)
+            base = self.theta * stretch ** (self.dim / (self.dim - 2))
             inv = 1.0 / base[:, None] ** self.exponents[None]
         angles = positions.float()[:, None] * inv
         cos, sin = angles.cos() * self.attention_factor, angles.sin() * self.attention_factor

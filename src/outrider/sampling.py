@@ -45,7 +45,9 @@ def choose(logits: Tensor, rows: list[Row]) -> list[int]:
     if drawn:
         params = [rows[i].seq.params for i in drawn]
         some = logits if len(drawn) == len(rows) else logits[drawn]
-        some = keep_likely(some / _column(params, "temperature", some), params)
+        some = some - some.amax(-1, keepdim=True)  # so that a tiny temperature overflows downwards only
+        least = torch.finfo(torch.float32).tiny
+        some = keep_likely(some / _column(params, "temperature", some).clamp(min=least), params)
         some = some + torch.stack([_noise(rows[i], some.shape[-1], some.device) for i in drawn])
         if len(drawn) == len(rows):
             logits = some
@@ -64,9 +66,10 @@ def _column(params: list[SamplingParams], name: str, like: Tensor) -> Tensor:
 
 
 def _edits(p: SamplingParams) -> bool:
-    return bool(
-        p.logits_processors or p.logit_bias or p.min_tokens or p.presence_penalty or p.frequency_penalty
-    ) or p.repetition_penalty != 1
+    return (
+        bool(p.logits_processors or p.logit_bias or p.min_tokens or p.presence_penalty or p.frequency_penalty)
+        or p.repetition_penalty != 1
+    )
 
 
 def process(logits: Tensor, row: Row) -> Tensor:
@@ -161,7 +164,7 @@ def _noise(row: Row, vocab: int, device: torch.device) -> Tensor:
 def gumbel(seed: int, position: int, vocab: int, device: torch.device | str = "cpu") -> Tensor:
     """(vocab,) float32 standard Gumbel noise, a pure function of (seed, position, token id).
 
-    SplitMix64 (Steele et al. 2014) over token ids, from a key that hashes seed and position; 53 bits a token. The
+    SplitMix64 (Steele et al. 2014) over token ids, from a key that hashes seed and position; 52 bits a token. The
     integers agree on every device, the two logarithms are taken in float64.
     """
     key = int.from_bytes(hashlib.blake2b(f"{seed % 2**64}/{position}".encode(), digest_size=8).digest(), "big")
@@ -169,7 +172,7 @@ def gumbel(seed: int, position: int, vocab: int, device: torch.device | str = "c
     z = (z ^ _shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
     z = (z ^ _shift(z, 27)) * _signed(0x94D049BB133111EB)
     z = z ^ _shift(z, 31)
-    uniform = (_shift(z, 11).double() + 0.5) * 2.0**-53  # never 0 or 1
+    uniform = (_shift(z, 12).double() + 0.5) * 2.0**-52  # never 0 or 1, nor rounded to either
     return uniform.log_().neg_().log_().neg_().float()
 
 
@@ -184,11 +187,11 @@ def _signed(x: int) -> int:
 
 def _shift(z: Tensor, bits: int) -> Tensor:
     """Logical right shift of int64."""
-    return (z >> bits) & (2 ** (64 - bits) - 1)
+    return torch.bitwise_and(z >> bits, 2 ** (64 - bits) - 1)
 
 
 def logprob(logits: Tensor, token: int, top: int) -> Logprob:
     """Of raw logits (vocab,): the chosen token's log-probability and those of the `top` likeliest."""
-    logs = logits.log_softmax(-1)
+    logs: Tensor = logits.log_softmax(-1)
     values, ids = logs.topk(min(top, len(logs)))
     return Logprob(token, float(logs[token]), dict(zip(ids.tolist(), values.tolist(), strict=True)))

@@ -50,20 +50,24 @@ class StepTimes:
     target: float = 0.0
 
 
-def step(runner: Runner, drafter: Drafter, seqs: list[Sequence], k: int,
-         times: StepTimes | None = None) -> list[Verdict]:
+def step(
+    runner: Runner, drafter: Drafter, seqs: list[Sequence], k: int, times: StepTimes | None = None
+) -> list[Verdict]:
     """Grow each sequence by at least one token, with one forward of the runner over all of them.
 
     Each verdict's tokens are those really appended: a token that ends its sequence cuts what lies behind it.
     """
     began = time.perf_counter()
-    drafts = [draft.clip(seq.room - 1) for seq, draft in zip(seqs, drafter.propose(seqs, k), strict=True)]
+    k = min(k, max(seq.room for seq in seqs) - 1)  # deeper guesses have no room
+    guesses, vocab = drafter.propose(seqs, k), runner.model.config.vocab_size
+    drafts = [draft.clip(seq.room - 1, vocab) for seq, draft in zip(seqs, guesses, strict=True)]
     drafted = time.perf_counter()
     output = runner.extend(seqs, drafts)
     verdicts = verify(seqs, drafts, output.logits)
     runner.commit(seqs, output, verdicts)
     verified = time.perf_counter()
-    for seq, verdict in zip(seqs, verdicts, strict=True):
+    for seq, draft, verdict in zip(seqs, drafts, verdicts, strict=True):
+        seq.branched = seq.branched or not draft.is_chain
         taken = seq.accept(verdict.tokens)
         del verdict.tokens[taken:], verdict.path[taken:], verdict.logprobs[taken:]
     observing = time.perf_counter()

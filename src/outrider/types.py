@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -70,9 +71,12 @@ class Draft:
             node = self.parents[node]
         return path[::-1]
 
-    def clip(self, depth: int) -> Draft:
-        """Without the nodes that stand deeper than `depth` tokens after the sequence."""
-        depths = self.depths()
+    def clip(self, depth: int, vocab: int = 2**63) -> Draft:
+        """Without nodes deeper than `depth` tokens after the sequence, or that are, or hang on, no token of `vocab`."""
+        depths: list[float] = []
+        for token, parent in zip(self.tokens, self.parents, strict=True):
+            below = depths[parent] if parent >= 0 else 0
+            depths.append(1 + below if 0 <= token < vocab else math.inf)
         if max(depths, default=0) <= depth:
             return self
         kept = [i for i, d in enumerate(depths) if d <= depth]
@@ -162,20 +166,21 @@ class Timing:
 
     started: float = field(default_factory=time.perf_counter)
     first_token: float = 0.0  # from the start, queueing and prefill included
+    first_tokens: int = 0  # how many came with it: a draft may have been accepted right behind the prompt
     total: float = 0.0
     draft: float = 0.0  # share of the steps after the first token spent proposing
     target: float = 0.0  # ... and in the target's forwards
     decode: float = 0.0  # all of the steps after the first token
 
     def as_dict(self, tokens: int) -> dict[str, float]:
-        """As reported: seconds, and tokens per second after the first token."""
+        """As reported: seconds, and tokens per second after the first forward."""
         return {
             "time_to_first_token": self.first_token,
             "total_seconds": self.total,
             "decode_seconds": self.decode,
             "draft_seconds": self.draft,
             "target_seconds": self.target,
-            "tokens_per_second": (tokens - 1) / self.decode if self.decode and tokens > 1 else 0.0,
+            "tokens_per_second": (tokens - self.first_tokens) / self.decode if self.decode else 0.0,
         }
 
 
@@ -185,8 +190,15 @@ class Sequence:
     `fork()` gives a hypothetical copy that a drafter may extend; caches know both by the same `id`.
     """
 
-    def __init__(self, tokens: Iterable[int], params: SamplingParams, seed: int, *,
-                 eos: Iterable[int] = (), max_len: int | None = None) -> None:
+    def __init__(
+        self,
+        tokens: Iterable[int],
+        params: SamplingParams,
+        seed: int,
+        *,
+        eos: Iterable[int] = (),
+        max_len: int | None = None,
+    ) -> None:
         self.id = next(_ids)
         self.tokens = list(tokens)
         self.prompt_len = len(self.tokens)
@@ -197,6 +209,7 @@ class Sequence:
         self.finish_reason: str | None = None
         self.stop_check: Callable[[int], bool] | None = None  # sees each appended token; True = a stop string ended
         self.parent: Sequence | None = None
+        self.branched = False  # whether a token tree has been verified for it
         self.memory: dict[str, Any] = {}  # what the sampler keeps about the settled tokens
 
     @property

@@ -38,12 +38,12 @@ def verify(seqs: list[Sequence], drafts: list[Draft], logits: list[Tensor]) -> l
 
 def walk(draft: Draft, chosen: list[int]) -> Verdict:
     """Follow the chosen tokens down a draft: chosen[0] follows the sequence, chosen[1 + i] follows node i."""
-    path, node = [], -1
+    path: list[int] = []
+    node = -1
     while True:
         token = chosen[node + 1]
-        child = next(
-            (i for i in range(node + 1, draft.verifiable) if draft.parents[i] == node and draft.tokens[i] == token), None
-        )
+        below = range(node + 1, draft.verifiable)
+        child = next((i for i in below if draft.parents[i] == node and draft.tokens[i] == token), None)
         if child is None:
             return Verdict(path, [draft.tokens[i] for i in path] + [token], draft.verifiable)
         path.append(child)

@@ -211,7 +211,7 @@ class _Noise:
 
     def draw(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
         out = torch.empty(shape, dtype=dtype)
-        for part in torch.split(out.flatten(), self.size):
+        for part in torch.split(out.view(-1), self.size):
             start = int(torch.randint(self.size, (), generator=self.generator))
             part.copy_(self.block[start : start + len(part)])
         return out

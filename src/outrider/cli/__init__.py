@@ -1,0 +1,41 @@
+"""The command line: one module per command. What a user did wrong is one line and exit code 2, never a traceback."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import typer
+
+from outrider.cli.bench import bench_app
+from outrider.cli.chat import chat
+from outrider.cli.generate import generate
+from outrider.cli.info import info
+from outrider.errors import OutriderError
+
+app = typer.Typer(
+    name="outrider",
+    help="Exact speculative decoding: language models decode faster without changing a single token.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+app.command()(generate)
+app.command()(chat)
+app.add_typer(bench_app, name="bench")
+app.command()(info)
+
+
+def main() -> None:
+    """Entry point of `outrider`."""
+    try:
+        app()
+    except OutriderError as error:
+        print(f"outrider: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # the reader of our output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)

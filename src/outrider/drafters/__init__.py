@@ -1,6 +1,7 @@
 """Drafters, found by name: every module here, and every entry point of the group `outrider.drafters`.
 
-A module's name is its method's name, the one Drafter it defines is the method, and the dataclass fields are its options.
+A module's name is its method's name, the one Drafter it defines is the method, and that dataclass's fields are the
+options.
 """
 
 from __future__ import annotations
@@ -33,8 +34,11 @@ def find(method: str) -> type[Drafter]:
             if isinstance(item, type) and issubclass(item, Drafter) and item.__module__ == module.__name__
         ]
     else:
-        (point,) = entry_points(group="outrider.drafters", name=method)
-        found = point.load()
+        point, *_ = entry_points(group="outrider.drafters", name=method)
+        try:
+            found = point.load()
+        except Exception as error:  # another package's code: it raises what it likes
+            raise ConfigError(f"method {method!r}: entry point {point.value} cannot be loaded: {error}") from error
         if not (isinstance(found, type) and issubclass(found, Drafter)):
             raise ConfigError(f"entry point {point.value} of method {method!r} is not a Drafter class")
     found.name = method
@@ -49,7 +53,7 @@ def options(method: str) -> list[str]:
 def create(config: SpeculativeConfig) -> Drafter:
     """A drafter with its options set. Raises ConfigError for an unknown method, key or value type."""
     kind = find(config.method)
-    types = {field.name: str(field.type) for field in fields(kind) if field.init}
+    types = {f.name: getattr(f.type, "__name__", str(f.type)) for f in fields(kind) if f.init}  # a type or its name
     given = dict(config.options)
     if config.num_speculative_tokens is not None:
         given["num_speculative_tokens"] = config.num_speculative_tokens
@@ -64,4 +68,4 @@ def create(config: SpeculativeConfig) -> Drafter:
 def _fits(value: object, kind: str) -> bool:
     if isinstance(value, bool) or kind == "bool":
         return isinstance(value, bool) and kind == "bool"
-    return isinstance(value, {"int": int, "float": (int, float), "str": str}[kind])
+    return isinstance(value, {"int": (int,), "float": (int, float), "str": (str,)}[kind])

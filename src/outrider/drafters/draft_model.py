@@ -27,7 +27,7 @@ class DraftModel(Drafter):
 
     def __post_init__(self) -> None:
         if not self.model:
-            raise ConfigError("method draft_model needs 'model', such as {'method': 'draft_model', 'model': 'tiny-draft'}")
+            raise ConfigError("method draft_model needs a 'model', such as {'method': ..., 'model': 'tiny-draft'}")
 
     def attach(self, target: Runner, load: Callable[[str], Runner]) -> None:
         """Load the draft model, or take the one already loaded."""
@@ -37,9 +37,11 @@ class DraftModel(Drafter):
     def propose(self, seqs: list[Sequence], k: int) -> list[Draft]:
         """One chain per sequence, up to k long; a fork that ends, or reaches the draft's context, stops early."""
         forks = [seq.fork() for seq in seqs]
-        context = self.runner.max_len
+        context, readable = self.runner.max_len, self.runner.model.config.vocab_size
         for _ in range(k):
             alive = [f for f in forks if not f.finish_reason and f.room > 1 and len(f.tokens) < context]
+            if readable < self.vocab:  # the target may have padding rows that this model cannot read
+                alive = [f for f in alive if max(f.tokens) < readable]
             if not alive:
                 break
             logits = torch.cat([own[-1:] for own in self.runner.extend(alive).logits])

@@ -43,13 +43,22 @@ class Request:
 class Engine:
     """Runs requests on one target runner with one drafter. Not thread-safe: one thread steps it."""
 
-    def __init__(self, runner: Runner, drafter: Drafter, k: int, config: EngineConfig, tokenizer: Any = None,
-                 exactness: str = "law") -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        drafter: Drafter,
+        k: int,
+        config: EngineConfig,
+        tokenizer: Any = None,
+        exactness: str = "law",
+    ) -> None:
         self.runner, self.drafter, self.k = runner, drafter, k
         self.config, self.tokenizer, self.exactness = config, tokenizer, exactness
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self.max_len = min(config.max_model_len or runner.max_len, runner.max_len)
+        self.max_len = config.max_model_len or runner.max_len
+        if self.max_len > runner.max_len:
+            raise ConfigError(f"max_model_len {self.max_len} is over the model's context of {runner.max_len}; lower it")
         self.kv_memory = config.kv_memory or int(0.9 * free_memory(runner.model.device))
 
     def add(self, prompt: list[int], params: SamplingParams) -> list[Request]:
@@ -66,7 +75,7 @@ class Engine:
             request = Request(seq, TextStream(self.tokenizer, params), self.drafter.name, i)
             request.spec.num_spec_tokens = self.k
             if params.stops:
-                seq.stop_check = lambda token, stream=request.stream: stream.feed([token])  # type: ignore[misc]
+                seq.stop_check = lambda token, stream=request.stream: stream.feed([token])
             requests.append(request)
         self.waiting.extend(requests)
         return requests
@@ -85,8 +94,8 @@ class Engine:
             rest = self.max_len - len(prompt)
             cure = f"lower max_tokens to {rest} or shorten the prompt" if rest > 0 else "shorten the prompt"
             raise RequestTooLong(
-                f"the prompt has {len(prompt)} tokens and max_tokens asks for {params.max_tokens} more: together {need}, "
-                f"over the context of {self.max_len}; {cure}"
+                f"the prompt has {len(prompt)} tokens and max_tokens asks for {params.max_tokens} more: "
+                f"together {need}, over the context of {self.max_len}; {cure}"
             )
         if (size := self._kv_bytes(need)) > self.kv_memory:
             raise RequestTooLong(
@@ -124,7 +133,7 @@ class Engine:
             if t.first_token:  # the first step is prefill: reported as time to first token
                 t.decode, t.draft, t.target = t.decode + times.total, t.draft + times.draft, t.target + times.target
             else:
-                t.first_token = now - t.started
+                t.first_token, t.first_tokens = now - t.started, len(verdict.tokens)
             news.append((request, verdict.tokens))
         for request in running:
             if request.finished:
@@ -168,7 +177,7 @@ class Engine:
             drafted_by=request.drafted_by,
             metrics={
                 "method": request.method,
-                "exactness": self.exactness,
+                "exactness": "law" if seq.branched else self.exactness,
                 "speculative_decoding": request.spec.as_dict(),
                 "timing": request.timing.as_dict(len(tokens)),
             },

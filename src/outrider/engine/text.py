@@ -18,10 +18,11 @@ class TextStream:
         self.tokenizer, self.stops = tokenizer, params.stops
         self.include, self.skip_special = params.include_stop_str_in_output, params.skip_special_tokens
         self.hold = max((len(s) for s in self.stops), default=1) - 1
+        self.min_tokens = params.min_tokens  # stop strings count only behind these
         self.text = ""
         self.tokens: list[int] = []
         self.stopped = False
-        self._prefix = self._read = self._taken = 0
+        self._prefix = self._read = self._taken = self._search = 0
 
     def feed(self, tokens: list[int], final: bool = False) -> bool:
         """Decode more tokens; with `final`, incomplete characters too. True if a stop string has ended the text."""
@@ -34,7 +35,9 @@ class TextStream:
         # Decoding from a few tokens back keeps the spaces that some tokenizers drop at the start.
         fresh = whole[len(self._decode(self._prefix, self._read)) :]
         self._prefix, self._read = self._read, len(self.tokens)
-        search_from = max(0, len(self.text) - self.hold)
+        if len(self.tokens) <= self.min_tokens:
+            self._search = len(self.text) + len(fresh)
+        search_from = max(self._search, len(self.text) - self.hold)
         self.text += fresh
         found = [(at, s) for s in self.stops if (at := self.text.find(s, search_from)) >= 0]
         if found:

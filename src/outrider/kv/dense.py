@@ -44,7 +44,8 @@ class DenseKV:
                 layers[i][:, :, : e.start] = old[:, :, : e.start]
 
     def _zeros(self, size: tuple[int, ...]) -> Tensor:
-        return torch.zeros(size, dtype=self.dtype, device=self.device)  # finite: masked keys weigh 0, and 0 * nan is nan
+        # Not empty: masked keys weigh 0, but 0 * nan would be nan.
+        return torch.zeros(size, dtype=self.dtype, device=self.device)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
         """Store k and v (tokens, kv_heads, dim), let q (tokens, heads, dim) look; returns (tokens, heads * dim)."""
@@ -67,7 +68,8 @@ class DenseKV:
             first = 0 if window is None else max(0, (e.start - window + 1) // KEY_BLOCK * KEY_BLOCK)
             visible = e.visible(first, last - first, window, self.device)
             plan.scratch[key] = first, last, attention_mask(visible, self.group, self.dtype)
-        return plan.scratch[key]
+        found: tuple[int, int, Tensor] = plan.scratch[key]
+        return found
 
     def keep(self, seq: int, start: int, path: list[int]) -> None:
         """Compact an accepted branch: nodes of `path`, stored from slot `start`, move behind the prefix in order."""

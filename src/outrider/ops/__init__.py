@@ -5,6 +5,6 @@ not depend on how many rows ride along. `runner.check_exactness` tests that on t
 """
 
 from outrider.ops.attention import KEY_BLOCK, attention, attention_mask
-from outrider.ops.linear import Linear
+from outrider.ops.linear import Linear, packs
 
-__all__ = ["KEY_BLOCK", "Linear", "attention", "attention_mask"]
+__all__ = ["KEY_BLOCK", "Linear", "attention", "attention_mask", "packs"]

@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def _packable(weight: Tensor) -> bool:
+def packs(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether weights are packed on this device, in which case a Linear keeps a copy of its own."""
     return (
-        weight.device.type == "cpu"
-        and weight.dtype in (torch.float32, torch.bfloat16)
-        and torch.backends.mkldnn.is_available()
+        device.type == "cpu"
+        and dtype in (torch.float32, torch.bfloat16)
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     )
 
@@ -29,7 +30,7 @@ class Linear:
         self.out_features, self.in_features = weight.shape
         self.nbytes = weight.nbytes + (bias.nbytes if bias is not None else 0)
         self.bias = bias
-        self.packed = _packable(weight)
+        self.packed = packs(weight.dtype, weight.device)
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self.packed else weight
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -1,0 +1,279 @@
+"""Methods x suites on one model: what is measured, in which order, against what.
+
+Plain decoding is always the first method of every round, and the methods take turns within each repeat, so that a
+machine that drifts hits all alike. Each method is warmed up before it is timed. Speeds are medians over the repeats.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+import outrider
+from outrider import drafters
+from outrider.bench import peers
+from outrider.bench.report import Difference, Result, Sample
+from outrider.bench.suites import Suite, load_suite
+from outrider.config import SamplingParams, SpeculativeConfig
+from outrider.errors import ConfigError
+from outrider.llm import LLM
+from outrider.load import Progress
+
+PLAIN = SpeculativeConfig()
+WARM_UP_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One benchmark run. Raises ConfigError for what cannot be."""
+
+    model: str = "tiny"
+    dtype: str = "auto"
+    device: str = "auto"
+    suites: list[str] = field(default_factory=lambda: ["stories"])
+    methods: list[SpeculativeConfig] = field(default_factory=list)  # beside plain
+    prompts: int = 4  # per suite
+    max_tokens: int = 256
+    repeats: int = 3
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    batch: int = 1
+    peer: str | None = None
+    data: Path | None = None
+    file: Path | None = None
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in {"prompts": 1, "repeats": 1, "batch": 1, "max_tokens": 2, "threads": 1}.items():
+            if (value := getattr(self, name)) is not None and value < least:
+                raise ConfigError(f"{name} must be at least {least}, not {value}")
+        if self.peer is not None:
+            if self.peer != peers.NAME:
+                raise ConfigError(f"peer {self.peer!r} is unknown; valid: {peers.NAME}")
+            if self.temperature > 0 or self.batch > 1:
+                raise ConfigError("--peer compares greedy decoding of one prompt: use --temperature 0 and --batch 1")
+        if self.file and "spec-bench" not in self.suites:
+            raise ConfigError("--file is for --suite spec-bench; pass both")
+        for what, names in ("suite", self.suites), ("method", ["plain", *map(label, self.methods)]):
+            if twice := [name for name in names if names.count(name) > 1]:
+                raise ConfigError(f"{what} {twice[0]} is given twice; each runs once, and plain always does")
+
+    @property
+    def params(self) -> SamplingParams:
+        """End of sequence is ignored: every run has exactly max_tokens new tokens."""
+        return SamplingParams(
+            temperature=self.temperature, top_p=self.top_p, seed=self.seed, max_tokens=self.max_tokens, ignore_eos=True
+        )
+
+
+def label(config: SpeculativeConfig) -> str:
+    """A method's name in a table, such as `ngram k=8`. Raises ConfigError for a wrong option."""
+    drafter = drafters.create(config)
+    if config.method == PLAIN.method:
+        return "plain"
+    options = {**config.options, "k": drafter.num_speculative_tokens}
+    return " ".join([config.method, *(f"{key}={str(value).rsplit('/', 1)[-1]}" for key, value in options.items())])
+
+
+def run(settings: Settings, progress: Progress | None = None) -> Iterator[Result]:
+    """Measure; results come as each suite is done, the peer's after all of ours.
+
+    `progress(what, done, total)` hears what runs now. Raises OutriderError's kinds before anything is measured.
+    """
+    report = progress or (lambda *_: None)
+    params = settings.params
+    suites = [load_suite(name, settings.prompts, settings.data, settings.file) for name in settings.suites]
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    dtype, device = settings.dtype, settings.device
+    llm = LLM(settings.model, dtype=dtype, device=device, progress=report, max_num_seqs=settings.batch)
+    llm.runner.progress = None  # a bar that moves while a long prompt is read would be part of its time
+    methods = {label(config): config for config in (PLAIN, *settings.methods)}
+    prompts = {suite.name: suite.encode(llm) for suite in suites}
+    for config in methods.values():  # what cannot run is known before the first hour is spent
+        llm.speculative_config = config
+        for request in [r for ids in prompts.values() for each in ids for r in llm.engine.add(each, params)]:
+            llm.engine.abort(request)
+    kv_bytes: dict[str, int] = {}
+
+    def measure(ids: list[list[int]], method: str) -> Sample:
+        llm.speculative_config = methods[method]
+        longest = max(map(len, ids)) + settings.max_tokens
+        each = llm.runner.kv.nbytes(longest) + llm.engine.drafter.kv_bytes(longest)
+        kv_bytes[method] = each * min(settings.batch, len(ids))
+        llm.generate(ids[: settings.batch], replace(params, max_tokens=min(WARM_UP_TOKENS, settings.max_tokens)))
+        return sample(llm, ids, params, settings.batch)
+
+    for suite in suites:
+        samples = rounds(suite, list(methods), prompts[suite.name], settings.repeats, measure, report)
+        for name, passes in samples.items():
+            config = methods[name]
+            spoken = {"method": config.method, "acceptance_method": config.acceptance_method, **config.options}
+            yield result(
+                settings, llm, suite, prompts[suite.name], passes, samples["plain"], method=name, engine="outrider",
+                speculative_config=spoken | {"num_speculative_tokens": drafters.create(config).num_speculative_tokens},
+                exactness=llm.exactness, kv_bytes=kv_bytes[name], notes=[],
+            )  # fmt: skip
+    if settings.peer is None:
+        return
+    report(f"loading into {peers.NAME}", 0, 1)
+    peer = peers.Transformers(llm, settings.methods)
+
+    def measure_peer(ids: list[list[int]], method: str) -> Sample:
+        if method == "plain":  # ours again, so that ratios compare what ran side by side
+            return measure(ids, method)
+        peer.measure(method, ids[:1], WARM_UP_TOKENS)
+        return peer.measure(method, ids, settings.max_tokens)
+
+    for suite in suites:
+        names = ["plain", *peer.methods]
+        samples = rounds(suite, names, prompts[suite.name], settings.repeats, measure_peer, report)
+        for name, spoken in peer.methods.items():
+            yield result(
+                settings, llm, suite, prompts[suite.name], samples[name], samples["plain"], method=name,
+                engine=peers.NAME, speculative_config=spoken, exactness=None, kv_bytes=None, notes=[peers.NOTE],
+            )  # fmt: skip
+
+
+def rounds(
+    suite: Suite,
+    methods: list[str],
+    prompts: list[list[int]],
+    repeats: int,
+    measure: Callable[[list[list[int]], str], Sample],
+    report: Progress,
+) -> dict[str, list[Sample]]:
+    """All methods in turn, `repeats` times: per method, one sample each time."""
+    samples: dict[str, list[Sample]] = {method: [] for method in methods}
+    for i in range(repeats):
+        for j, method in enumerate(methods):
+            report(f"{suite.name}, repeat {i + 1} of {repeats}: {method}", i * len(methods) + j, repeats * len(methods))
+            samples[method].append(measure(prompts, method))
+    report(suite.name, 1, 1)
+    return samples
+
+
+def sample(llm: LLM, prompts: list[list[int]], params: SamplingParams, batch: int) -> Sample:
+    """One pass over the prompts, `batch` of them at a time."""
+    s = Sample()
+    for at in range(0, len(prompts), batch):
+        outputs = llm.generate(prompts[at : at + batch], params)
+        times = [o.metrics["timing"] for o in outputs]
+        s.first += [t["time_to_first_token"] for t in times]
+        # The requests start together and share their steps: the one that runs longest has seen them all.
+        s.seconds += max(t["total_seconds"] for t in times) - min(t["time_to_first_token"] for t in times)
+        s.draft += max(t["draft_seconds"] for t in times)
+        s.target += max(t["target_seconds"] for t in times)
+        for output in outputs:
+            spec = output.metrics["speculative_decoding"]
+            s.tokens.append(output.token_ids)
+            s.timed += len(output.token_ids) - 1 - spec["per_step_accepted"][0]
+            s.emitted += len(output.token_ids)
+            s.steps += spec["num_spec_steps"]
+            s.drafted += spec["num_draft_tokens"]
+            s.accepted += spec["num_accepted_draft_tokens"]
+    return s
+
+
+def compare(llm: LLM, prompts: list[list[int]], plain: list[list[int]], samples: list[Sample]) -> list[Difference]:
+    """For each prompt that some sample continues differently, the first place, and plain decoding's odds there."""
+    differences = []
+    for i, (prompt, expected) in enumerate(zip(prompts, plain, strict=True)):
+        got = next((s.tokens[i] for s in samples if s.tokens[i] != expected), None)
+        if got is None:
+            continue
+        assert len(got) == len(expected), "end of sequence was not ignored"
+        at = next(t for t, (ours, theirs) in enumerate(zip(expected, got, strict=True)) if ours != theirs)
+        llm.speculative_config = PLAIN
+        vocab = llm.runner.model.config.vocab_size
+        (output,) = llm.generate(prompt + expected[:at], max_tokens=1, temperature=0, logprobs=vocab, ignore_eos=True)
+        assert output.logprobs is not None
+        odds = output.logprobs[0].top
+        differences.append(Difference(i, at, expected[at], got[at], odds[expected[at]] - odds[got[at]]))
+    return differences
+
+
+def result(
+    settings: Settings,
+    llm: LLM,
+    suite: Suite,
+    prompts: list[list[int]],
+    samples: list[Sample],
+    plain: list[Sample],
+    **own: Any,
+) -> Result:
+    """The line of one method on one suite; `own` are the fields that only its runner knows."""
+    s, model = settings, llm.runner.model
+    rates, base = [x.rate for x in samples], [x.rate for x in plain]
+    ratios = [rate / of for rate, of in zip(rates, base, strict=True)]
+    drafted, seconds = sum(x.drafted for x in samples), sum(x.seconds for x in samples)
+    shares: list[float | None] = [None] * 3
+    if seconds and own["engine"] == "outrider":
+        draft, target = sum(x.draft for x in samples) / seconds, sum(x.target for x in samples) / seconds
+        shares = [draft, target, 1 - draft - target]
+    differences = compare(llm, prompts, plain[0].tokens, samples)
+    tie = 32 * torch.finfo(model.dtype).eps  # two roundings of a logit between 16 and 32, as the likeliest often are
+    ties = sum(abs(d.gap) <= tie for d in differences)
+    config = json.loads((llm.checkpoint.path / "config.json").read_text("utf-8"))
+    return Result(
+        suite=suite.name, source=suite.source, model=s.model, inflated_from=config.get("outrider_inflated_from"),
+        dtype=str(model.dtype).removeprefix("torch."), device=str(model.device), temperature=s.temperature,
+        top_p=s.top_p, seed=s.seed, batch=s.batch, prompts=len(prompts), max_tokens=s.max_tokens,
+        tokens_per_second=median(rates), repeats=rates, speedup=median(rates) / median(base),
+        speedup_min=min(ratios), speedup_max=max(ratios),
+        acceptance_length=sum(x.emitted for x in samples) / sum(x.steps for x in samples),
+        draft_acceptance_rate=sum(x.accepted for x in samples) / drafted if drafted else None,
+        draft_share=shares[0], target_share=shares[1], rest_share=shares[2],
+        time_to_first_token=median(t for x in samples for t in x.first),
+        identical=not differences, differences=differences, near_ties=ties if s.temperature == 0 else None,
+        weight_bytes=model.nbytes, peak_rss_bytes=_peak_rss(), hardware=_hardware(model.device),
+        versions={
+            "outrider": outrider.__version__, "torch": torch.__version__, "transformers": version("transformers"),
+            "python": platform.python_version(),
+        },
+        commit=_commit(), command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        date=datetime.now(timezone.utc).isoformat(timespec="seconds"), **own,
+    )  # fmt: skip
+
+
+def _peak_rss() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+
+
+def _hardware(device: torch.device) -> dict[str, Any]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+        cpu = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        cpu = platform.processor() or platform.machine()
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    load = os.getloadavg()[0]  # of the last minute, our own threads included: shows a machine that others use
+    return {"cpu": cpu, "cores": os.cpu_count(), "threads": torch.get_num_threads(), "load": load, "gpu": gpu}
+
+
+def _commit() -> str:
+    """Of the checkout this file is in, with `-dirty` if tracked files changed; `unknown` without one."""
+    here = Path(__file__).resolve()
+    git = ["git", "-C", str(here.parent)]
+    try:
+        subprocess.run([*git, "ls-files", "--error-unmatch", here.name], check=True, capture_output=True)
+        describe = [*git, "describe", "--always", "--dirty", "--exclude=*"]
+        return subprocess.run(describe, check=True, capture_output=True, text=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"  # installed, possibly into somebody else's checkout

@@ -1,0 +1,124 @@
+"""`outrider bench`: speed against plain decoding in the same run, and whether the tokens are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from outrider.bench import report, run
+from outrider.bench.inflate import inflate as enlarge
+from outrider.bench.suites import SUITES
+from outrider.cli.options import Device, Dtype, Model, read_json
+from outrider.config import SpeculativeConfig
+from outrider.errors import ConfigError
+from outrider.load import Progress as Callback
+from outrider.load import find
+
+FILES = ", ".join(kind.file for kind in SUITES.values())
+
+bench_app = typer.Typer(invoke_without_command=True)
+
+
+@contextmanager
+def _bar() -> Iterator[Callback]:
+    """What runs now, on standard error. Drawn only when told: a thread that refreshes it would share the cores."""
+    console = Console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    hidden = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, auto_refresh=False, disable=hidden) as bar:
+        task = bar.add_task("")
+
+        def show(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total, refresh=True)
+
+        yield show
+
+
+@bench_app.callback()
+def bench(
+    context: typer.Context,
+    *,
+    model: Model = "tiny",
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    suite: Annotated[
+        list[str] | None, typer.Option(help=f"{', '.join(SUITES)}; repeated or with commas. Default: stories.")
+    ] = None,
+    speculate: Annotated[
+        list[str] | None, typer.Option(help="Method in short form, repeatable: ngram:k=8. Default: ngram.")
+    ] = None,
+    speculative_config: Annotated[list[str] | None, typer.Option(help="The same as JSON, repeatable.")] = None,
+    prompts: Annotated[int, typer.Option(help="Prompts per suite.")] = 4,
+    max_tokens: Annotated[int, typer.Option(help="New tokens per prompt; end of sequence is ignored.")] = 256,
+    repeats: Annotated[int, typer.Option(help="Rounds over all methods; speeds are medians.")] = 3,
+    temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Keep the smallest set of tokens with this mass.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    batch: Annotated[int, typer.Option(help="Prompts that run together.")] = 1,
+    peer: Annotated[str | None, typer.Option(help="Compare with: transformers. Greedy, batch 1.")] = None,
+    data: Annotated[Path | None, typer.Option(envvar="OUTRIDER_DATA", help=f"Folder with {FILES}.")] = None,
+    file: Annotated[Path | None, typer.Option(help="Questions for spec-bench, as JSON lines with `turns`.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for results.jsonl, table.md and speedup.png; replaces earlier ones.")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; default: torch's choice.")] = None,
+) -> None:
+    """Measure methods x suites against plain decoding in the same run, and compare the tokens."""
+    if context.invoked_subcommand is not None:
+        return
+    methods = [SpeculativeConfig.parse(text) for text in speculate or ()]
+    methods += [SpeculativeConfig.of(read_json(text, "--speculative-config")) for text in speculative_config or ()]
+    settings = run.Settings(
+        model=model, dtype=dtype, device=device, methods=methods or [SpeculativeConfig("ngram")],
+        suites=[name.strip() for text in suite or ["stories"] for name in text.split(",")],
+        prompts=prompts, max_tokens=max_tokens, repeats=repeats, temperature=temperature, top_p=top_p, seed=seed,
+        batch=batch, peer=peer, data=data, file=file, threads=threads,
+    )  # fmt: skip
+    if output is not None:
+        report.require_matplotlib()
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--output {output} cannot be a folder: {error.strerror}") from None
+    results: list[report.Result] = []
+    with _bar() as show:
+        for result in run.run(settings, show):
+            results.append(result)
+            if output is not None:
+                report.write(results, output)  # as they come: an interrupted run keeps what it has
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 160
+    for item in report.tables(results):
+        console.print(item)
+    if output is not None:
+        report.plot(results, output / "speedup.png")
+        console.print(f"written to {output}: results.jsonl, table.md, speedup.png", soft_wrap=True)
+
+
+@bench_app.command()
+def inflate(
+    source: Annotated[str, typer.Argument(help="Llama checkpoint: folder, hub id or embedded model.")],
+    target: Annotated[Path, typer.Argument(help="New or empty folder.")],
+    hidden_size: Annotated[int | None, typer.Option(help="Default: 4 times the source's.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Default: as many as the source's.")] = None,
+    intermediate_size: Annotated[int | None, typer.Option(help="Default: grown like the hidden size.")] = None,
+    heads: Annotated[int | None, typer.Option(help="Query heads; default: to fit the hidden size.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="Default: the source's.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the random weights that change nothing.")] = 0,
+) -> None:
+    """Enlarge a Llama without changing what it computes: a small model's tokens at a large model's cost."""
+    with _bar() as show:
+        enlarge(
+            find(source), target, hidden_size=hidden_size, num_layers=layers, intermediate_size=intermediate_size,
+            num_heads=heads, num_kv_heads=kv_heads, seed=seed,
+            progress=lambda done, total: show("writing parameters", done, total),
+        )  # fmt: skip
+    size = sum(path.stat().st_size for path in target.glob("*.safetensors"))
+    Console(highlight=False).print(f"{target}: {size / 1e9:.3g} GB of weights, the logits of {source}", soft_wrap=True)

@@ -1,0 +1,159 @@
+"""`outrider generate`: continue prompts, plainly, speculatively, or both to compare."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import secrets
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from outrider.cli.options import (
+    Device,
+    Dtype,
+    MaxModelLen,
+    Model,
+    Reporter,
+    Speculate,
+    SpeculativeJson,
+    load_llm,
+    sampling_flags,
+    speculative,
+    summary,
+)
+from outrider.config import SpeculativeConfig
+from outrider.errors import ConfigError
+from outrider.llm import LLM
+from outrider.types import GenerationOutput
+
+TINT = "cyan"  # tokens that a draft guessed
+
+
+@sampling_flags(temperature=0.0)
+def generate(
+    prompts: Annotated[list[str] | None, typer.Argument(help="Prompts; none = standard input.")] = None,
+    *,
+    model: Model = "tiny",
+    speculate: Speculate = None,
+    speculative_config: SpeculativeJson = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    max_model_len: MaxModelLen = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="Read one prompt from this file.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Treat each prompt as a user's message.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per output, nothing else.")] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Run plainly and speculatively; show the ratio and whether they agree.")
+    ] = False,
+    sampling: dict[str, Any],
+) -> None:
+    """Continue prompts. Tokens that a draft guessed are tinted."""
+    config = speculative(speculate, speculative_config)
+    if compare and config.method == "none":
+        raise ConfigError("--compare needs a method to compare with plain decoding, such as --speculate ngram")
+    texts = _prompts(prompts, prompt_file)
+    with Reporter() as reporter:
+        llm = load_llm(model, config, dtype, device, max_model_len, reporter)
+        ids = [llm.render([{"role": "user", "content": t}]) if chat else llm.encode(t) for t in texts]
+        if compare:
+            _compare(llm, config, ids, sampling, as_json)
+        elif as_json or len(ids) > 1 or sampling["n"] > 1:
+            for output in llm.generate(ids, **sampling):
+                if as_json:
+                    print(json.dumps(as_object(output), ensure_ascii=False))
+                else:
+                    _show(texts[0] if len(texts) == 1 else output_prompt(llm, output), output)
+        else:
+            _stream(llm, ids[0], "" if chat else texts[0], sampling)
+
+
+def _prompts(prompts: list[str] | None, file: Path | None) -> list[str]:
+    if prompts and file:
+        raise ConfigError("give prompts or --prompt-file, not both")
+    if file:
+        try:
+            return [file.read_text("utf-8")]
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--prompt-file {file} cannot be read: {error}") from None
+    if not prompts and sys.stdin.isatty():
+        raise ConfigError('no prompt; give one, as in: outrider generate "Once upon a time"')
+    return prompts or [sys.stdin.read()]
+
+
+def output_prompt(llm: LLM, output: GenerationOutput) -> str:
+    """The prompt's text, for showing."""
+    ids = output.prompt_token_ids
+    return str(llm.tokenizer.decode(ids, skip_special_tokens=True)) if llm.tokenizer else str(ids)
+
+
+def as_object(output: GenerationOutput) -> dict[str, Any]:
+    """What --json prints."""
+    data = {key: getattr(output, key) for key in ("text", "token_ids", "finish_reason", "seed", "metrics")}
+    if output.logprobs is not None:
+        data["logprobs"] = [dataclasses.asdict(p) for p in output.logprobs]
+    return data
+
+
+def _stream(llm: LLM, ids: list[int], prompt: str, sampling: dict[str, Any]) -> None:
+    console, status = Console(highlight=False, soft_wrap=True), Console(stderr=True, highlight=False)
+    events, output = llm.stream(ids, **sampling), None  # a bad request is refused before anything is printed
+    console.print(Text(prompt, "bold"), end="")
+    for event in events:
+        console.print(Text(event.text, TINT if event.drafted_by else ""), end="")
+        output = event.output
+    console.print()
+    assert output is not None  # the last event carries it
+    status.print(Text(summary(output.metrics, len(output.token_ids), output.seed), "dim"))
+
+
+def _show(prompt: str, output: GenerationOutput) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(Text.assemble((prompt, "bold"), output.text))
+    console.print(Text(summary(output.metrics, len(output.token_ids), output.seed) + "\n", "dim"))
+
+
+def _compare(
+    llm: LLM, config: SpeculativeConfig, ids: list[list[int]], sampling: dict[str, Any], as_json: bool
+) -> None:
+    if sampling["seed"] is None:
+        sampling = {**sampling, "seed": secrets.randbits(63)}  # both runs need the same
+    runs: list[list[GenerationOutput]] = []
+    for each in (SpeculativeConfig(), config):
+        llm.speculative_config = each
+        llm.generate(ids, **{**sampling, "max_tokens": min(4, sampling["max_tokens"]), "min_tokens": 0})  # warm up
+        runs.append(llm.generate(ids, **sampling))
+    plain, fast = runs
+    rates = [_rate(run) for run in runs]
+    identical = [o.token_ids for o in plain] == [o.token_ids for o in fast]
+    ratio = rates[1] / rates[0] if rates[0] else 0.0
+    if as_json:
+        both = {"plain": [as_object(o) for o in plain], "speculative": [as_object(o) for o in fast]}
+        print(json.dumps({"ratio": ratio, "identical": identical, "seed": plain[0].seed, **both}, ensure_ascii=False))
+        return
+    table = Table("method", "tokens/s", "tokens per forward", "drafts accepted", "first token")
+    for name, run, rate in zip(("plain", config.method), runs, rates, strict=True):
+        spec = [o.metrics["speculative_decoding"] for o in run]
+        emitted, steps = sum(len(o.token_ids) for o in run), sum(s["num_spec_steps"] for s in spec)
+        drafted, accepted = (sum(s[f"num_{key}_tokens"] for s in spec) for key in ("draft", "accepted_draft"))
+        first = max(o.metrics["timing"]["time_to_first_token"] for o in run)
+        share = f"{accepted / drafted:.0%}" if drafted else "-"
+        table.add_row(name, f"{rate:.0f}", f"{emitted / max(1, steps):.2f}", share, f"{first * 1000:.0f} ms")
+    console = Console(highlight=False, soft_wrap=True)
+    for output in plain:
+        console.print(Text.assemble((output_prompt(llm, output), "bold"), output.text, "\n"))
+    console.print(table)
+    agree = "yes" if identical else "no"
+    console.print(f"ratio: {ratio:.2f}x   identical: {agree}   exactness: {llm.exactness}   seed: {plain[0].seed}")
+
+
+def _rate(outputs: list[GenerationOutput]) -> float:
+    """Tokens per second after the first forward, of requests that ran together."""
+    tokens = sum(len(o.token_ids) - 1 - o.metrics["speculative_decoding"]["per_step_accepted"][0] for o in outputs)
+    seconds = max(o.metrics["timing"]["decode_seconds"] for o in outputs)
+    return tokens / seconds if seconds else 0.0

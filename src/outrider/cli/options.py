@@ -1,0 +1,173 @@
+"""Options that several commands share. Sampling flags are generated from SamplingParams, so they cannot drift apart."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections.abc import Callable
+from dataclasses import fields
+from types import TracebackType
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from outrider.config import SamplingParams, SpeculativeConfig
+from outrider.errors import ConfigError
+from outrider.llm import LLM
+
+Model = Annotated[str, typer.Option(help="Folder, hub id, or an embedded model: tiny, tiny-draft.")]
+Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+MaxModelLen = Annotated[int | None, typer.Option(help="Context limit in tokens; default: the model's.")]
+Speculate = Annotated[str | None, typer.Option(help="Method: ngram:k=8, draft_model:model=tiny-draft,k=4.")]
+SpeculativeJson = Annotated[
+    str | None,
+    typer.Option("--speculative-config", help='The same as JSON, with vLLM\'s keys: \'{"method": "ngram"}\'.'),
+]
+
+HELP = {
+    "n": "Outputs per prompt; output i uses seed + i.",
+    "temperature": "0 = greedy.",
+    "top_k": "Keep the k likeliest tokens; 0 = all.",
+    "top_p": "Keep the smallest set of tokens with this mass.",
+    "min_p": "Drop tokens less likely than this share of the likeliest.",
+    "repetition_penalty": "Over prompt and output; 1 = none.",
+    "presence_penalty": "Over the output.",
+    "frequency_penalty": "Over the output, per occurrence.",
+    "logit_bias": "JSON, token id to bias: '{\"42\": -5}'.",
+    "seed": "Same request, same seed, same tokens. Default: random, reported.",
+    "max_tokens": "Most new tokens.",
+    "min_tokens": "No end of sequence before this many.",
+    "stop": "Stop string; may be repeated.",
+    "stop_token_ids": "Stop token id; may be repeated.",
+    "ignore_eos": "Go on after the end-of-sequence token.",
+    "include_stop_str_in_output": "Keep the stop string in the text.",
+    "logprobs": "Report this many likeliest tokens per position (with --json).",
+    "skip_special_tokens": "Leave special tokens out of the text.",
+}
+TYPES: dict[str, Any] = {
+    "logit_bias": str | None,
+    "stop": list[str] | None,
+    "stop_token_ids": list[int] | None,
+    "seed": int | None,
+    "logprobs": int | None,
+}
+NAMES = {"stop_token_ids": "--stop-token-id"}
+
+
+def sampling_flags(**defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command, which takes `sampling: dict`, a flag for each field of SamplingParams; `defaults` override."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        extra = []
+        for item in fields(SamplingParams):
+            if item.name not in HELP:
+                continue
+            default = defaults.get(item.name, item.default)
+            kind = TYPES.get(item.name, type(default))
+            names = [NAMES[item.name]] if item.name in NAMES else []
+            option = typer.Option(*names, help=HELP[item.name], rich_help_panel="Sampling")
+            extra.append(
+                inspect.Parameter(
+                    item.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
+                )
+            )
+        signature = inspect.signature(command, eval_str=True)
+        own = [p for p in signature.parameters.values() if p.name != "sampling"]
+
+        @functools.wraps(command)
+        def run(**given: Any) -> None:
+            sampling = {item.name: given.pop(item.name) for item in extra}
+            command(sampling=_clean(sampling), **given)
+
+        run.__signature__ = signature.replace(parameters=own + extra)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in own + extra}
+        return run
+
+    return decorate
+
+
+def _clean(sampling: dict[str, Any]) -> dict[str, Any]:
+    if (bias := sampling["logit_bias"]) is not None:
+        data = read_json(bias, "--logit-bias")
+        try:
+            sampling["logit_bias"] = {int(token): float(value) for token, value in data.items()}
+        except (TypeError, ValueError):
+            raise ConfigError(f"--logit-bias maps token ids to numbers, as in '{{\"42\": -5}}', not {bias}") from None
+    return sampling
+
+
+def read_json(text: str, flag: str) -> dict[str, Any]:
+    """A JSON object given on the command line."""
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f'{flag} is not JSON ({error}); quote it as in \'{{"method": "ngram"}}\'') from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{flag} should be a JSON object, not {text}")
+    return data
+
+
+def speculative(short: str | None, long: str | None) -> SpeculativeConfig:
+    """The speculative config of --speculate or --speculative-config."""
+    if short is not None and long is not None:
+        raise ConfigError("give --speculate or --speculative-config, not both")
+    if long is not None:
+        return SpeculativeConfig.of(read_json(long, "--speculative-config"))
+    return SpeculativeConfig() if short is None else SpeculativeConfig.parse(short)
+
+
+class Reporter:
+    """A progress bar on standard error while models load and long prompts are read. Silent where nobody looks."""
+
+    def __init__(self) -> None:
+        self.bar: Progress | None = None
+        self.console = Console(stderr=True)
+
+    def __enter__(self) -> Reporter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        if not self.console.is_terminal:
+            return
+        if self.bar is None:
+            columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+            self.bar = Progress(*columns, console=self.console, transient=True)
+            self.bar.start()
+            self.bar.add_task(what, total=total)
+        self.bar.update(self.bar.task_ids[0], description=what, completed=done, total=total)
+        if done >= total:
+            self.close()
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self.bar is not None:
+            self.bar.stop()
+            self.bar = None
+
+
+def load_llm(
+    model: str, config: SpeculativeConfig | None, dtype: str, device: str, max_model_len: int | None, reporter: Reporter
+) -> LLM:
+    """An LLM with progress on the terminal."""
+    return LLM(
+        model, speculative_config=config, dtype=dtype, device=device, max_model_len=max_model_len, progress=reporter
+    )
+
+
+def summary(metrics: dict[str, Any], tokens: int, seed: int | None = None) -> str:
+    """One line on how a generation went."""
+    spec, timing = metrics["speculative_decoding"], metrics["timing"]
+    parts = [f"{tokens} tokens", f"{timing['tokens_per_second']:.0f} tokens/s"]
+    parts.append(f"first after {timing['time_to_first_token'] * 1000:.0f} ms")
+    if spec["num_draft_tokens"]:
+        parts.append(f"{spec['mean_acceptance_length']:.2f} tokens per forward of the target")
+        parts.append(f"{spec['draft_acceptance_rate']:.0%} of {metrics['method']}'s drafts accepted")
+    parts.append(f"exactness: {metrics['exactness']}")
+    return " · ".join(parts + ([] if seed is None else [f"seed {seed}"]))

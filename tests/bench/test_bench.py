@@ -1,0 +1,315 @@
+"""Benchmarks choose their prompts deterministically, measure what they say, and tell when tokens differ."""
+
+import gzip
+import io
+import json
+import lzma
+import tarfile
+from dataclasses import fields, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from outrider import LLM, SamplingParams, SpeculativeConfig
+from outrider.bench import report
+from outrider.bench import run as module
+from outrider.bench.report import Difference, Result, Sample
+from outrider.bench.run import Settings, label, run, sample
+from outrider.bench.suites import OPENINGS, load_suite
+from outrider.cli.bench import bench_app
+from outrider.errors import ConfigError, OutriderError, RequestTooLong, VocabularyMismatch
+
+METHODS = [SpeculativeConfig.parse(text) for text in ("ngram:k=4", "draft_model:model=tiny-draft,k=3")]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Small files of the shapes that the suites read; every text says where it is from."""
+    folder = tmp_path_factory.mktemp("data")
+    problems = "\n".join(json.dumps({"prompt": f"def f{i}():\n"}) for i in range(10))
+    (folder / "HumanEval.jsonl.gz").write_bytes(gzip.compress(problems.encode()))
+    stories = "\n<|endoftext|>\n".join(f"Story {i} " + "and then " * 30 for i in range(40))
+    (folder / "tinystories.txt.xz").write_bytes(lzma.compress(stories.encode()))
+    questions = [json.dumps({"turns": [f"Question {i}?", "And then?"]}) for i in range(6)]
+    (folder / "spec_bench_half.jsonl").write_text("\n".join(questions) + "\n")
+    with tarfile.open(folder / "books_eval.tar.xz", "w:xz") as archive:
+        for name in ("b", "a"):
+            text = " ".join(f"{name}{i}" for i in range(41 * 50)).encode()
+            member = tarfile.TarInfo(f"books/{name}.txt")
+            member.size = len(text)
+            archive.addfile(member, io.BytesIO(text))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM("tiny")
+
+
+# --- suites --------------------------------------------------------------------------------------------------------
+
+
+def test_prompts_are_spread_over_the_file(data: Path) -> None:
+    assert load_suite("code", 4, data).prompts == [f"def f{i}():\n" for i in (0, 2, 5, 7)]
+    assert load_suite("spec-bench", 2, data).prompts == ["Question 0?", "Question 3?"]
+    assert load_suite("spec-bench", 2, file=data / "spec_bench_half.jsonl").prompts == ["Question 0?", "Question 3?"]
+    stories = load_suite("stories", 2, data)  # from the last tenth, 40 words each
+    assert [p.split()[:2] for p in stories.prompts] == [["Story", "36"], ["Story", "38"]]
+    assert {len(p.split()) for p in stories.prompts} == {40} and stories.source == "tinystories.txt.xz"
+    assert load_suite("stories", 16).prompts == OPENINGS and load_suite("stories", 1).source == "built-in"
+    first, second, _ = load_suite("edit", 3, data).prompts
+    assert first.startswith("Rewrite") and [w for w in first.split() if w[1:].isdigit()][0::299] == ["a50", "a349"]
+    assert second.startswith("Summarise") and second.endswith(" a1649")
+
+
+def test_messages_use_the_chat_template_if_there_is_one(data: Path, llm: LLM) -> None:
+    suite = load_suite("spec-bench", 1, data)
+    assert suite.encode(llm) == [llm.render([{"role": "user", "content": "Question 0?"}])]
+    bare = SimpleNamespace(tokenizer=SimpleNamespace(chat_template=None), encode=lambda text: text)
+    assert suite.encode(bare) == ["Question 0?\n\nAnswer:\n"]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "message"),
+    [
+        ("poems", 1, "suite 'poems' is unknown; valid: stories, code, edit, spec-bench"),
+        ("code", 11, r"suite code has 10 prompts \(HumanEval.jsonl.gz\); prompts must be 1 to that, not 11"),
+        ("code", 0, "prompts must be 1"),
+    ],
+)
+def test_what_no_suite_can_give(data: Path, name: str, count: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_suite(name, count, data)
+
+
+def test_missing_and_damaged_data(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"code needs HumanEval\.jsonl\.gz, but no data folder is given; .* --data"):
+        load_suite("code", 1)
+    with pytest.raises(ConfigError, match=r"books_eval\.tar\.xz is not there; pass its folder"):
+        load_suite("edit", 1, tmp_path)
+    with pytest.raises(ConfigError, match="or the file itself with --file"):
+        load_suite("spec-bench", 1, file=tmp_path / "none.jsonl")
+    with pytest.raises(ConfigError, match="is not a folder"):
+        load_suite("stories", 1, tmp_path / "nowhere")
+    files = {"code": "HumanEval.jsonl.gz", "edit": "books_eval.tar.xz", "stories": "tinystories.txt.xz"}
+    for name, file in files.items():
+        for content in (b"nonsense", (data / file).read_bytes()[:60]):
+            (tmp_path / file).write_bytes(content)
+            with pytest.raises(ConfigError, match=f"{file} is damaged"):
+                load_suite(name, 1, tmp_path)
+    for line in ('{"turns": []}', '{"turn": ["?"]}', "[]", "{"):
+        (tmp_path / "questions.jsonl").write_text(line)
+        with pytest.raises(ConfigError, match=r"questions\.jsonl is damaged or not what"):
+            load_suite("spec-bench", 1, file=tmp_path / "questions.jsonl")
+
+
+# --- settings ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"repeats": 0}, "repeats must be at least 1, not 0"),
+        ({"max_tokens": 1}, "max_tokens must be at least 2"),
+        ({"suites": ["edit", "edit"]}, "suite edit is given twice"),
+        ({"methods": [SpeculativeConfig()]}, "method plain is given twice"),
+        ({"methods": [SpeculativeConfig("magic")]}, "method 'magic' is unknown; valid"),
+        ({"peer": "vllm"}, "peer 'vllm' is unknown; valid: transformers"),
+        ({"peer": "transformers", "batch": 2}, "--temperature 0 and --batch 1"),
+        ({"file": Path("x")}, "--file is for --suite spec-bench"),
+    ],
+)
+def test_settings_that_cannot_be(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Settings(**given)
+
+
+def test_nothing_is_measured_if_something_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "sample", lambda *_: pytest.fail("measured"))
+    with pytest.raises(RequestTooLong):
+        next(run(Settings(max_tokens=200_000)))
+    monkeypatch.setattr("outrider.llm.check_vocabulary", _refuse)
+    with pytest.raises(VocabularyMismatch):
+        next(run(Settings(methods=METHODS)))
+
+
+def _refuse(*_: Any) -> None:
+    raise VocabularyMismatch("another vocabulary")
+
+
+def test_labels() -> None:
+    configs = [None, {"method": "ngram"}, {"model": "/models/tiny-draft", "num_speculative_tokens": 3}]
+    names = [label(SpeculativeConfig.of(c)) for c in configs]
+    assert names == ["plain", "ngram k=8", "draft_model model=tiny-draft k=3"]
+
+
+# --- measuring -----------------------------------------------------------------------------------------------------
+
+
+def test_a_sample_counts_what_comes_in_the_time_it_takes() -> None:
+    def output(total: float, accepted: list[int]) -> SimpleNamespace:
+        tokens = len(accepted) + sum(accepted)
+        return SimpleNamespace(
+            token_ids=list(range(tokens)),
+            metrics={
+                "timing": {"time_to_first_token": 0.5, "total_seconds": total, "draft_seconds": total / 10,
+                           "target_seconds": total / 4},
+                "speculative_decoding": {"per_step_accepted": accepted, "num_spec_steps": len(accepted),
+                                         "num_draft_tokens": 4 * len(accepted),
+                                         "num_accepted_draft_tokens": sum(accepted)},
+            },
+        )  # fmt: skip
+
+    batches = {2: [output(2.5, [3, 0, 1]), output(4.5, [0, 0, 0, 2])], 1: [output(1.5, [1, 1])]}
+    fake: Any = SimpleNamespace(generate=lambda prompts, params: batches[len(prompts)])
+    s = sample(fake, [[1], [2], [3]], SamplingParams(), batch=2)
+    # The first forward of each sequence gives 4, 1 and 2 tokens, before the clock starts.
+    assert (s.timed, s.seconds, s.rate) == (3 + 5 + 2, 4.0 + 1.0, 2.0)
+    assert (s.emitted, s.steps, s.drafted, s.accepted) == (17, 9, 36, 8)
+    assert (s.draft, s.target) == pytest.approx((0.6, 1.5)) and s.first == [0.5] * 3
+    assert Sample().rate == 0
+
+
+@pytest.fixture(scope="module")
+def done(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small run through the command line; returns its output folder."""
+    folder = tmp_path_factory.mktemp("out") / "new"
+    args = ["--suite", "stories,edit", "--speculate", "ngram:k=4", "--speculative-config"]
+    args += [json.dumps({"method": "draft_model", "model": "tiny-draft", "num_speculative_tokens": 3})]
+    args += ["--prompts", "2", "--max-tokens", "24", "--repeats", "2", "--output", str(folder)]
+    outcome = CliRunner(env={"OUTRIDER_DATA": str(data)}).invoke(bench_app, args, catch_exceptions=False)
+    assert outcome.exit_code == 0 and "draft_model" in outcome.output and "speedup" in outcome.output
+    return folder
+
+
+def test_a_run_writes_lines_table_and_plot(done: Path) -> None:
+    results = report.read(done / "results.jsonl")
+    assert [(r.suite, r.method) for r in results] == [
+        (suite, method) for suite in ("stories", "edit")
+        for method in ("plain", "ngram k=4", "draft_model model=tiny-draft k=3")
+    ]  # fmt: skip
+    for r in results:
+        assert r.identical and r.differences == [] and r.near_ties == 0
+        assert (r.prompts, r.max_tokens, r.batch, len(r.repeats)) == (2, 24, 1, 2)
+        assert r.tokens_per_second > 0 and r.time_to_first_token > 0
+        assert r.speedup_min <= r.speedup_max and r.speedup > 0
+        shares = [r.draft_share, r.target_share, r.rest_share]
+        assert sum(s for s in shares if s is not None) == pytest.approx(1) and all(s is not None for s in shares)
+        assert r.exactness in ("bitwise", "law") and r.dtype == "bfloat16" and r.inflated_from is None
+        assert r.weight_bytes > 1e6 and r.kv_bytes and r.peak_rss_bytes > r.weight_bytes
+        assert {"cpu", "cores", "threads", "load", "gpu"} == r.hardware.keys() and r.commit and r.command and r.date
+        assert {"outrider", "torch", "transformers", "python"} == r.versions.keys()
+    plain, _, draft = results[:3]
+    assert plain.speedup == plain.speedup_min == plain.speedup_max == plain.acceptance_length == 1
+    assert plain.draft_acceptance_rate is None and draft.draft_acceptance_rate and draft.acceptance_length > 1.2
+    assert draft.speculative_config == {"method": "draft_model", "acceptance_method": "coupled",
+                                        "model": "tiny-draft", "num_speculative_tokens": 3}  # fmt: skip
+    assert (done / "speedup.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_table_can_be_made_again_from_the_lines(done: Path) -> None:
+    results = report.read(done / "results.jsonl")
+    table = (done / "table.md").read_text()
+    assert report.markdown(results) == table
+    assert table.count("\n| plain | ") == 2 and table.count("| yes | ") == 6 and "## edit" in table
+    assert f"`{results[0].command}`" in table and "enlargement" not in table
+    assert set(json.loads(results[0].line())) == {f.name for f in fields(Result)}
+    inflated = report.markdown([replace(r, inflated_from={"hidden_size": 384}) for r in results])
+    assert "function-preserving enlargement; its source, with the same tokens: hidden_size 384" in inflated
+
+
+def test_repeats_that_contradict_each_other_are_not_passed_off_as_a_result(done: Path) -> None:
+    r = report.read(done / "results.jsonl")[0]
+    said = "Not to be trusted: plain runs at 10.0 to 16.0 tokens/s, 1.00 to 1.00 times plain."
+    assert said in report.markdown([replace(r, repeats=[12.0, 16.0, 10.0])])
+    steady = replace(r, repeats=[12.0, 14.9, 10.0])
+    assert "trusted" not in report.markdown([steady]) and "trusted" in report.markdown([replace(steady, speedup_max=2)])
+
+
+def test_sampled_in_a_batch() -> None:
+    settings = Settings(methods=METHODS[1:], prompts=3, batch=2, max_tokens=12, repeats=1, temperature=0.8, top_p=0.9)
+    for r in run(settings):
+        assert r.identical and r.near_ties is None and r.batch == 2
+
+
+def test_differences_are_found_and_explained(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    true = module.sample
+
+    def wrong(llm: LLM, prompts: list[list[int]], *rest: Any) -> Sample:
+        s = true(llm, prompts, *rest)
+        if llm.speculative_config.method == "ngram":
+            tokens = s.tokens[1]
+            given = llm.generate(prompts[1] + tokens[:5], max_tokens=1, temperature=0, logprobs=2)[0].logprobs
+            assert given is not None
+            (_, high), (second, low) = given[0].top.items()
+            tokens[5], expected["gap"] = second, high - low
+        return s
+
+    expected: dict[str, float] = {}
+    monkeypatch.setattr(module, "sample", wrong)
+    plain, r = run(Settings(methods=METHODS[:1], prompts=2, max_tokens=10, repeats=2))
+    assert plain.identical and not r.identical
+    (d,) = r.differences
+    assert (d.prompt, d.position) == (1, 5) and d.plain_token != d.token
+    assert d.gap == pytest.approx(expected["gap"], abs=1e-6) and r.near_ties == (d.gap <= 0.25)
+    assert "no: 1 of 2 prompts, first at token 5" in report.cells(r)
+    said = f"ngram k=4 differs from plain: prompt 1 at token 5, gap {d.gap:.2g}; near-ties: "
+    assert said in report.markdown([plain, r])
+
+    monkeypatch.setattr(module, "compare", lambda *_: [Difference(0, 1, 2, 3, gap) for gap in (0.2, 0.3)])
+    assert [r.near_ties for r in run(Settings(max_tokens=2, repeats=1))] == [1]  # bfloat16: 0.25
+
+
+def test_transformers_as_a_peer() -> None:
+    methods = [METHODS[0], SpeculativeConfig.parse("draft_model:model=tiny-draft,k=1")]
+    settings = Settings(methods=methods, dtype="float32", prompts=1, max_tokens=16, repeats=1, peer="transformers")
+    results = [r for r in run(settings) if r.engine == "transformers"]
+    assert [(r.method, r.speculative_config) for r in results] == [
+        ("transformers plain", {}),
+        ("transformers prompt lookup k=4", {"prompt_lookup_num_tokens": 4}),
+        ("transformers assisted by tiny-draft k=1", {"assistant_model": "tiny-draft", "num_assistant_tokens": 1,
+                                                     "num_assistant_tokens_schedule": "constant"}),
+    ]  # fmt: skip
+    for r in results:
+        assert r.identical and r.exactness is None and r.draft_share is None and "twice" in r.notes[0]
+        assert r.tokens_per_second > 0 and r.time_to_first_token > 0
+    assert results[0].acceptance_length == 1 < results[2].acceptance_length <= 2
+
+
+# --- the command line ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--suite", "poems"], "suite 'poems' is unknown"),
+        (["--suite", "code"], "pass its folder with --data or OUTRIDER_DATA"),
+        (["--speculative-config", "{"], "--speculative-config is not JSON"),
+        (["--speculate", "ngram:k=x"], "num_speculative_tokens must be"),
+        (["--temperature", "-1"], "temperature must be at least 0"),
+        (["--output", __file__], "cannot be a folder"),
+        (["inflate", "tiny", "new", "--layers", "1"], "num_layers 1 must be at least"),
+    ],
+)
+def test_mistakes_are_typed_errors(args: list[str], message: str) -> None:
+    outcome = CliRunner(env={"OUTRIDER_DATA": None}).invoke(bench_app, args)
+    assert isinstance(outcome.exception, OutriderError) and message in str(outcome.exception)
+
+
+def test_no_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(report, "find_spec", lambda _: None)
+    outcome = CliRunner().invoke(bench_app, ["--output", str(tmp_path / "new")])
+    assert isinstance(outcome.exception, ConfigError) and "outrider[bench]" in str(outcome.exception)
+    assert not (tmp_path / "new").exists()
+
+
+def test_inflate_and_bench_the_outcome(tmp_path: Path) -> None:
+    target = tmp_path / "big"
+    args = ["inflate", "tiny-draft", str(target), "--hidden-size", "128", "--layers", "3"]
+    outcome = CliRunner().invoke(bench_app, args)
+    assert outcome.exit_code == 0 and "GB of weights" in outcome.output
+    (r, _) = run(Settings(model=str(target), methods=METHODS[:1], prompts=1, max_tokens=4, repeats=1))
+    assert r.inflated_from and r.inflated_from["num_hidden_layers"] == 2

@@ -1,0 +1,76 @@
+"""What several test files share: a scripted drafter, and ways to run requests through an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from outrider import LLM, Draft, Drafter, GenerationOutput, SamplingParams
+from outrider.engine import Engine
+from outrider.types import Sequence
+
+Script = Callable[[Sequence, int], Draft]
+
+
+class ScriptedDrafter(Drafter):
+    """Proposes what `script(seq, k)` says, right or wrong, and remembers what it was shown."""
+
+    name = "scripted"
+
+    def __init__(self, script: Script) -> None:
+        super().__init__()
+        self.script = script
+        self.verdicts: list[Any] = []
+        self.forgotten: set[int] = set()
+
+    def propose(self, seqs: list[Sequence], k: int) -> list[Draft]:
+        return [self.script(seq, k) for seq in seqs]
+
+    def observe(self, seqs: list[Sequence], verdicts: list[Any], output: Any) -> None:
+        self.verdicts.append(verdicts)
+
+    def forget(self, seq: Sequence) -> None:
+        self.forgotten.add(seq.id)
+
+
+def oracle(plain: dict[tuple[int, ...], list[int]]) -> Script:
+    """A script that knows, per prompt, what plain decoding gives: a chain of k right tokens."""
+    return lambda seq, k: Draft.chain(rest(plain, seq)[:k])
+
+
+def rest(plain: dict[tuple[int, ...], list[int]], seq: Sequence) -> list[int]:
+    """What plain decoding gives after the sequence's present tokens."""
+    return plain[tuple(seq.tokens[: seq.prompt_len])][len(seq.output) :]
+
+
+def use(llm: LLM, drafter: Drafter, k: int = 4) -> None:
+    """Let an LLM draft with a drafter that has no name. Assigning `speculative_config` ends it."""
+    llm.engine = Engine(llm.runner, drafter, k, llm.engine_config, llm.tokenizer, llm.exactness)
+
+
+def run(llm: LLM, requests: list[tuple[list[int], SamplingParams]]) -> list[GenerationOutput]:
+    """Requests, each with its own parameters, in one batch. Nothing of them may stay behind."""
+    added = [r for prompt, params in requests for r in llm.engine.add(prompt, params)]
+    for _ in llm.engine.run():
+        pass
+    assert_released(llm)
+    return [llm.engine.output(r) for r in added]
+
+
+def assert_released(llm: LLM) -> None:
+    """No request, cached token or key is left in the engine, the target or a draft model."""
+    assert not llm.engine.running and not llm.engine.waiting
+    for runner in (llm.runner, getattr(llm.engine.drafter, "runner", llm.runner)):
+        assert not runner.slots and not runner.kv.store
+
+
+def logits_after(llm: LLM, tokens: list[int], prompt_len: int | None = None) -> torch.Tensor:
+    """(vocab,) raw logits that the target gives after these tokens, computed afresh."""
+    seq = Sequence(tokens, SamplingParams(), 0)
+    seq.prompt_len = prompt_len or len(tokens)
+    try:
+        return llm.runner.extend([seq]).logits[0][0]
+    finally:
+        llm.runner.free(seq)

@@ -1,0 +1,193 @@
+"""The command line: what it prints, and that every mistake is one line and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from outrider.cli import main
+from outrider.llm import LLM
+
+PROMPT = "Once upon a time"
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """`run("generate", ...)` -> (exit code, stdout, stderr), in this process."""
+
+    def call(*args: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["outrider", *args])
+        try:
+            main()
+            code = 0
+        except SystemExit as exit:
+            code = int(exit.code or 0)
+        out = capsys.readouterr()
+        return code, out.out, out.err
+
+    return call
+
+
+def test_generate_streams_the_text_of_generate(run):
+    code, out, err = run("generate", PROMPT, "--max-tokens", "20", "--speculate", "ngram:k=4")
+    text = LLM("tiny").generate(PROMPT, max_tokens=20, temperature=0)[0].text
+    assert code == 0 and out == PROMPT + text + "\n"
+    assert "20 tokens" in err and "seed" in err
+
+
+def test_json_is_one_replayable_object(run):
+    flags = ["generate", PROMPT, "--json", "--max-tokens", "12", "--temperature", "0.9", "--logprobs", "2"]
+    _, out, _ = run(*flags)
+    first = json.loads(out)
+    assert {"text", "token_ids", "finish_reason", "seed", "metrics", "logprobs"} == set(first)
+    assert first["metrics"]["speculative_decoding"]["num_spec_steps"] == 12
+    draft = ["--speculative-config", '{"model": "tiny-draft", "num_speculative_tokens": 3}']
+    second = json.loads(run(*flags, "--seed", str(first["seed"]), *draft)[1])
+    assert second["token_ids"] == first["token_ids"]
+
+
+def test_several_prompts_and_outputs(run):
+    _, out, _ = run(
+        "generate", PROMPT, "The dog", "--json", "--max-tokens", "3", "--n", "2", "--temperature", "1", "--seed", "5"
+    )
+    assert [json.loads(line)["seed"] for line in out.splitlines()] == [5, 6, 5, 6]
+
+
+def test_compare_says_identical(run):
+    flags = ["generate", PROMPT, "--compare", "--max-tokens", "24", "--temperature", "0.8"]
+    _, out, _ = run(*flags, "--speculate", "draft_model:model=tiny-draft,k=3")
+    assert "identical: yes" in out and "ratio:" in out
+    result = json.loads(run(*flags, "--speculate", "ngram", "--json")[1])
+    assert result["identical"] is True and result["ratio"] > 0
+    assert result["plain"][0]["token_ids"] == result["speculative"][0]["token_ids"]
+
+
+def test_prompt_from_file_and_stdin(run, tmp_path, monkeypatch):
+    path = tmp_path / "prompt.txt"
+    path.write_text(PROMPT)
+    expected = run("generate", PROMPT, "--json", "--max-tokens", "5")[1]
+    from_file = run("generate", "--prompt-file", str(path), "--json", "--max-tokens", "5")[1]
+    assert json.loads(from_file)["token_ids"] == json.loads(expected)["token_ids"]
+
+
+def test_info(run):
+    _, out, _ = run("info")
+    assert "method ngram" in out and "LlamaForCausalLM" in out
+    _, out, _ = run("info", "--model", "tiny")
+    assert "6 layers" in out and "exactness" in out
+
+
+def test_chat_conversation(run, monkeypatch):
+    lines = [
+        "Tell me a story.",
+        "/set temperature 0",
+        "/set stop END",
+        "/set",
+        "/retry",
+        "/set speculate ngram:k=2",
+        "Go on.",
+        "/nonsense",
+        "/set foo 1",
+        "/set top_p 7",
+        "/set speculate nope",
+        "/system Be brief.",
+        "/retry",
+        "/help",
+        "/quit",
+    ]
+    feed = iter(lines)
+    monkeypatch.setattr("builtins.input", lambda prompt="": next(feed))
+    code, out, _ = run("chat", "--max-tokens", "8")
+    assert code == 0
+    for said in (
+        "unknown command /nonsense",
+        "not 'foo'",
+        "top_p must be",
+        "'nope' is unknown",
+        "nothing to ask again",
+        "/reset",
+    ):
+        assert said in out
+    assert out.count("tokens/s") == 3  # three answers
+
+
+def test_ctrl_c_stops_the_answer_not_the_chat(run, monkeypatch):
+    feed = iter(["Tell me a story.", "/quit"])
+    monkeypatch.setattr("builtins.input", lambda prompt="": next(feed))
+    real, seen = LLM.stream, []
+
+    def interrupted(self, *args, **kwargs):
+        events = real(self, *args, **kwargs)
+
+        def some():
+            try:
+                yield next(events)
+                raise KeyboardInterrupt
+            finally:
+                events.close()
+                seen.append((self.runner.slots, self.runner.kv.store))
+
+        return some()
+
+    monkeypatch.setattr(LLM, "stream", interrupted)
+    code, out, _ = run("chat", "--max-tokens", "50")
+    assert code == 0 and "(stopped)" in out
+    assert seen == [({}, {})]  # the stopped request gave its memory back
+
+
+BAD = {
+    "missing folder": ["--model", "/nope"],
+    "unknown method": ["--speculate", "foo"],
+    "unknown key": ["--speculate", "ngram:kk=3"],
+    "wrong type": ["--speculate", "ngram:k=x"],
+    "no equals sign": ["--speculate", "ngram:5"],
+    "draft without model": ["--speculate", "draft_model"],
+    "broken JSON": ["--speculative-config", "{x"],
+    "JSON but no object": ["--speculative-config", "[1]"],
+    "unknown JSON key": ["--speculative-config", '{"method": "ngram", "gamma": 3}'],
+    "both forms": ["--speculate", "ngram", "--speculative-config", "{}"],
+    "acceptance method": ["--speculative-config", '{"method": "ngram", "acceptance_method": "hope"}'],
+    "negative temperature": ["--temperature", "-1"],
+    "temperature that is none": ["--temperature", "nan"],
+    "top_p of zero": ["--top-p", "0"],
+    "no tokens": ["--max-tokens", "0"],
+    "contradiction": ["--min-tokens", "9", "--max-tokens", "3"],
+    "n greedy outputs": ["--n", "2"],
+    "bias that is none": ["--logit-bias", '{"a": 1}'],
+    "bias beyond the vocabulary": ["--logit-bias", '{"999999": 1}'],
+    "empty stop": ["--stop", ""],
+    "wrong dtype": ["--dtype", "int3"],
+    "wrong device": ["--device", "tpu"],
+    "over the context": ["--max-tokens", "200000"],
+    "context of zero": ["--max-model-len", "0"],
+    "compare without a method": ["--compare"],
+    "unknown flag": ["--bogus"],
+    "not a number": ["--top-k", "many"],
+}
+
+
+@pytest.mark.parametrize("flags", BAD.values(), ids=BAD)
+def test_mistakes_are_one_line_and_exit_code_2(run, flags):
+    code, out, err = run("generate", "hi", *flags)
+    assert code == 2 and out == "" and "Traceback" not in err
+    if err.startswith("outrider: "):  # the rest are typer's own usage messages
+        assert err.count("\n") == 1 and len(err) > 20
+
+
+def test_empty_prompt(run):
+    assert run("generate", "")[0] == 2
+
+
+def test_interrupt_leaves_quietly():
+    """Ctrl-C while generating ends the command without a traceback."""
+    command = [sys.executable, "-m", "outrider", "generate", PROMPT, "--max-tokens", "100000", "--ignore-eos"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.read(len(PROMPT) + 20)  # text is coming
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 130 and "Traceback" not in err

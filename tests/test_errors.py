@@ -1,0 +1,378 @@
+"""Whatever a user does wrong gives one line, of the right kind, that says what would be right; and nothing breaks."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from contextlib import contextmanager
+
+import pytest
+import torch
+from helpers import ScriptedDrafter, assert_released, use
+from safetensors.torch import load_file, save_file
+
+from outrider import LLM, Draft, SamplingParams, SpeculativeConfig, drafters
+from outrider.errors import (
+    CheckpointError,
+    ConfigError,
+    EmptyPrompt,
+    ModelNotFound,
+    OutriderError,
+    RequestError,
+    RequestTooLong,
+    UnsupportedArchitecture,
+    VocabularyMismatch,
+)
+from outrider.load import embedded
+
+
+@contextmanager
+def refused(kind: type[OutriderError], *words: str):
+    """The block raises exactly `kind`, in one readable line that holds these words."""
+    with pytest.raises(OutriderError) as caught:
+        yield
+    message = str(caught.value)
+    assert type(caught.value) is kind, message
+    assert message and "\n" not in message and len(message) < 400, message
+    for word in words:
+        assert word in message, f"{word!r} is not in {message!r}"
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def edit(folder, **changes) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in (config | changes).items() if v != "delete"}))
+
+
+def reweigh(folder, change) -> None:
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors")
+
+
+def truncate(folder, name: str) -> None:
+    data = (folder / name).read_bytes()
+    (folder / name).write_bytes(data[: len(data) // 2])
+
+
+def pickled(folder) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def shard(folder, weight_map) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+DOWN = "model.layers.1.mlp.down_proj.weight"
+DAMAGE = {
+    "no config": (lambda f: (f / "config.json").unlink(), ModelNotFound, "config.json"),
+    "broken json": (lambda f: truncate(f, "config.json"), CheckpointError, "config.json"),
+    "json list": (lambda f: (f / "config.json").write_text("[]"), CheckpointError, "JSON object"),
+    "binary config": (lambda f: (f / "config.json").write_bytes(b"\xff\xfe\x00"), CheckpointError, "config.json"),
+    "empty config": (lambda f: (f / "config.json").write_text("{}"), CheckpointError, "model_type"),
+    "other architecture": (lambda f: edit(f, architectures=["MambaForCausalLM"], model_type="mamba"),
+                           UnsupportedArchitecture, "MambaForCausalLM", "LlamaForCausalLM"),
+    "contradictory family": (lambda f: edit(f, model_type="gpt2"), CheckpointError, "config.json"),
+    "quantised": (lambda f: edit(f, quantization_config={"bits": 4}), UnsupportedArchitecture, "quantised"),
+    "activation": (lambda f: edit(f, hidden_act="gelu"), UnsupportedArchitecture, "gelu", "silu"),
+    "rope type": (lambda f: edit(f, rope_parameters={"rope_type": "longrope"}), UnsupportedArchitecture, "longrope",
+                  "yarn"),
+    "rope parameters": (lambda f: edit(f, rope_parameters={"rope_type": "llama3", "factor": 8.0}), CheckpointError,
+                        "low_freq_factor"),
+    "dtype": (lambda f: edit(f, dtype="int8"), CheckpointError, "int8", "bfloat16"),
+    "uneven heads": (lambda f: edit(f, num_key_value_heads=3), CheckpointError, "4", "3"),
+    "no heads": (lambda f: edit(f, num_attention_heads="delete"), CheckpointError, "num_attention_heads"),
+    "only pickled": (pickled, CheckpointError, "safetensors", "convert"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), CheckpointError, "no safetensors"),
+    "truncated": (lambda f: truncate(f, "model.safetensors"), CheckpointError, "truncated", "model.safetensors"),
+    "empty weights": (lambda f: (f / "model.safetensors").write_bytes(b""), CheckpointError, "model.safetensors"),
+    "missing shard": (lambda f: shard(f, {DOWN: "model-7.safetensors"}), CheckpointError, "model-7.safetensors"),
+    "strange index": (lambda f: shard(f, ["a"]), CheckpointError, "model.safetensors.index.json"),
+    "missing tensor": (lambda f: reweigh(f, lambda w: w.pop(DOWN)), CheckpointError, DOWN, "missing"),
+    "wrong shape": (lambda f: reweigh(f, lambda w: w.update({DOWN: w[DOWN][:, :50].clone()})), CheckpointError, DOWN,
+                    "(64, 50)", "(64, 96)"),
+    "wrong type": (lambda f: reweigh(f, lambda w: w.update({DOWN: w[DOWN].to(torch.int8)})), CheckpointError, DOWN,
+                   "int8"),
+    "too few layers": (lambda f: edit(f, num_hidden_layers=1), CheckpointError, "no place", "model.layers.1"),
+    "unexpected tensor": (lambda f: reweigh(f, lambda w: w.update(adapter=torch.ones(2))), CheckpointError, "adapter"),
+    "other vocabulary": (lambda f: edit(f, vocab_size=130), CheckpointError, "embed_tokens", "130"),
+    "missing head": (lambda f: reweigh(f, lambda w: w.pop("lm_head.weight")), CheckpointError, "lm_head.weight"),
+    "end of sequence": (lambda f: (f / "generation_config.json").write_text('{"eos_token_id": ["x"]}'), CheckpointError,
+                        "eos_token_id"),
+    "broken tokenizer": (lambda f: (f / "tokenizer.json").write_text("{"), CheckpointError, "tokenizer"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(make_checkpoint, tmp_path):
+    return shutil.copytree(make_checkpoint(), tmp_path / "model")
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damaged_checkpoint(folder, name):
+    damage, kind, *words = DAMAGE[name]
+    damage(folder)
+    with refused(kind, *words):
+        LLM(folder, device="cpu")
+
+
+@pytest.mark.parametrize("key", [
+    "architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_parameters", "rope_theta",
+    "rope_scaling", "layer_types", "sliding_window", "eos_token_id", "tie_word_embeddings", "dtype", "hidden_act",
+])  # fmt: skip
+def test_impossible_config_values(make_checkpoint, tmp_path, key):
+    """Each either raises one of ours or, where the value means something, gives a model."""
+    folder = shutil.copytree(make_checkpoint("mistral"), tmp_path / "model")
+    for value in ("x", [], ["x"], {}, {"rope_type": "yarn", "factor": "x"}, -1, 0, 1.5, True, None):
+        edit(folder, **{key: value})
+        try:
+            assert LLM(folder, device="cpu").generate([1], max_tokens=1)
+        except OutriderError as error:
+            assert "\n" not in str(error) and len(str(error)) < 500
+
+
+def test_wrong_places(tmp_path, make_checkpoint):
+    file = make_checkpoint() / "config.json"
+    for name in ("/nowhere/at/all", "no-such-model", "./here", "~/there", file, str(file), tmp_path, "a/b/c"):
+        with refused(ModelNotFound, str(name).replace("~", "")):
+            LLM(name, device="cpu")
+    with refused(ModelNotFound, "'no-such-model'", "tiny", "hub id"):
+        LLM("no-such-model")
+    with refused(ModelNotFound, "nobody/nothing", "tiny"):  # offline: the hub cannot be asked
+        LLM("nobody/nothing")
+
+
+@pytest.mark.parametrize("keywords, words", [
+    ({"dtype": "int4"}, ("int4", "bfloat16")), ({"dtype": torch.float32}, ("dtype", "float32")),
+    ({"device": "abacus"}, ("abacus", "cpu")), ({"device": "meta"}, ("meta", "cpu")),
+    ({"device": "cuda:99"}, ("cuda:99", "cpu")), ({"device": 5}, ("5", "cpu")),
+    ({"max_num_sequences": 3}, ("'max_num_sequences'", "max_num_seqs")),
+    *[({key: value}, (key, "at least 1", repr(value)))
+      for key in ("max_num_seqs", "max_model_len", "max_num_batched_tokens", "kv_memory")
+      for value in (0, -1, 1.5, "8", True)],
+    ({"max_num_seqs": None}, ("max_num_seqs", "at least 1")),
+])  # fmt: skip
+def test_engine_options(keywords, words):
+    with refused(ConfigError, *words):
+        LLM("tiny-draft", **({"device": "cpu"} | keywords))
+
+
+# --- sampling --------------------------------------------------------------------------------------------------------
+
+NAN, INF = math.nan, math.inf
+BAD_SAMPLING = {
+    "n": (0, -1, 1.5, "2", None, True), "temperature": (-0.1, NAN, INF, "hot", None, True),
+    "top_k": (-2, 1.5, "5", None), "top_p": (0, -0.1, 1.1, NAN, "x", None), "min_p": (-0.1, 1.1, NAN, "x", None),
+    "repetition_penalty": (0, -1, NAN, INF, "x", None), "presence_penalty": (-2.1, 2.1, NAN, "x", None),
+    "frequency_penalty": (-2.1, 2.1, NAN, "x", None), "seed": (1.5, "x", 2**64, -(2**63) - 1, True),
+    "max_tokens": (0, -1, 1.5, "9", None, True), "min_tokens": (-1, 257, 1.5, "9", None, True),
+    "stop": (5, "", [""], ["a", 5], b"x", {"a"}), "stop_token_ids": (5, [-1], ["a"], [1.5], [True], "12"),
+    "logit_bias": (5, [1], {"a": 1}, {-1: 1}, {1: NAN}, {1: "x"}, {1: None}, {True: 1}, {1.5: 1}),
+    "logprobs": (-1, 1.5, "x", True), "logits_processors": (5, [5], ["x"], print),
+    "ignore_eos": ("yes", None, 1), "include_stop_str_in_output": ("yes", None, 1),
+    "skip_special_tokens": ("yes", None, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name, value", [(n, v) for n, values in BAD_SAMPLING.items() for v in values])
+def test_sampling_params(name, value):
+    with refused(ConfigError, name):
+        SamplingParams(**{name: value})
+
+
+def test_every_sampling_parameter_is_tried():
+    assert BAD_SAMPLING.keys() == SamplingParams.__dataclass_fields__.keys()
+
+
+def test_contradictory_sampling(random_llm):
+    with refused(ConfigError, "min_tokens (9)", "max_tokens (8)"):
+        SamplingParams(min_tokens=9, max_tokens=8)
+    with refused(ConfigError, "n=2", "temperature 0", "n=1"):
+        SamplingParams(n=2, temperature=0)
+    with refused(ConfigError, "'top_q'", "top_p", "temperature"):
+        random_llm.generate([1], top_q=1)
+    with refused(ConfigError, "sampling_params", "not both"):
+        random_llm.generate([1], SamplingParams(), top_p=0.5)
+    with refused(ConfigError, "sampling_params"):
+        random_llm.generate([1], {"temperature": 0})
+    for token in ({"logit_bias": {128: 1.0}}, {"stop_token_ids": [128]}):
+        with refused(ConfigError, "128"):
+            random_llm.generate([1], **token)
+    with refused(ConfigError, "stop_token_ids", "tokenizer"):
+        random_llm.generate([1], stop="x")
+
+
+# --- requests --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def still_works(random_llm):
+    """After the refusals of a test nothing is left, and a good request gives what it gave before."""
+    before = random_llm.generate([1, 2, 3], temperature=0, max_tokens=8)[0].token_ids
+    yield
+    assert_released(random_llm)
+    assert random_llm.generate([1, 2, 3], temperature=0, max_tokens=8)[0].token_ids == before
+
+
+@pytest.mark.parametrize("prompt, kind, words", [
+    ([], EmptyPrompt, ("empty", "one token")), ([[]], EmptyPrompt, ("empty",)),
+    ([[1, 2], []], EmptyPrompt, ("empty",)), ([128], RequestError, ("128",)), ([1, -1], RequestError, ("-1",)),
+    ([[1], [2**70]], RequestError, ("token id",)), ([True], RequestError, ("True",)),
+    ([1, "a"], ConfigError, ("token ids",)), ([1.5], ConfigError, ("float",)), ([None], ConfigError, ("token ids",)),
+    (None, ConfigError, ("text", "token ids")), (5, ConfigError, ("text", "token ids")),
+    ({"prompt": [1]}, ConfigError, ("text", "token ids")), (torch.tensor([1, 2]), ConfigError, ("token ids",)),
+    ("text", ConfigError, ("tokenizer", "token ids")), (["a", "b"], ConfigError, ("tokenizer",)),
+    (b"text", ConfigError, ("text", "token ids")),
+])  # fmt: skip
+def test_prompts(random_llm, still_works, prompt, kind, words):
+    for _ in range(2):
+        with refused(kind, *words):
+            random_llm.generate(prompt)
+    with pytest.raises(OutriderError):
+        random_llm.stream(prompt[-1] if isinstance(prompt, list) and prompt and isinstance(prompt[0], list) else prompt)
+
+
+def test_too_long(random_llm, still_works):
+    context = random_llm.runner.max_len
+    with refused(RequestTooLong, str(context), "shorten the prompt"):
+        random_llm.generate([1] * (context + 1))
+    with refused(RequestTooLong, str(context + 1), "max_tokens to 8"):
+        random_llm.generate([[1], [1] * (context - 8)], max_tokens=9)  # one bad prompt: none is left running
+
+
+def test_limits_of_the_engine(make_llm):
+    llm = make_llm(engine={"max_model_len": 20})
+    assert len(llm.generate([1] * 12, max_tokens=8, ignore_eos=True)[0].token_ids) == 8
+    with refused(RequestTooLong, "21", "20", "max_tokens to 8"):
+        llm.generate([1] * 12, max_tokens=9)
+    with refused(ConfigError, "max_model_len", "2048"):
+        make_llm(engine={"max_model_len": 5000})
+    llm = make_llm(engine={"kv_memory": 1})
+    with refused(RequestTooLong, "kv_memory", "MiB"):
+        llm.generate([1])
+    assert_released(llm)
+
+
+def test_draft_models_count_for_memory(make_llm, make_checkpoint):
+    own = make_llm().runner.kv.nbytes(20)
+    llm = make_llm(engine={"kv_memory": own})
+    assert llm.generate([1], max_tokens=10)
+    llm.speculative_config = {"model": str(make_checkpoint(noise=0.01))}
+    with refused(RequestTooLong, "kv_memory"):
+        llm.generate([1], max_tokens=10)
+    llm.speculative_config = None
+    assert llm.generate([1], max_tokens=10)
+
+
+def test_text_and_chat(tiny_llm, random_llm):
+    for prompt in ("", ["Hello", ""]):
+        with refused(EmptyPrompt, "empty"):
+            tiny_llm.generate(prompt)
+    with refused(ConfigError, "chat template", "generate"):
+        random_llm.chat([{"role": "user", "content": "Hello"}])
+    with refused(EmptyPrompt, "one message"):
+        tiny_llm.chat([])
+    good = {"role": "user", "content": "Hello"}
+    for bad in (
+        "Hello",
+        5,
+        None,
+        good,
+        [good, "Hello"],
+        [{"role": "user"}],
+        [{"content": "Hello"}],
+        [5],
+        [{"role": "user", "content": 5}],
+        [{"role": "user", "content": None}],
+        [{"role": 5, "content": "x"}],
+    ):
+        with refused(ConfigError, "message"):
+            tiny_llm.chat(bad, max_tokens=1)
+    for call in (tiny_llm.chat, tiny_llm.stream):
+        with refused(ConfigError, "n must be 1"):
+            call([good], n=2, max_tokens=1)
+    with refused(ConfigError, "message"):
+        tiny_llm.stream([good, "Hello"])
+    assert_released(tiny_llm)
+    assert tiny_llm.chat([good], max_tokens=1).token_ids
+
+
+# --- speculation -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config, words", [
+    ({"method": "magic"}, ("'magic'", "ngram", "draft_model")), ({"method": 5}, ("5", "ngram")),
+    ({"method": ["ngram"]}, ("ngram",)), ({}, ("method", "ngram")), ({"num_speculative_tokens": 4}, ("method",)),
+    ("ngram", ("mapping", "ngram")), (5, ("mapping",)),
+    ({"method": "ngram", "prompt_lookup_mx": 3}, ("'prompt_lookup_mx'", "prompt_lookup_max")),
+    ({"method": "ngram", "model": "tiny-draft"}, ("'model'", "prompt_lookup_max")),
+    ({"method": "ngram", "prompt_lookup_max": "3"}, ("prompt_lookup_max", "int")),
+    ({"method": "ngram", "prompt_lookup_max": 2.5}, ("prompt_lookup_max", "int")),
+    ({"method": "ngram", "prompt_lookup_max": True}, ("prompt_lookup_max", "int")),
+    ({"method": "ngram", "prompt_lookup_max": None}, ("prompt_lookup_max", "int")),
+    ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 3}, ("prompt_lookup_min", "5 and 3")),
+    ({"method": "ngram", "prompt_lookup_min": 0}, ("prompt_lookup_min", "at least 1")),
+    ({"method": "ngram", "num_speculative_tokens": -1}, ("num_speculative_tokens", "-1")),
+    ({"method": "ngram", "num_speculative_tokens": 1.5}, ("num_speculative_tokens", "1.5")),
+    ({"method": "ngram", "num_speculative_tokens": "4"}, ("num_speculative_tokens", "'4'")),
+    ({"method": "ngram", "acceptance_method": "wishful"}, ("wishful", "coupled")),
+    ({"method": "draft_model"}, ("model", "tiny-draft")), ({"method": "draft_model", "model": 5}, ("model", "str")),
+])  # fmt: skip
+def test_speculative_config(random_llm, still_works, config, words):
+    before = random_llm.speculative_config
+    with refused(ConfigError, *words):
+        random_llm.speculative_config = config
+    assert random_llm.speculative_config is before
+    with refused(ConfigError, *words):  # known before anything is loaded, even a model that is not there
+        LLM("no-such-model", speculative_config=config)
+
+
+@pytest.mark.parametrize("text, words", [
+    ("ngram:8", ("'8'", "key=value")), ("ngram:k=many", ("num_speculative_tokens", "many")), ("", ("method", "ngram")),
+    (":k=4", ("method", "ngram")), ("ngram:=4", ("option", "prompt_lookup_max")),
+])  # fmt: skip
+def test_short_form(text, words):
+    with refused(ConfigError, *words):
+        drafters.create(SpeculativeConfig.parse(text))
+
+
+def test_short_form_reads_values():
+    config = SpeculativeConfig.parse("draft_model:model=a/b,k=3,x=1.5,y=true,z=none")
+    assert (config.method, config.num_speculative_tokens) == ("draft_model", 3)
+    assert config.options == {"model": "a/b", "x": 1.5, "y": True, "z": None}
+
+
+def test_a_huge_draft_length_is_harmless(random_llm):
+    asked = []
+    use(random_llm, ScriptedDrafter(lambda seq, k: asked.append(k) or Draft()), 10**9)
+    random_llm.generate([[1, 2], [3]], max_tokens=8)
+    assert max(asked) == 7  # no more than there is room for
+
+
+def test_draft_models(tiny_llm, random_llm, make_checkpoint, tmp_path, still_works):
+    before = tiny_llm.generate("Once", temperature=0, max_tokens=4)[0].token_ids
+    swapped = shutil.copytree(embedded()["tiny-draft"], tmp_path / "swapped")
+    tokenizer = json.loads((swapped / "tokenizer.json").read_text("utf-8"))
+    vocab = tokenizer["model"]["vocab"]
+    one, two = (token for token, i in vocab.items() if i in (700, 701))
+    vocab[one], vocab[two] = vocab[two], vocab[one]
+    (swapped / "tokenizer.json").write_text(json.dumps(tokenizer), "utf-8")
+    broken = shutil.copytree(embedded()["tiny-draft"], tmp_path / "broken")
+    truncate(broken, "model.safetensors")
+    for llm, draft, kind, words in [
+        (tiny_llm, swapped, VocabularyMismatch, ("id 700", repr(one), repr(two), "tokenizer")),
+        (tiny_llm, make_checkpoint(), VocabularyMismatch, ("128", "8192")),
+        (random_llm, "tiny-draft", VocabularyMismatch, ("128", "8192")),
+        (random_llm, make_checkpoint(vocab_size=64), VocabularyMismatch, ("64", "128")),
+        (tiny_llm, tmp_path / "nowhere", ModelNotFound, ("nowhere",)),
+        (tiny_llm, "tiny-daft", ModelNotFound, ("tiny-daft", "tiny-draft")),
+        (tiny_llm, broken, CheckpointError, ("truncated",)),
+    ]:
+        with refused(kind, *words):
+            llm.speculative_config = {"method": "draft_model", "model": str(draft)}
+        assert llm.speculative_config.method == "none"
+    assert tiny_llm.generate("Once", temperature=0, max_tokens=4)[0].token_ids == before

@@ -1,0 +1,381 @@
+"""The promise: the same request with the same seed gives the same tokens with speculation on or off.
+
+Every method that `drafters.methods()` finds is put through all of it; nobody writes a test for a new one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import ScriptedDrafter, assert_released, logits_after, oracle, run, use
+
+from outrider import LLM, Draft, SamplingParams, drafters
+from outrider.config import SpeculativeConfig
+from outrider.errors import OutriderError
+from outrider.sampling import Row, choose, gumbel
+from outrider.types import Sequence
+
+# Options without which a method cannot be created: a function of (model universe, make_checkpoint).
+OPTIONS = {
+    "draft_model": lambda universe, make: {
+        "model": "tiny-draft" if universe == "tiny" else str(make(noise=0.01)),
+    },
+}
+ACCEPTS_NOTHING = {"none"}  # methods that need not guess anything right, ever
+
+
+def favour(prefix: list[int], logits: torch.Tensor) -> torch.Tensor:
+    """A custom processor that depends on the whole prefix."""
+    logits[(31 * prefix[-1] + sum(prefix)) % len(logits)] += 4
+    logits[prefix[-1]] -= 3
+    return logits
+
+
+SAMPLINGS = {
+    "greedy": SamplingParams(temperature=0),
+    "sampled": SamplingParams(temperature=0.7, top_p=0.9, seed=11),
+    "everything": SamplingParams(
+        temperature=0.9, top_k=40, top_p=0.95, min_p=0.02, repetition_penalty=1.2, presence_penalty=0.3,
+        frequency_penalty=0.2, logit_bias={5: 2.5, 7: -4.0, 11: 1.5}, seed=12, min_tokens=6,
+        stop_token_ids=[5, 9], logits_processors=[favour],
+    ),
+}  # fmt: skip
+TEXTS = [
+    "Once upon a time there was a fox. Once upon a time there was a",
+    "One day,",
+    "The",
+    "Tom had a red ball. Tom had a red ball. Tom had a red ball. Tom had",
+    "She said: I do not know,",
+    "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of",
+    "x",
+    "Lily and Ben like to play in the park. They see a big tree. Lily and Ben like",
+]
+
+
+def prompts(llm: LLM) -> list[list[int]]:
+    """Eight prompts of different lengths: the first is repetitive, one is a single token, one the same token often."""
+    if llm.tokenizer:
+        return [llm.encode(text) for text in TEXTS]
+    g = torch.Generator().manual_seed(3)
+    words = [torch.randint(128, (n,), generator=g).tolist() for n in (6, 1, 9, 3, 33, 14, 2)]
+    return [words[0] * 3, *words[1:], [7] * 12]
+
+
+def batch_of(llm: LLM, sampling: str, size: int) -> list[tuple[list[int], SamplingParams]]:
+    """Requests of different lengths, so that rows leave the batch one after the other."""
+    some = enumerate(prompts(llm)[:size])
+    return [(p, replace(SAMPLINGS[sampling], max_tokens=26 - 2 * i)) for i, p in some]
+
+
+def config_of(method: str, universe: str, make_checkpoint, k: int | None = None) -> SpeculativeConfig:
+    options = OPTIONS.get(method, lambda *_: {})(universe, make_checkpoint)
+    config = SpeculativeConfig(method, num_speculative_tokens=k, options=options)
+    try:
+        drafters.create(config)
+    except OutriderError as error:
+        pytest.fail(f"method {method!r} cannot be created: {error}. Give it its options in OPTIONS in {__file__}")
+    return config
+
+
+def alike(a, b) -> bool:
+    return (a.token_ids, a.text, a.finish_reason) == (b.token_ids, b.text, b.finish_reason)
+
+
+_plain: dict[tuple[int, str], list] = {}
+
+
+def plain_of(llm: LLM, sampling: str) -> list:
+    """What plain decoding gives for each of the eight requests, each run alone."""
+    key = (id(llm), sampling)
+    if key not in _plain:
+        llm.speculative_config = None
+        _plain[key] = [run(llm, [request])[0] for request in batch_of(llm, sampling, 8)]
+    return _plain[key]
+
+
+@pytest.mark.parametrize("size", [1, 8])
+@pytest.mark.parametrize("k", [1, 4, 16])
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("universe", ["random", "tiny"])
+@pytest.mark.parametrize("method", drafters.methods())
+def test_same_tokens(request, make_checkpoint, method, universe, sampling, k, size):
+    llm = request.getfixturevalue(f"{universe}_llm")
+    plain = plain_of(llm, sampling)
+    llm.speculative_config = config_of(method, universe, make_checkpoint, k)
+    outputs = run(llm, batch_of(llm, sampling, size))
+    for i, (output, expected) in enumerate(zip(outputs, plain, strict=False)):
+        assert alike(output, expected), f"request {i}: {output.token_ids} instead of {expected.token_ids}"
+    if method not in ACCEPTS_NOTHING and universe == "tiny" and sampling == "greedy" and (k, size) == (4, 8):
+        accepted = sum(o.metrics["speculative_decoding"]["num_accepted_draft_tokens"] for o in outputs)
+        assert accepted, f"{method} guesses nothing right even in repetitive text; if it need not: ACCEPTS_NOTHING"
+
+
+@pytest.fixture(scope="module")
+def bf16_llm() -> LLM:
+    return LLM("tiny", device="cpu", dtype="bfloat16")
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(temperature=0), SamplingParams(temperature=0.8, seed=5)])
+@pytest.mark.parametrize("method", drafters.methods())
+def test_bfloat16(bf16_llm, make_checkpoint, method, sampling):
+    """Bit for bit where the engine says so; else a sequence may leave plain decoding only at a near-tie."""
+    llm, params = bf16_llm, replace(sampling, max_tokens=32)
+    batch = [(prompt, params) for prompt in prompts(llm)]
+    llm.speculative_config = None
+    plain = [run(llm, [request])[0] for request in batch]
+    llm.speculative_config = config_of(method, "tiny", make_checkpoint)
+    for (prompt, _), output, expected in zip(batch, run(llm, batch), plain, strict=True):
+        if alike(output, expected):
+            continue
+        assert output.metrics["exactness"] == "law", "promised bitwise, and the tokens differ"
+        pairs = enumerate(zip(output.token_ids, expected.token_ids, strict=False))
+        at, (ours, theirs) = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
+        prefix = prompt + expected.token_ids[:at]
+        scores = logits_after(llm, prefix) / (params.temperature or 1)
+        if params.temperature:
+            scores = scores + gumbel(expected.seed, len(prefix), len(scores))
+        assert abs(scores[ours] - scores[theirs]) < 0.5, f"token {at} of {prompt}: no near-tie"
+
+
+SHAPES = [
+    ("llama", {}), ("llama", {"num_key_value_heads": 1}), ("llama", {"num_key_value_heads": 4, "head_dim": 24}),
+    ("mistral", {"sliding_window": 70}), ("qwen2", {"hidden_size": 56, "intermediate_size": 100}), ("qwen3", {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", [None, *SHAPES], ids=str)
+def test_bitwise_is_bitwise(make_checkpoint, shape, dtype):
+    """Where the engine promises it: logits are bit for bit the same in any chunking, company and draft length."""
+    llm = LLM(make_checkpoint(shape[0], **shape[1]) if shape else "tiny", device="cpu", dtype=dtype)
+    if llm.exactness != "bitwise":
+        pytest.skip("not promised for this model, dtype and machine")
+    runner, params = llm.runner, SamplingParams()
+    for length in (3, 100, 505, 700):
+        text = torch.randint(128, (length + 12,), generator=torch.Generator().manual_seed(length)).tolist()
+        seq = Sequence(text[:length], params, 0)
+        plain = []
+        for token in text[length:]:
+            plain.append(runner.extend([seq]).logits[0][0])
+            seq.tokens.append(token)
+        for chunk, companions, k in [(16, 0, 1), (17, 3, 2), (512, 1, 5), (300, 0, 8), (2048, 2, 11)]:
+            runner.chunk = chunk
+            runner.free(seq)
+            del seq.tokens[length:]
+            group = [*(Sequence(text[: 9 + 40 * i], params, 0) for i in range(companions)), seq]
+            drafts = [Draft.chain(text[:i]) for i in range(companions)] + [Draft.chain(text[length : length + k])]
+            logits = runner.extend(group, drafts).logits[-1]
+            differ = [i for i in range(k + 1) if not torch.equal(logits[i], plain[i])]
+            assert not differ, f"after {length} tokens, chunk {chunk}, {companions} companions: rows {differ} of {k}"
+            for other in group:
+                runner.free(other)
+
+
+def test_trees_promise_less(random_llm):
+    """A branch lies in other slots than plain decoding's tokens: whoever met one is told `law`."""
+    promised = random_llm.exactness
+    for draft, exactness in ((Draft([1, 2], [-1, 0]), promised), (Draft([1, 2], [-1, -1]), "law")):
+        use(random_llm, ScriptedDrafter(lambda seq, k, draft=draft: draft))
+        assert run(random_llm, [([3], SamplingParams(max_tokens=5))])[0].metrics["exactness"] == exactness
+
+
+def test_n_outputs_are_n_seeds(random_llm, make_checkpoint):
+    params = SamplingParams(max_tokens=12, seed=40)
+    alone = [random_llm.generate([1, 2, 3], replace(params, seed=40 + i))[0].token_ids for i in range(3)]
+    assert len({tuple(a) for a in alone}) == 3
+    for method in drafters.methods():
+        random_llm.speculative_config = config_of(method, "random", make_checkpoint)
+        together = random_llm.generate([[1, 2, 3], [4]], replace(params, n=3))
+        assert [o.token_ids for o in together[:3]] == alone
+        assert [(o.index, o.seed) for o in together] == [(0, 40), (1, 41), (2, 42)] * 2
+
+
+def test_reported_seed_repeats_the_output(random_llm):
+    first, second = (random_llm.generate([1, 2, 3], max_tokens=12)[0] for _ in range(2))
+    assert first.token_ids != second.token_ids  # no seed given: a new one each time
+    assert random_llm.generate([1, 2, 3], max_tokens=12, seed=first.seed)[0].token_ids == first.token_ids
+
+
+def test_mixed_parameters_share_a_batch(random_llm, make_checkpoint):
+    """Greedy, sampled and everything else side by side, and again after other requests."""
+    batch = [(p, replace(s, max_tokens=16)) for p in prompts(random_llm)[:4] for s in SAMPLINGS.values()]
+    alone = [run(random_llm, [request])[0] for request in batch]
+    for method in drafters.methods():
+        random_llm.speculative_config = config_of(method, "random", make_checkpoint)
+        assert all(map(alike, run(random_llm, batch), alone))
+        assert all(map(alike, [run(random_llm, [request])[0] for request in batch[::3]], alone[::3]))
+
+
+def test_admission_gives_the_same(make_llm, make_checkpoint, random_llm):
+    """Requests wait where too many, or too little memory, would run at once."""
+    batch = batch_of(random_llm, "sampled", 8)
+    expected = plain_of(random_llm, "sampled")
+    one = random_llm.runner.kv.nbytes(60)
+    for engine in ({"max_num_seqs": 3}, {"kv_memory": 5 * one}, {"max_num_batched_tokens": 4}):
+        llm = make_llm(engine=engine)
+        for method in drafters.methods():
+            llm.speculative_config = config_of(method, "random", make_checkpoint)
+            requests = [r for prompt, params in batch for r in llm.engine.add(prompt, params)]
+            most = 0
+            while llm.engine.waiting or llm.engine.running:
+                llm.engine.step()
+                most = max(most, len(llm.runner.slots))
+            assert most <= 3 if "max_num_seqs" in engine else most <= 5 if "kv_memory" in engine else most == 8
+            assert all(map(alike, map(llm.engine.output, requests), expected))
+            assert_released(llm)
+
+
+def test_switching_back_and_forth(random_llm, make_checkpoint):
+    expected = plain_of(random_llm, "sampled")
+    for method in [*drafters.methods(), *reversed(drafters.methods())]:
+        random_llm.speculative_config = config_of(method, "random", make_checkpoint)
+        assert alike(run(random_llm, batch_of(random_llm, "sampled", 1))[0], expected[0])
+
+
+# --- endings: an accepted block is cut exactly where plain decoding would have stopped --------------------------------
+
+
+def cut_inside_a_block(llm: LLM, prompt: list[int], full: list[int], **ending) -> list:
+    """The same request plainly and under a drafter that guesses all of `full` right, 16 at a time."""
+    params = SamplingParams(**({"temperature": 0, "max_tokens": 40} | ending))
+    llm.speculative_config = None
+    plain = run(llm, [(prompt, params)])[0]
+    use(llm, ScriptedDrafter(oracle({tuple(prompt): full})), 16)
+    fast = run(llm, [(prompt, params)])[0]
+    assert alike(fast, plain)
+    assert len(fast.drafted_by) == len(fast.token_ids)
+    spec = fast.metrics["speculative_decoding"]
+    assert fast.drafted_by.count("scripted") == spec["num_accepted_draft_tokens"] == sum(spec["per_step_accepted"])
+    assert spec["num_spec_steps"] < len(fast.token_ids) or len(fast.token_ids) == 1
+    return plain
+
+
+@pytest.fixture
+def story(tiny_llm) -> tuple[LLM, list[int], list[int], str]:
+    prompt = tiny_llm.encode("Once upon a time")
+    output = tiny_llm.generate(prompt, temperature=0, max_tokens=40, ignore_eos=True)[0]
+    return tiny_llm, prompt, output.token_ids, output.text
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_stop_strings(story, include):
+    llm, prompt, full, text = story
+    for at in (3, 20, 47):
+        stop = text[at : at + 5]  # begins and ends inside tokens
+        plain = cut_inside_a_block(llm, prompt, full, stop=["never there", stop], include_stop_str_in_output=include)
+        end = text.find(stop) + (len(stop) if include else 0)
+        assert (plain.text, plain.finish_reason) == (text[:end], "stop")
+
+
+def test_stop_token_and_end_of_sequence(story, monkeypatch):
+    llm, prompt, full, text = story
+    last = full[19]
+    stopped = cut_inside_a_block(llm, prompt, full, stop_token_ids=[last])
+    assert stopped.token_ids == full[: full.index(last) + 1] and stopped.finish_reason == "stop"
+    assert text.startswith(stopped.text) and llm.tokenizer.decode(stopped.token_ids[:-1]) == stopped.text
+    monkeypatch.setattr(llm.runner.model, "config", replace(llm.runner.model.config, eos=(last,)))
+    assert alike(cut_inside_a_block(llm, prompt, full), stopped)
+    ignored = cut_inside_a_block(llm, prompt, full, ignore_eos=True)
+    assert ignored.token_ids == full and ignored.finish_reason == "length"
+    late = cut_inside_a_block(llm, prompt, full, min_tokens=len(stopped.token_ids))
+    assert last not in late.token_ids[: len(stopped.token_ids)]
+
+
+@pytest.mark.parametrize("n", [1, 2, 16, 17, 18])
+def test_max_tokens(story, n):
+    llm, prompt, full, _ = story
+    plain = cut_inside_a_block(llm, prompt, full, max_tokens=n, ignore_eos=True)
+    assert plain.token_ids == full[:n] and plain.finish_reason == "length"
+
+
+def test_logprobs(random_llm):
+    prompt, params = [3, 1, 4], SamplingParams(max_tokens=20, seed=9, logprobs=3)
+    plain = run(random_llm, [(prompt, params)])[0]
+    for i, entry in enumerate(plain.logprobs):
+        logs = logits_after(random_llm, prompt + plain.token_ids[:i]).log_softmax(-1)
+        assert entry.token_id == plain.token_ids[i]
+        assert entry.logprob == pytest.approx(float(logs[entry.token_id]), abs=1e-4)
+        assert list(entry.top) == logs.topk(3).indices.tolist()
+        assert list(entry.top.values()) == pytest.approx(logs.topk(3).values.tolist(), abs=1e-4)
+    use(random_llm, ScriptedDrafter(oracle({tuple(prompt): plain.token_ids})), 7)
+    fast = run(random_llm, [(prompt, params)])[0]
+    assert alike(fast, plain) and len(fast.logprobs) == 20
+    for a, b in zip(fast.logprobs, plain.logprobs, strict=True):
+        assert (a.token_id, list(a.top)) == (b.token_id, list(b.top))
+        assert [a.logprob, *a.top.values()] == pytest.approx([b.logprob, *b.top.values()], abs=1e-4)
+    assert run(random_llm, [(prompt, replace(params, logprobs=None))])[0].logprobs is None
+
+
+# --- streams ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", drafters.methods())
+def test_stream_is_generate(tiny_llm, make_checkpoint, method):
+    params = SamplingParams(temperature=0, max_tokens=30, stop=["never there"])
+    expected = tiny_llm.generate(TEXTS[0], params)[0]
+    tiny_llm.speculative_config = config_of(method, "tiny", make_checkpoint)
+    events = list(tiny_llm.stream(TEXTS[0], params))
+    assert [e.token_id for e in events] == expected.token_ids
+    assert "".join(e.text for e in events) == expected.text
+    assert [e.finish_reason for e in events[:-1]] == [None] * (len(events) - 1)
+    assert alike(events[-1].output, expected) and events[-1].finish_reason == expected.finish_reason
+    assert [e.drafted_by for e in events] == events[-1].output.drafted_by
+    assert set(events[-1].output.drafted_by) <= {None, method}
+
+
+@pytest.mark.parametrize("method", drafters.methods())
+def test_aborted_stream_frees_memory(tiny_llm, make_checkpoint, method):
+    tiny_llm.speculative_config = config_of(method, "tiny", make_checkpoint)
+    stream = tiny_llm.stream(TEXTS[0], max_tokens=200, temperature=0)
+    for _ in range(3):
+        next(stream)
+    assert tiny_llm.runner.slots
+    stream.close()
+    assert_released(tiny_llm)
+    tiny_llm.stream(TEXTS[0]).close()  # never read from
+    assert_released(tiny_llm)
+
+
+def test_interleaved_streams(random_llm):
+    params = SamplingParams(temperature=0, max_tokens=12)
+    expected = [random_llm.generate(p, params)[0].token_ids for p in ([1, 2], [3])]
+    streams = [random_llm.stream(p, params) for p in ([1, 2], [3])]
+    pairs = list(zip(*streams, strict=True))
+    assert [[e.token_id for e in events] for events in zip(*pairs, strict=True)] == expected
+
+
+def test_engine_abort(random_llm):
+    engine, params = random_llm.engine, SamplingParams(temperature=0, max_tokens=20)
+    expected = random_llm.generate([3], params)[0].token_ids
+    (doomed,), (kept,) = engine.add([1, 2], params), engine.add([3], params)
+    for _ in range(5):
+        engine.step()
+    engine.abort(doomed)
+    assert len(random_llm.runner.slots) == 1
+    for _ in engine.run():
+        pass
+    assert engine.output(doomed).finish_reason == "abort" and len(engine.output(doomed).token_ids) == 5
+    assert engine.output(kept).token_ids == expected
+    assert_released(random_llm)
+
+
+def test_a_failing_drafter_leaves_nothing_behind(random_llm):
+    def fail(seq, k):
+        if len(seq.output) > 2:
+            raise RuntimeError("out of ideas")
+        return oracle({(1, 2): [0] * 9})(seq, k)
+
+    use(random_llm, ScriptedDrafter(fail))
+    with pytest.raises(RuntimeError, match="out of ideas"):
+        random_llm.generate([1, 2], max_tokens=9)
+    assert_released(random_llm)
+
+
+def test_choice_is_the_same_in_any_company(random_llm):
+    """The last link of the chain: `choose` for one row and for many."""
+    rows = [Row(Sequence(p, s, 3)) for p in prompts(random_llm) for s in SAMPLINGS.values()]
+    logits = torch.randn(len(rows), 128, generator=torch.Generator().manual_seed(0)) * 3
+    alone = [choose(logits[i : i + 1], [Row(Sequence(r.seq.tokens, r.seq.params, 3))])[0] for i, r in enumerate(rows)]
+    assert choose(logits, rows) == alone

@@ -1,0 +1,301 @@
+"""The one law of sampling: what is chosen follows the filtered softmax, and depends on nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import ScriptedDrafter, logits_after, use
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import chi2, kstest
+from torch.testing import assert_close
+
+from outrider import Draft, SamplingParams, sampling
+from outrider.sampling import Row, choose, gumbel, process
+from outrider.types import Sequence
+
+VOCAB = 8
+LOGITS = torch.tensor([1.2, -0.4, 0.3, 2.1, -1.5, 0.3, 0.9, -3.0])
+
+
+def law(logits: list[float], p: SamplingParams) -> list[float]:
+    """Probability of each token, straight from the definitions, one token at a time in float64."""
+    if p.temperature == 0:
+        return [float(i == logits.index(max(logits))) for i in range(len(logits))]
+
+    def normal(weights: dict[int, float]) -> dict[int, float]:
+        return {i: w / sum(weights.values()) for i, w in weights.items()}
+
+    kept = normal({i: math.exp(x / p.temperature) for i, x in enumerate(logits)})
+    ranked = sorted(kept, key=lambda i: -kept[i])
+    if p.top_k > 0:
+        kept = normal({i: w for i, w in kept.items() if w >= kept[ranked[min(p.top_k, len(ranked)) - 1]]})
+    if p.top_p < 1:
+        mass, least = 0.0, 0.0
+        for i in ranked:
+            if i in kept and mass < p.top_p:
+                mass, least = mass + kept[i], kept[i]
+        kept = normal({i: w for i, w in kept.items() if w >= least})
+    kept = normal({i: w for i, w in kept.items() if w >= p.min_p * max(kept.values())})
+    return [kept.get(i, 0.0) for i in range(len(logits))]
+
+
+def fits(counts: list[int], probs: list[float]) -> bool:
+    """Whether counts are a plausible (p > 0.1 %) draw from a law: chi-square, cells expecting few merged."""
+    n = sum(counts)
+    if any(c and not p for c, p in zip(counts, probs, strict=True)):
+        return False
+    cells = [(c, n * p) for c, p in zip(counts, probs, strict=True) if p]
+    rare = [cell for cell in cells if cell[1] < 5]
+    cells = [cell for cell in cells if cell[1] >= 5] + ([tuple(map(sum, zip(*rare, strict=True)))] if rare else [])
+    statistic = sum((c - e) ** 2 / e for c, e in cells)
+    return len(cells) == 1 or chi2.sf(statistic, len(cells) - 1) > 1e-3
+
+
+@pytest.fixture(scope="module")
+def places() -> list[Row]:
+    """24,000 different (seed, position) pairs; each remembers its noise, so laws may be tested on the same ones."""
+    seqs = [Sequence([0], SamplingParams(), seed) for seed in range(240)]
+    return [Row(seq, [0] * n) for seq in seqs for n in range(100)]
+
+
+SETTINGS = {
+    "plain": {},
+    "cold": {"temperature": 0.4},
+    "hot": {"temperature": 3.0},
+    "top_k": {"top_k": 3},
+    "top_k ties": {"top_k": 4},  # the fourth and fifth are as likely: both stay
+    "top_k all": {"top_k": 50},
+    "top_p": {"top_p": 0.8},
+    "top_p small": {"top_p": 1e-6},
+    "min_p": {"min_p": 0.25},
+    "min_p all": {"min_p": 1.0},
+    "together": {"temperature": 1.7, "top_k": 6, "top_p": 0.9, "min_p": 0.1},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_choose_follows_the_softmax(places, name):
+    params = SamplingParams(**SETTINGS[name])
+    for row in places:
+        row.seq.params = params
+    drawn = choose(LOGITS.expand(len(places), -1).clone(), places)
+    counts = [drawn.count(i) for i in range(VOCAB)]
+    expected = law(LOGITS.tolist(), params)
+    assert fits(counts, expected), f"{counts} instead of {[round(len(places) * p) for p in expected]}"
+
+
+@given(seed=st.integers(0, 10**9))
+def test_what_is_kept(seed):
+    """top-k, top-p and min-p over random laws and mixed rows keep what the definitions keep."""
+    dice = random.Random(seed)
+    params = [
+        SamplingParams(
+            temperature=dice.choice([0.3, 1.0, 2.5]), top_k=dice.choice([0, -1, 1, 3, 20, 99]),
+            top_p=dice.choice([1.0, 0.99, 0.7, 0.05]), min_p=dice.choice([0.0, 0.01, 0.3, 1.0]),
+        )
+        for _ in range(6)
+    ]  # fmt: skip
+    logits = torch.randn(6, 100, generator=torch.Generator().manual_seed(seed)) * dice.choice([0.01, 1, 5])
+    scaled = logits / torch.tensor([[p.temperature] for p in params])
+    kept = sampling.keep_likely(scaled, params)
+    for row, own, p in zip(logits, kept, params, strict=True):
+        expected = torch.tensor(law(row.tolist(), p))
+        assert_close(own.softmax(-1), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_greedy_is_the_argmax():
+    row = Row(Sequence([0], SamplingParams(temperature=0), 0))
+    assert choose(LOGITS[None], [row]) == [3]
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-45, 1e-300])
+def test_a_tiny_temperature_is_greedy(temperature):
+    logits = torch.tensor([[90.0, 99.0, 100.0, 98.0, 1.0, 0.0, -5.0, 0.0]])
+    for top_p in (1.0, 0.9):
+        row = Row(Sequence([0], SamplingParams(temperature=temperature, top_p=top_p), 1))
+        assert choose(logits, [row]) == [2]
+
+
+@given(seed=st.integers(0, 10**9))
+def test_a_choice_depends_on_its_row_alone(seed):
+    dice = random.Random(seed)
+    kinds = [
+        SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_k=2), SamplingParams(top_p=0.6),
+        SamplingParams(temperature=0.5, min_p=0.3, presence_penalty=1.0, logit_bias={1: 3.0}),
+    ]  # fmt: skip
+    logits = torch.randn(9, 100, generator=torch.Generator().manual_seed(seed)) * 4
+    made = [(dice.choices(range(100), k=dice.randint(1, 5)), dice.choice(kinds), dice.randrange(99)) for _ in logits]
+
+    def rows() -> list[Row]:
+        return [Row(Sequence(tokens, params, seed), tokens[:1]) for tokens, params, seed in made]
+
+    together = choose(logits, rows())
+    order = dice.sample(range(9), 5)
+    assert [choose(logits[i : i + 1], [row])[0] for i, row in enumerate(rows())] == together
+    assert choose(logits[order], [rows()[i] for i in order]) == [together[i] for i in order]
+
+
+# --- the noise -------------------------------------------------------------------------------------------------------
+
+
+def reference_gumbel(seed: int, position: int, token: int) -> float:
+    """SplitMix64 in plain integers."""
+    text = f"{seed % 2**64}/{position}".encode()
+    z = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") + (token + 1) * 0x9E3779B97F4A7C15
+    z %= 2**64
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+    z ^= z >> 31
+    return -math.log(-math.log(((z >> 12) + 0.5) / 2**52))
+
+
+def test_noise_never_changes():
+    """These very numbers, on every device and in every version: who changes them changes every seeded output."""
+    pinned = {
+        (0, 0): [-0.57126188, -0.47840983, 0.02068386, 1.10014975, -0.26727709],
+        (1234567890123456789, 131071): [-0.91962385, 0.88113296, 2.81725001, 0.77585828, 6.24817896],
+    }
+    for (seed, position), values in pinned.items():
+        assert_close(gumbel(seed, position, 5), torch.tensor(values), rtol=1e-6, atol=1e-6)
+    for seed, position in [(0, 0), (1, 0), (0, 1), (-1, 7), (2**64 - 1, 7), (2**63, 10**6)]:
+        expected = torch.tensor([reference_gumbel(seed, position, token) for token in range(300)])
+        assert_close(gumbel(seed, position, 300), expected, rtol=1e-6, atol=1e-6)
+    assert torch.equal(gumbel(-1, 7, 9), gumbel(2**64 - 1, 7, 9))  # seeds are 64-bit words
+    assert torch.equal(gumbel(3, 5, 9), gumbel(3, 5, 90)[:9])  # a larger vocabulary changes nothing
+
+
+def test_noise_is_uniform_and_independent():
+    noise = torch.stack([gumbel(seed, position, 16) for seed in range(40) for position in range(40)])
+    uniform = (-(-noise.double()).exp()).exp().view(40, 40, 16)  # seed, position, token
+    assert kstest(uniform.flatten().numpy(), "uniform").pvalue > 1e-3
+    for at in range(0, 40, 13):
+        assert kstest(uniform[at].flatten().numpy(), "uniform").pvalue > 1e-3
+        assert kstest(uniform[:, at].flatten().numpy(), "uniform").pvalue > 1e-3
+    for token in (0, 7, 15):
+        assert kstest(uniform[..., token].flatten().numpy(), "uniform").pvalue > 1e-3
+    assert noise.unique().numel() > 0.99 * noise.numel()
+    for a, b in [
+        (uniform[1:], uniform[:-1]), (uniform[:, 1:], uniform[:, :-1]), (uniform[..., 1:], uniform[..., :-1]),
+        (uniform[1:, :-1], uniform[:-1, 1:]), (uniform[:, 1:, :-1], uniform[:, :-1, 1:]),
+    ]:  # fmt: skip
+        r = torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1]
+        assert abs(r) < 4 / math.sqrt(a.numel())
+
+
+@pytest.mark.parametrize("word", [0, 2**64 - 1])
+def test_noise_is_finite_at_both_ends(monkeypatch, word):
+    """The two counters whose mixed words are all zeros and all ones, found by running SplitMix64 backwards."""
+
+    def unshift(z: int, bits: int) -> int:
+        x = z
+        for _ in range(64 // bits + 1):
+            x = z ^ x >> bits
+        return x
+
+    z = unshift(word, 31) * pow(0x94D049BB133111EB, -1, 2**64) % 2**64
+    z = unshift(z, 27) * pow(0xBF58476D1CE4E5B9, -1, 2**64) % 2**64
+    z = unshift(z, 30)
+    key = int.from_bytes(hashlib.blake2b(b"5/6", digest_size=8).digest(), "big")
+    counter = (z - key) % 2**64
+    signed = counter - 2**64 if counter >= 2**63 else counter
+    monkeypatch.setattr(sampling, "_golden", lambda *_: torch.tensor([signed]))
+    noise = float(gumbel(5, 6, 1))
+    assert noise == pytest.approx(53 * math.log(2) if word else -math.log(53 * math.log(2)), rel=1e-3)
+
+
+@pytest.mark.parametrize("distance", [0.0, 0.3, 1.0, 4.0])
+def test_coupling(places, distance):
+    """Two laws that share the noise agree with probability >= (1 - TV) / (1 + TV) (arXiv 2408.07978)."""
+    for row in places:
+        row.seq.params = SamplingParams()
+    other = LOGITS + distance * torch.tensor([-1.0, 1, 0, -1, 1, 0, 1, 0])
+    drawn = [choose(x.expand(len(places), -1).clone(), places) for x in (LOGITS, other)]
+    agree = sum(a == b for a, b in zip(*drawn, strict=True)) / len(places)
+    tv = float((LOGITS.softmax(-1) - other.softmax(-1)).abs().sum() / 2)
+    assert (1 - tv) / (1 + tv) - 0.01 <= agree <= 1 - tv + 0.01
+
+
+# --- what a request's parameters do -----------------------------------------------------------------------------------
+
+
+def reference_process(
+    logits: list[float], prompt: list[int], output: list[int], p: SamplingParams, eos: set[int]
+) -> list[float]:
+    """One token at a time, from the definitions (CTRL; OpenAI's penalties as in vLLM)."""
+    result = []
+    for token, x in enumerate(logits):
+        if token in prompt + output:
+            x = x / p.repetition_penalty if x > 0 else x * p.repetition_penalty
+        x -= p.frequency_penalty * output.count(token)
+        x -= p.presence_penalty if token in output else 0.0
+        x += (p.logit_bias or {}).get(token, 0.0)
+        if token in eos and len(output) < p.min_tokens:
+            x = -math.inf
+        result.append(x)
+    return result
+
+
+@given(seed=st.integers(0, 10**9))
+def test_penalties(seed):
+    """Over a growing sequence, with forks that come and go: the counts kept between calls stay right."""
+    dice = random.Random(seed)
+    params = SamplingParams(
+        repetition_penalty=dice.choice([1.0, 1.3, 0.8]), presence_penalty=dice.choice([0, 0.7, -0.5]),
+        frequency_penalty=dice.choice([0, 0.4, -1.0]), logit_bias=dice.choice([None, {2: 1.5, 5: -math.inf}]),
+        min_tokens=dice.choice([0, 4]), stop_token_ids=[3],
+    )  # fmt: skip
+    prompt = dice.choices(range(VOCAB), k=dice.randint(1, 4))
+    seq = Sequence(prompt, params, 0, eos=[6])
+
+    def check(owner: Sequence, path: list[int]) -> None:
+        logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(dice.randrange(10**6))) * 3
+        before = logits.clone()
+        expected = reference_process(logits.tolist(), prompt, owner.output + path, params, {3, 6})
+        assert_close(process(logits, Row(owner, path)), torch.tensor(expected), rtol=1e-5, atol=1e-5)
+        assert torch.equal(logits, before)
+
+    for _ in range(6):
+        check(seq, dice.choices(range(VOCAB), k=dice.randint(0, 3)))
+        fork = seq.fork()
+        fork.tokens += dice.choices(range(VOCAB), k=dice.randint(0, 3))
+        check(fork, dice.choices(range(VOCAB), k=dice.randint(0, 2)))
+        check(fork.fork(), [1])
+        seq.tokens += dice.choices(range(VOCAB), k=dice.randint(0, 3))
+
+
+def test_processors_see_the_supposed_prefix_and_run_last():
+    calls = []
+
+    def first(prefix, logits):
+        calls.append(list(prefix))
+        return logits * 0 + 1
+
+    params = SamplingParams(temperature=0, logits_processors=[first, lambda prefix, logits: logits + prefix[-1]],
+                            logit_bias={2: 100.0})  # fmt: skip
+    seq = Sequence([4, 5], params, 0)
+    assert torch.equal(process(LOGITS, Row(seq, [6, 7])), torch.full((VOCAB,), 8.0))
+    assert calls == [[4, 5, 6, 7]] and seq.tokens == [4, 5]
+
+
+# --- end to end ------------------------------------------------------------------------------------------------------
+
+
+def test_speculated_text_follows_the_model(make_llm):
+    """Pairs of tokens sampled under a draft that is often right have the model's joint law."""
+    llm = make_llm(vocab_size=VOCAB, engine={"max_num_seqs": 512})
+    prompt, n, params = [1, 2, 3], 3000, SamplingParams(temperature=1.5, top_k=7, max_tokens=3)
+    first = torch.tensor(law(logits_after(llm, prompt).tolist(), params))
+    second = torch.stack([torch.tensor(law(logits_after(llm, [*prompt, a]).tolist(), params)) for a in range(VOCAB)])
+    a, b = int(first.argmax()), int(second[int(first.argmax())].argmax())
+    use(llm, ScriptedDrafter(lambda seq, k: Draft([(a + 1) % 8, a, b, (b + 1) % 8], [-1, -1, 1, 1])))
+    outputs = llm.generate(prompt, replace(params, n=n, seed=0))
+    pairs = [o.token_ids[0] * VOCAB + o.token_ids[1] for o in outputs]
+    accepted = sum(o.metrics["speculative_decoding"]["num_accepted_draft_tokens"] for o in outputs)
+    assert accepted > n / 10
+    assert fits([pairs.count(i) for i in range(VOCAB**2)], (first[:, None] * second).flatten().tolist())
