@@ -1,7 +1,7 @@
 # make demo   sets everything up and writes text with the embedded model, plainly and speculatively
 # make test   sets everything up and runs the tests
 # make check  linters, types and import layers
-# make bench  the tables of README.md (about an hour on 2 cores; needs DATA, a folder described in docs/benchmarks.md)
+# make bench  the tables of README.md (half an hour on 2 cores; DATA is the folder that docs/benchmarks.md describes)
 
 PYTHON ?= python3
 # The build of PyTorch: any 2.10 or later works; for CUDA give the one for your driver.
@@ -31,6 +31,16 @@ check: .venv/ready
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
 	$(BIN)/pytest tests/test_imports.py
+
+bench: .venv/ready
+	test -d models/tiny-1.5b || $(BIN)/outrider bench inflate tiny models/tiny-1.5b \
+		--hidden-size 1536 --layers 28 --intermediate-size 8960 --heads 24 --kv-heads 4
+	OUTRIDER_DATA=$(DATA) $(BIN)/outrider bench --model models/tiny-1.5b --suite stories,code,edit --prompts 3 \
+		--speculate ngram:k=8 --speculate draft_model:model=tiny-draft,k=8 --output bench/results/cpu-1.5b
+	OUTRIDER_DATA=$(DATA) $(BIN)/outrider bench --suite stories,code,edit --prompts 4 --speculate ngram:k=8 \
+		--speculate draft_model:model=tiny-draft,k=4 --peer transformers --output bench/results/cpu-tiny
+	OUTRIDER_DATA=$(DATA) $(BIN)/outrider bench --model models/tiny-1.5b --suite stories --prompts 1 --speculate ngram:k=8 \
+		--speculate draft_model:model=tiny-draft,k=8 --peer transformers --output bench/results/cpu-1.5b-peer
 
 clean:
 	rm -rf .venv build dist *.egg-info src/*.egg-info

@@ -107,35 +107,36 @@ class Runner:
         return n
 
     def _prefill(self, seqs: list[Sequence], starts: list[int]) -> list[int]:
-        """Feed pending tokens in chunks until all that is left fits one forward."""
-        starts, total = starts.copy(), sum(len(s.tokens) - start for s, start in zip(seqs, starts, strict=True))
-        long, began = total > self.chunk, total
-        while total > self.chunk:
+        """Feed pending tokens in chunks until what is left of each sequence, and of all together, fits one forward."""
+        group = self.model.config.num_heads // self.model.config.num_kv_heads
+        fits = [max(16, MASK_ELEMENTS // (group * len(seq.tokens))) for seq in seqs]
+        left = [len(seq.tokens) - start for seq, start in zip(seqs, starts, strict=True)]
+        by_id = {seq.id: seq for seq in seqs}
+        total, long = sum(left), False
+        while sum(left) > self.chunk or any(n > fit for n, fit in zip(left, fits, strict=True)):
             entries: list[Entry] = []
             tokens: list[int] = []
-            at: dict[int, int] = {}
             for i, seq in enumerate(seqs):
-                group = self.model.config.num_heads // self.model.config.num_kv_heads
-                fits = max(16, MASK_ELEMENTS // (group * max(1, len(seq.tokens))))
-                n = min(len(seq.tokens) - 1 - starts[i], self.chunk - len(tokens), fits)
-                if n > 0:
-                    entries.append(Entry(seq.id, len(tokens), n, starts[i]))
-                    tokens += seq.tokens[starts[i] : starts[i] + n]
-                    at[i] = starts[i] + n
-            if not entries:
+                n = min(left[i] - 1, self.chunk - len(tokens), fits[i])
+                if n <= 0:
+                    continue
+                start = len(seq.tokens) - left[i]
+                entries.append(Entry(seq.id, len(tokens), n, start))
+                tokens += seq.tokens[start : start + n]
+                left[i] -= n
+            if not entries:  # more sequences than the chunk has rows: one token each is as little as there is
                 break
             self._forward(seqs, tokens, entries)
-            for i, end in at.items():
-                starts[i] = end
-                slot = self.slots[seqs[i].id]
-                slot.tokens += seqs[i].tokens[len(slot.tokens) : end]
-                slot.settled = min(end, seqs[i].settled)
-            total -= len(tokens)
+            for entry in entries:
+                slot, seq = self.slots[entry.seq], by_id[entry.seq]
+                slot.tokens += seq.tokens[entry.start : entry.start + entry.n]
+                slot.settled = min(len(slot.tokens), seq.settled)
+            long = True
             if self.progress:
-                self.progress(began - total, began)
+                self.progress(total - sum(left), total)
         if long and self.progress:
-            self.progress(began, began)
-        return starts
+            self.progress(total, total)
+        return [len(seq.tokens) - n for seq, n in zip(seqs, left, strict=True)]
 
     def _forward(self, seqs: list[Sequence], tokens: list[int], entries: list[Entry]) -> Tensor:
         device = self.model.device
