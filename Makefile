@@ -20,6 +20,8 @@ BIN := .venv/bin
 demo: .venv/ready
 	$(BIN)/outrider generate "Once upon a time, there was a little" --max-tokens 120 \
 		--temperature 0.7 --top-p 0.9 --seed 7 --speculate draft_model:model=tiny-draft,k=4
+	$(BIN)/outrider generate "One day, Lily and her mom went to the park." "The old dog wanted to" "Tom found a red box." \
+		--max-tokens 120 --speculate draft_model:model=tiny-draft,k=4 --compare
 	$(BIN)/outrider bench --suite stories --prompts 3 --max-tokens 256 --repeats 3 \
 		--speculate ngram:k=8 --speculate draft_model:model=tiny-draft,k=4
 

@@ -13,15 +13,35 @@ from helpers import ScriptedDrafter, assert_released, logits_after, oracle, run,
 
 from outrider import LLM, Draft, SamplingParams, drafters
 from outrider.config import SpeculativeConfig
+from outrider.datastore import fingerprint, write
 from outrider.errors import OutriderError
+from outrider.load import find, read_tokenizer
 from outrider.sampling import Row, choose, gumbel
 from outrider.types import Sequence
+
+
+def make_datastore(universe: str, make) -> str:
+    """A store of phrases for `rest`, made once."""
+    path = make().parent / f"{universe}.store"
+    if not path.exists():
+        seeded = torch.Generator().manual_seed(4)
+        tokenizer = read_tokenizer(find("tiny")) if universe == "tiny" else None
+        texts = [*TEXTS, "Once upon a time, there was a little girl named Lily. She loved to play outside in the park."]
+        documents = (
+            tokenizer(texts)["input_ids"] if tokenizer else torch.randint(128, (9, 5000), generator=seeded).tolist()
+        )
+        sizes = (1 + max(tokenizer.get_vocab().values()), fingerprint(tokenizer)) if tokenizer else (128,)
+        write(documents, path, *sizes)
+    return str(path)
+
 
 # Options without which a method cannot be created: a function of (model universe, make_checkpoint).
 OPTIONS = {
     "draft_model": lambda universe, make: {
         "model": "tiny-draft" if universe == "tiny" else str(make(noise=0.01)),
     },
+    "merge": lambda universe, make: {"drafters": [{"method": "ngram"}, OPTIONS["draft_model"](universe, make)]},
+    "rest": lambda universe, make: {"datastore": make_datastore(universe, make)},
 }
 ACCEPTS_NOTHING = {"none"}  # methods that need not guess anything right, ever
 

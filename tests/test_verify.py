@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from outrider import LLM, Draft, SamplingParams
+from outrider import verify as rules
+from outrider.errors import ConfigError
 from outrider.speculate import StepTimes, step
 from outrider.types import Sequence, SpecMetrics
-from outrider.verify import walk
 
 KINDS = ("right", "right", "wrong", "any")
 BACK = (0, 0, 1, 2, 12)  # a node hangs on the one before it, or on one so far back: deep trees with short branches
@@ -99,6 +100,10 @@ def matching(draft: Draft, chosen: list[int]) -> list[list[int]]:
         if all(draft.tokens[n] == chosen[before + 1] for before, n in zip([-1, *path], path, strict=False)):
             paths.append(path)
     return paths
+
+
+def walk(draft, chosen):
+    return rules.walk(draft, chosen.__getitem__)
 
 
 @given(recipe=trees, data=st.data())
@@ -278,3 +283,41 @@ def test_step_reports_its_time(random_llm):
     step(random_llm.runner, ScriptedDrafter(lambda seq, k: Draft()), [seq], 0, times)
     random_llm.runner.free(seq)
     assert times.total >= times.draft + times.target > 0 and len(seq.output) == 1
+
+
+def test_processors_are_asked_along_the_walk_only():
+    """A grammar that refuses what it forbids works under any draft: it meets no prefix the target would not write."""
+    asked = []
+
+    def even(tokens, logits):
+        assert all(t % 2 == 0 for t in tokens), "asked about a prefix that it forbids"
+        asked.append(len(tokens))
+        masked = logits.clone()
+        masked[1::2] = float("-inf")
+        return masked
+
+    llm = LLM("tiny", dtype="float32")
+    options = dict(max_tokens=24, temperature=0.8, seed=3, logits_processors=[even])
+    plain = llm.generate([10, 20, 30], **options)[0].token_ids
+    for config in ({"method": "ngram", "prompt_lookup_min": 1}, {"method": "draft_model", "model": "tiny-draft"}):
+        llm.speculative_config = config
+        asked.clear()
+        assert llm.generate([10, 20, 30], **options)[0].token_ids == plain
+        if config["method"] == "ngram":
+            assert len(asked) == 24  # once for each token, though drafts were longer
+
+
+@pytest.mark.parametrize("result", [None, torch.zeros(3), [1.0]])
+def test_a_processor_must_return_logits(result):
+    llm = LLM("tiny", dtype="float32")
+    with pytest.raises(ConfigError, match="must return logits of shape"):
+        llm.generate([10], max_tokens=2, logits_processors=[lambda tokens, logits: result])
+    assert llm.generate([10], max_tokens=2)[0].token_ids
+
+
+def test_tokens_are_the_targets_own():
+    """A drafter's numpy integers do not leak into the output."""
+    import numpy
+
+    verdict = walk(Draft.chain(numpy.array([4, 5])), [4, 5, 6])
+    assert verdict.tokens == [4, 5, 6] and all(type(t) is int for t in verdict.tokens)

@@ -2,8 +2,8 @@
 
 import os
 
-# Threads that wait should soon sleep. By default they spin for milliseconds and, on a machine that others use, burn the
-# time slice of the very thread they wait for: 80x slower, measured (docs/LOG.md). Read when torch is first imported.
+# Threads that wait should soon sleep. By default they spin for milliseconds and, on a machine that others use, burn
+# the time slice of the very thread they wait for: 50-100x slower (docs/LOG.md). Read when torch is first imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 from outrider.config import SamplingParams, SpeculativeConfig

@@ -19,7 +19,17 @@ ARCHITECTURES = {
 }
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-ACCEPTANCE_METHODS = ("coupled",)
+ACCEPTANCE_METHODS = {  # what decides which drafted tokens stay (verify.py), and what it promises
+    "coupled": "plain decoding's very tokens, whatever the drafter",
+    "rejection": "exact in law: distributed as plain decoding's tokens, which ones depends on the drafter",
+    "block": "exact in law; never accepts less than rejection; trees fall back to it",
+    "typical": "LOSSY: keeps what the target finds typical (Medusa), so the text is not the target's own",
+}
+
+
+def promised(acceptance_method: str, measured: str) -> str:
+    """What a result's `exactness` says: `bitwise` or `law` (as measured) if coupled, `law`, or `lossy`."""
+    return {"coupled": measured, "typical": "lossy"}.get(acceptance_method, "law")
 
 
 @dataclass(frozen=True)
@@ -246,17 +256,20 @@ class SpeculativeConfig:
     """Which drafter, its draft length, and its options: `{"method": "ngram", "num_speculative_tokens": 8, ...}`.
 
     `options` holds the keys that the method itself defines; `drafters.create` refuses those it does not know.
+    `acceptance_method` is one of ACCEPTANCE_METHODS: `coupled` gives plain decoding's tokens; `rejection` and `block`
+    give tokens of the same distribution, and the same ones again for the same seed and drafter; `typical` is LOSSY. At
+    temperature 0 all of them give the greedy tokens.
     """
 
     method: str = "none"
-    num_speculative_tokens: int | None = None  # None = the method's own default
-    acceptance_method: str = "coupled"
+    num_speculative_tokens: int | str | None = None  # None = the method's own default; "auto" = chosen at each step
+    acceptance_method: str = "coupled"  # or rejection, block, typical (lossy)
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         k = self.num_speculative_tokens
-        if k is not None and (isinstance(k, bool) or not isinstance(k, int) or k < 0):
-            raise ConfigError(f"num_speculative_tokens must be a whole number of at least 0, not {k!r}")
+        if k not in (None, "auto") and (isinstance(k, bool) or not isinstance(k, int) or k < 0):
+            raise ConfigError(f"num_speculative_tokens must be 'auto' or a whole number of at least 0, not {k!r}")
         if self.acceptance_method not in ACCEPTANCE_METHODS:
             raise ConfigError(
                 f"acceptance_method {self.acceptance_method!r} is unknown; valid: {', '.join(ACCEPTANCE_METHODS)}"

@@ -9,7 +9,8 @@ OutriderError
 │   └── VocabularyMismatch             a draft model that does not speak the target's tokens
 └── RequestError (ValueError)      a request that cannot be served
     ├── EmptyPrompt                    nothing to continue
-    └── RequestTooLong                 longer than the context, or than memory allows
+    ├── RequestTooLong                 longer than the context, or than memory allows
+    └── OutOfMemory                    memory ran out under a running request
 
 Each message is one line that says what was wrong and what would be right.
 """
@@ -53,3 +54,7 @@ class EmptyPrompt(RequestError):
 
 class RequestTooLong(RequestError):
     """Longer than the context, or than memory allows."""
+
+
+class OutOfMemory(RequestError):
+    """Memory ran out under a running request: somebody else took what was free at the start."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from outrider import drafters
-from outrider.config import EngineConfig, SamplingParams, SpeculativeConfig
-from outrider.engine import Engine, Request
-from outrider.errors import ConfigError, EmptyPrompt
+from outrider.config import EngineConfig, SamplingParams, SpeculativeConfig, promised
+from outrider.engine import Engine, Request, free_memory
+from outrider.errors import ConfigError, EmptyPrompt, RequestError
 from outrider.kv import DenseKV
 from outrider.load import Checkpoint, Progress, check_vocabulary, load
 from outrider.runner import Runner, check_exactness
@@ -22,7 +22,7 @@ Prompt = str | list[int]
 class LLM:
     """A model, ready to generate, plainly or speculatively, with the same tokens.
 
-    model: a folder, a hub id, or an embedded model (`tiny`).
+    model: a folder, a hub id, an embedded model (`tiny`), or a Checkpoint that is already in memory.
     speculative_config: vLLM-style, such as {"method": "ngram", "num_speculative_tokens": 8}; assign to the attribute
         of that name to change it later without loading the target again.
     dtype: auto (the checkpoint's), float32, bfloat16, float16.  device: auto, cpu, cuda, cuda:N.
@@ -32,7 +32,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | Path,
+        model: str | Path | Checkpoint,
         *,
         speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
         dtype: str = "auto",
@@ -44,31 +44,42 @@ class LLM:
         config = SpeculativeConfig.of(speculative_config)
         drafters.create(config)  # a wrong option is known before anything is loaded
         self._dtype, self._device, self._progress = dtype, device, progress
-        self.checkpoint = load(model, dtype, device, progress)
+        self.checkpoint = model if isinstance(model, Checkpoint) else load(model, dtype, device, progress)
         self.tokenizer = self.checkpoint.tokenizer
         self.runner = self._runner(self.checkpoint)
-        self.exactness = check_exactness(
-            self.runner.model, self.runner.kv
-        )  # "bitwise" or "law"; see Law 2 in docs/architecture.md
+        self._measured = check_exactness(self.runner.model, self.runner.kv)
+        if self.engine_config.kv_memory is None:  # measured once, so that every method gets the same
+            memory = int(0.9 * free_memory(self.runner.model.device))
+            self.engine_config = replace(self.engine_config, kv_memory=max(1, memory))
         self._drafts: dict[str, Runner] = {}
+        self._idle: dict[str, Runner] = {}  # draft models that the next drafter may want again
         self.speculative_config = config
 
     def _runner(self, checkpoint: Checkpoint) -> Runner:
         model = checkpoint.model
         kv = DenseKV(model.config, model.dtype, model.device)
         runner = Runner(model, kv, chunk=self.engine_config.max_num_batched_tokens)
+        runner.tokenizer = checkpoint.tokenizer
         if self._progress is not None:
             report = self._progress
             runner.progress = lambda done, total: report("reading the prompt", done, total)
         return runner
 
     def _load_draft(self, name: str) -> Runner:
-        if name not in self._drafts:
-            draft = load(name, self._dtype, str(self.runner.model.device), None)
+        if name in self._idle:
+            self._drafts[name] = self._idle.pop(name)
+        elif name not in self._drafts:
+            self._idle.clear()  # gives the memory back before more is taken
+            draft = load(name, self._dtype, str(self.runner.model.device), self._progress)
             check_vocabulary(self.checkpoint, draft)
-            self._drafts = {name: self._runner(draft)}  # one at a time: a change gives the old one's memory back
+            self._drafts[name] = self._runner(draft)
             self._drafts[name].progress = None
         return self._drafts[name]
+
+    @property
+    def exactness(self) -> str:
+        """What is promised now: `bitwise`, `law` (see docs/architecture.md), or `lossy` under acceptance `typical`."""
+        return promised(self._speculative.acceptance_method, self._measured)
 
     @property
     def speculative_config(self) -> SpeculativeConfig:
@@ -79,9 +90,10 @@ class LLM:
     def speculative_config(self, config: SpeculativeConfig | Mapping[str, Any] | None) -> None:
         config = SpeculativeConfig.of(config)
         drafter = drafters.create(config)
+        self._idle, self._drafts = {**self._idle, **self._drafts}, {}
         drafter.attach(self.runner, self._load_draft)
-        k = drafter.num_speculative_tokens
-        self.engine = Engine(self.runner, drafter, k, self.engine_config, self.tokenizer, self.exactness)
+        k = None if config.num_speculative_tokens == "auto" else drafter.num_speculative_tokens
+        self.engine = Engine(self.runner, drafter, k, self.engine_config, self.tokenizer, self._measured)
         self._speculative = config
 
     def generate(
@@ -149,7 +161,7 @@ class LLM:
                 if at == len(request.seq.output):  # else another stream's steps have brought tokens for this one, too
                     engine.step()
                 for token in request.seq.output[at:]:
-                    by = request.drafted_by[at]
+                    by = request.drafted_by[at] if at < len(request.drafted_by) else None  # a step was interrupted
                     at += 1
                     if request.finished and at == len(request.seq.output):
                         output = engine.output(request)
@@ -166,7 +178,7 @@ class LLM:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ConfigError("this model has no tokenizer; give token ids instead of text")
-            ids: list[int] = self.tokenizer(prompt)["input_ids"]
+            ids = self._tokenize(prompt)
             if not prompt or not ids:
                 raise EmptyPrompt("the prompt is empty; give at least one token")
             return ids
@@ -189,7 +201,14 @@ class LLM:
             text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         except Exception as error:  # templates raise what they like for conversations they refuse
             raise ConfigError(f"the chat template refuses this conversation: {error}") from None
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return self._tokenize(text, add_special_tokens=False)
+
+    def _tokenize(self, text: str, **options: Any) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"the prompt is not UTF-8 text ({error.reason} at {error.start})") from None
+        ids: list[int] = self.tokenizer(text, **options)["input_ids"]
         return ids
 
     @staticmethod

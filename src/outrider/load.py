@@ -8,7 +8,7 @@ touches one row.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -23,6 +23,7 @@ from outrider.errors import CheckpointError, ConfigError, ModelNotFound, Vocabul
 from outrider.model import Layer, Model
 from outrider.ops import Linear, packs
 
+PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model"]
 Progress = Callable[[str, int, int], None]
 """`progress(what, done, total)`, called as long work advances."""
 
@@ -87,7 +88,7 @@ def find(name: str | Path) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(str(name), allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model"]))
+        return Path(snapshot_download(str(name), allow_patterns=PATTERNS, ignore_patterns="consolidated*"))
     except Exception as error:  # the hub raises many kinds: not found, gated, offline, no space
         reason = " ".join(str(error).split())[:160]
         raise ModelNotFound(f"cannot get {str(name)!r} from the hub ({reason}); {hint}") from None
@@ -146,7 +147,8 @@ class _Weights:
                 raise CheckpointError(f"{index} has no weight_map")
             names = sorted({str(name) for name in weight_map.values()})
         else:
-            names = [p.name for p in sorted(path.glob("*.safetensors"))]
+            whole = path / "model.safetensors"  # beside it may lie what is not the model: adapters, other layouts
+            names = [whole.name] if whole.exists() else [p.name for p in sorted(path.glob("*.safetensors"))]
         if not names:
             pickled = any(path.glob("*.bin")) or any(path.glob("*.pt"))
             hint = "; pickled weights are not read: convert them to safetensors" if pickled else ""
@@ -170,10 +172,14 @@ class _Weights:
         if self.shapes[name] != shape:
             raise CheckpointError(f"{self.path}: {name} has shape {self.shapes[name]}, config.json asks for {shape}")
         self.unused.discard(name)
-        with safe_open(self.files[name], "pt") as file:  # opened anew: the pages read go when the tensor goes
-            tensor: Tensor = file.get_tensor(name)
+        tensor = self._read(name)
         if tensor.dtype not in DTYPES.values():
             raise CheckpointError(f"{self.path}: {name} is {tensor.dtype}; supported: {', '.join(DTYPES)}")
+        return tensor
+
+    def _read(self, name: str) -> Tensor:
+        with safe_open(self.files[name], "pt") as file:  # opened anew: the pages read go when the tensor goes
+            tensor: Tensor = file.get_tensor(name)
         return tensor
 
     def check_unused(self) -> None:
@@ -183,19 +189,71 @@ class _Weights:
             raise CheckpointError(f"{self.path}: config.json has no place for {len(left)} tensors, such as {left[0]}")
 
 
+class _Held(_Weights):
+    """Tensors that another model of this process holds, by their names in a checkpoint."""
+
+    def __init__(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
+        self.path, self.tensors = path, tensors
+        self.files = dict.fromkeys(tensors, path)
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        self.unused = set(tensors)
+
+    def _read(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+
+def adopt(config: ModelConfig, tensors: Mapping[str, Tensor], path: Path, share: bool = True) -> Model:
+    """A model from parameters that another one holds, by their names in a checkpoint: all of one dtype and device.
+
+    With `share` there is no second copy: what is fused here is fused once and the parameters are made views of it
+    (`parameter.data = fused[a:b]`), so the other model goes on working; linears then are not packed. Without it, they
+    are copied and packed as those of a file. `path` is named in errors. Raises CheckpointError.
+    """
+    some = next(iter(tensors.values()))
+    return _build(config, _Held(path, tensors), some.dtype, some.device, None, share)
+
+
+def _fuse(parts: list[Tensor]) -> Tensor:
+    """The parts (rows, ...) in one tensor, of which each becomes a view; as it is if they already are."""
+    first, at = parts[0], parts[0].data_ptr()
+    for part in parts:
+        if not part.is_contiguous() or part.data_ptr() != at:
+            break
+        at += part.nbytes
+    else:
+        if at <= first.untyped_storage().data_ptr() + first.untyped_storage().nbytes():
+            shape = (sum(len(part) for part in parts), *first.shape[1:])
+            return first.detach().as_strided(shape, first.stride())
+    fused, at = torch.cat([part.detach() for part in parts]), 0
+    for part in parts:
+        part.data = fused[at : at + len(part)]
+        at += len(part)
+    return fused
+
+
 def _build(
-    config: ModelConfig, weights: _Weights, dtype: torch.dtype, device: torch.device, progress: Progress | None
+    config: ModelConfig,
+    weights: _Weights,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress | None,
+    share: bool = False,
 ) -> Model:
     c = config
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
 
     def tensor(name: str, *shape: int) -> Tensor:
-        return weights.mapped(name, *shape).to(device=device, dtype=dtype, copy=True)
+        found = weights.mapped(name, *shape).detach()
+        return found if share else found.to(device=device, dtype=dtype, copy=True)
 
     staging = torch.empty(0, dtype=dtype)  # packed weights are fused in one reused buffer: no holes in the heap
 
     def linear(prefix: str, parts: dict[str, int], inputs: int, bias: bool) -> Linear:
         nonlocal staging
+        if share:
+            held = [weights.mapped(f"{prefix}{name}.weight", rows, inputs) for name, rows in parts.items()]
+            added = [weights.mapped(f"{prefix}{name}.bias", rows) for name, rows in parts.items()] if bias else []
+            return Linear(_fuse(held), _fuse(added) if bias else None, pack=False)
         size = sum(parts.values()) * inputs
         if not packs(dtype, device):
             out = torch.empty(size, dtype=dtype, device=device).view(-1, inputs)
@@ -227,15 +285,16 @@ def _build(
             k_norm=tensor(f"{attn}k_norm.weight", c.head_dim) if c.qk_norm else None,
         )
 
-    with torch.inference_mode():
+    with torch.no_grad():  # not inference mode: shared parameters must stay trainable
         layers = [layer(i) for i in range(c.num_layers)]
-        embedding = weights.mapped("model.embed_tokens.weight", c.vocab_size, c.hidden_size)
+        embedding = weights.mapped("model.embed_tokens.weight", c.vocab_size, c.hidden_size).detach()
         if device.type != "cpu":
             embedding = embedding.to(device=device, dtype=dtype)
-        head = Linear(embedding.to(dtype)) if c.tied else linear("", {"lm_head": c.vocab_size}, c.hidden_size, False)
+        tied = Linear(embedding.to(dtype), pack=not share) if c.tied else None
+        head = tied or linear("", {"lm_head": c.vocab_size}, c.hidden_size, False)
         staging = torch.empty(0)
         if device.type == "cpu":  # mapped anew: the pages that packing the head has read need not stay
-            embedding = weights.mapped("model.embed_tokens.weight", c.vocab_size, c.hidden_size)
+            embedding = weights.mapped("model.embed_tokens.weight", c.vocab_size, c.hidden_size).detach()
         model = Model(c, embedding, layers, tensor("model.norm.weight", c.hidden_size), head, dtype, device)
     weights.check_unused()
     if progress:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.config import ModelConfig
-from outrider.ops import Linear
+from outrider.ops import Linear, rotate, swiglu
+
+BLOCK = 512  # positions whose rotations are computed together
 
 
 @dataclass
@@ -52,7 +55,7 @@ class Model:
     device: torch.device
 
     def __post_init__(self) -> None:
-        self.rotary = Rotary(self.config, self.device)
+        self.rotary = Rotary(self.config, self.dtype, self.device)
 
     @property
     def nbytes(self) -> int:
@@ -60,25 +63,24 @@ class Model:
         linears = [m for layer in self.layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down)]
         return sum(m.nbytes for m in [*linears, self.head])
 
-    def forward(self, tokens: Tensor, positions: Tensor, lengths: Tensor, kv: Attends, plan: Any) -> Tensor:
-        """Final hidden states (n, hidden), normed, for tokens (n,) at positions (n,).
+    def forward(self, tokens: list[int], positions: list[int], lengths: list[int], kv: Attends, plan: Any) -> Tensor:
+        """Final hidden states (n, hidden), normed, for n tokens at their positions.
 
-        `lengths` (n,): the sequence length by which `dynamic` rope scales each token; `kv` is a KVCache and `plan` the
+        `lengths`: per token the sequence length by which `dynamic` rope scales it; `kv` is a KVCache and `plan` the
         plan it understands.
         """
         c = self.config
-        x = F.embedding(tokens, self.embedding).to(self.dtype)
-        cos, sin = self.rotary(positions, lengths, self.dtype)
+        x = F.embedding(torch.tensor(tokens, device=self.device), self.embedding).to(self.dtype)
+        cos, sin = self.rotary(positions, lengths)
         heads, kv_heads, dim = c.num_heads, c.num_kv_heads, c.head_dim
         for i, layer in enumerate(self.layers):
             qkv = layer.qkv(self._norm(x, layer.input_norm)).view(-1, heads + 2 * kv_heads, dim)
             qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
             if layer.q_norm is not None and layer.k_norm is not None:
                 qk = torch.cat([self._norm(qk[:, :heads], layer.q_norm), self._norm(qk[:, heads:], layer.k_norm)], 1)
-            qk = torch.addcmul(qk * cos, qk.roll(dim // 2, -1), sin)
+            qk = rotate(qk, cos, sin)
             x = x + layer.o(kv.attend(i, qk[:, :heads], qk[:, heads:], v, plan))
-            gate, up = layer.gate_up(self._norm(x, layer.post_norm)).chunk(2, -1)
-            x = x + layer.down(F.silu(gate) * up)
+            x = x + layer.down(swiglu(layer.gate_up(self._norm(x, layer.post_norm))))
         return self._norm(x, self.norm)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -97,8 +99,8 @@ class Rotary:
     prompt's for prompt tokens, its own position + 1 after. That is what transformers' generate does, too.
     """
 
-    def __init__(self, config: ModelConfig, device: torch.device) -> None:
-        rope, self.dim = config.rope, config.head_dim
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        rope, self.dim, self.dtype, self.device = config.rope, config.head_dim, dtype, device
         self.kind, self.theta = rope["rope_type"], rope["rope_theta"]
         self.factor = float(rope.get("factor") or 1.0)
         self.original = int(rope.get("original_max_position_embeddings") or config.max_positions)
@@ -111,7 +113,8 @@ class Rotary:
             inv = self._llama3(inv, float(rope["low_freq_factor"]), float(rope["high_freq_factor"]))
         elif self.kind == "yarn":
             inv = self._yarn(inv, config)
-        self.exponents, self.inv = exponents.to(device), inv.to(device)
+        self.exponents, self.inv = exponents, inv
+        self._block = lru_cache(maxsize=256)(self._make_block)
 
     def _llama3(self, inv: Tensor, low: float, high: float) -> Tensor:
         """Llama 3.1: long wavelengths are divided by the factor, short ones kept, those between interpolated."""
@@ -144,14 +147,27 @@ class Rotary:
         ramp = ((torch.arange(self.dim // 2) - low) / max(high - low, 0.001)).clamp(0, 1)
         return ramp * inv / self.factor + (1 - ramp) * inv
 
-    def __call__(self, positions: Tensor, lengths: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin (n, 1, dim) for positions (n,); sin carries the sign of the rotated half."""
-        inv = self.inv[None]
+    def __call__(self, positions: list[int], lengths: list[int]) -> tuple[Tensor, Tensor]:
+        """cos and sin (n, 1, dim) for n positions; sin carries the sign of the rotated half.
+
+        Taken from blocks of positions that are always made whole: the vector and the scalar cosine differ in their last
+        bits, so a table whose size depended on n would make a row depend on its neighbours.
+        """
+        keys = [(p // BLOCK, n if self.kind == "dynamic" else 0) for p, n in zip(positions, lengths, strict=True)]
+        blocks = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+        table = [self._block(*key) for key in blocks]
+        joined = table[0] if len(table) == 1 else torch.cat(table, 1)
+        at = [blocks[key] * BLOCK + p % BLOCK for key, p in zip(keys, positions, strict=True)]
+        cos, sin = joined[:, torch.tensor(at, device=self.device)].unsqueeze(2)
+        return cos, sin
+
+    def _make_block(self, block: int, length: int) -> Tensor:
+        """cos and sin (2, BLOCK, dim) of the positions from block * BLOCK on, for a sequence of that length."""
+        inv = self.inv
         if self.kind == "dynamic":
-            length = lengths.clamp(min=self.original).float()
-            stretch = self.factor * length / self.original - (self.factor - 1)
-            base = self.theta * stretch ** (self.dim / (self.dim - 2))
-            inv = 1.0 / base[:, None] ** self.exponents[None]
-        angles = positions.float()[:, None] * inv
+            stretch = self.factor * max(length, self.original) / self.original - (self.factor - 1)
+            inv = 1.0 / (self.theta * stretch ** (self.dim / (self.dim - 2))) ** self.exponents
+        angles = torch.arange(block * BLOCK, (block + 1) * BLOCK).float()[:, None] * inv
         cos, sin = angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
-        return torch.cat([cos, cos], -1)[:, None].to(dtype), torch.cat([-sin, sin], -1)[:, None].to(dtype)
+        both = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)])
+        return both.to(device=self.device, dtype=self.dtype)

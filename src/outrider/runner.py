@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,13 +44,14 @@ class Runner:
     """A model and a cache.
 
     `max_len` is the context it can serve, in tokens. `chunk` bounds the tokens of one prefill forward;
-    `progress(done, total)` hears of prompts longer than that.
+    `progress(done, total)` hears of more tokens to read than that.
     """
 
     def __init__(self, model: Model, kv: KVCache, max_len: int | None = None, chunk: int = 512) -> None:
         self.model, self.kv, self.chunk = model, kv, chunk
         self.max_len = max_len or model.config.context
         self.progress: Callable[[int, int], None] | None = None
+        self.tokenizer: Any = None  # the model's, set by who loads it: what holds token ids can check that it fits
         self.slots: dict[int, Slot] = {}
 
     def extend(self, seqs: list[Sequence], drafts: list[Draft] | None = None) -> Output:
@@ -139,27 +141,21 @@ class Runner:
         return [len(seq.tokens) - n for seq, n in zip(seqs, left, strict=True)]
 
     def _forward(self, seqs: list[Sequence], tokens: list[int], entries: list[Entry]) -> Tensor:
-        device = self.model.device
         plan = Plan(entries)
         self.kv.reserve(plan)
-        positions = [p for e in entries for p in e.positions()]
         prompts = {seq.id: seq.prompt_len for seq in seqs}
+        positions = [p for e in entries for p in e.positions()]
         lengths = [max(p + 1, prompts[e.seq]) for e in entries for p in e.positions()]
-        return self.model.forward(
-            torch.tensor(tokens, device=device),
-            torch.tensor(positions, device=device),
-            torch.tensor(lengths, device=device),
-            self.kv,
-            plan,
-        )
+        return self.model.forward(tokens, positions, lengths, self.kv, plan)
 
 
 def check_exactness(model: Model, kv: KVCache) -> str:
     """`bitwise` if this model's logits do not depend on what shares a forward (Law 2), else `law`.
 
     The loaded linears are run on random rows, alone and in company. Then the whole model reads random tokens up to and
-    across a key-block border: one at a time, as chains, and beside another sequence. All bit for bit. A branch of a
-    token tree lies in other cache slots than plain decoding's tokens, so a sequence that met one counts as `law`.
+    across a key-block border: one at a time, as chains of many lengths, and beside another sequence. All bit for bit,
+    with as many threads as there are now. A branch of a token tree lies in other cache slots than plain decoding's
+    tokens, so a sequence that met one counts as `law`.
     """
     runner = Runner(model, kv, chunk=64)  # small chunks: the check should not set the peak of memory
     generator = torch.Generator().manual_seed(0)
@@ -171,24 +167,26 @@ def check_exactness(model: Model, kv: KVCache) -> str:
             parts = [slice(i, i + n) for n in (1, 2, 3, 8, 17, 33) for i in (0, 9)]
             if not all(torch.equal(linear(x[part]), full[part]) for part in parts):
                 return "law"
-    steps = 8
-    length = max(2, min(KEY_BLOCK - 4, model.config.max_positions - steps - 1))
-    text = torch.randint(model.config.vocab_size, (length + steps,), generator=generator).tolist()
-    params = SamplingParams(max_tokens=steps + 2)
+    longest, alone = 50, 6
+    length = max(1, min(KEY_BLOCK - 4, model.config.context - longest - 1))
+    text = torch.randint(model.config.vocab_size, (length + longest,), generator=generator).tolist()
+    params = SamplingParams(max_tokens=longest + 2)
     seq, other = Sequence(text[:length], params, seed=0), Sequence(text[: max(1, length // 3)], params, seed=0)
+    draft = Draft.chain(text[length : min(len(text), model.config.context - 1)])
     try:
-        plain, draft = [], Draft.chain(text[length:])
-        for token in text[length:]:
+        plain = []
+        for token in draft.tokens[:alone]:
             plain.append(runner.extend([seq]).logits[0][0])
             seq.tokens.append(token)
         del seq.tokens[length:]
-        for k in (1, 3, steps - 1):
+        rows = runner.extend([seq], [draft]).logits[0]
+        same = all(torch.equal(a, b) for a, b in zip(plain, rows, strict=False))
+        for k in (1, 3, 7, 15, 16, 20, 31, 32):
             chain = draft.clip(k)
-            alone = runner.extend([seq], [chain]).logits[0]
-            paired = runner.extend([other, seq], [Draft.chain(text[:3]), chain]).logits[1]
-            if not all(torch.equal(plain[i], row) for i in range(k + 1) for row in (alone[i], paired[i])):
-                return "law"
-        return "bitwise"
+            same = same and torch.equal(runner.extend([seq], [chain]).logits[0], rows[: len(chain) + 1])
+            beside = runner.extend([other, seq], [Draft.chain(text[:3]), chain]).logits[1] if k in (3, 16) else rows
+            same = same and all(torch.equal(a, b) for a, b in zip(beside, rows[: len(chain) + 1], strict=False))
+        return "bitwise" if same else "law"
     finally:
         runner.free(seq)
         runner.free(other)

@@ -5,7 +5,8 @@ min-p keep, which is a draw from softmax(logits / T) (Gumbel-max). The noise is 
 position and token id alone, so every drafter, batch, device and process meets the same. Speculation then cannot change
 what is sampled, and two models that agree on the distribution agree on the token (Gumbel coupling, arXiv 2408.07978).
 
-This is the only place where a token is chosen.
+Other acceptance rules than `coupled` (verify.py) need noise of their own: named streams, counter-based as well and
+independent of the one above. This is the only place where a token is chosen.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from outrider.config import SamplingParams
+from outrider.errors import ConfigError
 from outrider.types import Logprob, Sequence
 
 
@@ -34,8 +36,49 @@ class Row:
         return len(self.seq.tokens) + len(self.path)
 
 
-def choose(logits: Tensor, rows: list[Row]) -> list[int]:
-    """One token for each row. logits (rows, vocab) float32, raw; a row's choice depends on that row alone."""
+def choose(logits: Tensor, rows: list[Row], stream: str = "") -> list[int]:
+    """One token for each row. logits (rows, vocab) float32, raw; a row's choice depends on that row alone.
+
+    Without a `stream` this is Law 1. A named stream is other noise, independent of it and fresh at every step.
+    """
+    logits, drawn = _shaped(logits, rows)
+    if drawn:
+        noise = torch.stack([_noise(rows[i], logits.shape[-1], logits.device, stream) for i in drawn])
+        if len(drawn) == len(rows):
+            logits = logits + noise
+        else:
+            logits[drawn] += noise  # `_shaped` made a copy
+    tokens: list[int] = logits.argmax(-1).tolist()
+    return tokens
+
+
+def law(logits: Tensor, rows: list[Row]) -> Tensor:
+    """The law that `choose` draws each row from: (rows, vocab) float64 probabilities, one-hot at temperature 0."""
+    shaped, drawn = _shaped(logits, rows)
+    probs = shaped.double().softmax(-1)
+    if len(drawn) < len(rows):
+        greedy = sorted(set(range(len(rows))) - set(drawn))
+        probs[greedy] = torch.nn.functional.one_hot(shaped[greedy].argmax(-1), shaped.shape[-1]).to(probs)
+    return probs
+
+
+def draw(probs: Tensor, seq: Sequence, stream: str) -> int:
+    """A token from probabilities (vocab,), with the noise of a named stream at the sequence's present end."""
+    noise = gumbel(seq.seed, len(seq.tokens), len(probs), probs.device, _fresh(seq, stream))
+    return int((probs.log() + noise).argmax())
+
+
+def coins(seq: Sequence, n: int, stream: str) -> list[float]:
+    """n uniform variates in (0, 1) of a named stream at the sequence's present end."""
+    flips: list[float] = uniform(seq.seed, len(seq.tokens), n, stream=_fresh(seq, stream)).tolist()
+    return flips
+
+
+def _shaped(logits: Tensor, rows: list[Row]) -> tuple[Tensor, list[int]]:
+    """Logits after all that the requests ask for, short of noise, and the rows to draw (the others are greedy).
+
+    With rows of both kinds the result is a copy; else it may be `logits` itself.
+    """
     edited = [i for i, row in enumerate(rows) if _edits(row.seq.params)]
     if edited:
         logits = logits.clone()
@@ -48,14 +91,12 @@ def choose(logits: Tensor, rows: list[Row]) -> list[int]:
         some = some - some.amax(-1, keepdim=True)  # so that a tiny temperature overflows downwards only
         least = torch.finfo(torch.float32).tiny
         some = keep_likely(some / _column(params, "temperature", some).clamp(min=least), params)
-        some = some + torch.stack([_noise(rows[i], some.shape[-1], some.device) for i in drawn])
         if len(drawn) == len(rows):
             logits = some
         else:
             logits = logits.clone()
             logits[drawn] = some
-    tokens: list[int] = logits.argmax(-1).tolist()
-    return tokens
+    return logits, drawn
 
 
 def _column(params: list[SamplingParams], name: str, like: Tensor) -> Tensor:
@@ -88,7 +129,14 @@ def process(logits: Tensor, row: Row) -> Tensor:
     if row.position - seq.prompt_len < p.min_tokens and seq.eos:
         logits[[t for t in seq.eos if t < len(logits)]] = float("-inf")
     for processor in p.logits_processors or ():
-        logits = processor(seq.tokens + row.path, logits)
+        edited = processor(seq.tokens + row.path, logits)
+        if not isinstance(edited, Tensor) or edited.shape != logits.shape:
+            what = tuple(edited.shape) if isinstance(edited, Tensor) else type(edited).__name__
+            raise ConfigError(
+                f"logits processor {getattr(processor, '__name__', processor)} must return logits of shape "
+                f"{tuple(logits.shape)}, not {what}"
+            )
+        logits = edited
     return logits
 
 
@@ -149,8 +197,18 @@ def _nucleus_floor(probs: Tensor, top_p: Tensor) -> Tensor:
 # --- the noise -----------------------------------------------------------------------------------------------------
 
 
-def _noise(row: Row, vocab: int, device: torch.device) -> Tensor:
+def _fresh(seq: Sequence, stream: str) -> str:
+    """A stream's name at this step, which the length of the settled text tells from all other steps.
+
+    A position may be guessed at in several steps, and what became of the first guess may have depended on it.
+    """
+    return f"{stream}/{seq.settled}"
+
+
+def _noise(row: Row, vocab: int, device: torch.device, stream: str) -> Tensor:
     """gumbel(seed, position), drawn once per position though drafts and target ask for it several times."""
+    if stream:
+        return gumbel(row.seq.seed, row.position, vocab, device, _fresh(row.seq, stream))
     kept = row.seq.memory.setdefault("noise", {})
     at = row.position
     if at not in kept or len(kept[at]) != vocab:
@@ -161,24 +219,31 @@ def _noise(row: Row, vocab: int, device: torch.device) -> Tensor:
     return noise
 
 
-def gumbel(seed: int, position: int, vocab: int, device: torch.device | str = "cpu") -> Tensor:
-    """(vocab,) float32 standard Gumbel noise, a pure function of (seed, position, token id).
+def gumbel(seed: int, position: int, vocab: int, device: torch.device | str = "cpu", stream: str = "") -> Tensor:
+    """(vocab,) float32 standard Gumbel noise, a pure function of (seed, position, stream, token id).
 
-    SplitMix64 (Steele et al. 2014) over token ids, from a key that hashes seed and position; 52 bits a token. The
-    integers agree on every device, the two logarithms are taken in float64.
+    The integers agree on every device, the two logarithms are taken in float64.
     """
-    key = int.from_bytes(hashlib.blake2b(f"{seed % 2**64}/{position}".encode(), digest_size=8).digest(), "big")
-    z = _golden(vocab, str(device)) + _signed(key)
+    return uniform(seed, position, vocab, device, stream).log_().neg_().log_().neg_().float()
+
+
+def uniform(seed: int, position: int, n: int, device: torch.device | str = "cpu", stream: str = "") -> Tensor:
+    """(n,) float64 variates in (0, 1), a pure function of (seed, position, stream, index). No stream: Law 1's own.
+
+    SplitMix64 (Steele et al. 2014) over the indices, from a key that hashes the rest; 52 bits each.
+    """
+    name = f"{seed % 2**64}/{position}" + (f"/{stream}" if stream else "")
+    key = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big")
+    z = _golden(n, str(device)) + _signed(key)
     z = (z ^ _shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
     z = (z ^ _shift(z, 27)) * _signed(0x94D049BB133111EB)
     z = z ^ _shift(z, 31)
-    uniform = (_shift(z, 12).double() + 0.5) * 2.0**-52  # never 0 or 1, nor rounded to either
-    return uniform.log_().neg_().log_().neg_().float()
+    return (_shift(z, 12).double() + 0.5) * 2.0**-52  # never 0 or 1, nor rounded to either
 
 
-@lru_cache(maxsize=4)
-def _golden(vocab: int, device: str) -> Tensor:
-    return torch.arange(1, vocab + 1, dtype=torch.int64, device=device) * _signed(0x9E3779B97F4A7C15)
+@lru_cache(maxsize=32)
+def _golden(n: int, device: str) -> Tensor:
+    return torch.arange(1, n + 1, dtype=torch.int64, device=device) * _signed(0x9E3779B97F4A7C15)
 
 
 def _signed(x: int) -> int:

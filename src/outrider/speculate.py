@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from outrider.runner import Output, Runner
@@ -22,6 +22,7 @@ class Drafter:
 
     num_speculative_tokens: int = 4
     name: ClassVar[str] = ""  # set when it is found by its name
+    acceptance_method: str = field(default="coupled", init=False, repr=False)  # the rule `step` verifies its drafts by
 
     def attach(self, target: Runner, load: Callable[[str], Runner]) -> None:
         """Called once before use. `load(name)` gives a runner of another model on the target's device."""
@@ -47,13 +48,14 @@ class StepTimes:
 
     total: float = 0.0
     draft: float = 0.0
-    target: float = 0.0
+    target: float = 0.0  # the forward and its verification
+    rows: int = 0  # of the forward, prompts that were read with it not counted
 
 
 def step(
     runner: Runner, drafter: Drafter, seqs: list[Sequence], k: int, times: StepTimes | None = None
 ) -> list[Verdict]:
-    """Grow each sequence by at least one token, with one forward of the runner over all of them.
+    """Grow each sequence by at least one token, with one forward over all of them (and chunks of long prompts first).
 
     Each verdict's tokens are those really appended: a token that ends its sequence cuts what lies behind it.
     """
@@ -63,7 +65,7 @@ def step(
     drafts = [draft.clip(seq.room - 1, vocab) for seq, draft in zip(seqs, guesses, strict=True)]
     drafted = time.perf_counter()
     output = runner.extend(seqs, drafts)
-    verdicts = verify(seqs, drafts, output.logits)
+    verdicts = verify(seqs, drafts, output.logits, drafter.acceptance_method)
     runner.commit(seqs, output, verdicts)
     verified = time.perf_counter()
     for seq, draft, verdict in zip(seqs, drafts, verdicts, strict=True):
@@ -75,5 +77,6 @@ def step(
     ended = time.perf_counter()
     if times is not None:
         times.total, times.target = ended - began, verified - drafted
+        times.rows = sum(1 + len(draft) for draft in drafts)
         times.draft = drafted - began + ended - observing
     return verdicts

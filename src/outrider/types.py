@@ -22,8 +22,10 @@ class Draft:
     """A guess at what follows a sequence: a token tree in topological order (parents before children).
 
     Node i holds `tokens[i]`; `parents[i]` is the index of the node before it, or -1 for the sequence's last token.
-    `q` (nodes, vocab) is the law each node was drawn from, where an acceptance rule needs it. The last `riders` nodes
-    share the forward but are never verified.
+    `q` (nodes, vocab) is the law each node was drawn from, given its ancestors and its earlier siblings (independent
+    siblings carry the same one), by noise that no earlier step used; only the rules `rejection` and `block` look at it,
+    and they are exact without it, too. A row of zeros is a node without a law. The last `riders` nodes share the
+    forward but are never verified.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -70,6 +72,35 @@ class Draft:
             path.append(node)
             node = self.parents[node]
         return path[::-1]
+
+    @staticmethod
+    def merge(drafts: list[Draft], budget: int) -> tuple[Draft, list[list[int]]]:
+        """One tree of several, where the same prefix is the same node; and per draft where its nodes went, -1 = cut.
+
+        Depth by depth, at each depth the earlier drafts' nodes first, until there are `budget` that can be accepted.
+        Riders come last, are neither shared nor counted, and go only with their parent. A law `q` outlives the merge
+        only if the other drafts are empty: which nodes are shared depends on what was drawn. Without it all is exact.
+        """
+        alone = [draft for draft in drafts if draft.tokens]
+        if len(alone) == 1 and alone[0].verifiable <= budget:
+            return alone[0], [list(range(len(draft))) for draft in drafts]
+        merged, index = Draft(), dict[tuple[int, int], int]()
+        where = [[-1] * len(draft) for draft in drafts]
+        each = [(i, n, depth) for i, draft in enumerate(drafts) for n, depth in enumerate(draft.depths())]
+        for i, n, _ in sorted(each, key=lambda node: (node[1] >= drafts[node[0]].verifiable, node[2], node[0])):
+            draft, parent = drafts[i], drafts[i].parents[n]
+            root, rides = where[i][parent] if parent >= 0 else -1, n >= draft.verifiable
+            if parent >= 0 > root:
+                continue
+            at = -1 if rides else index.get((root, draft.tokens[n]), -1)
+            if at < 0 and (rides or len(merged) < budget):
+                at = len(merged)
+                merged.tokens.append(draft.tokens[n])
+                merged.parents.append(root)
+                merged.riders += rides
+                index[root, draft.tokens[n]] = at
+            where[i][n] = at
+        return merged, where
 
     def clip(self, depth: int, vocab: int = 2**63) -> Draft:
         """Without nodes deeper than `depth` tokens after the sequence, or that are, or hang on, no token of `vocab`."""
@@ -169,13 +200,14 @@ class Timing:
     first_tokens: int = 0  # how many came with it: a draft may have been accepted right behind the prompt
     total: float = 0.0
     draft: float = 0.0  # share of the steps after the first token spent proposing
-    target: float = 0.0  # ... and in the target's forwards
+    target: float = 0.0  # ... and in the target's forwards and verification
     decode: float = 0.0  # all of the steps after the first token
 
     def as_dict(self, tokens: int) -> dict[str, float]:
         """As reported: seconds, and tokens per second after the first forward."""
         return {
             "time_to_first_token": self.first_token,
+            "first_tokens": self.first_tokens,
             "total_seconds": self.total,
             "decode_seconds": self.decode,
             "draft_seconds": self.draft,
@@ -253,7 +285,7 @@ class GenerationOutput:
 
     text: str
     token_ids: list[int]
-    finish_reason: str  # "stop" or "length"; "abort" if it was cancelled
+    finish_reason: str  # "stop" or "length"; "abort" if it was cancelled, "running" if it goes on
     seed: int  # give it again to get the same tokens
     prompt_token_ids: list[int]
     drafted_by: list[str | None]  # per token, the drafter that guessed it; None = the target's own

@@ -1,34 +1,73 @@
-"""Walking a draft with the tokens the target chose.
+"""Which drafted tokens stay: four rules, each one walk down a draft tree.
 
-By Law 1 the target's token after any prefix is determined, so verification needs no bookkeeping about how a draft was
-made: from the sequence's last token, step to a child that carries the chosen token while there is one; then emit the
-chosen token where the walk ends. Exact for chains and trees, greedy and sampled, whatever the drafter.
+Below, p(v) is the target's law after node v (v = -1: after the sequence) with all that the request asks for, penalties
+to top-p, on the prefix the node supposes; q(x) is the law that node x was drawn from (`Draft.q`), or certainty of its
+token where the drafter gives none. A node's q holds given its ancestors and its earlier siblings: siblings drawn
+independently carry the same q, siblings drawn without replacement the renormalised one.
+
+`coupled` (default; arXiv 2408.07978). By Law 1 the target's token after any prefix is determined: step to a child that
+    carries it while there is one, then emit it. The tokens are plain decoding's, whatever the drafter. Ignores q.
+
+`rejection` (Leviathan et al. 2211.17192, Chen et al. 2302.01318; siblings: SpecInfer 2305.09781, 2402.14160).
+    At v with p = p(v), for its children x in order: accept x with probability min(1, p(x) / q(x)) and go on from there;
+    otherwise p <- norm((p - q)+). When no child is left, emit a draw from p.
+
+`block` (Sun et al. 2403.10444, algorithm 2), for a chain x_1 ... x_n; never accepts fewer than `rejection` on average.
+    r_0 = 1,  r_i = min(1, r_(i-1) p(x_i) / q(x_i)): the joint ratio, so a likely token makes up for an unlikely one.
+    R_i = (r_i p_i - q_(i+1))+ over the vocabulary,  h_i = sum R_i / (sum R_i + 1 - r_i),  h_n = r_n.
+    Accept up to the last i whose coin of probability h_i falls right; emit a draw from norm(R_i), or from p if i = n.
+    A draft that branches is verified by `rejection`.
+
+`typical` (Medusa, 2401.10774). LOSSY: accept x if p(x) > min(epsilon, alpha exp(-entropy of p)); keep the longest
+    accepted path, the likeliest of several, and emit Law 1's token behind it.
+
+`rejection` and `block` are exact in law: what they emit is distributed as plain decoding's tokens, but which tokens
+come out depends on the drafter. Their coins and draws are counter-based, keyed by (seed, length of the settled text): a
+seed repeats its tokens, in any batch. They are independent of Law 1's noise, which makes both rules exact for every
+drafter that gives no q, however it guesses. A drafter that gives q must draw with noise that no earlier step has used
+(`choose` with a stream: `block` may reject a token because of those behind it), and whether a node exists must not
+depend on its own token nor on those drawn after it. A step inside a step (a cascade's draft) stays `coupled` and gives
+no q: its coins would be those of the outer one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Container
+
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
-from outrider.sampling import Row, choose, logprob
+from outrider.sampling import Row, choose, coins, draw, law, logprob
 from outrider.types import Draft, Sequence, Verdict
 
+Coin = Callable[[int, float], bool]
+"""`coin(node, probability)`: whether it falls right. Asked at most once per node; tests enumerate both answers."""
 
-def verify(seqs: list[Sequence], drafts: list[Draft], logits: list[Tensor]) -> list[Verdict]:
-    """One verdict per sequence.
+
+def verify(seqs: list[Sequence], drafts: list[Draft], logits: list[Tensor], method: str = "coupled") -> list[Verdict]:
+    """One verdict per sequence, by the rule of that name.
 
     logits[i] (1 + nodes, vocab) float32: row 0 follows the sequence's last token, row 1 + j follows node j.
     """
-    rows, flat = [], []
+    rows, parts = [], []
     for seq, draft, own in zip(seqs, drafts, logits, strict=True):
+        if _stepwise(seq, method):
+            continue
         rows.append(Row(seq))
         rows += [Row(seq, [draft.tokens[n] for n in draft.path_to(i)]) for i in range(draft.verifiable)]
-        flat.append(own[: 1 + draft.verifiable])
-    chosen = choose(flat[0] if len(flat) == 1 else torch.cat(flat), rows)
+        parts.append(own[: 1 + draft.verifiable])
+    flat = parts[0] if len(parts) == 1 else torch.cat(parts or [logits[0][:0]])
+    chosen = choose(flat, rows) if method in ("coupled", "typical") else []
+    laws = flat if method == "coupled" else law(flat, rows)
     verdicts, at = [], 0
     for seq, draft, own in zip(seqs, drafts, logits, strict=True):
-        verdict = walk(draft, chosen[at : at + 1 + draft.verifiable])
-        at += 1 + draft.verifiable
+        if _stepwise(seq, method):
+            verdict = _ask_along(seq, draft, own)
+        else:
+            own_rows = slice(at, at + 1 + draft.verifiable)
+            at = own_rows.stop
+            verdict = _judge(seq, draft, chosen[own_rows], laws[own_rows], method)
         if (top := seq.params.logprobs) is not None:
             nodes = [-1, *verdict.path]
             verdict.logprobs = [logprob(own[n + 1], t, top) for n, t in zip(nodes, verdict.tokens, strict=True)]
@@ -36,15 +75,108 @@ def verify(seqs: list[Sequence], drafts: list[Draft], logits: list[Tensor]) -> l
     return verdicts
 
 
-def walk(draft: Draft, chosen: list[int]) -> Verdict:
-    """Follow the chosen tokens down a draft: chosen[0] follows the sequence, chosen[1 + i] follows node i."""
+def _stepwise(seq: Sequence, method: str) -> bool:
+    """Custom processors are asked only about prefixes the target itself has written: those along the walk."""
+    return method == "coupled" and bool(seq.params.logits_processors)
+
+
+def _ask_along(seq: Sequence, draft: Draft, logits: Tensor) -> Verdict:
+    def token(row: int) -> int:
+        prefix = [draft.tokens[n] for n in draft.path_to(row - 1)]
+        return choose(logits[row : row + 1], [Row(seq, prefix)])[0]
+
+    return walk(draft, token, seq.eos)
+
+
+def _judge(seq: Sequence, draft: Draft, chosen: list[int], p: Tensor, method: str) -> Verdict:
+    if method == "coupled":
+        return walk(draft, chosen.__getitem__)
+    if method == "typical":
+        path = typical(draft, p)
+        token = chosen[path[-1] + 1 if path else 0]
+    else:
+        flips = coins(seq, draft.verifiable, "accept")
+        chain = draft.parents[: draft.verifiable] == list(range(-1, draft.verifiable - 1))
+        rule = block if method == "block" and chain else rejection
+        path, left = rule(draft, p, lambda node, probability: flips[node] < probability)
+        token = draw(left, seq, "emit")
+    return Verdict(path, [draft.tokens[i] for i in path] + [token], draft.verifiable)
+
+
+def walk(draft: Draft, chosen: Callable[[int], int], ends: Container[int] = ()) -> Verdict:
+    """Follow the chosen tokens down a draft: chosen(0) follows the sequence, chosen(1 + i) follows node i.
+
+    A token of `ends` ends the sequence, and the walk.
+    """
     path: list[int] = []
+    tokens: list[int] = []
     node = -1
     while True:
-        token = chosen[node + 1]
+        token = chosen(node + 1)
+        tokens.append(token)
         below = range(node + 1, draft.verifiable)
         child = next((i for i in below if draft.parents[i] == node and draft.tokens[i] == token), None)
-        if child is None:
-            return Verdict(path, [draft.tokens[i] for i in path] + [token], draft.verifiable)
+        if child is None or token in ends:
+            return Verdict(path, tokens, draft.verifiable)
         path.append(child)
         node = child
+
+
+def rejection(draft: Draft, p: Tensor, coin: Coin) -> tuple[list[int], Tensor]:
+    """The accepted path and the law (vocab,) of the token behind it. p (1 + nodes, vocab): row 1 + i follows node i."""
+    path: list[int] = []
+    node, left = -1, p[0]
+    for i in range(draft.verifiable):  # parents come first: one pass meets the children of every accepted node
+        if draft.parents[i] == node:
+            token, q = draft.tokens[i], _drawn_from(draft, i, p)
+            if coin(i, min(1.0, float(left[token] / q[token]))):
+                path.append(i)
+                node, left = i, p[i + 1]
+            else:
+                left = _normal((left - q).clamp(min=0), left)
+    return path, left
+
+
+def block(draft: Draft, p: Tensor, coin: Coin) -> tuple[list[int], Tensor]:
+    """As `rejection`, for a chain, which is judged as a whole."""
+    n, ratio, accepted = draft.verifiable, 1.0, 0
+    left = _normal((p[0] - _drawn_from(draft, 0, p)).clamp(min=0), p[0]) if n else p[0]
+    for i in range(n):
+        token, after = draft.tokens[i], p[i + 1]
+        ratio = min(1.0, ratio * float(p[i, token] / _drawn_from(draft, i, p)[token]))
+        if i + 1 < n:
+            rest = (ratio * after - _drawn_from(draft, i + 1, p)).clamp(min=0)
+            mass = float(rest.sum())
+            chance = mass / (mass + (1 - ratio)) if mass + (1 - ratio) > 0 else 1.0
+        else:
+            rest, chance = after, ratio
+        if coin(i, chance):
+            accepted, left = i + 1, _normal(rest, after)
+    return list(range(accepted)), left
+
+
+def typical(draft: Draft, p: Tensor, epsilon: float = 0.09, alpha: float = 0.3) -> list[int]:
+    """The longest path whose every token is typical of the target, the likeliest among equals. Lossy."""
+    floor = (alpha * torch.special.entr(p).sum(-1).neg().exp()).clamp(max=epsilon).tolist()
+    scores: dict[int, tuple[int, float]] = {-1: (0, 1.0)}  # accepted nodes: their depth and likelihood
+    for i in range(draft.verifiable):
+        parent = draft.parents[i]
+        likely = float(p[parent + 1, draft.tokens[i]])
+        if parent in scores and likely > floor[parent + 1]:
+            depth, so_far = scores[parent]
+            scores[i] = depth + 1, so_far * likely
+    return draft.path_to(max(scores, key=scores.__getitem__))
+
+
+def _drawn_from(draft: Draft, node: int, p: Tensor) -> Tensor:
+    """The law (vocab,) of a node; certainty where none is given (no q, or a row without its token, as one of zeros)."""
+    token = draft.tokens[node]
+    if draft.q is not None and draft.q[node, token] > 0:
+        return draft.q[node].to(p)
+    return one_hot(torch.tensor(token, device=p.device), p.shape[-1]).to(p)
+
+
+def _normal(weights: Tensor, otherwise: Tensor) -> Tensor:
+    """weights / their sum; `otherwise` if that is nothing, which only rounding can bring about."""
+    total = weights.sum()
+    return weights / total if total > 0 else otherwise

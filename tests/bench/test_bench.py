@@ -155,7 +155,8 @@ def test_a_sample_counts_what_comes_in_the_time_it_takes() -> None:
         return SimpleNamespace(
             token_ids=list(range(tokens)),
             metrics={
-                "timing": {"time_to_first_token": 0.5, "total_seconds": total, "draft_seconds": total / 10,
+                "timing": {"time_to_first_token": 0.5, "first_tokens": 1 + accepted[0],
+                           "total_seconds": total, "draft_seconds": total / 10,
                            "target_seconds": total / 4},
                 "speculative_decoding": {"per_step_accepted": accepted, "num_spec_steps": len(accepted),
                                          "num_draft_tokens": 4 * len(accepted),

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from outrider.errors import ConfigError
@@ -94,7 +94,10 @@ def inflate(
     odd = {piece.like for piece in plan} ^ set(weights)
     _require(not odd, f"{source} must hold exactly a Llama's tensors: {min(odd, default='')} is missing or unknown")
 
-    target.mkdir(parents=True, exist_ok=True)
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{target} cannot be a folder: {error.strerror}; give one that can be written") from None
     _write(plan, weights, target, seed, progress)
     for path in {path for pattern in COPIED for path in source.glob(pattern)}:
         if path.name != "config.json" and not path.name.endswith(".index.json"):
@@ -111,10 +114,18 @@ def _require(holds: bool, message: str) -> None:
         raise ConfigError(message)
 
 
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        data: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    return data
+
+
 def _read_config(source: Path) -> dict[str, Any]:
     path = source / "config.json"
     _require(path.is_file(), f"{source} has no config.json: give the folder of a Hugging Face Llama checkpoint")
-    config: dict[str, Any] = json.loads(path.read_text())
+    config = _read_json(path)
     kind = config.get("architectures")
     _require(kind == ["LlamaForCausalLM"], f"{source} has architectures {kind}: they must be ['LlamaForCausalLM']")
     return config
@@ -146,10 +157,13 @@ def _grow(small: _Shape, head_dim: int, asked: tuple[int | None, ...]) -> _Shape
 def _open(source: Path) -> dict[str, Any]:
     """Open the source's files; map each tensor's name to the handle to read it from."""
     index = source / "model.safetensors.index.json"
-    files = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
+    files = set(_read_json(index)["weight_map"].values()) if index.is_file() else {"model.safetensors"}
     for file in files:
         _require((source / file).is_file(), f"{source} has no {file}: the weights must be there, in safetensors")
-    handles: list[Any] = [safe_open(source / file, framework="pt") for file in sorted(files)]
+    try:
+        handles: list[Any] = [safe_open(source / file, framework="pt") for file in sorted(files)]
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{source}: the weights are truncated or damaged: {error}") from None
     names = ((name, handle) for handle in handles for name in list(handle.keys()))
     return {name: handle for name, handle in names if not name.endswith("rotary_emb.inv_freq")}  # once saved, unused
 

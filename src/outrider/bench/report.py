@@ -33,7 +33,7 @@ class Sample:
     seconds: float = 0.0
     timed: int = 0
     draft: float = 0.0  # share of `seconds` spent drafting
-    target: float = 0.0  # ... and in the target's forwards
+    target: float = 0.0  # ... and in the target's forwards and verification
     emitted: int = 0
     steps: int = 0  # forwards of the target, counted for each sequence
     drafted: int = 0

@@ -83,11 +83,15 @@ class Settings:
 
 def label(config: SpeculativeConfig) -> str:
     """A method's name in a table, such as `ngram k=8`. Raises ConfigError for a wrong option."""
-    drafter = drafters.create(config)
     if config.method == PLAIN.method:
         return "plain"
-    options = {**config.options, "k": drafter.num_speculative_tokens}
+    options = {**config.options, "k": _k(config)}
     return " ".join([config.method, *(f"{key}={str(value).rsplit('/', 1)[-1]}" for key, value in options.items())])
+
+
+def _k(config: SpeculativeConfig) -> int | str:
+    k, default = config.num_speculative_tokens, drafters.create(config).num_speculative_tokens
+    return default if k is None else k
 
 
 def run(settings: Settings, progress: Progress | None = None) -> Iterator[Result]:
@@ -126,7 +130,7 @@ def run(settings: Settings, progress: Progress | None = None) -> Iterator[Result
             spoken = {"method": config.method, "acceptance_method": config.acceptance_method, **config.options}
             yield result(
                 settings, llm, suite, prompts[suite.name], passes, samples["plain"], method=name, engine="outrider",
-                speculative_config=spoken | {"num_speculative_tokens": drafters.create(config).num_speculative_tokens},
+                speculative_config=spoken | {"num_speculative_tokens": _k(config)},
                 exactness=llm.exactness, kv_bytes=kv_bytes[name], notes=[],
             )  # fmt: skip
     if settings.peer is None:
@@ -182,7 +186,7 @@ def sample(llm: LLM, prompts: list[list[int]], params: SamplingParams, batch: in
         for output in outputs:
             spec = output.metrics["speculative_decoding"]
             s.tokens.append(output.token_ids)
-            s.timed += len(output.token_ids) - 1 - spec["per_step_accepted"][0]
+            s.timed += len(output.token_ids) - int(output.metrics["timing"]["first_tokens"])
             s.emitted += len(output.token_ids)
             s.steps += spec["num_spec_steps"]
             s.drafted += spec["num_draft_tokens"]

@@ -9,6 +9,7 @@ import typer
 
 from outrider.cli.bench import bench_app
 from outrider.cli.chat import chat
+from outrider.cli.datastore import datastore_app
 from outrider.cli.generate import generate
 from outrider.cli.info import info
 from outrider.errors import OutriderError
@@ -24,6 +25,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(chat)
 app.add_typer(bench_app, name="bench")
+app.add_typer(datastore_app, name="datastore")
 app.command()(info)
 
 

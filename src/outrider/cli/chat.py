@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from dataclasses import fields
 from typing import Annotated, Any
 
@@ -19,6 +20,7 @@ from outrider.cli.options import (
     Reporter,
     Speculate,
     SpeculativeJson,
+    clean,
     load_llm,
     read_json,
     sampling_flags,
@@ -61,14 +63,14 @@ def chat(
     with Reporter() as reporter:
         llm = load_llm(model, config, dtype, device, max_model_len, reporter)
         llm.render([{"role": "user", "content": "?"}])  # no chat template: say so before the first question
-        Conversation(llm, sampling, system).loop()
+        Conversation(llm, sampling, system, reporter).loop()
 
 
 class Conversation:
     """Messages so far and what the commands change."""
 
-    def __init__(self, llm: LLM, sampling: dict[str, Any], system: str | None) -> None:
-        self.llm, self.sampling = llm, sampling
+    def __init__(self, llm: LLM, sampling: dict[str, Any], system: str | None, reporter: Reporter) -> None:
+        self.llm, self.sampling, self.reporter = llm, sampling, reporter
         self.console = Console(highlight=False, soft_wrap=True)
         self.messages: list[dict[str, str]] = []
         self.reset(system)
@@ -101,6 +103,10 @@ class Conversation:
                     self.answer()
             except OutriderError as error:
                 self.console.print(Text(str(error), "red"))
+            except KeyboardInterrupt:  # while a model was loading, say
+                self.console.print(Text(" (stopped)", "dim"))
+            finally:
+                self.reporter.close()
 
     def _read(self) -> str:
         line = input("> ")
@@ -113,7 +119,7 @@ class Conversation:
         text, output = "", None
         try:
             events = self.llm.stream(self.messages, **self.sampling)
-        except OutriderError as error:
+        except BaseException as error:
             self.messages.pop()  # the question was not asked
             if isinstance(error, RequestTooLong):
                 raise RequestTooLong(f"{error}; or /reset the conversation") from None
@@ -148,7 +154,7 @@ class Conversation:
                 raise ConfigError("nothing to ask again")
             self.answer()
         elif name == "/set":
-            self._set(*rest.replace("=", " ", 1 if not rest.startswith("speculate") else 0).split(maxsplit=1))
+            self._set(*re.split(r"[\s=]+", rest, maxsplit=1))
         else:
             raise ConfigError(f"unknown command {name}; /help lists them")
 
@@ -163,6 +169,9 @@ class Conversation:
             return
         if name not in {f.name for f in fields(SamplingParams)} - {"n", "logits_processors"}:
             raise ConfigError(f"/set knows speculate and the sampling parameters, not {name!r}")
-        parsed: Any = value if name == "stop" else read_json(f'{{"v": {value or "null"}}}', f"/set {name}")["v"]
-        SamplingParams(**{**self.sampling, name: parsed})  # refused before it is kept
-        self.sampling[name] = parsed
+        parsed: Any = value or None
+        if value and name not in ("stop", "logit_bias"):
+            parsed = read_json(f'{{"v": {value}}}', f"/set {name}")["v"]
+        changed = clean(self.sampling | {name: parsed})
+        SamplingParams(**changed)  # refused before it is kept
+        self.sampling = changed

@@ -83,7 +83,10 @@ def _prompts(prompts: list[str] | None, file: Path | None) -> list[str]:
             raise ConfigError(f"--prompt-file {file} cannot be read: {error}") from None
     if not prompts and sys.stdin.isatty():
         raise ConfigError('no prompt; give one, as in: outrider generate "Once upon a time"')
-    return prompts or [sys.stdin.read()]
+    try:
+        return prompts or [sys.stdin.read()]
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"standard input is not text: {error}") from None
 
 
 def output_prompt(llm: LLM, output: GenerationOutput) -> str:
@@ -154,6 +157,7 @@ def _compare(
 
 def _rate(outputs: list[GenerationOutput]) -> float:
     """Tokens per second after the first forward, of requests that ran together."""
-    tokens = sum(len(o.token_ids) - 1 - o.metrics["speculative_decoding"]["per_step_accepted"][0] for o in outputs)
-    seconds = max(o.metrics["timing"]["decode_seconds"] for o in outputs)
-    return tokens / seconds if seconds else 0.0
+    times = [o.metrics["timing"] for o in outputs]
+    tokens = sum(len(o.token_ids) - t["first_tokens"] for o, t in zip(outputs, times, strict=True))
+    seconds = max(t["total_seconds"] for t in times) - min(t["time_to_first_token"] for t in times)
+    return tokens / seconds if tokens else 0.0

@@ -15,7 +15,7 @@ import outrider
 from outrider import drafters
 from outrider.cli.options import Device, Dtype, Reporter, load_llm
 from outrider.config import ARCHITECTURES
-from outrider.engine.engine import free_memory
+from outrider.engine import free_memory
 from outrider.load import embedded
 
 
@@ -53,7 +53,7 @@ def info(
         table.add_row("weights", f"{m.nbytes / 2**20:.1f} MiB read per forward, {dtype}, {m.device}")
         table.add_row("keys and values", f"{per_token} bytes per token; {free_memory(m.device) / 2**30:.1f} GiB free")
         table.add_row("linear", "oneDNN, packed" if m.head.packed else "torch.nn.functional.linear")
-        table.add_row("attention", "flash (scaled_dot_product_attention), whole key blocks")
+        table.add_row("attention", "scaled_dot_product_attention, whole key blocks")
         table.add_row(
             "exactness",
             {

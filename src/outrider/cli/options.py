@@ -25,7 +25,11 @@ MaxModelLen = Annotated[int | None, typer.Option(help="Context limit in tokens; 
 Speculate = Annotated[str | None, typer.Option(help="Method: ngram:k=8, draft_model:model=tiny-draft,k=4.")]
 SpeculativeJson = Annotated[
     str | None,
-    typer.Option("--speculative-config", help='The same as JSON, with vLLM\'s keys: \'{"method": "ngram"}\'.'),
+    typer.Option(
+        "--speculative-config",
+        help='The same as JSON, with vLLM\'s keys: \'{"method": "ngram"}\'. "acceptance_method": coupled (default, the '
+        "very tokens of plain decoding), rejection or block (exact in law), typical (LOSSY).",
+    ),
 ]
 
 HELP = {
@@ -81,7 +85,7 @@ def sampling_flags(**defaults: Any) -> Callable[[Callable[..., None]], Callable[
         @functools.wraps(command)
         def run(**given: Any) -> None:
             sampling = {item.name: given.pop(item.name) for item in extra}
-            command(sampling=_clean(sampling), **given)
+            command(sampling=clean(sampling), **given)
 
         run.__signature__ = signature.replace(parameters=own + extra)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in own + extra}
@@ -90,8 +94,9 @@ def sampling_flags(**defaults: Any) -> Callable[[Callable[..., None]], Callable[
     return decorate
 
 
-def _clean(sampling: dict[str, Any]) -> dict[str, Any]:
-    if (bias := sampling["logit_bias"]) is not None:
+def clean(sampling: dict[str, Any]) -> dict[str, Any]:
+    """The bias comes as JSON, whose keys are text."""
+    if isinstance(bias := sampling["logit_bias"], str):
         data = read_json(bias, "--logit-bias")
         try:
             sampling["logit_bias"] = {int(token): float(value) for token, value in data.items()}

@@ -55,14 +55,16 @@ def create(config: SpeculativeConfig) -> Drafter:
     kind = find(config.method)
     types = {f.name: getattr(f.type, "__name__", str(f.type)) for f in fields(kind) if f.init}  # a type or its name
     given = dict(config.options)
-    if config.num_speculative_tokens is not None:
+    if config.num_speculative_tokens not in (None, "auto"):
         given["num_speculative_tokens"] = config.num_speculative_tokens
     for key, value in given.items():
         if key not in types:
             raise ConfigError(f"method {config.method!r} has no option {key!r}; valid: method, {', '.join(types)}")
         if types[key] in ("int", "float", "str", "bool") and not _fits(value, types[key]):
             raise ConfigError(f"option {key!r} of method {config.method!r} must be {types[key]}, not {value!r}")
-    return kind(**given)
+    drafter = kind(**given)
+    drafter.acceptance_method = config.acceptance_method
+    return drafter
 
 
 def _fits(value: object, kind: str) -> bool:

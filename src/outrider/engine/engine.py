@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from outrider.config import EngineConfig, SamplingParams
+from outrider.config import EngineConfig, SamplingParams, promised
+from outrider.control import Controller
 from outrider.engine.text import TextStream
 from outrider.errors import ConfigError, EmptyPrompt, RequestError, RequestTooLong
 from outrider.runner import Runner
@@ -47,12 +48,13 @@ class Engine:
         self,
         runner: Runner,
         drafter: Drafter,
-        k: int,
+        k: int | None,
         config: EngineConfig,
         tokenizer: Any = None,
         exactness: str = "law",
     ) -> None:
         self.runner, self.drafter, self.k = runner, drafter, k
+        self.controller = Controller()  # asked if k is None
         self.config, self.tokenizer, self.exactness = config, tokenizer, exactness
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -73,7 +75,7 @@ class Engine:
         for i in range(params.n):
             seq = Sequence(prompt, params, (seed + i) % 2**64, eos=self.runner.model.config.eos, max_len=self.max_len)
             request = Request(seq, TextStream(self.tokenizer, params), self.drafter.name, i)
-            request.spec.num_spec_tokens = self.k
+            request.spec.num_spec_tokens = self.controller.limit if self.k is None else self.k
             if params.stops:
                 seq.stop_check = lambda token, stream=request.stream: stream.feed([token])
             requests.append(request)
@@ -120,8 +122,12 @@ class Engine:
         if not self.running:
             return []
         times, running = StepTimes(), self.running
+        k = self.controller.plan(len(running)) if self.k is None else self.k
         with torch.inference_mode():
-            verdicts = step(self.runner, self.drafter, [r.seq for r in running], self.k, times)
+            verdicts = step(self.runner, self.drafter, [r.seq for r in running], k, times)
+        if all(r.timing.first_token for r in running):  # a step that reads prompts says nothing about the next
+            counts = [v.drafted for v in verdicts], [len(v.path) for v in verdicts]
+            self.controller.learn(k, times.rows, *counts, times.draft, times.target)
         news = []
         now = time.perf_counter()
         for request, verdict in zip(running, verdicts, strict=True):
@@ -144,9 +150,9 @@ class Engine:
 
     def abort(self, request: Request) -> None:
         """Stop a request and give its memory back; what it has stays readable."""
-        if request.finished:
-            return
-        request.seq.finish_reason = "abort"
+        if not any(r is request for r in (*self.running, *self.waiting)):
+            return  # it has ended by itself
+        request.seq.finish_reason = request.seq.finish_reason or "abort"
         request.timing.total = time.perf_counter() - request.timing.started
         self.running = [r for r in self.running if r is not request]
         self.waiting = deque(r for r in self.waiting if r is not request)
@@ -177,7 +183,9 @@ class Engine:
             drafted_by=request.drafted_by,
             metrics={
                 "method": request.method,
-                "exactness": "law" if seq.branched else self.exactness,
+                "acceptance_method": (rule := self.drafter.acceptance_method),
+                "exactness": (exactness := promised(rule, "law" if seq.branched else self.exactness)),
+                "lossless": exactness != "lossy",
                 "speculative_decoding": request.spec.as_dict(),
                 "timing": request.timing.as_dict(len(tokens)),
             },
@@ -195,9 +203,12 @@ def free_memory(device: torch.device) -> int:
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration):
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
+    try:  # a control group's limit; the page cache it counts as used can be had
         group = Path("/sys/fs/cgroup")
-        free = min(free, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+        used = int((group / "memory.current").read_text("ascii"))
+        stat = dict(line.split() for line in (group / "memory.stat").read_text("ascii").splitlines())
+        used -= int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
+        free = min(free, int((group / "memory.max").read_text("ascii")) - used)
     except (OSError, ValueError):
         pass  # no limit
-    return free
+    return max(0, free)

@@ -68,7 +68,7 @@ class KVCache(Protocol):
     """Storage of keys and values for several sequences of different lengths, known by their ids."""
 
     def reserve(self, plan: Plan) -> None:
-        """Make room for the tokens of a forward. Raises MemoryError, having changed nothing, if there is none."""
+        """Make room for the tokens of a forward. Raises OutOfMemory if there is none; what is stored stays."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
         """Store k and v (tokens, kv_heads, dim), let q (tokens, heads, dim) look; returns (tokens, heads * dim)."""

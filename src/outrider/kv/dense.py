@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from outrider.config import ModelConfig
+from outrider.errors import OutOfMemory
 from outrider.kv.base import Entry, Plan
 from outrider.ops import KEY_BLOCK, attention, attention_mask
 
@@ -33,19 +36,25 @@ class DenseKV:
         c = self.config
         for e in plan.entries:
             layers, needed = self.store.get(e.seq), e.start + e.n
-            if layers and layers[0].shape[2] >= needed:
+            if layers and layers[-1].shape[2] >= needed:  # the last one grows last
                 continue
             size = (2, c.num_kv_heads, self._capacity(needed), c.head_dim)
             if layers is None:
                 self.store[e.seq] = [self._zeros(size) for _ in range(c.num_layers)]
                 continue
             for i, old in enumerate(layers):  # layer by layer: never two whole copies at once
-                layers[i] = self._zeros(size)
-                layers[i][:, :, : e.start] = old[:, :, : e.start]
+                new = self._zeros(size)
+                new[:, :, : e.start] = old[:, :, : e.start]
+                layers[i] = new
 
     def _zeros(self, size: tuple[int, ...]) -> Tensor:
-        # Not empty: masked keys weigh 0, but 0 * nan would be nan.
-        return torch.zeros(size, dtype=self.dtype, device=self.device)
+        try:  # zeros, not empty: masked keys weigh 0, but 0 * nan would be nan
+            return torch.zeros(size, dtype=self.dtype, device=self.device)
+        except RuntimeError as error:  # torch's OutOfMemoryError is one, and so is what the CPU allocator raises
+            size_mb = math.prod(size) * self.dtype.itemsize / 2**20
+            raise OutOfMemory(
+                f"no {size_mb:.0f} MiB left for keys and values; lower max_tokens or kv_memory"
+            ) from error
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
         """Store k and v (tokens, kv_heads, dim), let q (tokens, heads, dim) look; returns (tokens, heads * dim)."""

@@ -24,17 +24,21 @@ def packs(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 class Linear:
-    """`y = x @ weight.T + bias` for x (rows, in) and weight (out, in), any number of rows."""
+    """`y = x @ weight.T + bias` for x (rows, in) and weight (out, in), any number of rows.
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    With `pack` false the weight given is used as it is, shared with whoever holds it: the same bits, slower on a CPU.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, pack: bool = True) -> None:
         self.out_features, self.in_features = weight.shape
         self.nbytes = weight.nbytes + (bias.nbytes if bias is not None else 0)
         self.bias = bias
-        self.packed = packs(weight.dtype, weight.device)
+        self.fixed = packs(weight.dtype, weight.device)  # oneDNN: a fixed order of sums, packed or not
+        self.packed = pack and self.fixed
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self.packed else weight
 
     def __call__(self, x: Tensor) -> Tensor:
-        if not self.packed:
+        if not self.fixed:
             return F.linear(x, self.weight, self.bias)
         if x.shape[0] == 1:
             return self._multiply(x.expand(2, -1).contiguous())[:1]

@@ -1,0 +1,112 @@
+"""Texts on disk: plain ones and code are documents, JSON lines hold one each; .gz and .xz of them are read as well."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import itertools
+import json
+import lzma
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from outrider.errors import ConfigError
+from outrider.load import Progress
+
+PIECE = 2**20  # characters: a longer text is read as several documents
+SUFFIXES = [
+    *(
+        ".txt",
+        ".md",
+        ".rst",
+        ".jsonl",
+        ".html",
+        ".css",
+        ".py",
+        ".pyi",
+        ".c",
+        ".h",
+        ".cc",
+        ".cpp",
+        ".hpp",
+        ".cu",
+        ".java",
+    ),
+    *(
+        ".kt",
+        ".js",
+        ".jsx",
+        ".ts",
+        ".tsx",
+        ".go",
+        ".rs",
+        ".rb",
+        ".php",
+        ".swift",
+        ".scala",
+        ".cs",
+        ".sh",
+        ".sql",
+        ".lua",
+    ),
+]
+FIELDS = [["text"], ["content"], ["prompt", "completion"], ["prompt", "canonical_solution"]]  # of JSON lines, by turns
+OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
+
+
+def files(paths: Iterable[str | Path], suffixes: Iterable[str] | None = None) -> list[Path]:
+    """The files named, and those in the folders named that end with one of `suffixes` and are not hidden."""
+    endings = tuple(suffixes or SUFFIXES)
+    found: list[Path] = []
+    for path in (Path(p).expanduser() for p in paths):
+        if path.is_dir():
+            inside = sorted(p for p in path.rglob("*") if p.is_file() and p.name.endswith(endings))
+            inside = [p for p in inside if not any(part.startswith(".") for part in p.relative_to(path).parts)]
+            if not inside:
+                raise ConfigError(f"no file in {path} ends with {', '.join(endings)}; choose others with --suffix")
+            found += inside
+        elif path.is_file():
+            found.append(path)
+        else:
+            raise ConfigError(f"no file or folder at {path}")
+    return found
+
+
+def texts(found: list[Path], field: str | None = None, progress: Progress | None = None) -> Iterator[str]:
+    """The documents in these files, one after the other. Raises ConfigError for what cannot be read."""
+    report = progress or (lambda what, done, total: None)
+    total, done = max(1, sum(path.stat().st_size for path in found)), 0
+    for path in found:
+        try:
+            with open(path, "rb") as raw:
+                unpack = OPENERS.get(path.suffix)
+                lines = ".jsonl" in path.suffixes
+                with io.TextIOWrapper(unpack(raw) if unpack else raw, "utf-8", errors="replace") as stream:
+                    for number in itertools.count(1):
+                        if not (text := stream.readline() if lines else stream.read(PIECE)):
+                            break
+                        report("reading", done + raw.tell(), total + 1)
+                        if not lines:
+                            yield text
+                        elif not text.isspace():
+                            yield _field(text, field, f"{path}:{number}")
+        except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+            raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        done += path.stat().st_size
+    report("sorting", total, total + 1)
+
+
+def _field(line: str, field: str | None, where: str) -> str:
+    try:
+        entry = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where} is not JSON: {error}") from None
+    for names in [[field]] if field else FIELDS:
+        if isinstance(entry, dict) and all(isinstance(entry.get(name), str) for name in names):
+            return "".join(entry[name] for name in names)
+    has = f"has {', '.join(entry)}" if isinstance(entry, dict) else "is no object"
+    raise ConfigError(
+        f"{where} {has}, and no text {field or 'text, content or prompt with completion'}; choose --field"
+    )

@@ -1,0 +1,75 @@
+"""REST: copy what followed the present suffix in a store of other texts (He et al. 2311.08252).
+
+The longest suffix of the sequence that the store knows, of at most `max_token_span` tokens, is looked up in a
+memory-mapped suffix array; what followed its occurrences makes a trie whose nodes count how often they were passed.
+By default the most frequent path is proposed; with `tree`, the most frequent nodes. Pays where the text resembles the
+store and not itself: code of a known house or library, set phrases, answers like earlier ones. Costs no forward and no
+memory; a look-up takes about as long as a few dozen random page reads. Unlike the original it maps the file instead of
+reading it, reads 32-bit ids, stays within documents and guesses nothing where it knows nothing.
+Build stores with `outrider datastore build`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from outrider.datastore import Store
+from outrider.errors import ConfigError
+from outrider.runner import Runner
+from outrider.speculate import Drafter
+from outrider.types import Draft, Sequence
+
+HITS = 128  # occurrences that are looked at, evenly spread over all
+
+
+@dataclass
+class Rest(Drafter):
+    """`datastore`: path of a store, built with the target's tokenizer. `num_speculative_tokens`: nodes of a draft."""
+
+    num_speculative_tokens: int = 16
+    datastore: str = ""
+    max_token_span: int = 16  # longest suffix to match; the shortest is 2
+    max_continuation: int = 10  # tokens copied of an occurrence
+    tree: bool = False  # propose branches too; sequences that meet one are told `law` instead of `bitwise`
+
+    def __post_init__(self) -> None:
+        if not self.datastore:
+            raise ConfigError("method rest needs a 'datastore', a file made by `outrider datastore build`")
+        if self.max_token_span < 2 or self.max_continuation < 1:
+            raise ConfigError(
+                "max_token_span must be at least 2 and max_continuation at least 1, "
+                f"not {self.max_token_span} and {self.max_continuation}"
+            )
+        self.store = Store(self.datastore)
+
+    def attach(self, target: Runner, load: Callable[[str], Runner]) -> None:
+        """Refuse a store of other tokens."""
+        self.store.check(target.tokenizer, target.model.config.vocab_size)
+
+    def propose(self, seqs: list[Sequence], k: int) -> list[Draft]:
+        """One draft per sequence, empty where the store does not know its last two tokens."""
+        length, shape = min(k, self.max_continuation), grow if self.tree else follow
+        return [shape(self._look_up(seq, length), k) if k > 0 else Draft() for seq in seqs]
+
+    def _look_up(self, seq: Sequence, length: int) -> list[list[int]]:
+        return self.store.find(seq.tokens[-self.max_token_span :], self.max_token_span, 2, length, HITS)
+
+
+def follow(rows: list[list[int]], k: int) -> Draft:
+    """The chain of the most frequent next token, each time among the rows that agree so far."""
+    chain: list[int] = []
+    while len(chain) < k and (rows := [row for row in rows if len(row) > len(chain)]):
+        token = Counter(row[len(chain)] for row in rows).most_common(1)[0][0]
+        rows = [row for row in rows if row[len(chain)] == token]
+        chain.append(token)
+    return Draft.chain(chain)
+
+
+def grow(rows: list[list[int]], k: int) -> Draft:
+    """The tree of the k most frequent beginnings, short ones first. A parent counts no less than its children."""
+    counts = Counter(tuple(row[:n]) for row in rows for n in range(1, len(row) + 1))
+    nodes = sorted(counts, key=lambda node: (-counts[node], len(node)))[:k]
+    index = {node: i for i, node in enumerate(nodes)} | {(): -1}
+    return Draft([node[-1] for node in nodes], [index[node[:-1]] for node in nodes])

@@ -1,0 +1,156 @@
+"""Suffix decoding: what followed the longest matching suffix, weighed by how often, here and in earlier outputs.
+
+All places where the sequence's last n tokens stand are followed together: a token's estimated probability is its share
+of the ways on, times that of the path so far. A longer match is trusted further. Of all n, in the sequence itself and
+in earlier outputs, the guess with most expected tokens (the sum of its path probabilities) is taken. Source:
+SuffixDecoding (2411.04975) and its Arctic Inference; names and defaults are vLLM's. Pays where texts repeat themselves
+or each other: agents, editing, code, a question asked again.
+
+In place of a suffix tree stand hash chains, as in deflate: for n-grams of SIZES tokens the last place where one ended,
+and from each place the distance to the one before; the last FOLLOWED are compared with the tail. Counts are exact up to
+so many places, and of the most recent ones beyond. Memory: up to 0.3 kB a token, of running sequences until they end
+and of the last `suffix_decoding_max_cached_requests` outputs, but of no more than CACHED_TOKENS of those.
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections import deque
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass
+
+from outrider.errors import ConfigError
+from outrider.speculate import Drafter
+from outrider.types import Draft, Sequence
+
+SIZES = (8, 3, 1)  # of the n-grams looked up; matches between them are found by comparing
+FOLLOWED = 64  # places per n-gram
+CACHED_TOKENS = 2**20
+END = -1  # stands behind each earlier output
+
+
+class Index:
+    """Where n-grams ended in a text whose token at place p is text[p - base]."""
+
+    def __init__(self) -> None:
+        self.last: list[dict[int, int]] = [{} for _ in SIZES]  # hash of an n-gram -> place after its last occurrence
+        self.back = [array("i") for _ in SIZES]  # per place, how far back the one before it is; 0 = none
+        self.base = 0
+
+    def enter(self, text: Tokens[int], start: int) -> None:
+        """Enter the indices of `text` not yet entered, with what stands before them from `start` on."""
+        for size, last, back in zip(SIZES, self.last, self.back, strict=True):
+            for at in range(len(back), len(text)):
+                place, distance = self.base + at, 0
+                if at - start >= size:
+                    key = hash(tuple(text[at - size : at]))
+                    distance = place - last.get(key, place)
+                    last[key] = place
+                back.append(distance)
+
+    def drop(self, text: array[int], length: int) -> None:
+        """Take the first tokens out of the text and of the index."""
+        for size, last, back in zip(SIZES, self.last, self.back, strict=True):
+            for at in range(size, length):
+                key = hash(tuple(text[at - size : at]))
+                if last.get(key) == self.base + at:
+                    del last[key]
+            del back[:length]
+        del text[:length]
+        self.base += length
+
+    def search(self, text: Tokens[int], tail: list[int]) -> dict[int, int]:
+        """Indices of `text` behind occurrences of the end of `tail`, and how many tokens match there."""
+        found: dict[int, int] = {}
+        reverse = [*tail[::-1], END - 1]
+        for size, last, back in zip(SIZES, self.last, self.back, strict=True):
+            at = last.get(hash(tuple(tail[-size:])), -1) - self.base if size <= len(tail) else -1
+            for _ in range(FOLLOWED):
+                if at < 0:
+                    break
+                if at not in found:
+                    n = 0
+                    while n < at and text[at - 1 - n] == reverse[n]:
+                        n += 1
+                    found[at] = n
+                at = at - back[at] if back[at] else -1
+        return found
+
+
+def follow(text: Tokens[int], places: list[int], size: int, least: float, width: int) -> tuple[float, Draft]:
+    """What follows `places` (most recent first), at most `size` nodes, `width` children each, and its expected tokens.
+
+    The likeliest paths come first, none below `least`. A copy that reaches the end of the text goes on into itself.
+    """
+    draft, worth, order = Draft(), 0.0, 0
+    heap: list[tuple[float, int, int, list[int], list[int]]] = [(-1.0, 0, -1, [], places)]
+    while heap and len(draft) < size:
+        cost, _, parent, path, places = heapq.heappop(heap)  # cost: minus the path's probability
+        if path:
+            worth -= cost
+            draft.tokens.append(path[-1])
+            draft.parents.append(parent)
+        after: dict[int, list[int]] = {}
+        for at in places:
+            token = text[at] if at < len(text) else path[at - len(text)]
+            if token != END:
+                after.setdefault(token, []).append(at + 1)
+        total = sum(map(len, after.values()))
+        for token, going in heapq.nsmallest(width, after.items(), key=lambda item: -len(item[1])):
+            if -cost * len(going) / total >= least:
+                order += 1
+                heapq.heappush(heap, (cost * len(going) / total, order, len(draft) - 1, [*path, token], going))
+    return worth, draft
+
+
+@dataclass
+class Suffix(Drafter):
+    """Goes on as the sequence, and outputs before it, did after the same tokens."""
+
+    num_speculative_tokens: int = 16
+    suffix_decoding_max_tree_depth: int = 24  # longest match, in tokens
+    suffix_decoding_max_cached_requests: int = 10000  # earlier outputs remembered, oldest out first; 0 = none
+    suffix_decoding_max_spec_factor: float = 1.0  # guesses per matched token
+    suffix_decoding_min_token_prob: float = 0.1  # no guess below this estimated probability
+    tree: bool = False  # may guess several ways on; exactness is then `law`
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("max_tree_depth", 1, 1e9), ("max_cached_requests", 0, 1e9),
+                                ("max_spec_factor", 0, 1e9), ("min_token_prob", 0, 1)):  # fmt: skip
+            if not low <= (value := getattr(self, f"suffix_decoding_{name}")) <= high:
+                raise ConfigError(f"suffix_decoding_{name} must be at least {low} and at most {high:g}, not {value}")
+        self.indexes: dict[int, Index] = {}
+        self.past, self.text, self.lengths = Index(), array("i"), deque[int]()
+
+    def propose(self, seqs: list[Sequence], k: int) -> list[Draft]:
+        """One chain (or tree) of at most k nodes per sequence; empty without a match."""
+        return [self._guess(seq, k) for seq in seqs]
+
+    def forget(self, seq: Sequence) -> None:
+        """Drop the sequence's index; remember its output, and the end of the prompt, which an answer starts from."""
+        self.indexes.pop(seq.id, None)
+        if seq.settled > seq.prompt_len and self.suffix_decoding_max_cached_requests:
+            first, start = max(0, seq.prompt_len - self.suffix_decoding_max_tree_depth), len(self.text)
+            self.text.extend([*seq.tokens[first : seq.settled][1 - CACHED_TOKENS :], END])
+            self.past.enter(self.text, start)
+            self.lengths.append(len(self.text) - start)
+            while len(self.lengths) > self.suffix_decoding_max_cached_requests or len(self.text) > CACHED_TOKENS:
+                self.past.drop(self.text, self.lengths.popleft())
+
+    def _guess(self, seq: Sequence, k: int) -> Draft:
+        index, tail = self.indexes.setdefault(seq.id, Index()), seq.tokens[-self.suffix_decoding_max_tree_depth :]
+        index.enter(seq.tokens[: seq.settled] if seq.parent else seq.tokens, 0)
+        best, guess, width = 0.0, Draft(), k if self.tree else 1
+        texts: list[tuple[Index, Tokens[int]]] = [(index, seq.tokens), (self.past, self.text)]
+        for where, text in texts:
+            found = where.search(text, tail)
+            for n in sorted(set(found.values()) - {0}, reverse=True):
+                size = min(k, int(self.suffix_decoding_max_spec_factor * n + 1e-6))
+                if size <= best:  # not even a sure guess of this length would be worth more
+                    break
+                places = sorted((at for at, match in found.items() if match >= n), reverse=True)
+                worth, draft = follow(text, places, size, self.suffix_decoding_min_token_prob, width)
+                if worth > best:
+                    best, guess = worth, draft
+        return guess

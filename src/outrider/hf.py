@@ -1,0 +1,256 @@
+"""A transformers model that generates through Outrider behind its own `generate`.
+
+    import outrider.hf
+    outrider.hf.accelerate(model, tokenizer, {"method": "ngram"})
+    model.generate(**inputs, max_new_tokens=100, do_sample=False)
+
+The three lines are those of lookahead decoding's `lade` (Fu et al. 2402.02057), for every method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, StopStringCriteria
+
+from outrider.config import ModelConfig, SamplingParams, SpeculativeConfig
+from outrider.engine import Request
+from outrider.errors import ConfigError
+from outrider.llm import LLM
+from outrider.load import Checkpoint, adopt
+
+DEFAULTS: dict[str, Any] = {  # of transformers' generate, where neither the call nor a generation config says otherwise
+    "max_new_tokens": None, "max_length": None, "min_new_tokens": None, "min_length": 0, "do_sample": False,
+    "temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": None, "repetition_penalty": 1.0, "eos_token_id": None,
+    "pad_token_id": None, "num_return_sequences": 1, "stop_strings": None,
+}  # fmt: skip
+ARGUMENTS = ["inputs", "input_ids", "attention_mask", "generation_config", "logits_processor", "stopping_criteria",
+             "streamer", "tokenizer", "seed"]  # fmt: skip
+# Other options ask for nothing when they are None, 0 or False; these when they are 1 or True; and some change no token.
+ONES = {"num_beams", "num_beam_groups", "use_cache", "typical_p", "length_penalty", "encoder_repetition_penalty",
+        "guidance_scale"}  # fmt: skip
+IDLE = {"bos_token_id", "decoder_start_token_id", "transformers_version", "_from_model_config", "disable_compile",
+        "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
+        "assistant_lookbehind", "target_lookbehind"}  # fmt: skip
+
+Config = SpeculativeConfig | Mapping[str, Any] | None
+Processor = Callable[[Tensor, Tensor], Tensor]  # (1, n) ids, (1, vocab) scores -> scores
+Criterion = Callable[..., Any]  # (1, n) ids, None -> (1,) bool
+
+
+def accelerate(
+    model: Any, tokenizer: Any = None, speculative_config: Config = None, *, share: bool = True, **engine: Any
+) -> Accelerated:
+    """Let `model.generate` run through Outrider: the same tokens, drafted ahead.
+
+    model: a loaded LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM or Qwen3ForCausalLM, on one device in one
+        dtype. tokenizer: needed for stop strings and to check a draft model's vocabulary.
+    speculative_config: as for LLM.  engine: the fields of EngineConfig.
+    share: the weights are held once: query, key and value, and gate and up, are fused layer by layer, and the model's
+        parameters become views into the fused tensors; it stays a working, trainable transformers model. On a CPU
+        such weights cannot be packed: plain decoding took 1.5 to 2.9 times as long as with
+        `share=False`, which packs a copy, for twice the memory and blind to later changes of the model's weights.
+        The guarantee is the same; `handle.llm.exactness` says which one the self-check found.
+
+    A second call replaces the first. Raises UnsupportedArchitecture, CheckpointError and ConfigError, before anything
+    is changed except the layout of the weights.
+    """
+    if not hasattr(model, "generation_config") or not hasattr(model, "named_parameters"):
+        raise ConfigError(f"accelerate takes a loaded transformers causal LM, not {type(model).__name__}")
+    held = dict(model.named_parameters())
+    kinds = {(p.dtype, p.device) for p in held.values()}
+    tied = "lm_head.weight" not in held  # tied parameters are listed once
+    says = {"architectures": [type(model).__name__], "dtype": str(next(iter(kinds))[0]), "tie_word_embeddings": tied}
+    config = ModelConfig.from_hf(model.config.to_dict() | says, tuple(_eos(model.generation_config.eos_token_id)))
+    if len(kinds) != 1 or next(iter(kinds))[1].type not in ("cpu", "cuda"):
+        found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
+        raise ConfigError(f"accelerate needs all weights in one dtype on one CPU or CUDA device, not {found}")
+    path = Path(str(getattr(model.config, "_name_or_path", "") or type(model).__name__))
+    adopted = Checkpoint(adopt(config, held, path, share), tokenizer, path)
+    llm = LLM(adopted, speculative_config=speculative_config, **engine)
+    if isinstance(before := getattr(vars(model).get("generate"), "__self__", None), Accelerated):
+        before.undo()
+    return Accelerated(model, llm, share)
+
+
+class Accelerated:
+    """What `accelerate` returns. As a context manager, it undoes at the end.
+
+    llm: the LLM behind `generate`; assign to `llm.speculative_config` to change the method.
+    last_metrics: of the last call, for each returned row what GenerationOutput.metrics holds.
+    """
+
+    def __init__(self, model: Any, llm: LLM, share: bool) -> None:
+        self.model, self.llm, self.last_metrics = model, llm, list[dict[str, Any]]()
+        self._before = {key: value for key, value in vars(model).items() if key == "generate"}
+        self._weights = [p.data_ptr() for p in model.parameters()] if share else None
+        model.generate = self.generate
+
+    def undo(self) -> None:
+        """Give the model its own `generate` back; without effect if something has replaced ours. The weights stay."""
+        if vars(self.model).get("generate") == self.generate:
+            del self.model.generate
+            vars(self.model).update(self._before)
+
+    def __enter__(self) -> Accelerated:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
+
+    def __reduce__(self) -> Any:
+        raise ConfigError("an accelerated model can be copied or pickled only after undo()")
+
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        logits_processor: Iterable[Processor] | None = None,
+        stopping_criteria: Iterable[Criterion] | None = None,
+        *,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        streamer: Any = None,
+        tokenizer: Any = None,
+        seed: int | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """As transformers' generate: prompts (batch, n), left-padded where the mask (batch, n) is 0, and their
+        continuations, (batch * num_return_sequences, n + new) of int64; rows that ended are padded on the right.
+
+        Options come from kwargs, `generation_config` and the model's own, in this order. Row i is sampled with
+        seed + i; without `seed` it is drawn from torch's generator, so `transformers.set_seed` holds. Processors and
+        criteria see one row at a time, its padding included; a processor is also asked about rows that a draft only
+        supposes. A row that a criterion or stop string has ended is padded even where no eos token is set.
+        Raises ConfigError for what is not supported, by name, and RequestError's kinds.
+        """
+        if self._weights not in (None, [p.data_ptr() for p in self.model.parameters()]):
+            raise ConfigError("the model's weights were moved, cast or replaced; call outrider.hf.accelerate again")
+        ids, own = inputs if input_ids is None else input_ids, self.llm.runner.model
+        shaped = isinstance(ids, Tensor) and ids.ndim == 2 and len(ids) and not ids.is_floating_point()
+        if ids is None or not shaped or (inputs is not None and input_ids is not None):
+            raise ConfigError("give inputs or input_ids: one tensor (batch, length) of token ids")
+        asked = _options(kwargs, generation_config, self.model.generation_config)
+        eos = [token for token in _eos(asked["eos_token_id"]) if 0 <= token < own.config.vocab_size]
+        pad = asked["pad_token_id"]
+        params = _sampling(asked, ids.shape[1], eos, own.config.max_positions)
+        starts = _starts(ids, attention_mask, pad if pad not in eos else None)
+        criteria = list(stopping_criteria or ())
+        if strings := asked["stop_strings"]:
+            if (tokenizer := self.llm.tokenizer if tokenizer is None else tokenizer) is None:
+                raise ConfigError("stop_strings need a tokenizer: give it to accelerate or to generate")
+            criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=strings))
+        pad = pad if pad is not None else next(iter(eos), None)
+        n, prompts = len(starts), ids.long().repeat_interleave(asked["num_return_sequences"], 0)
+        if len(prompts) > 1 and (streamer is not None or (criteria and pad is None)):
+            cure = "a streamer takes one row at a time" if streamer is not None else "set pad_token_id"
+            raise ConfigError(f"{len(prompts)} rows: {cure}")
+        seed = int(torch.randint(2**62, ())) if seed is None else seed
+
+        engine, requests = self.llm.engine, list[Request]()
+        try:
+            for i, row in enumerate(prompts.tolist()):
+                start = starts[i * n // len(prompts)]
+                edits = [_edit(process, row[:start], own.device) for process in logits_processor or ()]
+                (request,) = engine.add(row[start:], replace(params, seed=seed + i, logits_processors=edits))
+                requests.append(request)
+                if criteria:
+                    request.seq.stop_check = _stop(request, criteria, row[:start], own.device)
+            if streamer is not None:
+                streamer.put(prompts.cpu())
+            while not all(request.finished for request in requests):
+                for request, tokens in engine.step():
+                    for token in tokens if streamer is not None and request is requests[0] else ():
+                        streamer.put(torch.tensor([token]))
+            if streamer is not None:
+                streamer.end()
+        finally:
+            for request in requests:
+                engine.abort(request)  # a no-op unless something went wrong or was interrupted
+        self.last_metrics = [engine.output(request).metrics for request in requests]
+        outputs = [request.seq.output for request in requests]
+        longest = max(map(len, outputs))
+        fresh = torch.tensor([output + [pad] * (longest - len(output)) for output in outputs], device=ids.device)
+        return torch.cat([prompts, fresh], 1)
+
+
+def _options(kwargs: dict[str, Any], *configs: Any) -> dict[str, Any]:
+    """The value of each name in DEFAULTS. Raises ConfigError for anything else that asks for something."""
+    known = {*vars(GenerationConfig()), "synced_gpus", "trust_remote_code"}  # type: ignore[no-untyped-call]
+    asked: dict[str, Any] = {}
+    for name in sorted(known | kwargs.keys() | DEFAULTS.keys()):
+        given = [value for config in configs if (value := getattr(config, name, None)) is not None]
+        value = kwargs[name] if name in kwargs else next(iter(given), DEFAULTS.get(name))
+        number = isinstance(value, (bool, int, float))
+        if name in DEFAULTS:
+            asked[name] = value
+        elif value is not None and not (name in IDLE or (number and name in known and value == (name in ONES))):
+            shown = f"{name}={value!r}" if number or isinstance(value, str) else name
+            supported = ", ".join([*ARGUMENTS, *DEFAULTS])
+            raise ConfigError(f"generate through Outrider does not support {shown}; supported: {supported}")
+    return asked
+
+
+def _eos(given: Any) -> list[int]:
+    values = given.tolist() if isinstance(given, Tensor) else given
+    return [] if values is None else list(values) if isinstance(values, (list, tuple)) else [values]
+
+
+def _starts(ids: Tensor, mask: Tensor | None, pad: int | None) -> list[int]:
+    """Where each row's prompt begins. Without a mask, a padding token that does not end texts shows it, as there."""
+    if mask is None:
+        mask = ids != pad if pad is not None else torch.ones_like(ids)
+    if not isinstance(mask, Tensor) or mask.shape != ids.shape:
+        raise ConfigError(f"attention_mask must have the shape of input_ids, {tuple(ids.shape)}")
+    starts = (mask == 0).sum(1).to(ids.device)
+    if not torch.equal(mask.to(ids.device) != 0, torch.arange(ids.shape[1], device=ids.device) >= starts[:, None]):
+        raise ConfigError("attention_mask may only hide padding on the left: set tokenizer.padding_side = 'left'")
+    return [int(start) for start in starts]
+
+
+def _sampling(asked: dict[str, Any], width: int, eos: list[int], context: int) -> SamplingParams:
+    """One row's parameters; `width` is the prompts' length with padding, by which transformers counts lengths."""
+    for name in ("max_new_tokens", "max_length", "min_new_tokens", "min_length", "num_return_sequences"):
+        value, least = asked[name], int(name.startswith("num"))
+        if value is not None and (not isinstance(value, int) or value < least):
+            raise ConfigError(f"{name} must be a whole number of at least {least}, not {value!r}")
+    most, longest = asked["max_new_tokens"], asked["max_length"]
+    if most is None:
+        most = min(20, context - width) if longest is None else longest - width
+    if most < 1:
+        raise ConfigError(f"no room for a new token behind {width} prompt tokens; raise max_new_tokens or max_length")
+    least = asked["min_new_tokens"] if asked["min_new_tokens"] is not None else (asked["min_length"] or 0) - width
+    chosen = {name: asked[name] for name in ("temperature", "top_k", "top_p", "min_p") if asked[name] is not None}
+    if not asked["do_sample"]:
+        if asked["num_return_sequences"] != 1:
+            raise ConfigError("num_return_sequences above 1 needs do_sample=True: greedy rows would all be the same")
+        chosen = {"temperature": 0}
+    elif chosen.get("temperature") == 0:
+        raise ConfigError("temperature must be above 0, not 0; for greedy decoding set do_sample=False")
+    penalty = 1.0 if asked["repetition_penalty"] is None else asked["repetition_penalty"]
+    return SamplingParams(
+        **chosen, repetition_penalty=penalty, max_tokens=most, min_tokens=min(max(least, 0), most),
+        ignore_eos=True, stop_token_ids=eos,
+    )  # fmt: skip
+
+
+def _edit(process: Processor, padding: list[int], device: torch.device) -> Callable[[list[int], Tensor], Tensor]:
+    """A transformers processor as one of ours, which takes ids as a list and scores (vocab,)."""
+    return lambda tokens, logits: process(torch.tensor([padding + tokens], device=device), logits[None])[0]
+
+
+def _stop(
+    request: Request, criteria: list[Criterion], padding: list[int], device: torch.device
+) -> Callable[[int], bool]:
+    """Whether a transformers criterion ends the row behind the token just added."""
+
+    def check(_: int) -> bool:
+        ids = torch.tensor([padding + request.seq.tokens], device=device)
+        return any(bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in criteria)
+
+    return check

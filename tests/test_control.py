@@ -1,0 +1,90 @@
+"""The controller on a simulated target, and `auto` end to end."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from outrider import LLM
+from outrider.control import PROBE_EVERY, WARM_UP, Controller
+
+
+def simulate(acceptance, row=0.03, draft=0.0, found=1.0, riders=0, steps=400, seqs=1):
+    """Planned k per step, and tokens per second over plain's, where a forward of n rows costs 1 + row * (n - 1)."""
+    dice, controller = random.Random(0), Controller()
+    plans, tokens, seconds = [], 0, 0.0
+    for _ in range(steps):
+        k = controller.plan(seqs)
+        drafted = [k if dice.random() < found else 0 for _ in range(seqs)]
+        accepted = [next((i for i in range(n) if dice.random() > acceptance), n) for n in drafted]
+        rows = sum(1 + n + (riders if k else 0) for n in drafted)
+        cost = (1 + row * (rows - 1), draft * k * seqs)
+        controller.learn(k, rows, drafted, accepted, cost[1], cost[0])
+        plans.append(k)
+        tokens += sum(accepted) + seqs
+        seconds += sum(cost)
+    plain = seqs / (1 + row * (seqs - 1))
+    return plans, tokens / seconds / plain
+
+
+def test_good_drafts_are_drafted_long():
+    plans, speedup = simulate(0.95)
+    assert sorted(plans)[len(plans) // 2] >= 8 and speedup > 4
+
+
+def test_hopeless_drafts_are_not_drafted():
+    plans, speedup = simulate(0.02, row=0.1)
+    late = plans[100:]
+    assert late.count(0) > 0.9 * len(late) and speedup > 0.97
+    assert any(late), f"looked again after {PROBE_EVERY} steps"
+
+
+def test_costly_drafts_are_drafted_short_or_not():
+    assert simulate(0.6, draft=0.5)[1] > 0.95  # half a forward for a token that is kept in 6 of 10 cases
+    cheap, dear = (sorted(simulate(0.8, draft=d)[0])[200] for d in (0.02, 0.25))
+    assert cheap > dear
+
+
+def test_a_large_batch_pays_for_its_rows():
+    few, many = (sorted(simulate(0.6, row=0.15, seqs=n)[0])[200] for n in (1, 16))
+    assert few >= many
+
+
+def test_riders_count():
+    """Riders cost rows whatever k is: where they eat the gain, nothing is drafted."""
+    assert simulate(0.5, row=0.1, riders=40)[1] > 0.9
+
+
+def test_the_text_changes():
+    controller = Controller()
+    for step in range(600):
+        k = controller.plan(1)
+        good = step > 300
+        controller.learn(k, 1 + k, [k], [k if good else 0], 0.0, 1 + 0.05 * k)
+        last = k
+    assert last >= 8  # it gave up on drafts, looked again, and found that they pay
+
+
+def test_the_first_steps_measure():
+    controller = Controller(limit=6)
+    plans = []
+    for _ in WARM_UP:
+        plans.append(controller.plan(1))
+        controller.learn(plans[-1], 1 + plans[-1], [plans[-1]], [0], 0.0, 1.0)
+    assert plans == [min(k, 6) for k in WARM_UP]
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "suffix", "lookahead"])
+def test_auto_is_exact(method):
+    llm = LLM("tiny", dtype="float32")
+    config = {"method": method, "num_speculative_tokens": "auto"}
+    prompts = ["Once upon a time", "a b a b a b", "The dog"]
+    for sampling in ({"temperature": 0}, {"temperature": 0.8, "seed": 2}):
+        llm.speculative_config = None
+        plain = [o.token_ids for o in llm.generate(prompts, max_tokens=40, **sampling)]
+        llm.speculative_config = config | ({"model": "tiny-draft"} if method == "draft_model" else {})
+        outputs = llm.generate(prompts, max_tokens=40, **sampling)
+        assert [o.token_ids for o in outputs] == plain
+        drafted = [n for o in outputs for n in o.metrics["speculative_decoding"]["per_step_drafted"]]
+        assert 0 in drafted and any(drafted)

@@ -1,0 +1,352 @@
+"""Datastores and the drafter that copies from them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_cli import run  # noqa: F401 - a fixture
+
+from outrider import LLM, SamplingParams, datastore
+from outrider.datastore import HEADER, SEPARATOR, Store, build, suffix_array, write
+from outrider.drafters.rest import Rest, follow, grow
+from outrider.errors import ConfigError
+from outrider.load import find, read_tokenizer
+from outrider.types import Sequence
+
+IDS = st.lists(st.integers(0, 3), max_size=12)
+STORY = "Once upon a time, there was a little girl named Lily. She loved to play outside in the sunshine. "
+
+
+@pytest.fixture(params=["library", "numpy"])
+def sorter(request, monkeypatch):
+    """Both ways to sort suffixes."""
+    if request.param == "numpy":
+        monkeypatch.setitem(sys.modules, "pydivsufsort", None)
+    else:
+        pytest.importorskip("pydivsufsort")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return read_tokenizer(find("tiny"))
+
+
+@given(st.lists(st.sampled_from([0, 1, 2, 255, 256, 70_000, SEPARATOR]), min_size=1, max_size=40))
+def test_suffix_array(sorter, ids):
+    assert suffix_array(np.array(ids, np.uint32)).tolist() == sorted(range(len(ids)), key=lambda i: ids[i:])
+
+
+@pytest.mark.parametrize("ids", [[7] * 300, [*range(300)] * 3, [*range(70_000)], [5]], ids=len)
+def test_suffix_array_of_long_repeats(sorter, ids):
+    assert suffix_array(np.array(ids, np.uint32)).tolist() == sorted(range(len(ids)), key=lambda i: ids[i : i + 901])
+
+
+def brute(documents, context, longest, shortest, length):
+    """What `find` shall return, by looking everywhere."""
+    for n in range(min(longest, len(context)), shortest - 1, -1):
+        ends = [(d, i + n) for d in documents for i in range(len(d) - n) if d[i : i + n] == context[-n:]]
+        if ends:
+            return Counter(tuple(d[end : end + length]) for d, end in ends)
+    return Counter()
+
+
+@given(
+    st.lists(IDS, min_size=1, max_size=6).filter(any), IDS, st.integers(1, 3), st.integers(1, 5),
+    st.sampled_from([1, 9, 2**26]),
+)  # fmt: skip
+def test_find(tmp_path_factory, documents, context, shortest, length, shard):
+    """Longest suffix first, all occurrences in all shards, never across a document's border."""
+    path = tmp_path_factory.getbasetemp() / "found.store"
+    store = write(documents, path, vocab=4, shard_tokens=shard)
+    rows = store.find(context, 5, shortest, length, 10**6)
+    assert Counter(map(tuple, rows)) == brute(documents, context, 5, shortest, length)
+    few = store.find(context, 5, shortest, length, 2)
+    assert len(few) == min(2, len(rows)) and not Counter(map(tuple, few)) - Counter(map(tuple, rows))
+
+
+def test_find_by_hand(tmp_path):
+    store = write([[1, 2, 3, 4], [9, 2, 3, 5, 6], [1, 2, 3]], tmp_path / "s", vocab=10)
+    assert store.find([0, 1, 2, 3], 16, 2, 8, 99) == [[4]]  # longest suffix first; the last document ends there
+    assert sorted(store.find([8, 2, 3], 16, 2, 8, 99)) == [[4], [5, 6]]
+    assert store.find([9, 2, 3, 5, 6], 16, 2, 8, 99) == []  # occurs only where a document ends
+    assert store.find([3, 4], 16, 2, 8, 99) == store.find([7, 3], 16, 2, 8, 99) == store.find([3], 16, 2, 8, 99) == []
+    assert store.find([], 16, 1, 8, 99) == store.find([1, 2], 16, 2, 8, 0) == []
+    assert (store.header["documents"], store.header["tokens"]) == (3, 12)
+
+
+def test_a_few_hits_are_a_fair_sample(tmp_path):
+    documents = [[1, 2, 3]] * 900 + [[1, 2, 4]] * 100
+    rows = write(documents, tmp_path / "s", vocab=10, shard_tokens=1000).find([1, 2], 16, 2, 8, 50)
+    assert Counter(map(tuple, rows)) == {(3,): 45, (4,): 5}
+
+
+def test_a_store_larger_than_memory(tmp_path):
+    """A file of 64 GiB, full of holes: opening and searching it touches a few pages."""
+    path, n = tmp_path / "large.store", 2**33
+    if not Path("/proc/self/statm").exists():
+        pytest.skip("resident memory is read from /proc")
+    header = {"outrider_datastore": 1, "shards": [n // 4] * 4, "vocab": 9, "documents": 1, "tokens": n}
+    with open(path, "wb") as file:
+        file.write(json.dumps(header | {"fingerprint": None, "model": ""}).encode().ljust(HEADER))
+        try:
+            file.truncate(HEADER + 8 * n)
+        except OSError:
+            pytest.skip("no sparse files here")
+
+    def resident() -> int:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * 4096
+
+    before = resident()
+    store = Store(path)
+    assert store.find([3, 1, 2], 16, 2, 8, 99) == []
+    assert len(store.find([0] * 16, 16, 2, 8, 99)) == 99
+    assert resident() - before < 2**23
+
+
+# --- building ---------------------------------------------------------------------------------------------------------
+
+
+def texts_of(store: Store, tokenizer) -> list[str]:
+    ids = np.concatenate([shard[1] for shard in store.shards])
+    ends = np.flatnonzero(ids == SEPARATOR)
+    return [tokenizer.decode(part[part != SEPARATOR].tolist()) for part in np.split(ids, ends)[:-1]]
+
+
+def test_build_reads_what_there_is(tmp_path, tokenizer):
+    code = tmp_path / "code"
+    (code / "deep").mkdir(parents=True)
+    (code / ".hidden").mkdir()
+    for name in ("a.py", "deep/b.py", ".hidden/c.py", "d.weird"):
+        (code / name).write_text(f"name = '{name}'\n")
+    (tmp_path / "one.txt").write_text("A tale of ö.\n")
+    (tmp_path / "packed.txt.xz").write_bytes(lzma.compress(b"Packed."))
+    entries = [{"text": "T."}, {"content": "C."}, {"prompt": "P", "completion": "Q"}, {"prompt": "R", "text": "U."}]
+    entries.append({"prompt": "def f", "canonical_solution": "(): pass"})
+    lines = "\n".join(map(json.dumps, entries)) + "\n\n"
+    (tmp_path / "lines.jsonl").write_text(lines)
+    (tmp_path / "lines.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+
+    def built(*paths, **options) -> list[str]:
+        return texts_of(build([tmp_path / p for p in paths], tokenizer, tmp_path / "out", **options), tokenizer)
+
+    assert built("one.txt", "packed.txt.xz") == ["A tale of ö.\n", "Packed."]
+    assert built("code") == ["name = 'a.py'\n", "name = 'deep/b.py'\n"]
+    assert built("code", suffixes=[".weird"]) == ["name = 'd.weird'\n"]
+    assert built("lines.jsonl") == built("lines.jsonl.gz") == ["T.", "C.", "PQ", "U.", "def f(): pass"]
+    (tmp_path / "lines.jsonl").write_text('{"body": "B.", "text": "T."}\n')
+    heard: list[tuple[str, int, int]] = []
+    assert built("lines.jsonl", field="body", progress=lambda *call: heard.append(call)) == ["B."]
+    assert heard and all(0 <= done <= total for _, done, total in heard)
+
+
+def test_long_texts_and_shards(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr("outrider.corpus.PIECE", 100)
+    (tmp_path / "long.txt").write_text(STORY * 30)
+    store = build([tmp_path / "long.txt"], tokenizer, tmp_path / "out", shard_tokens=200)
+    assert len(store.shards) > 1 and "".join(texts_of(store, tokenizer)) == STORY * 30
+    context = tokenizer(" loved to play")["input_ids"]
+    rows = store.find(context, 16, 2, 3, 10**6)
+    assert len(rows) > 20 and tokenizer.decode(Counter(map(tuple, rows)).most_common(1)[0][0]).startswith(" outside")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("x.jsonl", "{", "x.jsonl:1 is not JSON"),
+        ("x.jsonl", '{"text": "a"}\n[1]', "x.jsonl:2 is no object"),
+        ("x.jsonl", '{"body": "a"}', "has body, and no text.*--field"),
+        ("x.txt", "", "no text to put"),
+        ("x.gz", "not packed", "x.gz cannot be read"),
+        ("x.xz", "not packed", "x.xz cannot be read"),
+    ],
+)
+def test_unreadable_input(tmp_path, tokenizer, name, content, why):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError, match=why):
+        build([tmp_path / name], tokenizer, tmp_path / "out")
+    assert [p.name for p in tmp_path.iterdir()] == [name]  # nothing half-written stays
+
+
+def test_missing_input_and_output(tmp_path, tokenizer):
+    with pytest.raises(ConfigError, match="no file or folder at"):
+        build([tmp_path / "gone"], tokenizer, tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"no file in .* ends with \.py;.*--suffix"):
+        build([tmp_path], tokenizer, tmp_path / "out", suffixes=[".py"])
+    for bad in (tmp_path, tmp_path / "no" / "folder"):
+        with pytest.raises(ConfigError, match="cannot be written"):
+            write([[1]], bad, 9)
+    with pytest.raises(ConfigError, match="raise shard_tokens"):
+        write([[1]] * 30_000, tmp_path / "out", 9, shard_tokens=1)
+
+
+# --- stores that must not be used -------------------------------------------------------------------------------------
+
+
+def test_damaged_stores(tmp_path):
+    path = tmp_path / "s"
+    good = write([[1, 2, 3]], path, vocab=9).path.read_bytes()
+    cases = {
+        "is no datastore, or its header is damaged": [
+            b"",
+            b"hello",
+            good[:100],
+            b"[1]".ljust(HEADER),
+            good[1:],
+            good.replace(b"vocab", b"vocal"),
+        ],
+        "has 65536 bytes, not 65568: damaged": [good[:HEADER]],
+        "has 6556[79] bytes, not 65568: damaged": [good[:-1], good + b"x"],
+        "is a datastore of version 2, not 1": [
+            good.replace(b'datastore": 1', b'datastore": 2'),
+            b'{"outrider_datastore": 2}',
+        ],
+    }
+    for why, contents in cases.items():
+        for content in contents:
+            path.write_bytes(content)
+            with pytest.raises(ConfigError, match=f"^{path} {why}.*datastore build`$"):
+                Store(path)
+    path.unlink()
+    for bad in (path, tmp_path):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            Store(bad)
+
+
+def test_flipped_bits_are_harmless(tmp_path):
+    """What cannot be noticed without reading all of it gives wrong guesses, not errors."""
+    path = tmp_path / "s"
+    good = bytearray(write([[1, 2, 3, 1, 2, 4]], path, vocab=9).path.read_bytes())
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        good[HEADER:] = rng.integers(0, 256, len(good) - HEADER, np.uint8).tobytes()
+        path.write_bytes(good)
+        for context in ([1, 2], [3, 1, 2, 4]):
+            assert len(Store(path).find(context, 16, 2, 4, 9)) <= 9
+
+
+def test_other_tokenizers_are_refused(tmp_path, tiny_llm, random_llm, tokenizer):
+    class Other:
+        def get_vocab(self):
+            return tokenizer.get_vocab() | {"the": 0}
+
+    right = str(write([[1]], tmp_path / "r", 8192, datastore.fingerprint(tokenizer), "tiny").path)
+    other = str(write([[1]], tmp_path / "o", 8192, datastore.fingerprint(Other()), "other").path)
+    small = str(write([[1]], tmp_path / "s", 128).path)
+    for llm, fits, unfit, why in (
+        (
+            tiny_llm,
+            right,
+            other,
+            r"was built for other with another tokenizer \(8192 tokens, \w{12}; this model's: 8192",
+        ),
+        (random_llm, small, right, "was built for tiny with 8192 token ids, and this model has 128"),
+        (tiny_llm, right, small, "with 128 token ids, and this model has 8192"),
+    ):
+        llm.speculative_config = {"method": "rest", "datastore": fits}
+        with pytest.raises(ConfigError, match=why):
+            llm.speculative_config = {"method": "rest", "datastore": unfit}
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({}, "needs a 'datastore'"),
+        ({"datastore": "gone"}, "gone cannot be read"),
+        ({"datastore": "", "max_token_span": 1}, "needs a 'datastore'"),
+        ({"datastore": "x", "max_token_span": 1}, "at least 2"),
+        ({"datastore": "x", "max_continuation": 0}, "at least 1"),
+        ({"datastore": 3}, "must be str"),
+    ],
+)
+def test_wrong_options_are_known_before_anything_loads(options, why):
+    with pytest.raises(ConfigError, match=why):
+        LLM("no/model", speculative_config={"method": "rest", **options})
+
+
+# --- drafting ---------------------------------------------------------------------------------------------------------
+
+ROWS = [[1, 2, 3], [1, 2], [1, 4, 5], [6, 2, 3], [6]]
+
+
+def test_chain_and_tree():
+    assert follow(ROWS, 9).tokens == [1, 2, 3] and follow(ROWS, 2).tokens == [1, 2] and follow(ROWS, 9).is_chain
+    assert len(follow([], 9)) == len(follow(ROWS, 0)) == len(grow([], 9)) == 0
+    tree = grow(ROWS, 9)
+    assert sorted(map(tuple, ([tree.tokens[i] for i in tree.path_to(n)] for n in range(len(tree))))) == sorted(
+        {tuple(row[:n]) for row in ROWS for n in range(1, len(row) + 1)}
+    )
+    assert (grow(ROWS, 4).tokens, grow(ROWS, 4).parents) == ([1, 6, 2, 4], [-1, -1, 0, 0])
+
+
+@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), max_size=20), st.integers(0, 12))
+def test_tree_is_the_most_frequent_beginnings(rows, k):
+    tree = grow(rows, k)
+    counts = Counter(tuple(row[:n]) for row in rows for n in range(1, len(row) + 1))
+    nodes = [tuple(tree.tokens[i] for i in tree.path_to(n)) for n in range(len(tree))]
+    assert len(nodes) == len(set(nodes)) == min(k, len(counts))
+    assert sorted((counts[node] for node in nodes), reverse=True) == sorted(counts.values(), reverse=True)[:k]
+
+
+def test_propose(tmp_path):
+    path = write([[1, 2, 3, 4, 5], [1, 2, 3, 6]], tmp_path / "s", vocab=9).path
+    seqs = [Sequence(tokens, SamplingParams(), 0) for tokens in ([1, 2, 3, 4], [0, 2], [2], [1, 2])]
+    assert [d.tokens for d in Rest(datastore=str(path)).propose(seqs, 2)] == [[5], [], [], [3, 4]]
+    assert [d.tokens for d in Rest(datastore=str(path), max_continuation=1).propose(seqs, 9)] == [[5], [], [], [3]]
+    tree = Rest(datastore=str(path), tree=True).propose(seqs, 9)[3]
+    assert (tree.tokens, tree.parents) == ([3, 4, 6, 5], [-1, 0, 0, 1])
+    assert not any(map(len, Rest(datastore=str(path)).propose(seqs, 0)))
+
+
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("temperature", [0, 0.8])
+def test_same_tokens_fewer_forwards(tmp_path, tiny_llm, tokenizer, tree, temperature):
+    params = SamplingParams(temperature=temperature, seed=3, max_tokens=60)
+    prompts = [STORY, "Once upon a time", "She"]
+    plain = tiny_llm.generate(prompts, params)
+    (tmp_path / "t.txt").write_text("\n".join(o.prompt + o.text for o in plain))
+    store = build([tmp_path / "t.txt"], tokenizer, tmp_path / "s")
+    tiny_llm.speculative_config = {"method": "rest", "datastore": str(store.path), "tree": tree}
+    for output, expected in zip(tiny_llm.generate(prompts, params), plain, strict=True):
+        assert output.token_ids == expected.token_ids
+        assert output.metrics["speculative_decoding"]["mean_acceptance_length"] > 1.5
+        if not tree:
+            assert output.metrics["exactness"] == expected.metrics["exactness"]
+
+
+# --- the command line -------------------------------------------------------------------------------------------------
+
+
+def test_cli(run, tmp_path):  # noqa: F811
+    text, store = tmp_path / "t.txt", str(tmp_path / "s")
+    text.write_text(STORY)
+    code, out, _ = run("datastore", "build", store, str(text), "--model", "tiny")
+    assert code == 0 and "1 documents" in out and "rest:datastore=" in out
+    code, out, _ = run("datastore", "info", store, "--model", "tiny")
+    assert code == 0 and all(word in out for word in ("documents", "tokens", "bytes", "8192", "fits"))
+    flags = ["generate", STORY[:40], "--max-tokens", "20", "--compare", "--speculate", f"rest:datastore={store}"]
+    code, out, err = run(*flags)
+    assert code == 0 and "identical" in out + err
+
+
+def test_cli_errors(run, tmp_path, make_checkpoint):  # noqa: F811
+    store = str(write([[1]], tmp_path / "s", 77).path)
+    bare = str(make_checkpoint())
+    for args, why in (
+        (["info", str(tmp_path / "gone")], "cannot be read"),
+        (["info", store, "--model", "tiny"], "77 token ids"),
+        (["build", store, str(tmp_path / "gone")], "no file or folder"),
+        (["build", store, store, "--model", bare], "no tokenizer"),
+        (["build", store, store, "--model", "./gone"], "no model at"),
+    ):
+        code, out, err = run("datastore", *args)
+        assert (code, out) == (2, "") and why in err and err.startswith("outrider: ") and err.count("\n") == 1

@@ -1,0 +1,232 @@
+"""Suffix decoding: its guesses against plain search, its memory of earlier outputs, its limits."""
+
+from __future__ import annotations
+
+import random
+import time
+import tracemalloc
+
+import pytest
+from helpers import run
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider import LLM, SamplingParams, SpeculativeConfig, drafters
+from outrider.errors import ConfigError
+from outrider.types import Sequence
+
+PREFIX = "suffix_decoding_"
+
+
+def make(**options):
+    long = ("max_tree_depth", "max_cached_requests", "max_spec_factor", "min_token_prob")
+    return drafters.create(
+        SpeculativeConfig("suffix", options={(PREFIX if key in long else "") + key: v for key, v in options.items()})
+    )
+
+
+def sequence(tokens: list[int], prompt_len: int | None = None) -> Sequence:
+    seq = Sequence(tokens, SamplingParams(), 0)
+    seq.prompt_len = len(tokens) if prompt_len is None else prompt_len
+    return seq
+
+
+def guess(drafter, tokens: list[int], k: int = 8) -> list[int]:
+    """What it proposes for a new sequence, which it then forgets without having seen output."""
+    seq = sequence(tokens)
+    (draft,) = drafter.propose([seq], k)
+    drafter.forget(seq)
+    assert draft.is_chain
+    return draft.tokens
+
+
+def expected(tokens: list[int], settled: int, past: list[list[int]], k: int, depth: int, factor: float, least: float):
+    """The rule by plain search, in the sequence itself, whose copies run into themselves, and in all of the past."""
+    best, chosen = 0.0, []
+    for texts, ends in (([tokens], [settled]), (past, [len(text) + 1 for text in past])):
+        for n in range(min(depth, len(tokens)), 0, -1):
+            tail, path, worth, p = tokens[-n:], [], 0.0, 1.0
+            places = [
+                (text, at)
+                for text, end in zip(texts[::-1], ends[::-1], strict=True)  # the most recent first
+                for at in range(end - 1, n - 1, -1)
+                if text[at - n : at] == tail
+            ]
+            if not places:
+                continue
+            while len(path) < min(k, int(factor * n + 1e-6)):
+                after: dict[int, list] = {}
+                for text, at in places:
+                    whole = text + path if text is tokens else text
+                    if at < len(whole):
+                        after.setdefault(whole[at], []).append((text, at + 1))
+                total = sum(map(len, after.values()))
+                token = max(after, key=lambda t: len(after[t]), default=None)
+                if token is None or (p := p * len(after[token]) / total) < least:
+                    break
+                path, worth, places = [*path, token], worth + p, after[token]
+            if worth > best:
+                best, chosen = worth, path
+    return chosen
+
+
+@given(
+    seed=st.integers(0, 10**9), k=st.integers(1, 9), depth=st.sampled_from([1, 2, 5, 24]), words=st.integers(1, 4),
+    factor=st.sampled_from([0.5, 1.0, 2.5]), least=st.sampled_from([0.0, 0.1, 0.4, 1.0]), kept=st.integers(0, 3),
+)  # fmt: skip
+def test_guesses(seed, k, depth, words, factor, least, kept):
+    """Sequences grow by blocks, forks come and go, and outputs of three generations are remembered or not."""
+    dice, past = random.Random(seed), []
+    drafter = make(max_tree_depth=depth, max_spec_factor=factor, min_token_prob=least, max_cached_requests=kept)
+
+    def some(most: int) -> list[int]:
+        return dice.choices(range(words), k=dice.randint(1, most))
+
+    for _ in range(3):
+        seqs = [sequence(some(9)) for _ in range(2)]
+        for _ in range(5):
+            fork = seqs[0].fork()
+            fork.tokens += some(4)
+            for group in (seqs, [fork]):
+                for seq, draft in zip(group, drafter.propose(group, k), strict=True):
+                    assert draft.is_chain
+                    assert draft.tokens == expected(seq.tokens, seq.settled, past, k, depth, factor, least)
+            for seq in seqs:
+                seq.tokens += some(3)
+        for seq in seqs:
+            drafter.forget(seq)
+            past = [*past, seq.tokens[max(0, seq.prompt_len - depth) :]][-kept:] if kept else []
+    assert not drafter.indexes and len(drafter.lengths) == min(kept, 6)
+
+
+def test_by_hand():
+    drafter = make()
+    assert guess(drafter, [1, 2, 3, 4, 9, 1, 2, 3]) == [4, 9, 1]  # as many as match
+    assert guess(drafter, [1, 2, 3, 1, 2, 3]) == [1, 2, 3]  # on into itself
+    assert guess(drafter, [1, 5, 9, 1, 6, 8, 1, 6, 1]) == [6]  # two of three
+    assert guess(drafter, [4, 1, 5, 1]) == [5]  # one is enough
+    assert guess(drafter, [1, 2, 3]) == guess(drafter, [1]) == []
+    assert guess(drafter, [7] * 5000, k=16) == [7] * 16
+    assert guess(drafter, [1, 2, 3, 1, 2, 3], k=0) == []
+
+
+def test_factor_and_probability():
+    text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2]
+    assert guess(make(max_spec_factor=3.0), text) == [3, 4, 5, 6, 7, 8]
+    assert guess(make(max_spec_factor=0.5), text) == [3]
+    assert guess(make(max_spec_factor=0.0), text) == []
+    split = [n for token in (3, 3, 4, 5) for n in (1, 2, token)] + [9, 1, 2]  # 3 follows half of the time
+    assert guess(make(min_token_prob=0.5), split)[0] == 3
+    assert guess(make(min_token_prob=0.51), split) == []
+    drifting = [n for token in (5, 6, 7, 8) for n in (1, 2, 3, token)] + [9, 1, 2]  # 3 is sure, what follows is not
+    assert guess(make(min_token_prob=0.3), drifting) == [3]
+    assert guess(make(min_token_prob=0.2), drifting) == [3, 8]  # the most recent of equals
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"max_tree_depth": 0}, {"max_cached_requests": -1}, {"max_spec_factor": -0.1}, {"max_spec_factor": float("nan")},
+     {"min_token_prob": 1.1}, {"min_token_prob": -0.1}],
+)  # fmt: skip
+def test_impossible_options(options):
+    with pytest.raises(ConfigError, match=PREFIX + next(iter(options))):
+        make(**options)
+
+
+def test_tree():
+    """Branches where several ways on are likely, at no more nodes than the chain may have."""
+    text = [n for i, token in enumerate((5, 6, 7, 5, 6, 7)) for n in (1, 2, 3, 4, token, 50 + i)] + [1, 2, 3, 4]
+    (chain,), (tree,) = (make(tree=tree).propose([sequence(text)], 4) for tree in (False, True))
+    assert chain.is_chain and chain.tokens[0] == 7 and not tree.is_chain
+    assert {tree.tokens[i] for i, parent in enumerate(tree.parents) if parent == -1} == {5, 6, 7}
+    assert len(tree) == 4 == len({(p, t) for p, t in zip(tree.parents, tree.tokens, strict=True)})
+    sure = make(tree=True).propose([sequence([1, 2, 3, 1, 2, 3])], 4)[0]
+    assert sure.is_chain and sure.tokens == [1, 2, 3]
+
+
+def test_earlier_outputs():
+    drafter, text = make(), list(range(20))
+    seq = sequence(text, prompt_len=5)
+    drafter.propose([seq], 8)
+    assert guess(drafter, [50, 6, 7, 8]) == []  # not while it runs
+    drafter.forget(seq)
+    assert guess(drafter, [50, 6, 7, 8]) == [9, 10, 11]
+    assert guess(drafter, text[:5]) == text[5:10]  # the same question again
+    assert guess(drafter, [8, 30, 31, 32, 7, 8]) == [9, 10]  # two tokens match there, one here
+    assert guess(drafter, [6, 7, 8, 30, 6, 7, 8]) == [30, 6, 7]  # equally good: its own text first
+    assert guess(drafter, [18, 19]) == []  # nothing goes on behind the end
+    drafter.forget(sequence([40, 41, 42, 40]))  # nothing was generated: nothing to remember
+    assert len(drafter.lengths) == 1
+    none = make(max_cached_requests=0)
+    none.forget(sequence(text, prompt_len=5))
+    assert guess(none, [6, 7, 8]) == [] and not none.text
+
+
+def test_eviction(monkeypatch):
+    drafter = make(max_cached_requests=2)
+    for first in (100, 200, 300):
+        drafter.forget(sequence(list(range(first, first + 30)), prompt_len=1))
+    assert guess(drafter, [110, 111]) == []
+    assert guess(drafter, [210, 211]) == [212, 213] and guess(drafter, [310, 311]) == [312, 313]
+    assert len(drafter.text) == len(drafter.past.back[0]) == 62
+    assert all(place >= drafter.past.base for last in drafter.past.last for place in last.values())
+    monkeypatch.setattr("outrider.drafters.suffix.CACHED_TOKENS", 50)
+    drafter.forget(sequence(list(range(400, 480)), prompt_len=1))  # over the bound alone: its end is kept
+    assert guess(drafter, [310, 311]) == [] and len(drafter.text) == 50
+    assert guess(drafter, [410, 411]) == [] and guess(drafter, [470, 471]) == [472, 473]
+
+
+def test_memory_and_time_are_bounded():
+    dice, drafter = random.Random(0), make(max_cached_requests=5)
+
+    def requests(n: int) -> int:
+        for _ in range(n):
+            seq = sequence(dice.choices(range(8000), k=400), prompt_len=100)
+            drafter.propose([seq], 8)
+            drafter.forget(seq)
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        assert requests(10) * 2 > requests(60)
+    finally:
+        tracemalloc.stop()
+    for text in (dice.choices(range(8000), k=32768), [7] * 32768, dice.choices(range(2), k=32768)):
+        seq, began = sequence(text), time.process_time()
+        drafter.propose([seq], 16)
+        built = time.process_time()
+        for token in text[:100]:
+            seq.tokens.append(token)
+            drafter.propose([seq], 16)
+        assert built - began < 1 and (time.process_time() - built) / 100 < 0.002  # measured: 0.03 s and 0.2 ms
+        drafter.forget(seq)
+
+
+def acceptance(llm: LLM, prompts: list[str]) -> tuple[float, list[list[int]], set[str]]:
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    outputs = run(llm, [(llm.encode(prompt), params) for prompt in prompts])
+    metrics = [o.metrics["speculative_decoding"] for o in outputs]
+    emitted = sum(len(o.token_ids) for o in outputs) / sum(m["num_spec_steps"] for m in metrics)
+    return emitted, [o.token_ids for o in outputs], {o.metrics["exactness"] for o in outputs}
+
+
+def test_it_pays(tiny_llm):
+    """More tokens a forward than prompt lookup of the same length; far more when asked again; a tree, too."""
+    prompts = [
+        "Lily had a red ball. She liked to play with the red ball in the park. Lily had a blue ball. She liked to",
+        "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a - b\n\ndef mul(a, b):\n",
+    ]
+    plain = acceptance(tiny_llm, prompts)
+    lengths = {}
+    for method in ("ngram", "suffix"):
+        tiny_llm.speculative_config = {"method": method, "num_speculative_tokens": 8}
+        lengths[method], tokens, exactness = acceptance(tiny_llm, prompts)
+        assert tokens == plain[1] and exactness == plain[2]
+    assert lengths["suffix"] >= lengths["ngram"] > 1
+    again, tokens, _ = acceptance(tiny_llm, prompts)
+    assert tokens == plain[1] and again > 6
+    tiny_llm.speculative_config = {"method": "suffix", "tree": True}
+    for _ in range(2):
+        branching, tokens, exactness = acceptance(tiny_llm, prompts)
+        assert tokens == plain[1]
+    assert branching > 6
