@@ -193,12 +193,33 @@ def test_bitwise_is_bitwise(make_checkpoint, shape, dtype):
                 runner.free(other)
 
 
-def test_trees_promise_less(random_llm):
-    """A branch lies in other slots than plain decoding's tokens: whoever met one is told `law`."""
-    promised = random_llm.exactness
-    for draft, exactness in ((Draft([1, 2], [-1, 0]), promised), (Draft([1, 2], [-1, -1]), "law")):
-        use(random_llm, ScriptedDrafter(lambda seq, k, draft=draft: draft))
-        assert run(random_llm, [([3], SamplingParams(max_tokens=5))])[0].metrics["exactness"] == exactness
+def test_branches_promise_less(random_llm):
+    """A tree's first branch lies as plain decoding's tokens do; whoever accepted another one is told `law`."""
+    params = SamplingParams(max_tokens=5, temperature=0)
+    plain = run(random_llm, [([3], params)])[0].token_ids
+
+    def tree(seq, right_first):
+        right = plain[len(seq.output)]
+        return Draft([right, (right + 1) % 128] if right_first else [(right + 1) % 128, right], [-1, -1])
+
+    for right_first, exactness in ((True, random_llm.exactness), (False, "law")):
+        use(random_llm, ScriptedDrafter(lambda seq, k, first=right_first: tree(seq, first)))
+        output = run(random_llm, [([3], params)])[0]
+        assert output.token_ids == plain and output.metrics["exactness"] == exactness
+        assert output.metrics["speculative_decoding"]["num_accepted_draft_tokens"] >= 2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_first_branch_is_bitwise(dtype):
+    llm = LLM("tiny", device="cpu", dtype=dtype)
+    if llm.exactness != "bitwise":
+        pytest.skip("not promised for this dtype and machine")
+    text = torch.randint(8192, (530,), generator=torch.Generator().manual_seed(1)).tolist()
+    seq = Sequence(text[:508], SamplingParams(), 0)
+    chain = llm.runner.extend([seq], [Draft.chain(text[508:516])]).logits[0]
+    branches = Draft([*text[508:516], 9, 8, 7, 6, 5], [*range(-1, 7), -1, 8, 0, 3, 11], riders=2)
+    assert torch.equal(llm.runner.extend([seq], [branches]).logits[0][:9], chain)
+    llm.runner.free(seq)
 
 
 def test_n_outputs_are_n_seeds(random_llm, make_checkpoint):

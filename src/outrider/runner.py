@@ -154,8 +154,8 @@ def check_exactness(model: Model, kv: KVCache) -> str:
 
     The loaded linears are run on random rows, alone and in company. Then the whole model reads random tokens up to and
     across a key-block border: one at a time, as chains of many lengths, and beside another sequence. All bit for bit,
-    with as many threads as there are now. A branch of a token tree lies in other cache slots than plain decoding's
-    tokens, so a sequence that met one counts as `law`.
+    with as many threads as there are now. A tree's first branch lies in the cache as plain decoding's tokens do; a
+    sequence that accepted another one counts as `law`.
     """
     runner = Runner(model, kv, chunk=64)  # small chunks: the check should not set the peak of memory
     generator = torch.Generator().manual_seed(0)

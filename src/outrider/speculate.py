@@ -68,8 +68,8 @@ def step(
     verdicts = verify(seqs, drafts, output.logits, drafter.acceptance_method)
     runner.commit(seqs, output, verdicts)
     verified = time.perf_counter()
-    for seq, draft, verdict in zip(seqs, drafts, verdicts, strict=True):
-        seq.branched = seq.branched or not draft.is_chain
+    for seq, verdict in zip(seqs, verdicts, strict=True):
+        seq.branched = seq.branched or verdict.path != list(range(len(verdict.path)))
         taken = seq.accept(verdict.tokens)
         del verdict.tokens[taken:], verdict.path[taken:], verdict.logprobs[taken:]
     observing = time.perf_counter()

@@ -241,7 +241,7 @@ class Sequence:
         self.finish_reason: str | None = None
         self.stop_check: Callable[[int], bool] | None = None  # sees each appended token; True = a stop string ended
         self.parent: Sequence | None = None
-        self.branched = False  # whether a token tree has been verified for it
+        self.branched = False  # whether a path other than a tree's first branch was accepted: computed in other slots
         self.memory: dict[str, Any] = {}  # what the sampler keeps about the settled tokens
 
     @property

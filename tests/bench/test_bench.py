@@ -155,6 +155,7 @@ def test_a_sample_counts_what_comes_in_the_time_it_takes() -> None:
         return SimpleNamespace(
             token_ids=list(range(tokens)),
             metrics={
+                "exactness": "bitwise",
                 "timing": {"time_to_first_token": 0.5, "first_tokens": 1 + accepted[0],
                            "total_seconds": total, "draft_seconds": total / 10,
                            "target_seconds": total / 4},

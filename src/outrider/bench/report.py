@@ -38,6 +38,7 @@ class Sample:
     steps: int = 0  # forwards of the target, counted for each sequence
     drafted: int = 0
     accepted: int = 0
+    exactness: set[str] = field(default_factory=set)  # of the outputs
 
     @property
     def rate(self) -> float:

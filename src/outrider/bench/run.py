@@ -131,7 +131,7 @@ def run(settings: Settings, progress: Progress | None = None) -> Iterator[Result
             yield result(
                 settings, llm, suite, prompts[suite.name], passes, samples["plain"], method=name, engine="outrider",
                 speculative_config=spoken | {"num_speculative_tokens": _k(config)},
-                exactness=llm.exactness, kv_bytes=kv_bytes[name], notes=[],
+                exactness=max(e for s in passes for e in s.exactness), kv_bytes=kv_bytes[name], notes=[],
             )  # fmt: skip
     if settings.peer is None:
         return
@@ -191,6 +191,7 @@ def sample(llm: LLM, prompts: list[list[int]], params: SamplingParams, batch: in
             s.steps += spec["num_spec_steps"]
             s.drafted += spec["num_draft_tokens"]
             s.accepted += spec["num_accepted_draft_tokens"]
+            s.exactness.add(output.metrics["exactness"])
     return s
 
 

@@ -109,7 +109,9 @@ class Lookahead(Drafter):
             before.memory = {"noise": seq.memory.get("noise", {})}
             first, *others = memory.levels
             places = [Row(before, first[1 : i + 1] + [level[i] for level in others]) for i in range(width)]
-            levels = [*memory.levels, choose(logits[rows], places)]
+            # Custom processors are not asked: they may refuse the prefixes that a window supposes.
+            plain = bool(seq.params.logits_processors)
+            levels = [*memory.levels, logits[rows].argmax(-1).tolist() if plain else choose(logits[rows], places)]
             full = len(levels) == self.ngram_size
             for ngram in zip(*levels, strict=True) if full else ():
                 memory.pool.add(ngram)
