@@ -86,6 +86,8 @@ def label(config: SpeculativeConfig) -> str:
     if config.method == PLAIN.method:
         return "plain"
     options = {**config.options, "k": _k(config)}
+    if isinstance(parts := options.get("drafters"), list):  # of merge
+        options["drafters"] = "+".join(str(part.get("method")) for part in parts)
     return " ".join([config.method, *(f"{key}={str(value).rsplit('/', 1)[-1]}" for key, value in options.items())])
 
 
