@@ -14,7 +14,7 @@ BIN := .venv/bin
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[bench,test,check]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[bench,test,check,rest]'
 	touch $@
 
 demo: .venv/ready
