@@ -61,20 +61,20 @@ class Controller:
             return
         if all(drafted):
             self.beyond = 0.8 * self.beyond + 0.2 * (rows / n - 1 - k) if self.steps > 1 else rows / n - 1 - k
-        each = draft_seconds / (k * len(drafted))
+        each = draft_seconds / (k * n)
         self.draft = each if self.draft == 0 else 0.9 * self.draft + 0.1 * each
         self.found = [MEMORY * x for x in self.found]
-        self.found[0] += sum(n > 0 for n in drafted) / len(drafted)
+        self.found[0] += sum(d > 0 for d in drafted) / n
         self.found[1] += 1
         while len(self.tried) < max(drafted):
             self.tried.append(0.0)
             self.taken.append(0.0)
         for depth in range(max(drafted, default=0)):
-            reached = sum(n > depth and a >= depth for n, a in zip(drafted, accepted, strict=True))
+            reached = sum(d > depth and a >= depth for d, a in zip(drafted, accepted, strict=True))
             if reached:
                 passed = sum(a > depth for a in accepted)
-                self.tried[depth] = MEMORY * self.tried[depth] + reached / len(drafted)
-                self.taken[depth] = MEMORY * self.taken[depth] + passed / len(drafted)
+                self.tried[depth] = MEMORY * self.tried[depth] + reached / n
+                self.taken[depth] = MEMORY * self.taken[depth] + passed / n
 
     def _rate(self, k: int, seqs: int) -> float:
         """Tokens per second and sequence that k nodes promise."""
