@@ -248,12 +248,8 @@ def result(
         draft_share=shares[0], target_share=shares[1], rest_share=shares[2],
         time_to_first_token=median(t for x in samples for t in x.first),
         identical=not differences, differences=differences, near_ties=ties if s.temperature == 0 else None,
-        weight_bytes=model.nbytes, peak_rss_bytes=_peak_rss(), hardware=_hardware(model.device),
-        versions={
-            "outrider": outrider.__version__, "torch": torch.__version__, "transformers": version("transformers"),
-            "python": platform.python_version(),
-        },
-        commit=_commit(), command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        weight_bytes=model.nbytes, peak_rss_bytes=_peak_rss(), hardware=hardware(model.device),
+        versions=versions(), commit=commit(), command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"), **own,
     )  # fmt: skip
 
@@ -263,7 +259,14 @@ def _peak_rss() -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
 
 
-def _hardware(device: torch.device) -> dict[str, Any]:
+def versions() -> dict[str, str]:
+    """Of what computed a result."""
+    ours = {"outrider": outrider.__version__, "torch": torch.__version__, "transformers": version("transformers")}
+    return ours | {"python": platform.python_version()}
+
+
+def hardware(device: torch.device) -> dict[str, Any]:
+    """What a result was measured on."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
         cpu = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
@@ -274,7 +277,7 @@ def _hardware(device: torch.device) -> dict[str, Any]:
     return {"cpu": cpu, "cores": os.cpu_count(), "threads": torch.get_num_threads(), "load": load, "gpu": gpu}
 
 
-def _commit() -> str:
+def commit() -> str:
     """Of the checkout this file is in, with `-dirty` if tracked files changed; `unknown` without one."""
     here = Path(__file__).resolve()
     git = ["git", "-C", str(here.parent)]

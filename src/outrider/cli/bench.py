@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
+from outrider.bench import long as longer
 from outrider.bench import report, run
 from outrider.bench.inflate import inflate as enlarge
 from outrider.bench.suites import SUITES
-from outrider.cli.options import Device, Dtype, Model, read_json
+from outrider.cli.options import Device, Dtype, Model, read_ints, read_json
 from outrider.config import SpeculativeConfig
 from outrider.errors import ConfigError
 from outrider.load import Progress as Callback
@@ -38,6 +41,20 @@ def _bar() -> Iterator[Callback]:
             bar.update(task, description=what, completed=done, total=total, refresh=True)
 
         yield show
+
+
+def _methods(short: list[str] | None, json: list[str] | None) -> list[SpeculativeConfig]:
+    methods = [SpeculativeConfig.parse(text) for text in short or ()]
+    return methods + [SpeculativeConfig.of(read_json(text, "--speculative-config")) for text in json or ()]
+
+
+def _prepare(output: Path) -> None:
+    """The folder of --output, there before anything is measured."""
+    report.require_matplotlib()
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--output {output} cannot be a folder: {error.strerror}") from None
 
 
 @bench_app.callback()
@@ -72,20 +89,15 @@ def bench(
     """Measure methods x suites against plain decoding in the same run, and compare the tokens."""
     if context.invoked_subcommand is not None:
         return
-    methods = [SpeculativeConfig.parse(text) for text in speculate or ()]
-    methods += [SpeculativeConfig.of(read_json(text, "--speculative-config")) for text in speculative_config or ()]
+    methods = _methods(speculate, speculative_config) or [SpeculativeConfig("ngram")]
     settings = run.Settings(
-        model=model, dtype=dtype, device=device, methods=methods or [SpeculativeConfig("ngram")],
+        model=model, dtype=dtype, device=device, methods=methods,
         suites=[name.strip() for text in suite or ["stories"] for name in text.split(",")],
         prompts=prompts, max_tokens=max_tokens, repeats=repeats, temperature=temperature, top_p=top_p, seed=seed,
         batch=batch, peer=peer, data=data, file=file, threads=threads,
     )  # fmt: skip
     if output is not None:
-        report.require_matplotlib()
-        try:
-            output.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"--output {output} cannot be a folder: {error.strerror}") from None
+        _prepare(output)
     results: list[report.Result] = []
     with _bar() as show:
         for result in run.run(settings, show):
@@ -122,3 +134,52 @@ def inflate(
         )  # fmt: skip
     size = sum(path.stat().st_size for path in target.glob("*.safetensors"))
     Console(highlight=False).print(f"{target}: {size / 1e9:.3g} GB of weights, the logits of {source}", soft_wrap=True)
+
+
+@bench_app.command()
+def long(
+    *,
+    model: Model = "tiny",
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    context: Annotated[str, typer.Option(help="Tokens of prompt, with commas.")] = "4096,32768",
+    batch: Annotated[str, typer.Option(help="Prompts that run together, with commas.")] = "1",
+    speculate: Annotated[list[str] | None, typer.Option(help="Method in short form, repeatable.")] = None,
+    speculative_config: Annotated[list[str] | None, typer.Option(help="The same as JSON, repeatable.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="New tokens per prompt; end of sequence is ignored.")] = 256,
+    repeats: Annotated[int, typer.Option(help="Rounds over all methods; speeds are medians.")] = 3,
+    temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Keep the smallest set of tokens with this mass.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    data: Annotated[Path | None, typer.Option(envvar="OUTRIDER_DATA", help=f"Folder with {longer.BOOKS}.")] = None,
+    file: Annotated[Path | None, typer.Option(help="A text to read instead of the books.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for results.jsonl, table.md and long.png; replaces earlier ones.")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; default: torch's choice.")] = None,
+) -> None:
+    """Measure methods at long contexts and in batches, on whole books, against plain decoding in the same run."""
+    settings = longer.Settings(
+        model=model, dtype=dtype, device=device, contexts=read_ints(context, "--context"),
+        batches=read_ints(batch, "--batch"), methods=_methods(speculate, speculative_config), max_tokens=max_tokens,
+        repeats=repeats, temperature=temperature, top_p=top_p, seed=seed, data=data, file=file, threads=threads,
+    )  # fmt: skip
+    if output is not None:
+        _prepare(output)
+    rows: list[longer.Row] = []
+    with _bar() as show:
+        for row in longer.run(settings, show):
+            rows.append(row)
+            if output is not None:
+                longer.write(rows, output)
+    console = Console(highlight=False, width=None if Console().is_terminal else 200)
+    table = Table(box=SIMPLE, padding=0)
+    for title in longer.HEADER:
+        table.add_column(title)
+    for row in rows:
+        table.add_row(*longer.cells(row), style="" if row.identical else "yellow")
+    console.print(table)
+    console.print("\n".join(longer.remarks(rows)))
+    if output is not None:
+        longer.plot(rows, output / "long.png")
+        console.print(f"written to {output}: results.jsonl, table.md, long.png", soft_wrap=True)

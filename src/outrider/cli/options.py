@@ -105,6 +105,14 @@ def clean(sampling: dict[str, Any]) -> dict[str, Any]:
     return sampling
 
 
+def read_ints(text: str, option: str) -> list[int]:
+    """Numbers with commas between them. Raises ConfigError, naming the option."""
+    try:
+        return [int(part) for part in text.replace("_", "").split(",")]
+    except ValueError:
+        raise ConfigError(f"{option} must be whole numbers with commas, such as 4096,32768, not {text!r}") from None
+
+
 def read_json(text: str, flag: str) -> dict[str, Any]:
     """A JSON object given on the command line."""
     try:

@@ -1,0 +1,393 @@
+"""Long contexts: methods x contexts x batches on the text of whole books, against plain decoding in the same run.
+
+Each prompt is read once; then every method continues it in turn, repeat by repeat, from the target's cache as the
+prompt left it (a cache that catches up forgets what the method before wrote). Decoding is `step`, the engine's own loop
+body. Times are of the steps after each method's first, which also reads the prompt into the method's own caches.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import shlex
+import sys
+import tarfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from outrider.bench.run import PLAIN, commit, hardware, label, versions
+from outrider.bench.suites import DAMAGED
+from outrider.config import SamplingParams, SpeculativeConfig
+from outrider.errors import ConfigError, OutOfMemory
+from outrider.llm import LLM
+from outrider.load import Progress
+from outrider.speculate import StepTimes, step
+from outrider.types import Draft, Sequence
+
+BOOKS = "books_eval.tar.xz"
+REREAD = 128  # last tokens of the prompt that every method's first step reads again: a view may watch their queries
+PIECE = 100_000  # characters that are tokenised at once
+CURVE = (1, 2, 4, 8, 16)  # tokens of one verification
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run. Raises ConfigError for what cannot be."""
+
+    model: str = "tiny"
+    dtype: str = "auto"
+    device: str = "auto"
+    contexts: list[int] = field(default_factory=lambda: [4096, 32768])  # tokens of prompt
+    batches: list[int] = field(default_factory=lambda: [1])
+    methods: list[SpeculativeConfig] = field(default_factory=list)  # beside plain
+    max_tokens: int = 256
+    repeats: int = 3
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    data: Path | None = None
+    file: Path | None = None  # text instead of the evaluation books
+    threads: int | None = None
+    engine: dict[str, Any] = field(default_factory=dict)  # options of the engine, such as offloading
+
+    def __post_init__(self) -> None:
+        for name, least in {"contexts": 2, "batches": 1, "max_tokens": 16, "repeats": 1, "threads": 1}.items():
+            value = getattr(self, name)
+            if value is not None and min(value if isinstance(value, list) else [value]) < least:
+                raise ConfigError(f"{name} must be at least {least}, not {value}")
+        for method in self.methods:
+            if method.num_speculative_tokens == "auto":
+                raise ConfigError("bench long measures fixed draft lengths; give k a number instead of 'auto'")
+        names = ["plain", *map(label, self.methods)]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ConfigError(f"method {twice[0]} is given twice; each runs once, and plain always does")
+
+    @property
+    def params(self) -> SamplingParams:
+        """End of sequence is ignored: every run has exactly max_tokens new tokens."""
+        return SamplingParams(
+            temperature=self.temperature, top_p=self.top_p, seed=self.seed, max_tokens=self.max_tokens, ignore_eos=True
+        )
+
+
+@dataclass
+class Pass:
+    """One method's continuation of one batch. Seconds and counts are of the steps after the first."""
+
+    tokens: list[list[int]]
+    first: float  # seconds of the first step: the method's own caches read the prompt
+    seconds: float = 0.0
+    draft: float = 0.0
+    target: float = 0.0
+    steps: int = 0
+    emitted: int = 0
+    forwards: int = 0  # of sequences: one for each in each step
+    drafted: int = 0
+    accepted: int = 0
+    rejected: int = 0  # drafts that were not accepted whole
+    levels: dict[str, list[int]] = field(default_factory=dict)  # of a hierarchy: [accepted, drafted] tokens within
+
+
+@dataclass
+class Row:
+    """One JSON line: one method at one context and batch. Seconds and bytes; None = not applicable."""
+
+    method: str
+    speculative_config: dict[str, Any]
+    model: str
+    dtype: str
+    device: str
+    context: int
+    batch: int
+    max_tokens: int
+    temperature: float
+    top_p: float
+    seed: int
+    tokens_per_second: float  # over all sequences, median of the repeats
+    repeats: list[float]
+    speedup: float  # ratio of medians against plain in the same rounds
+    predicted: float | None  # by MagicDec's formula from measured times and acceptance
+    acceptance_length: float
+    draft_acceptance_rate: float | None
+    levels: dict[str, float]  # acceptance rate within a hierarchy
+    draft_share: float
+    target_share: float
+    kv_bytes_context: int  # keys and values one forward of the target reads
+    kv_bytes_drafter: int  # that the drafter holds
+    prefill_seconds: float  # the target's, once for all methods
+    first_step_seconds: float  # the method's own reading of the prompt, views built included
+    curve: dict[int, float]  # tokens verified at once -> seconds of a forward
+    identical: bool
+    exactness: str
+    source: str
+    hardware: dict[str, Any]
+    versions: dict[str, str]
+    commit: str
+    command: str
+
+    @property
+    def budget(self) -> int | None:
+        """Kept keys of the method's (outermost) view."""
+        found = re.search(r"budget['\"]?[=:]\s*(\d+)", json.dumps(self.speculative_config))
+        return int(found[1]) if found else None
+
+
+def run(settings: Settings, progress: Progress | None = None) -> Iterator[Row]:
+    """Measure, context by context and batch by batch. Raises OutriderError's kinds before a measurement begins."""
+    report = progress or (lambda *_: None)
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    llm = LLM(settings.model, dtype=settings.dtype, device=settings.device, progress=report, **settings.engine)
+    methods = {label(config): config for config in (PLAIN, *settings.methods)}
+    source, text = _text(settings, llm, max(settings.contexts) * max(settings.batches))
+    drafters = {}
+    for name, config in methods.items():  # what cannot run is known before the first prompt is read
+        llm.speculative_config = config
+        drafters[name] = llm.engine.drafter
+    for context in settings.contexts:
+        for batch in settings.batches:
+            _check_memory(llm, drafters.values(), context, batch, settings.max_tokens)
+    for context in settings.contexts:
+        for batch in settings.batches:
+            yield from _measure(settings, llm, methods, text, source, context, batch, report)
+
+
+def _measure(
+    s: Settings, llm: LLM, methods: dict[str, SpeculativeConfig], text: list[int], source: str,
+    context: int, batch: int, report: Progress,
+) -> Iterator[Row]:  # fmt: skip
+    stride = (len(text) - context) // batch if batch > 1 else 0
+    seqs = [Sequence(text[i * stride : i * stride + context], s.params, s.seed + i) for i in range(batch)]
+    what = f"context {context:,}, batch {batch}"
+    report(f"{what}: reading", 0, 1)
+    began = time.perf_counter()
+    llm.runner.extend(seqs)
+    prefill = time.perf_counter() - began
+    passes: dict[str, list[Pass]] = {name: [] for name in methods}
+    try:
+        curve = {n: _verification(llm, seqs, n) for n in CURVE}
+        for i in range(s.repeats):
+            for j, (name, config) in enumerate(methods.items()):
+                report(f"{what}: {name}", i * len(methods) + j, s.repeats * len(methods))
+                llm.speculative_config = config
+                passes[name].append(_decode(llm, seqs))
+    finally:
+        for seq in seqs:
+            llm.runner.free(seq)
+    for name, config in methods.items():
+        llm.speculative_config = config
+        yield _row(s, llm, config, passes[name], passes["plain"], context, batch, prefill, curve, source)
+
+
+def _decode(llm: LLM, prompts: list[Sequence]) -> Pass:
+    """Continue each prompt to its end with the drafter that is set."""
+    drafter, runner = llm.engine.drafter, llm.runner
+    runner.extend([_again(p, p.tokens[:-REREAD]) for p in prompts if len(p.tokens) > REREAD])
+    seqs = [_again(p, p.tokens) for p in prompts]
+    done: Pass | None = None
+    try:
+        while alive := [seq for seq in seqs if not seq.finish_reason]:
+            times, before = StepTimes(), sum(len(seq.tokens) for seq in seqs)
+            verdicts = step(runner, drafter, alive, drafter.num_speculative_tokens, times)
+            if done is None:
+                done = Pass([], times.total)
+                continue
+            done.seconds += times.total
+            done.draft += times.draft
+            done.target += times.target
+            done.steps += 1
+            done.forwards += len(alive)
+            done.emitted += sum(len(seq.tokens) for seq in seqs) - before
+            for verdict in verdicts:
+                done.drafted += verdict.drafted
+                done.accepted += len(verdict.path)
+                done.rejected += len(verdict.path) < verdict.drafted
+        assert done is not None
+        done.tokens = [seq.output for seq in seqs]
+        return done
+    finally:
+        for seq in seqs:
+            drafter.forget(seq)
+
+
+def _verification(llm: LLM, prompts: list[Sequence], tokens: int) -> float:
+    """Seconds of one forward that checks so many tokens of each sequence, its last one included; median of five."""
+    seqs = [_again(p, p.tokens) for p in prompts]
+    drafts = [Draft.chain(p.tokens[: tokens - 1]) for p in prompts]
+    llm.runner.extend(seqs)
+    seconds = []
+    for _ in range(5):
+        began = time.perf_counter()
+        llm.runner.extend(seqs, drafts)
+        seconds.append(time.perf_counter() - began)
+    return median(seconds)
+
+
+def _again(seq: Sequence, tokens: list[int]) -> Sequence:
+    """The sequence as if it had only these tokens: caches know it by its id and catch up."""
+    again = copy.copy(seq)
+    again.tokens, again.memory = tokens.copy(), {}
+    return again
+
+
+def predict(plain: float, steps: float, draft: float, target: float, k: int, alpha: float) -> float:
+    """Speedup by MagicDec's formula (2408.11049): omega / (k T_D / T_T + T_V / T_T), omega = tokens a step.
+
+    plain = T_T, seconds of a plain step; draft = k T_D and target = T_V over `steps` steps; alpha = chance that a draft
+    token is accepted once those before it were.
+    """
+    omega = k + 1 if alpha >= 1 else (1 - alpha ** (k + 1)) / (1 - alpha)
+    return omega * plain * steps / (draft + target)
+
+
+def _row(
+    s: Settings, llm: LLM, config: SpeculativeConfig, passes: list[Pass], plain: list[Pass],
+    context: int, batch: int, prefill: float, curve: dict[int, float], source: str,
+) -> Row:  # fmt: skip
+    rates, base = [p.emitted / p.seconds for p in passes], [p.emitted / p.seconds for p in plain]
+    total = Pass([], 0.0)
+    for p in passes:
+        for name in ("seconds", "draft", "target", "steps", "emitted", "forwards", "drafted", "accepted", "rejected"):
+            setattr(total, name, getattr(total, name) + getattr(p, name))
+    predicted = None
+    if total.drafted:
+        plain_step = sum(p.seconds for p in plain) / sum(p.steps for p in plain)
+        alpha = total.accepted / max(1, total.accepted + total.rejected)
+        k = round(total.drafted / total.forwards)
+        predicted = predict(plain_step, total.steps, total.draft, total.target, k, alpha)
+    model, kv = llm.runner.model, llm.runner.kv
+    length = context + s.max_tokens
+    return Row(
+        method=label(config), speculative_config={"method": config.method, **config.options}, model=s.model,
+        dtype=str(model.dtype).removeprefix("torch."), device=str(model.device), context=context, batch=batch,
+        max_tokens=s.max_tokens, temperature=s.temperature, top_p=s.top_p, seed=s.seed,
+        tokens_per_second=median(rates), repeats=rates, speedup=median(rates) / median(base), predicted=predicted,
+        acceptance_length=total.emitted / total.forwards,
+        draft_acceptance_rate=total.accepted / total.drafted if total.drafted else None, levels={},
+        draft_share=total.draft / total.seconds, target_share=total.target / total.seconds,
+        kv_bytes_context=batch * kv.nbytes(length), kv_bytes_drafter=batch * llm.engine.drafter.kv_bytes(length),
+        prefill_seconds=prefill, first_step_seconds=median(p.first for p in passes), curve=curve,
+        identical=all(p.tokens == plain[0].tokens for p in passes), exactness=llm.exactness, source=source,
+        hardware=hardware(model.device), versions=versions(), commit=commit(),
+        command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+    )  # fmt: skip
+
+
+def _check_memory(llm: LLM, drafters: Any, context: int, batch: int, max_tokens: int) -> None:
+    length, limit = context + max_tokens, llm.engine_config.kv_memory or 0
+    if length > llm.runner.max_len:
+        raise ConfigError(f"{context} tokens and {max_tokens} new ones exceed the context of {llm.runner.max_len}")
+    needed = batch * (llm.runner.kv.nbytes(length) + max(d.kv_bytes(length) for d in drafters))
+    if needed > limit:
+        raise OutOfMemory(
+            f"context {context} x batch {batch} needs {needed / 2**20:,.0f} MiB for keys and values, but there are "
+            f"{limit / 2**20:,.0f}; measure shorter contexts or smaller batches"
+        )
+
+
+def _text(s: Settings, llm: LLM, tokens: int) -> tuple[str, list[int]]:
+    """The books' names and their text, joined, as at least so many tokens (or all there are, repeated for a batch)."""
+    path = s.file or (s.data / BOOKS if s.data else None)
+    if path is None or not path.is_file():
+        raise ConfigError(
+            f"{path or BOOKS} is not there; pass its folder with --data or OUTRIDER_DATA, or a text with --file"
+        )
+    try:
+        if path.name.endswith(".tar.xz"):
+            with tarfile.open(path) as archive:
+                members = sorted((m for m in archive.getmembers() if m.isfile()), key=lambda m: m.name)
+                books = [archive.extractfile(member).read().decode() for member in members]  # type: ignore[union-attr]
+        else:
+            books = [path.read_text("utf-8")]
+    except DAMAGED as error:
+        raise ConfigError(f"{path} is damaged or not text ({type(error).__name__}: {error})") from None
+    ids: list[int] = []
+    for book in books:
+        for at in range(0, len(book), PIECE):
+            ids += llm.encode(book[at : at + PIECE])
+        if len(ids) >= tokens:
+            break
+    if len(ids) < max(s.contexts):
+        raise ConfigError(f"{path} has {len(ids)} tokens, fewer than the context of {max(s.contexts)}")
+    return path.name, ids
+
+
+HEADER = ("context", "batch", "method", "tokens/s", "speedup", "predicted", "tokens a forward", "drafts kept",
+          "draft %", "KV of the target MB", "KV of the drafter MB", "first step s", "identical")  # fmt: skip
+
+
+def cells(r: Row) -> list[str]:
+    """One line of the table."""
+    kept = "" if r.draft_acceptance_rate is None else f"{r.draft_acceptance_rate:.0%}"
+    kept += "".join(f", {name} {rate:.0%}" for name, rate in r.levels.items())
+    return [
+        f"{r.context:,}", str(r.batch), r.method, f"{r.tokens_per_second:,.1f}", f"{r.speedup:.2f}",
+        "" if r.predicted is None else f"{r.predicted:.2f}", f"{r.acceptance_length:.2f}", kept, f"{r.draft_share:.0%}",
+        f"{r.kv_bytes_context / 1e6:,.0f}", f"{r.kv_bytes_drafter / 1e6:,.1f}", f"{r.first_step_seconds:.2f}",
+        f"yes ({r.exactness})" if r.identical else f"no ({r.exactness})",
+    ]  # fmt: skip
+
+
+def remarks(rows: list[Row]) -> list[str]:
+    """What the table does not say."""
+    r, h = rows[-1], rows[-1].hardware
+    lines = [
+        f"{r.model}, {r.dtype}, {r.source}, {r.max_tokens} new tokens, temperature {r.temperature}, top-p {r.top_p}; "
+        f"{h['gpu'] or h['cpu']}, {h['threads']} threads on {h['cores']} cores; outrider {r.versions['outrider']} "
+        f"({r.commit}), torch {r.versions['torch']}.",
+        f"Median over repeats ({len(r.repeats)}), the methods taking turns; speedup against plain in the same run; "
+        "predicted: MagicDec's formula from measured times and acceptance.",
+    ]
+    for context, batch in dict.fromkeys((x.context, x.batch) for x in rows):
+        x = next(x for x in rows if (x.context, x.batch) == (context, batch))
+        one = x.curve[CURVE[0]]
+        curve = ", ".join(f"{n}: {seconds / one:.2f}" for n, seconds in x.curve.items())
+        lines.append(
+            f"Context {context:,}, batch {batch}: prompts read in {x.prefill_seconds:.1f} s; a forward of one "
+            f"token takes {1000 * one:.1f} ms; of n tokens, times that: {curve}."
+        )
+    return lines
+
+
+def write(rows: list[Row], folder: Path) -> None:
+    """results.jsonl and table.md, replacing those of an earlier run."""
+    (folder / "results.jsonl").write_text("".join(json.dumps(asdict(r)) + "\n" for r in rows), "utf-8")
+    table = "\n".join(f"| {' | '.join(row)} |" for row in [list(HEADER), ["---"] * len(HEADER), *map(cells, rows)])
+    (folder / "table.md").write_text("\n\n".join([f"`{rows[0].command}`", table, *remarks(rows)]) + "\n", "utf-8")
+
+
+def plot(rows: list[Row], path: Path) -> None:
+    """Speedup over context, batch and budget, and predicted against measured; what has one value gets no panel."""
+    from matplotlib.figure import Figure
+
+    drafted = [r for r in rows if r.predicted is not None]
+    names = [n for n in ("context", "batch", "budget") if len({getattr(r, n) for r in drafted} - {None}) > 1]
+    figure = Figure(figsize=(4.6 * (len(names) + 1), 4.4), layout="constrained")
+    *panels, last = figure.subplots(1, len(names) + 1, squeeze=False)[0]
+    for panel, name in zip(panels, names, strict=True):
+        lines: dict[str, list[tuple[int, float]]] = {}
+        for r in drafted:
+            if getattr(r, name) is not None:
+                method = re.sub(r"budget=\d+", "budget", r.method) if name == "budget" else r.method
+                fixed = [f"{n} {getattr(r, n)}" for n in names if n not in (name, "budget")]
+                lines.setdefault(", ".join([method, *fixed]), []).append((getattr(r, name), r.speedup))
+        for line, points in lines.items():
+            panel.plot(*zip(*sorted(points), strict=True), marker="o", label=line)
+        panel.set_xscale("log", base=2)
+        panel.set_xlabel(name)
+        panel.set_ylabel("tokens/s against plain decoding")
+        panel.axhline(1, color="black", linewidth=0.8, linestyle="--")
+        panel.legend(fontsize="xx-small", frameon=False)
+    limit = 1.05 * max([1.0, *(max(r.speedup, r.predicted or 0) for r in drafted)])
+    last.scatter([r.predicted for r in drafted], [r.speedup for r in drafted])
+    last.plot([0, limit], [0, limit], color="black", linewidth=0.8, linestyle="--")
+    last.set_xlabel("predicted speedup")
+    last.set_ylabel("measured speedup")
+    figure.savefig(path, dpi=150)
