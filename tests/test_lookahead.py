@@ -13,6 +13,7 @@ from outrider import LLM, Draft, SamplingParams
 from outrider.drafters.lookahead import Lookahead, Memory, Pool
 from outrider.errors import ConfigError
 from outrider.kv.base import Entry
+from outrider.ops.attention import visible
 from outrider.sampling import choose
 from outrider.types import Sequence
 from outrider.verify import verify
@@ -55,7 +56,8 @@ def test_window_is_the_papers(width, depth, guesses):
     assert draft.tokens[g:] == [levels[level][i] for level, i in cells]
     last = len(seq.tokens) - 1
     entry = Entry(0, 0, 1 + len(draft), last, [-1, *(p + 1 for p in draft.parents)])
-    positions, seen = entry.positions(), entry.visible(0, last + 1 + len(draft), None, torch.device("cpu"))
+    positions = entry.positions()
+    seen = visible(entry.n, last, entry.parents, None, 0, last + 1 + len(draft), torch.device("cpu"))
     assert [positions[1 + g + j] for j in range(len(cells))] == [last + level + i for level, i in cells]
     for j, (level, i) in enumerate(cells):
         row = seen[1 + g + j]

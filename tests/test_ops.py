@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from outrider.config import ModelConfig
 from outrider.model import Rotary
-from outrider.ops import KEY_BLOCK, Linear, attention, attention_mask, rotate, swiglu
+from outrider.ops import Linear, rotate, swiglu
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
@@ -37,35 +37,6 @@ def test_linear(dtype, n, k):
     assert torch.allclose(full.double(), exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * 10)
     for rows in (1, 2, 3, 8, 17, 33):
         assert torch.equal(linear(x[3 : 3 + rows]), full[3 : 3 + rows])
-
-
-@DTYPES
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 2, 64), (4, 4, 16), (7, 1, 80), (2, 1, 128)])
-@pytest.mark.parametrize("start", [0, 1, 380, 505, 1020])
-def test_attention(dtype, heads, kv_heads, dim, start):
-    n = 20
-    last = -(-(start + n) // KEY_BLOCK) * KEY_BLOCK
-    q, k, v = (
-        rand(n, heads, dim, dtype=dtype),
-        rand(kv_heads, last, dim, dtype=dtype),
-        rand(kv_heads, last, dim, dtype=dtype),
-    )
-
-    def attend(first, rows, keys):
-        visible = torch.arange(keys) <= torch.arange(first, first + rows)[:, None]
-        mask = attention_mask(visible, heads // kv_heads, dtype)
-        return attention(q[first - start : first - start + rows], k[:, :keys], v[:, :keys], mask, dim**-0.5)
-
-    full = attend(start, n, last)
-    group = heads // kv_heads
-    kk, vv = (t.double().repeat_interleave(group, 0) for t in (k, v))
-    scores = torch.einsum("nhd,hsd->hns", q.double(), kk) * dim**-0.5
-    scores.masked_fill_(torch.arange(last) > torch.arange(start, start + n)[:, None], float("-inf"))
-    exact = torch.einsum("hns,hsd->nhd", scores.softmax(-1), vv).reshape(n, -1)
-    assert torch.allclose(full.double(), exact, rtol=0, atol=TOLERANCE[dtype])
-    for i in range(n):  # alone, with no more keys than it needs
-        keys = -(-(start + i + 1) // KEY_BLOCK) * KEY_BLOCK
-        assert torch.equal(attend(start + i, 1, keys)[0], full[i])
 
 
 @DTYPES

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from outrider import quantize
 from outrider.config import DTYPES, ModelConfig
 from outrider.errors import CheckpointError, ConfigError, ModelNotFound, VocabularyMismatch
 from outrider.model import Layer, Model
 from outrider.ops import Linear, packs
 
-PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model"]
+PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "medusa_lm_head.pt"]
 Progress = Callable[[str, int, int], None]
 """`progress(what, done, total)`, called as long work advances."""
 
@@ -37,19 +37,28 @@ class Checkpoint:
     path: Path
 
 
-def load(name: str | Path, dtype: str = "auto", device: str = "auto", progress: Progress | None = None) -> Checkpoint:
+def load(
+    name: str | Path,
+    dtype: str = "auto",
+    device: str = "auto",
+    progress: Progress | None = None,
+    quantization: str | None = None,
+) -> Checkpoint:
     """Load a model and its tokenizer.
 
     `name`: a folder, `tiny` or `tiny-draft`, or a hub id. `dtype`: auto (the checkpoint's), float32, bfloat16, float16.
-    `device`: auto (CUDA if there is one), cpu, cuda, cuda:N. Raises ModelNotFound, UnsupportedArchitecture,
-    CheckpointError, ConfigError.
+    `device`: auto (CUDA if there is one), cpu, cuda, cuda:N. `quantization`: None, int8 or int4 (see quantize.py).
+    Raises ModelNotFound, UnsupportedArchitecture, CheckpointError, ConfigError.
     """
     where = _device(device)
     if dtype != "auto" and dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is unknown; valid: auto, {', '.join(DTYPES)}")
     path = find(name)
     config = read_config(path)
-    model = _build(config, _Weights(path), config.dtype if dtype == "auto" else DTYPES[dtype], where, progress)
+    kind = config.dtype if dtype == "auto" else DTYPES[dtype]
+    if quantization is not None:
+        quantize.check(quantization, kind, where)
+    model = _build(config, _Weights(path), kind, where, progress, quantization=quantization)
     return Checkpoint(model, read_tokenizer(path), path)
 
 
@@ -69,7 +78,7 @@ def _device(name: str) -> torch.device:
 
 def embedded() -> dict[str, Path]:
     """The models that come with the package, by name."""
-    assets = Path(str(resources.files("outrider"))) / "assets"
+    assets = Path(__file__).with_name("assets")
     return {path.name: path for path in sorted(assets.iterdir()) if (path / "config.json").exists()}
 
 
@@ -238,6 +247,7 @@ def _build(
     device: torch.device,
     progress: Progress | None,
     share: bool = False,
+    quantization: str | None = None,
 ) -> Model:
     c = config
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
@@ -248,12 +258,19 @@ def _build(
 
     staging = torch.empty(0, dtype=dtype)  # packed weights are fused in one reused buffer: no holes in the heap
 
-    def linear(prefix: str, parts: dict[str, int], inputs: int, bias: bool) -> Linear:
+    def linear(
+        prefix: str,
+        parts: dict[str, int],
+        inputs: int,
+        bias: bool,
+        gated: bool = False,
+        scheme: str | None = quantization,
+    ) -> Linear:
         nonlocal staging
         if share:
             held = [weights.mapped(f"{prefix}{name}.weight", rows, inputs) for name, rows in parts.items()]
             added = [weights.mapped(f"{prefix}{name}.bias", rows) for name, rows in parts.items()] if bias else []
-            return Linear(_fuse(held), _fuse(added) if bias else None, pack=False)
+            return Linear(_fuse(held), _fuse(added) if bias else None, pack=False, gated=gated)
         size = sum(parts.values()) * inputs
         if not packs(dtype, device):
             out = torch.empty(size, dtype=dtype, device=device).view(-1, inputs)
@@ -265,7 +282,8 @@ def _build(
             out[at : at + rows] = weights.mapped(f"{prefix}{name}.weight", rows, inputs)
             at += rows
         biases = [tensor(f"{prefix}{name}.bias", rows) for name, rows in parts.items()] if bias else []
-        return Linear(out, torch.cat(biases) if bias else None)
+        weight = quantize.quantize(out, scheme) if scheme else out
+        return Linear(weight, torch.cat(biases) if bias else None, gated=gated)
 
     def layer(i: int) -> Layer:
         at = f"model.layers.{i}"
@@ -278,7 +296,11 @@ def _build(
             o=linear(attn, {"o_proj": c.hidden_size}, q, c.o_bias),
             post_norm=tensor(f"{at}.post_attention_layernorm.weight", c.hidden_size),
             gate_up=linear(
-                mlp, {"gate_proj": c.intermediate_size, "up_proj": c.intermediate_size}, c.hidden_size, c.mlp_bias
+                mlp,
+                {"gate_proj": c.intermediate_size, "up_proj": c.intermediate_size},
+                c.hidden_size,
+                c.mlp_bias,
+                gated=True,
             ),
             down=linear(mlp, {"down_proj": c.hidden_size}, c.intermediate_size, c.mlp_bias),
             q_norm=tensor(f"{attn}q_norm.weight", c.head_dim) if c.qk_norm else None,
@@ -290,8 +312,12 @@ def _build(
         embedding = weights.mapped("model.embed_tokens.weight", c.vocab_size, c.hidden_size).detach()
         if device.type != "cpu":
             embedding = embedding.to(device=device, dtype=dtype)
-        tied = Linear(embedding.to(dtype), pack=not share) if c.tied else None
-        head = tied or linear("", {"lm_head": c.vocab_size}, c.hidden_size, False)
+        scheme = quantize.HEAD if quantization else None
+        if not c.tied:
+            head = linear("", {"lm_head": c.vocab_size}, c.hidden_size, False, scheme=scheme)
+        else:
+            weight = embedding.to(dtype)
+            head = Linear(quantize.quantize(weight, scheme) if scheme else weight, pack=not share)
         staging = torch.empty(0)
         if device.type == "cpu":  # mapped anew: the pages that packing the head has read need not stay
             embedding = weights.mapped("model.embed_tokens.weight", c.vocab_size, c.hidden_size).detach()

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.config import ModelConfig
-from outrider.ops import Linear, rotate, swiglu
+from outrider.ops import Linear, rms_norm, rope
 
 BLOCK = 512  # positions whose rotations are computed together
 
@@ -29,7 +29,7 @@ class Layer:
     qkv: Linear  # hidden -> (heads + 2 * kv_heads) * dim
     o: Linear
     post_norm: Tensor
-    gate_up: Linear  # hidden -> 2 * intermediate
+    gate_up: Linear  # hidden -> intermediate, gated
     down: Linear
     q_norm: Tensor | None = None  # (dim,), Qwen3
     k_norm: Tensor | None = None
@@ -72,23 +72,18 @@ class Model:
         c = self.config
         x = F.embedding(torch.tensor(tokens, device=self.device), self.embedding).to(self.dtype)
         cos, sin = self.rotary(positions, lengths)
-        heads, kv_heads, dim = c.num_heads, c.num_kv_heads, c.head_dim
+        eps = c.rms_norm_eps
         for i, layer in enumerate(self.layers):
-            qkv = layer.qkv(self._norm(x, layer.input_norm)).view(-1, heads + 2 * kv_heads, dim)
-            qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
-            if layer.q_norm is not None and layer.k_norm is not None:
-                qk = torch.cat([self._norm(qk[:, :heads], layer.q_norm), self._norm(qk[:, heads:], layer.k_norm)], 1)
-            qk = rotate(qk, cos, sin)
-            x = x + layer.o(kv.attend(i, qk[:, :heads], qk[:, heads:], v, plan))
-            x = x + layer.down(swiglu(layer.gate_up(self._norm(x, layer.post_norm))))
-        return self._norm(x, self.norm)
+            norms = (layer.q_norm, layer.k_norm) if layer.q_norm is not None and layer.k_norm is not None else None
+            qkv = layer.qkv(x, layer.input_norm, eps)
+            q, k, v = rope(qkv, c.num_heads, c.num_kv_heads, cos, sin, norms, eps)
+            x = layer.o(kv.attend(i, q, k, v, plan), residual=x)
+            x = layer.down(layer.gate_up(x, layer.post_norm, eps), residual=x)
+        return rms_norm(x, self.norm, eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(n, vocab) float32 from final hidden states (n, hidden)."""
-        return self.head(hidden).float()
-
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)
+        return self.head(hidden, dtype=torch.float32)
 
 
 class Rotary:
@@ -160,6 +155,12 @@ class Rotary:
         at = [blocks[key] * BLOCK + p % BLOCK for key, p in zip(keys, positions, strict=True)]
         cos, sin = joined[:, torch.tensor(at, device=self.device)].unsqueeze(2)
         return cos, sin
+
+    def turn(self, keys: Tensor, by: int) -> Tensor:
+        """Rotated keys (heads, n, dim) as they would be `by` positions farther on: rotations add up."""
+        angles, x = by * self.inv.to(self.device), keys.float()
+        cos, sin = torch.cat([angles.cos()] * 2), torch.cat([-angles.sin(), angles.sin()])
+        return (x * cos + x.roll(self.dim // 2, -1) * sin).to(keys.dtype)
 
     def _make_block(self, block: int, length: int) -> Tensor:
         """cos and sin (2, BLOCK, dim) of the positions from block * BLOCK on, for a sequence of that length."""

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from outrider.config import ModelConfig
+
 
 @dataclass
 class Entry:
@@ -32,29 +34,6 @@ class Entry:
             depths.append(self.start if parent < 0 else depths[parent] + 1)
         return depths
 
-    def visible(self, first: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-        """(n, keys) bool: which of the keys in slots first ... first + keys - 1 each row attends to.
-
-        A row sees the cached prefix and its own ancestors, itself included, no farther back than the window.
-        """
-        slots = torch.arange(first, first + keys, device=device)
-        if self.parents is None:
-            at = torch.arange(self.start, self.start + self.n, device=device)[:, None]
-            seen = slots <= at
-            return seen if window is None else seen & (slots > at - window)
-        at = torch.tensor(self.positions(), device=device)[:, None]
-        tree = torch.zeros(self.n, self.n, dtype=torch.bool)
-        for i, parent in enumerate(self.parents):
-            if parent >= 0:
-                tree[i] = tree[parent]
-            tree[i, i] = True
-        seen = slots.expand(self.n, keys) < self.start
-        position = slots.clone()
-        low, high = self.start - first, self.start - first + self.n
-        seen[:, low:high] = tree.to(device)
-        position[low:high] = at[:, 0]
-        return seen if window is None else seen & (position > at - window)
-
 
 @dataclass
 class Plan:
@@ -66,6 +45,12 @@ class Plan:
 
 class KVCache(Protocol):
     """Storage of keys and values for several sequences of different lengths, known by their ids."""
+
+    def catch_up(self, seq: int, length: int, settled: int) -> int:
+        """Forget all but the first `length` tokens, which are right; returns how many need not be fed.
+
+        A view may take over more from its base, which holds `settled` of them, or skip tokens, or ask for lost ones.
+        """
 
     def reserve(self, plan: Plan) -> None:
         """Make room for the tokens of a forward. Raises OutOfMemory if there is none; what is stored stays."""
@@ -84,3 +69,49 @@ class KVCache(Protocol):
 
     def nbytes(self, tokens: int) -> int:
         """Bytes that a sequence of so many tokens takes."""
+
+
+class QueryLog:
+    """The last `size` queries of each sequence and layer: a view of a cache chooses its keys by them."""
+
+    def __init__(self) -> None:
+        self.size = 0  # 0 = nobody asks
+        self.held: dict[
+            int, dict[int, tuple[int, Tensor]]
+        ] = {}  # per sequence and layer: first slot, (rows, heads, dim)
+
+    def add(self, seq: int, layer: int, start: int, q: Tensor) -> None:
+        """Queries (n, heads, dim) of the tokens in slots [start, start + n)."""
+        layers = self.held.setdefault(seq, {})
+        first, before = layers.get(layer, (start, q[:0]))
+        before = before[max(0, start - first - self.size) : max(0, start - first)]
+        layers[layer] = start - len(before), torch.cat([before, q])
+
+    def last(self, seq: int, layer: int) -> Tensor:
+        """The last ones of a sequence, (up to size, heads, dim)."""
+        _, q = self.held.get(seq, {}).get(layer, (0, torch.empty(0, 1, 1)))
+        return q[-self.size :]
+
+    def keep(self, seq: int, start: int, path: list[int]) -> None:
+        """As KVCache.keep."""
+        for layer, (first, q) in self.held.get(seq, {}).items():
+            at = start - first
+            self.held[seq][layer] = first, torch.cat([q[:at], q[[at + node for node in path]]])
+
+    def truncate(self, seq: int, length: int) -> None:
+        """Forget what lies behind the first `length` tokens, and before the last `size` of these."""
+        for layer, (first, q) in self.held.get(seq, {}).items():
+            begin = max(first, length - self.size)
+            self.held[seq][layer] = begin, q[begin - first : max(0, length - first)]
+
+
+class Storage(KVCache, Protocol):
+    """A cache that holds all keys of its sequences, which views read."""
+
+    config: ModelConfig
+    scale: float
+    store: dict[int, list[Tensor]]  # per sequence, per layer (2, kv_heads, capacity, dim)
+    log: QueryLog
+
+    def keys(self, seq: int, layer: int) -> Tensor:
+        """Keys and values (2, kv_heads, capacity, dim) of a sequence, in its tokens' order; where they are stored."""

@@ -9,27 +9,38 @@ from torch import Tensor
 
 from outrider.config import ModelConfig
 from outrider.errors import OutOfMemory
-from outrider.kv.base import Entry, Plan
-from outrider.ops import KEY_BLOCK, attention, attention_mask
+from outrider.kv.base import Plan, QueryLog
+from outrider.ops import KEY_BLOCK, attend_all, follows_paths, native
 
 
 class DenseKV:
     """Keys and values of every token of every sequence, contiguous, in the model's dtype on its device."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, limit: int | None = None) -> None:
         self.config, self.dtype, self.device = config, dtype, device
+        self.limit = limit  # tokens beyond which there is no spare room
+        self.log = QueryLog()
         self.scale = config.head_dim**-0.5
-        self.group = config.num_heads // config.num_kv_heads
         self.store: dict[int, list[Tensor]] = {}  # per sequence, per layer (2, kv_heads, capacity, dim)
 
     def _capacity(self, tokens: int) -> int:
         spare = tokens // 16  # growing by a share keeps the copying linear in the length
-        return -(-(tokens + spare) // KEY_BLOCK) * KEY_BLOCK
+        wanted = max(tokens, min(tokens + spare, self.limit or tokens + spare))
+        return -(-wanted // KEY_BLOCK) * KEY_BLOCK
 
     def nbytes(self, tokens: int) -> int:
         """Bytes that a sequence of so many tokens takes, spare room included."""
         c = self.config
         return 2 * c.num_layers * c.num_kv_heads * c.head_dim * self.dtype.itemsize * self._capacity(tokens)
+
+    def catch_up(self, seq: int, length: int, settled: int) -> int:
+        """All that was stored right is there."""
+        self.truncate(seq, length)
+        return length
+
+    def keys(self, seq: int, layer: int) -> Tensor:
+        """Keys and values (2, kv_heads, capacity, dim) of a sequence."""
+        return self.store[seq][layer]
 
     def reserve(self, plan: Plan) -> None:
         """Grow each sequence's tensors to hold the tokens of this forward."""
@@ -40,57 +51,55 @@ class DenseKV:
                 continue
             size = (2, c.num_kv_heads, self._capacity(needed), c.head_dim)
             if layers is None:
-                self.store[e.seq] = [self._zeros(size) for _ in range(c.num_layers)]
+                self.store[e.seq] = [self._new(size, layer) for layer in range(c.num_layers)]
                 continue
             for i, old in enumerate(layers):  # layer by layer: never two whole copies at once
-                new = self._zeros(size)
+                new = self._new(size, i)
                 new[:, :, : e.start] = old[:, :, : e.start]
                 layers[i] = new
 
-    def _zeros(self, size: tuple[int, ...]) -> Tensor:
-        try:  # zeros, not empty: masked keys weigh 0, but 0 * nan would be nan
-            return torch.zeros(size, dtype=self.dtype, device=self.device)
+    def _new(self, size: tuple[int, ...], layer: int) -> Tensor:
+        try:
+            return self._empty(size, layer)
         except RuntimeError as error:  # torch's OutOfMemoryError is one, and so is what the CPU allocator raises
             size_mb = math.prod(size) * self.dtype.itemsize / 2**20
             raise OutOfMemory(
                 f"no {size_mb:.0f} MiB left for keys and values; lower max_tokens or kv_memory"
             ) from error
 
+    def _empty(self, size: tuple[int, ...], layer: int) -> Tensor:
+        if follows_paths(self.dtype, self.device, size[3]):
+            return native.memory(math.prod(size) * self.dtype.itemsize).view(self.dtype).view(size)
+        # zeros: masked keys weigh 0, but 0 * nan would be nan
+        return torch.zeros(size, dtype=self.dtype, device=self.device)
+
+    def _layer(self, layer: int, plan: Plan) -> dict[int, Tensor]:
+        """Per sequence, where a layer's keys and values are read."""
+        return {e.seq: self.store[e.seq][layer] for e in plan.entries}
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
         """Store k and v (tokens, kv_heads, dim), let q (tokens, heads, dim) look; returns (tokens, heads * dim)."""
-        window = self.config.windows[layer]
-        outs = []
-        for e in plan.entries:
-            rows = slice(e.row, e.row + e.n)
-            store = self.store[e.seq][layer]
-            store[0, :, e.start : e.start + e.n] = k[rows].transpose(0, 1)
-            store[1, :, e.start : e.start + e.n] = v[rows].transpose(0, 1)
-            first, last, mask = self._mask(e, window, plan)
-            keys = store[:, :, first:last]
-            outs.append(attention(q[rows], keys[0], keys[1], mask, self.scale))
-        return outs[0] if len(outs) == 1 else torch.cat(outs)
-
-    def _mask(self, e: Entry, window: int | None, plan: Plan) -> tuple[int, int, Tensor]:
-        key = (e.seq, window)
-        if key not in plan.scratch:
-            last = -(-(e.start + e.n) // KEY_BLOCK) * KEY_BLOCK
-            first = 0 if window is None else max(0, (e.start - window + 1) // KEY_BLOCK * KEY_BLOCK)
-            visible = e.visible(first, last - first, window, self.device)
-            plan.scratch[key] = first, last, attention_mask(visible, self.group, self.dtype)
-        found: tuple[int, int, Tensor] = plan.scratch[key]
-        return found
+        stores = self._layer(layer, plan)
+        if self.log.size:
+            for e in plan.entries:
+                self.log.add(e.seq, layer, e.start, q[e.row : e.row + e.n])
+        own = [stores[e.seq] for e in plan.entries]
+        return attend_all(q, k, v, plan.entries, own, self.config.windows[layer], self.scale, plan.scratch)
 
     def keep(self, seq: int, start: int, path: list[int]) -> None:
         """Compact an accepted branch: nodes of `path`, stored from slot `start`, move behind the prefix in order."""
         if path == list(range(len(path))):
             return
+        self.log.keep(seq, start, path)
         index = torch.tensor(path, device=self.device) + start
         for store in self.store[seq]:
-            store[:, :, start : start + len(path)] = store[:, :, index]
+            store[:, :, start : start + len(path)] = store[:, :, index.to(store.device)]
 
     def truncate(self, seq: int, length: int) -> None:
-        """Nothing to do: what lies beyond a sequence's length is overwritten before it is seen."""
+        """What lies beyond a sequence's length is overwritten before it is seen."""
+        self.log.truncate(seq, length)
 
     def free(self, seq: int) -> None:
         """Give a sequence's memory back."""
         self.store.pop(seq, None)
+        self.log.held.pop(seq, None)

@@ -4,8 +4,22 @@ All are *row-invariant* by construction where the libraries below allow it (Law 
 not depend on how many rows ride along. `runner.check_exactness` tests that on the loaded model.
 """
 
-from outrider.ops.attention import KEY_BLOCK, attention, attention_mask
-from outrider.ops.elementwise import rotate, swiglu
-from outrider.ops.linear import Linear, packs
+from outrider.ops.attention import KEY_BLOCK, attend, attend_all, attention, attention_mask, follows_paths
+from outrider.ops.elementwise import rms_norm, rope, rotate, swiglu
+from outrider.ops.linear import Linear, Quantized, packs
 
-__all__ = ["KEY_BLOCK", "Linear", "attention", "attention_mask", "packs", "rotate", "swiglu"]
+__all__ = [
+    "KEY_BLOCK",
+    "Linear",
+    "Quantized",
+    "attend",
+    "attend_all",
+    "attention",
+    "attention_mask",
+    "follows_paths",
+    "packs",
+    "rms_norm",
+    "rope",
+    "rotate",
+    "swiglu",
+]

@@ -1,19 +1,170 @@
 """Attention of few queries over many keys, each key read once for all of them.
 
-The query heads that share a key-value head are folded into rows, so grouped-query attention reads each key and value
-once. Keys come in whole blocks of `KEY_BLOCK` from a fixed origin and rows in multiples of `ROW_BLOCK`: the flash
-kernel beneath walks keys in blocks of that size, and then a row's sums do not depend on how many rows or later keys
-ride along. Masked keys weigh exactly zero; they must hold finite numbers.
+On a CPU the kernels of csrc/attention.cpp take each row's keys in the order of their positions, along its path through
+a tree, in fixed blocks: a row has the same bits in any company, and a branch has those of plain decoding. They make no
+masks, and never look at slots that no row sees.
+
+The reference, for all else, is PyTorch's flash kernel. The query heads that share a key-value head are folded into
+rows, so grouped-query attention reads each key and value once. Keys come in whole blocks of `KEY_BLOCK` from a fixed
+origin and rows in multiples of `ROW_BLOCK`: the kernel walks keys in blocks of that size, and then, on a CPU, a row's
+sums do not depend on how many rows or later keys ride along. Masked keys weigh exactly zero; they must hold finite
+numbers. A tree's keys are taken in the order of their slots.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from outrider.ops import native
+
 KEY_BLOCK = 512
 ROW_BLOCK = 8
+CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # as csrc/attention.h has them
+
+
+class Rows(Protocol):
+    """One sequence's rows [row, row + n) of a batch: the tokens in slots [start, start + n) of its store."""
+
+    row: int
+    n: int
+    start: int
+    parents: list[int] | None
+
+
+def follows_paths(dtype: torch.dtype, device: torch.device, dim: int) -> bool:
+    """Whether the kernels run: no masks are made, and rows of a tree have the bits of plain decoding."""
+    return native.runs(dtype, device) and dim % 8 == 0
+
+
+def attend(
+    q: Tensor,
+    store: Tensor,
+    start: int,
+    parents: list[int] | None,
+    window: int | None,
+    scale: float,
+    scratch: dict[Any, Any] | None = None,
+    scales: Tensor | None = None,
+) -> Tensor:
+    """What the queries of one sequence's new rows see: q (n, heads, dim) gives (n, heads * dim).
+
+    `store` (2, kv_heads, capacity, dim), capacity a multiple of KEY_BLOCK, holds keys and values: slots [0, start) are
+    the prefix, in order, and [start, start + n) are the new rows', written before the call. Row i sees the prefix,
+    itself and the rows before it: all earlier ones if `parents` is None, else those on its path through the tree, where
+    parents[i] is the index of the row before row i and -1 the prefix. No row sees farther back than `window` positions.
+    A store of int8 has `scales` (2, kv_heads, capacity) float32, by which its numbers are multiplied. `scratch`, a dict
+    that lives as long as one forward, keeps what its layers share.
+    """
+    n, heads, dim = q.shape
+    if follows_paths(q.dtype, q.device, dim):
+        out = torch.empty(n, heads * dim, dtype=q.dtype)
+        _run(q, out, [(0, 0, 0, store, start, n, parents, scales)], 0, 0, window, scale)
+        return out
+    if scales is not None:
+        store = store.to(q.dtype) * scales[..., None].to(q.dtype)
+    group = heads // store.shape[1]
+    key = (n, start, parents and tuple(parents), window, group)
+    first, last = 0, -(-(start + n) // KEY_BLOCK) * KEY_BLOCK
+    if window is not None:
+        first = max(0, (start - window + 1) // KEY_BLOCK * KEY_BLOCK)
+    scratch = {} if scratch is None else scratch
+    if key not in scratch:
+        scratch[key] = attention_mask(visible(n, start, parents, window, first, last, q.device), group, q.dtype)
+    keys = store[:, :, first:last]
+    return attention(q, keys[0], keys[1], scratch[key], scale)
+
+
+def attend_all(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: Sequence[Rows],
+    stores: Sequence[Tensor],
+    window: int | None,
+    scale: float,
+    scratch: dict[Any, Any],
+) -> Tensor:
+    """Write the new keys and values of several sequences to their stores, and `attend` for each: (tokens, heads * dim).
+
+    q (tokens, heads, dim); k and v (tokens, kv_heads, dim).
+    """
+    if follows_paths(q.dtype, q.device, q.shape[2]):
+        if not q.dtype == k.dtype == v.dtype:
+            raise ValueError(f"queries of {q.dtype}, keys of {k.dtype}, values of {v.dtype}")
+        out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype)
+        k, v = _dense_rows(k), _dense_rows(v)
+        keys, values, k_row, v_row = k.data_ptr(), v.data_ptr(), _row_bytes(k), _row_bytes(v)
+        jobs = [
+            (r.row, keys + r.row * k_row, values + r.row * v_row, store, r.start, r.n, r.parents, None)
+            for r, store in zip(rows, stores, strict=True)
+        ]
+        _run(q, out, jobs, k.stride(0), v.stride(0), window, scale)
+        return out
+    outs = []
+    for r, store in zip(rows, stores, strict=True):
+        own = slice(r.row, r.row + r.n)
+        store[0, :, r.start : r.start + r.n] = k[own].transpose(0, 1)
+        store[1, :, r.start : r.start + r.n] = v[own].transpose(0, 1)
+        outs.append(attend(q[own], store, r.start, r.parents, window, scale, scratch))
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+def _dense_rows(x: Tensor) -> Tensor:
+    """x (n, heads, dim) with each row's heads in one piece."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+
+
+def _row_bytes(x: Tensor) -> int:
+    return x.stride(0) * x.dtype.itemsize
+
+
+def _run(
+    q: Tensor, out: Tensor, jobs: list[tuple[Any, ...]], k_stride: int, v_stride: int, window: int | None, scale: float
+) -> None:
+    """Jobs are (row, address of new keys or 0, of new values or 0, store, start, n, parents, scales)."""
+    q = _dense_rows(q)
+    _, heads, dim = q.shape
+    at, to, q_row, out_row = q.data_ptr(), out.data_ptr(), _row_bytes(q), _row_bytes(out)
+    kv_heads, kind = jobs[0][3].shape[1], jobs[0][3].dtype
+    known = []
+    for row, new_keys, new_values, store, start, n, parents, scales in jobs:
+        capacity = store.shape[2]
+        if store.shape != (2, kv_heads, capacity, dim) or store.dtype != kind or not store.is_contiguous():
+            raise ValueError(f"store {tuple(store.shape)} {store.dtype}, want (2, {kv_heads}, capacity, {dim}) {kind}")
+        if start + n > capacity or (kind != q.dtype and (kind != torch.int8 or scales is None)):
+            raise ValueError(f"a store of {capacity} x {kind} takes no rows {start} ... {start + n - 1} of {q.dtype}")
+        factors = 0 if scales is None else scales.data_ptr()
+        sources = (at + row * q_row, new_keys, new_values, to + row * out_row)
+        known.append((*sources, store.data_ptr(), factors, capacity, start, n, parents))
+    strides, types = (q.stride(0), k_stride, v_stride), (CODES[q.dtype], CODES[kind])
+    native.kernels.attend(known, heads, kv_heads, dim, strides, window or 0, scale, types, torch.get_num_threads())
+
+
+def visible(
+    n: int, start: int, parents: list[int] | None, window: int | None, first: int, last: int, device: torch.device
+) -> Tensor:
+    """(n, last - first) bool: which of the keys in slots [first, last) each row attends to; see `attend`."""
+    slots = torch.arange(first, last, device=device)
+    at = torch.arange(start, start + n, device=device)[:, None]
+    if parents is None:
+        seen = slots <= at
+        return seen if window is None else seen & (slots > at - window)
+    tree = torch.zeros(n, n, dtype=torch.bool)
+    for i, parent in enumerate(parents):
+        if parent >= 0:
+            tree[i] = tree[parent]
+        tree[i, i] = True
+    at = start - 1 + tree.sum(1, keepdim=True).to(device)
+    seen = slots.expand(n, -1) < start
+    position = slots.clone()
+    seen[:, start - first : start - first + n] = tree.to(device)
+    position[start - first : start - first + n] = at[:, 0]
+    return seen if window is None else seen & (position > at - window)
 
 
 def attention_mask(visible: Tensor, group: int, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""The rotary turn and the gated activation, in blocks of whole rows.
+"""RMSNorm, the rotary turn and the gated activation: by the compiled kernels, else in blocks of whole rows.
 
 PyTorch splits large elementwise work among threads at arbitrary elements, and the ends of a share take scalar code
 whose exp has other last bits than the vector code's: a row's result would depend on how many rows there are. Blocks
@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from outrider.ops import native
 
 GRAIN = 32768  # elements; at::internal::GRAIN_SIZE
 
@@ -34,3 +36,42 @@ def swiglu(gate_up: Tensor) -> Tensor:
     for b in _blocks(n, width, gate_up.device):
         torch.mul(F.silu(gate_up[b, :width]), gate_up[b, width:], out=out[b])
     return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x (..., width) / sqrt(mean(x^2) + eps) * weight (width,)."""
+    if not (native.runs(x.dtype, x.device) and x.dtype == weight.dtype):
+        return F.rms_norm(x, weight.shape, weight, eps)
+    x = x.contiguous()
+    y, width, half = torch.empty_like(x), weight.shape[0], x.dtype == torch.bfloat16
+    rows = x.numel() // width
+    native.kernels.rms_norm(
+        x.data_ptr(), rows, width, weight.data_ptr(), eps, y.data_ptr(), half, torch.get_num_threads()
+    )
+    return y
+
+
+def rope(
+    qkv: Tensor, heads: int, kv_heads: int, cos: Tensor, sin: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries (n, heads, dim), keys and values (n, kv_heads, dim) of qkv (n, (heads + 2 * kv_heads) * dim).
+
+    Queries and keys are first normed by `norms` (q, k), each (dim,), if there are any, then turned as in `rotate`.
+    qkv may be overwritten.
+    """
+    n, both = qkv.shape[0], heads + kv_heads
+    dim = qkv.shape[1] // (both + kv_heads)
+    split = qkv.view(n, -1, dim)
+    qk, v = split[:, :both], split[:, both:]
+    if native.runs(qkv.dtype, qkv.device) and cos.dtype == qkv.dtype:
+        cos, sin = cos.contiguous(), sin.contiguous()
+        q_norm, k_norm = (t.data_ptr() for t in norms) if norms else (0, 0)
+        native.kernels.rope(
+            qkv.data_ptr(), n, qkv.shape[1], both, heads, dim, cos.data_ptr(), sin.data_ptr(), q_norm, k_norm, eps,
+            qkv.dtype == torch.bfloat16, torch.get_num_threads(),
+        )  # fmt: skip
+    else:
+        if norms:
+            qk = torch.cat([rms_norm(qk[:, :heads], norms[0], eps), rms_norm(qk[:, heads:], norms[1], eps)], 1)
+        qk = rotate(qk, cos, sin)
+    return qk[:, :heads], qk[:, heads:], v

@@ -1,0 +1,690 @@
+// Attention of few rows over many keys. What a row gets depends on its own query, path and position alone (Law 2):
+//
+// - A row takes its keys in the order of their positions, in aligned blocks of kBlock, block after block with an online
+//   softmax; masked keys weigh exactly zero. Inside a block every score is a lane of its own, summed over dim in order,
+//   and every output a lane of its own, summed over the keys in order. So it does not matter which rows share a block.
+// - The rows of a token tree share the blocks of their common prefix. The blocks behind it are gathered for each along
+//   its path: there they hold what plain decoding would find at these positions.
+// - Every kSpan positions the sums begin anew; the parts are then combined in order. Spans are what threads share out.
+//
+// A block's keys are turned once into a tile (dim, keys), its values into a tile (keys, dim), in the order in which the
+// products want them, and serve all rows and all query heads of their group. In the bf16 mode a unit is a pair of
+// neighbours along the summed dimension, as vdpbf16ps takes them; the weights are rounded to bf16.
+#include "attention.h"
+
+#include <cstring>
+
+#include "pool.h"
+#include "scratch.h"
+#include "vec.h"
+
+namespace OUTRIDER_ISA {
+namespace {
+
+constexpr int kBlock = 32;    // keys
+constexpr int kSpan = 1024;   // positions, a multiple of kBlock
+constexpr int kRows = 6;      // rows of a register tile
+constexpr int kChunk = 192;   // rows (of heads) that share a block at most: their sums stay in the second-level cache
+constexpr int kTaskSlot = 4, kRunSlot = 5, kShareSlot = 6, kPartSlot = 7;  // of scratch memory
+constexpr int kAhead = 8192;   // bytes: how far ahead of the packing keys, and values, are asked for
+constexpr float kNone = -__builtin_inff();
+
+#if defined(__AVX512F__)
+constexpr int kColumns = 4;  // vectors of a register tile
+#else
+constexpr int kColumns = 2;
+#endif
+
+// 2^x, for x <= 0 or little above; 0 below -126.5. Of relative error 2e-9 and two roundings, and 1 at 0; rough: 3e-6.
+template <bool rough>
+INLINE vf exp2(vf x) {
+  const vf magic = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
+  x = max(x, splat(-127.f));
+  const vf t = x + magic;
+  const vf r = x - (t - magic);
+  vf y;
+  if (rough) {
+    y = fma(r, splat(0.009570101276040077f), splat(0.05591785907745361f));
+    y = fma(r, y, splat(0.240247443318367f));
+    y = fma(r, y, splat(0.6931217908859253f));
+    y = fma(r, y, splat(0.9999992847442627f));
+  } else {
+    y = fma(r, splat(0.00015345810970757157f), splat(0.0013399930903688073f));
+    y = fma(r, y, splat(0.009618489071726799f));
+    y = fma(r, y, splat(0.05550328642129898f));
+    y = fma(r, y, splat(0.24022646248340607f));
+    y = fma(r, y, splat(0.6931471824645996f));
+    y = fma(r, y, splat(1.0f));
+  }
+  const vi exponent = ((vi)t - (vi)magic + 127) << 23;
+  return y * (vf)exponent;
+}
+
+INLINE float exp2(float x) { return exp2<false>(splat(x))[0]; }
+
+struct Lanes {
+  float at[kBlock];
+  constexpr Lanes() : at() {
+    for (int i = 0; i < kBlock; i++) at[i] = float(i);
+  }
+};
+constexpr Lanes kLanes;
+
+// ---- the two modes: products of floats, or of pairs of bf16 --------------------------------------------------------
+
+// Memory that will be wanted, asked for bit by bit while other work is done: a processor drops what it is asked for all
+// at once. Without a step it is one line again and again, which costs next to nothing.
+struct Ahead {
+  const char *at;
+  int step;
+
+  void ask(int lines) {
+    for (int i = 0; i < lines; i++, at += step) __builtin_prefetch(at);
+  }
+};
+
+struct Single {
+  typedef float Unit;
+  static constexpr int kPer = 1;  // elements of a unit
+  static constexpr bool kRough = false;
+  static vf multiply_add(vf acc, float a, vf b) { return fma(splat(a), b, acc); }
+
+  // W units, of which `left` are there and the others 0.
+  template <class S>
+  static vf units(const S *p, int left) {
+    return load_n(p, left);
+  }
+
+  // The tile (keys, width) of values.
+  template <class S>
+  static void pack_values(const S *rows, int dim, int width, float *tile, Ahead &ahead) {
+    for (int j = 0; j < kBlock; j++)
+      for (int d = 0; d < width; d += W) {
+        if (d / W % 2) ahead.ask(1);
+        store(tile + j * width + d, load_n(rows + j * dim + d, dim - d));
+      }
+  }
+
+  static void weights(const vf *p, float *to) {
+    for (int j = 0; j < kBlock / W; j++) store(to + j * W, p[j]);
+  }
+};
+
+#if defined(__AVX512BF16__)
+struct Paired {
+  typedef uint32_t Unit;
+  static constexpr int kPer = 2;
+  static constexpr bool kRough = true;
+  static vf multiply_add(vf acc, uint32_t a, vf b) {
+    return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_set1_epi32(int(a)), (__m512bh)b);
+  }
+
+  static vf units(const bf16 *p, int left) {
+    return (vf)_mm512_maskz_loadu_epi32(left >= 16 ? 0xffff : (1u << left) - 1, p);
+  }
+  static vf units(const int8_t *p, int left) {  // eight bits are exact in bf16
+    const __m256i bytes = _mm256_maskz_loadu_epi8(left >= 16 ? 0xffffffff : (1u << (2 * left)) - 1, p);
+    const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(bytes)));
+    const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(bytes, 1)));
+    return (vf)_mm512_cvtne2ps_pbh(high, low);
+  }
+
+  template <class S>
+  static void pack_values(const S *rows, int dim, int width, uint32_t *tile, Ahead &ahead) {
+    alignas(64) static const uint16_t order[64] = {
+        0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39, 8,  40, 9,  41, 10, 42,
+        11, 43, 12, 44, 13, 45, 14, 46, 15, 47, 16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53,
+        22, 54, 23, 55, 24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63};
+    const __m512i first = _mm512_load_si512(order), second = _mm512_load_si512(order + 32);
+    for (int j = 0; j < kBlock; j += 2)
+      for (int d = 0; d < width; d += 32) {
+        const S *row = rows + j * dim + d;
+        ahead.ask(1);
+        const __m512i even = (__m512i)units(row, (dim - d) / 2), odd = (__m512i)units(row + dim, (dim - d) / 2);
+        uint32_t *to = tile + j / 2 * width + d;
+        _mm512_storeu_si512(to, _mm512_permutex2var_epi16(even, first, odd));
+        if (d + 16 < width) _mm512_storeu_si512(to + 16, _mm512_permutex2var_epi16(even, second, odd));
+      }
+  }
+
+  static void weights(const vf *p, uint32_t *to) {
+    for (int j = 0; j < kBlock / 32; j++) {
+      const __m512bh both = _mm512_cvtne2ps_pbh((__m512)p[2 * j + 1], (__m512)p[2 * j]);
+      _mm512_storeu_si512(to + j * 16, (__m512i)both);
+    }
+  }
+};
+#else
+typedef Single Paired;
+#endif
+
+// ---- tiles ----------------------------------------------------------------------------------------------------------
+
+// Transposes W vectors of W lanes.
+INLINE void transpose(vf *v) {
+#if defined(__AVX512F__)
+  __m512i a[16], b[16];
+  for (int i = 0; i < 16; i += 2) {
+    a[i] = _mm512_unpacklo_epi32((__m512i)v[i], (__m512i)v[i + 1]);
+    a[i + 1] = _mm512_unpackhi_epi32((__m512i)v[i], (__m512i)v[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4)
+    for (int k = 0; k < 2; k++) {
+      b[i + 2 * k] = _mm512_unpacklo_epi64(a[i + k], a[i + k + 2]);
+      b[i + 2 * k + 1] = _mm512_unpackhi_epi64(a[i + k], a[i + k + 2]);
+    }
+  for (int i = 0; i < 16; i += 8)
+    for (int k = 0; k < 4; k++) {
+      a[i + k] = _mm512_shuffle_i32x4(b[i + k], b[i + k + 4], 0x88);
+      a[i + k + 4] = _mm512_shuffle_i32x4(b[i + k], b[i + k + 4], 0xdd);
+    }
+  for (int k = 0; k < 8; k++) {
+    v[k] = (vf)_mm512_shuffle_i32x4(a[k], a[k + 8], 0x88);
+    v[k + 8] = (vf)_mm512_shuffle_i32x4(a[k], a[k + 8], 0xdd);
+  }
+#elif defined(__AVX2__)
+  __m256 a[8], b[8];
+  for (int i = 0; i < 8; i += 2) {
+    a[i] = _mm256_unpacklo_ps((__m256)v[i], (__m256)v[i + 1]);
+    a[i + 1] = _mm256_unpackhi_ps((__m256)v[i], (__m256)v[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4)
+    for (int k = 0; k < 2; k++) {
+      b[i + 2 * k] = _mm256_shuffle_ps(a[i + k], a[i + k + 2], 0x44);
+      b[i + 2 * k + 1] = _mm256_shuffle_ps(a[i + k], a[i + k + 2], 0xee);
+    }
+  for (int k = 0; k < 4; k++) {
+    v[k] = (vf)_mm256_permute2f128_ps(b[k], b[k + 4], 0x20);
+    v[k + 4] = (vf)_mm256_permute2f128_ps(b[k], b[k + 4], 0x31);
+  }
+#else
+  for (int i = 0; i < W; i++)
+    for (int k = 0; k < i; k++) {
+      const float x = v[i][k];
+      v[i][k] = v[k][i];
+      v[k][i] = x;
+    }
+#endif
+}
+
+// The tile (dim / kPer, keys) of keys.
+template <class M, class S>
+void pack_keys(const S *rows, int dim, typename M::Unit *tile, Ahead &ahead) {
+  const int depth = dim / M::kPer;
+  for (int j = 0; j < kBlock; j += W)
+    for (int d = 0; d < depth; d += W) {
+      const int left = depth - d;
+      ahead.ask(W / 2);
+      vf v[W];
+#pragma GCC unroll 16
+      for (int i = 0; i < W; i++) {
+        const S *p = rows + (j + i) * dim + d * M::kPer;
+        v[i] = M::units(p, left);
+      }
+      transpose(v);
+      float *to = reinterpret_cast<float *>(tile) + d * kBlock + j;
+      if (left >= W) {
+#pragma GCC unroll 16
+        for (int i = 0; i < W; i++) store(to + i * kBlock, v[i]);
+      } else {
+        for (int i = 0; i < left; i++) store(to + i * kBlock, v[i]);
+      }
+    }
+}
+
+// c (R, C vectors) += a (R, depth units) b (depth, C vectors of units), or = if c is `fresh`.
+template <class M, int R, int C>
+INLINE void multiply(const typename M::Unit *a, int a_stride, const typename M::Unit *b, int b_stride, int depth,
+                     float *c, int c_stride, bool fresh, Ahead &ahead) {
+  vf sum[R][C];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+    for (int j = 0; j < C; j++) sum[r][j] = fresh ? vf{} : load(c + r * c_stride + j * W);
+  for (int k = 0; k < depth; k++) {
+    ahead.ask(fresh ? 1 : 2);
+    vf column[C];
+#pragma GCC unroll 8
+    for (int j = 0; j < C; j++) column[j] = load_as<vf>(b + k * b_stride + j * W);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+      for (int j = 0; j < C; j++) sum[r][j] = M::multiply_add(sum[r][j], a[r * a_stride + k], column[j]);
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+    for (int j = 0; j < C; j++) store(c + r * c_stride + j * W, sum[r][j]);
+}
+
+// The same for any `width` that is a multiple of W.
+template <class M, int R>
+INLINE void multiply(const typename M::Unit *a, int a_stride, const typename M::Unit *b, int width, int depth, float *c,
+                     bool fresh, Ahead &ahead) {
+  int j = 0;
+  for (; j + kColumns * W <= width; j += kColumns * W)
+    multiply<M, R, kColumns>(a, a_stride, b + j, width, depth, c + j, width, fresh, ahead);
+  if (kColumns > 2 && j + 2 * W <= width) {
+    multiply<M, R, 2>(a, a_stride, b + j, width, depth, c + j, width, fresh, ahead);
+    j += 2 * W;
+  }
+  if (j < width) multiply<M, R, 1>(a, a_stride, b + j, width, depth, c + j, width, fresh, ahead);
+}
+
+template <class M>
+void multiply(int rows, const typename M::Unit *a, int a_stride, const typename M::Unit *b, int width, int depth,
+              float *c, bool fresh, Ahead &ahead) {
+  switch (rows) {
+    case 1: return multiply<M, 1>(a, a_stride, b, width, depth, c, fresh, ahead);
+    case 2: return multiply<M, 2>(a, a_stride, b, width, depth, c, fresh, ahead);
+    case 3: return multiply<M, 3>(a, a_stride, b, width, depth, c, fresh, ahead);
+    case 4: return multiply<M, 4>(a, a_stride, b, width, depth, c, fresh, ahead);
+    case 5: return multiply<M, 5>(a, a_stride, b, width, depth, c, fresh, ahead);
+    default: return multiply<M, 6>(a, a_stride, b, width, depth, c, fresh, ahead);
+  }
+}
+
+// Parts of a thread's scratch memory, each aligned to a cache line.
+class Memory {
+ public:
+  template <class T>
+  static size_t room(size_t count) {
+    return (count * sizeof(T) + 63) / 64 * 64;
+  }
+  Memory(int slot, size_t bytes) : next_(static_cast<char *>(scratch(slot, bytes))) {}
+  template <class T>
+  T *take(size_t count) {
+    T *p = reinterpret_cast<T *>(next_);
+    next_ += room<T>(count);
+    return p;
+  }
+
+ private:
+  char *next_;
+};
+
+// ---- one share of the work ------------------------------------------------------------------------------------------
+
+// Rows whose slots are their positions below `base`. Behind it each has its path; without parents there is no behind.
+struct Run {
+  const AttentionJob *job;
+  const int32_t *positions;  // per row of the job
+  int64_t first, last, base;
+
+  bool tree() const { return base != INT64_MAX; }
+};
+
+// Rows [first, last) of a run over one key-value head and some spans: into `parts`, one of State::floats per span, or
+// if there are none, combined and written out.
+struct Piece {
+  const Run *run;
+  int head;
+  int64_t first, last, span, spans;
+  float *parts;
+};
+
+// Of each row of heads: the weighted sum of values, W sums of weights, and the largest score.
+struct State {
+  float *sums, *weights, *top;
+
+  static size_t floats(int64_t rows, int width) { return (rows * (width + W + 1) + 15) / 16 * 16; }
+  State(float *p, int64_t rows, int width) : sums(p), weights(p + rows * width), top(p + rows * (width + W)) {}
+  void clear(int64_t rows, int width) const {
+    memset(sums, 0, rows * (width + W) * sizeof(float));
+    for (int64_t i = 0; i < rows; i++) top[i] = kNone;
+  }
+};
+
+// Adds the part of one span to the total.
+void combine(const State &total, int64_t to, const State &part, int64_t from, int width) {
+  if (part.top[from] == kNone) return;
+  const float top = total.top[to] > part.top[from] ? total.top[to] : part.top[from];
+  const vf keep = splat(exp2(total.top[to] - top)), add = splat(exp2(part.top[from] - top));
+  float *sums = total.sums + to * width, *weights = total.weights + to * W;
+  const float *more = part.sums + from * width, *heavier = part.weights + from * W;
+  for (int d = 0; d < width; d += W) store(sums + d, load(sums + d) * keep + load(more + d) * add);
+  store(weights, load(weights) * keep + load(heavier) * add);
+  total.top[to] = top;
+}
+
+void finish(const AttentionShape &shape, const State &total, int64_t row, int width, void *out) {
+  const float *sums = total.sums + row * width;
+  const vf share = splat(1 / sum(load(total.weights + row * W)));
+  for (int d = 0; d < shape.dim; d += W) {
+    if (shape.q_type == Type::bf16)
+      store_n(static_cast<bf16 *>(out) + d, load(sums + d) * share, shape.dim - d);
+    else
+      store_n(static_cast<float *>(out) + d, load(sums + d) * share, shape.dim - d);
+  }
+}
+
+void *out_of(const AttentionShape &shape, const AttentionJob &job, int64_t row, int head) {
+  return static_cast<char *>(job.out) + (row * shape.heads + head) * shape.dim * (shape.q_type == Type::bf16 ? 2 : 4);
+}
+
+template <class M, class S>
+class Worker {
+  typedef typename M::Unit Unit;
+
+ public:
+  Worker(const AttentionShape &shape, const Piece &piece)
+      : shape_(shape), piece_(piece), run_(*piece.run), job_(*piece.run->job), group_(shape.heads / shape.kv_heads),
+        depth_(shape.dim / M::kPer), width_((shape.dim + W - 1) / W * W), factor_(shape.scale * 1.4426950408889634f) {}
+
+  void work() {
+    const int64_t rows = (piece_.last - piece_.first) * group_;
+    const size_t floats = State::floats(rows, width_);
+    const size_t value_units = size_t(kBlock) / M::kPer * width_;
+    Memory memory(kTaskSlot, Memory::room<Unit>(rows * depth_) + Memory::room<Unit>(size_t(depth_) * kBlock) +
+                                 Memory::room<Unit>(value_units) + Memory::room<S>(2 * kBlock * shape_.dim) +
+                                 2 * Memory::room<float>(floats));
+    queries_ = memory.take<Unit>(rows * depth_);
+    key_tile_ = memory.take<Unit>(size_t(depth_) * kBlock);
+    value_tile_ = memory.take<Unit>(value_units);
+    gathered_ = memory.take<S>(2 * kBlock * shape_.dim);
+    float *own = memory.take<float>(floats);
+    const State total(memory.take<float>(floats), rows, width_);
+    pack_queries();
+    if (!piece_.parts) total.clear(rows, width_);
+    for (int64_t i = 0; i < piece_.spans; i++) {
+      const State part(piece_.parts ? piece_.parts + i * floats : own, rows, width_);
+      part.clear(rows, width_);
+      span(piece_.span + i, part);
+      if (!piece_.parts)
+        for (int64_t row = 0; row < rows; row++) combine(total, row, part, row, width_);
+    }
+    if (piece_.parts) return;
+    for (int64_t row = 0; row < rows; row++)
+      finish(shape_, total, row, width_,
+             out_of(shape_, job_, piece_.first + row / group_, piece_.head * group_ + int(row % group_)));
+  }
+
+ private:
+  void pack_queries() {
+    for (int64_t i = piece_.first; i < piece_.last; i++) {
+      const int64_t from = i * shape_.q_stride + int64_t(piece_.head) * group_ * shape_.dim;
+      Unit *to = queries_ + (i - piece_.first) * group_ * depth_;
+      if (shape_.q_type == Type::f32 || M::kPer == 2) {
+        const int size = shape_.q_type == Type::f32 ? 4 : 2;
+        memcpy(to, static_cast<const char *>(job_.q) + from * size, size_t(group_) * shape_.dim * size);
+      } else {
+        const bf16 *q = static_cast<const bf16 *>(job_.q) + from;
+        for (int d = 0; d < group_ * shape_.dim; d++) {
+          const uint32_t bits = uint32_t(q[d]) << 16;
+          memcpy(to + d, &bits, 4);
+        }
+      }
+    }
+  }
+
+  // Which keys of the block from `at` a row sees: [low, high), none if they cross.
+  int low(int64_t row, int64_t at) const {
+    const int64_t oldest = shape_.window ? run_.positions[row] - shape_.window + 1 - at : 0;
+    return int(oldest < 0 ? 0 : oldest > kBlock ? kBlock : oldest);
+  }
+  int high(int64_t row, int64_t at) const {
+    const int64_t end = run_.positions[row] + 1 - at;
+    return int(end < 0 ? 0 : end > kBlock ? kBlock : end);
+  }
+  bool sees(int64_t row, int64_t at) const { return low(row, at) < high(row, at); }
+
+  void span(int64_t span, const State &state) {
+    int64_t slots[kBlock];
+    for (int64_t at = span * kSpan; at < (span + 1) * kSpan; at += kBlock) {
+      int64_t first = piece_.first, last = piece_.last;
+      while (first < last && !sees(first, at)) first++;
+      while (first < last && !sees(last - 1, at)) last--;
+      if (first == last) continue;
+      const int64_t straight = run_.tree() ? run_.base : job_.start + run_.last;  // slots are positions up to here
+      if (at + kBlock <= straight) {
+        const int64_t to_values = shape_.kv_heads * job_.capacity;
+        const int64_t key = piece_.head * job_.capacity + at;
+        const S *keys = static_cast<S *>(job_.store) + key * shape_.dim;
+        const float *scales = sizeof(S) == 1 ? job_.scales + key : nullptr;
+        block(at, keys, keys + to_values * shape_.dim, scales, sizeof(S) == 1 ? scales + to_values : nullptr, first,
+              last, state);
+        continue;
+      }
+      for (int j = 0; j < kBlock; j++) slots[j] = at + j < straight ? at + j : -1;
+      if (!run_.tree()) {
+        gather(at, slots, first, last, state);
+        continue;
+      }
+      for (int64_t row = first; row < last; row++) {
+        if (!sees(row, at)) continue;
+        for (int j = 0; j < kBlock; j++)
+          if (at + j >= straight) slots[j] = -1;
+        int64_t node = row;
+        for (int64_t p = run_.positions[row]; p >= at && p >= straight; p--, node = job_.parents[node])
+          if (p < at + kBlock) slots[p - at] = job_.start + node;
+        gather(at, slots, row, row + 1, state);
+      }
+    }
+  }
+
+  // A block whose keys lie in these slots; -1: there is none.
+  void gather(int64_t at, const int64_t *slots, int64_t first, int64_t last, const State &state) {
+    float scales[2][kBlock];
+    for (int side = 0; side < 2; side++)
+      for (int j = 0; j < kBlock; j++) {
+        const int64_t from = (side * shape_.kv_heads + piece_.head) * job_.capacity + slots[j];
+        S *to = gathered_ + (side * kBlock + j) * shape_.dim;
+        if (slots[j] < 0)
+          memset(to, 0, shape_.dim * sizeof(S));
+        else
+          memcpy(to, static_cast<S *>(job_.store) + from * shape_.dim, shape_.dim * sizeof(S));
+        if (sizeof(S) == 1) scales[side][j] = slots[j] < 0 ? 0 : job_.scales[from];
+      }
+    block(at, gathered_, gathered_ + kBlock * shape_.dim, scales[0], scales[1], first, last, state);
+  }
+
+  // Rows [first, last) over a block of keys and values, the first at position `at`.
+  void block(int64_t at, const S *keys, const S *values, const float *key_scales, const float *value_scales,
+             int64_t first, int64_t last, const State &state) {
+    Ahead later_keys{reinterpret_cast<const char *>(keys) + kAhead, 64};
+    Ahead later_values{reinterpret_cast<const char *>(values) + kAhead, 64};
+    pack_keys<M, S>(keys, shape_.dim, key_tile_, later_values);
+    M::pack_values(values, shape_.dim, width_, value_tile_, later_keys);
+    int64_t row = (first - piece_.first) * group_;
+    const int64_t end = (last - piece_.first) * group_;
+    int64_t token = first;
+    int head = 0;
+    for (int64_t tiles = (end - row + kRows - 1) / kRows; tiles; tiles--) {
+      const int rows = int((end - row + tiles - 1) / tiles);
+      alignas(64) float scores[kRows * kBlock];
+      alignas(64) Unit weights[kRows * kBlock / M::kPer];
+      multiply<M>(rows, queries_ + row * depth_, depth_, key_tile_, kBlock, depth_, scores, true, later_values);
+      for (int r = 0; r < rows; r++) {
+        weigh(scores + r * kBlock, low(token, at), high(token, at), key_scales, value_scales, state, row + r,
+              weights + r * kBlock / M::kPer);
+        if (++head == group_) head = 0, token++;
+      }
+      multiply<M>(rows, weights, kBlock / M::kPer, value_tile_, width_, kBlock / M::kPer, state.sums + row * width_,
+                  false, later_keys);
+      later_keys.step = later_values.step = 0;
+      row += rows;
+    }
+  }
+
+  // Scores of keys [low, high) of a block become weights, relative to the largest score so far.
+  void weigh(const float *scores, int low, int high, const float *key_scales, const float *value_scales,
+             const State &state, int64_t row, Unit *to) {
+    constexpr int kVectors = kBlock / W;
+    vf v[kVectors];
+    if (low >= high) {
+      for (int j = 0; j < kVectors; j++) v[j] = vf{};
+      return M::weights(v, to);
+    }
+    for (int j = 0; j < kVectors; j++) {
+      v[j] = load(scores + j * W);
+      if (sizeof(S) == 1) v[j] *= load(key_scales + j * W);
+    }
+    if (low > 0 || high < kBlock)
+      for (int j = 0; j < kVectors; j++) {
+        const vf lane = load(kLanes.at + j * W);
+        v[j] = (lane >= float(low)) & (lane < float(high)) ? v[j] : splat(kNone);
+      }
+    vf most = v[0];
+    for (int j = 1; j < kVectors; j++) most = max(most, v[j]);
+    const float top = max(most) * factor_;
+    float *weight = state.weights + row * W;
+    if (top > state.top[row]) {
+      const vf keep = splat(exp2(state.top[row] - top));
+      float *sums = state.sums + row * width_;
+      for (int d = 0; d < width_; d += W) store(sums + d, load(sums + d) * keep);
+      store(weight, load(weight) * keep);
+      state.top[row] = top;
+    }
+    const vf factor = splat(factor_), below = splat(-state.top[row]);
+    vf sum = load(weight);
+    for (int j = 0; j < kVectors; j++) {
+      v[j] = exp2<M::kRough>(fma(v[j], factor, below));
+      sum += v[j];
+      if (sizeof(S) == 1) v[j] *= load(value_scales + j * W);
+    }
+    store(weight, sum);
+    M::weights(v, to);
+  }
+
+  const AttentionShape &shape_;
+  const Piece &piece_;
+  const Run &run_;
+  const AttentionJob &job_;
+  const int group_, depth_, width_;
+  const float factor_;
+  Unit *queries_, *key_tile_, *value_tile_;
+  S *gathered_;
+};
+
+void work(const AttentionShape &shape, const Piece &piece) {
+  if (shape.q_type == Type::f32) {
+    if (shape.store_type == Type::f32) return Worker<Single, float>(shape, piece).work();
+    return Worker<Single, int8_t>(shape, piece).work();
+  }
+  if (shape.store_type == Type::bf16) return Worker<Paired, bf16>(shape, piece).work();
+  return Worker<Paired, int8_t>(shape, piece).work();
+}
+
+// ---- the whole ------------------------------------------------------------------------------------------------------
+
+// Puts the new keys and values where they belong.
+void write(const AttentionShape &shape, const AttentionJob &job) {
+  const size_t size = shape.q_type == Type::f32 ? 4 : 2;
+  for (int side = 0; side < 2; side++)
+    for (int64_t i = 0; i < job.n; i++) {
+      const char *from = static_cast<const char *>(side ? job.values : job.keys);
+      from += i * (side ? shape.v_stride : shape.k_stride) * size;
+      for (int64_t head = 0; head < shape.kv_heads; head++) {
+        const int64_t slot = (side * shape.kv_heads + head) * job.capacity + job.start + i;
+        const size_t bytes = shape.dim * size;
+        memcpy(static_cast<char *>(job.store) + slot * bytes, from + head * bytes, bytes);
+      }
+    }
+}
+
+// Positions of a job's rows; and how many of its first rows are a plain run.
+int64_t place(const AttentionJob &job, int32_t *positions) {
+  int64_t straight = 0;
+  for (int64_t i = 0; i < job.n; i++) {
+    const int64_t parent = job.parents ? job.parents[i] : i - 1;
+    positions[i] = parent < 0 ? int32_t(job.start) : positions[parent] + 1;
+    if (parent == i - 1 && straight == i) straight++;
+  }
+  return straight;
+}
+
+// The first position at which one of the rows behind the plain run leaves it.
+int64_t fork(const AttentionJob &job, int64_t straight) {
+  int64_t base = job.start + straight;
+  for (int64_t i = straight; i < job.n; i++)
+    if (job.parents[i] < straight && job.start + job.parents[i] + 1 < base) base = job.start + job.parents[i] + 1;
+  return base;
+}
+
+void attend(const AttentionShape &shape, const AttentionJob *jobs, int count) {
+  constexpr size_t kMostParts = size_t(64) << 20;  // bytes
+  const int group = shape.heads / shape.kv_heads, width = (shape.dim + W - 1) / W * W;
+  const int64_t chunk = kChunk / group > 1 ? kChunk / group : 1;
+  int64_t tokens = 0;
+  for (int i = 0; i < count; i++) tokens += jobs[i].n;
+
+  Memory run_memory(kRunSlot, Memory::room<int32_t>(tokens) + Memory::room<Run>(2 * count));
+  int32_t *positions = run_memory.take<int32_t>(tokens);
+  Run *runs = run_memory.take<Run>(2 * count);
+  int run_count = 0;
+  for (int i = 0; i < count; i++) {
+    const AttentionJob &job = jobs[i];
+    if (job.keys) write(shape, job);
+    const int64_t straight = place(job, positions);
+    if (straight) runs[run_count++] = {&job, positions, 0, straight, INT64_MAX};
+    if (straight < job.n) runs[run_count++] = {&job, positions, straight, job.n, fork(job, straight)};
+    positions += job.n;
+  }
+
+  // Shares of rows and heads, and if these are too few for the threads, of spans too. The bits are the same.
+  struct Share {
+    Piece piece;
+    int64_t parts;  // where its parts begin, in floats
+  };
+  size_t most_shares = 0;
+  for (int i = 0; i < run_count; i++)
+    most_shares += (runs[i].last - runs[i].first + chunk - 1) / chunk * shape.kv_heads;
+  Share *shares = Memory(kShareSlot, Memory::room<Share>(most_shares)).take<Share>(most_shares);
+  int share_count = 0;
+  int64_t pieces = 0;
+  size_t floats = 0;
+  for (int i = 0; i < run_count; i++)
+    for (int64_t first = runs[i].first; first < runs[i].last; first += chunk) {
+      const int64_t last = first + chunk < runs[i].last ? first + chunk : runs[i].last;
+      int64_t low = INT64_MAX, high = 0;
+      for (int64_t row = first; row < last; row++) {
+        const int64_t at = runs[i].positions[row], oldest = shape.window ? at - shape.window + 1 : 0;
+        if (oldest < low) low = oldest;
+        if (at > high) high = at;
+      }
+      const int64_t span = low > 0 ? low / kSpan : 0, spans = high / kSpan + 1 - span;
+      for (int head = 0; head < shape.kv_heads; head++) {
+        shares[share_count++] = {{runs + i, head, first, last, span, spans, nullptr}, int64_t(floats)};
+        pieces += spans;
+        floats += spans * State::floats((last - first) * group, width);
+      }
+    }
+  if (share_count >= 4 * shape.threads || pieces == share_count || floats * sizeof(float) > kMostParts) {
+    pool::parallel(share_count, shape.threads, [&](int i) { work(shape, shares[i].piece); });
+    return;
+  }
+  Memory parts_memory(kPartSlot, Memory::room<float>(floats) + Memory::room<Piece>(pieces));
+  float *parts = parts_memory.take<float>(floats);
+  Piece *split = parts_memory.take<Piece>(pieces);
+  // Spans in a row are read faster; some shares for each thread, lest one wait for another.
+  const int64_t fair = pieces / (8 * shape.threads), together = fair > 1 ? fair : 1;
+  int next = 0;
+  for (int i = 0; i < share_count; i++) {
+    const Piece &piece = shares[i].piece;
+    for (int64_t s = 0; s < piece.spans; s += together) {
+      const int64_t spans = piece.spans - s < together ? piece.spans - s : together;
+      float *part = parts + shares[i].parts + s * State::floats((piece.last - piece.first) * group, width);
+      split[next++] = {piece.run, piece.head, piece.first, piece.last, piece.span + s, spans, part};
+    }
+  }
+  pool::parallel(next, shape.threads, [&](int i) { work(shape, split[i]); });
+  pool::parallel(share_count, shape.threads, [&](int i) {
+    const Piece &piece = shares[i].piece;
+    const int64_t rows = (piece.last - piece.first) * group;
+    Memory memory(kTaskSlot, Memory::room<float>(State::floats(1, width)));
+    const State total(memory.take<float>(State::floats(1, width)), 1, width);
+    for (int64_t row = 0; row < rows; row++) {
+      total.clear(1, width);
+      for (int64_t s = 0; s < piece.spans; s++)
+        combine(total, 0, State(parts + shares[i].parts + s * State::floats(rows, width), rows, width), row, width);
+      finish(shape, total, 0, width,
+             out_of(shape, *piece.run->job, piece.first + row / group, piece.head * group + int(row % group)));
+    }
+  });
+}
+
+}  // namespace
+
+const AttentionKernels attention_kernels = {attend};
+
+}  // namespace OUTRIDER_ISA

@@ -1,0 +1,74 @@
+// The Python face: outrider.ops._kernels. Tensors come as addresses and sizes; outrider/ops/native.py checks them.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "dispatch.h"
+
+namespace nb = nanobind;
+
+void bind_attention(nb::module_ &m);
+
+static const void *at(uintptr_t address) { return reinterpret_cast<const void *>(address); }
+static void *to(uintptr_t address) { return reinterpret_cast<void *>(address); }
+
+static void bind_linear(nb::module_ &m) {
+  const auto release = nb::call_guard<nb::gil_scoped_release>();
+  nb::class_<Weights>(m, "Weights", "Packed weights: addresses of memory that its maker keeps alive.")
+      .def("__init__", [](Weights *w, int format, int outputs, int inputs, int group, bool gated) {
+        new (w) Weights{Format(format), outputs, inputs, group, gated, nullptr, nullptr, nullptr, nullptr};
+      })
+      .def_prop_ro("format", [](const Weights &w) { return int(w.format); })
+      .def_prop_ro("nbytes", [](const Weights &w) { return w.panels() * w.panel_bytes(); })
+      .def_prop_ro("group_values", [](const Weights &w) { return int64_t(w.panels()) * w.groups() * kPanel; })
+      .def("pack", [](Weights &w, uintptr_t plain, uintptr_t data, int threads) {
+        pack_weights(w, at(plain), to(data), threads);
+        w.data = at(data);
+      }, release)
+      .def("pack_groups", [](Weights &w, uintptr_t plain, uintptr_t packed, bool offsets) {
+        pack_groups(w, static_cast<const uint16_t *>(at(plain)), static_cast<uint16_t *>(to(packed)));
+        (offsets ? w.offsets : w.scales) = static_cast<const uint16_t *>(at(packed));
+      })
+      .def("set_bias", [](Weights &w, uintptr_t bias) { w.bias = at(bias); })
+      .def("multiply", [](const Weights &w, uintptr_t x, int rows, uintptr_t y, bool y_float, uintptr_t residual,
+                          uintptr_t norm, float eps, int threads) {
+        kernels().linear.linear(w, at(x), rows, to(y), y_float, at(residual), at(norm), eps, threads);
+      }, release);
+}
+
+static void bind_elementwise(nb::module_ &m) {
+  const auto release = nb::call_guard<nb::gil_scoped_release>();
+  m.def("rms_norm", [](uintptr_t x, int rows, int width, uintptr_t weight, float eps, uintptr_t y, bool half, int threads) {
+    kernels().elementwise.rms_norm(at(x), rows, width, at(weight), eps, to(y), half, threads);
+  }, release);
+  m.def("rope", [](uintptr_t qkv, int rows, int stride, int heads, int queries, int dim, uintptr_t cos, uintptr_t sin,
+                   uintptr_t q_norm, uintptr_t k_norm, float eps, bool half, int threads) {
+    kernels().elementwise.rope(to(qkv), rows, stride, heads, queries, dim, at(cos), at(sin), at(q_norm), at(k_norm), eps,
+                               half, threads);
+  }, release);
+}
+
+NB_MODULE(_kernels, m) {
+  const Kernels *found[kMaxIsas];
+  runnable_kernels(found);
+  use_kernels(found[0]);
+
+  m.def("isa", [] { return kernels().name; }, "The instruction set in use.");
+  m.def("isas", [] {
+    const Kernels *found[kMaxIsas];
+    std::vector<std::string> names;
+    for (int i = 0, n = runnable_kernels(found); i < n; i++) names.push_back(found[i]->name);
+    return names;
+  }, "All that run here, the best first.");
+  m.def("use", [](const std::string &isa) {
+    const Kernels *table = find_kernels(isa.c_str());
+    if (!table) throw nb::value_error(("instruction set " + isa + " does not run here").c_str());
+    use_kernels(table);
+  }, "Use this instruction set from now on.");
+  m.def("stream", [](uintptr_t memory, int64_t bytes, int threads) {
+    return kernels().linear.stream(at(memory), bytes, threads);
+  }, nb::call_guard<nb::gil_scoped_release>(), "Read memory (a multiple of 256 KiB) from one end to the other.");
+  bind_linear(m);
+  bind_elementwise(m);
+  bind_attention(m);
+}

@@ -1,0 +1,71 @@
+#include "elementwise.h"
+
+#include "norm.h"
+#include "pool.h"
+
+namespace OUTRIDER_ISA {
+namespace {
+
+constexpr int kSerial = 32768;  // elements that are not worth waking a thread for
+
+template <class A>
+void norm_rows(const A *x, int rows, int width, const A *weight, float eps, A *y, int threads) {
+  pool::parallel(rows, int64_t(rows) * width > kSerial ? threads : 1, [&](int r) {
+    const A *from = x + size_t(r) * width;
+    const float factor = rms_factor(from, width, eps);
+    for (int k = 0; k < width; k += W)
+      store_n(y + size_t(r) * width + k, normed(from, weight, k, width, factor), width - k);
+  });
+}
+
+template <class A>
+INLINE void turn(A *x, int dim, const A *cos, const A *sin, const A *norm, float eps) {
+  const int half = dim / 2;
+  const float factor = norm ? rms_factor(x, dim, eps) : 1;
+  for (int i = 0; i < half; i += W) {
+    const int n = half - i;
+    vf low = load_n(x + i, n), high = load_n(x + half + i, n);
+    if (norm) {
+      low = low * factor * load_n(norm + i, n);
+      high = high * factor * load_n(norm + half + i, n);
+    }
+    const vf a = fma(high, load_n(sin + i, n), low * load_n(cos + i, n));
+    const vf b = fma(low, load_n(sin + half + i, n), high * load_n(cos + half + i, n));
+    store_n(x + i, a, n);
+    store_n(x + half + i, b, n);
+  }
+}
+
+template <class A>
+void turn_rows(A *qkv, int rows, int stride, int heads, int queries, int dim, const A *cos, const A *sin,
+               const A *q_norm, const A *k_norm, float eps, int threads) {
+  pool::parallel(rows, int64_t(rows) * heads * dim > kSerial ? threads : 1, [&](int r) {
+    for (int h = 0; h < heads; h++)
+      turn(qkv + size_t(r) * stride + h * dim, dim, cos + size_t(r) * dim, sin + size_t(r) * dim,
+           h < queries ? q_norm : k_norm, eps);
+  });
+}
+
+template <class A>
+const A *as(const void *p) { return static_cast<const A *>(p); }
+
+void rms_norm(const void *x, int rows, int width, const void *weight, float eps, void *y, bool half, int threads) {
+  if (half) norm_rows(as<bf16>(x), rows, width, as<bf16>(weight), eps, static_cast<bf16 *>(y), threads);
+  else norm_rows(as<float>(x), rows, width, as<float>(weight), eps, static_cast<float *>(y), threads);
+}
+
+void rope(void *qkv, int rows, int stride, int heads, int queries, int dim, const void *cos, const void *sin,
+          const void *q_norm, const void *k_norm, float eps, bool half, int threads) {
+  if (half)
+    turn_rows(static_cast<bf16 *>(qkv), rows, stride, heads, queries, dim, as<bf16>(cos), as<bf16>(sin),
+              as<bf16>(q_norm), as<bf16>(k_norm), eps, threads);
+  else
+    turn_rows(static_cast<float *>(qkv), rows, stride, heads, queries, dim, as<float>(cos), as<float>(sin),
+              as<float>(q_norm), as<float>(k_norm), eps, threads);
+}
+
+}  // namespace
+
+const ElementwiseKernels elementwise_kernels = {rms_norm, rope};
+
+}  // namespace OUTRIDER_ISA

@@ -1,0 +1,18 @@
+// What lies between the products, row by row.
+#pragma once
+
+struct ElementwiseKernels {
+  // y (rows, width) = x / sqrt(mean(x^2) + eps) * weight; all float, or all bfloat16 (`half`).
+  void (*rms_norm)(const void *x, int rows, int width, const void *weight, float eps, void *y, bool half, int threads);
+  // Turns the first `heads` heads of each row of qkv (rows, stride), in place, by cos and sin (rows, dim), the sine
+  // signed for the half-split layout. If q_norm is not null, the first `queries` heads are normed by it before and
+  // the others by k_norm, each (dim).
+  void (*rope)(void *qkv, int rows, int stride, int heads, int queries, int dim, const void *cos, const void *sin,
+               const void *q_norm, const void *k_norm, float eps, bool half, int threads);
+};
+
+#ifdef OUTRIDER_ISA
+namespace OUTRIDER_ISA {
+extern const ElementwiseKernels elementwise_kernels;
+}
+#endif

@@ -1,0 +1,456 @@
+// Linear products that are the same for a row whatever rows ride along: for each output the sum over k runs from the
+// first k to the last with one instruction, and rows and threads only divide the outputs among themselves.
+#include "linear.h"
+
+#include <type_traits>
+
+#include "norm.h"
+#include "pool.h"
+#include "scratch.h"
+
+namespace OUTRIDER_ISA {
+namespace {
+
+constexpr int NV = kPanel / W;  // vectors of a panel
+constexpr int kStep = 4;        // k that one step of a product takes
+constexpr int kChunkBytes = 1 << 16, kUnpackedBytes = 1 << 14, kTaskBytes = 1 << 19;
+constexpr int kNear = 4096;  // bytes that few rows fetch ahead
+
+// How bfloat16 activations enter a product, and how many rows' sums fit the registers.
+#if defined(__AVX512BF16__)
+using Half = bf16;
+constexpr int kRows = 8;
+#else
+using Half = float;
+constexpr int kRows = W == 8 ? 3 : 2;
+#endif
+
+// Each format gives `weights(w, a, v, even, odd)`: of the four k at w, the weights of vector v at k = 2 a and 2 a + 1.
+struct F32 {
+  using X = float;
+  static constexpr int kBytes = 128;  // of a panel for each k
+  static constexpr bool kScaled = false;
+  INLINE void weights(const uint8_t *w, int a, int v, vf &even, vf &odd) {
+    const float *f = reinterpret_cast<const float *>(w) + 2 * a * kPanel + v * W;
+    even = load(f), odd = load(f + kPanel);
+  }
+};
+
+struct BF16 {
+  using X = Half;
+  static constexpr int kBytes = 64;  // of a panel for each k
+  static constexpr bool kScaled = false;
+  INLINE void weights(const uint8_t *w, int a, int v, vf &even, vf &odd) {
+    const vu u = load_as<vu>(w + 4 * (a * kPanel + v * W));
+    even = (vf)(u << 16), odd = (vf)(u & 0xffff0000u);
+  }
+#if defined(__AVX512BF16__)
+  INLINE __m512bh pairs(const uint8_t *w, int a, int v) { return (__m512bh)_mm512_loadu_si512(w + 64 * (2 * a + v)); }
+#endif
+};
+
+struct BF16Scaled : BF16 {  // quantised values, unpacked
+  static constexpr bool kScaled = true;
+};
+
+struct I8 {
+  using X = Half;
+  static constexpr int kBytes = 32;  // of a panel for each k
+  static constexpr bool kScaled = true;
+  INLINE void weights(const uint8_t *w, int a, int v, vf &even, vf &odd) {
+    const vu u = __builtin_convertvector(load_as<vh>(w + 2 * (a * kPanel + v * W)), vu);
+    even = __builtin_convertvector((vi)(u << 24) >> 24, vf), odd = __builtin_convertvector((vi)(u << 16) >> 24, vf);
+  }
+#if defined(__AVX512BF16__)
+  INLINE __m512bh pairs(const uint8_t *w, int a, int v) {  // exact: bfloat16 holds all integers up to 256
+    const __m128i *b = reinterpret_cast<const __m128i *>(w + 32 * (2 * a + v));
+    const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(b)));
+    const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(b + 1)));
+    return _mm512_cvtne2ps_pbh(high, low);
+  }
+#endif
+};
+
+struct I4 {
+  using X = Half;
+  static constexpr int kBytes = 16;  // of a panel for each k
+  static constexpr bool kScaled = true;
+  INLINE void weights(const uint8_t *w, int a, int v, vf &even, vf &odd) {
+    const vu u = load_as<vu>(w + 4 * (v * W % 16));
+    const int shift = 4 * (2 * a + v * W / 16);
+    even = __builtin_convertvector((vi)((u >> shift) & 0xf) - 8, vf);
+    odd = __builtin_convertvector((vi)((u >> (16 + shift)) & 0xf) - 8, vf);
+  }
+#if defined(__AVX512BF16__)
+  // The lookup takes the low 5 bits of each word: a nibble and a bit that the table, written twice, ignores.
+  INLINE __m512bh pairs(const uint8_t *w, int a, int v) {
+    alignas(64) static constexpr bf16 kTable[32] = {
+        0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000,
+        0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040,
+        0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+    const __m512i words = _mm512_srli_epi16(_mm512_loadu_si512(w), 4 * (2 * a + v));
+    return (__m512bh)_mm512_permutexvar_epi16(words, _mm512_load_si512(kTable));
+  }
+#endif
+};
+
+// acc += the products of kStep k: R rows of x with a panel of w.
+template <class F, int R>
+INLINE void step(const typename F::X *x, size_t ldx, const uint8_t *w, vf (&acc)[R][NV]) {
+  for (int a = 0; a < kStep / 2; a++)
+    for (int v = 0; v < NV; v++) {
+#if defined(__AVX512BF16__)
+      if constexpr (!std::is_same_v<F, F32>) {
+        const __m512bh pairs = F::pairs(w, a, v);
+        for (int r = 0; r < R; r++) {
+          const __m512bh both = (__m512bh)_mm512_set1_epi32(load_as<int32_t>(x + r * ldx + 2 * a));
+          acc[r][v] = (vf)_mm512_dpbf16_ps((__m512)acc[r][v], pairs, both);
+        }
+        continue;
+      }
+#endif
+      vf even, odd;
+      F::weights(w, a, v, even, odd);
+      for (int r = 0; r < R; r++) {
+        acc[r][v] = fma(splat(float(x[r * ldx + 2 * a])), even, acc[r][v]);
+        acc[r][v] = fma(splat(float(x[r * ldx + 2 * a + 1])), odd, acc[r][v]);
+      }
+    }
+}
+
+// The rows of activations as the products take them: padded with zeros to whole steps, normed, widened.
+template <class X>
+struct Rows {
+  const X *x;
+  size_t stride;
+  const float *sums;  // (rows, groups): of x over each group of k; null unless the weights have offsets
+};
+
+// A panel is taken in chunks of k that stay in the cache while all rows pass over them. Sums rest in memory between
+// two chunks, which changes no bit of them.
+struct Chunk {
+  int panel, begin, end;  // k from begin to end
+  const uint8_t *data;    // its weights
+  const uint8_t *ahead;   // what to fetch meanwhile, `pace` bytes in each step
+  int64_t pace;
+};
+
+// acc += the products of `depth` k, fetching ahead.
+template <class F, int R>
+INLINE void run(const typename F::X *x, size_t ldx, const uint8_t *data, int depth, const uint8_t *ahead, int64_t pace,
+                vf (&acc)[R][NV]) {
+  for (int k = 0; k < depth; k += kStep, data += kStep * F::kBytes, ahead += pace) {
+    for (int64_t line = 0; line < pace; line += 64) __builtin_prefetch(ahead + line, 0, 2);
+    step<F, R>(x + k, ldx, data, acc);
+  }
+}
+
+// out[r] += the chunk's products for R rows.
+template <class F, int R>
+__attribute__((noinline)) void product(const Weights &w, const Rows<typename F::X> &rows, int row, const Chunk &chunk, float (*out)[kPanel]) {
+  const typename F::X *x = rows.x + row * rows.stride + chunk.begin;
+  if constexpr (!F::kScaled) {
+    vf acc[R][NV];
+    for (int r = 0; r < R; r++)
+      for (int v = 0; v < NV; v++) acc[r][v] = load(out[r] + v * W);
+    run<F, R>(x, rows.stride, chunk.data, chunk.end - chunk.begin, chunk.ahead, chunk.pace, acc);
+    for (int r = 0; r < R; r++)
+      for (int v = 0; v < NV; v++) store(out[r] + v * W, acc[r][v]);
+    return;
+  }
+  // The sum of a group is that of its two halves: a single row takes both at once, lest it wait for its own sums.
+  const uint8_t *data = chunk.data, *ahead = chunk.ahead;
+  for (int k = chunk.begin; k < chunk.end;) {
+    const int group = k / w.group, half = (chunk.end - k < w.group ? chunk.end - k : w.group) / 2;
+    const uint8_t *second = data + half * F::kBytes;
+    vf acc[2][R][NV] = {};
+    if constexpr (R <= 2) {
+      for (int i = 0; i < half; i += kStep, ahead += 2 * chunk.pace) {
+        for (int64_t line = 0; line < 2 * chunk.pace; line += 64) __builtin_prefetch(ahead + line, 0, 2);
+        step<F, R>(x + i, rows.stride, data + i * F::kBytes, acc[0]);
+        step<F, R>(x + half + i, rows.stride, second + i * F::kBytes, acc[1]);
+      }
+    } else {
+      run<F, R>(x, rows.stride, data, half, ahead, chunk.pace, acc[0]);
+      ahead += half / kStep * chunk.pace;
+      run<F, R>(x + half, rows.stride, second, half, ahead, chunk.pace, acc[1]);
+      ahead += half / kStep * chunk.pace;
+    }
+    for (int v = 0; v < NV; v++) {
+      const size_t at = (size_t(chunk.panel) * w.groups() + group) * kPanel + v * W;
+      const vf scale = load(w.scales + at), offset = w.offsets ? load(w.offsets + at) : vf{};
+      for (int r = 0; r < R; r++) {
+        vf total = fma(scale, acc[0][r][v] + acc[1][r][v], load(out[r] + v * W));
+        if (w.offsets) total = fma(offset, splat(rows.sums[size_t(row + r) * w.groups() + group]), total);
+        store(out[r] + v * W, total);
+      }
+    }
+    k += 2 * half, x += 2 * half, data = second + half * F::kBytes;
+  }
+}
+
+// The same for any number of rows, in even blocks.
+template <class F>
+void chunk_rows(const Weights &w, const Rows<typename F::X> &rows, int n, Chunk chunk, const uint8_t *ahead,
+                float (*out)[kPanel]) {
+  const int blocks = (n + kRows - 1) / kRows, size = (n + blocks - 1) / blocks;
+  const int64_t bytes = int64_t(chunk.end - chunk.begin) * F::kBytes;
+  // Each block of rows fetches its share of the next chunk, in whole lines.
+  const int64_t share = ahead ? (bytes + 64 * blocks - 1) / (64 * blocks) * 64 : 0;
+  const int64_t steps = (chunk.end - chunk.begin) / kStep;
+  for (int row = 0, block = 0; row < n; row += size, block++) {
+    chunk.pace = ahead && block * share < bytes ? (share / steps + 63) / 64 * 64 : 0;
+    chunk.ahead = ahead + block * share;
+    float(*to)[kPanel] = out + row;
+    switch (n - row < size ? n - row : size) {
+#define ROWS(R) \
+  case R: product<F, R>(w, rows, row, chunk, to); break;
+      ROWS(1) ROWS(2)
+#if defined(__AVX2__)
+      ROWS(3)
+#endif
+#if defined(__AVX512BF16__)
+      ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8)
+#endif
+#undef ROWS
+    }
+  }
+}
+
+#if defined(__AMX_BF16__)
+constexpr bool kTiles = true;
+
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {};
+};
+
+// chunk_rows in tiles of 16 rows by 16 outputs: 0 to 3 hold the sums of two tiles of rows with both halves of the panel,
+// 4 and 5 the rows, 6 and 7 the weights.
+template <class F>
+void tile_rows(const Weights &w, const Rows<bf16> &rows, int n, const Chunk &chunk, float (*out)[kPanel]) {
+  constexpr int kLine = kPanel * sizeof(float);  // of sums, and of a pair of k's weights
+  static_assert(F::kBytes * 2 == kLine);
+  const int span = F::kScaled ? w.group : chunk.end - chunk.begin;
+  const size_t stride = rows.stride * sizeof(bf16);
+  for (int row = 0; row < n; row += 32, out += 32) {
+    const int left = n - row, upper = left < 16 ? left : 16, lower = left < 32 ? left - upper : 16;
+    TileConfig config;
+    config.rows[0] = config.rows[1] = config.rows[4] = uint8_t(upper);
+    config.rows[2] = config.rows[3] = config.rows[5] = uint8_t(lower ? lower : 1);
+    config.rows[6] = config.rows[7] = 16;
+    _tile_loadconfig(&config);
+    const uint8_t *data = chunk.data;
+    for (int k = chunk.begin; k < chunk.end;) {
+      const int group = F::kScaled ? k / w.group : 0, end = k + span < chunk.end ? k + span : chunk.end;
+      float part[32][kPanel] = {};
+      float(*sums)[kPanel] = F::kScaled ? part : out;
+      _tile_loadd(0, sums[0], kLine);
+      _tile_loadd(1, sums[0] + 16, kLine);
+      if (lower) {
+        _tile_loadd(2, sums[16], kLine);
+        _tile_loadd(3, sums[16] + 16, kLine);
+      }
+      for (; k < end; k += kDepth, data += kDepth * F::kBytes) {
+        for (int line = 0; line < kDepth * F::kBytes; line += 64) __builtin_prefetch(data + kNear + line, 0, 2);
+        const bf16 *x = rows.x + row * rows.stride + k;
+        _tile_loadd(6, data, kLine);
+        _tile_loadd(7, data + 64, kLine);
+        _tile_loadd(4, x, stride);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (lower) {
+          _tile_loadd(5, x + 16 * rows.stride, stride);
+          _tile_dpbf16ps(2, 5, 6);
+          _tile_dpbf16ps(3, 5, 7);
+        }
+      }
+      _tile_stored(0, sums[0], kLine);
+      _tile_stored(1, sums[0] + 16, kLine);
+      if (lower) {
+        _tile_stored(2, sums[16], kLine);
+        _tile_stored(3, sums[16] + 16, kLine);
+      }
+      if constexpr (F::kScaled)
+        for (int v = 0; v < NV; v++) {
+          const size_t at = (size_t(chunk.panel) * w.groups() + group) * kPanel + v * W;
+          const vf scale = load(w.scales + at), offset = w.offsets ? load(w.offsets + at) : vf{};
+          for (int r = 0; r < upper + lower; r++) {
+            vf total = fma(scale, load(part[r] + v * W), load(out[r] + v * W));
+            if (w.offsets) total = fma(offset, splat(rows.sums[size_t(row + r) * w.groups() + group]), total);
+            store(out[r] + v * W, total);
+          }
+        }
+    }
+  }
+  _tile_release();
+}
+#else
+constexpr bool kTiles = false;
+#endif
+
+struct Result {
+  void *y;
+  bool y_float;
+  const void *residual;
+};
+
+// Bias, gate, residual and rounding of one row of one panel.
+template <class A>
+INLINE void finish(const Weights &w, const Result &result, const float *out, int row, int panel) {
+  const A *bias = static_cast<const A *>(w.bias), *residual = static_cast<const A *>(result.residual);
+  const int width = w.width(), size = w.gated ? kPanel / 2 : kPanel;
+  for (int i = 0, at = panel * size; i < size && at < width; i += W, at += W) {
+    const int n = width - at;
+    const size_t to = size_t(row) * width + at;
+    vf y = load(out + i);
+    if (bias) y += load_n(bias + at, n);
+    if (w.gated) {
+      vf up = load(out + size + i);
+      if (bias) up += load_n(bias + width + at, n);
+      y = silu(y) * up;
+    }
+    if (residual) y += load_n(residual + to, n);
+    if (result.y_float)
+      store_n(static_cast<float *>(result.y) + to, y, n);
+    else
+      store_n(static_cast<A *>(result.y) + to, y, n);
+  }
+}
+
+template <class X, class A>
+Rows<X> prepare(const Weights &w, const A *x, int rows, const A *norm, float eps, int threads) {
+  const int inputs = w.inputs, depth = w.padded();
+  const bool sums = w.offsets && (w.format == kI8 || w.format == kI4);
+  Rows<X> out{reinterpret_cast<const X *>(x), size_t(inputs), nullptr};
+  if (norm || inputs != depth || !std::is_same_v<X, A>) {
+    X *to = static_cast<X *>(scratch(0, sizeof(X) * rows * depth));
+    out = {to, size_t(depth), nullptr};
+    pool::parallel(rows, size_t(rows) * depth > 65536 ? threads : 1, [&](int r) {
+      const A *from = x + size_t(r) * inputs;
+      const float factor = norm ? rms_factor(from, inputs, eps) : 1;
+      for (int k = 0; k < depth; k += W) {
+        vf v = k < inputs ? load_n(from + k, inputs - k) : vf{};
+        if (norm && k < inputs) {
+          A rounded[W];
+          store(rounded, normed(from, norm, k, inputs, factor));
+          v = load(rounded);
+        }
+        store(to + size_t(r) * depth + k, v);
+      }
+    });
+  }
+  if (sums) {
+    const int groups = w.groups();
+    float *to = static_cast<float *>(scratch(1, sizeof(float) * rows * groups));
+    for (int r = 0; r < rows; r++)
+      for (int g = 0; g < groups; g++) {
+        const int start = g * w.group, end = start + w.group < depth ? start + w.group : depth;
+        vf total = {};
+        for (int k = start; k < end; k += W) total += load(out.x + r * out.stride + k);
+        to[size_t(r) * groups + g] = sum(total);
+      }
+    out.sums = to;
+  }
+  return out;
+}
+
+// Quantised weights of a chunk as bfloat16, exactly: for many rows it is done once.
+template <class F>
+void unpack(const Chunk &chunk, uint8_t *to) {
+  const uint8_t *data = chunk.data;
+  for (int k = chunk.begin; k < chunk.end; k += kStep, data += kStep * F::kBytes) {
+    __builtin_prefetch(data + kNear, 0, 2);
+    for (int a = 0; a < kStep / 2; a++)
+      for (int v = 0; v < NV; v++, to += 4 * W) {
+#if defined(__AVX512BF16__)
+        _mm512_storeu_si512(to, (__m512i)F::pairs(data, a, v));
+#else
+        vf even, odd;
+        F::weights(data, a, v, even, odd);
+        const vu both = ((vu)even >> 16) | ((vu)odd & 0xffff0000u);
+        memcpy(to, &both, sizeof both);
+#endif
+      }
+  }
+}
+
+template <class F>
+void products(const Weights &w, const Rows<typename F::X> &rows, int n, const Chunk &chunk, const uint8_t *ahead,
+              float (*out)[kPanel]) {
+#if defined(__AMX_BF16__)
+  if constexpr (F::kBytes == BF16::kBytes) return tile_rows<F>(w, rows, n, chunk, out);
+#endif
+  chunk_rows<F>(w, rows, n, chunk, ahead, out);
+}
+
+template <class F, class A>
+void multiply(const Weights &w, const void *x, int n, const Result &result, const void *norm, float eps, int threads) {
+  const auto rows = prepare<typename F::X>(w, static_cast<const A *>(x), n, static_cast<const A *>(norm), eps, threads);
+  const int depth = w.padded();
+  const bool unpacked = F::kScaled && (kTiles || n > kRows);
+  const int length = (unpacked ? kUnpackedBytes / BF16::kBytes : kChunkBytes / F::kBytes);
+  // Neighbouring panels make a task, so that what is fetched beyond the end of one is mostly of use; still enough tasks
+  // that threads end together.
+  const int all = w.panels(), most = all / (4 * threads), size = int(kTaskBytes / w.panel_bytes());
+  const int together = size < most ? (size > 1 ? size : 1) : (most > 1 ? most : 1);
+  const auto panel_rows = [&](int panel) {
+    const uint8_t *data = static_cast<const uint8_t *>(w.data) + panel * w.panel_bytes();
+    auto out = static_cast<float(*)[kPanel]>(scratch(2, sizeof(float) * n * kPanel));
+    memset(out, 0, sizeof(float) * n * kPanel);
+    for (int k = 0; k < depth; k += length) {
+      const int end = k + length < depth ? k + length : depth;
+      const uint8_t *here = data + size_t(k) * F::kBytes;
+      Chunk chunk{panel, k, end, here, nullptr, 0};
+      if constexpr (F::kScaled) {
+        if (unpacked) {
+          uint8_t *plain = static_cast<uint8_t *>(scratch(3, kUnpackedBytes));
+          unpack<F>(chunk, plain);
+          chunk.data = plain;
+          products<BF16Scaled>(w, rows, n, chunk, nullptr, out);
+          continue;
+        }
+      }
+      products<F>(w, rows, n, chunk, here + (n > kRows ? size_t(end - k) * F::kBytes : kNear), out);
+    }
+    for (int r = 0; r < n; r++) finish<A>(w, result, out[r], r, panel);
+  };
+  pool::parallel((all + together - 1) / together, threads, [&](int task) {
+    for (int panel = task * together; panel < (task + 1) * together && panel < all; panel++) panel_rows(panel);
+  });
+}
+
+void linear(const Weights &w, const void *x, int rows, void *y, bool y_float, const void *residual, const void *norm,
+            float eps, int threads) {
+  if (rows == 0) return;
+  const Result result{y, y_float, residual};
+  switch (w.format) {
+    case kF32: return multiply<F32, float>(w, x, rows, result, norm, eps, threads);
+    case kBF16: return multiply<BF16, bf16>(w, x, rows, result, norm, eps, threads);
+    case kI8: return multiply<I8, bf16>(w, x, rows, result, norm, eps, threads);
+    case kI4: return multiply<I4, bf16>(w, x, rows, result, norm, eps, threads);
+  }
+}
+
+float stream(const void *memory, int64_t bytes, int threads) {
+  constexpr int64_t kPart = 1 << 18;
+  float *sums = static_cast<float *>(scratch(0, sizeof(float) * (bytes / kPart)));
+  pool::parallel(int(bytes / kPart), threads, [&](int task) {
+    const float *part = static_cast<const float *>(memory) + task * (kPart / 4);
+    vf total[8] = {};
+    for (int i = 0; i < kPart / 4; i += 8 * W)
+      for (int j = 0; j < 8; j++) total[j] += load(part + i + j * W);
+    for (int j = 1; j < 8; j++) total[0] += total[j];
+    sums[task] = sum(total[0]);
+  });
+  float total = 0;
+  for (int i = 0; i < bytes / kPart; i++) total += sums[i];
+  return total;
+}
+
+}  // namespace
+
+const LinearKernels linear_kernels = {linear, stream};
+
+}  // namespace OUTRIDER_ISA

@@ -1,0 +1,120 @@
+#include "pool.h"
+
+#include <pthread.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace pool {
+namespace {
+
+constexpr int kSpins = 4000;  // some 50 us: the next product of a forward comes sooner
+
+inline void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// Workers wait for `round` to grow, then take tasks while there are any. A round is over when each worker that it
+// called has reported: until then `job` stays as it is.
+class Pool {
+ public:
+  void run(int tasks, int threads, Task task, void *context) {
+    if (threads > tasks) threads = tasks;
+    if (threads <= 1 || busy_.exchange(true, std::memory_order_acquire)) {
+      for (int i = 0; i < tasks; i++) task(context, i);
+      return;
+    }
+    while (int(workers_.size()) < threads - 1) {
+      auto worker = std::make_unique<Worker>();
+      worker->thread = std::thread([this, w = worker.get()] { work(*w); });
+      worker->thread.detach();
+      workers_.push_back(std::move(worker));
+    }
+    task_ = task;
+    context_ = context;
+    tasks_ = tasks;
+    next_.store(0, std::memory_order_relaxed);
+    working_.store(threads - 1, std::memory_order_relaxed);
+    for (int i = 0; i < threads - 1; i++) workers_[i]->call();
+    drain();
+    while (working_.load(std::memory_order_acquire)) relax();
+    busy_.store(false, std::memory_order_release);
+  }
+
+ private:
+  struct Worker {
+    std::thread thread;
+    std::atomic<unsigned> round{0};
+    std::atomic<bool> asleep{false};
+    std::mutex mutex;
+    std::condition_variable wake;
+
+    void call() {
+      round.fetch_add(1);
+      if (asleep.load()) {  // sequentially consistent with wait(): one of the two sees the other's store
+        std::lock_guard<std::mutex> lock(mutex);
+        wake.notify_one();
+      }
+    }
+
+    void wait(unsigned seen) {
+      for (int i = 0; i < kSpins; i++) {
+        if (round.load(std::memory_order_acquire) != seen) return;
+        relax();
+      }
+      std::unique_lock<std::mutex> lock(mutex);
+      asleep.store(true);
+      wake.wait(lock, [&] { return round.load() != seen; });
+      asleep.store(false);
+    }
+  };
+
+  void work(Worker &worker) {
+    for (unsigned seen = 0;; seen++) {
+      worker.wait(seen);
+      drain();
+      working_.fetch_sub(1, std::memory_order_release);
+    }
+  }
+
+  void drain() {
+    for (int i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < tasks_;) task_(context_, i);
+  }
+
+  std::atomic<bool> busy_{false};
+  std::vector<std::unique_ptr<Worker>> workers_;
+  Task task_ = nullptr;
+  void *context_ = nullptr;
+  int tasks_ = 0;
+  alignas(64) std::atomic<int> next_{0};
+  alignas(64) std::atomic<int> working_{0};
+};
+
+// Never destroyed: its threads may outlive the statics. A forked child has none of them and starts anew.
+std::atomic<Pool *> instance{nullptr};
+
+Pool &get() {
+  if (Pool *pool = instance.load(std::memory_order_acquire)) return *pool;
+  static std::mutex mutex;
+  std::lock_guard<std::mutex> lock(mutex);
+  if (!instance.load()) {
+    static const int once = pthread_atfork(nullptr, nullptr, [] { instance.store(nullptr); });
+    (void)once;
+    instance.store(new Pool);
+  }
+  return *instance.load();
+}
+
+}  // namespace
+
+void run(int tasks, int threads, Task task, void *context) { get().run(tasks, threads, task, context); }
+
+}  // namespace pool

@@ -1,0 +1,11 @@
+#include "kernels.h"
+
+#define TEXT_(x) #x
+#define TEXT(x) TEXT_(x)
+
+namespace OUTRIDER_ISA {
+
+extern const Kernels table;
+const Kernels table = {TEXT(OUTRIDER_ISA), attention_kernels, linear_kernels, elementwise_kernels};
+
+}  // namespace OUTRIDER_ISA

@@ -1,0 +1,152 @@
+// Vectors of W floats in the instruction set that a file is compiled for, as GCC and Clang vector types: `a + b * c`
+// works on them and never contracts (-ffp-contract=off); `fma` fuses where the processor can.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+using bf16 = uint16_t;
+
+namespace OUTRIDER_ISA {
+
+#if defined(__AVX512F__)
+constexpr int W = 16;
+#elif defined(__AVX2__)
+constexpr int W = 8;
+#else
+constexpr int W = 4;
+#endif
+
+typedef float vf __attribute__((vector_size(4 * W), may_alias));
+typedef int32_t vi __attribute__((vector_size(4 * W), may_alias));
+typedef uint32_t vu __attribute__((vector_size(4 * W), may_alias));
+typedef uint16_t vh __attribute__((vector_size(2 * W), may_alias));
+typedef int8_t vb __attribute__((vector_size(W), may_alias));
+
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE vf splat(float x) { return vf{} + x; }
+
+template <class V, class T>
+INLINE V load_as(const T *p) {
+  V v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+
+INLINE vf load(const float *p) { return load_as<vf>(p); }
+INLINE vf load(const bf16 *p) { return (vf)(__builtin_convertvector(load_as<vh>(p), vu) << 16); }
+INLINE vf load(const int8_t *p) { return __builtin_convertvector(load_as<vb>(p), vf); }
+INLINE float to_float(float x) { return x; }
+INLINE float to_float(bf16 x) {
+  const uint32_t bits = uint32_t(x) << 16;
+  float f;
+  memcpy(&f, &bits, 4);
+  return f;
+}
+
+INLINE void store(float *p, vf x) { memcpy(p, &x, sizeof x); }
+// Rounds to nearest even; a NaN stays one.
+INLINE void store(bf16 *p, vf x) {
+#if defined(__AVX512BF16__)
+  const __m256bh h = _mm512_cvtneps_pbh((__m512)x);
+  memcpy(p, &h, sizeof h);
+#else
+  const vu u = (vu)x;
+  const vu rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16, quiet = (u >> 16) | 0x40;
+  const vu nan = (vu)(x != x);
+  const vh h = __builtin_convertvector((rounded & ~nan) | (quiet & nan), vh);
+  memcpy(p, &h, sizeof h);
+#endif
+}
+
+// The first n of W lanes, the others 0; n may be more than W.
+template <class T>
+INLINE vf load_n(const T *p, int n) {
+  if (n >= W) return load(p);
+  T part[W] = {};
+  memcpy(part, p, sizeof(T) * n);
+  return load(part);
+}
+
+template <class T>
+INLINE void store_n(T *p, vf x, int n) {
+  if (n >= W) return store(p, x);
+  T part[W];
+  store(part, x);
+  memcpy(p, part, sizeof(T) * n);
+}
+
+// a * b + c
+INLINE vf fma(vf a, vf b, vf c) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+  return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_NEON)
+  return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
+
+// b where they cannot be compared
+#if defined(__AVX512F__)
+INLINE vf max(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
+INLINE vf min(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
+#elif defined(__AVX2__)
+INLINE vf max(vf a, vf b) { return (vf)_mm256_max_ps((__m256)a, (__m256)b); }
+INLINE vf min(vf a, vf b) { return (vf)_mm256_min_ps((__m256)a, (__m256)b); }
+#else
+INLINE vf max(vf a, vf b) { return a > b ? a : b; }
+INLINE vf min(vf a, vf b) { return a < b ? a : b; }
+#endif
+
+// Sum and maximum of all lanes, by halving.
+INLINE float sum(vf x) {
+  float lane[W];
+  store(lane, x);
+  for (int half = W / 2; half; half /= 2)
+    for (int i = 0; i < half; i++) lane[i] += lane[i + half];
+  return lane[0];
+}
+INLINE float max(vf x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)x);
+#endif
+  float lane[W];
+  store(lane, x);
+  for (int half = W / 2; half; half /= 2)
+    for (int i = 0; i < half; i++) lane[i] = lane[i] > lane[i + half] ? lane[i] : lane[i + half];
+  return lane[0];
+}
+
+// e^x to 1 ulp or so; 0 below -87.3, the largest finite power above 88.3; NaN for NaN. Cody and Waite's reduction,
+// then the polynomial of Cephes' expf.
+INLINE vf exp(vf x) {
+  const vf clamped = min(max(x, splat(-87.33654f)), splat(88.37626f));
+  const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const vf n = fma(clamped, splat(1.44269504f), magic) - magic;
+  vf r = fma(n, splat(-0.693359375f), clamped);
+  r = fma(n, splat(2.12194440e-4f), r);
+  vf p = fma(splat(1.9875691500e-4f), r, splat(1.3981999507e-3f));
+  p = fma(p, r, splat(8.3334519073e-3f));
+  p = fma(p, r, splat(4.1665795894e-2f));
+  p = fma(p, r, splat(1.6666665459e-1f));
+  p = fma(p, r, splat(5.0000001201e-1f));
+  p = fma(p, r * r, r + 1.0f);
+  const vi power = (__builtin_convertvector(n, vi) + 127) << 23;
+  const vf y = p * (vf)power;
+  return x < -87.33654f ? splat(0.0f) : x != x ? x : y;
+}
+
+INLINE vf silu(vf x) { return x / (1.0f + exp(-x)); }
+
+}  // namespace OUTRIDER_ISA

@@ -1,0 +1,97 @@
+"""The compiled kernels (csrc/), if this installation has them: which instruction set runs, and that it computes right.
+
+`OUTRIDER_ISA` in the environment forces one: amx, avx512bf16, avx2, portable, or reference for no kernels at all.
+"""
+
+from __future__ import annotations
+
+import importlib
+import mmap
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.errors import ConfigError
+
+REFERENCE = "reference"
+F32, BF16, INT8, INT4 = range(4)
+HUGE = 2**21  # bytes of a large page
+FORMATS = {torch.float32: F32, torch.bfloat16: BF16}
+
+try:
+    kernels: Any = importlib.import_module("outrider.ops._kernels")
+except ImportError:  # installed without a compiler
+    kernels = None
+
+
+def available() -> list[str]:
+    """What `use` takes here, the best first; `reference` is always the last."""
+    return [*(kernels.isas() if kernels else []), REFERENCE]
+
+
+def use(isa: str) -> None:
+    """Run on this instruction set from now on. Linears that are packed already stay native. Raises ConfigError."""
+    global active
+    if isa not in available():
+        raise ConfigError(f"instruction set {isa!r} does not run here; available: {', '.join(available())}")
+    active = isa
+    if isa != REFERENCE:
+        kernels.use(isa)
+
+
+def runs(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernels take tensors of this kind."""
+    return active != REFERENCE and device.type == "cpu" and dtype in FORMATS
+
+
+def memory(size: int) -> Tensor:
+    """Zeroed bytes in pages of their own, large ones where the system gives them: weights leave no holes in the heap.
+
+    Raises RuntimeError, as PyTorch does, if there are not so many.
+    """
+    try:
+        block = mmap.mmap(-1, max(1, size))
+    except (OSError, OverflowError) as error:
+        raise RuntimeError(f"cannot allocate {size} bytes: {error}") from None
+    if size >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        block.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(block, dtype=torch.uint8, count=size) if size else torch.empty(0, dtype=torch.uint8)
+
+
+def computes_right() -> bool:
+    """Whether small products of all formats agree with float64 on the instruction set in use."""
+    x, weight = torch.linspace(-2, 2, 3 * 72).view(3, 72).cos(), torch.arange(40 * 72).view(40, 72) % 15 - 7
+    scales = torch.arange(1, 81, dtype=torch.bfloat16).view(40, 2) / 64
+    for code in (F32, BF16, INT8, INT4):
+        plain = weight.to({F32: torch.float32, BF16: torch.bfloat16}.get(code, torch.int8))
+        a, y = x.to(torch.float32 if code == F32 else torch.bfloat16), torch.empty(3, 40)
+        w = kernels.Weights(code, 40, 72, 64, False)
+        data, groups = torch.empty(w.nbytes, dtype=torch.uint8), torch.empty(w.group_values, dtype=torch.bfloat16)
+        w.pack(plain.data_ptr(), data.data_ptr(), 1)
+        w.pack_groups(scales.data_ptr(), groups.data_ptr(), False)
+        w.multiply(a.data_ptr(), 3, y.data_ptr(), True, 0, 0, 0.0, 1)
+        factors = scales.double().repeat_interleave(64, 1)[:, :72] if code in (INT8, INT4) else 1.0
+        exact = a.double() @ (weight * factors).double().T
+        if not torch.allclose(y.double(), exact, rtol=1e-3, atol=1e-2):
+            return False
+    return True
+
+
+def _choose() -> list[str]:
+    """Use the best instruction set that computes right, or the one that was asked for; returns those that do not."""
+    wanted, wrong = os.environ.get("OUTRIDER_ISA"), []
+    for isa in [wanted] if wanted else available():
+        use(isa)
+        if isa == REFERENCE or computes_right():
+            break
+        wrong.append(isa)
+    else:
+        use(REFERENCE)
+    return wrong
+
+
+active: str = REFERENCE
+wrong = _choose()
+"""Instruction sets whose products disagreed with float64 when this was loaded: none, unless a kernel is broken."""

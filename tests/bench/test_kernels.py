@@ -1,0 +1,30 @@
+"""The kernel bench on small sizes: every candidate at every size, a table and a plot."""
+
+from __future__ import annotations
+
+import json
+
+from typer.testing import CliRunner
+
+from outrider.bench import kernels
+from outrider.cli import app
+
+
+def test_the_command(tmp_path, monkeypatch):
+    monkeypatch.setattr(kernels, "SHAPES", ((64, 2048), (32, 5632)))
+    monkeypatch.setattr(kernels, "STREAM", 2**20)
+    args = ["bench", "kernels", "--rows", "1,3", "--keys", "100,600", "--repeats", "1", "--output", str(tmp_path)]
+    result = CliRunner().invoke(app, args)
+    assert result.exit_code == 0, result.output
+    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    names = {line["name"] for line in lines}
+    assert {"stream", "F.linear", "oneDNN packed", "attend", "SDPA"} <= names
+    for name in names - {"stream", "attend", "SDPA"}:
+        assert [line["rows"] for line in lines if line["name"] == name] == [1, 3]
+    assert [(x["keys"], x["rows"]) for x in lines if x["name"] == "attend"] == [
+        (k, n) for k in (100, 600) for n in (1, 8, 16)
+    ]
+    assert all(line["nbytes"] > 0 and line["seconds"] > 0 for line in lines)
+    table = (tmp_path / "table.md").read_text()
+    assert "### linear" in table and "### attention" in table and "| 600 | 16 |" in table
+    assert (tmp_path / "kernels.png").stat().st_size > 10_000

@@ -1,0 +1,240 @@
+"""The compiled kernels on every instruction set that runs here: float64 references, and Law 2 at every row count."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from outrider.errors import ConfigError
+from outrider.model import Model
+from outrider.ops import Linear, Quantized, native, rms_norm, rope
+
+ISAS = [isa for isa in native.available() if isa != native.REFERENCE]
+FORMATS = ["float32", "bfloat16", "int8", "int8 offsets", "int4", "int4 offsets"]
+SHAPES = [(1, 1), (2, 7), (31, 33), (48, 64), (100, 96), (66, 1000), (34, 2050)]  # (outputs, inputs)
+
+pytestmark = pytest.mark.skipif(not ISAS, reason="the kernels are not built: there was no compiler")
+
+
+@pytest.fixture(params=ISAS or [native.REFERENCE])
+def isa(request):
+    before = native.active
+    native.use(request.param)
+    yield request.param
+    native.use(before)
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+def rand(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
+
+
+def make(kind, outputs, inputs, bias=False, gated=False):
+    """A Linear of this kind, the float64 weights that it stands for, its bias, and its activations' dtype."""
+    name, _, offsets = kind.partition(" ")
+    if name in ("float32", "bfloat16"):
+        dtype = getattr(torch, name)
+        weight = rand(outputs, inputs, dtype=dtype)
+        dense = weight.double()
+    else:
+        dtype, bits, group = torch.bfloat16, int(name[3:]), 32 if gated else 64
+        groups = -(-inputs // group)
+        generator = torch.Generator().manual_seed(inputs)
+        values = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), (outputs, inputs), generator=generator)
+        scales, shifts = rand(outputs, groups, dtype=dtype) / 8, rand(outputs, groups, dtype=dtype, seed=1)
+        weight = Quantized(bits, group, values.to(torch.int8), scales, shifts if offsets else None)
+        dense = weight.dense().double()
+    added = rand(outputs, dtype=dtype) if bias else None
+    return Linear(weight, added, gated=gated), dense, added, dtype
+
+
+def close(got, exact):
+    """Within float32 summation of the exact value; both arguments are of the order of sqrt(inputs)."""
+    return torch.allclose(got.double(), exact, rtol=1e-4, atol=1e-3 * max(1.0, float(exact.abs().max()) / 10))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", FORMATS)
+def test_linear_is_right(isa, kind, shape, bias):
+    linear, dense, added, dtype = make(kind, *shape, bias)
+    assert linear.native and linear.kernel == isa
+    for rows in (1, 3, 19):
+        x = rand(rows, shape[1], dtype=dtype)
+        exact = x.double() @ dense.T + (added.double() if bias else 0)
+        y = linear(x, dtype=torch.float32)
+        assert close(y, exact)
+        assert torch.equal(linear(x), y.to(dtype))  # one rounding, at the end
+        residual = rand(rows, shape[0], dtype=dtype)
+        assert close(linear(x, residual=residual, dtype=torch.float32), exact + residual.double())
+    assert linear(x[:0]).shape == (0, shape[0])
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_gated_and_normed(isa, kind):
+    linear, dense, added, dtype = make(kind, 2 * 37, 96, bias=True, gated=True)
+    x, norm = rand(9, 96, dtype=dtype), rand(96, dtype=dtype) / 4
+    normed = (
+        (x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.double()).to(dtype).double()
+    )
+    gate, up = (normed @ dense.T + added.double()).chunk(2, -1)
+    y = linear(x, norm, 1e-5, dtype=torch.float32)
+    tolerance = 1e-4 if dtype == torch.float32 else 3e-2  # a normed value may round to its other neighbour
+    assert torch.allclose(y.double(), F.silu(gate) * up, rtol=tolerance, atol=tolerance * float(y.abs().max()))
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize(("outputs", "inputs", "gated"), [(70, 200, False), (96, 1100, False), (72, 96, True)])
+def test_linear_rows_are_strangers(isa, threads, kind, outputs, inputs, gated):
+    """Law 2: each row's bits are the same at every row count from 1 to 64 and at every place in it."""
+    linear, _, _, dtype = make(kind, outputs, inputs, bias=True, gated=gated)
+    x, norm = rand(64, inputs, dtype=dtype), rand(inputs, dtype=dtype)
+    full = linear(x, norm, 1e-6, dtype=torch.float32)
+    for rows in range(1, 65):
+        for start in {0, 64 - rows, (64 - rows) // 3}:
+            assert torch.equal(
+                linear(x[start : start + rows], norm, 1e-6, dtype=torch.float32), full[start : start + rows]
+            )
+    again = linear(x[5].expand(64, -1), norm, 1e-6, dtype=torch.float32)
+    assert (again == full[5]).all()
+
+
+def test_hostile_numbers(isa):
+    """Infinities and NaN stay in their row; padding adds nothing to them; silu has limits."""
+    linear, dense, _, dtype = make("bfloat16", 40, 33)
+    x = rand(5, 33, dtype=dtype)
+    clean = linear(x)
+    x[1, 32], x[3, 0] = float("inf"), float("nan")
+    y = linear(x)
+    assert torch.equal(y[[0, 2, 4]], clean[[0, 2, 4]])
+    assert torch.equal(y[1].isinf(), dense[:, 32] != 0) and y[3].isnan().all()
+    gated = Linear(torch.eye(2).repeat(1, 1), gated=True)  # gate = x[0], up = x[1]
+    x = torch.tensor([[-1e30, 1.0], [-100.0, 1.0], [88.0, 1.0], [1e30, 1.0], [0.0, 3.0]])
+    assert torch.allclose(gated(x)[:, 0], F.silu(x[:, 0]) * x[:, 1])
+
+
+def test_linear_refuses(isa):
+    linear, *_ = make("bfloat16", 8, 16)
+    for x in (rand(2, 16), rand(2, 15, dtype=torch.bfloat16)):
+        with pytest.raises(ValueError, match="weights take"):
+            linear(x)
+    with pytest.raises(ConfigError, match=r"available: .*reference"):
+        native.use("avx1024")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 2, 64), (1, 1, 80), (3, 1, 20), (2, 2, 256)])
+@pytest.mark.parametrize("normed", [False, True])
+def test_rope(isa, dtype, heads, kv_heads, dim, normed):
+    n = 64
+    qkv, cos, sin = rand(n, (heads + 2 * kv_heads) * dim, dtype=dtype), *rand(2, n, 1, dim, dtype=dtype)
+    norms = (rand(dim, dtype=dtype), rand(dim, dtype=dtype, seed=1)) if normed else None
+    split = qkv.double().view(n, -1, dim)
+    q, k, v = split.split([heads, kv_heads, kv_heads], 1)
+    if norms:
+        q, k = (
+            x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * w.double()
+            for x, w in zip((q, k), norms, strict=True)
+        )
+    exact = [x * cos.double() + x.roll(dim // 2, -1) * sin.double() for x in (q, k)] + [v]
+    full = rope(qkv.clone(), heads, kv_heads, cos, sin, norms, 1e-5)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    assert all(torch.allclose(a.double(), b, rtol=tolerance, atol=tolerance) for a, b in zip(full, exact, strict=True))
+    for rows in (1, 2, 17, 33):
+        part = slice(7, 7 + rows)
+        for a, b in zip(rope(qkv[part].clone(), heads, kv_heads, cos[part], sin[part], norms, 1e-5), full, strict=True):
+            assert torch.equal(a, b[part])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [1, 33, 384, 2048])
+def test_rms_norm(isa, threads, dtype, width):
+    x, weight = rand(64, width, dtype=dtype), rand(width, dtype=dtype)
+    full = rms_norm(x, weight, 1e-6)
+    exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    assert torch.allclose(full.double(), exact, rtol=tolerance, atol=1e-6)
+    assert all(torch.equal(rms_norm(x[i : i + 3], weight, 1e-6), full[i : i + 3]) for i in range(61))
+
+
+def test_whole_model(isa, make_llm):
+    """Instruction sets agree with the reference operations on a model's logits, and each is bitwise for itself."""
+    forced = make_llm("qwen3", vocab_size=100, hidden_size=48, intermediate_size=80)
+    assert forced.exactness == "bitwise" and forced.runner.model.head.kernel == isa
+    tokens = list(range(1, 40))
+    got = logits(forced.runner.model, forced, tokens)
+    native.use(native.REFERENCE)
+    plain = make_llm("qwen3", vocab_size=100, hidden_size=48, intermediate_size=80)
+    assert plain.runner.model.head.kernel != isa
+    assert torch.allclose(got, logits(plain.runner.model, plain, tokens), rtol=1e-3, atol=1e-3)
+
+
+def logits(model: Model, llm, tokens):
+    from outrider.config import SamplingParams
+    from outrider.types import Draft, Sequence
+
+    seq = Sequence(tokens[:1], SamplingParams(max_tokens=64), seed=0)
+    out = llm.runner.extend([seq], [Draft.chain(tokens[1:])]).logits[0]
+    llm.runner.free(seq)
+    return out
+
+
+def test_self_check_refuses_what_is_wrong(monkeypatch):
+    """An instruction set whose products are wrong is not used; the next one is."""
+    before, tried = native.active, []
+    monkeypatch.setattr(native, "computes_right", lambda: tried.append(native.active) or len(tried) > 1)
+    monkeypatch.delenv("OUTRIDER_ISA", raising=False)
+    assert native._choose() == ISAS[:1] and native.active == native.available()[1]
+    native.use(before)
+
+
+def test_the_self_check_sees(isa, monkeypatch):
+    assert native.computes_right()
+    true = native.kernels
+
+    class Skewed(true.Weights):
+        def multiply(self, x, rows, y, *rest):
+            super().multiply(x + 4, rows, y, *rest)
+
+    monkeypatch.setattr(native, "kernels", type("module", (), {"Weights": Skewed}))
+    assert not native.computes_right()
+
+
+@pytest.mark.parametrize("isa", [native.REFERENCE, "portable", "nonsense"])
+def test_environment(isa):
+    code = "from outrider.ops import native; print(native.active)"
+    env = {**os.environ, "OUTRIDER_ISA": isa}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    if isa == "nonsense":
+        assert done.returncode and "does not run here; available:" in done.stderr
+    else:
+        assert done.stdout.strip() == isa
+
+
+def test_fork_and_threads():
+    """Products from many threads at once, and in a forked child, which has none of the pool's threads."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    linear, x = Linear(rand(640, 96)), rand(16, 96)
+    full = linear(x)
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(lambda _: torch.equal(linear(x), full), range(200)))
+    if child := os.fork():
+        assert os.waitpid(child, 0)[1] == 0
+    else:
+        os._exit(0 if torch.equal(linear(x), full) else 1)
+    torch.set_num_threads(before)
