@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from outrider import LLM, Draft, Drafter, GenerationOutput, SamplingParams
 from outrider.engine import Engine
@@ -62,8 +65,12 @@ def run(llm: LLM, requests: list[tuple[list[int], SamplingParams]]) -> list[Gene
 def assert_released(llm: LLM) -> None:
     """No request, cached token or key is left in the engine, the target or a draft model."""
     assert not llm.engine.running and not llm.engine.waiting
-    for runner in (llm.runner, getattr(llm.engine.drafter, "runner", llm.runner)):
-        assert not runner.slots and not runner.kv.store
+    runners, drafter = [llm.runner], llm.engine.drafter
+    while drafter:
+        runners += [drafter.runner] if hasattr(drafter, "runner") else []
+        drafter = getattr(drafter, "inner", None)
+    for runner in runners:
+        assert not runner.slots and not runner.kv.store and not getattr(runner.kv, "held", None)
 
 
 def logits_after(llm: LLM, tokens: list[int], prompt_len: int | None = None) -> torch.Tensor:
@@ -74,3 +81,21 @@ def logits_after(llm: LLM, tokens: list[int], prompt_len: int | None = None) -> 
         return llm.runner.extend([seq]).logits[0][0]
     finally:
         llm.runner.free(seq)
+
+
+def random_heads(model: Path, *, tied: bool = True, count: int = 3, blocks: int = 2, **config: Any) -> Path:
+    """Random Medusa heads for a checkpoint, in a folder beside it. `config`: further keys, such as accuracies."""
+    folder = model.parent / f"{model.name}-heads-{abs(hash((tied, count, blocks, repr(config))))}"
+    shape, noise = json.loads((model / "config.json").read_text()), torch.Generator().manual_seed(6)
+    hidden, vocab = shape["hidden_size"], shape["vocab_size"]
+    tensors = {}
+    for i in range(count):
+        for j in range(blocks):
+            tensors[f"{i}.{j}.linear.weight"] = torch.randn(hidden, hidden, generator=noise) * 0.1
+            tensors[f"{i}.{j}.linear.bias"] = torch.randn(hidden, generator=noise) * 0.1
+        tensors |= {} if tied else {f"{i}.{blocks}.weight": torch.randn(vocab, hidden, generator=noise) * 0.3}
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "model.safetensors")
+    about = {"architectures": ["MedusaHeads"], "hidden_size": hidden, "vocab_size": vocab, "medusa_num_heads": count}
+    (folder / "config.json").write_text(json.dumps(about | {"medusa_num_layers": blocks} | config))
+    return folder

@@ -258,12 +258,15 @@ class SpeculativeConfig:
     `options` holds the keys that the method itself defines; `drafters.create` refuses those it does not know.
     `acceptance_method` is one of ACCEPTANCE_METHODS: `coupled` gives plain decoding's tokens; `rejection` and `block`
     give tokens of the same distribution, and the same ones again for the same seed and drafter; `typical` is LOSSY. At
-    temperature 0 all of them give the greedy tokens.
+    temperature 0 all of them give the greedy tokens. The two `posterior` keys (Medusa's and vLLM's names) are epsilon
+    and alpha of `typical`, and of no other rule.
     """
 
     method: str = "none"
     num_speculative_tokens: int | str | None = None  # None = the method's own default; "auto" = chosen at each step
     acceptance_method: str = "coupled"  # or rejection, block, typical (lossy)
+    posterior_threshold: float | None = None  # a token this likely is typical; None = 0.09
+    posterior_alpha: float | None = None  # ... and one above alpha * exp(-entropy); None = 0.3
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -274,6 +277,13 @@ class SpeculativeConfig:
             raise ConfigError(
                 f"acceptance_method {self.acceptance_method!r} is unknown; valid: {', '.join(ACCEPTANCE_METHODS)}"
             )
+        for name in ("posterior_threshold", "posterior_alpha"):
+            if (value := getattr(self, name)) is None:
+                continue
+            if self.acceptance_method != "typical":
+                raise ConfigError(f"{name} belongs to acceptance_method 'typical', not to {self.acceptance_method!r}")
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
+                raise ConfigError(f"{name} must be above 0 and at most 1, not {value!r}")
 
     @staticmethod
     def of(config: SpeculativeConfig | Mapping[str, Any] | None) -> SpeculativeConfig:
@@ -323,11 +333,20 @@ class EngineConfig:
     max_num_seqs: int = 32  # sequences that share a forward
     max_num_batched_tokens: int = 512  # prompt tokens in one forward
     kv_memory: int | None = None  # bytes for keys and values; None = 90 % of what is free at the start
+    kv_offload: bool = False  # keys and values live in host memory and stream through the device
+    on_chip_layers: int = 0  # ... but for those of so many layers
 
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
             if value is None and item.default is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{item.name} must be a whole number of at least 1, not {value!r}")
+            if item.name == "kv_offload":
+                if not isinstance(value, bool):
+                    raise ConfigError(f"kv_offload must be True or False, not {value!r}")
+                continue
+            least = 0 if item.name == "on_chip_layers" else 1
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(f"{item.name} must be a whole number of at least {least}, not {value!r}")
+        if self.on_chip_layers and not self.kv_offload:
+            raise ConfigError("on_chip_layers needs kv_offload: without it all layers are on the device")

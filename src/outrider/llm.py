@@ -7,11 +7,13 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from outrider import drafters
 from outrider.config import EngineConfig, SamplingParams, SpeculativeConfig, promised
 from outrider.engine import Engine, Request, free_memory
 from outrider.errors import ConfigError, EmptyPrompt, RequestError
-from outrider.kv import DenseKV
+from outrider.kv import DenseKV, OffloadKV
 from outrider.load import Checkpoint, Progress, check_vocabulary, load
 from outrider.runner import Runner, check_exactness
 from outrider.types import GenerationOutput, TokenEvent
@@ -26,6 +28,7 @@ class LLM:
     speculative_config: vLLM-style, such as {"method": "ngram", "num_speculative_tokens": 8}; assign to the attribute
         of that name to change it later without loading the target again.
     dtype: auto (the checkpoint's), float32, bfloat16, float16.  device: auto, cpu, cuda, cuda:N.
+    quantization: None, int8 or int4: the model's weights are rounded as they are loaded; draft models stay as they are.
     progress: called as (what, done, total) while loading and reading long prompts.
     Further keywords are those of EngineConfig. Raises OutriderError's kinds: ModelNotFound, CheckpointError, ...
     """
@@ -38,27 +41,33 @@ class LLM:
         dtype: str = "auto",
         device: str = "auto",
         progress: Progress | None = None,
+        quantization: str | None = None,
         **engine: Any,
     ) -> None:
         self.engine_config = _make(EngineConfig, engine)
         config = SpeculativeConfig.of(speculative_config)
         drafters.create(config)  # a wrong option is known before anything is loaded
+        if quantization is not None and isinstance(model, Checkpoint):
+            raise ConfigError("quantization happens while a model is loaded; this one is in memory: give its folder")
         self._dtype, self._device, self._progress = dtype, device, progress
-        self.checkpoint = model if isinstance(model, Checkpoint) else load(model, dtype, device, progress)
+        self.checkpoint = model if isinstance(model, Checkpoint) else load(model, dtype, device, progress, quantization)
         self.tokenizer = self.checkpoint.tokenizer
-        self.runner = self._runner(self.checkpoint)
+        self.runner = self._runner(self.checkpoint, self.engine_config.kv_offload)
         self._measured = check_exactness(self.runner.model, self.runner.kv)
         if self.engine_config.kv_memory is None:  # measured once, so that every method gets the same
-            memory = int(0.9 * free_memory(self.runner.model.device))
+            home = torch.device("cpu") if self.engine_config.kv_offload else self.runner.model.device
+            memory = int(0.9 * free_memory(home))
             self.engine_config = replace(self.engine_config, kv_memory=max(1, memory))
         self._drafts: dict[str, Runner] = {}
         self._idle: dict[str, Runner] = {}  # draft models that the next drafter may want again
         self.speculative_config = config
 
-    def _runner(self, checkpoint: Checkpoint) -> Runner:
-        model = checkpoint.model
-        kv = DenseKV(model.config, model.dtype, model.device)
-        runner = Runner(model, kv, chunk=self.engine_config.max_num_batched_tokens)
+    def _runner(self, checkpoint: Checkpoint, offload: bool = False) -> Runner:
+        model, config = checkpoint.model, self.engine_config
+        kv, chunk = DenseKV(model.config, model.dtype, model.device), config.max_num_batched_tokens
+        if offload:  # every forward copies all that came before: few large ones
+            kv, chunk = OffloadKV(model.config, model.dtype, model.device, config.on_chip_layers), max(chunk, 4096)
+        runner = Runner(model, kv, chunk=chunk)
         runner.tokenizer = checkpoint.tokenizer
         if self._progress is not None:
             report = self._progress

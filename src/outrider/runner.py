@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from outrider.config import SamplingParams
-from outrider.kv import Entry, KVCache, Plan
+from outrider.errors import ConfigError
+from outrider.kv import DenseKV, Entry, KVCache, Plan, QuantizedView, View, parse
 from outrider.model import Model
-from outrider.ops import KEY_BLOCK
+from outrider.ops import KEY_BLOCK, follows_paths
 from outrider.types import Draft, Sequence, Verdict
 
-MASK_ELEMENTS = 2**25  # bounds the mask of a prefill chunk: long contexts are fed in smaller chunks
+MASK_ELEMENTS = 2**25  # bounds the mask of a prefill chunk, where there are masks: long contexts in smaller chunks
 
 
 @dataclass
@@ -47,16 +48,26 @@ class Runner:
     `progress(done, total)` hears of more tokens to read than that.
     """
 
-    def __init__(self, model: Model, kv: KVCache, max_len: int | None = None, chunk: int = 512) -> None:
+    def __init__(
+        self, model: Model, kv: KVCache, max_len: int | None = None, chunk: int = 512, base: Runner | None = None
+    ) -> None:
         self.model, self.kv, self.chunk = model, kv, chunk
+        self.base = base  # whose verified keys this one's view shares
         self.max_len = max_len or model.config.context
         self.progress: Callable[[int, int], None] | None = None
         self.tokenizer: Any = None  # the model's, set by who loads it: what holds token ids can check that it fits
         self.slots: dict[int, Slot] = {}
 
+    @property
+    def follows_paths(self) -> bool:
+        """Whether a tree's branch is computed bit for bit as plain decoding would (see ops.follows_paths)."""
+        return follows_paths(self.model.dtype, self.model.device, self.model.config.head_dim)
+
     def extend(self, seqs: list[Sequence], drafts: list[Draft] | None = None) -> Output:
         """One forward over all sequences' pending and draft tokens (after chunks of what a long prompt leaves)."""
         drafts = drafts or [Draft() for _ in seqs]
+        if self.base:
+            self.base.read([seq.parent or seq for seq in seqs])
         with torch.inference_mode():
             starts = [self._catch_up(seq) for seq in seqs]
             starts = self._prefill(seqs, starts)
@@ -82,6 +93,27 @@ class Runner:
                 slot.settled = seq.settled
             return Output(list(torch.split(logits, [len(w) for w in wanted])), wanted, drafts)
 
+    def read(self, seqs: list[Sequence]) -> None:
+        """Bring the cache up to all tokens of the sequences but the last, which every `extend` feeds."""
+        with torch.inference_mode():
+            self._prefill(seqs, [self._catch_up(seq) for seq in seqs], leave=len(seqs))
+
+    def view(self, spec: str, alone: bool = False) -> Runner:
+        """A runner of the same model that sees few keys: `streaming:budget=512`, ... (kv/views.py).
+
+        It shares the keys that this one has verified; `alone`, it has a cache of its own, and reads texts of any length
+        through that. Raises ConfigError for a spec that cannot be.
+        """
+        model, base, policy = self.model, self.base or self, parse(spec)
+        slab = DenseKV(model.config, model.dtype, model.device, policy.budget)
+        if not alone:
+            kind = QuantizedView if policy.name == "quantized" else View
+            return Runner(model, kind(slab, policy, base.kv), self.max_len, self.chunk, base)
+        if policy.name != "streaming":
+            raise ConfigError(f"a cache of its own can only be streaming, not {policy.name}, which looks at all keys")
+        chunk = min(self.chunk, max(1, policy.budget // 4))
+        return Runner(model, View(slab, policy, turn=model.rotary.turn), 2**62, chunk)
+
     def commit(self, seqs: list[Sequence], output: Output, verdicts: list[Verdict]) -> None:
         """Keep the accepted path of each draft in the cache, drop the rest. Call before the sequences grow."""
         for seq, draft, verdict in zip(seqs, output.drafts, verdicts, strict=True):
@@ -103,19 +135,25 @@ class Runner:
         n, limit = min(slot.settled, len(truth) - 1), min(len(known), len(truth) - 1)
         while n < limit and known[n] == truth[n]:
             n += 1
-        if n < len(known):
-            del known[n:]
-            self.kv.truncate(seq.id, n)
-        return n
+        m = self.kv.catch_up(seq.id, n, seq.settled - 1)
+        if len(known) != m:
+            known[min(m, n) :] = truth[n:m]
+            slot.settled = min(slot.settled, m)
+        return m
 
-    def _prefill(self, seqs: list[Sequence], starts: list[int]) -> list[int]:
-        """Feed pending tokens in chunks until what is left of each sequence, and of all together, fits one forward."""
+    def _prefill(self, seqs: list[Sequence], starts: list[int], leave: int = 0) -> list[int]:
+        """Feed pending tokens in chunks until what is left of each sequence, and of all together, fits one forward.
+
+        Or until no more than `leave` are left, if that is given.
+        """
         group = self.model.config.num_heads // self.model.config.num_kv_heads
         fits = [max(16, MASK_ELEMENTS // (group * len(seq.tokens))) for seq in seqs]
+        if self.follows_paths:
+            fits = [self.chunk] * len(seqs)
         left = [len(seq.tokens) - start for seq, start in zip(seqs, starts, strict=True)]
         by_id = {seq.id: seq for seq in seqs}
         total, long = sum(left), False
-        while sum(left) > self.chunk or any(n > fit for n, fit in zip(left, fits, strict=True)):
+        while sum(left) > (leave or self.chunk) or any(n > fit for n, fit in zip(left, fits, strict=True)):
             entries: list[Entry] = []
             tokens: list[int] = []
             for i, seq in enumerate(seqs):
@@ -153,9 +191,9 @@ def check_exactness(model: Model, kv: KVCache) -> str:
     """`bitwise` if this model's logits do not depend on what shares a forward (Law 2), else `law`.
 
     The loaded linears are run on random rows, alone and in company. Then the whole model reads random tokens up to and
-    across a key-block border: one at a time, as chains of many lengths, and beside another sequence. All bit for bit,
-    with as many threads as there are now. A tree's first branch lies in the cache as plain decoding's tokens do; a
-    sequence that accepted another one counts as `law`.
+    across a key-block border: one at a time, as chains of many lengths, as the second branch of a tree if the attention
+    promises that, and beside another sequence. All bit for bit, with as many threads as there are now. Where it does
+    not promise it, a sequence that accepted another branch than the first counts as `law`: its keys lay in other slots.
     """
     runner = Runner(model, kv, chunk=64)  # small chunks: the check should not set the peak of memory
     generator = torch.Generator().manual_seed(0)
@@ -186,6 +224,10 @@ def check_exactness(model: Model, kv: KVCache) -> str:
             same = same and torch.equal(runner.extend([seq], [chain]).logits[0], rows[: len(chain) + 1])
             beside = runner.extend([other, seq], [Draft.chain(text[:3]), chain]).logits[1] if k in (3, 16) else rows
             same = same and all(torch.equal(a, b) for a, b in zip(beside, rows[: len(chain) + 1], strict=False))
+        if runner.follows_paths:
+            tree, (_, nodes) = Draft.merge([Draft.chain([(text[length] + 1) % model.config.vocab_size]), draft], 64)
+            branch = runner.extend([seq], [tree]).logits[0][[0, *(1 + node for node in nodes)]]
+            same = same and torch.equal(branch, rows)
         return "bitwise" if same else "law"
     finally:
         runner.free(seq)

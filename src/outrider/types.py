@@ -151,6 +151,7 @@ class SpecMetrics:
     accepted: list[int] = field(default_factory=list)  # per step, draft tokens that were emitted
     emitted: int = 0
     num_spec_tokens: int = 0
+    inner: SpecMetrics | None = None  # a cascade's next level: there, a step is a forward through the view
 
     def add(self, drafted: int, accepted: int, emitted: int) -> None:
         """Count one step."""
@@ -188,6 +189,7 @@ class SpecMetrics:
             "num_spec_tokens": self.num_spec_tokens,
             "per_step_accepted": self.accepted,
             "per_step_drafted": self.drafted,
+            **({"inner": self.inner.as_dict()} if self.inner else {}),
         }
 
 
@@ -241,7 +243,8 @@ class Sequence:
         self.finish_reason: str | None = None
         self.stop_check: Callable[[int], bool] | None = None  # sees each appended token; True = a stop string ended
         self.parent: Sequence | None = None
-        self.branched = False  # whether a path other than a tree's first branch was accepted: computed in other slots
+        self.branched = False  # whether a branch was accepted whose keys lay, and were summed, in another order
+        self.spec = SpecMetrics()
         self.memory: dict[str, Any] = {}  # what the sampler keeps about the settled tokens
 
     @property

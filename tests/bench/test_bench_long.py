@@ -82,3 +82,12 @@ def _lengthened(file: Path | None, folder: Path) -> Path:
     longer = folder / "longer.txt"
     longer.write_text(file.read_text() * 40)
     return longer
+
+
+def test_levels_of_a_hierarchy(settings: long.Settings) -> None:
+    method = SpeculativeConfig.parse("triforce:model=tiny-draft,k=3,retrieval_budget=256,draft_cache_budget=128")
+    _, row = long.run(replace(settings, methods=[method], batches=[1], repeats=1, temperature=0.0))
+    assert row.identical and row.budget == 256
+    assert row.draft_acceptance_rate is not None and 0 < row.draft_acceptance_rate <= 1
+    assert len(row.inner_rates) == 1 and 0 < row.inner_rates[0] <= 1
+    assert "inner" in long.cells(row)[7]

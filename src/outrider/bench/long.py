@@ -29,7 +29,7 @@ from outrider.errors import ConfigError, OutOfMemory
 from outrider.llm import LLM
 from outrider.load import Progress
 from outrider.speculate import StepTimes, step
-from outrider.types import Draft, Sequence
+from outrider.types import Draft, Sequence, SpecMetrics
 
 BOOKS = "books_eval.tar.xz"
 REREAD = 128  # last tokens of the prompt that every method's first step reads again: a view may watch their queries
@@ -92,7 +92,7 @@ class Pass:
     drafted: int = 0
     accepted: int = 0
     rejected: int = 0  # drafts that were not accepted whole
-    levels: dict[str, list[int]] = field(default_factory=dict)  # of a hierarchy: [accepted, drafted] tokens within
+    inner: list[float] = field(default_factory=list)  # of a hierarchy, level by level inwards: drafts accepted there
 
 
 @dataclass
@@ -116,7 +116,7 @@ class Row:
     predicted: float | None  # by MagicDec's formula from measured times and acceptance
     acceptance_length: float
     draft_acceptance_rate: float | None
-    levels: dict[str, float]  # acceptance rate within a hierarchy
+    inner_rates: list[float]  # the same within a hierarchy, level by level inwards
     draft_share: float
     target_share: float
     kv_bytes_context: int  # keys and values one forward of the target reads
@@ -211,6 +211,10 @@ def _decode(llm: LLM, prompts: list[Sequence]) -> Pass:
                 done.rejected += len(verdict.path) < verdict.drafted
         assert done is not None
         done.tokens = [seq.output for seq in seqs]
+        level = [seq.spec.inner for seq in seqs if seq.spec.inner]
+        while level:
+            done.inner.append(sum(sum(m.accepted) for m in level) / max(1, sum(sum(m.drafted) for m in level)))
+            level = [m.inner for m in level if m.inner]
         return done
     finally:
         for seq in seqs:
@@ -233,7 +237,7 @@ def _verification(llm: LLM, prompts: list[Sequence], tokens: int) -> float:
 def _again(seq: Sequence, tokens: list[int]) -> Sequence:
     """The sequence as if it had only these tokens: caches know it by its id and catch up."""
     again = copy.copy(seq)
-    again.tokens, again.memory = tokens.copy(), {}
+    again.tokens, again.memory, again.spec = tokens.copy(), {}, SpecMetrics()
     return again
 
 
@@ -270,7 +274,8 @@ def _row(
         max_tokens=s.max_tokens, temperature=s.temperature, top_p=s.top_p, seed=s.seed,
         tokens_per_second=median(rates), repeats=rates, speedup=median(rates) / median(base), predicted=predicted,
         acceptance_length=total.emitted / total.forwards,
-        draft_acceptance_rate=total.accepted / total.drafted if total.drafted else None, levels={},
+        draft_acceptance_rate=total.accepted / total.drafted if total.drafted else None,
+        inner_rates=[median(rates) for rates in zip(*(p.inner for p in passes), strict=True)],
         draft_share=total.draft / total.seconds, target_share=total.target / total.seconds,
         kv_bytes_context=batch * kv.nbytes(length), kv_bytes_drafter=batch * llm.engine.drafter.kv_bytes(length),
         prefill_seconds=prefill, first_step_seconds=median(p.first for p in passes), curve=curve,
@@ -326,7 +331,7 @@ HEADER = ("context", "batch", "method", "tokens/s", "speedup", "predicted", "tok
 def cells(r: Row) -> list[str]:
     """One line of the table."""
     kept = "" if r.draft_acceptance_rate is None else f"{r.draft_acceptance_rate:.0%}"
-    kept += "".join(f", {name} {rate:.0%}" for name, rate in r.levels.items())
+    kept += "".join(f", inner {rate:.0%}" for rate in r.inner_rates)
     return [
         f"{r.context:,}", str(r.batch), r.method, f"{r.tokens_per_second:,.1f}", f"{r.speedup:.2f}",
         "" if r.predicted is None else f"{r.predicted:.2f}", f"{r.acceptance_length:.2f}", kept, f"{r.draft_share:.0%}",

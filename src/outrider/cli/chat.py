@@ -17,6 +17,7 @@ from outrider.cli.options import (
     Dtype,
     MaxModelLen,
     Model,
+    Quantization,
     Reporter,
     Speculate,
     SpeculativeJson,
@@ -51,6 +52,7 @@ def chat(
     speculative_config: SpeculativeJson = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    quantization: Quantization = None,
     max_model_len: MaxModelLen = None,
     system: Annotated[str | None, typer.Option(help="A system message to start with.")] = None,
     sampling: dict[str, Any],
@@ -61,7 +63,7 @@ def chat(
         raise ConfigError(f"chat gives one answer; n must be 1, not {sampling['n']}")
     SamplingParams(**sampling)
     with Reporter() as reporter:
-        llm = load_llm(model, config, dtype, device, max_model_len, reporter)
+        llm = load_llm(model, config, dtype, device, reporter, max_model_len=max_model_len, quantization=quantization)
         llm.render([{"role": "user", "content": "?"}])  # no chat template: say so before the first question
         Conversation(llm, sampling, system, reporter).loop()
 

@@ -17,8 +17,11 @@ from rich.text import Text
 from outrider.cli.options import (
     Device,
     Dtype,
+    KvOffload,
     MaxModelLen,
     Model,
+    OnChipLayers,
+    Quantization,
     Reporter,
     Speculate,
     SpeculativeJson,
@@ -44,7 +47,10 @@ def generate(
     speculative_config: SpeculativeJson = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    quantization: Quantization = None,
     max_model_len: MaxModelLen = None,
+    kv_offload: KvOffload = False,
+    on_chip_layers: OnChipLayers = 0,
     prompt_file: Annotated[Path | None, typer.Option(help="Read one prompt from this file.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Treat each prompt as a user's message.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per output, nothing else.")] = False,
@@ -59,7 +65,8 @@ def generate(
         raise ConfigError("--compare needs a method to compare with plain decoding, such as --speculate ngram")
     texts = _prompts(prompts, prompt_file)
     with Reporter() as reporter:
-        llm = load_llm(model, config, dtype, device, max_model_len, reporter)
+        limits = {"max_model_len": max_model_len, "kv_offload": kv_offload, "on_chip_layers": on_chip_layers}
+        llm = load_llm(model, config, dtype, device, reporter, quantization=quantization, **limits)
         ids = [llm.render([{"role": "user", "content": t}]) if chat else llm.encode(t) for t in texts]
         if compare:
             _compare(llm, config, ids, sampling, as_json)

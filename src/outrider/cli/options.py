@@ -21,7 +21,10 @@ from outrider.llm import LLM
 Model = Annotated[str, typer.Option(help="Folder, hub id, or an embedded model: tiny, tiny-draft.")]
 Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+Quantization = Annotated[str | None, typer.Option(help="int8 or int4: round the weights while loading.")]
 MaxModelLen = Annotated[int | None, typer.Option(help="Context limit in tokens; default: the model's.")]
+KvOffload = Annotated[bool, typer.Option("--kv-offload", help="Keep keys and values in host memory, stream them.")]
+OnChipLayers = Annotated[int, typer.Option(help="With --kv-offload: so many layers' keys stay on the device.")]
 Speculate = Annotated[str | None, typer.Option(help="Method: ngram:k=8, draft_model:model=tiny-draft,k=4.")]
 SpeculativeJson = Annotated[
     str | None,
@@ -166,12 +169,10 @@ class Reporter:
 
 
 def load_llm(
-    model: str, config: SpeculativeConfig | None, dtype: str, device: str, max_model_len: int | None, reporter: Reporter
+    model: str, config: SpeculativeConfig | None, dtype: str, device: str, reporter: Reporter, **engine: Any
 ) -> LLM:
-    """An LLM with progress on the terminal."""
-    return LLM(
-        model, speculative_config=config, dtype=dtype, device=device, max_model_len=max_model_len, progress=reporter
-    )
+    """An LLM with progress on the terminal; `engine` as EngineConfig's fields, and quantization."""
+    return LLM(model, speculative_config=config, dtype=dtype, device=device, progress=reporter, **engine)
 
 
 def summary(metrics: dict[str, Any], tokens: int, seed: int | None = None) -> str:

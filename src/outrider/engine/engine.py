@@ -19,7 +19,7 @@ from outrider.engine.text import TextStream
 from outrider.errors import ConfigError, EmptyPrompt, RequestError, RequestTooLong
 from outrider.runner import Runner
 from outrider.speculate import Drafter, StepTimes, step
-from outrider.types import GenerationOutput, Logprob, Sequence, SpecMetrics, Timing
+from outrider.types import GenerationOutput, Logprob, Sequence, Timing
 
 
 @dataclass
@@ -32,7 +32,6 @@ class Request:
     index: int = 0
     drafted_by: list[str | None] = field(default_factory=list)  # per output token
     logprobs: list[Logprob] = field(default_factory=list)
-    spec: SpecMetrics = field(default_factory=SpecMetrics)
     timing: Timing = field(default_factory=Timing)
 
     @property
@@ -75,7 +74,7 @@ class Engine:
         for i in range(params.n):
             seq = Sequence(prompt, params, (seed + i) % 2**64, eos=self.runner.model.config.eos, max_len=self.max_len)
             request = Request(seq, TextStream(self.tokenizer, params), self.drafter.name, i)
-            request.spec.num_spec_tokens = self.controller.limit if self.k is None else self.k
+            request.seq.spec.num_spec_tokens = self.controller.limit if self.k is None else self.k
             if params.stops:
                 seq.stop_check = lambda token, stream=request.stream: stream.feed([token])
             requests.append(request)
@@ -132,7 +131,7 @@ class Engine:
         now = time.perf_counter()
         for request, verdict in zip(running, verdicts, strict=True):
             accepted, t = len(verdict.path), request.timing
-            request.spec.add(verdict.drafted, accepted, len(verdict.tokens))
+            request.seq.spec.add(verdict.drafted, accepted, len(verdict.tokens))
             by = [self.drafter.name] * accepted + [None] * (len(verdict.tokens) - accepted)
             request.drafted_by += by
             request.logprobs += verdict.logprobs
@@ -186,7 +185,7 @@ class Engine:
                 "acceptance_method": (rule := self.drafter.acceptance_method),
                 "exactness": (exactness := promised(rule, "law" if seq.branched else self.exactness)),
                 "lossless": exactness != "lossy",
-                "speculative_decoding": request.spec.as_dict(),
+                "speculative_decoding": request.seq.spec.as_dict(),
                 "timing": request.timing.as_dict(len(tokens)),
             },
             logprobs=request.logprobs if seq.params.logprobs is not None else None,

@@ -1,6 +1,8 @@
 """Caches of keys and values. The model knows none of them: it calls `kv.attend` (Law 4)."""
 
-from outrider.kv.base import Entry, KVCache, Plan
+from outrider.kv.base import Entry, KVCache, Plan, Storage
 from outrider.kv.dense import DenseKV
+from outrider.kv.offload import OffloadKV
+from outrider.kv.views import QuantizedView, View, parse
 
-__all__ = ["DenseKV", "Entry", "KVCache", "Plan"]
+__all__ = ["DenseKV", "Entry", "KVCache", "OffloadKV", "Plan", "QuantizedView", "Storage", "View", "parse"]

@@ -1,0 +1,36 @@
+"""TriForce (2404.11912): a small model with a short cache, verified through retrieved keys, verified by the target.
+
+A named `cascade`, and unlike the original exact at every level: `draft_model` with a streaming cache of
+`draft_cache_budget` tokens guesses `inner_speculative_tokens`; the target, seeing `retrieval_budget` keys in chunks of
+`chunk_size`, verifies them until there are `num_speculative_tokens`; then the target verifies with all keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outrider.config import SpeculativeConfig
+from outrider.drafters import create
+from outrider.errors import ConfigError
+from outrider.kv import parse
+from outrider.speculate import Nested
+
+
+@dataclass
+class TriForce(Nested):
+    """`model`: the draft model, as for `draft_model`."""
+
+    num_speculative_tokens: int = 6
+    model: str = ""
+    retrieval_budget: int = 4096
+    chunk_size: int = 8
+    draft_cache_budget: int = 256
+    inner_speculative_tokens: int = 2
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ConfigError("method triforce needs a 'model', such as {'method': ..., 'model': 'tiny-draft'}")
+        options = {"model": self.model, "kv": f"streaming:budget={self.draft_cache_budget}"}
+        self.inner = create(SpeculativeConfig("draft_model", self.inner_speculative_tokens, options=options))
+        self.spec = f"retrieval:budget={self.retrieval_budget},chunk={self.chunk_size}"
+        parse(self.spec)
