@@ -20,7 +20,8 @@ from test_law import law as by_definition
 
 from outrider import LLM, Draft, SamplingParams
 from outrider.cli.options import summary
-from outrider.config import ACCEPTANCE_METHODS, promised
+from outrider.config import ACCEPTANCE_METHODS, SpeculativeConfig, promised
+from outrider.errors import ConfigError
 from outrider.sampling import Row, choose, coins, draw, gumbel, law, uniform
 from outrider.types import Sequence
 from outrider.verify import block, rejection, typical, verify
@@ -293,6 +294,21 @@ def test_typical_by_hand():
 
 
 DRAFTED = {"method": "draft_model", "model": "tiny-draft", "num_speculative_tokens": 4}
+
+
+def test_the_posterior_keys_are_epsilon_and_alpha(tiny_llm):
+    """Under Medusa's and vLLM's names, of `typical` alone, and they move what is accepted."""
+    accepted = []
+    for keys in ({"posterior_threshold": 0.9, "posterior_alpha": 1.0}, {}, {"posterior_threshold": 1e-6}):
+        tiny_llm.speculative_config = {**DRAFTED, "acceptance_method": "typical", **keys}
+        output = tiny_llm.generate("Once upon a time", max_tokens=100, temperature=1, seed=3, ignore_eos=True)[0]
+        accepted.append(output.metrics["speculative_decoding"]["draft_acceptance_rate"])
+    assert accepted[0] < accepted[1] < accepted[2] == 1
+    for wrong in ({"posterior_alpha": 0}, {"posterior_threshold": "a"}, {"posterior_threshold": 1.5}):
+        with pytest.raises(ConfigError, match=f"{next(iter(wrong))} must be above 0"):
+            SpeculativeConfig.of({**DRAFTED, "acceptance_method": "typical", **wrong})
+    with pytest.raises(ConfigError, match="posterior_alpha belongs to acceptance_method 'typical', not to 'rejection'"):
+        SpeculativeConfig.of({**DRAFTED, "acceptance_method": "rejection", "posterior_alpha": 0.2})
 
 
 def test_typical_is_labelled_lossy_and_accepts_more(tiny_llm):

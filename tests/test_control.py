@@ -7,11 +7,14 @@ import random
 import pytest
 
 from outrider import LLM
-from outrider.control import PROBE_EVERY, WARM_UP, Controller
+from outrider.control import WARM_UP, Controller
 
 
-def simulate(acceptance, row=0.03, draft=0.0, found=1.0, riders=0, steps=400, seqs=1):
-    """Planned k per step, and tokens per second over plain's, where a forward of n rows costs 1 + row * (n - 1)."""
+def simulate(acceptance, row=0.03, draft=0.0, found=1.0, riders=0, steps=400, seqs=1, hiccups=0.0):
+    """Planned k per step, and tokens per second over plain's, where a forward of n rows costs 1 + row * (n - 1).
+
+    The share `hiccups` of the forwards seems to take ten times as long: the machine did something else.
+    """
     dice, controller = random.Random(0), Controller()
     plans, tokens, seconds = [], 0, 0.0
     for _ in range(steps):
@@ -20,7 +23,7 @@ def simulate(acceptance, row=0.03, draft=0.0, found=1.0, riders=0, steps=400, se
         accepted = [next((i for i in range(n) if dice.random() > acceptance), n) for n in drafted]
         rows = sum(1 + n + (riders if k else 0) for n in drafted)
         cost = (1 + row * (rows - 1), draft * k * seqs)
-        controller.learn(k, rows, drafted, accepted, cost[1], cost[0])
+        controller.learn(k, rows, drafted, accepted, cost[1], cost[0] * (10 if dice.random() < hiccups else 1))
         plans.append(k)
         tokens += sum(accepted) + seqs
         seconds += sum(cost)
@@ -37,7 +40,7 @@ def test_hopeless_drafts_are_not_drafted():
     plans, speedup = simulate(0.02, row=0.1)
     late = plans[100:]
     assert late.count(0) > 0.9 * len(late) and speedup > 0.97
-    assert any(late), f"looked again after {PROBE_EVERY} steps"
+    assert any(late), "looks again now and then"
 
 
 def test_costly_drafts_are_drafted_short_or_not():
@@ -53,7 +56,39 @@ def test_a_large_batch_pays_for_its_rows():
 
 def test_riders_count():
     """Riders cost rows whatever k is: where they eat the gain, nothing is drafted."""
-    assert simulate(0.5, row=0.1, riders=40)[1] > 0.9
+    assert simulate(0.5, row=0.1, riders=40)[1] > 0.97
+
+
+@pytest.mark.parametrize("hiccups", [0.0, 0.02])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"acceptance": 0.05, "row": 0.3}, {"acceptance": 0.3, "row": 0.05, "riders": 15},
+        {"acceptance": 0.0, "row": 1.0}, {"acceptance": 0.3, "row": 0.02, "draft": 0.5},
+        {"acceptance": 0.1, "row": 0.1, "found": 0.3},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_little_is_lost(shape, hiccups):
+    """Whatever the drafter, its probes and misjudgements cost at most a few hundredths."""
+    assert simulate(**shape, steps=800, hiccups=hiccups)[1] > 0.97
+
+
+@pytest.mark.parametrize("found", [1.0, 0.3])
+def test_hiccups_do_not_end_good_drafting(found):
+    calm, shaken = (simulate(0.9, row=0.1, found=found, steps=800, hiccups=h)[1] for h in (0.0, 0.05))
+    assert calm > 1.5 and shaken > 0.85 * calm
+
+
+def test_the_account_stops_what_the_estimate_believes_in():
+    """Drafts that would pay by the estimate, and do not, end when what they lost is not covered."""
+    controller, drafted = Controller(), 0
+    for _ in range(500):
+        k = controller.plan(1)
+        controller.learn(k, 1 + k, [k], [0], 0.0, 1.0 + 0.5 * (k > 0))
+        controller.tried, controller.taken = [1.0] * 16, [1.0] * 16  # it goes on believing
+        drafted += k > 0
+    assert drafted < 15
 
 
 def test_the_text_changes():

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from helpers import ScriptedDrafter, assert_released, use
+from helpers import assert_released
 from safetensors.torch import load_file, save_file
 
-from outrider import LLM, Draft, SamplingParams, SpeculativeConfig, drafters
+from outrider import LLM, SamplingParams, SpeculativeConfig, drafters
 from outrider.errors import (
     CheckpointError,
     ConfigError,
@@ -346,11 +346,18 @@ def test_short_form_reads_values():
     assert config.options == {"model": "a/b", "x": 1.5, "y": True, "z": None}
 
 
-def test_a_huge_draft_length_is_harmless(random_llm):
-    asked = []
-    use(random_llm, ScriptedDrafter(lambda seq, k: asked.append(k) or Draft()), 10**9)
-    random_llm.generate([[1, 2], [3]], max_tokens=8)
-    assert max(asked) == 7  # no more than there is room for
+@pytest.mark.parametrize("method", ["ngram", "suffix", "lookahead", "self", "cascade", "merge"])
+def test_a_huge_draft_length_is_harmless(random_llm, method):
+    """What goes beyond the room that a request has left is not even drafted, or cut away."""
+    options = {"drafters": [{"method": "self"}, {"method": "ngram"}]} if method == "merge" else {}
+    prompts = [[1, 2, 1, 2, 1], [3]]
+    random_llm.speculative_config = None
+    expected = [o.token_ids for o in random_llm.generate(prompts, max_tokens=8, temperature=0)]
+    random_llm.speculative_config = {"method": method, "num_speculative_tokens": 10**9, **options}
+    outputs = random_llm.generate(prompts, max_tokens=8, temperature=0)
+    assert [o.token_ids for o in outputs] == expected
+    for output in outputs:
+        assert sum(output.metrics["speculative_decoding"]["per_step_accepted"]) < 8
 
 
 def test_draft_models(tiny_llm, random_llm, make_checkpoint, tmp_path, still_works):

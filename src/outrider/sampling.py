@@ -41,6 +41,15 @@ def choose(logits: Tensor, rows: list[Row], stream: str = "") -> list[int]:
 
     Without a `stream` this is Law 1. A named stream is other noise, independent of it and fresh at every step.
     """
+    tokens: list[int] = scores(logits, rows, stream).argmax(-1).tolist()
+    return tokens
+
+
+def scores(logits: Tensor, rows: list[Row], stream: str = "") -> Tensor:
+    """What `choose` takes the argmax of (rows, vocab): shaped logits, with noise where a request samples.
+
+    May be `logits` itself.
+    """
     logits, drawn = _shaped(logits, rows)
     if drawn:
         noise = torch.stack([_noise(rows[i], logits.shape[-1], logits.device, stream) for i in drawn])
@@ -48,8 +57,7 @@ def choose(logits: Tensor, rows: list[Row], stream: str = "") -> list[int]:
             logits = logits + noise
         else:
             logits[drawn] += noise  # `_shaped` made a copy
-    tokens: list[int] = logits.argmax(-1).tolist()
-    return tokens
+    return logits
 
 
 def law(logits: Tensor, rows: list[Row]) -> Tensor:

@@ -45,8 +45,14 @@ Coin = Callable[[int, float], bool]
 """`coin(node, probability)`: whether it falls right. Asked at most once per node; tests enumerate both answers."""
 
 
-def verify(seqs: list[Sequence], drafts: list[Draft], logits: list[Tensor], method: str = "coupled") -> list[Verdict]:
-    """One verdict per sequence, by the rule of that name.
+def verify(
+    seqs: list[Sequence],
+    drafts: list[Draft],
+    logits: list[Tensor],
+    method: str = "coupled",
+    posterior: tuple[float, float] = (0.09, 0.3),
+) -> list[Verdict]:
+    """One verdict per sequence, by the rule of that name; `posterior` is epsilon and alpha of `typical`.
 
     logits[i] (1 + nodes, vocab) float32: row 0 follows the sequence's last token, row 1 + j follows node j.
     """
@@ -67,7 +73,7 @@ def verify(seqs: list[Sequence], drafts: list[Draft], logits: list[Tensor], meth
         else:
             own_rows = slice(at, at + 1 + draft.verifiable)
             at = own_rows.stop
-            verdict = _judge(seq, draft, chosen[own_rows], laws[own_rows], method)
+            verdict = _judge(seq, draft, chosen[own_rows], laws[own_rows], method, posterior)
         if (top := seq.params.logprobs) is not None:
             nodes = [-1, *verdict.path]
             verdict.logprobs = [logprob(own[n + 1], t, top) for n, t in zip(nodes, verdict.tokens, strict=True)]
@@ -88,11 +94,13 @@ def _ask_along(seq: Sequence, draft: Draft, logits: Tensor) -> Verdict:
     return walk(draft, token, seq.eos)
 
 
-def _judge(seq: Sequence, draft: Draft, chosen: list[int], p: Tensor, method: str) -> Verdict:
+def _judge(
+    seq: Sequence, draft: Draft, chosen: list[int], p: Tensor, method: str, posterior: tuple[float, float]
+) -> Verdict:
     if method == "coupled":
         return walk(draft, chosen.__getitem__)
     if method == "typical":
-        path = typical(draft, p)
+        path = typical(draft, p, *posterior)
         token = chosen[path[-1] + 1 if path else 0]
     else:
         flips = coins(seq, draft.verifiable, "accept")

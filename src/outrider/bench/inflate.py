@@ -27,9 +27,14 @@ from safetensors.torch import save_file
 
 from outrider.errors import ConfigError
 
+LLAMA, HEADS = ["LlamaForCausalLM"], ["MedusaHeads"]
 LIVE, QUIET, NOISY = 0, 1, 2
 SHARD_PARAMETERS = 2**29  # 1 GiB of bfloat16
 COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*")  # tokenizer, chat template, generation defaults
+
+
+Sizes = tuple[int | None, ...]
+"""Asked for, in the order of _Shape; None = left out."""
 
 
 class _Shape(NamedTuple):
@@ -65,15 +70,18 @@ def inflate(
 ) -> Path:
     """Write to folder `target` a larger Llama with the logits of the one in folder `source`, and return `target`.
 
+    Medusa heads (as `outrider train medusa` writes them) grow likewise, by their hidden_size alone.
+
     dtype, head_dim, vocabulary and tied embeddings stay; logits are equal up to the order of sums, which a kernel may
     choose by size. Sizes left out become: `hidden_size` 4 times the source's, `num_layers` the same,
     `intermediate_size` grown like hidden_size, `num_kv_heads` the same, and `num_heads` hidden_size // head_dim
     rounded down to a multiple of num_kv_heads. Extra layers come after the source's. `progress(done, total)` counts
     parameters. Memory is that of one shard, about 2**29 parameters.
 
-    Raises ConfigError if `source` is no LlamaForCausalLM in safetensors; if `target` is `source` or holds anything;
-    or if a size does not fit: hidden_size is the source's times a power of 4 and a multiple of num_heads; num_layers,
-    intermediate_size and num_kv_heads are at least the source's, and so is num_heads / num_kv_heads, a whole number.
+    Raises ConfigError if `source` is no LlamaForCausalLM, nor heads, in safetensors; if `target` is `source` or holds
+    anything; or if a size does not fit: hidden_size is the source's times a power of 4 and a multiple of num_heads;
+    num_layers, intermediate_size and num_kv_heads are at least the source's, and so is num_heads / num_kv_heads, a
+    whole number.
     """
     source, target = Path(source), Path(target)
     config = _read_config(source)
@@ -81,18 +89,13 @@ def inflate(
     fresh = not target.exists() or (target.is_dir() and not any(target.iterdir()))
     _require(fresh, f"{target} already holds something: give a new or empty folder")
 
-    heads = config["num_attention_heads"]
-    kv_heads = config.get("num_key_value_heads") or heads
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    small = _Shape(config["hidden_size"], config["num_hidden_layers"], config["intermediate_size"], heads, kv_heads)
-    big = _grow(small, head_dim, (hidden_size, num_layers, intermediate_size, num_heads, num_kv_heads))
-
     weights = _open(source)
-    if config.get("tie_word_embeddings"):
-        weights.pop("lm_head.weight", None)  # a needless copy of the embedding, in some checkpoints
-    plan = list(_plan(config, small, big, head_dim))
+    asked = hidden_size, num_layers, intermediate_size, num_heads, num_kv_heads
+    plan, sizes = _heads(config, weights, asked) if config["architectures"] == HEADS else _llama(config, weights, asked)
     odd = {piece.like for piece in plan} ^ set(weights)
-    _require(not odd, f"{source} must hold exactly a Llama's tensors: {min(odd, default='')} is missing or unknown")
+    _require(
+        not odd, f"{source} must hold just its architecture's tensors: {min(odd, default='')} is missing or unknown"
+    )
 
     try:
         target.mkdir(parents=True, exist_ok=True)
@@ -102,11 +105,37 @@ def inflate(
     for path in {path for pattern in COPIED for path in source.glob(pattern)}:
         if path.name != "config.json" and not path.name.endswith(".index.json"):
             shutil.copyfile(path, target / path.name)
-    eps = config.get("rms_norm_eps", 1e-6) * small.hidden_size / big.hidden_size
-    config |= {**big._asdict(), "head_dim": head_dim, "rms_norm_eps": eps, "outrider_inflated_from": small._asdict()}
     # Last, so that an interrupted run leaves a folder that does not load.
-    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (target / "config.json").write_text(json.dumps(config | sizes, indent=2) + "\n")
     return target
+
+
+def _heads(config: dict[str, Any], weights: dict[str, Any], asked: Sizes) -> tuple[list[_Piece], dict[str, Any]]:
+    """The plan for Medusa heads, whose states are a residual stream too, and what changes in config.json."""
+    small, big = config["hidden_size"], _grow_hidden(config["hidden_size"], asked[0])
+    _require(asked[1:] == (None,) * 4, "Medusa heads have no other size than hidden_size; leave the others out")
+    one, residual = _axis(1, 1, LIVE), _axis(small, big, QUIET)
+    plan = []
+    for name, handle in weights.items():
+        rows = residual if ".linear." in name else _axis(config["vocab_size"], config["vocab_size"], LIVE)
+        sees_token = handle.get_slice(name).get_shape()[1:] == [2 * small]
+        cols = one if name.endswith("bias") else torch.cat([residual] * (2 if sees_token else 1))
+        plan.append(_Piece(name, name, False, rows, cols))
+    return plan, {"hidden_size": big, "outrider_inflated_from": {"hidden_size": small}}
+
+
+def _llama(config: dict[str, Any], weights: dict[str, Any], asked: Sizes) -> tuple[list[_Piece], dict[str, Any]]:
+    """The plan for a Llama, and what changes in config.json."""
+    heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    small = _Shape(config["hidden_size"], config["num_hidden_layers"], config["intermediate_size"], heads, kv_heads)
+    big = _grow(small, head_dim, asked)
+    if config.get("tie_word_embeddings"):
+        weights.pop("lm_head.weight", None)  # a needless copy of the embedding, in some checkpoints
+    eps = config.get("rms_norm_eps", 1e-6) * small.hidden_size / big.hidden_size
+    sizes = {**big._asdict(), "head_dim": head_dim, "rms_norm_eps": eps, "outrider_inflated_from": small._asdict()}
+    return list(_plan(config, small, big, head_dim)), sizes
 
 
 def _require(holds: bool, message: str) -> None:
@@ -127,16 +156,21 @@ def _read_config(source: Path) -> dict[str, Any]:
     _require(path.is_file(), f"{source} has no config.json: give the folder of a Hugging Face Llama checkpoint")
     config = _read_json(path)
     kind = config.get("architectures")
-    _require(kind == ["LlamaForCausalLM"], f"{source} has architectures {kind}: they must be ['LlamaForCausalLM']")
+    _require(kind in (LLAMA, HEADS), f"{source} has architectures {kind}: they must be {LLAMA} or {HEADS}")
     return config
 
 
-def _grow(small: _Shape, head_dim: int, asked: tuple[int | None, ...]) -> _Shape:
+def _grow_hidden(small: int, asked: int | None) -> int:
+    sizes = [small * 4**power for power in range(8)]
+    hidden = sizes[1] if asked is None else asked
+    _require(hidden in sizes, f"hidden_size {hidden} must be the source's times a power of 4, such as {sizes[:3]}")
+    return hidden
+
+
+def _grow(small: _Shape, head_dim: int, asked: Sizes) -> _Shape:
     """Fill in the sizes left out of `asked`, in the order of _Shape, and check them all."""
     hidden, layers, intermediate, heads, kv_heads = asked
-    sizes = [small.hidden_size * 4**power for power in range(8)]
-    hidden = sizes[1] if hidden is None else hidden
-    _require(hidden in sizes, f"hidden_size {hidden} must be the source's times a power of 4, such as {sizes[:3]}")
+    hidden = _grow_hidden(small.hidden_size, hidden)
     layers = small.num_hidden_layers if layers is None else layers
     intermediate = small.intermediate_size * hidden // small.hidden_size if intermediate is None else intermediate
     kv_heads = small.num_key_value_heads if kv_heads is None else kv_heads

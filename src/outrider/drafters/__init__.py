@@ -64,6 +64,8 @@ def create(config: SpeculativeConfig) -> Drafter:
             raise ConfigError(f"option {key!r} of method {config.method!r} must be {types[key]}, not {value!r}")
     drafter = kind(**given)
     drafter.acceptance_method = config.acceptance_method
+    epsilon, alpha = drafter.posterior
+    drafter.posterior = config.posterior_threshold or epsilon, config.posterior_alpha or alpha
     return drafter
 
 

@@ -40,7 +40,7 @@ class Ngram(Drafter):
 
     def propose(self, seqs: list[Sequence], k: int) -> list[Draft]:
         """One chain per sequence, empty without a match."""
-        return [Draft.chain(self._continue(seq, k)) for seq in seqs]
+        return [Draft.chain(self._continue(seq, min(k, seq.room - 1))) for seq in seqs]
 
     def forget(self, seq: Sequence) -> None:
         """Drop the sequence's index."""

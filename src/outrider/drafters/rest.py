@@ -32,7 +32,7 @@ class Rest(Drafter):
     datastore: str = ""
     max_token_span: int = 16  # longest suffix to match; the shortest is 2
     max_continuation: int = 10  # tokens copied of an occurrence
-    tree: bool = False  # propose branches too; accepting another than the first makes exactness `law`
+    tree: bool = False  # propose branches too; without the kernels, accepting another than the first costs `bitwise`
 
     def __post_init__(self) -> None:
         if not self.datastore:

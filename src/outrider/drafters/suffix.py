@@ -113,7 +113,7 @@ class Suffix(Drafter):
     suffix_decoding_max_cached_requests: int = 10000  # earlier outputs remembered, oldest out first; 0 = none
     suffix_decoding_max_spec_factor: float = 1.0  # guesses per matched token
     suffix_decoding_min_token_prob: float = 0.1  # no guess below this estimated probability
-    tree: bool = False  # may guess several ways on; exactness is then `law` where another than the first is accepted
+    tree: bool = False  # may guess several ways on; without the kernels, taking another than the first costs `bitwise`
 
     def __post_init__(self) -> None:
         for name, low, high in (("max_tree_depth", 1, 1e9), ("max_cached_requests", 0, 1e9),

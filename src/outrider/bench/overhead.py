@@ -1,0 +1,91 @@
+"""What a drafter costs beside the forwards: seconds a step in `propose` and `observe`, by the length of the history.
+
+The history is a text, which is continued by itself, token by token, as if the target had refused every draft. The
+forward's outputs, which some drafters look at, are noise: no forward is needed but the one to compare with, of one
+token of the target behind a short history (it only grows with the history, so the shares are upper bounds).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from outrider import corpus
+from outrider.bench.run import label
+from outrider.config import SamplingParams, SpeculativeConfig
+from outrider.errors import ConfigError
+from outrider.llm import LLM
+from outrider.runner import Output
+from outrider.types import Sequence, Verdict
+
+STEPS = 64  # timed at each length; figures are medians
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one method at one length of history. Seconds."""
+
+    method: str
+    history: int
+    first: float  # the first step, which reads the history
+    step: float
+    forward: float  # of one token of the target
+
+    @property
+    def share(self) -> float:
+        """Of a forward that a step costs."""
+        return self.step / self.forward
+
+
+def run(llm: LLM, methods: list[SpeculativeConfig], text: Path, histories: list[int]) -> Iterator[Cost]:
+    """Measure each method at each length. Raises ConfigError for too short a text."""
+    tokens: list[int] = []
+    for document in corpus.texts(corpus.files([text])):
+        tokens += llm.tokenizer(document, verbose=False)["input_ids"] if llm.tokenizer else []
+        if len(tokens) > max(histories) + STEPS:
+            break
+    if len(tokens) <= (needed := max(histories) + STEPS):
+        raise ConfigError(f"{text} has {len(tokens)} tokens, {needed + 1} are needed; give a longer text")
+    forward = _forward(llm, tokens[:16])
+    for history in histories:
+        for config in methods:
+            llm.speculative_config = config
+            times = _steps(llm, tokens[: history + STEPS + 1], history)
+            yield Cost(label(config), history, times[0], median(times[1:]), forward)
+
+
+def _forward(llm: LLM, tokens: list[int]) -> float:
+    seq, times = Sequence(tokens, SamplingParams(), 0), []
+    llm.runner.extend([seq])
+    for _ in range(9):
+        seq.tokens.append(tokens[0])
+        began = time.perf_counter()
+        llm.runner.extend([seq])
+        times.append(time.perf_counter() - began)
+    llm.runner.free(seq)
+    return median(times)
+
+
+def _steps(llm: LLM, tokens: list[int], history: int) -> list[float]:
+    """Seconds of each step of the drafter in place, on the tokens behind `history`."""
+    drafter, config, noise = llm.engine.drafter, llm.runner.model.config, torch.Generator().manual_seed(0)
+    seq, times = Sequence(tokens[:history], SamplingParams(temperature=0, max_tokens=2 * len(tokens)), 0), []
+    for token in tokens[history:]:
+        began = time.perf_counter()
+        (draft,) = drafter.propose([seq], drafter.num_speculative_tokens)
+        spent = time.perf_counter() - began
+        rows = 1 + len(draft)
+        logits = torch.randn(rows, config.vocab_size, generator=noise).to(llm.runner.model.device)
+        hidden = torch.randn(rows, config.hidden_size, generator=noise).to(llm.runner.model.device)
+        output = Output([logits], [hidden.to(llm.runner.model.dtype)], [draft])
+        seq.accept([token])
+        began = time.perf_counter()
+        drafter.observe([seq], [Verdict([], [token], draft.verifiable)], output)
+        times.append(spent + time.perf_counter() - began)
+    drafter.forget(seq)
+    return times

@@ -1,0 +1,199 @@
+"""Heads on the target's last hidden state guess the tokens after the next one, all at once (Medusa, 2401.10774).
+
+A head is a few residual blocks x + silu(W x + b) and a projection to the vocabulary, its own or the target's. From the
+hidden state that chose the sequence's last token, head i guesses the token i + 1 places behind that one, knowing none
+between. Its first block may see the last token's embedding beside x (W is then twice as wide), which Medusa's own heads
+do without, though the token is known by then; Hydra (2402.05109) goes further, at a product per depth. Candidates are
+ranked by a head's logits as the request's parameters shape them, with the noise of their place if it samples. A node of
+the tree is a path of ranks; the k likeliest are proposed, the likelihood of a path being the product of
+`accuracies[head][rank]`, which `outrider train medusa` measures and stores with the heads. Or `choices`, a list of such
+paths as Medusa writes them, of which the first k are taken. A guess costs a small product per head.
+
+`model` is a folder, hub id or embedded name: a config.json beside model.safetensors or, as FasterDecoding's are,
+medusa_lm_head.safetensors or .pt, with tensors `<head>.<block>.linear.weight` and `.bias` and, unless heads use the
+target's projection, `<head>.<blocks>.weight`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+
+from outrider.errors import CheckpointError, ConfigError, VocabularyMismatch
+from outrider.load import find
+from outrider.ops import Linear
+from outrider.runner import Output, Runner
+from outrider.sampling import Row, scores
+from outrider.speculate import Drafter
+from outrider.types import Draft, Sequence, Verdict
+
+FILES = ("model.safetensors", "medusa_lm_head.safetensors", "medusa_lm_head.pt")
+NAME = re.compile(r"(?:medusa_head\.)?(\d+\.\d+\.(?:linear\.)?(?:weight|bias))")
+TOKEN_NORM = 16.0  # of the last token's embedding: about 1 per element where that is a few hundred
+UNMEASURED = tuple(tuple(0.6 * 0.75**head * 0.3**rank for rank in range(10)) for head in range(16))
+Accuracies = tuple[tuple[float, ...], ...]
+Ranks = tuple[int, ...]
+
+
+@lru_cache(maxsize=256)
+def grow(accuracies: Accuracies, k: int) -> list[Ranks]:
+    """The k likeliest paths of ranks, parents first.
+
+    A path is no likelier than its parent, so the likeliest on the border is the likeliest of all that are left.
+    """
+    paths: list[Ranks] = []
+    border: list[tuple[float, Ranks]] = [(-1.0, ())]
+    while border and len(paths) <= k:
+        cost, path = heapq.heappop(border)
+        paths.append(path)
+        for rank, accuracy in enumerate(accuracies[len(path)] if len(path) < len(accuracies) else ()):
+            heapq.heappush(border, (cost * accuracy, (*path, rank)))
+    return paths[1:]
+
+
+@dataclass
+class Medusa(Drafter):
+    """Guesses with heads that were trained for the target."""
+
+    num_speculative_tokens: int = 5  # nodes of the tree
+    model: str = ""
+    choices: list[list[int]] | None = None  # paths of ranks, parents first; default: grown from the heads' accuracies
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ConfigError("method medusa needs a 'model', its heads, such as {..., 'model': 'tiny-medusa'}")
+        self.given = None if self.choices is None else _paths(self.choices)
+        self.seen: dict[int, tuple[int, int, Tensor]] = {}  # by sequence: its length, its last token, what chose that
+
+    def attach(self, target: Runner, load: Callable[[str], Runner]) -> None:
+        """Load the heads. Raises VocabularyMismatch and CheckpointError for those of another kind of target."""
+        self.target, path = target.model, find(self.model)
+        config, tensors = _read(path)
+        hidden, vocab = self.target.config.hidden_size, self.target.config.vocab_size
+        count = 1 + max(int(name.split(".")[0]) for name in tensors)
+        blocks = sum(name.startswith("0.") and name.endswith("bias") for name in tensors)
+        own = tensors.get(f"0.{blocks}.weight")  # a projection of their own
+        if (words := config.get("vocab_size", vocab) if own is None else len(own)) != vocab:
+            raise VocabularyMismatch(f"{path}: heads for {words} tokens, the target has {vocab}; use heads made for it")
+
+        def take(name: str, *shape: int) -> Tensor:
+            found = tensors.pop(name, None)
+            if found is None or tuple(found.shape) != shape:
+                what = "missing" if found is None else f"of shape {tuple(found.shape)}"
+                raise CheckpointError(f"{path}: tensor {name} is {what}; heads for this target have {shape}")
+            return found.to(self.target.device, self.target.dtype)
+
+        def block(i: int, j: int) -> Linear:
+            wide = hidden * (2 if j == 0 and self.sees_token else 1)
+            return Linear(take(f"{i}.{j}.linear.weight", hidden, wide), take(f"{i}.{j}.linear.bias", hidden))
+
+        first = tensors.get("0.0.linear.weight")
+        self.sees_token = first is not None and first.shape == (hidden, 2 * hidden)
+        self.heads = [[block(i, j) for j in range(blocks)] for i in range(count)]
+        projections = range(0 if own is None else count)
+        self.projections = [Linear(take(f"{i}.{blocks}.weight", vocab, hidden)) for i in projections]
+        if tensors:
+            raise CheckpointError(f"{path}: tensor {min(tensors)} has no place in {count} heads of {blocks} blocks")
+        self.accuracies: Accuracies = config["accuracies"][:count]
+        if len(self.accuracies) < count or not all(map(len, self.accuracies)):
+            raise CheckpointError(f"{path}: config.json should have accuracies, per rank, for each of {count} heads")
+        if self.given and (deepest := max(map(len, self.given))) > count:
+            raise ConfigError(f"choices are up to {deepest} deep, but {path} has {count} heads")
+
+    def propose(self, seqs: list[Sequence], k: int) -> list[Draft]:
+        """A tree of at most k nodes per sequence; none if we have not seen what chose its last token."""
+        trees = [self._tree(seq, k) for seq in seqs]
+        guessed = [seq for seq, tree in zip(seqs, trees, strict=True) if tree]
+        width = max((1 + max(path) for tree in trees for path in tree), default=0)
+        candidates = iter(self._candidates(guessed, width) if guessed else [])
+        return [_draft(tree, next(candidates)) if tree else Draft() for tree in trees]
+
+    def observe(self, seqs: list[Sequence], verdicts: list[Verdict], output: Output) -> None:
+        """Keep the hidden state from which each sequence's last token was chosen."""
+        for seq, verdict, hidden in zip(seqs, verdicts, output.hidden, strict=True):
+            row = 1 + verdict.path[-1] if verdict.path else 0
+            self.seen[seq.id] = len(seq.tokens), seq.tokens[-1], hidden[row].clone()
+
+    def forget(self, seq: Sequence) -> None:
+        """Drop the sequence's hidden state."""
+        self.seen.pop(seq.id, None)
+
+    def _tree(self, seq: Sequence, k: int) -> list[Ranks]:
+        length, last, _ = self.seen.get(seq.id, (0, 0, None))
+        if k < 1 or (length, last) != (len(seq.tokens), seq.tokens[-1]):
+            return []
+        if self.given is None:
+            return grow(self.accuracies[: seq.room - 1], k)
+        return [path for path in self.given if len(path) < seq.room][:k]
+
+    def _candidates(self, seqs: list[Sequence], width: int) -> list[list[list[int]]]:
+        """Per sequence and head the `width` tokens that are most expected."""
+        x = torch.stack([self.seen[seq.id][2] for seq in seqs])
+        last = torch.tensor([seq.tokens[-1] for seq in seqs], device=x.device)
+        token = TOKEN_NORM * F.normalize(F.embedding(last, self.target.embedding).to(x.dtype))
+        states = []
+        for head in self.heads:
+            state = x
+            for j, block in enumerate(head):
+                seen = torch.cat([state, token], -1) if j == 0 and self.sees_token else state
+                state = state + F.silu(block(seen))
+            states.append(state)
+        if self.projections:
+            logits = [project(state).float() for project, state in zip(self.projections, states, strict=True)]
+        else:
+            logits = list(torch.split(self.target.logits(torch.cat(states)), len(seqs)))
+        found: list[list[list[int]]] = [[] for _ in seqs]
+        for own in logits:
+            if self.acceptance_method in ("coupled", "typical"):  # the other rules' coins know nothing of Law 1's noise
+                own = scores(own, [Row(seq, [tokens[0] for tokens in f]) for seq, f in zip(seqs, found, strict=True)])
+            for tokens, top in zip(found, own.topk(min(width, own.shape[-1])).indices.tolist(), strict=True):
+                tokens.append(top)
+        return found
+
+
+def _draft(tree: list[Ranks], candidates: list[list[int]]) -> Draft:
+    """Sorted, so that the path of first ranks comes first: tokens accepted along it lie where plain decoding's do."""
+    tree = [path for path in sorted(tree) if max(path) < len(candidates[0])]  # a vocabulary may be tiny
+    at = {path: i for i, path in enumerate(tree)} | {(): -1}
+    return Draft([candidates[len(path) - 1][path[-1]] for path in tree], [at[path[:-1]] for path in tree])
+
+
+def _paths(choices: list[list[int]]) -> list[Ranks]:
+    """The choices, checked. Raises ConfigError."""
+    try:
+        paths = [tuple(map(int, path)) for path in choices]
+        fits = all(min(p) >= 0 and p[:-1] in ((), *paths[:i]) and p not in paths[:i] for i, p in enumerate(paths))
+        if paths and fits:
+            return paths
+    except (TypeError, ValueError):
+        pass
+    raise ConfigError(f"choices are paths of ranks, each once and after its parent: [[0], [0, 0], [1]], not {choices}")
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """config.json, and the heads' tensors by name."""
+    file = next((path / name for name in FILES if (path / name).is_file()), None)
+    if file is None:
+        raise CheckpointError(f"{path} holds no heads: none of {', '.join(FILES)}")
+    try:
+        config = json.loads((path / "config.json").read_text("utf-8"))
+        measured = config.get("accuracies", UNMEASURED)
+        config["accuracies"] = tuple(tuple(min(1.0, max(0.0, share)) for share in ranks) for ranks in measured)
+        loaded = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
+        found = {match[1]: tensor for name, tensor in loaded.items() if (match := NAME.fullmatch(name))}
+    except Exception as error:  # unpickling raises what it likes
+        raise CheckpointError(f"{path}: the heads cannot be read: {' '.join(str(error).split())[:200]}") from None
+    if not found:
+        raise CheckpointError(f"{file} holds no heads: no tensor is named like 0.0.linear.weight")
+    return config, found

@@ -1,0 +1,1 @@
+"""Training: the reference models that come with the package."""

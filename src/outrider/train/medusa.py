@@ -1,0 +1,275 @@
+"""Medusa heads for a frozen target: each learns the target's own law, i + 1 places beyond the next token.
+
+The target reads windows of texts, and its own continuations of such; head i at place t is moved towards the law that
+the target has at place t + 1 + i, by cross-entropy (Medusa-1 of 2401.10774, with laws in place of tokens). The residual
+blocks start at zero, projections of their own at the target's. Windows held out say how often the candidate of each
+rank is the target's likeliest token there, from which the tree is grown.
+
+While it runs, `checkpoint/` in the output folder holds the windows and the last state; a run resumed from it ends as
+one that was never interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from outrider import corpus
+from outrider.config import SamplingParams
+from outrider.errors import ConfigError
+from outrider.llm import LLM
+from outrider.load import Progress
+from outrider.types import Draft, Sequence
+
+RANKS = 10  # whose accuracy is measured
+HELD_OUT = 20  # one window in so many
+WARM_UP = 20  # steps
+TOKEN_NORM = 16.0  # as in the drafter
+SEPARATOR = "<|endoftext|>"  # between the documents of some files
+Report = Callable[[int, float, list[float]], None]
+"""`report(step, loss, accuracies)`: steps done, nats since the last report (mean of the heads), and the top-1 accuracy
+of each head on windows held out."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One training run. Raises ConfigError for what cannot be."""
+
+    model: str = "tiny"
+    heads: int = 4
+    layers: int = 1  # residual blocks of a head
+    sees_token: bool = True  # the first of them sees the last token, too; Medusa's own do not
+    own_projection: bool = False  # else the heads share the target's
+    windows: int = 2048  # texts read, evenly spread over the data
+    length: int = 256  # their tokens, at most
+    generated: float = 0.5  # share of them whose beginning only is kept, and continued by the target
+    steps: int = 400
+    batch: int = 8  # windows a step
+    lr: float = 1e-3
+    seed: int = 0
+    dtype: str = "auto"
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        least = {"heads": 1, "layers": 1, "windows": 2, "length": self.heads + 2, "steps": 1, "batch": 1}
+        for name, low in least.items():
+            if (value := getattr(self, name)) < low:
+                raise ConfigError(f"{name} must be at least {low}, not {value}")
+        if not 0 <= self.generated <= 1:
+            raise ConfigError(f"generated is a share between 0 and 1, not {self.generated}")
+        if not 0 < self.lr < 1:
+            raise ConfigError(f"lr must be above 0 and below 1, not {self.lr}")
+
+
+def train(
+    data: list[Path],
+    output: Path,
+    settings: Settings,
+    *,
+    resume: bool = False,
+    every: int = 100,
+    report: Report | None = None,
+    progress: Progress | None = None,
+) -> list[list[float]]:
+    """Train heads on texts or JSON lines, write them into folder `output`, and return accuracies[head][rank].
+
+    Every so many steps the state is kept and `report` called. Raises ConfigError for an output folder that holds
+    something, or nothing to resume, and for too little data.
+    """
+    s, keep = settings, output / "checkpoint"
+    if resume and not (keep / "state.pt").is_file():
+        raise ConfigError(f"{output} holds no checkpoint to resume; leave --resume out")
+    if not resume and output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(f"{output} already holds something: give a new or empty folder, or --resume")
+    llm = LLM(s.model, dtype=s.dtype, device=s.device, max_num_seqs=32, progress=progress)
+    llm.runner.progress = None
+    heads = Heads(llm, s)
+    optimizer = torch.optim.AdamW(heads.parameters(), lr=s.lr, weight_decay=0.01)
+    done = 0
+    if resume:
+        state = torch.load(keep / "state.pt", llm.runner.model.device, weights_only=True)
+        if state["settings"] != asdict(s):
+            differs = next(key for key, value in asdict(s).items() if state["settings"].get(key) != value)
+            raise ConfigError(f"{keep} was begun with {differs} {state['settings'].get(differs)}; resume with the same")
+        windows = [ids.tolist() for ids in load_file(keep / "windows.safetensors").values()]
+        heads.load_state_dict(state["heads"])
+        optimizer.load_state_dict(state["optimizer"])
+        done = state["step"]
+    else:
+        windows = read_windows(llm, data, s, progress)
+        keep.mkdir(parents=True, exist_ok=True)
+        named = {f"{i:06d}": torch.tensor(ids, dtype=torch.int32) for i, ids in enumerate(windows)}
+        save_file(named, keep / "windows.safetensors")
+    held, taught = windows[::HELD_OUT], [ids for i, ids in enumerate(windows) if i % HELD_OUT]
+    losses: list[float] = []
+    for step in range(done, s.steps):
+        for group in optimizer.param_groups:  # up from nothing, and down again along a cosine
+            group["lr"] = s.lr * min(1, (step + 1) / WARM_UP) * 0.5 * (1 + math.cos(math.pi * step / s.steps))
+        dice = random.Random(f"{s.seed}/{step}")
+        batch = [taught[dice.randrange(len(taught))] for _ in range(s.batch)]
+        optimizer.zero_grad()
+        losses.append(heads.learn(read(llm, batch)))
+        optimizer.step()
+        if (step + 1) % every == 0 and step + 1 < s.steps:
+            state = {"settings": asdict(s), "heads": heads.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save(state | {"step": step + 1}, keep / "state.new")
+            (keep / "state.new").replace(keep / "state.pt")  # whole, or not at all
+            if report:
+                report(step + 1, sum(losses) / len(losses), [ranks[0] for ranks in measure(llm, heads, held[:16])])
+            losses.clear()
+    accuracies = measure(llm, heads, held)
+    if report:
+        report(s.steps, sum(losses) / max(1, len(losses)), [ranks[0] for ranks in accuracies])
+    export(llm, heads, s, accuracies, output)
+    shutil.rmtree(keep)
+    return accuracies
+
+
+def read_windows(llm: LLM, data: list[Path], settings: Settings, progress: Progress | None = None) -> list[list[int]]:
+    """Token ids of `windows` texts; in the generated share all but the beginning is the target's, half of it greedy."""
+    s, dice = settings, random.Random(settings.seed)
+    if llm.tokenizer is None:
+        raise ConfigError(f"{s.model} has no tokenizer, without which texts cannot be read")
+    pieces = []
+    for text in corpus.texts(corpus.files(data), progress=progress):
+        for document in filter(str.strip, text.split(SEPARATOR)):
+            ids = llm.tokenizer(document.strip(), verbose=False)["input_ids"]
+            pieces += [ids[at : at + s.length] for at in range(0, len(ids), s.length)]
+    pieces = [ids for ids in pieces if len(ids) > max(s.heads + 1, s.length // 4)]
+    if len(pieces) < 2:
+        raise ConfigError(f"the texts make {len(pieces)} windows of {s.length} tokens; give more, or a lower --length")
+    count = min(s.windows, len(pieces))
+    windows = [pieces[i * len(pieces) // count] for i in range(count)]
+    dice.shuffle(windows)
+    continued = range(round(s.generated * count))
+    requests = []
+    for i in continued:
+        prompt = windows[i][: dice.randint(1, s.length // 4)]
+        asked = SamplingParams(temperature=i % 2, seed=s.seed + i, max_tokens=s.length - len(prompt), ignore_eos=True)
+        requests += llm.engine.add(prompt, asked)
+    for _ in llm.engine.run():
+        if progress:
+            progress("generating", sum(r.finished for r in requests), len(requests))
+    windows[: len(requests)] = [request.seq.tokens for request in requests]
+    dice.shuffle(windows)
+    return windows
+
+
+class Window(NamedTuple):
+    """A text read by the target: token ids (n,), hidden states (n, hidden) and logits (n, vocab)."""
+
+    ids: Tensor
+    hidden: Tensor
+    logits: Tensor
+
+
+class Block(torch.nn.Module):
+    """x + silu(W x + b), the identity at first."""
+
+    def __init__(self, size: int, wide: int = 1) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(wide * size, size)
+        torch.nn.init.zeros_(self.linear.weight)
+        torch.nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: Tensor, *beside: Tensor) -> Tensor:
+        """(rows, size) to the same; `beside` are further inputs."""
+        return x + F.silu(self.linear(torch.cat([x, *beside], -1)))
+
+
+class Heads(torch.nn.ModuleList):
+    """What is trained, in float32. Its state has the names that the drafter reads."""
+
+    def __init__(self, llm: LLM, settings: Settings) -> None:
+        s, model = settings, llm.runner.model
+        size = model.config.hidden_size
+        with torch.inference_mode():  # the target's weights may be packed, but its products with unit vectors are they
+            projection = model.head(torch.eye(size, device=model.device, dtype=model.dtype)).T
+        self.shared = projection.clone(memory_format=torch.contiguous_format)
+        heads = []
+        for _ in range(s.heads):
+            own = [torch.nn.Linear(size, len(self.shared), bias=False)] if s.own_projection else []
+            for linear in own:
+                linear.weight.data.copy_(self.shared)
+            blocks = [Block(size, 2 if j == 0 and s.sees_token else 1) for j in range(s.layers)]
+            heads.append(torch.nn.ModuleList([*blocks, *own]))
+        super().__init__(heads)
+        self.to(model.device)
+        self.embedding, self.settings = model.embedding, s
+
+    def logits(self, i: int, hidden: Tensor, last: Tensor) -> Tensor:
+        """(rows, vocab) float32 of head i for hidden states (rows, hidden) and the tokens chosen from them (rows,)."""
+        s, state = self.settings, hidden.float()
+        head: Any = self[i]
+        token = TOKEN_NORM * F.normalize(F.embedding(last, self.embedding).float())
+        for j in range(s.layers):
+            state = head[j](state, *[token] * (j == 0 and s.sees_token))
+        return head[-1](state) if s.own_projection else F.linear(state.to(self.shared.dtype), self.shared).float()
+
+    def ahead(self, i: int, seen: list[Window]) -> tuple[Tensor, Tensor]:
+        """Head i's logits at each place of the windows, and what the target says of the token they are about."""
+        n = 1 + i
+        hidden, last = torch.cat([w.hidden[:-n] for w in seen]), torch.cat([w.ids[1 : len(w.ids) - i] for w in seen])
+        return self.logits(i, hidden, last), torch.cat([w.logits[n:] for w in seen])
+
+    def learn(self, seen: list[Window]) -> float:
+        """Add the gradients of a batch; returns its loss, the mean over the heads."""
+        total, laws = 0.0, [w._replace(logits=w.logits.softmax(-1)) for w in seen]
+        for i in range(len(self)):
+            loss = F.cross_entropy(*self.ahead(i, laws))
+            loss.backward()  # type: ignore[no-untyped-call]  # head by head: (rows, vocab) is large
+            total += loss.item()
+        return total / len(self)
+
+
+def read(llm: LLM, batch: list[list[int]]) -> list[Window]:
+    """What the target makes of each window, as verification sees it."""
+    seqs = [Sequence(ids[:1], SamplingParams(max_tokens=len(ids)), 0) for ids in batch]
+    output = llm.runner.extend(seqs, [Draft.chain(ids[1:]) for ids in batch])
+    for seq in seqs:
+        llm.runner.free(seq)
+    rows = zip(batch, output.hidden, output.logits, strict=True)  # cloned: autograd keeps no tensors of inference
+    return [Window(torch.tensor(ids, device=h.device), h.clone(), logits.clone()) for ids, h, logits in rows]
+
+
+def measure(llm: LLM, heads: Heads, windows: list[list[int]], batch: int = 8) -> list[list[float]]:
+    """accuracies[head][rank]: how often the candidate of that rank is the target's likeliest token."""
+    counts = torch.zeros(len(heads), RANKS + 1, dtype=torch.long)
+    with torch.no_grad():
+        for at in range(0, len(windows), batch):
+            seen = read(llm, windows[at : at + batch])
+            for i in range(len(heads)):
+                logits, wanted = heads.ahead(i, seen)
+                rank = (logits > logits.gather(-1, wanted.argmax(-1, keepdim=True))).sum(-1).clamp(max=RANKS)
+                counts[i] += rank.bincount(minlength=RANKS + 1).cpu()
+    shares: list[list[float]] = (counts[:, :RANKS] / counts.sum(-1, keepdim=True)).tolist()
+    return shares
+
+
+def export(llm: LLM, heads: Heads, settings: Settings, accuracies: list[list[float]], output: Path) -> None:
+    """Write config.json and model.safetensors, in the target's dtype."""
+    model = llm.runner.model
+    save_file(
+        {name: t.to(model.dtype).contiguous() for name, t in heads.state_dict().items()}, output / "model.safetensors"
+    )
+    config: dict[str, Any] = {
+        "architectures": ["MedusaHeads"],
+        "base_model_name_or_path": settings.model,
+        "hidden_size": model.config.hidden_size,
+        "vocab_size": model.config.vocab_size,
+        "medusa_num_heads": settings.heads,
+        "medusa_num_layers": settings.layers,
+        "accuracies": [[round(share, 4) for share in ranks] for ranks in accuracies],
+    }
+    (output / "config.json").write_text(json.dumps(config, indent=1) + "\n", "utf-8")
