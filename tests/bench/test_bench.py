@@ -237,6 +237,23 @@ def test_sampled_in_a_batch() -> None:
         assert r.identical and r.near_ties is None and r.batch == 2
 
 
+def test_acceptance_rules_side_by_side() -> None:
+    """One method under each rule: told apart by name, and judged by what the rule promises."""
+    rules = ["coupled", "rejection", "typical", "typical,posterior_threshold=0.5"]
+    methods = [SpeculativeConfig.parse(f"draft_model:model=tiny-draft,acceptance_method={rule}") for rule in rules]
+    settings = Settings(methods=methods, prompts=2, max_tokens=16, repeats=1, temperature=1.0)
+    plain, coupled, *others = results = list(run(settings))
+    assert coupled.identical and coupled.method == "draft_model model=tiny-draft k=4"
+    assert [r.method.split(" ", 3)[3] for r in others] == [
+        "acceptance_method=rejection", "acceptance_method=typical",
+        "acceptance_method=typical posterior_threshold=0.5",
+    ]  # fmt: skip
+    assert [r.exactness for r in others] == ["law", "lossy", "lossy"]
+    assert ["no: the same law" in report.cells(others[0]), "no: LOSSY" in report.cells(others[1])] == [True, True]
+    assert others[2].speculative_config["posterior_threshold"] == 0.5 and "differs" not in report.markdown(results)
+    assert plain.acceptance_length == 1 and all(r.acceptance_length > 1 for r in results[1:])
+
+
 def test_differences_are_found_and_explained(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     true = module.sample
 

@@ -14,6 +14,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from importlib.metadata import version
@@ -53,7 +54,8 @@ class Settings:
     top_p: float = 1.0
     seed: int = 0
     batch: int = 1
-    peer: str | None = None
+    peer: str | None = None  # NAME or NAME:WEIGHTS
+    peer_python: Path | None = None
     data: Path | None = None
     file: Path | None = None
     threads: int | None = None
@@ -63,10 +65,11 @@ class Settings:
             if (value := getattr(self, name)) is not None and value < least:
                 raise ConfigError(f"{name} must be at least {least}, not {value}")
         if self.peer is not None:
-            if self.peer != peers.NAME:
-                raise ConfigError(f"peer {self.peer!r} is unknown; valid: {peers.NAME}")
+            peers.check(self.peer, self.peer_python)
             if self.temperature > 0 or self.batch > 1:
                 raise ConfigError("--peer compares greedy decoding of one prompt: use --temperature 0 and --batch 1")
+        elif self.peer_python is not None:
+            raise ConfigError("--peer-python is the Python of a --peer's environment; pass both")
         if self.file and "spec-bench" not in self.suites:
             raise ConfigError("--file is for --suite spec-bench; pass both")
         for what, names in ("suite", self.suites), ("method", ["plain", *map(label, self.methods)]):
@@ -85,10 +88,17 @@ def label(config: SpeculativeConfig) -> str:
     """A method's name in a table, such as `ngram k=8`. Raises ConfigError for a wrong option."""
     if config.method == PLAIN.method:
         return "plain"
-    options = {**config.options, "k": _k(config)}
+    options = {**config.options, "k": _k(config), **_rule(config)}
     if isinstance(parts := options.get("drafters"), list):  # of merge
         options["drafters"] = "+".join(str(part.get("method")) for part in parts)
     return " ".join([config.method, *(f"{key}={str(value).rsplit('/', 1)[-1]}" for key, value in options.items())])
+
+
+def _rule(config: SpeculativeConfig) -> dict[str, Any]:
+    """What the acceptance rule is, where that is not the default."""
+    plain = SpeculativeConfig()
+    names = ("acceptance_method", "posterior_threshold", "posterior_alpha")
+    return {name: given for name in names if (given := getattr(config, name)) != getattr(plain, name)}
 
 
 def _k(config: SpeculativeConfig) -> int | str:
@@ -130,30 +140,34 @@ def run(settings: Settings, progress: Progress | None = None) -> Iterator[Result
         for name, passes in samples.items():
             config = methods[name]
             spoken = {"method": config.method, "acceptance_method": config.acceptance_method, **config.options}
+            spoken |= _rule(config)
             yield result(
                 settings, llm, suite, prompts[suite.name], passes, samples["plain"], method=name, engine="outrider",
                 speculative_config=spoken | {"num_speculative_tokens": _k(config)},
                 exactness=max(e for s in passes for e in s.exactness), kv_bytes=kv_bytes[name], notes=[],
+                weight_bytes=llm.runner.model.nbytes,
             )  # fmt: skip
     if settings.peer is None:
         return
-    report(f"loading into {peers.NAME}", 0, 1)
-    peer = peers.Transformers(llm, settings.methods)
+    report(f"loading into {settings.peer}", 0, 1)
+    context = max(len(each) for ids in prompts.values() for each in ids) + settings.max_tokens
+    with closing(peers.load(settings.peer, settings.peer_python, llm, settings.methods, context)) as peer:
 
-    def measure_peer(ids: list[list[int]], method: str) -> Sample:
-        if method == "plain":  # ours again, so that ratios compare what ran side by side
-            return measure(ids, method)
-        peer.measure(method, ids[:1], WARM_UP_TOKENS)
-        return peer.measure(method, ids, settings.max_tokens)
+        def measure_peer(ids: list[list[int]], method: str) -> Sample:
+            if method == "plain":  # ours again, so that ratios compare what ran side by side
+                return measure(ids, method)
+            peer.measure(method, ids[:1], WARM_UP_TOKENS)
+            return peer.measure(method, ids, settings.max_tokens)
 
-    for suite in suites:
-        names = ["plain", *peer.methods]
-        samples = rounds(suite, names, prompts[suite.name], settings.repeats, measure_peer, report)
-        for name, spoken in peer.methods.items():
-            yield result(
-                settings, llm, suite, prompts[suite.name], samples[name], samples["plain"], method=name,
-                engine=peers.NAME, speculative_config=spoken, exactness=None, kv_bytes=None, notes=[peers.NOTE],
-            )  # fmt: skip
+        for suite in suites:
+            names = ["plain", *peer.methods]
+            samples = rounds(suite, names, prompts[suite.name], settings.repeats, measure_peer, report)
+            for name, spoken in peer.methods.items():
+                yield result(
+                    settings, llm, suite, prompts[suite.name], samples[name], samples["plain"], method=name,
+                    engine=peer.name, speculative_config=spoken, exactness=None, kv_bytes=None, notes=[peer.note],
+                    weight_bytes=peer.weight_bytes,
+                )  # fmt: skip
 
 
 def rounds(
@@ -248,7 +262,7 @@ def result(
         draft_share=shares[0], target_share=shares[1], rest_share=shares[2],
         time_to_first_token=median(t for x in samples for t in x.first),
         identical=not differences, differences=differences, near_ties=ties if s.temperature == 0 else None,
-        weight_bytes=model.nbytes, peak_rss_bytes=_peak_rss(), hardware=hardware(model.device),
+        peak_rss_bytes=_peak_rss(), hardware=hardware(model.device),
         versions=versions(), commit=commit(), command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"), **own,
     )  # fmt: skip
