@@ -12,6 +12,7 @@ from outrider.cli.chat import chat
 from outrider.cli.datastore import datastore_app
 from outrider.cli.generate import generate
 from outrider.cli.info import info
+from outrider.cli.train import train_app
 from outrider.errors import OutriderError
 
 app = typer.Typer(
@@ -26,6 +27,7 @@ app.command()(generate)
 app.command()(chat)
 app.add_typer(bench_app, name="bench")
 app.add_typer(datastore_app, name="datastore")
+app.add_typer(train_app, name="train")
 app.command()(info)
 
 

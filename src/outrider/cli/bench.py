@@ -7,19 +7,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from outrider.bench import kernels as speed
 from outrider.bench import long as longer
-from outrider.bench import report, run
+from outrider.bench import peers, report, run
 from outrider.bench.inflate import inflate as enlarge
+from outrider.bench.overhead import run as costs
 from outrider.bench.suites import SUITES
-from outrider.cli.options import Device, Dtype, Model, read_ints, read_json
+from outrider.cli.options import Device, Dtype, KvOffload, Model, OnChipLayers, read_ints, read_json
 from outrider.config import SpeculativeConfig
 from outrider.errors import ConfigError
+from outrider.llm import LLM
 from outrider.load import Progress as Callback
 from outrider.load import find
 
@@ -68,7 +72,7 @@ def bench(
         list[str] | None, typer.Option(help=f"{', '.join(SUITES)}; repeated or with commas. Default: stories.")
     ] = None,
     speculate: Annotated[
-        list[str] | None, typer.Option(help="Method in short form, repeatable: ngram:k=8. Default: ngram.")
+        list[str] | None, typer.Option(help="Method, repeatable: ngram:k=8; none = plain alone. Default: ngram.")
     ] = None,
     speculative_config: Annotated[list[str] | None, typer.Option(help="The same as JSON, repeatable.")] = None,
     prompts: Annotated[int, typer.Option(help="Prompts per suite.")] = 4,
@@ -78,7 +82,12 @@ def bench(
     top_p: Annotated[float, typer.Option(help="Keep the smallest set of tokens with this mass.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
     batch: Annotated[int, typer.Option(help="Prompts that run together.")] = 1,
-    peer: Annotated[str | None, typer.Option(help="Compare with: transformers. Greedy, batch 1.")] = None,
+    peer: Annotated[
+        str | None, typer.Option(help=f"Compare with {', '.join(peers.NAMES)}; llama-cpp-python:q4_0. Greedy, batch 1.")
+    ] = None,
+    peer_python: Annotated[
+        Path | None, typer.Option(help="Python of the peer's environment; default: models/peers/NAME/bin/python.")
+    ] = None,
     data: Annotated[Path | None, typer.Option(envvar="OUTRIDER_DATA", help=f"Folder with {FILES}.")] = None,
     file: Annotated[Path | None, typer.Option(help="Questions for spec-bench, as JSON lines with `turns`.")] = None,
     output: Annotated[
@@ -89,12 +98,13 @@ def bench(
     """Measure methods x suites against plain decoding in the same run, and compare the tokens."""
     if context.invoked_subcommand is not None:
         return
-    methods = _methods(speculate, speculative_config) or [SpeculativeConfig("ngram")]
+    given = _methods(speculate, speculative_config) or [SpeculativeConfig("ngram")]
+    methods = [config for config in given if config.method != run.PLAIN.method]
     settings = run.Settings(
         model=model, dtype=dtype, device=device, methods=methods,
         suites=[name.strip() for text in suite or ["stories"] for name in text.split(",")],
         prompts=prompts, max_tokens=max_tokens, repeats=repeats, temperature=temperature, top_p=top_p, seed=seed,
-        batch=batch, peer=peer, data=data, file=file, threads=threads,
+        batch=batch, peer=peer, peer_python=peer_python, data=data, file=file, threads=threads,
     )  # fmt: skip
     if output is not None:
         _prepare(output)
@@ -157,12 +167,15 @@ def long(
         Path | None, typer.Option(help="Folder for results.jsonl, table.md and long.png; replaces earlier ones.")
     ] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads; default: torch's choice.")] = None,
+    kv_offload: KvOffload = False,
+    on_chip_layers: OnChipLayers = 0,
 ) -> None:
     """Measure methods at long contexts and in batches, on whole books, against plain decoding in the same run."""
     settings = longer.Settings(
         model=model, dtype=dtype, device=device, contexts=read_ints(context, "--context"),
         batches=read_ints(batch, "--batch"), methods=_methods(speculate, speculative_config), max_tokens=max_tokens,
         repeats=repeats, temperature=temperature, top_p=top_p, seed=seed, data=data, file=file, threads=threads,
+        engine={"kv_offload": kv_offload, "on_chip_layers": on_chip_layers},
     )  # fmt: skip
     if output is not None:
         _prepare(output)
@@ -183,3 +196,46 @@ def long(
     if output is not None:
         longer.plot(rows, output / "long.png")
         console.print(f"written to {output}: results.jsonl, table.md, long.png", soft_wrap=True)
+
+
+@bench_app.command()
+def overhead(
+    text: Annotated[Path, typer.Argument(help="A long text, or a folder of texts.")],
+    model: Model = "tiny",
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    speculate: Annotated[list[str] | None, typer.Option(help="Method in short form, repeatable.")] = None,
+    history: Annotated[str, typer.Option(help="Tokens, with commas.")] = "1024,8192,32768",
+) -> None:
+    """Measure what drafting costs beside the forwards, as a share of a forward of one token, as Markdown."""
+    methods = [SpeculativeConfig.parse(spoken) for spoken in speculate or ("ngram", "suffix", "lookahead")]
+    llm = LLM(model, dtype=dtype, device=device)
+    print("| method | history | first step ms | step ms | of a forward |\n|---|---|---|---|---|")
+    for cost in costs(llm, methods, text, read_ints(history, "--history")):
+        shares = f"{1000 * cost.first:.1f} | {1000 * cost.step:.2f} | {cost.share:.1%}"
+        print(f"| {cost.method} | {cost.history} | {shares} |")
+    print(f"\nA forward of {model}, one token: {1000 * cost.forward:.1f} ms, {torch.get_num_threads()} threads.")
+
+
+@bench_app.command()
+def kernels(
+    rows: Annotated[str, typer.Option(help="Rows of the linears, with commas.")] = "1,2,4,8,16,32,64",
+    keys: Annotated[str, typer.Option(help="Keys of the attention, with commas.")] = "1024,4096,16384,65536,131072",
+    repeats: Annotated[int, typer.Option(help="Rounds over all candidates; figures are medians.")] = 9,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for results.jsonl, table.md and kernels.png; replaces earlier ones.")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; default: torch's choice.")] = None,
+) -> None:
+    """Measure linears and attention in GB/s, beside a streaming read and PyTorch's own, as Markdown."""
+    if output is not None:
+        _prepare(output)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    settings = speed.Settings(read_ints(rows, "--rows"), read_ints(keys, "--keys"), repeats=repeats)
+    with _bar() as show:
+        figures = speed.run(settings, show)
+    print(speed.markdown(figures))
+    if output is not None:
+        speed.write(figures, output)
+        print(f"written to {output}: results.jsonl, table.md, kernels.png")

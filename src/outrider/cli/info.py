@@ -13,16 +13,26 @@ from rich.table import Table
 
 import outrider
 from outrider import drafters
-from outrider.cli.options import Device, Dtype, Reporter, load_llm
+from outrider.cli.options import Device, Dtype, Quantization, Reporter, load_llm
 from outrider.config import ARCHITECTURES
 from outrider.engine import free_memory
 from outrider.load import embedded
+from outrider.ops import native
+
+
+def kernels() -> str:
+    """What the compiled kernels run on."""
+    if native.kernels is None:
+        return "not built (no compiler when this was installed): reference operations in PyTorch"
+    wrong = f"; refused, as their products are wrong: {', '.join(native.wrong)}" if native.wrong else ""
+    return f"{native.active}, self-check passed; available: {', '.join(native.available())}{wrong}"
 
 
 def info(
     model: Annotated[str | None, typer.Option(help="Load this model and describe it, with its self-check.")] = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    quantization: Quantization = None,
 ) -> None:
     """Versions, devices, methods with their options; with --model, the model's shape and exactness."""
     table = Table(show_header=False, box=None)
@@ -31,6 +41,7 @@ def info(
         instructions = torch.backends.cpu.get_cpu_capability()
         table.add_row("outrider", versions)
         table.add_row("cpu", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, {instructions}")
+        table.add_row("kernels", kernels())
         for i in range(torch.cuda.device_count()):
             table.add_row(f"cuda:{i}", torch.cuda.get_device_name(i))
         table.add_row("embedded models", ", ".join(embedded()))
@@ -39,7 +50,7 @@ def info(
             table.add_row(f"method {method}", ", ".join(drafters.options(method)))
     else:
         with Reporter() as reporter:
-            llm = load_llm(model, None, dtype, device, None, reporter)
+            llm = load_llm(model, None, dtype, device, reporter, quantization=quantization)
         m, c = llm.runner.model, llm.runner.model.config
         windows = sorted({w for w in c.windows if w})
         table.add_row("model", f"{c.architecture} at {llm.checkpoint.path}")
@@ -52,7 +63,7 @@ def info(
         table.add_row("positions", rope)
         table.add_row("weights", f"{m.nbytes / 2**20:.1f} MiB read per forward, {dtype}, {m.device}")
         table.add_row("keys and values", f"{per_token} bytes per token; {free_memory(m.device) / 2**30:.1f} GiB free")
-        table.add_row("linear", "oneDNN, packed" if m.head.packed else "torch.nn.functional.linear")
+        table.add_row("linear", m.head.kernel)
         table.add_row("attention", "scaled_dot_product_attention, whole key blocks")
         table.add_row(
             "exactness",
