@@ -1,6 +1,7 @@
 # make demo   sets everything up and writes text with the embedded model, plainly and speculatively
 # make test   sets everything up and runs the tests
 # make check  linters, types and import layers
+# make sanitize   the kernels' tests under the address and undefined-behaviour sanitizers; then builds them plainly again
 # make bench  the tables of README.md (half an hour on 2 cores; DATA is the folder that docs/benchmarks.md describes)
 
 PYTHON ?= python3
@@ -9,9 +10,9 @@ TORCH ?= torch==2.13.0
 DATA ?= data
 BIN := .venv/bin
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check sanitize bench clean
 
-.venv/ready: pyproject.toml
+.venv/ready: pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[bench,test,check,rest]'
@@ -33,6 +34,12 @@ check: .venv/ready
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
 	$(BIN)/pytest tests/test_imports.py
+
+sanitize: .venv/ready
+	$(BIN)/pip install --quiet --editable . --no-deps -C cmake.define.OUTRIDER_SANITIZE=ON
+	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
+		$(BIN)/pytest tests/test_native.py tests/test_attention.py tests/test_quantize.py; status=$$?; \
+		$(BIN)/pip install --quiet --editable . --no-deps; exit $$status
 
 bench: .venv/ready
 	test -d models/tiny-1.5b || $(BIN)/outrider bench inflate tiny models/tiny-1.5b \
