@@ -71,6 +71,7 @@ def assert_released(llm: LLM) -> None:
         drafter = getattr(drafter, "inner", None)
     for runner in runners:
         assert not runner.slots and not runner.kv.store and not getattr(runner.kv, "held", None)
+    assert not llm.runner.kv.log.held
 
 
 def logits_after(llm: LLM, tokens: list[int], prompt_len: int | None = None) -> torch.Tensor:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import random_heads, run
+from helpers import assert_released, random_heads, run
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -75,8 +75,8 @@ def test_choices_and_room(random_llm, make_checkpoint):
     assert seq.room == 3
     assert [len(drafter.propose([seq], k)[0]) for k in range(6)] == [0, 1, 2, 3, 3, 3]  # three deep has no room
     assert drafter.propose([seq], 4)[0].parents == [-1, 0, -1]
-    medusa(random_llm, random_heads(make_checkpoint()))
     random_llm.engine.abort(request)
+    assert_released(random_llm)
 
 
 @pytest.mark.parametrize("choices", [[], [[]], [[0, 0]], [[0], [0]], [[-1]], [[0], [0, 0], [1, 1]], "x", [["x"]], 3])
@@ -125,7 +125,9 @@ def test_guesses_follow_the_formula(random_llm, make_checkpoint, tied):
                 assert draft.parents[:3] == [-1, 0, 1] and chain == [ranks[0] for ranks in expected]
         for request in requests:
             llm.engine.abort(request)
-        llm.runner.slots.clear(), llm.runner.kv.store.clear()
+        llm.runner.slots.clear()
+        for seq in list(llm.runner.kv.store):
+            llm.runner.kv.free(seq)
         assert not drafter.seen
 
 

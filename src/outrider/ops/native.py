@@ -52,7 +52,7 @@ def memory(size: int) -> Tensor:
     Raises RuntimeError, as PyTorch does, if there are not so many.
     """
     try:
-        block = mmap.mmap(-1, max(1, size))
+        block = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared pages are small ones
     except (OSError, OverflowError) as error:
         raise RuntimeError(f"cannot allocate {size} bytes: {error}") from None
     if size >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
