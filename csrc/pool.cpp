@@ -22,8 +22,8 @@ inline void relax() {
 #endif
 }
 
-// Workers wait for `round` to grow, then take tasks while there are any. A round is over when each worker that it
-// called has reported: until then `job` stays as it is.
+// Workers wait for `round` to grow, then take tasks while there are any. A round is over when its caller has closed the
+// gate and all workers that came in before have left: one that another process keeps from its core is not waited for.
 class Pool {
  public:
   void run(int tasks, int threads, Task task, void *context) {
@@ -42,10 +42,11 @@ class Pool {
     context_ = context;
     tasks_ = tasks;
     next_.store(0, std::memory_order_relaxed);
-    working_.store(threads - 1, std::memory_order_relaxed);
+    gate_.fetch_sub(kClosed, std::memory_order_acq_rel);  // a late worker may be on its way out: no plain store
     for (int i = 0; i < threads - 1; i++) workers_[i]->call();
     drain();
-    while (working_.load(std::memory_order_acquire)) relax();
+    gate_.fetch_or(kClosed, std::memory_order_acq_rel);
+    while (gate_.load(std::memory_order_acquire) != kClosed) relax();
     busy_.store(false, std::memory_order_release);
   }
 
@@ -78,10 +79,11 @@ class Pool {
   };
 
   void work(Worker &worker) {
-    for (unsigned seen = 0;; seen++) {
+    for (unsigned seen = 0;;) {
       worker.wait(seen);
-      drain();
-      working_.fetch_sub(1, std::memory_order_release);
+      seen = worker.round.load();
+      if (gate_.fetch_add(1, std::memory_order_acq_rel) < kClosed) drain();
+      gate_.fetch_sub(1, std::memory_order_release);
     }
   }
 
@@ -95,7 +97,8 @@ class Pool {
   void *context_ = nullptr;
   int tasks_ = 0;
   alignas(64) std::atomic<int> next_{0};
-  alignas(64) std::atomic<int> working_{0};
+  static constexpr unsigned kClosed = 1u << 30;
+  alignas(64) std::atomic<unsigned> gate_{kClosed};  // how many workers are inside, plus kClosed
 };
 
 // Never destroyed: its threads may outlive the statics. A forked child has none of them and starts anew.
