@@ -8,6 +8,12 @@ import pytest
 
 from outrider import LLM
 from outrider.control import WARM_UP, Controller
+from outrider.drafters.medusa import grow
+from outrider.types import Verdict
+
+
+def verdict(drafted, accepted, chain=True):
+    return Verdict(list(range(accepted)), [], drafted, chain)
 
 
 def simulate(acceptance, row=0.03, draft=0.0, found=1.0, riders=0, steps=400, seqs=1, hiccups=0.0):
@@ -23,7 +29,8 @@ def simulate(acceptance, row=0.03, draft=0.0, found=1.0, riders=0, steps=400, se
         accepted = [next((i for i in range(n) if dice.random() > acceptance), n) for n in drafted]
         rows = sum(1 + n + (riders if k else 0) for n in drafted)
         cost = (1 + row * (rows - 1), draft * k * seqs)
-        controller.learn(k, rows, drafted, accepted, cost[1], cost[0] * (10 if dice.random() < hiccups else 1))
+        verdicts = [verdict(n, a) for n, a in zip(drafted, accepted, strict=True)]
+        controller.learn(k, verdicts, rows, cost[1], cost[0] * (10 if dice.random() < hiccups else 1))
         plans.append(k)
         tokens += sum(accepted) + seqs
         seconds += sum(cost)
@@ -74,6 +81,35 @@ def test_little_is_lost(shape, hiccups):
     assert simulate(**shape, steps=800, hiccups=hiccups)[1] > 0.97
 
 
+ACCURACIES = tuple(tuple(0.53 * 0.55**head * 0.3**rank for rank in range(8)) for head in range(4))
+
+
+def simulate_tree(row, k=None, scale=1.0, steps=1000):
+    """Tokens per second over plain's with trees as Medusa grows them, drafted at one price whatever their size."""
+    dice, controller = random.Random(0), Controller()
+    tokens, seconds = 0, 0.0
+    for _ in range(steps):
+        nodes = controller.plan(1) if k is None else k
+        tree, path, more = set(grow(ACCURACIES, nodes)), (), True
+        while more and len(path) < len(ACCURACIES):
+            shares = [scale * share for share in ACCURACIES[len(path)]]
+            rank = dice.choices(range(len(shares) + 1), [*shares, 1 - sum(shares)])[0]
+            if more := (*path, rank) in tree:
+                path = (*path, rank)
+        cost = 0.04 * (nodes > 0), 1 + row * nodes
+        controller.learn(nodes, [verdict(nodes, len(path), nodes < 2)], 1 + nodes, *cost)
+        tokens += 1 + len(path)
+        seconds += sum(cost)
+    return tokens / seconds
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+@pytest.mark.parametrize("row", [0.01, 0.03, 0.1, 0.3])
+def test_trees(row, scale):
+    """A tree's nodes are worth less and less, but not as a chain's are: nearly the best size is found."""
+    assert simulate_tree(row, scale=scale) > 0.95 * max(simulate_tree(row, k, scale) for k in (0, 1, 2, 4, 8, 16))
+
+
 @pytest.mark.parametrize("found", [1.0, 0.3])
 def test_hiccups_do_not_end_good_drafting(found):
     calm, shaken = (simulate(0.9, row=0.1, found=found, steps=800, hiccups=h)[1] for h in (0.0, 0.05))
@@ -85,7 +121,7 @@ def test_the_account_stops_what_the_estimate_believes_in():
     controller, drafted = Controller(), 0
     for _ in range(500):
         k = controller.plan(1)
-        controller.learn(k, 1 + k, [k], [0], 0.0, 1.0 + 0.5 * (k > 0))
+        controller.learn(k, [verdict(k, 0)], 1 + k, 0.0, 1.0 + 0.5 * (k > 0))
         controller.tried, controller.taken = [1.0] * 16, [1.0] * 16  # it goes on believing
         drafted += k > 0
     assert drafted < 15
@@ -96,7 +132,7 @@ def test_the_text_changes():
     for step in range(600):
         k = controller.plan(1)
         good = step > 300
-        controller.learn(k, 1 + k, [k], [k if good else 0], 0.0, 1 + 0.05 * k)
+        controller.learn(k, [verdict(k, k if good else 0)], 1 + k, 0.0, 1 + 0.05 * k)
         last = k
     assert last >= 8  # it gave up on drafts, looked again, and found that they pay
 
@@ -106,7 +142,7 @@ def test_the_first_steps_measure():
     plans = []
     for _ in WARM_UP:
         plans.append(controller.plan(1))
-        controller.learn(plans[-1], 1 + plans[-1], [plans[-1]], [0], 0.0, 1.0)
+        controller.learn(plans[-1], [verdict(plans[-1], 0)], 1 + plans[-1], 0.0, 1.0)
     assert plans == [min(k, 6) for k in WARM_UP]
 
 

@@ -127,6 +127,7 @@ class Verdict:
     path: list[int]
     tokens: list[int]
     drafted: int = 0  # nodes that could have been accepted
+    chain: bool = True  # whether each followed the one before it
     logprobs: list[Logprob] = field(default_factory=list)  # per emitted token, if the request asks
 
 

@@ -108,7 +108,7 @@ def _judge(
         rule = block if method == "block" and chain else rejection
         path, left = rule(draft, p, lambda node, probability: flips[node] < probability)
         token = draw(left, seq, "emit")
-    return Verdict(path, [draft.tokens[i] for i in path] + [token], draft.verifiable)
+    return Verdict(path, [draft.tokens[i] for i in path] + [token], draft.verifiable, draft.is_chain)
 
 
 def walk(draft: Draft, chosen: Callable[[int], int], ends: Container[int] = ()) -> Verdict:
@@ -125,7 +125,7 @@ def walk(draft: Draft, chosen: Callable[[int], int], ends: Container[int] = ()) 
         below = range(node + 1, draft.verifiable)
         child = next((i for i in below if draft.parents[i] == node and draft.tokens[i] == token), None)
         if child is None or token in ends:
-            return Verdict(path, tokens, draft.verifiable)
+            return Verdict(path, tokens, draft.verifiable, draft.is_chain)
         path.append(child)
         node = child
 

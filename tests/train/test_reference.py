@@ -111,9 +111,11 @@ def test_steps(corpus, tokenizer):
 def test_a_jump_is_no_border(trained, tokenizer):
     """With plain positions the forward is transformers' own; after a jump, what stands before it is still seen."""
     model = AutoModelForCausalLM.from_pretrained(trained[0], dtype=torch.float32)
-    ids = torch.randint(6, 8192, (1, 40), generator=torch.Generator().manual_seed(0))
-    plain = torch.arange(40)[None]
+    ids = torch.randint(6, 8192, (1, 150), generator=torch.Generator().manual_seed(0))
+    plain = torch.arange(150)[None]  # more than a block of queries
     expected = model(ids, output_hidden_states=True).hidden_states[-1]
+    torch.testing.assert_close(hidden(model, ids, plain), expected)
+    model.set_attn_implementation("outrider_causal")
     torch.testing.assert_close(hidden(model, ids, plain), expected)
     jump = plain + 1000 * (plain >= 20)
     other = ids.clone()

@@ -125,8 +125,7 @@ class Engine:
         with torch.inference_mode():
             verdicts = step(self.runner, self.drafter, [r.seq for r in running], k, times)
         if all(r.timing.first_token for r in running):  # a step that reads prompts says nothing about the next
-            counts = [v.drafted for v in verdicts], [len(v.path) for v in verdicts]
-            self.controller.learn(k, times.rows, *counts, times.draft, times.target)
+            self.controller.learn(k, verdicts, times.rows, times.draft, times.target)
         news = []
         now = time.perf_counter()
         for request, verdict in zip(running, verdicts, strict=True):
