@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import lzma
+import tarfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -17,41 +18,9 @@ from outrider.load import Progress
 
 PIECE = 2**20  # characters: a longer text is read as several documents
 SUFFIXES = [
-    *(
-        ".txt",
-        ".md",
-        ".rst",
-        ".jsonl",
-        ".html",
-        ".css",
-        ".py",
-        ".pyi",
-        ".c",
-        ".h",
-        ".cc",
-        ".cpp",
-        ".hpp",
-        ".cu",
-        ".java",
-    ),
-    *(
-        ".kt",
-        ".js",
-        ".jsx",
-        ".ts",
-        ".tsx",
-        ".go",
-        ".rs",
-        ".rb",
-        ".php",
-        ".swift",
-        ".scala",
-        ".cs",
-        ".sh",
-        ".sql",
-        ".lua",
-    ),
-]
+    ".txt", ".md", ".rst", ".jsonl", ".html", ".css", ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".java",
+    ".kt", ".js", ".jsx", ".ts", ".tsx", ".go", ".rs", ".rb", ".php", ".swift", ".scala", ".cs", ".sh", ".sql", ".lua",
+]  # fmt: skip
 FIELDS = [["text"], ["content"], ["prompt", "completion"], ["prompt", "canonical_solution"]]  # of JSON lines, by turns
 OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
 
@@ -96,6 +65,14 @@ def texts(found: list[Path], field: str | None = None, progress: Progress | None
             raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
         done += path.stat().st_size
     report("sorting", total, total + 1)
+
+
+def archived(path: Path) -> Iterator[str]:
+    """The texts in a tar archive, by name."""
+    with tarfile.open(path) as archive:
+        for member in sorted(archive.getmembers(), key=lambda member: member.name):
+            if (file := archive.extractfile(member)) is not None:
+                yield file.read().decode()
 
 
 def _field(line: str, field: str | None, where: str) -> str:

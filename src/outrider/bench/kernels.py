@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.bench.report import require_matplotlib
+from outrider.bench.report import markdown_table, require_matplotlib
 from outrider.bench.run import commit, hardware, versions
 from outrider.load import Progress
 from outrider.ops import KEY_BLOCK, Linear, attend, native
@@ -150,13 +150,13 @@ def markdown(figures: list[Figure]) -> str:
         names = list(dict.fromkeys(f.name for f in found))
         first = {(f.name, f.keys): f.seconds for f in reversed(found)}
         head = (["keys"] if what == "attention" else []) + ["rows", *(f"{name} GB/s (time)" for name in names)]
-        out += [f"### {what}", "", f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+        lines = []
         for keys, rows in dict.fromkeys((f.keys, f.rows) for f in found):
             by_name = {f.name: f for f in found if (f.keys, f.rows) == (keys, rows)}
             times = [f"{by_name[n].rate:.1f} ({by_name[n].seconds / first[n, keys]:.2f}x)" for n in names]
             start = [str(keys)] if what == "attention" else []
-            out.append(f"| {' | '.join([*start, str(rows), *times])} |")
-        out.append("")
+            lines.append([*start, str(rows), *times])
+        out += [f"### {what}", "", markdown_table(head, lines), ""]
     return "\n".join(out) + "\nTimes are against one row of the same kernel and size.\n"
 
 

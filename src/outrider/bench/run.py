@@ -20,7 +20,7 @@ from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -39,31 +39,61 @@ WARM_UP_TOKENS = 8
 
 
 @dataclass(frozen=True)
-class Settings:
-    """One benchmark run. Raises ConfigError for what cannot be."""
+class Conditions:
+    """What every kind of run has. Raises ConfigError for what cannot be."""
 
     model: str = "tiny"
     dtype: str = "auto"
+    quantization: str | None = None
     device: str = "auto"
-    suites: list[str] = field(default_factory=lambda: ["stories"])
     methods: list[SpeculativeConfig] = field(default_factory=list)  # beside plain
-    prompts: int = 4  # per suite
     max_tokens: int = 256
     repeats: int = 3
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
-    batch: int = 1
-    peer: str | None = None  # NAME or NAME:WEIGHTS
-    peer_python: Path | None = None
     data: Path | None = None
     file: Path | None = None
     threads: int | None = None
 
+    LEAST: ClassVar[dict[str, int]] = {"max_tokens": 2, "repeats": 1, "threads": 1}
+
     def __post_init__(self) -> None:
-        for name, least in {"prompts": 1, "repeats": 1, "batch": 1, "max_tokens": 2, "threads": 1}.items():
-            if (value := getattr(self, name)) is not None and value < least:
+        for name, least in self.LEAST.items():
+            value = getattr(self, name)
+            if value is not None and min(value if isinstance(value, list) else [value]) < least:
                 raise ConfigError(f"{name} must be at least {least}, not {value}")
+        unique("method", ["plain", *map(label, self.methods)])
+
+    @property
+    def params(self) -> SamplingParams:
+        """End of sequence is ignored: every run has exactly max_tokens new tokens."""
+        return SamplingParams(
+            temperature=self.temperature, top_p=self.top_p, seed=self.seed, max_tokens=self.max_tokens, ignore_eos=True
+        )
+
+    def load(self, progress: Progress, **engine: Any) -> LLM:
+        """The model, with the threads that are asked for."""
+        if self.threads:
+            torch.set_num_threads(self.threads)
+        own = {"dtype": self.dtype, "quantization": self.quantization, "device": self.device, "progress": progress}
+        return LLM(self.model, **own, **engine)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Settings(Conditions):
+    """One benchmark run."""
+
+    suites: list[str] = field(default_factory=lambda: ["stories"])
+    prompts: int = 4  # per suite
+    batch: int = 1
+    peer: str | None = None  # NAME or NAME:WEIGHTS
+    peer_python: Path | None = None
+
+    LEAST: ClassVar[dict[str, int]] = Conditions.LEAST | {"prompts": 1, "batch": 1}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.peer is not None:
             peers.check(self.peer, self.peer_python)
             if self.temperature > 0 or self.batch > 1:
@@ -72,16 +102,13 @@ class Settings:
             raise ConfigError("--peer-python is the Python of a --peer's environment; pass both")
         if self.file and "spec-bench" not in self.suites:
             raise ConfigError("--file is for --suite spec-bench; pass both")
-        for what, names in ("suite", self.suites), ("method", ["plain", *map(label, self.methods)]):
-            if twice := [name for name in names if names.count(name) > 1]:
-                raise ConfigError(f"{what} {twice[0]} is given twice; each runs once, and plain always does")
+        unique("suite", self.suites)
 
-    @property
-    def params(self) -> SamplingParams:
-        """End of sequence is ignored: every run has exactly max_tokens new tokens."""
-        return SamplingParams(
-            temperature=self.temperature, top_p=self.top_p, seed=self.seed, max_tokens=self.max_tokens, ignore_eos=True
-        )
+
+def unique(what: str, names: list[str]) -> None:
+    """Raises ConfigError if one is given twice."""
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"{what} {twice[0]} is given twice; each runs once, and plain always does")
 
 
 def label(config: SpeculativeConfig) -> str:
@@ -114,10 +141,7 @@ def run(settings: Settings, progress: Progress | None = None) -> Iterator[Result
     report = progress or (lambda *_: None)
     params = settings.params
     suites = [load_suite(name, settings.prompts, settings.data, settings.file) for name in settings.suites]
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
-    dtype, device = settings.dtype, settings.device
-    llm = LLM(settings.model, dtype=dtype, device=device, progress=report, max_num_seqs=settings.batch)
+    llm = settings.load(report, max_num_seqs=settings.batch)
     llm.runner.progress = None  # a bar that moves while a long prompt is read would be part of its time
     methods = {label(config): config for config in (PLAIN, *settings.methods)}
     prompts = {suite.name: suite.encode(llm) for suite in suites}
@@ -253,8 +277,9 @@ def result(
     config = json.loads((llm.checkpoint.path / "config.json").read_text("utf-8"))
     return Result(
         suite=suite.name, source=suite.source, model=s.model, inflated_from=config.get("outrider_inflated_from"),
-        dtype=str(model.dtype).removeprefix("torch."), device=str(model.device), temperature=s.temperature,
-        top_p=s.top_p, seed=s.seed, batch=s.batch, prompts=len(prompts), max_tokens=s.max_tokens,
+        dtype=str(model.dtype).removeprefix("torch."), quantization=s.quantization, device=str(model.device),
+        temperature=s.temperature, top_p=s.top_p, seed=s.seed, batch=s.batch, prompts=len(prompts),
+        max_tokens=s.max_tokens,
         tokens_per_second=median(rates), repeats=rates, speedup=median(rates) / median(base),
         speedup_min=min(ratios), speedup_max=max(ratios),
         acceptance_length=sum(x.emitted for x in samples) / sum(x.steps for x in samples),
@@ -262,15 +287,22 @@ def result(
         draft_share=shares[0], target_share=shares[1], rest_share=shares[2],
         time_to_first_token=median(t for x in samples for t in x.first),
         identical=not differences, differences=differences, near_ties=ties if s.temperature == 0 else None,
-        peak_rss_bytes=_peak_rss(), hardware=hardware(model.device),
-        versions=versions(), commit=commit(), command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        date=datetime.now(timezone.utc).isoformat(timespec="seconds"), **own,
+        peak_rss_bytes=_peak_rss(), **provenance(model.device), **own,
     )  # fmt: skip
 
 
 def _peak_rss() -> int:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+
+
+def provenance(device: torch.device) -> dict[str, Any]:
+    """Where, when and how a result came to be: the last fields of each JSON line."""
+    return {
+        "hardware": hardware(device), "versions": versions(), "commit": commit(),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }  # fmt: skip
 
 
 def versions() -> dict[str, str]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from outrider.corpus import archived
 from outrider.errors import ConfigError
 from outrider.llm import LLM
 
@@ -113,12 +114,9 @@ def _code(path: Path) -> list[str]:
 
 def _passages(path: Path) -> list[str]:
     passages = []
-    with tarfile.open(path) as archive:
-        for member in sorted(archive.getmembers(), key=lambda member: member.name):
-            if (book := archive.extractfile(member)) is not None:
-                words = book.read().decode().split()
-                starts = [len(words) * i // (PASSAGES_PER_BOOK + 1) for i in range(1, PASSAGES_PER_BOOK + 1)]
-                passages += [" ".join(words[at : at + PASSAGE_WORDS]) for at in starts]
+    for words in map(str.split, archived(path)):
+        starts = [len(words) * i // (PASSAGES_PER_BOOK + 1) for i in range(1, PASSAGES_PER_BOOK + 1)]
+        passages += [" ".join(words[at : at + PASSAGE_WORDS]) for at in starts]
     return passages
 
 

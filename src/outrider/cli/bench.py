@@ -20,7 +20,24 @@ from outrider.bench import peers, report, run
 from outrider.bench.inflate import inflate as enlarge
 from outrider.bench.overhead import run as costs
 from outrider.bench.suites import SUITES
-from outrider.cli.options import Device, Dtype, KvOffload, Model, OnChipLayers, read_ints, read_json
+from outrider.cli.options import (
+    Device,
+    Dtype,
+    KvOffload,
+    Model,
+    NewTokens,
+    OnChipLayers,
+    Quantization,
+    Repeats,
+    Seed,
+    Speculates,
+    SpeculativeJsons,
+    Temperature,
+    Threads,
+    TopP,
+    read_ints,
+    read_json,
+)  # fmt: skip
 from outrider.config import SpeculativeConfig
 from outrider.errors import ConfigError
 from outrider.llm import LLM
@@ -67,6 +84,7 @@ def bench(
     *,
     model: Model = "tiny",
     dtype: Dtype = "auto",
+    quantization: Quantization = None,
     device: Device = "auto",
     suite: Annotated[
         list[str] | None, typer.Option(help=f"{', '.join(SUITES)}; repeated or with commas. Default: stories.")
@@ -74,16 +92,17 @@ def bench(
     speculate: Annotated[
         list[str] | None, typer.Option(help="Method, repeatable: ngram:k=8; none = plain alone. Default: ngram.")
     ] = None,
-    speculative_config: Annotated[list[str] | None, typer.Option(help="The same as JSON, repeatable.")] = None,
+    speculative_config: SpeculativeJsons = None,
     prompts: Annotated[int, typer.Option(help="Prompts per suite.")] = 4,
-    max_tokens: Annotated[int, typer.Option(help="New tokens per prompt; end of sequence is ignored.")] = 256,
-    repeats: Annotated[int, typer.Option(help="Rounds over all methods; speeds are medians.")] = 3,
-    temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Keep the smallest set of tokens with this mass.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    max_tokens: NewTokens = 256,
+    repeats: Repeats = 3,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
     batch: Annotated[int, typer.Option(help="Prompts that run together.")] = 1,
     peer: Annotated[
-        str | None, typer.Option(help=f"Compare with {', '.join(peers.NAMES)}; llama-cpp-python:q4_0. Greedy, batch 1.")
+        str | None,
+        typer.Option(help=f"Compare with {', '.join(peers.NAMES)}; NAME:WEIGHTS as in outrider:int8. Greedy."),
     ] = None,
     peer_python: Annotated[
         Path | None, typer.Option(help="Python of the peer's environment; default: models/peers/NAME/bin/python.")
@@ -93,7 +112,7 @@ def bench(
     output: Annotated[
         Path | None, typer.Option(help="Folder for results.jsonl, table.md and speedup.png; replaces earlier ones.")
     ] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads; default: torch's choice.")] = None,
+    threads: Threads = None,
 ) -> None:
     """Measure methods x suites against plain decoding in the same run, and compare the tokens."""
     if context.invoked_subcommand is not None:
@@ -101,7 +120,7 @@ def bench(
     given = _methods(speculate, speculative_config) or [SpeculativeConfig("ngram")]
     methods = [config for config in given if config.method != run.PLAIN.method]
     settings = run.Settings(
-        model=model, dtype=dtype, device=device, methods=methods,
+        model=model, dtype=dtype, quantization=quantization, device=device, methods=methods,
         suites=[name.strip() for text in suite or ["stories"] for name in text.split(",")],
         prompts=prompts, max_tokens=max_tokens, repeats=repeats, temperature=temperature, top_p=top_p, seed=seed,
         batch=batch, peer=peer, peer_python=peer_python, data=data, file=file, threads=threads,
@@ -151,28 +170,29 @@ def long(
     *,
     model: Model = "tiny",
     dtype: Dtype = "auto",
+    quantization: Quantization = None,
     device: Device = "auto",
     context: Annotated[str, typer.Option(help="Tokens of prompt, with commas.")] = "4096,32768",
     batch: Annotated[str, typer.Option(help="Prompts that run together, with commas.")] = "1",
-    speculate: Annotated[list[str] | None, typer.Option(help="Method in short form, repeatable.")] = None,
-    speculative_config: Annotated[list[str] | None, typer.Option(help="The same as JSON, repeatable.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="New tokens per prompt; end of sequence is ignored.")] = 256,
-    repeats: Annotated[int, typer.Option(help="Rounds over all methods; speeds are medians.")] = 3,
-    temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Keep the smallest set of tokens with this mass.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    speculate: Speculates = None,
+    speculative_config: SpeculativeJsons = None,
+    max_tokens: NewTokens = 256,
+    repeats: Repeats = 3,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
     data: Annotated[Path | None, typer.Option(envvar="OUTRIDER_DATA", help=f"Folder with {longer.BOOKS}.")] = None,
     file: Annotated[Path | None, typer.Option(help="A text to read instead of the books.")] = None,
     output: Annotated[
         Path | None, typer.Option(help="Folder for results.jsonl, table.md and long.png; replaces earlier ones.")
     ] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads; default: torch's choice.")] = None,
+    threads: Threads = None,
     kv_offload: KvOffload = False,
     on_chip_layers: OnChipLayers = 0,
 ) -> None:
     """Measure methods at long contexts and in batches, on whole books, against plain decoding in the same run."""
     settings = longer.Settings(
-        model=model, dtype=dtype, device=device, contexts=read_ints(context, "--context"),
+        model=model, dtype=dtype, quantization=quantization, device=device, contexts=read_ints(context, "--context"),
         batches=read_ints(batch, "--batch"), methods=_methods(speculate, speculative_config), max_tokens=max_tokens,
         repeats=repeats, temperature=temperature, top_p=top_p, seed=seed, data=data, file=file, threads=threads,
         engine={"kv_offload": kv_offload, "on_chip_layers": on_chip_layers},
@@ -204,17 +224,16 @@ def overhead(
     model: Model = "tiny",
     dtype: Dtype = "auto",
     device: Device = "auto",
-    speculate: Annotated[list[str] | None, typer.Option(help="Method in short form, repeatable.")] = None,
+    speculate: Speculates = None,
     history: Annotated[str, typer.Option(help="Tokens, with commas.")] = "1024,8192,32768",
 ) -> None:
     """Measure what drafting costs beside the forwards, as a share of a forward of one token, as Markdown."""
     methods = [SpeculativeConfig.parse(spoken) for spoken in speculate or ("ngram", "suffix", "lookahead")]
     llm = LLM(model, dtype=dtype, device=device)
-    print("| method | history | first step ms | step ms | of a forward |\n|---|---|---|---|---|")
-    for cost in costs(llm, methods, text, read_ints(history, "--history")):
-        shares = f"{1000 * cost.first:.1f} | {1000 * cost.step:.2f} | {cost.share:.1%}"
-        print(f"| {cost.method} | {cost.history} | {shares} |")
-    print(f"\nA forward of {model}, one token: {1000 * cost.forward:.1f} ms, {torch.get_num_threads()} threads.")
+    found = list(costs(llm, methods, text, read_ints(history, "--history")))
+    rows = [[c.method, str(c.history), f"{1e3 * c.first:.1f}", f"{1e3 * c.step:.2f}", f"{c.share:.1%}"] for c in found]
+    print(report.markdown_table(["method", "history", "first step ms", "step ms", "of a forward"], rows))
+    print(f"\nA forward of {model}, one token: {1e3 * found[0].forward:.1f} ms, {torch.get_num_threads()} threads.")
 
 
 @bench_app.command()
@@ -225,7 +244,7 @@ def kernels(
     output: Annotated[
         Path | None, typer.Option(help="Folder for results.jsonl, table.md and kernels.png; replaces earlier ones.")
     ] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads; default: torch's choice.")] = None,
+    threads: Threads = None,
 ) -> None:
     """Measure linears and attention in GB/s, beside a streaming read and PyTorch's own, as Markdown."""
     if output is not None:

@@ -18,23 +18,6 @@ from outrider.config import SamplingParams, SpeculativeConfig
 from outrider.errors import ConfigError
 from outrider.llm import LLM
 
-Model = Annotated[str, typer.Option(help="Folder, hub id, or an embedded model: tiny, tiny-draft.")]
-Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
-Quantization = Annotated[str | None, typer.Option(help="int8 or int4: round the weights while loading.")]
-MaxModelLen = Annotated[int | None, typer.Option(help="Context limit in tokens; default: the model's.")]
-KvOffload = Annotated[bool, typer.Option("--kv-offload", help="Keep keys and values in host memory, stream them.")]
-OnChipLayers = Annotated[int, typer.Option(help="With --kv-offload: so many layers' keys stay on the device.")]
-Speculate = Annotated[str | None, typer.Option(help="Method: ngram:k=8, draft_model:model=tiny-draft,k=4.")]
-SpeculativeJson = Annotated[
-    str | None,
-    typer.Option(
-        "--speculative-config",
-        help='The same as JSON, with vLLM\'s keys: \'{"method": "ngram"}\'. "acceptance_method": coupled (default, the '
-        "very tokens of plain decoding), rejection or block (exact in law), typical (LOSSY).",
-    ),
-]
-
 HELP = {
     "n": "Outputs per prompt; output i uses seed + i.",
     "temperature": "0 = greedy.",
@@ -55,6 +38,33 @@ HELP = {
     "logprobs": "Report this many likeliest tokens per position (with --json).",
     "skip_special_tokens": "Leave special tokens out of the text.",
 }
+Model = Annotated[str, typer.Option(help="Folder, hub id, or an embedded model: tiny, tiny-draft.")]
+Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+Quantization = Annotated[str | None, typer.Option(help="int8 or int4: round the weights while loading.")]
+MaxModelLen = Annotated[int | None, typer.Option(help="Context limit in tokens; default: the model's.")]
+KvOffload = Annotated[bool, typer.Option("--kv-offload", help="Keep keys and values in host memory, stream them.")]
+OnChipLayers = Annotated[int, typer.Option(help="With --kv-offload: so many layers' keys stay on the device.")]
+Speculate = Annotated[str | None, typer.Option(help="Method: ngram:k=8, draft_model:model=tiny-draft,k=4.")]
+Speculates = Annotated[list[str] | None, typer.Option("--speculate", help="Method in short form, repeatable.")]
+SpeculativeJsons = Annotated[
+    list[str] | None, typer.Option("--speculative-config", help="The same as JSON, repeatable.")
+]
+NewTokens = Annotated[int, typer.Option("--max-tokens", help="New tokens per prompt; end of sequence is ignored.")]
+Repeats = Annotated[int, typer.Option(help="Rounds over all methods; speeds are medians.")]
+Temperature = Annotated[float, typer.Option(help=HELP["temperature"])]
+TopP = Annotated[float, typer.Option(help=HELP["top_p"])]
+Seed = Annotated[int, typer.Option(help="Of the sampling.")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads; default: torch's choice.")]
+SpeculativeJson = Annotated[
+    str | None,
+    typer.Option(
+        "--speculative-config",
+        help='The same as JSON, with vLLM\'s keys: \'{"method": "ngram"}\'. "acceptance_method": coupled (default, the '
+        "very tokens of plain decoding), rejection or block (exact in law), typical (LOSSY).",
+    ),
+]
+
 TYPES: dict[str, Any] = {
     "logit_bias": str | None,
     "stop": list[str] | None,

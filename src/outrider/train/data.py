@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.corpus import archived
 from outrider.datastore import fingerprint
 from outrider.errors import ConfigError
 from outrider.load import Progress
@@ -57,10 +58,8 @@ def texts(data: Path) -> Iterator[Text]:
         for i, story in enumerate(stories):
             yield Text("stories", story.strip(), i >= len(stories) * 9 // 10)
         for name in ("books_train.tar.xz", "books_eval.tar.xz"):
-            with tarfile.open(data / name) as archive:
-                for member in sorted(archive.getmembers(), key=lambda m: m.name):
-                    if (file := archive.extractfile(member)) is not None:
-                        yield Text("books", file.read().decode(), name == "books_eval.tar.xz")
+            for book in archived(data / name):
+                yield Text("books", book, name == "books_eval.tar.xz")
         packages = Path(sysconfig.get_path("purelib"))
         for root in (Path(sysconfig.get_path("stdlib")), *(packages / name for name in PACKAGES)):
             for path in sorted(root.rglob("*.py")):

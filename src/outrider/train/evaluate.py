@@ -28,13 +28,7 @@ BORDERS = 1024, 2048, 4096, 8192, 16384, 32768, 65536, 128000
 NEAR = 2048  # context that every token has in the comparison by position
 DISTANCES = 256, 1024, 4096, 16384
 EXAMPLES = 16
-TASKS = {
-    "quote": 1024,
-    "correct": 1024,
-    "sentence": 16384,
-    "lookup": 16384,
-    "repeat": 16384,
-}  # and their farthest distance
+TASKS = {"quote": 1024, "correct": 1024, "sentence": 16384, "lookup": 16384, "repeat": 16384}  # and farthest distance
 OPENINGS = {
     "a story": "Once upon a time there was a small grey donkey who lived behind the mill. Every morning she carried",
     "prose": "The old clock in the hall had struck twelve when Mr. Harding",
@@ -242,8 +236,7 @@ def write(page: Path, text: str) -> None:
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *rows])
 
 
 def _k(tokens: int) -> str:
