@@ -104,6 +104,10 @@ def test_steps(corpus, tokenizer):
             jumps += int((steps_ahead > 1).sum())
     assert jumps > 4
     assert not torch.equal(steps[0][0].ids, steps[1][0].ids)
+    early = {"tokens": recipe.batch, "lengths": {"64": 1.0}, "mixture": {"recall": 1.0}}
+    steps = Steps(replace(recipe, early=early), read_corpus(corpus, "train"), tokenizer, recipe.micro)
+    assert all(batch.ids.shape[1] == 64 and (batch.labels == reference.IGNORED).any() for batch in steps[0])
+    assert all(batch.ids.shape[1] > 64 for batch in steps[1]), "only the first step is early"
     with pytest.raises(ConfigError, match="poems"):
         Steps(replace(TOY, mixture={"poems": 1.0}), read_corpus(corpus, "train"), tokenizer, 512)
 
@@ -143,7 +147,13 @@ def test_command(corpus, folder, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     "content, message",
-    [("{", "no recipe"), ('{"epochs": 3}', "epochs"), ('{"model": {}}', "missing"), (None, "tiny-draft")],
+    [
+        ("{", "no recipe"),
+        ('{"early": {"tokens": 9}}', "early"),
+        ('{"epochs": 3}', "epochs"),
+        ('{"model": {}}', "missing"),
+        (None, "tiny-draft"),
+    ],
 )
 def test_recipes(tmp_path, content, message):
     """The package's recipes can be read; a wrong one is an error that says what is wrong."""

@@ -12,7 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,6 +46,9 @@ class Recipe:
     micro: int  # tokens of one forward on a CPU
     lengths: dict[str, float]  # of sequences, and the share of forwards that have them
     mixture: dict[str, float]  # domains, and the share of sequences that are of them; `recall` is made as it goes
+    early: dict[str, Any] = field(
+        default_factory=dict
+    )  # `tokens`: for the first so many, other `lengths` and `mixture`
     samples: int = 0  # tokens to sample from the teacher, as the mixture's domain `samples`
     skips: float = 0.5  # share of sequences whose positions jump ahead somewhere, anywhere up to the model's context
     matrix_lr: float = 2e-3  # Muon
@@ -69,6 +72,8 @@ class Recipe:
         names = {f.name for f in fields(cls)}
         if unknown := set(found) - names:
             raise ConfigError(f"{path}: {', '.join(sorted(unknown))}: a recipe has only {', '.join(sorted(names))}")
+        if (early := found.get("early")) and set(early) != {"tokens", "lengths", "mixture"}:
+            raise ConfigError(f"{path}: `early` has tokens, lengths and mixture, not {', '.join(early)}")
         try:
             return cls(**found)
         except TypeError as error:
@@ -87,7 +92,7 @@ class Steps(Dataset[list[Batch]]):
     """Step i's forwards, a pure function of (recipe.seed, i)."""
 
     def __init__(self, recipe: Recipe, corpus: Corpus, tokenizer: Any, micro: int) -> None:
-        missing = set(recipe.mixture) - set(corpus) - {"recall"}
+        missing = {*recipe.mixture, *recipe.early.get("mixture", ())} - set(corpus) - {"recall"}
         if missing:
             raise ConfigError(f"the mixture names {', '.join(sorted(missing))}; there are {', '.join(corpus)}, recall")
         self.recipe, self.corpus, self.micro = recipe, corpus, micro
@@ -95,19 +100,21 @@ class Steps(Dataset[list[Batch]]):
         self.context = int(recipe.model["max_position_embeddings"])
 
     def __getitem__(self, step: int) -> list[Batch]:
-        rng = np.random.default_rng((self.recipe.seed, step))
-        return [self._batch(rng) for _ in range(self.recipe.batch // self.micro)]
+        recipe, rng = self.recipe, np.random.default_rng((self.recipe.seed, step))
+        lengths, mixture = recipe.lengths, recipe.mixture
+        if step * recipe.batch < recipe.early.get("tokens", 0):
+            lengths, mixture = recipe.early["lengths"], recipe.early["mixture"]
+        return [self._batch(rng, lengths, mixture) for _ in range(recipe.batch // self.micro)]
 
-    def _batch(self, rng: np.random.Generator) -> Batch:
-        length = int(_draw(rng, self.recipe.lengths))
-        rows = [self._row(rng, length) for _ in range(max(1, self.micro // length))]
+    def _batch(self, rng: np.random.Generator, lengths: dict[str, float], mixture: dict[str, float]) -> Batch:
+        length = int(_draw(rng, lengths))
+        rows = [self._row(rng, length, _draw(rng, mixture)) for _ in range(max(1, self.micro // length))]
         ids, labels = (torch.from_numpy(np.stack(part).astype(np.int64)) for part in zip(*rows, strict=True))
         positions = np.stack([self._positions(rng, length) for _ in rows])
         return Batch(ids[:, :-1], labels[:, 1:], torch.from_numpy(positions))
 
-    def _row(self, rng: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:
+    def _row(self, rng: np.random.Generator, length: int, domain: str) -> tuple[np.ndarray, np.ndarray]:
         """Ids and labels, each (length + 1,); labels are the ids or IGNORED."""
-        domain = _draw(rng, self.recipe.mixture)
         if domain != "recall":
             ids = self.corpus[domain].window(rng, length + 1).astype(np.int64)
             return ids, ids
