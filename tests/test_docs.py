@@ -32,9 +32,9 @@ def test_the_readers_own_drafter(monkeypatch):
     )
     assert create(SpeculativeConfig.parse("bigram:k=2")).num_speculative_tokens == 2
     llm = LLM("tiny", dtype="float32")
-    plain = llm.generate("Once upon a time", max_tokens=60, temperature=0)[0]
+    plain = llm.generate("the cat and the dog and the cat and the dog", max_tokens=60, temperature=0)[0]
     llm.speculative_config = {"method": "bigram", "max_entries": 5000}
-    fast = llm.generate("Once upon a time", max_tokens=60, temperature=0)[0]
+    fast = llm.generate("the cat and the dog and the cat and the dog", max_tokens=60, temperature=0)[0]
     assert fast.token_ids == plain.token_ids
     assert fast.metrics["speculative_decoding"]["num_accepted_draft_tokens"] > 0
 

@@ -85,7 +85,7 @@ def _lengthened(file: Path | None, folder: Path) -> Path:
 
 
 def test_levels_of_a_hierarchy(settings: long.Settings) -> None:
-    method = SpeculativeConfig.parse("triforce:model=tiny-draft,k=3,retrieval_budget=256,draft_cache_budget=128")
+    method = SpeculativeConfig.parse("triforce:model=tiny,k=3,retrieval_budget=256,draft_cache_budget=128")
     _, row = long.run(replace(settings, methods=[method], batches=[1], repeats=1, temperature=0.0))
     assert row.identical and row.budget == 256
     assert row.draft_acceptance_rate is not None and 0 < row.draft_acceptance_rate <= 1
