@@ -28,7 +28,7 @@ from outrider.errors import ConfigError
 from outrider.load import Progress, find
 from outrider.train.data import END, Corpus, read_corpus
 from outrider.train.distill import write_samples
-from outrider.train.recall import Recall
+from outrider.train.recall import SHARES, Recall
 
 IGNORED = -100  # no loss for this label
 RECIPES = Path(__file__).parent / "recipes"
@@ -121,7 +121,7 @@ class Steps(Dataset[list[Batch]]):
         made: list[int] = []
         labels: list[int] = []
         while (room := length + 1 - len(made)) > 48:
-            task = list(self.recall.tasks)[int(rng.integers(len(self.recall.tasks)))]
+            task = _draw(rng, SHARES)
             distance = int(np.exp(rng.uniform(np.log(16), np.log(max(24, room * 0.9)))))
             found, answers = self.recall.example(rng, task, distance)
             if len(found) <= room:
