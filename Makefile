@@ -44,11 +44,16 @@ sanitize: .venv/ready
 bench: .venv/ready
 	test -d models/tiny-1.5b || $(BIN)/outrider bench inflate tiny models/tiny-1.5b \
 		--hidden-size 1536 --layers 28 --intermediate-size 8960 --heads 24 --kv-heads 4
-	OUTRIDER_DATA=$(DATA) $(BIN)/outrider bench --model models/tiny-1.5b --suite stories,code,edit --prompts 3 \
-		--speculate ngram:k=8 --speculate draft_model:model=tiny-draft,k=8 --output bench/results/cpu-1.5b
+	test -d models/tiny-1.5b-medusa || $(BIN)/outrider bench inflate tiny-medusa models/tiny-1.5b-medusa --hidden-size 1536
+	OUTRIDER_DATA=$(DATA) $(BIN)/outrider bench --model models/tiny-1.5b --suite stories,code,edit --prompts 2 --repeats 2 \
+		--speculate ngram:k=8 --speculate suffix --speculate lookahead --speculate lookahead:k=auto \
+		--speculate medusa:model=models/tiny-1.5b-medusa,k=5 --speculate medusa:model=models/tiny-1.5b-medusa,k=auto \
+		--speculate draft_model:model=tiny-draft,k=8 --speculative-config \
+		'{"method": "merge", "drafters": [{"method": "suffix"}, {"method": "draft_model", "model": "tiny-draft"}]}' \
+		--output bench/results/cpu-1.5b
 	OUTRIDER_DATA=$(DATA) $(BIN)/outrider bench --suite stories,code,edit --prompts 4 --speculate ngram:k=8 \
 		--speculate draft_model:model=tiny-draft,k=4 --peer transformers --output bench/results/cpu-tiny
-	OUTRIDER_DATA=$(DATA) $(BIN)/outrider bench --model models/tiny-1.5b --suite stories --prompts 1 --speculate ngram:k=8 \
+	OUTRIDER_DATA=$(DATA) $(BIN)/outrider bench --model models/tiny-1.5b --suite stories --prompts 1 --repeats 2 --speculate ngram:k=8 \
 		--speculate draft_model:model=tiny-draft,k=8 --peer transformers --output bench/results/cpu-1.5b-peer
 
 clean:

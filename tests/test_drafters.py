@@ -109,7 +109,7 @@ def test_padding_rows(tiny_llm, tmp_path):
     assert [o.token_ids for o in outputs] == plain
     assert outputs[0].metrics["speculative_decoding"]["num_accepted_draft_tokens"]  # it still guesses well
     llm = LLM(wide, device="cpu", dtype="float32")  # now the target has tokens that the draft cannot read
-    odd = SamplingParams(temperature=0, max_tokens=8, logit_bias={8200: 50.0, 8193: 49.9}, presence_penalty=1.0)
+    odd = SamplingParams(temperature=0, max_tokens=8, logit_bias={8200: 500.0, 8193: 400.0}, presence_penalty=1.0)
     requests = [([8199, 5, 7], odd), (prompt, SamplingParams(temperature=0, max_tokens=8))]
     plain = [o.token_ids for o in run(llm, requests)]
     assert 8200 in plain[0]
