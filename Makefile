@@ -53,8 +53,6 @@ bench: .venv/ready
 		--output bench/results/cpu-1.5b
 	OUTRIDER_DATA=$(DATA) $(BIN)/outrider bench --suite stories,code,edit --prompts 4 --speculate ngram:k=8 \
 		--speculate draft_model:model=tiny-draft,k=4 --peer transformers --output bench/results/cpu-tiny
-	OUTRIDER_DATA=$(DATA) $(BIN)/outrider bench --model models/tiny-1.5b --suite stories --prompts 1 --repeats 2 --speculate ngram:k=8 \
-		--speculate draft_model:model=tiny-draft,k=8 --peer transformers --output bench/results/cpu-1.5b-peer
 
 clean:
 	rm -rf .venv build dist *.egg-info src/*.egg-info
