@@ -12,6 +12,8 @@ independent of the one above. This is the only place where a token is chosen.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -21,6 +23,8 @@ from torch import Tensor
 from outrider.config import SamplingParams
 from outrider.errors import ConfigError
 from outrider.types import Logprob, Sequence
+
+SMALL = 2**20  # logits that one thread is done with before torch has woken another
 
 
 @dataclass
@@ -41,7 +45,13 @@ def choose(logits: Tensor, rows: list[Row], stream: str = "") -> list[int]:
 
     Without a `stream` this is Law 1. A named stream is other noise, independent of it and fresh at every step.
     """
-    tokens: list[int] = scores(logits, rows, stream).argmax(-1).tolist()
+    return likeliest(scores(logits, rows, stream))
+
+
+def likeliest(logits: Tensor) -> list[int]:
+    """The argmax of each row of (rows, vocab), the first of equals."""
+    on_cpu = logits.device.type == "cpu"  # where numpy is 5 to 15 times as fast
+    tokens: list[int] = (logits.numpy() if on_cpu else logits).argmax(-1).tolist()
     return tokens
 
 
@@ -50,24 +60,38 @@ def scores(logits: Tensor, rows: list[Row], stream: str = "") -> Tensor:
 
     May be `logits` itself.
     """
-    logits, drawn = _shaped(logits, rows)
-    if drawn:
-        noise = torch.stack([_noise(rows[i], logits.shape[-1], logits.device, stream) for i in drawn])
-        if len(drawn) == len(rows):
-            logits = logits + noise
-        else:
-            logits[drawn] += noise  # `_shaped` made a copy
+    with few_threads(logits):
+        logits, drawn = _shaped(logits, rows)
+        if drawn:
+            noise = torch.stack([_noise(rows[i], logits.shape[-1], logits.device, stream) for i in drawn])
+            if len(drawn) == len(rows):
+                logits = logits + noise
+            else:
+                logits[drawn] += noise  # `_shaped` made a copy
     return logits
 
 
 def law(logits: Tensor, rows: list[Row]) -> Tensor:
     """The law that `choose` draws each row from: (rows, vocab) float64 probabilities, one-hot at temperature 0."""
-    shaped, drawn = _shaped(logits, rows)
-    probs = shaped.double().softmax(-1)
-    if len(drawn) < len(rows):
-        greedy = sorted(set(range(len(rows))) - set(drawn))
-        probs[greedy] = torch.nn.functional.one_hot(shaped[greedy].argmax(-1), shaped.shape[-1]).to(probs)
+    with few_threads(logits):
+        shaped, drawn = _shaped(logits, rows)
+        probs = shaped.double().softmax(-1)
+        if len(drawn) < len(rows):
+            greedy = sorted(set(range(len(rows))) - set(drawn))
+            probs[greedy] = torch.nn.functional.one_hot(shaped[greedy].argmax(-1), shaped.shape[-1]).to(probs)
     return probs
+
+
+@contextmanager
+def few_threads(logits: Tensor) -> Iterator[None]:
+    """Work on few logits stays in this thread: others would have to be woken, and take a core from the kernels."""
+    threads = torch.get_num_threads()
+    if logits.numel() < SMALL:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def draw(probs: Tensor, seq: Sequence, stream: str) -> int:

@@ -111,8 +111,9 @@ class Autoregressive(Drafter):
             if not alive:
                 break
             logits = torch.cat([own[-1:] for own in self.runner.extend(alive).logits])
-            missing = self.vocab - logits.shape[1]  # padding rows one model has and the other has not
-            logits = torch.nn.functional.pad(logits, (0, max(0, missing)), value=float("-inf"))[:, : self.vocab]
+            logits = logits[:, : self.vocab]
+            if missing := self.vocab - logits.shape[1]:  # padding rows one model has and the other has not
+                logits = torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
             rows = [Row(f) for f in alive]
             if independent:  # before the forks grow: penalties count their tokens
                 for fork, q in zip(alive, law(logits, rows), strict=True):

@@ -2,7 +2,8 @@
 
 Each prompt is read once; then every method continues it in turn, repeat by repeat, from the target's cache as the
 prompt left it (a cache that catches up forgets what the method before wrote). Decoding is `step`, the engine's own loop
-body. Times are of the steps after each method's first, which also reads the prompt into the method's own caches.
+body. Times are of the steps after each method's first, which also reads the prompt into the method's own caches, up to
+the one in which a sequence ends: behind it the batch is another one, and an engine would let the next request in.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Settings(Conditions):
 
 @dataclass
 class Pass:
-    """One method's continuation of one batch. Seconds and counts are of the steps after the first."""
+    """One method's continuation of one batch. Seconds and counts: after the first step, while no sequence has ended."""
 
     tokens: list[list[int]]
     first: float  # seconds of the first step: the method's own caches read the prompt
@@ -178,6 +179,8 @@ def _decode(llm: LLM, prompts: list[Sequence]) -> Pass:
             verdicts = step(runner, drafter, alive, drafter.num_speculative_tokens, times)
             if done is None:
                 done = Pass([], times.total)
+                continue
+            if len(alive) < len(seqs):
                 continue
             done.seconds += times.total
             done.draft += times.draft

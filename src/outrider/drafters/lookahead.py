@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from outrider.errors import ConfigError
 from outrider.runner import Output
-from outrider.sampling import Row, choose
+from outrider.sampling import Row, choose, few_threads, likeliest
 from outrider.speculate import Drafter
 from outrider.types import Draft, Sequence, Verdict
 
@@ -111,7 +111,9 @@ class Lookahead(Drafter):
             places = [Row(before, first[1 : i + 1] + [level[i] for level in others]) for i in range(width)]
             # Custom processors are not asked: they may refuse the prefixes that a window supposes.
             plain = bool(seq.params.logits_processors)
-            levels = [*memory.levels, logits[rows].argmax(-1).tolist() if plain else choose(logits[rows], places)]
+            with few_threads(logits):
+                top = logits[rows]
+            levels = [*memory.levels, likeliest(top) if plain else choose(top, places)]
             full = len(levels) == self.ngram_size
             for ngram in zip(*levels, strict=True) if full else ():
                 memory.pool.add(ngram)

@@ -34,7 +34,7 @@ from outrider.errors import CheckpointError, ConfigError, VocabularyMismatch
 from outrider.load import find
 from outrider.ops import Linear
 from outrider.runner import Output, Runner
-from outrider.sampling import Row, scores
+from outrider.sampling import Row, few_threads, scores
 from outrider.speculate import Drafter
 from outrider.types import Draft, Sequence, Verdict
 
@@ -157,7 +157,9 @@ class Medusa(Drafter):
         for own in logits:
             if self.acceptance_method in ("coupled", "typical"):  # the other rules' coins know nothing of Law 1's noise
                 own = scores(own, [Row(seq, [tokens[0] for tokens in f]) for seq, f in zip(seqs, found, strict=True)])
-            for tokens, top in zip(found, own.topk(min(width, own.shape[-1])).indices.tolist(), strict=True):
+            with few_threads(own):
+                best = own.topk(min(width, own.shape[-1])).indices.tolist()
+            for tokens, top in zip(found, best, strict=True):
                 tokens.append(top)
         return found
 
