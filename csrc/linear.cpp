@@ -389,7 +389,7 @@ template <class F, class A>
 void multiply(const Weights &w, const void *x, int n, const Result &result, const void *norm, float eps, int threads) {
   const auto rows = prepare<typename F::X>(w, static_cast<const A *>(x), n, static_cast<const A *>(norm), eps, threads);
   const int depth = w.padded();
-  const bool unpacked = F::kScaled && (kTiles || n > kRows);
+  const bool unpacked = F::kScaled && (kTiles || n > 4 * kRows);  // for fewer the detour through memory costs more
   const int length = (unpacked ? kUnpackedBytes / BF16::kBytes : kChunkBytes / F::kBytes);
   // Neighbouring panels make a task, so that what is fetched beyond the end of one is mostly of use; still enough tasks
   // that threads end together.

@@ -299,3 +299,28 @@ def test_speculated_text_follows_the_model(make_llm):
     accepted = sum(o.metrics["speculative_decoding"]["num_accepted_draft_tokens"] for o in outputs)
     assert accepted > n / 10
     assert fits([pairs.count(i) for i in range(VOCAB**2)], (first[:, None] * second).flatten().tolist())
+
+
+def test_small_work_leaves_the_number_of_threads_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside: list[int] = []
+
+    def shaped(logits, rows):
+        inside.append(torch.get_num_threads())
+        return logits, []
+
+    monkeypatch.setattr(sampling, "_shaped", shaped)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        sampling.scores(torch.zeros(2, 8), [])
+        sampling.scores(torch.zeros(1, sampling.SMALL), [])
+        assert inside == [1, 3] and torch.get_num_threads() == 3
+        with pytest.raises(ZeroDivisionError), sampling.few_threads(torch.zeros(1)):
+            raise ZeroDivisionError
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_first_of_equally_likely_tokens_is_the_likeliest() -> None:
+    assert sampling.likeliest(torch.tensor([[0.0, 2.0, 2.0], [1.0, 0.0, 1.0]])) == [1, 0]

@@ -332,3 +332,13 @@ def test_inflate_and_bench_the_outcome(tmp_path: Path) -> None:
     assert outcome.exit_code == 0 and "GB of weights" in outcome.output
     (r, _) = run(Settings(model=str(target), methods=METHODS[:1], prompts=1, max_tokens=4, repeats=1))
     assert r.inflated_from and r.inflated_from["num_hidden_layers"] == 2
+
+
+def test_what_goes_in_circles_is_said() -> None:
+    fresh, circle = list(range(40)), list(range(4)) * 10  # of 33 runs, 4 are new
+    assert report.repeated([fresh]) == 0
+    assert report.repeated([circle]) == 29 / 33
+    assert report.repeated([fresh, circle]) == 29 / 66, "an output is not a repetition of another one"
+    assert report.repeated([[1, 2, 3]]) == 0
+    plain = next(run(Settings(max_tokens=24, repeats=1, prompts=1)))
+    assert plain.repeated is not None and report.circles(plain.repeated) in report.remarks([plain])

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, ClassVar
 
-from outrider.bench.report import markdown_table
+from outrider.bench.report import circles, markdown_table, repeated
 from outrider.bench.run import PLAIN, Conditions, label, provenance
 from outrider.bench.suites import DAMAGED
 from outrider.config import SpeculativeConfig
@@ -107,6 +107,7 @@ class Row:
     first_step_seconds: float  # the method's own reading of the prompt, views built included
     curve: dict[int, float]  # tokens verified at once -> seconds of a forward
     identical: bool
+    repeated: float  # see report.repeated
     exactness: str
     source: str
     hardware: dict[str, Any]
@@ -260,7 +261,8 @@ def _row(
         draft_share=total.draft / total.seconds, target_share=total.target / total.seconds,
         kv_bytes_context=batch * kv.nbytes(length), kv_bytes_drafter=batch * llm.engine.drafter.kv_bytes(length),
         prefill_seconds=prefill, first_step_seconds=median(p.first for p in passes), curve=curve,
-        identical=all(p.tokens == plain[0].tokens for p in passes), exactness=llm.exactness, source=source,
+        identical=all(p.tokens == plain[0].tokens for p in passes), repeated=repeated(plain[0].tokens),
+        exactness=llm.exactness, source=source,
         **provenance(model.device),
     )  # fmt: skip
 
@@ -331,7 +333,7 @@ def remarks(rows: list[Row]) -> list[str]:
         curve = ", ".join(f"{n}: {seconds / one:.2f}" for n, seconds in x.curve.items())
         lines.append(
             f"Context {context:,}, batch {batch}: prompts read in {x.prefill_seconds:.1f} s; a forward of one "
-            f"token takes {1000 * one:.1f} ms; of n tokens, times that: {curve}."
+            f"token takes {1000 * one:.1f} ms; of n tokens, times that: {curve}. {circles(x.repeated)}"
         )
     return lines
 

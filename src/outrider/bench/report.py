@@ -18,6 +18,7 @@ from rich.table import Table
 from outrider.errors import ConfigError
 
 UNSTEADY = 1.5  # repeats that differ by more than this ratio were not alone on the machine
+RUN = 8  # tokens that make a repetition
 
 
 @dataclass
@@ -101,6 +102,7 @@ class Result:
     date: str
     notes: list[str]
     quantization: str | None = None
+    repeated: float | None = None  # see `repeated`
 
     def line(self) -> str:
         """As JSON."""
@@ -117,6 +119,21 @@ def write(results: list[Result], folder: Path) -> None:
     """results.jsonl and table.md, replacing those of an earlier run."""
     (folder / "results.jsonl").write_text("".join(r.line() + "\n" for r in results), "utf-8")
     (folder / "table.md").write_text(markdown(results), "utf-8")
+
+
+def repeated(outputs: Iterable[list[int]]) -> float:
+    """The share of runs of 8 tokens that their own output had before: what goes in circles is easy to look up."""
+    again = total = 0
+    for tokens in outputs:
+        runs = [tuple(tokens[i : i + RUN]) for i in range(len(tokens) - RUN + 1)]
+        again += len(runs) - len(set(runs))
+        total += len(runs)
+    return again / total if total else 0.0
+
+
+def circles(share: float) -> str:
+    """The same, said."""
+    return f"{share:.0%} of all runs of {RUN} tokens had stood in the same output before."
 
 
 def may_differ(r: Result) -> str:
@@ -160,6 +177,8 @@ def remarks(group: list[Result]) -> list[str]:
         f"Median over repeats ({len(r.repeats)}), the methods taking turns; tokens/s after the first forward; speedup "
         "against plain in the same run.",
     ]
+    if r.repeated is not None:
+        lines.append(circles(r.repeated))
     if r.inflated_from:
         sizes = ", ".join(f"{key} {value}" for key, value in r.inflated_from.items())
         lines.append(f"The target is a function-preserving enlargement; its source, with the same tokens: {sizes}.")

@@ -27,7 +27,7 @@ import torch
 import outrider
 from outrider import drafters
 from outrider.bench import peers
-from outrider.bench.report import Difference, Result, Sample
+from outrider.bench.report import Difference, Result, Sample, repeated
 from outrider.bench.suites import Suite, load_suite
 from outrider.config import SamplingParams, SpeculativeConfig
 from outrider.errors import ConfigError
@@ -287,7 +287,7 @@ def result(
         draft_share=shares[0], target_share=shares[1], rest_share=shares[2],
         time_to_first_token=median(t for x in samples for t in x.first),
         identical=not differences, differences=differences, near_ties=ties if s.temperature == 0 else None,
-        peak_rss_bytes=_peak_rss(), **provenance(model.device), **own,
+        repeated=repeated(samples[0].tokens), peak_rss_bytes=_peak_rss(), **provenance(model.device), **own,
     )  # fmt: skip
 
 
