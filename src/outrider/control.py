@@ -23,7 +23,8 @@ CHOICES = (1, 2, 3, 4, 6, 8, 12, 16)
 WARM_UP = (4, 0, 8, 0)  # first steps: two points of every curve, before any is judged
 PROBES = (3, 1)  # nodes to look again with, where nothing seems to pay
 SHARE = 0.005  # of the time may go into drafts that do not pay
-CREDIT = 4.0  # plain steps that the account holds, or owes, at most: bad luck after good need not end the drafting
+CREDIT = 32.0  # plain steps that the account holds at most: bad luck after good need not end the drafting
+DEBT = 4.0  # plain steps that it owes at most
 MEMORY = 0.97  # weight of the past, per step
 PRIOR, PRIOR_WEIGHT = 0.6, 1.0  # a drafter is believed in until it disappoints
 BUSH = 0.35  # k nodes of a tree give about k ** BUSH times what one gives
@@ -90,7 +91,7 @@ class Controller:
         self.draft.add(k, draft_seconds / n)
         cost = (self.forward[rows] + self.draft[k] * n) / self.forward.at(n)  # in plain steps
         self.credit += SHARE * cost + 1 + sum(accepted) / n - cost
-        self.credit = min(CREDIT, max(-CREDIT, self.credit))
+        self.credit = min(CREDIT, max(-DEBT, self.credit))
         some = sum(d > 0 for d in drafted) / n
         self.found = [MEMORY * self.found[0] + some, MEMORY * self.found[1] + 1]
         if all(drafted):

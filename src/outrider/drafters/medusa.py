@@ -74,7 +74,9 @@ class Medusa(Drafter):
         if not self.model:
             raise ConfigError("method medusa needs a 'model', its heads, such as {..., 'model': 'tiny-medusa'}")
         self.given = None if self.choices is None else _paths(self.choices)
-        self.seen: dict[int, tuple[int, int, Tensor]] = {}  # by sequence: its length, its last token, what chose that
+        self.seen: dict[
+            int, tuple[int, int, Tensor, int]
+        ] = {}  # length, last token, the states and the row that chose it
 
     def attach(self, target: Runner, load: Callable[[str], Runner]) -> None:
         """Load the heads. Raises VocabularyMismatch and CheckpointError for those of another kind of target."""
@@ -113,6 +115,8 @@ class Medusa(Drafter):
 
     def propose(self, seqs: list[Sequence], k: int) -> list[Draft]:
         """A tree of at most k nodes per sequence; none if we have not seen what chose its last token."""
+        if k < 1:
+            return [Draft() for _ in seqs]
         trees = [self._tree(seq, k) for seq in seqs]
         guessed = [seq for seq, tree in zip(seqs, trees, strict=True) if tree]
         width = max((1 + max(path) for tree in trees for path in tree), default=0)
@@ -123,15 +127,15 @@ class Medusa(Drafter):
         """Keep the hidden state from which each sequence's last token was chosen."""
         for seq, verdict, hidden in zip(seqs, verdicts, output.hidden, strict=True):
             row = 1 + verdict.path[-1] if verdict.path else 0
-            self.seen[seq.id] = len(seq.tokens), seq.tokens[-1], hidden[row].clone()
+            self.seen[seq.id] = len(seq.tokens), seq.tokens[-1], hidden, row
 
     def forget(self, seq: Sequence) -> None:
         """Drop the sequence's hidden state."""
         self.seen.pop(seq.id, None)
 
     def _tree(self, seq: Sequence, k: int) -> list[Ranks]:
-        length, last, _ = self.seen.get(seq.id, (0, 0, None))
-        if k < 1 or (length, last) != (len(seq.tokens), seq.tokens[-1]):
+        length, last, *_ = self.seen.get(seq.id, (0, 0))
+        if (length, last) != (len(seq.tokens), seq.tokens[-1]):
             return []
         if self.given is None:
             return grow(self.accuracies[: seq.room - 1], k)
@@ -139,7 +143,7 @@ class Medusa(Drafter):
 
     def _candidates(self, seqs: list[Sequence], width: int) -> list[list[list[int]]]:
         """Per sequence and head the `width` tokens that are most expected."""
-        x = torch.stack([self.seen[seq.id][2] for seq in seqs])
+        x = torch.stack([hidden[row] for _, _, hidden, row in (self.seen[seq.id] for seq in seqs)])
         last = torch.tensor([seq.tokens[-1] for seq in seqs], device=x.device)
         token = TOKEN_NORM * F.normalize(F.embedding(last, self.target.embedding).to(x.dtype))
         states = []
