@@ -74,9 +74,7 @@ class Medusa(Drafter):
         if not self.model:
             raise ConfigError("method medusa needs a 'model', its heads, such as {..., 'model': 'tiny-medusa'}")
         self.given = None if self.choices is None else _paths(self.choices)
-        self.seen: dict[
-            int, tuple[int, int, Tensor, int]
-        ] = {}  # length, last token, the states and the row that chose it
+        self.seen: dict[int, tuple[int, int, Tensor, int]] = {}  # length, last token, what chose it and where
 
     def attach(self, target: Runner, load: Callable[[str], Runner]) -> None:
         """Load the heads. Raises VocabularyMismatch and CheckpointError for those of another kind of target."""
