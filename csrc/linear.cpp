@@ -158,23 +158,24 @@ __attribute__((noinline)) void product(const Weights &w, const Rows<typename F::
       for (int v = 0; v < NV; v++) store(out[r] + v * W, acc[r][v]);
     return;
   }
-  // The sum of a group is that of its two halves: a single row takes both at once, lest it wait for its own sums.
+  // The sum of a group is that of its even and of its odd steps: a single row takes both at once, lest it wait for its
+  // own sums.
   const uint8_t *data = chunk.data, *ahead = chunk.ahead;
   for (int k = chunk.begin; k < chunk.end;) {
-    const int group = k / w.group, half = (chunk.end - k < w.group ? chunk.end - k : w.group) / 2;
-    const uint8_t *second = data + half * F::kBytes;
+    const int group = k / w.group, length = chunk.end - k < w.group ? chunk.end - k : w.group;
     vf acc[2][R][NV] = {};
     if constexpr (R <= 2) {
-      for (int i = 0; i < half; i += kStep, ahead += 2 * chunk.pace) {
+      for (int i = 0; i < length; i += 2 * kStep, ahead += 2 * chunk.pace) {
         for (int64_t line = 0; line < 2 * chunk.pace; line += 64) __builtin_prefetch(ahead + line, 0, 2);
         step<F, R>(x + i, rows.stride, data + i * F::kBytes, acc[0]);
-        step<F, R>(x + half + i, rows.stride, second + i * F::kBytes, acc[1]);
+        step<F, R>(x + i + kStep, rows.stride, data + (i + kStep) * F::kBytes, acc[1]);
       }
     } else {
-      run<F, R>(x, rows.stride, data, half, ahead, chunk.pace, acc[0]);
-      ahead += half / kStep * chunk.pace;
-      run<F, R>(x + half, rows.stride, second, half, ahead, chunk.pace, acc[1]);
-      ahead += half / kStep * chunk.pace;
+      for (int odd = 0; odd < 2; odd++)
+        for (int i = odd * kStep; i < length; i += 2 * kStep, ahead += chunk.pace) {
+          for (int64_t line = 0; line < chunk.pace; line += 64) __builtin_prefetch(ahead + line, 0, 2);
+          step<F, R>(x + i, rows.stride, data + i * F::kBytes, acc[odd]);
+        }
     }
     for (int v = 0; v < NV; v++) {
       const size_t at = (size_t(chunk.panel) * w.groups() + group) * kPanel + v * W;
@@ -185,7 +186,7 @@ __attribute__((noinline)) void product(const Weights &w, const Rows<typename F::
         store(out[r] + v * W, total);
       }
     }
-    k += 2 * half, x += 2 * half, data = second + half * F::kBytes;
+    k += length, x += length, data += length * F::kBytes;
   }
 }
 
