@@ -324,12 +324,16 @@ def hardware(device: torch.device) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Of the checkout this file is in, with `-dirty` if tracked files changed; `unknown` without one."""
+    """Of the checkout this file is in, with `-dirty` if sources changed (not results, say); `unknown` without one."""
     here = Path(__file__).resolve()
-    git = ["git", "-C", str(here.parent)]
+
+    def git(*ask: str) -> str:
+        told = subprocess.run(["git", "-C", str(here.parent), *ask], check=True, capture_output=True, text=True)
+        return told.stdout.strip()
+
     try:
-        subprocess.run([*git, "ls-files", "--error-unmatch", here.name], check=True, capture_output=True)
-        describe = [*git, "describe", "--always", "--dirty", "--exclude=*"]
-        return subprocess.run(describe, check=True, capture_output=True, text=True).stdout.strip()
+        git("ls-files", "--error-unmatch", here.name)
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/src", ":/csrc")
+        return git("rev-parse", "--short", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"  # installed, possibly into somebody else's checkout
