@@ -171,6 +171,7 @@ __attribute__((noinline)) void product(const Weights &w, const Rows<typename F::
         step<F, R>(x + i + kStep, rows.stride, data + (i + kStep) * F::kBytes, acc[1]);
       }
     } else {
+#pragma GCC unroll 2  // else the sums would lie in memory
       for (int odd = 0; odd < 2; odd++)
         for (int i = odd * kStep; i < length; i += 2 * kStep, ahead += chunk.pace) {
           for (int64_t line = 0; line < chunk.pace; line += 64) __builtin_prefetch(ahead + line, 0, 2);
