@@ -324,3 +324,20 @@ def test_small_work_leaves_the_number_of_threads_as_it_was(monkeypatch: pytest.M
 
 def test_the_first_of_equally_likely_tokens_is_the_likeliest() -> None:
     assert sampling.likeliest(torch.tensor([[0.0, 2.0, 2.0], [1.0, 0.0, 1.0]])) == [1, 0]
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.2}, {"top_k": 900}, {}])
+def test_noise_for_few_tokens_is_the_noise_for_all(filters: dict[str, float]) -> None:
+    """Where filters leave few tokens, noise is made for those alone."""
+    vocab, generator = 1000, torch.Generator().manual_seed(3)
+    logits = 3 * torch.randn(2, vocab, generator=generator)
+    for seed in range(20):
+        seq = Sequence([1, 2, 3], SamplingParams(temperature=0.9, **filters), seed=seed)
+        rows = [Row(seq), Row(seq, [7])]
+        shaped, _ = sampling._shaped(logits, rows)
+        for stream in ("", "draft"):
+            name = f"draft/{seq.settled}" if stream else ""
+            whole = torch.stack(
+                [shaped[i] + gumbel(seed, row.position, vocab, stream=name) for i, row in enumerate(rows)]
+            )
+            assert torch.equal(sampling.scores(logits.clone(), rows, stream), whole)

@@ -62,13 +62,21 @@ def scores(logits: Tensor, rows: list[Row], stream: str = "") -> Tensor:
     """
     with few_threads(logits):
         logits, drawn = _shaped(logits, rows)
-        if drawn:
-            noise = torch.stack([_noise(rows[i], logits.shape[-1], logits.device, stream) for i in drawn])
-            if len(drawn) == len(rows):
-                logits = logits + noise
-            else:
-                logits[drawn] += noise  # `_shaped` made a copy
+        for i in drawn:  # `_shaped` made a copy
+            _perturb(logits[i], rows[i], stream)
     return logits
+
+
+def _perturb(logits: Tensor, row: Row, stream: str) -> None:
+    """Add the noise of a place to its logits (vocab,); only to those that filters have left, if these are few."""
+    vocab, device, p = len(logits), logits.device, row.seq.params
+    if device.type == "cpu" and (p.top_p < 1 or p.min_p > 0 or 0 < p.top_k < vocab):
+        left = (logits > float("-inf")).nonzero()[:, 0]
+        if 8 * len(left) < vocab:
+            name = _fresh(row.seq, stream) if stream else ""
+            logits[left] += gumbel(row.seq.seed, row.position, vocab, device, name, left)
+            return
+    logits += _noise(row, vocab, device, stream)
 
 
 def law(logits: Tensor, rows: list[Row]) -> Tensor:
@@ -109,7 +117,7 @@ def coins(seq: Sequence, n: int, stream: str) -> list[float]:
 def _shaped(logits: Tensor, rows: list[Row]) -> tuple[Tensor, list[int]]:
     """Logits after all that the requests ask for, short of noise, and the rows to draw (the others are greedy).
 
-    With rows of both kinds the result is a copy; else it may be `logits` itself.
+    The result is a copy if there are any of these; else it may be `logits` itself.
     """
     edited = [i for i, row in enumerate(rows) if _edits(row.seq.params)]
     if edited:
@@ -251,22 +259,27 @@ def _noise(row: Row, vocab: int, device: torch.device, stream: str) -> Tensor:
     return noise
 
 
-def gumbel(seed: int, position: int, vocab: int, device: torch.device | str = "cpu", stream: str = "") -> Tensor:
-    """(vocab,) float32 standard Gumbel noise, a pure function of (seed, position, stream, token id).
+def gumbel(
+    seed: int, position: int, vocab: int, device: torch.device | str = "cpu", stream: str = "", at: Tensor | None = None
+) -> Tensor:
+    """(vocab,) float32 standard Gumbel noise, a pure function of (seed, position, stream, token id); or that `at` ids.
 
     The integers agree on every device, the two logarithms are taken in float64.
     """
-    return uniform(seed, position, vocab, device, stream).log_().neg_().log_().neg_().float()
+    return uniform(seed, position, vocab, device, stream, at).log_().neg_().log_().neg_().float()
 
 
-def uniform(seed: int, position: int, n: int, device: torch.device | str = "cpu", stream: str = "") -> Tensor:
+def uniform(
+    seed: int, position: int, n: int, device: torch.device | str = "cpu", stream: str = "", at: Tensor | None = None
+) -> Tensor:
     """(n,) float64 variates in (0, 1), a pure function of (seed, position, stream, index). No stream: Law 1's own.
 
     SplitMix64 (Steele et al. 2014) over the indices, from a key that hashes the rest; 52 bits each.
     """
     name = f"{seed % 2**64}/{position}" + (f"/{stream}" if stream else "")
     key = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big")
-    z = _golden(n, str(device)) + _signed(key)
+    z = _golden(n, str(device))
+    z = (z if at is None else z[at]) + _signed(key)
     z = (z ^ _shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
     z = (z ^ _shift(z, 27)) * _signed(0x94D049BB133111EB)
     z = z ^ _shift(z, 31)
