@@ -522,7 +522,7 @@ class Worker {
     if (low > 0 || high < kBlock)
       for (int j = 0; j < kVectors; j++) {
         const vf lane = load(kLanes.at + j * W);
-        v[j] = (lane >= float(low)) & (lane < float(high)) ? v[j] : splat(kNone);
+        v[j] = ((lane >= float(low)) & (lane < float(high))) ? v[j] : splat(kNone);
       }
     vf most = v[0];
     for (int j = 1; j < kVectors; j++) most = max(most, v[j]);
