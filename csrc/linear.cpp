@@ -135,11 +135,11 @@ struct Chunk {
   int64_t pace;
 };
 
-// acc += the products of `depth` k, fetching ahead.
-template <class F, int R>
+// acc += the products of `depth` k, or of every other step of these (`By` 2), fetching ahead.
+template <class F, int R, int By = 1>
 INLINE void run(const typename F::X *x, size_t ldx, const uint8_t *data, int depth, const uint8_t *ahead, int64_t pace,
                 vf (&acc)[R][NV]) {
-  for (int k = 0; k < depth; k += kStep, data += kStep * F::kBytes, ahead += pace) {
+  for (int k = 0; k < depth; k += By * kStep, data += By * kStep * F::kBytes, ahead += pace) {
     for (int64_t line = 0; line < pace; line += 64) __builtin_prefetch(ahead + line, 0, 2);
     step<F, R>(x + k, ldx, data, acc);
   }
@@ -171,12 +171,10 @@ __attribute__((noinline)) void product(const Weights &w, const Rows<typename F::
         step<F, R>(x + i + kStep, rows.stride, data + (i + kStep) * F::kBytes, acc[1]);
       }
     } else {
-#pragma GCC unroll 2  // else the sums would lie in memory
-      for (int odd = 0; odd < 2; odd++)
-        for (int i = odd * kStep; i < length; i += 2 * kStep, ahead += chunk.pace) {
-          for (int64_t line = 0; line < chunk.pace; line += 64) __builtin_prefetch(ahead + line, 0, 2);
-          step<F, R>(x + i, rows.stride, data + i * F::kBytes, acc[odd]);
-        }
+      const int64_t half = length / (2 * kStep) * chunk.pace;
+      run<F, R, 2>(x, rows.stride, data, length, ahead, chunk.pace, acc[0]);
+      run<F, R, 2>(x + kStep, rows.stride, data + kStep * F::kBytes, length, ahead + half, chunk.pace, acc[1]);
+      ahead += 2 * half;
     }
     for (int v = 0; v < NV; v++) {
       const size_t at = (size_t(chunk.panel) * w.groups() + group) * kPanel + v * W;

@@ -127,6 +127,15 @@ def test_the_account_stops_what_the_estimate_believes_in():
     assert drafted < 15
 
 
+def test_bad_luck_after_good_is_covered():
+    """What good drafts have earned pays for some that fail in a row."""
+    controller = Controller()
+    for accepted in [0] + [3] * 60 + [0] * 15:
+        controller.learn(3, [verdict(3, accepted)], 4, 0.5, 1.5)
+        controller.learn(0, [verdict(0, 0)], 1, 0.0, 1.0)
+    assert controller.credit > 0
+
+
 def test_the_text_changes():
     controller = Controller()
     for step in range(600):

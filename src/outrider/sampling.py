@@ -73,8 +73,7 @@ def _perturb(logits: Tensor, row: Row, stream: str) -> None:
     if device.type == "cpu" and (p.top_p < 1 or p.min_p > 0 or 0 < p.top_k < vocab):
         left = (logits > float("-inf")).nonzero()[:, 0]
         if 8 * len(left) < vocab:
-            name = _fresh(row.seq, stream) if stream else ""
-            logits[left] += gumbel(row.seq.seed, row.position, vocab, device, name, left)
+            logits[left] += _noise(row, vocab, device, stream, left)
             return
     logits += _noise(row, vocab, device, stream)
 
@@ -245,17 +244,17 @@ def _fresh(seq: Sequence, stream: str) -> str:
     return f"{stream}/{seq.settled}"
 
 
-def _noise(row: Row, vocab: int, device: torch.device, stream: str) -> Tensor:
-    """gumbel(seed, position), drawn once per position though drafts and target ask for it several times."""
-    if stream:
-        return gumbel(row.seq.seed, row.position, vocab, device, _fresh(row.seq, stream))
-    kept = row.seq.memory.setdefault("noise", {})
-    at = row.position
-    if at not in kept or len(kept[at]) != vocab:
+def _noise(row: Row, vocab: int, device: torch.device, stream: str, at: Tensor | None = None) -> Tensor:
+    """gumbel(seed, position), drawn once per position, or `at` some ids; drafts and target ask for it several times."""
+    if stream or at is not None:
+        name = _fresh(row.seq, stream) if stream else ""
+        return gumbel(row.seq.seed, row.position, vocab, device, name, at)
+    kept, position = row.seq.memory.setdefault("noise", {}), row.position
+    if position not in kept or len(kept[position]) != vocab:
         for old in [p for p in kept if p < row.seq.settled]:
             del kept[old]
-        kept[at] = gumbel(row.seq.seed, at, vocab, device)
-    noise: Tensor = kept[at]
+        kept[position] = gumbel(row.seq.seed, position, vocab, device)
+    noise: Tensor = kept[position]
     return noise
 
 

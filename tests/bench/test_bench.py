@@ -206,7 +206,7 @@ def test_a_run_writes_lines_table_and_plot(done: Path) -> None:
         assert {"outrider", "torch", "transformers", "python"} == r.versions.keys()
     plain, _, draft = results[:3]
     assert plain.speedup == plain.speedup_min == plain.speedup_max == plain.acceptance_length == 1
-    assert plain.draft_acceptance_rate is None and draft.draft_acceptance_rate and draft.acceptance_length > 1
+    assert plain.draft_acceptance_rate is None and draft.draft_acceptance_rate and draft.acceptance_length > 1.2
     assert draft.speculative_config == {"method": "draft_model", "acceptance_method": "coupled",
                                         "model": "tiny-draft", "num_speculative_tokens": 3}  # fmt: skip
     assert (done / "speedup.png").read_bytes()[:4] == b"\x89PNG"

@@ -91,3 +91,18 @@ def test_levels_of_a_hierarchy(settings: long.Settings) -> None:
     assert row.draft_acceptance_rate is not None and 0 < row.draft_acceptance_rate <= 1
     assert len(row.inner_rates) == 1 and 0 < row.inner_rates[0] <= 1
     assert "inner" in long.cells(row)[7]
+
+
+def test_only_full_batches_are_timed(settings: long.Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode, passes, alive = long._decode, [], []
+
+    def watched(*args):  # type: ignore[no-untyped-def]
+        alive.append(len(args[2]))
+        return step(*args)
+
+    step = long.step
+    monkeypatch.setattr(long, "step", watched)
+    monkeypatch.setattr(long, "_decode", lambda *args: passes.append(decode(*args)) or passes[-1])
+    list(long.run(replace(settings, batches=[2], repeats=1)))
+    assert 1 in alive, "no sequence ended before the other: this shows nothing"
+    assert all(done.forwards == 2 * done.steps > 0 for done in passes)
