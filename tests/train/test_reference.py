@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
 import signal
 import sys
@@ -11,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from outrider.cli import main
@@ -18,7 +21,7 @@ from outrider.errors import ConfigError
 from outrider.llm import LLM
 from outrider.train import distill, evaluate, reference
 from outrider.train.data import read_corpus
-from outrider.train.reference import Batch, Recipe, Steps, Trainer, hidden
+from outrider.train.reference import Batch, Recipe, Steps, Trainer, _mask, causal_attention, hidden, plain_batch
 
 TOY = Recipe.read("toy")
 
@@ -92,17 +95,20 @@ def test_steps(corpus, tokenizer):
     """A step has its tokens, its labels are the next tokens, and positions only ever jump ahead."""
     recipe = replace(TOY, skips=1.0)
     steps = Steps(recipe, read_corpus(corpus, "train"), tokenizer, recipe.micro)
-    jumps = 0
+    jumps, labelled = 0, []
     for i in range(4):
-        for (ids, labels, positions), again in zip(steps[i], steps[i], strict=True):
-            assert ids.numel() == labels.numel() == positions.numel() == recipe.micro
+        for batch, again in zip(steps[i], steps[i], strict=True):
+            ids, labels, positions, weights, _ = batch
+            assert all(part.numel() == recipe.micro for part in batch)
+            assert not weights.any()
             assert torch.equal(ids, again.ids) and torch.equal(positions, again.positions)
             asked = labels[:, :-1] != reference.IGNORED
-            assert torch.equal(labels[:, :-1][asked], ids[:, 1:][asked]) and asked.float().mean() > 0.4
+            assert torch.equal(labels[:, :-1][asked], ids[:, 1:][asked])
+            labelled.append(asked.float().mean())
             steps_ahead = positions.diff()
             assert steps_ahead.min() >= 1 and positions[:, 0].min() >= 0 and positions.max() < steps.context
             jumps += int((steps_ahead > 1).sum())
-    assert jumps > 4
+    assert jumps > 4 and np.mean(labelled) > 0.4
     assert not torch.equal(steps[0][0].ids, steps[1][0].ids)
     early = {"tokens": recipe.batch, "lengths": {"64": 1.0}, "mixture": {"recall": 1.0}}
     steps = Steps(replace(recipe, early=early), read_corpus(corpus, "train"), tokenizer, recipe.micro)
@@ -112,19 +118,53 @@ def test_steps(corpus, tokenizer):
         Steps(replace(TOY, mixture={"poems": 1.0}), read_corpus(corpus, "train"), tokenizer, 512)
 
 
+def test_crowds(corpus, tokenizer):
+    """Before a jump some keys stand for the text left out; the first token and the last part stand for themselves."""
+    steps = Steps(replace(TOY, skips=1.0, crowds=1.0), read_corpus(corpus, "train"), tokenizer, TOY.micro)
+    parts = 0
+    for batch in (batch for i in range(4) for batch in steps[i]):
+        for positions, weights, since in zip(*batch[2:], strict=True):
+            jumps = [int(at) + 1 for at in (positions.diff() > 1).nonzero()]
+            assert weights[0] == 0 and not weights[(jumps or [0])[-1] :].any()
+            assert set(since[weights > 0].tolist()) <= set(jumps)
+            for start, at in itertools.pairwise([1, *jumps]):
+                if at - start > 60:
+                    many, jump = weights[start:at].exp(), int(positions[at] - positions[at - 1]) - 1
+                    assert 0.05 < (many > 1).float().mean() < 0.5
+                    assert many.max() <= reference.MOST
+                    assert many.max() == reference.MOST or abs((many - 1).sum() / jump - 1) < 0.8
+                    parts += 1
+    assert parts > 4
+
+
 def test_a_jump_is_no_border(trained, tokenizer):
     """With plain positions the forward is transformers' own; after a jump, what stands before it is still seen."""
     model = AutoModelForCausalLM.from_pretrained(trained[0], dtype=torch.float32)
     ids = torch.randint(6, 8192, (1, 150), generator=torch.Generator().manual_seed(0))
-    plain = torch.arange(150)[None]  # more than a block of queries
+    plain = plain_batch(ids, ids)  # more than a block of queries
     expected = model(ids, output_hidden_states=True).hidden_states[-1]
-    torch.testing.assert_close(hidden(model, ids, plain), expected)
+    torch.testing.assert_close(hidden(model, plain), expected)
     model.set_attn_implementation("outrider_causal")
-    torch.testing.assert_close(hidden(model, ids, plain), expected)
-    jump = plain + 1000 * (plain >= 20)
+    torch.testing.assert_close(hidden(model, plain), expected)
+    jump = plain._replace(positions=plain.positions + 1000 * (plain.positions >= 20))
     other = ids.clone()
     other[0, 5] += 1
-    assert not torch.equal(hidden(model, ids, jump)[0, 30], hidden(model, other, jump)[0, 30])
+    assert not torch.equal(hidden(model, jump)[0, 30], hidden(model, jump._replace(ids=other))[0, 30])
+
+
+def test_a_weight_is_many_keys():
+    """A key of weight log n counts n times, for the queries it is meant for and no others."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, 2, 6, 4, generator=generator) for _ in range(3))
+    ids = torch.zeros(1, 6, dtype=torch.long)
+    batch = plain_batch(ids, ids)
+    batch.weights[0, 1], batch.since[0, 1] = math.log(3), 4
+    found, _ = causal_attention(None, query, key, value, _mask(batch), 0.5)
+    alone, _ = causal_attention(None, query, key, value, _mask(plain_batch(ids, ids)), 0.5)
+    torch.testing.assert_close(found[:, :4], alone[:, :4])
+    thrice = torch.tensor([0, 1, 1, 1, 2, 3, 4, 5])
+    many = F.scaled_dot_product_attention(query[:, :, 5:], key[:, :, thrice], value[:, :, thrice], scale=0.5)
+    torch.testing.assert_close(found[:, 5:], many.transpose(1, 2))
 
 
 def test_command(corpus, folder, tmp_path, monkeypatch, capsys):

@@ -32,7 +32,7 @@ SUMMARISE = (
 )  # fmt: skip
 THINGS = ["code", "number", "name", "colour", "age", "price", "size", "weight", "key", "password", "place", "date"]
 SHARES: dict[str, float] = {  # of examples: the answers of some are a few words, and teach little each
-    "quote": 1, "correct": 1, "summarise": 1, "rename": 1, "sentence": 2, "lookup": 4, "repeat": 1, "noise": 1,
+    "quote": 1, "correct": 1, "summarise": 1, "rename": 1, "sentence": 2, "lookup": 8, "repeat": 1, "noise": 1,
 }  # fmt: skip
 
 

@@ -31,8 +31,10 @@ from outrider.train.distill import write_samples
 from outrider.train.recall import SHARES, Recall
 
 IGNORED = -100  # no loss for this label
+LONG = 2048  # above, attention is torch's own, and keys have no weights
 RECIPES = Path(__file__).parent / "recipes"
 CHECKPOINT_EVERY = 300.0  # seconds
+CROWD, MOST = 4, 256  # one key in so many stands for others, and for how many at most
 CHECK_WINDOWS, CHECK_LENGTH = 8, 1024  # per domain: what is held out, looked at whenever a checkpoint is written
 
 
@@ -51,6 +53,7 @@ class Recipe:
     )  # `tokens`: for the first so many, other `lengths` and `mixture`
     samples: int = 0  # tokens to sample from the teacher, as the mixture's domain `samples`
     skips: float = 0.5  # share of sequences whose positions jump ahead somewhere, anywhere up to the model's context
+    crowds: float = 0.0  # share of these in which keys before a jump weigh as much as the text that it leaves out
     matrix_lr: float = 2e-3  # Muon
     other_lr: float = 1e-3  # AdamW: embedding and norms
     weight_decay: float = 0.1
@@ -86,6 +89,14 @@ class Batch(NamedTuple):
     ids: Tensor
     labels: Tensor
     positions: Tensor
+    weights: Tensor  # of keys, as what is added to scores: log of how many keys each stands for ...
+    since: Tensor  # ... for the queries from this index on
+
+
+def plain_batch(ids: Tensor, labels: Tensor) -> Batch:
+    """Rows as they are: positions 0, 1, 2 ..., and every key for itself."""
+    positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+    return Batch(ids, labels, positions, torch.zeros(ids.shape, device=ids.device), torch.zeros_like(positions))
 
 
 class Steps(Dataset[list[Batch]]):
@@ -110,8 +121,8 @@ class Steps(Dataset[list[Batch]]):
         length = int(_draw(rng, lengths))
         rows = [self._row(rng, length, _draw(rng, mixture)) for _ in range(max(1, self.micro // length))]
         ids, labels = (torch.from_numpy(np.stack(part).astype(np.int64)) for part in zip(*rows, strict=True))
-        positions = np.stack([self._positions(rng, length) for _ in rows])
-        return Batch(ids[:, :-1], labels[:, 1:], torch.from_numpy(positions))
+        placed = zip(*(self._places(rng, length) for _ in rows), strict=True)
+        return Batch(ids[:, :-1], labels[:, 1:], *(torch.from_numpy(np.stack(part)) for part in placed))
 
     def _row(self, rng: np.random.Generator, length: int, domain: str) -> tuple[np.ndarray, np.ndarray]:
         """Ids and labels, each (length + 1,); labels are the ids or IGNORED."""
@@ -130,16 +141,26 @@ class Steps(Dataset[list[Batch]]):
         rest = self.corpus[self.recall.domains[0]].window(rng, room).tolist()
         return np.array(made + rest), np.array(labels + rest)
 
-    def _positions(self, rng: np.random.Generator, length: int) -> np.ndarray:
-        """0, 1, 2 ... with up to three jumps ahead: how far apart things stand is learnt without the text between."""
-        positions = np.arange(length)
+    def _places(self, rng: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Positions, weights and `since`, each (length,).
+
+        Positions are 0, 1, 2 ... with up to three jumps ahead: how far apart things stand is learnt without the text
+        between. But that text would also crowd the attention. In its place one key in CROWD before the jump stands for
+        many, to queries after it; which one is left to chance, for the key that is looked for stands for itself.
+        """
+        positions, weights, since = np.arange(length), np.zeros(length, np.float32), np.zeros(length, np.int64)
         if rng.random() < self.recipe.skips:
-            free = int(np.exp(rng.uniform(0, np.log(self.context - length))))
-            for at in rng.integers(0, length, int(rng.integers(1, 4))):
+            free, start, crowd = int(np.exp(rng.uniform(0, np.log(self.context - length)))), 1, rng.random()
+            for at in np.sort(rng.integers(0, length, int(rng.integers(1, 4)))):
                 jump = int(rng.integers(free + 1))
                 positions[at:] += jump
                 free -= jump
-        return positions
+                if crowd < self.recipe.crowds and at > start:
+                    many = min(1 + CROWD * jump / (at - start), MOST)
+                    weights[start:at] = np.where(rng.random(at - start) < 1 / CROWD, np.log(many), 0)
+                    since[start:at] = at
+                    start = at
+        return positions, weights, since
 
 
 def _draw(rng: np.random.Generator, shares: dict[str, float]) -> str:
@@ -147,28 +168,40 @@ def _draw(rng: np.random.Generator, shares: dict[str, float]) -> str:
     return list(shares)[int(rng.choice(len(weights), p=weights / weights.sum()))]
 
 
-def hidden(model: LlamaForCausalLM, ids: Tensor, positions: Tensor) -> Tensor:
+def hidden(model: LlamaForCausalLM, batch: Batch) -> Tensor:
     """Final hidden states (rows, length, hidden). transformers' own forward would take a jump of positions for a new
     document and not look across it."""
     decoder = model.model
-    x = decoder.embed_tokens(ids)
-    rotary = decoder.rotary_emb(x, positions)
+    x = decoder.embed_tokens(batch.ids)
+    rotary = decoder.rotary_emb(x, batch.positions)
+    mask = _mask(batch) if batch.ids.shape[1] <= LONG else None
     for layer in decoder.layers:
-        x = layer(x, attention_mask=None, position_embeddings=rotary)
+        x = layer(x, attention_mask=mask, position_embeddings=rotary)
     return decoder.norm(x)  # type: ignore[no-any-return]
 
 
+def _mask(batch: Batch) -> Tensor:
+    """What is added to scores, (rows, 1, length, length): the weights of keys, and -inf for keys ahead."""
+    i = torch.arange(batch.ids.shape[1], device=batch.ids.device)[:, None]
+    weights = torch.where(i >= batch.since[:, None], batch.weights[:, None], 0.0)
+    return weights.masked_fill(i < i.T, -torch.inf)[:, None]
+
+
 def causal_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, scaling: float, **_: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **_: Any
 ) -> tuple[Tensor, None]:
     """Attention as transformers' models call it, for whole sequences. On a CPU, 128 queries at a time against the keys
     up to them: half the time of torch's own, as long as that is few blocks.
 
-    Query (rows, heads, length, head_dim), key and value (rows, kv_heads, ...); returns (rows, length, heads, head_dim).
+    Query (rows, heads, length, head_dim), key and value (rows, kv_heads, ...), mask (rows, 1, length, length), or None
+    for a long sequence; returns (rows, length, heads, head_dim).
     """
     rows, heads, length, head_dim = query.shape
-    if query.is_cuda or length > 2048:
-        found = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+    if query.is_cuda or mask is None:
+        mask = None if mask is None else mask.to(query.dtype)
+        found = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True
+        )
         return found.transpose(1, 2), None
     groups, done = rows * key.shape[1], []
     for start in range(0, length, 128):
@@ -176,8 +209,7 @@ def causal_attention(
         end = start + q.shape[2]
         k, v = (part[:, :, :end].reshape(groups, end, head_dim) for part in (key, value))
         scores = (q.reshape(groups, -1, head_dim) @ k.transpose(1, 2)).view(rows, heads, -1, end) * scaling
-        seen = torch.ones(end - start, end, dtype=torch.bool).tril(start)
-        shares = scores.masked_fill(~seen, -torch.inf).float().softmax(-1).to(q.dtype)
+        shares = (scores + mask[:, :, start:end, :end]).softmax(-1).to(q.dtype)
         done.append((shares.view(groups, -1, end) @ v).view(q.shape))
     return torch.cat(done, 2).transpose(1, 2), None
 
@@ -187,15 +219,15 @@ AttentionInterface.register("outrider_causal", causal_attention)
 
 def text_loss(model: LlamaForCausalLM, batch: Batch) -> Tensor:
     """Summed cross entropy of the labels, in nats."""
-    logits = model.lm_head(hidden(model, batch.ids, batch.positions)).float()
+    logits = model.lm_head(hidden(model, batch)).float()
     return F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 def teacher_loss(model: LlamaForCausalLM, teacher: LlamaForCausalLM, batch: Batch) -> Tensor:
     """Summed divergence KL(teacher || model) at temperature 1, in nats, over all rows of the batch."""
     with torch.no_grad():
-        wanted = F.log_softmax(teacher.lm_head(hidden(teacher, batch.ids, batch.positions)).float(), -1)
-    found = F.log_softmax(model.lm_head(hidden(model, batch.ids, batch.positions)).float(), -1)
+        wanted = F.log_softmax(teacher.lm_head(hidden(teacher, batch)).float(), -1)
+    found = F.log_softmax(model.lm_head(hidden(model, batch)).float(), -1)
     return F.kl_div(found, wanted, reduction="sum", log_target=True)
 
 
@@ -340,9 +372,8 @@ class Trainer:
             length = min(CHECK_LENGTH + 1, len(tokens.ids))
             rows = np.stack([tokens.window(rng, length) for _ in range(CHECK_WINDOWS)]).astype(np.int64)
             ids = torch.from_numpy(rows).to(self.device)
-            positions = torch.arange(length - 1, device=self.device).expand(len(ids), -1)
-            batch = Batch(ids[:, :-1], ids[:, 1:], positions)
-            losses[domain] = round(self._loss(batch).item() / positions.numel(), 4)
+            batch = plain_batch(ids[:, :-1], ids[:, 1:])
+            losses[domain] = round(self._loss(batch).item() / batch.ids.numel(), 4)
         return losses
 
     def save(self) -> None:
