@@ -24,10 +24,12 @@ namespace {
 constexpr int kBlock = 32;    // keys
 constexpr int kSpan = 1024;   // positions, a multiple of kBlock
 constexpr int kRows = 6;      // rows of a register tile
+constexpr int kPanel = 48;    // rows whose scores are all taken before they are weighed
 constexpr int kChunk = 192;   // rows (of heads) that share a block at most: their sums stay in the second-level cache
 constexpr int kTaskSlot = 4, kRunSlot = 5, kShareSlot = 6, kPartSlot = 7;  // of scratch memory
 constexpr int kAhead = 8192;   // bytes: how far ahead of the packing keys, and values, are asked for
 constexpr float kNone = -__builtin_inff();
+constexpr float kRise = 8;  // of log2 of a weight, before the sums so far are scaled anew: seldom
 
 #if defined(__AVX512F__)
 constexpr int kColumns = 4;  // vectors of a register tile
@@ -35,19 +37,19 @@ constexpr int kColumns = 4;  // vectors of a register tile
 constexpr int kColumns = 2;
 #endif
 
-// 2^x, for x <= 0 or little above; 0 below -126.5. Of relative error 2e-9 and two roundings, and 1 at 0; rough: 3e-6.
+// 2^x, for x <= 0 or little above; 0 below -126.5. Of relative error 2e-9 and two roundings, and 1 at 0; rough, for what
+// is rounded to bf16: 8e-5.
 template <bool rough>
 INLINE vf exp2(vf x) {
-  const vf magic = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
-  x = max(x, splat(-127.f));
+  const vf magic = splat(12583039.f);  // 1.5 * 2^23 + 127: adding it rounds to an integer, whose last bits are the
+  x = max(x, splat(-127.f));           // exponent as a float has it
   const vf t = x + magic;
   const vf r = x - (t - magic);
   vf y;
   if (rough) {
-    y = fma(r, splat(0.009570101276040077f), splat(0.05591785907745361f));
-    y = fma(r, y, splat(0.240247443318367f));
-    y = fma(r, y, splat(0.6931217908859253f));
-    y = fma(r, y, splat(0.9999992847442627f));
+    y = fma(r, splat(0.05517167f), splat(0.24261113f));
+    y = fma(r, y, splat(0.69326097f));
+    y = fma(r, y, splat(0.99992806f));
   } else {
     y = fma(r, splat(0.00015345810970757157f), splat(0.0013399930903688073f));
     y = fma(r, y, splat(0.009618489071726799f));
@@ -56,11 +58,17 @@ INLINE vf exp2(vf x) {
     y = fma(r, y, splat(0.6931471824645996f));
     y = fma(r, y, splat(1.0f));
   }
-  const vi exponent = ((vi)t - (vi)magic + 127) << 23;
-  return y * (vf)exponent;
+  return y * (vf)((vi)t << 23);
 }
 
 INLINE float exp2(float x) { return exp2<false>(splat(x))[0]; }
+
+INLINE bool any_above(vf x, float limit) {
+#if defined(__AVX512F__)
+  return _mm512_cmp_ps_mask((__m512)x, (__m512)splat(limit), _CMP_GT_OQ);
+#endif
+  return max(x) > limit;
+}
 
 struct Lanes {
   float at[kBlock];
@@ -209,7 +217,7 @@ INLINE void transpose(vf *v) {
 
 // The tile (dim / kPer, keys) of keys.
 template <class M, class S>
-void pack_keys(const S *rows, int dim, typename M::Unit *tile, Ahead &ahead) {
+INLINE void pack_keys(const S *rows, int dim, typename M::Unit *tile, Ahead &ahead) {
   const int depth = dim / M::kPer;
   for (int j = 0; j < kBlock; j += W)
     for (int d = 0; d < depth; d += W) {
@@ -385,6 +393,11 @@ class Worker {
     float *own = memory.take<float>(floats);
     const State total(memory.take<float>(floats), rows, width_);
     pack_queries();
+    for (int64_t row = piece_.first; row < piece_.last; row++) {
+      const int64_t end = run_.positions[row] + 1;
+      if (end < end_) end_ = end;
+      if (shape_.window && end - shape_.window > begin_) begin_ = end - shape_.window;
+    }
     if (!piece_.parts) total.clear(rows, width_);
     for (int64_t i = 0; i < piece_.spans; i++) {
       const State part(piece_.parts ? piece_.parts + i * floats : own, rows, width_);
@@ -483,67 +496,99 @@ class Worker {
              int64_t first, int64_t last, const State &state) {
     Ahead later_keys{reinterpret_cast<const char *>(keys) + kAhead, 64};
     Ahead later_values{reinterpret_cast<const char *>(values) + kAhead, 64};
-    pack_keys<M, S>(keys, shape_.dim, key_tile_, later_values);
-    M::pack_values(values, shape_.dim, width_, value_tile_, later_keys);
+    switch (shape_.dim) {
+      case 64: pack<64>(keys, values, later_keys, later_values); break;
+      case 128: pack<128>(keys, values, later_keys, later_values); break;
+      default: pack<0>(keys, values, later_keys, later_values);
+    }
     int64_t row = (first - piece_.first) * group_;
     const int64_t end = (last - piece_.first) * group_;
-    int64_t token = first;
-    int head = 0;
-    for (int64_t tiles = (end - row + kRows - 1) / kRows; tiles; tiles--) {
-      const int rows = int((end - row + tiles - 1) / tiles);
-      alignas(64) float scores[kRows * kBlock];
-      alignas(64) Unit weights[kRows * kBlock / M::kPer];
-      multiply<M>(rows, queries_ + row * depth_, depth_, key_tile_, kBlock, depth_, scores, true, later_values);
-      for (int r = 0; r < rows; r++) {
-        weigh(scores + r * kBlock, low(token, at), high(token, at), key_scales, value_scales, state, row + r,
-              weights + r * kBlock / M::kPer);
-        if (++head == group_) head = 0, token++;
-      }
-      multiply<M>(rows, weights, kBlock / M::kPer, value_tile_, width_, kBlock / M::kPer, state.sums + row * width_,
-                  false, later_keys);
+    const bool whole = begin_ <= at && at + kBlock <= end_;
+    for (int64_t panels = (end - row + kPanel - 1) / kPanel; panels; panels--) {
+      const int64_t count = (end - row + panels - 1) / panels;
+      alignas(64) float scores[kPanel * kBlock];
+      alignas(64) Unit weights[kPanel * kBlock / M::kPer];
+      each_tile(count, [&](int64_t r, int rows) {
+        multiply<M>(rows, queries_ + (row + r) * depth_, depth_, key_tile_, kBlock, depth_, scores + r * kBlock, true,
+                    later_values);
+      });
+      if (sizeof(S) == 1)
+        for (int64_t r = 0; r < count; r++)
+          for (int j = 0; j < kBlock; j += W)
+            store(scores + r * kBlock + j, load(scores + r * kBlock + j) * load(key_scales + j));
+      if (!whole) mask(scores, row, count, at);
+      weigh(scores, row, count, value_scales, state, weights);
+      each_tile(count, [&](int64_t r, int rows) {
+        multiply<M>(rows, weights + r * kBlock / M::kPer, kBlock / M::kPer, value_tile_, width_, kBlock / M::kPer,
+                    state.sums + (row + r) * width_, false, later_keys);
+      });
       later_keys.step = later_values.step = 0;
+      row += count;
+    }
+  }
+
+  // The tiles of a block; known dimensions make plain addresses.
+  template <int known>
+  void pack(const S *keys, const S *values, Ahead &later_keys, Ahead &later_values) {
+    pack_keys<M, S>(keys, known ? known : shape_.dim, key_tile_, later_values);
+    M::pack_values(values, known ? known : shape_.dim, known ? known : width_, value_tile_, later_keys);
+  }
+
+  // Calls f(first row, rows) for tiles of rows, as even as they can be.
+  template <class F>
+  static void each_tile(int64_t count, F f) {
+    int64_t row = 0;
+    for (int64_t tiles = (count + kRows - 1) / kRows; tiles; tiles--) {
+      const int rows = int((count - row + tiles - 1) / tiles);
+      f(row, rows);
       row += rows;
     }
   }
 
-  // Scores of keys [low, high) of a block become weights, relative to the largest score so far.
-  void weigh(const float *scores, int low, int high, const float *key_scales, const float *value_scales,
-             const State &state, int64_t row, Unit *to) {
-    constexpr int kVectors = kBlock / W;
-    vf v[kVectors];
-    if (low >= high) {
-      for (int j = 0; j < kVectors; j++) v[j] = vf{};
-      return M::weights(v, to);
-    }
-    for (int j = 0; j < kVectors; j++) {
-      v[j] = load(scores + j * W);
-      if (sizeof(S) == 1) v[j] *= load(key_scales + j * W);
-    }
-    if (low > 0 || high < kBlock)
-      for (int j = 0; j < kVectors; j++) {
-        const vf lane = load(kLanes.at + j * W);
-        v[j] = ((lane >= float(low)) & (lane < float(high))) ? v[j] : splat(kNone);
+  // Scores of keys that a row does not see.
+  void mask(float *scores, int64_t row, int64_t count, int64_t at) const {
+    for (int64_t r = 0; r < count; r++) {
+      const int64_t token = piece_.first + (row + r) / group_;
+      const float from = float(low(token, at)), to = float(high(token, at));
+      for (int j = 0; j < kBlock; j += W) {
+        const vf lane = load(kLanes.at + j), score = load(scores + r * kBlock + j);
+        store(scores + r * kBlock + j, ((lane >= from) & (lane < to)) ? score : splat(kNone));
       }
-    vf most = v[0];
-    for (int j = 1; j < kVectors; j++) most = max(most, v[j]);
-    const float top = max(most) * factor_;
-    float *weight = state.weights + row * W;
-    if (top > state.top[row]) {
-      const vf keep = splat(exp2(state.top[row] - top));
-      float *sums = state.sums + row * width_;
-      for (int d = 0; d < width_; d += W) store(sums + d, load(sums + d) * keep);
-      store(weight, load(weight) * keep);
-      state.top[row] = top;
     }
-    const vf factor = splat(factor_), below = splat(-state.top[row]);
-    vf sum = load(weight);
-    for (int j = 0; j < kVectors; j++) {
-      v[j] = exp2<M::kRough>(fma(v[j], factor, below));
-      sum += v[j];
-      if (sizeof(S) == 1) v[j] *= load(value_scales + j * W);
+  }
+
+  // Scores of a block become weights, relative to about the largest score so far; none if no key was seen as yet.
+  void weigh(const float *scores, int64_t row, int64_t count, const float *value_scales, const State &state,
+             Unit *to) const {
+    constexpr int kVectors = kBlock / W;
+    float *tops = state.top + row, *sums = state.weights + row * W;
+    const vf factor = splat(factor_);
+    for (int64_t r = 0; r < count; r++) {
+      vf v[kVectors], most = splat(kNone);
+      for (int j = 0; j < kVectors; j++) {
+        v[j] = load(scores + r * kBlock + j * W) * factor;
+        most = max(most, v[j]);
+      }
+      if (any_above(most, tops[r] + kRise)) raise(state, row + r, max(most));
+      const vf top = splat(tops[r] == kNone ? 0.f : tops[r]);
+      vf sum = load(sums + r * W);
+      for (int j = 0; j < kVectors; j++) {
+        v[j] = exp2<M::kRough>(v[j] - top);
+        sum += v[j];
+        if (sizeof(S) == 1) v[j] *= load(value_scales + j * W);
+      }
+      store(sums + r * W, sum);
+      M::weights(v, to + r * kBlock / M::kPer);
     }
-    store(weight, sum);
-    M::weights(v, to);
+  }
+
+  // A larger score than all before: what is summed so far shrinks.
+  __attribute__((noinline, cold)) void raise(const State &state, int64_t row, float top) const {
+    const vf keep = splat(exp2(state.top[row] - top));
+    float *sums = state.sums + row * width_, *weight = state.weights + row * W;
+    for (int d = 0; d < width_; d += W) store(sums + d, load(sums + d) * keep);
+    store(weight, load(weight) * keep);
+    state.top[row] = top;
   }
 
   const AttentionShape &shape_;
@@ -552,6 +597,7 @@ class Worker {
   const AttentionJob &job_;
   const int group_, depth_, width_;
   const float factor_;
+  int64_t begin_ = 0, end_ = INT64_MAX;  // positions that all rows see
   Unit *queries_, *key_tile_, *value_tile_;
   S *gathered_;
 };

@@ -32,7 +32,7 @@ typedef int8_t vb __attribute__((vector_size(W), may_alias));
 
 #define INLINE static inline __attribute__((always_inline))
 
-INLINE vf splat(float x) { return vf{} + x; }
+INLINE vf splat(float x) { return x - vf{}; }  // not plus: -0 + 0 is 0, and would be computed
 
 template <class V, class T>
 INLINE V load_as(const T *p) {
