@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from outrider import LLM, Draft, SamplingParams
+from outrider import LLM, Draft, SamplingParams, sampling
 from outrider import verify as rules
 from outrider.errors import ConfigError
 from outrider.speculate import StepTimes, step
@@ -305,6 +305,33 @@ def test_processors_are_asked_along_the_walk_only():
         assert llm.generate([10, 20, 30], **options)[0].token_ids == plain
         if config["method"] == "ngram":
             assert len(asked) == 24  # once for each token, though drafts were longer
+
+
+@given(recipes=st.lists(trees, min_size=1, max_size=3), temperature=st.sampled_from([0.0, 0.5, 1.0]))
+def test_a_large_vocabulary_is_asked_along_the_walk(recipes, temperature):
+    """With a large vocabulary only the rows along the walk are drawn; the verdicts are the same."""
+    params = SamplingParams(temperature=temperature, top_p=0.9, repetition_penalty=1.1)
+    seqs = [Sequence([1, 2, i], params, seed=i) for i in range(len(recipes))]
+    drafts = [grow(recipe, [1] * 20, vocab=3) for recipe in recipes]
+    generator = torch.Generator().manual_seed(0)
+    logits = [torch.randn(1 + len(draft), 3, generator=generator) for draft in drafts]
+    asked = []
+
+    def choose(some, rows, stream=""):
+        asked.append(len(rows))
+        return sampling.choose(some, rows, stream)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rules, "choose", choose)
+        together = rules.verify(seqs, drafts, logits)
+        asked.clear()
+        patch.setattr(rules, "LARGE", 3)
+        alone = rules.verify(seqs, drafts, logits)
+    assert [(v.path, v.tokens, v.drafted, v.chain) for v in alone] == [
+        (v.path, v.tokens, v.drafted, v.chain) for v in together
+    ]
+    if temperature:
+        assert sum(asked) == sum(len(v.tokens) for v in alone)
 
 
 @pytest.mark.parametrize("result", [None, torch.zeros(3), [1.0]])

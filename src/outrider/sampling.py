@@ -24,7 +24,8 @@ from outrider.config import SamplingParams
 from outrider.errors import ConfigError
 from outrider.types import Logprob, Sequence
 
-SMALL = 2**20  # logits that one thread is done with before torch has woken another
+SMALL = 2**20  # logits that one thread is done with before torch has woken another ...
+WIDE = 2**17  # ... unless a single row is as long as this
 
 
 @dataclass
@@ -93,7 +94,7 @@ def law(logits: Tensor, rows: list[Row]) -> Tensor:
 def few_threads(logits: Tensor) -> Iterator[None]:
     """Work on few logits stays in this thread: others would have to be woken, and take a core from the kernels."""
     threads = torch.get_num_threads()
-    if logits.numel() < SMALL:
+    if logits.numel() < SMALL and logits.shape[-1] < WIDE:
         torch.set_num_threads(1)
     try:
         yield

@@ -41,6 +41,8 @@ from torch.nn.functional import one_hot
 from outrider.sampling import Row, choose, coins, draw, law, logprob
 from outrider.types import Draft, Sequence, Verdict
 
+LARGE = 2**15  # a vocabulary of which a draw costs more than the calls that make it
+
 Coin = Callable[[int, float], bool]
 """`coin(node, probability)`: whether it falls right. Asked at most once per node; tests enumerate both answers."""
 
@@ -58,7 +60,7 @@ def verify(
     """
     rows, parts = [], []
     for seq, draft, own in zip(seqs, drafts, logits, strict=True):
-        if _stepwise(seq, method):
+        if _stepwise(seq, own, method):
             continue
         rows.append(Row(seq))
         rows += [Row(seq, [draft.tokens[n] for n in draft.path_to(i)]) for i in range(draft.verifiable)]
@@ -68,7 +70,7 @@ def verify(
     laws = flat if method == "coupled" else law(flat, rows)
     verdicts, at = [], 0
     for seq, draft, own in zip(seqs, drafts, logits, strict=True):
-        if _stepwise(seq, method):
+        if _stepwise(seq, own, method):
             verdict = _ask_along(seq, draft, own)
         else:
             own_rows = slice(at, at + 1 + draft.verifiable)
@@ -81,9 +83,14 @@ def verify(
     return verdicts
 
 
-def _stepwise(seq: Sequence, method: str) -> bool:
-    """Custom processors are asked only about prefixes the target itself has written: those along the walk."""
-    return method == "coupled" and bool(seq.params.logits_processors)
+def _stepwise(seq: Sequence, logits: Tensor, method: str) -> bool:
+    """Whether only the rows along the walk are asked.
+
+    So it is with custom processors, which hear only of prefixes that the target itself has written, and for draws from
+    a large vocabulary: each costs a millisecond or more, and most nodes of a draft are never reached.
+    """
+    p = seq.params
+    return method == "coupled" and (bool(p.logits_processors) or (p.temperature > 0 and logits.shape[1] >= LARGE))
 
 
 def _ask_along(seq: Sequence, draft: Draft, logits: Tensor) -> Verdict:
@@ -91,7 +98,7 @@ def _ask_along(seq: Sequence, draft: Draft, logits: Tensor) -> Verdict:
         prefix = [draft.tokens[n] for n in draft.path_to(row - 1)]
         return choose(logits[row : row + 1], [Row(seq, prefix)])[0]
 
-    return walk(draft, token, seq.eos)
+    return walk(draft, token, seq.eos if seq.params.logits_processors else ())
 
 
 def _judge(
