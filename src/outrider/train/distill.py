@@ -8,42 +8,39 @@ target at temperature 1, from beginnings of training documents (as in DistillSpe
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
 
+from outrider.config import SamplingParams
+from outrider.engine import Request
+from outrider.llm import LLM
 from outrider.load import Progress
 from outrider.train.data import Corpus, read_corpus, write_tokens
 
-BATCH, LENGTH = 512, 256  # sequences that are sampled together, and their tokens
+BATCH, LENGTH = 512, 256  # sequences that are sampled between two reports, and their tokens at most
 
 
-def write_samples(teacher: Any, corpus: Corpus, folder: Path, tokens: int, progress: Progress | None = None) -> Corpus:
-    """Sample about `tokens` tokens from a transformers model and write them as the domain `samples` of `folder`, unless
-    it is there already."""
+def write_samples(
+    teacher: str | Path, corpus: Corpus, folder: Path, tokens: int, device: str, progress: Progress | None = None
+) -> Corpus:
+    """Sample about `tokens` tokens from a model and write them as the domain `samples` of `folder`, unless it is there
+    already."""
     if (folder / "samples.train.npy").is_file():
         return read_corpus(folder, "train")
+    llm = LLM(teacher, device=device, max_num_seqs=64)
     rng, domains, documents = np.random.default_rng(0), list(corpus.values()), list[list[int]]()
-    torch.manual_seed(0)
-    stops = np.atleast_1d(teacher.generation_config.eos_token_id)
     while (done := sum(map(len, documents))) < tokens:
         if progress:
             progress("sampling from the target", done, tokens)
-        length = int(rng.integers(8, 65))
-        starts = [domains[int(d)].window(rng, length) for d in rng.integers(len(domains), size=BATCH)]
-        prompts = torch.from_numpy(np.stack(starts).astype(np.int64)).to(teacher.device)
-        with torch.autocast(teacher.device.type, torch.bfloat16):
-            sampled = teacher.generate(
-                prompts,
-                attention_mask=torch.ones_like(prompts),
-                do_sample=True,
-                top_k=0,
-                max_new_tokens=LENGTH - length,
-            )
-        for row in sampled.cpu().numpy():
-            ends = np.flatnonzero(np.isin(row[length:], stops))
-            documents.append(row[: length + ends[0] + 1 if len(ends) else None].tolist())
+        requests: list[Request] = []
+        for _ in range(BATCH):
+            length = int(rng.integers(8, 65))
+            start = domains[int(rng.integers(len(domains)))].window(rng, length).tolist()
+            params = SamplingParams(max_tokens=LENGTH - length, seed=len(documents) + len(requests))
+            requests += llm.engine.add(start, params)
+        for _ in llm.engine.run():
+            pass
+        documents += [request.seq.tokens for request in requests]
     write_tokens(folder, "samples", "train", documents)
     if progress:
         progress("sampling from the target", tokens, tokens)

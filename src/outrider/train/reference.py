@@ -265,10 +265,10 @@ class Trainer:
             nn.Module.to(self.teacher, self.device)
         texts = read_corpus(corpus_folder, "train")
         if recipe.samples:
-            if self.teacher is None:
+            if teacher is None:
                 raise ConfigError("the recipe learns from a target's own text: name the target as --teacher")
-            texts |= write_samples(self.teacher, texts, folder, recipe.samples, progress)
-        for model in (self.model, self.teacher):  # not before: sampling needs a cache
+            texts |= write_samples(teacher, texts, folder, recipe.samples, str(self.device), progress)
+        for model in (self.model, self.teacher):
             if model is not None:
                 model.set_attn_implementation("outrider_causal")
         matrices = [p for p in self.model.model.layers.parameters() if p.ndim == 2]
