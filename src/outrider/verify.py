@@ -86,11 +86,12 @@ def verify(
 def _stepwise(seq: Sequence, logits: Tensor, method: str) -> bool:
     """Whether only the rows along the walk are asked.
 
-    So it is with custom processors, which hear only of prefixes that the target itself has written, and for draws from
-    a large vocabulary: each costs a millisecond or more, and most nodes of a draft are never reached.
+    So it is with custom processors, which hear only of prefixes that the target itself has written, and on a CPU for
+    draws from a large vocabulary: each costs a millisecond or so, and most nodes of a draft are never reached.
     """
     p = seq.params
-    return method == "coupled" and (bool(p.logits_processors) or (p.temperature > 0 and logits.shape[1] >= LARGE))
+    dear = p.temperature > 0 and logits.shape[1] >= LARGE and logits.device.type == "cpu"
+    return method == "coupled" and (bool(p.logits_processors) or dear)
 
 
 def _ask_along(seq: Sequence, draft: Draft, logits: Tensor) -> Verdict:
