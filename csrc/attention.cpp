@@ -501,30 +501,34 @@ class Worker {
       case 128: pack<128>(keys, values, later_keys, later_values); break;
       default: pack<0>(keys, values, later_keys, later_values);
     }
-    int64_t row = (first - piece_.first) * group_;
+    const int64_t row = (first - piece_.first) * group_;
     const int64_t end = (last - piece_.first) * group_;
     const bool whole = begin_ <= at && at + kBlock <= end_;
-    for (int64_t panels = (end - row + kPanel - 1) / kPanel; panels; panels--) {
-      const int64_t count = (end - row + panels - 1) / panels;
-      alignas(64) float scores[kPanel * kBlock];
-      alignas(64) Unit weights[kPanel * kBlock / M::kPer];
-      each_tile(count, [&](int64_t r, int rows) {
-        multiply<M>(rows, queries_ + (row + r) * depth_, depth_, key_tile_, kBlock, depth_, scores + r * kBlock, true,
-                    later_values);
-      });
-      if (sizeof(S) == 1)
-        for (int64_t r = 0; r < count; r++)
-          for (int j = 0; j < kBlock; j += W)
-            store(scores + r * kBlock + j, load(scores + r * kBlock + j) * load(key_scales + j));
-      if (!whole) mask(scores, row, count, at);
-      weigh(scores, row, count, value_scales, state, weights);
-      each_tile(count, [&](int64_t r, int rows) {
-        multiply<M>(rows, weights + r * kBlock / M::kPer, kBlock / M::kPer, value_tile_, width_, kBlock / M::kPer,
-                    state.sums + (row + r) * width_, false, later_keys);
-      });
-      later_keys.step = later_values.step = 0;
-      row += count;
-    }
+    evenly(end - row, kPanel, [&](int64_t r, int count) {
+      panel(at, row + r, count, whole, key_scales, value_scales, state, later_keys, later_values);
+    });
+  }
+
+  // Some rows over the tiles of a block: scores, weights, sums.
+  void panel(int64_t at, int64_t row, int count, bool whole, const float *key_scales, const float *value_scales,
+             const State &state, Ahead &later_keys, Ahead &later_values) {
+    alignas(64) float scores[kPanel * kBlock];
+    alignas(64) Unit weights[kPanel * kBlock / M::kPer];
+    evenly(count, kRows, [&](int64_t r, int rows) {
+      multiply<M>(rows, queries_ + (row + r) * depth_, depth_, key_tile_, kBlock, depth_, scores + r * kBlock, true,
+                  later_values);
+    });
+    if (sizeof(S) == 1)
+      for (int64_t r = 0; r < count; r++)
+        for (int j = 0; j < kBlock; j += W)
+          store(scores + r * kBlock + j, load(scores + r * kBlock + j) * load(key_scales + j));
+    if (!whole) mask(scores, row, count, at);
+    weigh(scores, row, count, value_scales, state, weights);
+    evenly(count, kRows, [&](int64_t r, int rows) {
+      multiply<M>(rows, weights + r * kBlock / M::kPer, kBlock / M::kPer, value_tile_, width_, kBlock / M::kPer,
+                  state.sums + (row + r) * width_, false, later_keys);
+    });
+    later_keys.step = later_values.step = 0;
   }
 
   // The tiles of a block; known dimensions make plain addresses.
@@ -534,12 +538,12 @@ class Worker {
     M::pack_values(values, known ? known : shape_.dim, known ? known : width_, value_tile_, later_keys);
   }
 
-  // Calls f(first row, rows) for tiles of rows, as even as they can be.
+  // Calls f(first, rows) for parts of at most so many rows, as even as they can be.
   template <class F>
-  static void each_tile(int64_t count, F f) {
+  static void evenly(int64_t count, int most, F f) {
     int64_t row = 0;
-    for (int64_t tiles = (count + kRows - 1) / kRows; tiles; tiles--) {
-      const int rows = int((count - row + tiles - 1) / tiles);
+    for (int64_t parts = (count + most - 1) / most; parts; parts--) {
+      const int rows = int((count - row + parts - 1) / parts);
       f(row, rows);
       row += rows;
     }
