@@ -21,8 +21,8 @@ BIN := .venv/bin
 demo: .venv/ready
 	$(BIN)/outrider generate "Once upon a time, there was a little" --max-tokens 120 \
 		--temperature 0.7 --top-p 0.9 --seed 7 --speculate draft_model:model=tiny-draft,k=auto --compare
-	$(BIN)/outrider generate --chat "Quote this passage word for word. The old mill stood by the river, and every evening the miller's \
-	daughter walked along the bank with a lantern. She was not afraid of the dark, for she knew each stone and each tree." \
+	$(BIN)/outrider generate --chat "$$(printf 'Quote this passage word for word.\n\nThe old mill stood by the river, and every evening \
+	a girl walked along the bank with a lantern. She was not afraid of the dark, for she knew each stone and each tree.')" \
 		--max-tokens 80 --temperature 0 --speculate suffix --compare
 	$(BIN)/outrider generate "def read_lines(path):" --max-tokens 80 --temperature 0.7 --seed 1 --speculate ngram:k=auto --compare
 	$(BIN)/outrider bench --suite stories --prompts 3 --max-tokens 256 --repeats 3 \

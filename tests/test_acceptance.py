@@ -303,7 +303,7 @@ def test_the_posterior_keys_are_epsilon_and_alpha(tiny_llm):
         tiny_llm.speculative_config = {**DRAFTED, "acceptance_method": "typical", **keys}
         output = tiny_llm.generate("Once upon a time", max_tokens=100, temperature=1, seed=3, ignore_eos=True)[0]
         accepted.append(output.metrics["speculative_decoding"]["draft_acceptance_rate"])
-    assert accepted[0] != accepted[1] and max(accepted[:2]) < accepted[2] == 1  # what is accepted changes the text
+    assert accepted[0] < accepted[1] < accepted[2] == 1
     for wrong in ({"posterior_alpha": 0}, {"posterior_threshold": "a"}, {"posterior_threshold": 1.5}):
         with pytest.raises(ConfigError, match=f"{next(iter(wrong))} must be above 0"):
             SpeculativeConfig.of({**DRAFTED, "acceptance_method": "typical", **wrong})
