@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 from outrider.types import Verdict
 
 CHOICES = (1, 2, 3, 4, 6, 8, 12, 16)
-WARM_UP = (4, 0, 8, 0)  # first steps: two points of every curve, before any is judged
+WARM_UP = (3, 0, 1, 0)  # first steps: two points of every curve, before any is judged
 PROBES = (3, 1)  # nodes to look again with, where nothing seems to pay
 SHARE = 0.005  # of the time may go into drafts that do not pay
 CREDIT = 32.0  # plain steps that the account holds at most: bad luck after good need not end the drafting
-DEBT = 4.0  # plain steps that it owes at most
+DEBT = 1.0  # plain steps that it owes at most
 MEMORY = 0.97  # weight of the past, per step
 PRIOR, PRIOR_WEIGHT = 0.6, 1.0  # a drafter is believed in until it disappoints
 BUSH = 0.35  # k nodes of a tree give about k ** BUSH times what one gives
@@ -42,7 +42,10 @@ class Curve(dict[int, float]):
                 self[fewer] = min(self[fewer], self[count])
 
     def at(self, count: int) -> float:
-        """Measured, or on the line through the nearest that were, with the slope at the end of it beyond."""
+        """Measured, or on the line through the nearest that were, with the slope at the end of it beyond.
+
+        Through one alone and nothing: a first guess is not to lure anybody into much of what may be dear.
+        """
         if count in self:
             return self[count]
         known = sorted(self)
@@ -53,7 +56,7 @@ class Curve(dict[int, float]):
         if below == above and len(known) > 1:
             below, above = (known[-2], known[-1]) if count > known[-1] else (known[0], known[1])
         if below == above:
-            return self[below]
+            return self[below] * max(1.0, count / below)
         slope = max(0.0, (self[above] - self[below]) / (above - below))
         return max(1e-9, self[below] + slope * (count - below))
 
@@ -72,7 +75,7 @@ class Controller:
     sizes: dict[int, tuple[float, float]] = field(default_factory=dict)  # k -> drafts, tokens accepted of them
     trees: bool = False  # whether any draft had branches
     steps: int = 0
-    credit: float = 1.0  # plain steps
+    credit: float = 3.0  # plain steps
 
     def plan(self, seqs: int) -> int:
         """Nodes per sequence for the next step of so many sequences."""
@@ -87,6 +90,8 @@ class Controller:
         self.forward.add(rows, target_seconds)
         if not k:
             self.credit = min(CREDIT, self.credit + SHARE)
+            return
+        if self.steps == 1:  # in which the drafter read the prompt
             return
         self.draft.add(k, draft_seconds / n)
         cost = (self.forward[rows] + self.draft[k] * n) / self.forward.at(n)  # in plain steps
