@@ -185,7 +185,13 @@ def test_empty_prompt(run):
 def test_interrupt_leaves_quietly():
     """Ctrl-C while generating ends the command without a traceback."""
     command = [sys.executable, "-m", "outrider", "generate", PROMPT, "--max-tokens", "100000", "--ignore-eos"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests in a shell's background ignore it
+    )
     assert process.stdout is not None and process.stderr is not None
     process.stdout.read(len(PROMPT) + 20)  # text is coming
     for _ in range(20):  # the interpreter drops an interrupt that falls into a destructor: press again, as one would
