@@ -263,9 +263,9 @@ def test_prompts_of_all_kinds(random_llm, params, shape):
 def test_full_match_gives_one_more(tiny_llm):
     """N - 1 accepted tokens and the target's own behind them: lade loses the last one."""
     tiny_llm.speculative_config = {"method": "lookahead", "window_size": 3, "ngram_size": 4}
-    output = tiny_llm.generate("Tom had a red ball. " * 12, temperature=0, max_tokens=60, ignore_eos=True)[0]
+    output = tiny_llm.generate("The cat sat on the mat. " * 12, temperature=0, max_tokens=60, ignore_eos=True)[0]
     spec = output.metrics["speculative_decoding"]
-    assert max(spec["per_step_accepted"]) == 3 and spec["mean_acceptance_length"] > 1.2
+    assert max(spec["per_step_accepted"]) == 3 and spec["mean_acceptance_length"] > 1.5
 
 
 def test_options():

@@ -44,7 +44,7 @@ class Curve(dict[int, float]):
     def at(self, count: int) -> float:
         """Measured, or on the line through the nearest that were, with the slope at the end of it beyond.
 
-        Through one alone and nothing: a first guess is not to lure anybody into much of what may be dear.
+        Where only one was measured, more costs in proportion: many are not drafted on the word of a few.
         """
         if count in self:
             return self[count]
