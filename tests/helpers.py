@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from outrider import LLM, Draft, Drafter, GenerationOutput, SamplingParams
 from outrider.engine import Engine
-from outrider.types import Sequence
+from outrider.sequence import Sequence
 
 Script = Callable[[Sequence, int], Draft]
 

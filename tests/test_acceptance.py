@@ -23,7 +23,7 @@ from outrider.cli.options import summary
 from outrider.config import ACCEPTANCE_METHODS, SpeculativeConfig, promised
 from outrider.errors import ConfigError
 from outrider.sampling import Row, choose, coins, draw, gumbel, law, uniform
-from outrider.types import Sequence
+from outrider.sequence import Sequence
 from outrider.verify import block, rejection, typical, verify
 
 EXACT = ["coupled", "rejection", "block"]

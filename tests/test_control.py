@@ -8,8 +8,8 @@ import pytest
 
 from outrider import LLM
 from outrider.control import WARM_UP, Controller
+from outrider.draft import Verdict
 from outrider.drafters.medusa import grow
-from outrider.types import Verdict
 
 
 def verdict(drafted, accepted, chain=True):

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from outrider import LLM, SamplingParams, SpeculativeConfig, drafters
 from outrider.errors import ConfigError
 from outrider.load import embedded
-from outrider.types import Sequence
+from outrider.sequence import Sequence
 
 # --- ngram -----------------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from outrider.datastore import fingerprint, write
 from outrider.errors import OutriderError
 from outrider.load import find, read_tokenizer
 from outrider.sampling import Row, choose, gumbel
-from outrider.types import Sequence
+from outrider.sequence import Sequence
 
 
 def make_datastore(universe: str, make) -> str:

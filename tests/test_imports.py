@@ -11,8 +11,9 @@ import outrider
 
 ROOT = Path(outrider.__file__).parent
 ORDER = (
-    "errors, config, types -> sampling, verify, ops -> kv | model -> quantize, parallel, load -> corpus -> "
-    "datastore -> runner -> speculate -> drafters -> control -> engine -> llm -> hf -> serve, train, bench -> cli"
+    "errors, config, outputs -> draft -> sequence -> sampling, verify, ops -> kv | model -> quantize, parallel, gguf, "
+    "load -> corpus -> datastore -> runner -> speculate -> drafters -> control -> engine -> llm -> hf -> "
+    "serve, train, bench -> cli"
 )
 TIERS = ORDER.replace(",", " -> ").replace("|", " -> ").replace(" ", "").split("->")
 APART = {("kv", "model"), ("model", "kv")}

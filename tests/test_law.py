@@ -17,7 +17,7 @@ from torch.testing import assert_close
 
 from outrider import Draft, SamplingParams, sampling
 from outrider.sampling import Row, choose, gumbel, process
-from outrider.types import Sequence
+from outrider.sequence import Sequence
 
 VOCAB = 8
 LOGITS = torch.tensor([1.2, -0.4, 0.3, 2.1, -1.5, 0.3, 0.9, -3.0])

@@ -7,8 +7,9 @@ import torch
 from helpers import logits_after, run
 
 from outrider import LLM, Draft, SamplingParams
+from outrider.draft import Verdict
 from outrider.errors import ConfigError
-from outrider.types import Sequence, Verdict
+from outrider.sequence import Sequence
 
 
 def text(n: int, seed: int = 0, vocab: int = 128) -> list[int]:

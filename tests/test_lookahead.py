@@ -15,7 +15,7 @@ from outrider.errors import ConfigError
 from outrider.kv.base import Entry
 from outrider.ops.attention import visible
 from outrider.sampling import choose
-from outrider.types import Sequence
+from outrider.sequence import Sequence
 from outrider.verify import verify
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40)

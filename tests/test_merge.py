@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from outrider import Draft, SamplingParams, SpeculativeConfig, drafters
 from outrider.errors import ConfigError
-from outrider.types import Sequence
+from outrider.sequence import Sequence
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 

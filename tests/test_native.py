@@ -183,7 +183,8 @@ def test_whole_model(isa, make_llm):
 
 def logits(model: Model, llm, tokens):
     from outrider.config import SamplingParams
-    from outrider.types import Draft, Sequence
+    from outrider.draft import Draft
+    from outrider.sequence import Sequence
 
     seq = Sequence(tokens[:1], SamplingParams(max_tokens=64), seed=0)
     out = llm.runner.extend([seq], [Draft.chain(tokens[1:])]).logits[0]

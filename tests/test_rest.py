@@ -20,7 +20,7 @@ from outrider.datastore import HEADER, SEPARATOR, Store, build, suffix_array, wr
 from outrider.drafters.rest import Rest, follow, grow
 from outrider.errors import ConfigError
 from outrider.load import find, read_tokenizer
-from outrider.types import Sequence
+from outrider.sequence import Sequence
 
 IDS = st.lists(st.integers(0, 3), max_size=12)
 STORY = "Once upon a time, there was a little girl named Lily. She loved to play outside in the sunshine. "

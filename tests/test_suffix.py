@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from outrider import LLM, SamplingParams, SpeculativeConfig, drafters
 from outrider.errors import ConfigError
-from outrider.types import Sequence
+from outrider.sequence import Sequence
 
 PREFIX = "suffix_decoding_"
 

@@ -12,8 +12,9 @@ from torch.testing import assert_close
 from outrider import LLM, Draft, SamplingParams, sampling
 from outrider import verify as rules
 from outrider.errors import ConfigError
+from outrider.outputs import SpecMetrics
+from outrider.sequence import Sequence
 from outrider.speculate import StepTimes, step
-from outrider.types import Sequence, SpecMetrics
 
 KINDS = ("right", "right", "wrong", "any")
 BACK = (0, 0, 1, 2, 12)  # a node hangs on the one before it, or on one so far back: deep trees with short branches

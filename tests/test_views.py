@@ -13,7 +13,7 @@ from outrider.errors import ConfigError, RequestTooLong
 from outrider.kv import DenseKV, parse
 from outrider.kv.base import QueryLog
 from outrider.kv.views import Codes
-from outrider.types import Sequence
+from outrider.sequence import Sequence
 
 VIEWS = [
     "streaming:budget=24,sinks=4,rebuild=6",

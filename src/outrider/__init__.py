@@ -7,9 +7,10 @@ import os
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 from outrider.config import SamplingParams, SpeculativeConfig
+from outrider.draft import Draft
 from outrider.llm import LLM
+from outrider.outputs import GenerationOutput
 from outrider.speculate import Drafter
-from outrider.types import Draft, GenerationOutput
 
 __all__ = ["LLM", "Draft", "Drafter", "GenerationOutput", "SamplingParams", "SpeculativeConfig"]
 __version__ = "0.1.0"

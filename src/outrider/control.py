@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from outrider.types import Verdict
+from outrider.draft import Verdict
 
 CHOICES = (1, 2, 3, 4, 6, 8, 12, 16)
 WARM_UP = (3, 0, 1, 0)  # first steps: two points of every curve, before any is judged

@@ -15,8 +15,8 @@ from outrider.engine import Engine, Request, free_memory
 from outrider.errors import ConfigError, EmptyPrompt, RequestError
 from outrider.kv import DenseKV, OffloadKV
 from outrider.load import Checkpoint, Progress, check_vocabulary, load
+from outrider.outputs import GenerationOutput, TokenEvent
 from outrider.runner import Runner, check_exactness
-from outrider.types import GenerationOutput, TokenEvent
 
 Prompt = str | list[int]
 

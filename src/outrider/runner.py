@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from outrider.config import SamplingParams
+from outrider.draft import Draft, Verdict
 from outrider.errors import ConfigError
 from outrider.kv import DenseKV, Entry, KVCache, Plan, QuantizedView, View, parse
 from outrider.model import Model
 from outrider.ops import KEY_BLOCK, follows_paths
-from outrider.types import Draft, Sequence, Verdict
+from outrider.sequence import Sequence
 
 MASK_ELEMENTS = 2**25  # bounds the mask of a prefill chunk, where there are masks: long contexts in smaller chunks
 

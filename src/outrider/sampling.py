@@ -22,7 +22,8 @@ from torch import Tensor
 
 from outrider.config import SamplingParams
 from outrider.errors import ConfigError
-from outrider.types import Logprob, Sequence
+from outrider.outputs import Logprob
+from outrider.sequence import Sequence
 
 SMALL = 2**20  # logits that one thread is done with before torch has woken another ...
 WIDE = 2**17  # ... unless a single row is as long as this

@@ -9,9 +9,11 @@ from typing import ClassVar
 
 import torch
 
+from outrider.draft import Draft, Verdict
+from outrider.outputs import SpecMetrics
 from outrider.runner import Output, Runner
 from outrider.sampling import Row, choose, law
-from outrider.types import Draft, Sequence, SpecMetrics, Verdict
+from outrider.sequence import Sequence
 from outrider.verify import verify
 
 

@@ -38,8 +38,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from outrider.draft import Draft, Verdict
 from outrider.sampling import Row, choose, coins, draw, law, logprob
-from outrider.types import Draft, Sequence, Verdict
+from outrider.sequence import Sequence
 
 LARGE = 2**15  # a vocabulary of which a draw costs more than the calls that make it
 

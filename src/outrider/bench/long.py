@@ -23,11 +23,13 @@ from outrider.bench.run import PLAIN, Conditions, label, provenance
 from outrider.bench.suites import DAMAGED
 from outrider.config import SpeculativeConfig
 from outrider.corpus import archived
+from outrider.draft import Draft
 from outrider.errors import ConfigError, OutOfMemory
 from outrider.llm import LLM
 from outrider.load import Progress
+from outrider.outputs import SpecMetrics
+from outrider.sequence import Sequence
 from outrider.speculate import StepTimes, step
-from outrider.types import Draft, Sequence, SpecMetrics
 
 BOOKS = "books_eval.tar.xz"
 REREAD = 128  # last tokens of the prompt that every method's first step reads again: a view may watch their queries

@@ -18,10 +18,11 @@ import torch
 from outrider import corpus
 from outrider.bench.run import label
 from outrider.config import SamplingParams, SpeculativeConfig
+from outrider.draft import Verdict
 from outrider.errors import ConfigError
 from outrider.llm import LLM
 from outrider.runner import Output
-from outrider.types import Sequence, Verdict
+from outrider.sequence import Sequence
 
 STEPS = 64  # timed at each length; figures are medians
 

@@ -33,7 +33,7 @@ from outrider.cli.options import (
 from outrider.config import SpeculativeConfig
 from outrider.errors import ConfigError
 from outrider.llm import LLM
-from outrider.types import GenerationOutput
+from outrider.outputs import GenerationOutput
 
 TINT = "cyan"  # tokens that a draft guessed
 

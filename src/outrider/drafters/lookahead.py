@@ -20,11 +20,12 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+from outrider.draft import Draft, Verdict
 from outrider.errors import ConfigError
 from outrider.runner import Output
 from outrider.sampling import Row, choose, few_threads, likeliest
+from outrider.sequence import Sequence
 from outrider.speculate import Drafter
-from outrider.types import Draft, Sequence, Verdict
 
 
 @dataclass

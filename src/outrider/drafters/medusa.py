@@ -30,13 +30,14 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
+from outrider.draft import Draft, Verdict
 from outrider.errors import CheckpointError, ConfigError, VocabularyMismatch
 from outrider.load import find
 from outrider.ops import Linear
 from outrider.runner import Output, Runner
 from outrider.sampling import Row, few_threads, scores
+from outrider.sequence import Sequence
 from outrider.speculate import Drafter
-from outrider.types import Draft, Sequence, Verdict
 
 FILES = ("model.safetensors", "medusa_lm_head.safetensors", "medusa_lm_head.pt")
 NAME = re.compile(r"(?:medusa_head\.)?(\d+\.\d+\.(?:linear\.)?(?:weight|bias))")

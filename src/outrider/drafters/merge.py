@@ -20,11 +20,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from outrider.config import SpeculativeConfig
+from outrider.draft import Draft, Verdict
 from outrider.drafters import create
 from outrider.errors import ConfigError
 from outrider.runner import Output, Runner
+from outrider.sequence import Sequence
 from outrider.speculate import Drafter
-from outrider.types import Draft, Sequence, Verdict
 
 
 @dataclass

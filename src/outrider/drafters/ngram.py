@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from outrider.draft import Draft
 from outrider.errors import ConfigError
+from outrider.sequence import Sequence
 from outrider.speculate import Drafter
-from outrider.types import Draft, Sequence
 
 
 @dataclass

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from outrider.draft import Draft
+from outrider.sequence import Sequence
 from outrider.speculate import Drafter
-from outrider.types import Draft, Sequence
 
 
 @dataclass

@@ -16,10 +16,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from outrider.datastore import Store
+from outrider.draft import Draft
 from outrider.errors import ConfigError
 from outrider.runner import Runner
+from outrider.sequence import Sequence
 from outrider.speculate import Drafter
-from outrider.types import Draft, Sequence
 
 HITS = 128  # occurrences that are looked at, evenly spread over all
 

@@ -20,9 +20,10 @@ from collections import deque
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
+from outrider.draft import Draft
 from outrider.errors import ConfigError
+from outrider.sequence import Sequence
 from outrider.speculate import Drafter
-from outrider.types import Draft, Sequence
 
 SIZES = (8, 3, 1)  # of the n-grams looked up; matches between them are found by comparing
 FOLLOWED = 64  # places per n-gram

@@ -17,9 +17,10 @@ from outrider.config import EngineConfig, SamplingParams, promised
 from outrider.control import Controller
 from outrider.engine.text import TextStream
 from outrider.errors import ConfigError, EmptyPrompt, RequestError, RequestTooLong
+from outrider.outputs import GenerationOutput, Logprob, Timing
 from outrider.runner import Runner
+from outrider.sequence import Sequence
 from outrider.speculate import Drafter, StepTimes, step
-from outrider.types import GenerationOutput, Logprob, Sequence, Timing
 
 
 @dataclass

@@ -14,12 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.config import SamplingParams
+from outrider.draft import Draft
 from outrider.errors import ConfigError
 from outrider.llm import LLM
 from outrider.load import Progress
+from outrider.sequence import Sequence
 from outrider.train.data import Corpus
 from outrider.train.recall import Recall
-from outrider.types import Draft, Sequence
 
 MARKS = "<!-- evaluation: made by `outrider train evaluate` -->", "<!-- end of evaluation -->"
 ROWS = 256  # tokens whose logits are asked for at once

@@ -27,10 +27,11 @@ from torch import Tensor
 
 from outrider import corpus
 from outrider.config import SamplingParams
+from outrider.draft import Draft
 from outrider.errors import ConfigError
 from outrider.llm import LLM
 from outrider.load import Progress
-from outrider.types import Draft, Sequence
+from outrider.sequence import Sequence
 
 RANKS = 10  # whose accuracy is measured
 HELD_OUT = 20  # one window in so many

@@ -1,0 +1,125 @@
+"""Token trees: a guess at what follows a sequence, and what verification made of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from outrider.outputs import Logprob
+
+
+@dataclass
+class Draft:
+    """A guess at what follows a sequence: a token tree in topological order (parents before children).
+
+    Node i holds `tokens[i]`; `parents[i]` is the index of the node before it, or -1 for the sequence's last token.
+    `q` (nodes, vocab) is the law each node was drawn from, given its ancestors and its earlier siblings (independent
+    siblings carry the same one), by noise that no earlier step used; only the rules `rejection` and `block` look at it,
+    and they are exact without it, too. A row of zeros is a node without a law. The last `riders` nodes share the
+    forward but are never verified.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    q: Tensor | None = None
+    riders: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) != len(self.parents) or not 0 <= self.riders <= len(self.tokens):
+            raise ValueError(f"draft of {len(self.tokens)} tokens, {len(self.parents)} parents, {self.riders} riders")
+        if any(not -1 <= parent < i for i, parent in enumerate(self.parents)):
+            raise ValueError(f"draft parents must come before their children: {self.parents}")
+
+    @staticmethod
+    def chain(tokens: Iterable[int]) -> Draft:
+        """A tree without branches."""
+        tokens = list(tokens)
+        return Draft(tokens, list(range(-1, len(tokens) - 1)))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def verifiable(self) -> int:
+        """How many nodes verification may accept."""
+        return len(self.tokens) - self.riders
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every node follows the one before it."""
+        return all(parent == i - 1 for i, parent in enumerate(self.parents))
+
+    def depths(self) -> list[int]:
+        """Per node, how many tokens after the sequence's last one it stands (1 = directly after)."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 + (depths[parent] if parent >= 0 else 0))
+        return depths
+
+    def path_to(self, node: int) -> list[int]:
+        """Nodes from the root's child down to `node`; empty for -1."""
+        path: list[int] = []
+        while node >= 0:
+            path.append(node)
+            node = self.parents[node]
+        return path[::-1]
+
+    @staticmethod
+    def merge(drafts: list[Draft], budget: int) -> tuple[Draft, list[list[int]]]:
+        """One tree of several, where the same prefix is the same node; and per draft where its nodes went, -1 = cut.
+
+        Depth by depth, at each depth the earlier drafts' nodes first, until there are `budget` that can be accepted.
+        Riders come last, are neither shared nor counted, and go only with their parent. A law `q` outlives the merge
+        only if the other drafts are empty: which nodes are shared depends on what was drawn. Without it all is exact.
+        """
+        alone = [draft for draft in drafts if draft.tokens]
+        if len(alone) == 1 and alone[0].verifiable <= budget:
+            return alone[0], [list(range(len(draft))) for draft in drafts]
+        merged, index = Draft(), dict[tuple[int, int], int]()
+        where = [[-1] * len(draft) for draft in drafts]
+        each = [(i, n, depth) for i, draft in enumerate(drafts) for n, depth in enumerate(draft.depths())]
+        for i, n, _ in sorted(each, key=lambda node: (node[1] >= drafts[node[0]].verifiable, node[2], node[0])):
+            draft, parent = drafts[i], drafts[i].parents[n]
+            root, rides = where[i][parent] if parent >= 0 else -1, n >= draft.verifiable
+            if parent >= 0 > root:
+                continue
+            at = -1 if rides else index.get((root, draft.tokens[n]), -1)
+            if at < 0 and (rides or len(merged) < budget):
+                at = len(merged)
+                merged.tokens.append(draft.tokens[n])
+                merged.parents.append(root)
+                merged.riders += rides
+                index[root, draft.tokens[n]] = at
+            where[i][n] = at
+        return merged, where
+
+    def clip(self, depth: int, vocab: int = 2**63) -> Draft:
+        """Without nodes deeper than `depth` tokens after the sequence, or that are, or hang on, no token of `vocab`."""
+        depths: list[float] = []
+        for token, parent in zip(self.tokens, self.parents, strict=True):
+            below = depths[parent] if parent >= 0 else 0
+            depths.append(1 + below if 0 <= token < vocab else math.inf)
+        if max(depths, default=0) <= depth:
+            return self
+        kept = [i for i, d in enumerate(depths) if d <= depth]
+        index = {node: i for i, node in enumerate(kept)} | {-1: -1}
+        return Draft(
+            [self.tokens[i] for i in kept],
+            [index[self.parents[i]] for i in kept],
+            None if self.q is None else self.q[kept],
+            sum(i >= self.verifiable for i in kept),
+        )
+
+
+@dataclass
+class Verdict:
+    """What verification made of one draft: the accepted nodes, and the tokens to emit (theirs and one more)."""
+
+    path: list[int]
+    tokens: list[int]
+    drafted: int = 0  # nodes that could have been accepted
+    chain: bool = True  # whether each followed the one before it
+    logprobs: list[Logprob] = field(default_factory=list)  # per emitted token, if the request asks
