@@ -140,6 +140,10 @@ def _rope(hf: Mapping[str, Any]) -> dict[str, Any]:
         if key not in rope:
             raise CheckpointError(f"config.json: rope type {kind!r} needs {key!r}")
         _number(rope, key)
+    if (factors := rope.get("freq_factors")) is not None:
+        half = (hf.get("head_dim") or 0) // 2
+        if len(factors) != half or not all(math.isfinite(f) and f > 0 for f in factors):
+            raise CheckpointError(f"the rope's frequency factors should be {half} numbers above 0")
     return rope
 
 
