@@ -12,7 +12,7 @@ import outrider
 ROOT = Path(outrider.__file__).parent
 ORDER = (
     "errors, config, outputs -> draft -> sequence -> sampling, verify, ops -> kv | model -> quantize, parallel, gguf, "
-    "load -> corpus -> datastore -> runner -> speculate -> drafters -> control -> engine -> llm -> hf -> "
+    "load -> export -> corpus -> datastore -> runner -> speculate -> drafters -> control -> engine -> llm -> hf -> "
     "serve, train, bench -> cli"
 )
 TIERS = ORDER.replace(",", " -> ").replace("|", " -> ").replace(" ", "").split("->")

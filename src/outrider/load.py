@@ -73,18 +73,20 @@ class Source:
     config: ModelConfig
     weights: _Weights
     tokenizer: Callable[[], Any]
+    hf: dict[str, Any]  # what config.json says, or would
 
 
 def open_source(name: str | Path) -> Source:
     """Open what `find` takes: a folder's safetensors or a GGUF file. Raises as `load` does."""
     path = find(name)
     if path.is_dir():
-        return Source(path, read_config(path), _Weights(path), lambda: read_tokenizer(path))
+        return Source(
+            path, read_config(path), _Weights(path), lambda: read_tokenizer(path), _json(path / "config.json")
+        )
     file = gguf.File(path)
     hf = file.config()
-    return Source(
-        path, ModelConfig.from_hf(hf, tuple(hf["eos_token_id"])), _Blocks(file), lambda: _gguf_tokenizer(file)
-    )
+    config = ModelConfig.from_hf(hf, tuple(hf["eos_token_id"]))
+    return Source(path, config, _Blocks(file), lambda: _gguf_tokenizer(file), hf)
 
 
 def _gguf_tokenizer(file: gguf.File) -> Any:
