@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from outrider import LLM, SpeculativeConfig
-from outrider.bench import peer_worker, peers
+from tools import peer_worker, peers
 from outrider.bench.run import Settings, run
 from outrider.bench.suites import OPENINGS
 from outrider.cli.bench import bench_app

@@ -6,7 +6,7 @@ import json
 
 from typer.testing import CliRunner
 
-from outrider.bench import kernels
+from tools import kernels
 from outrider.cli import app
 
 

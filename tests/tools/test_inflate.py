@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from outrider.bench import inflate as module
-from outrider.bench.inflate import inflate
+from tools import inflate as module
+from tools.inflate import inflate
 from outrider.errors import ConfigError
 
 BIG = {"hidden_size": 256, "num_layers": 4, "intermediate_size": 512, "num_heads": 16, "num_kv_heads": 4}
