@@ -55,7 +55,7 @@ def load(
         raise ConfigError(f"dtype {dtype!r} is unknown; valid: auto, {', '.join(DTYPES)}")
     path = find(name)
     config = read_config(path)
-    kind = config.dtype if dtype == "auto" else DTYPES[dtype]
+    kind: torch.dtype = getattr(torch, config.dtype if dtype == "auto" else dtype)
     if quantization is not None:
         quantize.check(quantization, kind, where)
     model = _build(config, _Weights(path), kind, where, progress, quantization=quantization)
@@ -182,7 +182,7 @@ class _Weights:
             raise CheckpointError(f"{self.path}: {name} has shape {self.shapes[name]}, config.json asks for {shape}")
         self.unused.discard(name)
         tensor = self._read(name)
-        if tensor.dtype not in DTYPES.values():
+        if str(tensor.dtype).removeprefix("torch.") not in DTYPES:
             raise CheckpointError(f"{self.path}: {name} is {tensor.dtype}; supported: {', '.join(DTYPES)}")
         return tensor
 

@@ -17,7 +17,7 @@ import math
 import random
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +34,7 @@ from outrider.files import make_folder, replacing, write_text
 from outrider.llm import LLM
 from outrider.load import Progress
 from outrider.sequence import Sequence
+from outrider.train.settings import Settings
 
 RANKS = 10  # whose accuracy is measured
 HELD_OUT = 20  # one window in so many
@@ -43,36 +44,6 @@ SEPARATOR = "<|endoftext|>"  # between the documents of some files
 Report = Callable[[int, float, list[float]], None]
 """`report(step, loss, accuracies)`: steps done, nats since the last report (mean of the heads), and the top-1 accuracy
 of each head on windows held out."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """One training run. Raises ConfigError for what cannot be."""
-
-    model: str = "tiny"
-    heads: int = 4
-    layers: int = 1  # residual blocks of a head
-    sees_token: bool = True  # the first of them sees the last token, too; Medusa's own do not
-    own_projection: bool = False  # else the heads share the target's
-    windows: int = 2048  # texts read, evenly spread over the data
-    length: int = 256  # their tokens, at most
-    generated: float = 0.5  # share of them whose beginning only is kept, and continued by the target
-    steps: int = 400
-    batch: int = 8  # windows a step
-    lr: float = 1e-3
-    seed: int = 0
-    dtype: str = "auto"
-    device: str = "auto"
-
-    def __post_init__(self) -> None:
-        least = {"heads": 1, "layers": 1, "windows": 2, "length": self.heads + 2, "steps": 1, "batch": 1}
-        for name, low in least.items():
-            if (value := getattr(self, name)) < low:
-                raise ConfigError(f"{name} must be at least {low}, not {value}")
-        if not 0 <= self.generated <= 1:
-            raise ConfigError(f"generated is a share between 0 and 1, not {self.generated}")
-        if not 0 < self.lr < 1:
-            raise ConfigError(f"lr must be above 0 and below 1, not {self.lr}")
 
 
 def train(
