@@ -51,7 +51,7 @@ def test_tokenizer_and_shards(tmp_path, monkeypatch):
 
 def test_what_cannot_be(make_checkpoint, tmp_path, monkeypatch):
     folder, target = make_checkpoint(), tmp_path / "out"
-    with pytest.raises(ConfigError, match="not an empty folder"):
+    with pytest.raises(ConfigError, match="new or empty folder"):
         export.export(folder, folder)
     with pytest.raises(ConfigError, match="dtype"):
         export.export(folder, target, "int8")

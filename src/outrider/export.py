@@ -14,6 +14,7 @@ from torch import Tensor
 
 from outrider.config import ARCHITECTURES, DTYPES, ModelConfig
 from outrider.errors import ConfigError, UnsupportedArchitecture
+from outrider.files import expand, new_folder, replacing, write_text
 from outrider.load import Progress, Source, open_source
 from outrider.model import Rotary
 
@@ -26,28 +27,15 @@ def export(name: str | Path, target: str | Path, dtype: str = "auto", progress: 
     `dtype`: auto (the checkpoint's, bfloat16 for a quantised file), float32, bfloat16, float16. The folder appears when
     it is complete. Raises what `load` raises, and ConfigError for a folder that cannot be written.
     """
-    target = Path(target).expanduser()
     if dtype != "auto" and dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is unknown; valid: auto, {', '.join(DTYPES)}")
-    source = open_source(name)
-    kind = source.config.dtype if dtype == "auto" else DTYPES[dtype]
-    partial = target.with_name(target.name + ".partial")
-    try:
-        if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise ConfigError(f"{target} is there and not an empty folder; give another")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        config = _config(source) | {"dtype": str(kind).removeprefix("torch.")}
-        _describe(source, partial)
-        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
-        _write(source, partial, kind, progress)
-        if target.exists():
-            target.rmdir()
-        partial.replace(target)
-    except OSError as error:
-        raise ConfigError(f"{target} cannot be written: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    target, source = expand(target), open_source(name)
+    kind = source.config.dtype if dtype == "auto" else dtype
+    config = json.dumps(_config(source) | {"dtype": kind}, indent=2)
+    with new_folder(target) as folder:
+        _describe(source, folder)
+        write_text(folder / "config.json", config + "\n")
+        _write(source, folder, getattr(torch, kind), progress)
     return target
 
 
@@ -86,7 +74,7 @@ def _describe(source: Source, folder: Path) -> None:
     if (tokenizer := source.tokenizer()) is not None:
         tokenizer.save_pretrained(folder)
     if ends := list(source.config.eos):
-        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}) + "\n", "utf-8")
+        write_text(folder / "generation_config.json", json.dumps({"eos_token_id": ends}) + "\n")
 
 
 def _write(source: Source, folder: Path, dtype: torch.dtype, progress: Progress | None) -> None:
@@ -109,9 +97,10 @@ def _write(source: Source, folder: Path, dtype: torch.dtype, progress: Progress 
                 progress("writing weights", done, len(names))
             tensors[name] = source.weights.mapped(name, *source.weights.shapes[name]).to(dtype).contiguous()
             where[name], done = file, done + 1
-        save_file(tensors, folder / file, metadata={"format": "pt"})
+        with replacing(folder / file) as partial:
+            save_file(tensors, partial, metadata={"format": "pt"})
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", "utf-8")
+        write_text(folder / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
     if progress:
         progress("writing weights", len(names), len(names))

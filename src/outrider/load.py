@@ -58,7 +58,7 @@ def load(
     if dtype != "auto" and dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is unknown; valid: auto, {', '.join(DTYPES)}")
     source = open_source(name)
-    kind = source.config.dtype if dtype == "auto" else DTYPES[dtype]
+    kind: torch.dtype = getattr(torch, source.config.dtype if dtype == "auto" else dtype)
     if quantization is not None:
         quantize.check(quantization, kind, where)
     model = _Builder(source.config, source.weights, kind, where, quantization).model(progress)
@@ -276,7 +276,7 @@ class _Weights:
             raise CheckpointError(f"{self.path}: {name} has shape {self.shapes[name]}, config.json asks for {shape}")
         self.unused.discard(name)
         tensor = self._read(name)
-        if tensor.dtype not in DTYPES.values():
+        if str(tensor.dtype).removeprefix("torch.") not in DTYPES:
             raise CheckpointError(f"{self.path}: {name} is {tensor.dtype}; supported: {', '.join(DTYPES)}")
         return tensor
 

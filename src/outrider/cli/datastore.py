@@ -9,10 +9,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from outrider import datastore
 from outrider.cli.options import Model, Reporter
 from outrider.errors import ConfigError
-from outrider.load import find, read_config, read_tokenizer
 
 datastore_app = typer.Typer(no_args_is_help=True, help="Build and inspect the stores that method rest copies from.")
 
@@ -31,6 +29,9 @@ def build(
     shard_tokens: Annotated[int, typer.Option(min=1, help="Sorted at once: about 30 bytes of memory each.")] = 2**26,
 ) -> None:
     """Build a store from texts, with the tokenizer of the model that will use it."""
+    from outrider import datastore
+    from outrider.load import find, read_tokenizer
+
     if (tokenizer := read_tokenizer(find(model))) is None:
         raise ConfigError(f"{model} has no tokenizer; name a model that has one with --model")
     with Reporter() as reporter:
@@ -49,6 +50,9 @@ def info(
     model: Annotated[str | None, typer.Option(help="Say whether the store fits this model.")] = None,
 ) -> None:
     """What a store holds, whose tokenizer made it, and whether it fits a model."""
+    from outrider import datastore
+    from outrider.load import find, read_config, read_tokenizer
+
     opened = datastore.Store(store)
     header, table = opened.header, Table(show_header=False, box=None)
     table.add_row("documents", str(header["documents"]))

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+import outrider
 from outrider.cli.options import (
     Device,
     Dtype,
@@ -32,7 +33,6 @@ from outrider.cli.options import (
 )
 from outrider.config import SpeculativeConfig
 from outrider.errors import ConfigError
-from outrider.llm import LLM
 from outrider.outputs import GenerationOutput
 
 TINT = "cyan"  # tokens that a draft guessed
@@ -96,7 +96,7 @@ def _prompts(prompts: list[str] | None, file: Path | None) -> list[str]:
         raise ConfigError(f"standard input is not text: {error}") from None
 
 
-def output_prompt(llm: LLM, output: GenerationOutput) -> str:
+def output_prompt(llm: outrider.LLM, output: GenerationOutput) -> str:
     """The prompt's text, for showing."""
     ids = output.prompt_token_ids
     return str(llm.tokenizer.decode(ids, skip_special_tokens=True)) if llm.tokenizer else str(ids)
@@ -110,7 +110,7 @@ def as_object(output: GenerationOutput) -> dict[str, Any]:
     return data
 
 
-def _stream(llm: LLM, ids: list[int], prompt: str, sampling: dict[str, Any]) -> None:
+def _stream(llm: outrider.LLM, ids: list[int], prompt: str, sampling: dict[str, Any]) -> None:
     console, status = Console(highlight=False, soft_wrap=True), Console(stderr=True, highlight=False)
     events, output = llm.stream(ids, **sampling), None  # a bad request is refused before anything is printed
     console.print(Text(prompt, "bold"), end="")
@@ -129,7 +129,7 @@ def _show(prompt: str, output: GenerationOutput) -> None:
 
 
 def _compare(
-    llm: LLM, config: SpeculativeConfig, ids: list[list[int]], sampling: dict[str, Any], as_json: bool
+    llm: outrider.LLM, config: SpeculativeConfig, ids: list[list[int]], sampling: dict[str, Any], as_json: bool
 ) -> None:
     if sampling["seed"] is None:
         sampling = {**sampling, "seed": secrets.randbits(63)}  # both runs need the same

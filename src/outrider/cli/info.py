@@ -6,22 +6,19 @@ import os
 import platform
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
 import outrider
-from outrider import drafters
 from outrider.cli.options import Device, Dtype, Quantization, Reporter, load_llm
 from outrider.config import ARCHITECTURES
-from outrider.engine import free_memory
-from outrider.load import embedded
-from outrider.ops import native
 
 
 def kernels() -> str:
     """What the compiled kernels run on."""
+    from outrider.ops import native
+
     if native.kernels is None:
         return "not built (no compiler when this was installed): reference operations in PyTorch"
     wrong = f"; refused, as their products are wrong: {', '.join(native.wrong)}" if native.wrong else ""
@@ -35,6 +32,12 @@ def info(
     quantization: Quantization = None,
 ) -> None:
     """Versions, devices, methods with their options; with --model, the model's shape and exactness."""
+    import torch
+
+    from outrider import drafters
+    from outrider.engine import free_memory
+    from outrider.load import embedded
+
     table = Table(show_header=False, box=None)
     if model is None:
         versions = f"{outrider.__version__}, torch {torch.__version__}, Python {platform.python_version()}"

@@ -14,9 +14,9 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+import outrider
 from outrider.config import SamplingParams, SpeculativeConfig
 from outrider.errors import ConfigError
-from outrider.llm import LLM
 
 HELP = {
     "n": "Outputs per prompt; output i uses seed + i.",
@@ -180,9 +180,9 @@ class Reporter:
 
 def load_llm(
     model: str, config: SpeculativeConfig | None, dtype: str, device: str, reporter: Reporter, **engine: Any
-) -> LLM:
+) -> outrider.LLM:
     """An LLM with progress on the terminal; `engine` as EngineConfig's fields, and quantization."""
-    return LLM(model, speculative_config=config, dtype=dtype, device=device, progress=reporter, **engine)
+    return outrider.LLM(model, speculative_config=config, dtype=dtype, device=device, progress=reporter, **engine)
 
 
 def summary(metrics: dict[str, Any], tokens: int, seed: int | None = None) -> str:

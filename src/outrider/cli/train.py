@@ -9,9 +9,7 @@ import typer
 from rich.console import Console
 
 from outrider.cli.options import Device, Dtype, Model, Reporter
-from outrider.load import find, read_tokenizer
-from outrider.train.medusa import Settings as Heads
-from outrider.train.medusa import train
+from outrider.train.settings import Settings as Heads
 
 train_app = typer.Typer(no_args_is_help=True, help="Train the reference models, and heads for any model.")
 
@@ -38,6 +36,7 @@ def reference(
 
     SIGTERM or Ctrl-C stops with a checkpoint; the same command goes on from there.
     """
+    from outrider.load import find, read_tokenizer
     from outrider.train import data as texts
     from outrider.train.reference import Recipe, Trainer
 
@@ -87,6 +86,8 @@ def medusa(
     device: Device = "auto",
 ) -> None:
     """Train Medusa heads for a frozen model: --speculate medusa:model=OUTPUT uses them."""
+    from outrider.train.medusa import train
+
     settings = Heads(
         model=model, heads=heads, layers=layers, sees_token=sees_token, own_projection=own_projection,
         windows=windows, length=length,
@@ -115,6 +116,7 @@ def evaluate(
     page: Annotated[Path | None, typer.Option(help="Write the tables between this page's marks.")] = None,
 ) -> None:
     """Tables of what models can do: held-out loss, loss by position, recall, agreement with a draft model, samples."""
+    from outrider.load import find, read_tokenizer
     from outrider.train import data as texts
     from outrider.train import evaluate as tables
 
