@@ -347,7 +347,9 @@ class Trainer:
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.item()
         if not math.isfinite(total):
-            raise CheckpointError(f"the loss is {total} at step {self.step}; go on from a sound checkpoint, or lower the rates")
+            raise CheckpointError(
+                f"the loss is {total} at step {self.step}; go on from a sound checkpoint, or lower the rates"
+            )
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer, lr in zip(self.optimizers, (self.recipe.matrix_lr, self.recipe.other_lr), strict=True):
             for group in optimizer.param_groups:
@@ -396,9 +398,13 @@ class Trainer:
             for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(saved)
             self.step, self.tokens, self.origin = state["step"], state["tokens"], state["origin"]
-        except Exception as error:  # a damaged file is unpacked, unpickled and applied by others, who raise what they like
+        except (
+            Exception
+        ) as error:  # a damaged file is unpacked, unpickled and applied by others, who raise what they like
             reason = " ".join(str(error).split())[:200]
-            raise CheckpointError(f"{path} is damaged, or of another model ({reason}); remove it to begin anew") from None
+            raise CheckpointError(
+                f"{path} is damaged, or of another model ({reason}); remove it to begin anew"
+            ) from None
 
     def export(self, folder: Path) -> None:
         """Write a Hugging Face folder: bfloat16 weights, when to stop, tokenizer, card. The training ends with it."""

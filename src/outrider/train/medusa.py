@@ -59,8 +59,8 @@ def train(
     """Train heads on texts or JSON lines, write them into folder `output`, and return accuracies[head][rank].
 
     Every so many steps the state is kept and `report` called. Raises ConfigError for an output folder that holds
-    something, cannot be written or has nothing to resume, and for too little data; CheckpointError for a checkpoint that
-    is damaged, and for a loss that is not finite.
+    something, cannot be written or has nothing to resume, and for too little data; CheckpointError for a damaged
+    checkpoint, and for a loss that is not finite.
     """
     s, keep = settings, output / "checkpoint"
     begun = (keep / "state.pt").is_file()
@@ -97,7 +97,9 @@ def train(
         optimizer.zero_grad()
         losses.append(heads.learn(read(llm, batch)))
         if not math.isfinite(losses[-1]):
-            raise CheckpointError(f"the loss is {losses[-1]} at step {step}: {s.model} is damaged, or --lr {s.lr} too high")
+            raise CheckpointError(
+                f"the loss is {losses[-1]} at step {step}: {s.model} is damaged, or --lr {s.lr} too high"
+            )
         optimizer.step()
         if (step + 1) % every == 0 and step + 1 < s.steps:
             save(keep, s, heads, optimizer, step + 1)
