@@ -14,13 +14,10 @@ from outrider.bench import run
 from outrider.cli.bench import Output, bar, bench
 from outrider.cli.options import Device, Reporter, Threads, read_ints
 from outrider.load import find, read_tokenizer
-from tools import data as texts
 from tools import docs as pages
-from tools import evaluate as tables
 from tools import kernels as speed
 from tools import peers  # noqa: F401  # adds its peers to those of `bench`
 from tools.inflate import inflate as enlarge
-from tools.reference import Recipe, Trainer
 
 app = typer.Typer(name="python -m tools", help=__doc__, no_args_is_help=True, pretty_exceptions_enable=False)
 app.command(help="As `outrider bench`, with all peers.")(bench)
@@ -107,6 +104,9 @@ def reference(
 
     SIGTERM or Ctrl-C stops with a checkpoint; the same command goes on from there.
     """
+    from tools import data as texts
+    from tools.reference import Recipe, Trainer
+
     console = Console(highlight=False, soft_wrap=True)
     settings = Recipe.read(recipe)
     with Reporter() as reporter:
@@ -140,6 +140,9 @@ def evaluate(
     page: Annotated[Path | None, typer.Option(help="Write the tables between this page's marks.")] = None,
 ) -> None:
     """Tables of what models can do: held-out loss, loss by position, recall, agreement with a draft model, samples."""
+    from tools import data as texts
+    from tools import evaluate as tables
+
     with Reporter() as reporter:
         texts.prepare(corpus, data, read_tokenizer(find(models[0])), reporter)
         held = texts.read_corpus(corpus, "held")

@@ -198,4 +198,4 @@ def plot(figures: list[Figure], path: Path) -> None:
         axes.set_xscale("log", base=2)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, fontsize="small")
-    canvas.savefig(path, dpi=150)
+    canvas.savefig(path, dpi=150, format="png")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -96,7 +96,5 @@ def _unwritten(path: Path, error: Exception) -> ConfigError:
 
 
 def _forget(path: Path) -> None:
-    try:
+    with suppress(OSError):  # where nothing can be written, it is not there
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-    except OSError:  # it lies where nothing can be written, and is not there
-        pass

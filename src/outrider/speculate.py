@@ -25,7 +25,7 @@ class Drafter:
     output stays the target's; a good guess only makes it come sooner.
     """
 
-    num_speculative_tokens: int = 4
+    num_speculative_tokens: int = 4  # k: most tokens of a draft, over all its branches
     name: ClassVar[str] = ""  # set when it is found by its name
     acceptance_method: str = field(default="coupled", init=False, repr=False)  # the rule `step` verifies its drafts by
     posterior: tuple[float, float] = field(default=(0.09, 0.3), init=False, repr=False)  # epsilon, alpha of `typical`

@@ -381,4 +381,4 @@ def plot(rows: list[Row], path: Path) -> None:
     last.plot([0, limit], [0, limit], color="black", linewidth=0.8, linestyle="--")
     last.set_xlabel("predicted speedup")
     last.set_ylabel("measured speedup")
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, format="png")

@@ -260,4 +260,4 @@ def plot(results: list[Result], path: Path) -> None:
     )
     if methods:
         figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize="small")
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, format="png")

@@ -237,7 +237,7 @@ def rounds(
 ) -> tuple[dict[str, list[Sample]], list[str]]:
     """All methods in turn, `repeats` times: per method one sample each time, and why those left out failed."""
     samples: dict[str, list[Sample]] = {method: [] for method in methods}
-    failed = []
+    failed: list[str] = []
     for i in range(repeats):
         for j, method in enumerate(methods):
             if method not in samples or (failed and len(samples) == 1):

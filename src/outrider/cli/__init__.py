@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
+from collections.abc import Callable
 
 import typer
 
@@ -14,6 +16,8 @@ from outrider.cli.generate import generate
 from outrider.cli.info import info
 from outrider.cli.train import train_app
 from outrider.errors import OutriderError
+
+FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO
 
 app = typer.Typer(
     name="outrider",
@@ -31,10 +35,14 @@ app.add_typer(train_app, name="train")
 app.command()(info)
 
 
-def main() -> None:
-    """Entry point of `outrider`."""
+def main(command: Callable[[], object] = app) -> None:
+    """Entry point of `outrider`, and of other commands that end as it does."""
     try:
-        app()
+        try:
+            command()
+        except SystemExit:
+            sys.stdout.flush()  # here, where it can be told that it fails
+            raise
     except OutriderError as error:
         print(f"outrider: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
@@ -43,3 +51,9 @@ def main() -> None:
     except BrokenPipeError:  # the reader of our output has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        print(f"outrider: {error.filename or 'the output'} cannot be written: {error.strerror}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left of it
+        sys.exit(2)

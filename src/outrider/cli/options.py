@@ -119,11 +119,14 @@ def clean(sampling: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_ints(text: str, option: str) -> list[int]:
-    """Numbers with commas between them. Raises ConfigError, naming the option."""
+    """Numbers of at least 1, with commas between them. Raises ConfigError, naming the option."""
     try:
-        return [int(part) for part in text.replace("_", "").split(",")]
+        found = [int(part) for part in text.replace("_", "").split(",")]
     except ValueError:
         raise ConfigError(f"{option} must be whole numbers with commas, such as 4096,32768, not {text!r}") from None
+    if min(found) < 1:
+        raise ConfigError(f"{option} must be whole numbers of at least 1, not {text}")
+    return found
 
 
 def read_json(text: str, flag: str) -> dict[str, Any]:

@@ -23,8 +23,8 @@ class Cascade(Nested):
     """`drafter`: what would be a `speculative_config`; `view`: which keys verify its guesses (kv/views.py)."""
 
     num_speculative_tokens: int = 8
-    view: str = "retrieval:budget=4096"
-    drafter: Any = field(default_factory=lambda: {"method": "ngram"})
+    view: str = "retrieval:budget=4096"  # what the drafts are verified through first
+    drafter: Any = field(default_factory=lambda: {"method": "ngram"})  # a config of any method; as JSON only
 
     def __post_init__(self) -> None:
         if isinstance(self.drafter, Mapping) and "acceptance_method" in self.drafter:

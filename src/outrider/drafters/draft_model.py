@@ -21,8 +21,8 @@ class DraftModel(Autoregressive):
     """`model`: folder, hub id or embedded name. Its vocabulary must be the target's, up to padding rows."""
 
     num_speculative_tokens: int = 4
-    model: str = ""
-    kv: str = ""  # all keys
+    model: str = ""  # required: a folder, a hub id or `tiny-draft`
+    kv: str = ""  # a short cache of its own, such as streaming:budget=256; default: all keys
 
     def __post_init__(self) -> None:
         if not self.model:

@@ -81,8 +81,8 @@ class Lookahead(Drafter):
     window_size: int = 3  # W: columns of the window
     ngram_size: int = 5  # N: lade's LEVEL
     guess_set_size: int = 3  # G: n-grams kept for each first token
-    pool_from_prompt: bool = True
-    shared_pool: bool = False
+    pool_from_prompt: bool = True  # n-grams of the prompt are guesses, too
+    shared_pool: bool = False  # one pool for all sequences
 
     def __post_init__(self) -> None:
         for option, least in (("window_size", 1), ("ngram_size", 2), ("guess_set_size", 1)):

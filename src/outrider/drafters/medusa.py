@@ -68,7 +68,7 @@ class Medusa(Drafter):
     """Guesses with heads that were trained for the target."""
 
     num_speculative_tokens: int = 5  # nodes of the tree
-    model: str = ""
+    model: str = ""  # required: a folder of heads, a hub id or `tiny-medusa`
     choices: list[list[int]] | None = None  # paths of ranks, parents first; default: grown from the heads' accuracies
 
     def __post_init__(self) -> None:

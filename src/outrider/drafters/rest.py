@@ -30,7 +30,7 @@ class Rest(Drafter):
     """`datastore`: path of a store, built with the target's tokenizer. `num_speculative_tokens`: nodes of a draft."""
 
     num_speculative_tokens: int = 16
-    datastore: str = ""
+    datastore: str = ""  # required: a file that `outrider datastore build` made
     max_token_span: int = 16  # longest suffix to match; the shortest is 2
     max_continuation: int = 10  # tokens copied of an occurrence
     tree: bool = False  # propose branches too; without the kernels, accepting another than the first costs `bitwise`

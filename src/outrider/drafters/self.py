@@ -19,7 +19,7 @@ class SelfDraft(Autoregressive):
     """`view`: which keys it sees, such as `retrieval:budget=4096,chunk=8` (kv/views.py)."""
 
     num_speculative_tokens: int = 4
-    view: str = "streaming:budget=512"
+    view: str = "streaming:budget=512"  # what the target drafts through
 
     def __post_init__(self) -> None:
         parse(self.view)

@@ -21,11 +21,11 @@ class TriForce(Nested):
     """`model`: the draft model, as for `draft_model`."""
 
     num_speculative_tokens: int = 6
-    model: str = ""
-    retrieval_budget: int = 4096
-    chunk_size: int = 8
-    draft_cache_budget: int = 256
-    inner_speculative_tokens: int = 2
+    model: str = ""  # required: the draft model
+    retrieval_budget: int = 4096  # keys that the view sees
+    chunk_size: int = 8  # keys chosen together
+    draft_cache_budget: int = 256  # keys that the draft model sees
+    inner_speculative_tokens: int = 2  # tokens of one draft of the draft model
 
     def __post_init__(self) -> None:
         if not self.model:

@@ -59,8 +59,8 @@ def train(
     """Train heads on texts or JSON lines, write them into folder `output`, and return accuracies[head][rank].
 
     Every so many steps the state is kept and `report` called. Raises ConfigError for an output folder that holds
-    something, cannot be written or has nothing to resume, and for too little data; CheckpointError for a checkpoint that
-    is damaged, and for a loss that is not finite.
+    something, cannot be written or has nothing to resume, and for too little data; CheckpointError for a damaged
+    checkpoint, and for a loss that is not finite.
     """
     s, keep = settings, output / "checkpoint"
     begun = (keep / "state.pt").is_file()

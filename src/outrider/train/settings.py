@@ -31,6 +31,11 @@ class Settings:
         for name, low in least.items():
             if (value := getattr(self, name)) < low:
                 raise ConfigError(f"{name} must be at least {low}, not {value}")
+        for name, high in {"layers": 64, "batch": 2**16}.items():  # length bounds the heads
+            if (value := getattr(self, name)) > high:
+                raise ConfigError(f"{name} must be at most {high}, not {value}")
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed must be a whole number of at least 0 and below 2**63, not {self.seed}")
         if not 0 <= self.generated <= 1:
             raise ConfigError(f"generated is a share between 0 and 1, not {self.generated}")
         if not 0 < self.lr < 1:
