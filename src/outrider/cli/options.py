@@ -41,13 +41,16 @@ HELP = {
 }
 
 
-def _named(model: str | None) -> str | None:
+def check_model(model: str | None) -> str | None:
+    """Refuse an empty name, which would mean the current folder."""
     if model is not None and not model.strip():
         raise ConfigError("--model is empty; give a folder, a hub id or an embedded model, such as tiny")
     return model
 
 
-Model = Annotated[str, typer.Option(callback=_named, help="Folder, hub id, or an embedded model: tiny, tiny-draft.")]
+Model = Annotated[
+    str, typer.Option(callback=check_model, help="Folder, hub id, or an embedded model: tiny, tiny-draft.")
+]
 Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 Quantization = Annotated[str | None, typer.Option(help="int8 or int4: round the weights while loading.")]
