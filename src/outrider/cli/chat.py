@@ -210,10 +210,17 @@ def _spoken(config: SpeculativeConfig) -> str:
     return f"{config.method}:{options}" if options else config.method
 
 
+def _read_plainly(mark: str) -> str:
+    try:
+        return input()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"standard input is not text: {error}") from None
+
+
 def _reader(commands: list[str]) -> Callable[[str], str]:
-    """What reads a line after a mark: with a history and completion at a terminal, else plainly and without the mark."""
+    """What reads a line behind a mark: with history and completion at a terminal, else plainly and without the mark."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        return lambda mark: input()
+        return _read_plainly
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import WordCompleter
     from prompt_toolkit.history import FileHistory, History, InMemoryHistory
@@ -225,14 +232,14 @@ def _reader(commands: list[str]) -> Callable[[str], str]:
             with contextlib.suppress(OSError):
                 super().store_string(string)
 
-    path = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "outrider" / "history"
-    history: History = Remembered(path)
-    try:
+    history: History = InMemoryHistory()
+    with contextlib.suppress(OSError, RuntimeError):  # no home, no room, no permission
+        home = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+        path = home / "outrider" / "history"
         path.parent.mkdir(parents=True, exist_ok=True)
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # what is said here is nobody else's business
         path.chmod(0o600)
-    except OSError:
-        history = InMemoryHistory()
+        history = Remembered(path)
     completer = WordCompleter(commands, sentence=True)
     session: PromptSession[str] = PromptSession(history=history, completer=completer, complete_while_typing=False)
     return session.prompt

@@ -46,7 +46,7 @@ def put(text: str, style: str = "", end: str = "") -> None:
 
 def put_json(data: Any) -> None:
     """One JSON object on a line of standard output. What steers a terminal is escaped as JSON escapes it."""
-    text = json.dumps(data, ensure_ascii=False)
+    text = json.dumps(data, ensure_ascii=False, default=str)
     print(STEERING.sub(lambda found: f"\\u{ord(found[0]):04x}", text), flush=True)
 
 

@@ -16,10 +16,10 @@ Riders, which no verification pays for, are not counted in the budget.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from outrider.config import SpeculativeConfig, option
+from outrider.config import SpeculativeConfig
 from outrider.draft import Draft, Verdict
 from outrider.drafters import create
 from outrider.errors import ConfigError
@@ -33,8 +33,8 @@ class Merge(Drafter):
     """`drafters`: what would be a `speculative_config` each, at least one, the most trusted first."""
 
     num_speculative_tokens: int = 8
-    drafters: list[Any] = option(
-        [], "required: who guesses, a speculative_config each, the most trusted first, in JSON"
+    drafters: list[Any] = field(
+        default_factory=list, metadata={"help": "required: a speculative_config each, the most trusted first, in JSON"}
     )
 
     def __post_init__(self) -> None:
