@@ -254,6 +254,11 @@ class SamplingParams:
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
 
+def option(default: Any, help: str) -> Any:
+    """A drafter's field with what it means, for `outrider info`."""
+    return field(default=default, metadata={"help": help})
+
+
 @dataclass(frozen=True)
 class SpeculativeConfig:
     """Which drafter, its draft length, and its options: `{"method": "ngram", "num_speculative_tokens": 8, ...}`.
