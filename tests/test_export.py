@@ -11,6 +11,7 @@ from test_gguf import Kind, write
 from test_truth import LLAMA3, check, prompt_of, reference, rope
 
 from outrider import LLM, export
+from outrider.cli import main
 from outrider.errors import ConfigError, ModelNotFound
 from outrider.load import embedded, read_tokenizer
 
@@ -69,3 +70,12 @@ def test_what_cannot_be(make_checkpoint, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="No space left"):
         export.export(folder, target)
     assert not target.exists() and not list(tmp_path.glob("*.partial"))
+
+
+def test_the_command(make_checkpoint, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["outrider", "export", str(make_checkpoint()), str(tmp_path / "out")])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    told = capsys.readouterr()
+    assert ended.value.code in (0, None) and told.out == "" and "MB of weights" in told.err
+    assert LLM(tmp_path / "out", device="cpu").generate([[1, 2]], max_tokens=2)

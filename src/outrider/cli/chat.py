@@ -22,11 +22,11 @@ from outrider.cli.options import (
     Device,
     Dtype,
     MaxModelLen,
-    Model,
     Quantization,
     Reporter,
     Speculate,
     SpeculativeJson,
+    check_model,
     clean,
     load_llm,
     sampling_flags,
@@ -52,7 +52,12 @@ MORE = "Ctrl-C stops an answer. End a line with \\ to go on in the next."
 @sampling_flags("n", "logprobs", temperature=0.7, max_tokens=512)
 def chat(
     *,
-    model: Model = "tiny",
+    model: Annotated[
+        str | None,
+        typer.Option(
+            callback=check_model, help="Folder, GGUF file, hub id or embedded model. [default: smollm2, or tiny]"
+        ),
+    ] = None,
     speculate: Speculate = None,
     speculative_config: SpeculativeJson = None,
     dtype: Dtype = "auto",
@@ -65,9 +70,18 @@ def chat(
     """Talk with a model. Ctrl-C stops an answer, not the program; /help lists the commands."""
     config = speculative(speculate, speculative_config)
     with Reporter() as reporter:
-        llm = load_llm(model, config, dtype, device, reporter, max_model_len=max_model_len, quantization=quantization)
+        llm = load_llm(
+            model or _default(), config, dtype, device, reporter, max_model_len=max_model_len, quantization=quantization
+        )
         llm.render([{"role": "user", "content": "?"}])  # no chat template: say so before the first question
         Conversation(llm, sampling, system, reporter).loop()
+
+
+def _default() -> str:
+    """The model that talks best of those that are there without a download."""
+    from outrider.load import PACKAGED, packaged
+
+    return PACKAGED if packaged() else "tiny"
 
 
 class Conversation:

@@ -49,7 +49,7 @@ def check_model(model: str | None) -> str | None:
 
 
 Model = Annotated[
-    str, typer.Option(callback=check_model, help="Folder, hub id, or an embedded model: tiny, tiny-draft.")
+    str, typer.Option(callback=check_model, help="Folder, GGUF file, hub id, smollm2, or embedded: tiny, tiny-draft.")
 ]
 Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
