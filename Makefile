@@ -1,7 +1,7 @@
 # make demo   sets everything up and writes text with the embedded model, plainly and speculatively
 # make test   sets everything up and runs the tests
 # make check  linters, types and import layers
-# make sanitize   the kernels' tests under the address and undefined-behaviour sanitizers; then builds them plainly again
+# make sanitize   the kernels' tests under the address and undefined-behaviour sanitizers, and a stress under the thread sanitizer
 # make docs   the tables in README.md and docs/ again, from bench/results and the code
 # make bench  the tables of README.md (half an hour on 2 cores; DATA is the folder that docs/benchmarks.md describes)
 
@@ -38,11 +38,13 @@ check: .venv/ready
 	$(BIN)/mypy
 	$(BIN)/pytest tests/test_imports.py
 
+# Builds lie beside the installed kernels, which stay as they are.
 sanitize: .venv/ready
-	$(BIN)/pip install --quiet --editable . --no-deps -C cmake.define.OUTRIDER_SANITIZE=ON
+	for kind in thread address; do $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+		--target build/$$kind -C cmake.define.OUTRIDER_SANITIZE=$$kind . || exit 1; done
+	build/thread/outrider/ops/stress
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
-		$(BIN)/pytest tests/test_native.py tests/test_attention.py tests/test_quantize.py; status=$$?; \
-		$(BIN)/pip install --quiet --editable . --no-deps; exit $$status
+		OMP_NUM_THREADS=1 $(BIN)/python tests/sanitized.py build/address/outrider/ops tests/test_native.py tests/test_attention.py
 
 docs: .venv/ready
 	$(BIN)/python -m tools docs

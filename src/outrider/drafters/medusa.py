@@ -20,7 +20,7 @@ import heapq
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
+from outrider.config import option
 from outrider.draft import Draft, Verdict
 from outrider.errors import CheckpointError, ConfigError, VocabularyMismatch
 from outrider.load import find
@@ -67,9 +68,11 @@ def grow(accuracies: Accuracies, k: int) -> list[Ranks]:
 class Medusa(Drafter):
     """Guesses with heads that were trained for the target."""
 
-    num_speculative_tokens: int = 5  # nodes of the tree
-    model: str = ""  # required: a folder of heads, a hub id or `tiny-medusa`
-    choices: list[list[int]] | None = None  # paths of ranks, parents first; default: grown from the heads' accuracies
+    num_speculative_tokens: int = option(5, "nodes of the tree")
+    model: str = option("", "required: the heads; a folder, hub id or embedded name")
+    choices: list[list[int]] | None = field(
+        default=None, metadata={"help": "paths of ranks, in JSON; default: grown from the heads' accuracies"}
+    )
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -158,7 +161,7 @@ class Medusa(Drafter):
             logits = list(torch.split(self.target.logits(torch.cat(states)), len(seqs)))
         found: list[list[list[int]]] = [[] for _ in seqs]
         for own in logits:
-            if self.acceptance_method in ("coupled", "typical"):  # the other rules' coins know nothing of Law 1's noise
+            if not seqs[0].rule.flips_coins:  # coins know nothing of Law 1's noise
                 own = scores(own, [Row(seq, [tokens[0] for tokens in f]) for seq, f in zip(seqs, found, strict=True)])
             with few_threads(own):
                 best = own.topk(min(width, own.shape[-1])).indices.tolist()
@@ -170,8 +173,7 @@ class Medusa(Drafter):
 def _draft(tree: list[Ranks], candidates: list[list[int]]) -> Draft:
     """Sorted, so that the path of first ranks comes first: tokens accepted along it lie where plain decoding's do."""
     tree = [path for path in sorted(tree) if max(path) < len(candidates[0])]  # a vocabulary may be tiny
-    at = {path: i for i, path in enumerate(tree)} | {(): -1}
-    return Draft([candidates[len(path) - 1][path[-1]] for path in tree], [at[path[:-1]] for path in tree])
+    return Draft.of_paths([[own[rank] for own, rank in zip(candidates, path, strict=False)] for path in tree])
 
 
 def _paths(choices: list[list[int]]) -> list[Ranks]:

@@ -33,7 +33,9 @@ class Merge(Drafter):
     """`drafters`: what would be a `speculative_config` each, at least one, the most trusted first."""
 
     num_speculative_tokens: int = 8
-    drafters: list[Any] = field(default_factory=list)  # required: configs of the methods to merge; as JSON only
+    drafters: list[Any] = field(
+        default_factory=list, metadata={"help": "required: a speculative_config each, the most trusted first, in JSON"}
+    )
 
     def __post_init__(self) -> None:
         if not isinstance(self.drafters, (list, tuple)) or not self.drafters:
@@ -49,7 +51,6 @@ class Merge(Drafter):
         """Attach each drafter."""
         self.vocab = target.model.config.vocab_size
         for part in self.parts:
-            part.acceptance_method = self.acceptance_method
             part.attach(target, load)
 
     def propose(self, seqs: list[Sequence], k: int) -> list[Draft]:
@@ -78,7 +79,7 @@ class Merge(Drafter):
     def _seen_by(
         self, i: int, seqs: list[Sequence], verdicts: list[Verdict], output: Output
     ) -> tuple[list[Verdict], Output]:
-        own_verdicts, own = [], replace(output, logits=[], hidden=[], drafts=[])
+        own_verdicts, own = [], Output([], [], [], output.flat)
         for at, (seq, verdict, draft) in enumerate(zip(seqs, verdicts, output.drafts, strict=True)):
             merged, where = self.merged.get(seq.id, (draft, []))
             order = list(range(len(draft)))

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from outrider.config import option
 from outrider.datastore import Store
 from outrider.draft import Draft
 from outrider.errors import ConfigError
@@ -29,11 +30,11 @@ HITS = 128  # occurrences that are looked at, evenly spread over all
 class Rest(Drafter):
     """`datastore`: path of a store, built with the target's tokenizer. `num_speculative_tokens`: nodes of a draft."""
 
-    num_speculative_tokens: int = 16
-    datastore: str = ""  # required: a file that `outrider datastore build` made
-    max_token_span: int = 16  # longest suffix to match; the shortest is 2
-    max_continuation: int = 10  # tokens copied of an occurrence
-    tree: bool = False  # propose branches too; without the kernels, accepting another than the first costs `bitwise`
+    num_speculative_tokens: int = option(16, "nodes of a draft")
+    datastore: str = option("", "required: a file made by `outrider datastore build`")
+    max_token_span: int = option(16, "longest suffix to match, in tokens; the shortest is 2")
+    max_continuation: int = option(10, "tokens copied of an occurrence")
+    tree: bool = option(False, "guess branches, too; without the kernels, taking another than the first costs bitwise")
 
     def __post_init__(self) -> None:
         if not self.datastore:
@@ -71,6 +72,5 @@ def follow(rows: list[list[int]], k: int) -> Draft:
 def grow(rows: list[list[int]], k: int) -> Draft:
     """The tree of the k most frequent beginnings, short ones first. A parent counts no less than its children."""
     counts = Counter(tuple(row[:n]) for row in rows for n in range(1, len(row) + 1))
-    nodes = sorted(counts, key=lambda node: (-counts[node], len(node)))[:k]
-    index = {node: i for i, node in enumerate(nodes)} | {(): -1}
-    return Draft([node[-1] for node in nodes], [index[node[:-1]] for node in nodes])
+    paths = sorted(counts, key=lambda path: (-counts[path], len(path)))
+    return Draft.of_paths(paths, k)

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
+from outrider.config import option
 from outrider.draft import Draft
 from outrider.errors import ConfigError
 from outrider.sequence import Sequence
@@ -84,14 +85,13 @@ def follow(text: Tokens[int], places: list[int], size: int, least: float, width:
 
     The likeliest paths come first, none below `least`. A copy that reaches the end of the text goes on into itself.
     """
-    draft, worth, order = Draft(), 0.0, 0
-    heap: list[tuple[float, int, int, list[int], list[int]]] = [(-1.0, 0, -1, [], places)]
-    while heap and len(draft) < size:
-        cost, _, parent, path, places = heapq.heappop(heap)  # cost: minus the path's probability
+    paths, worth, order = list[list[int]](), 0.0, 0
+    heap: list[tuple[float, int, list[int], list[int]]] = [(-1.0, 0, [], places)]
+    while heap and len(paths) < size:
+        cost, _, path, places = heapq.heappop(heap)  # cost: minus the path's probability
         if path:
             worth -= cost
-            draft.tokens.append(path[-1])
-            draft.parents.append(parent)
+            paths.append(path)
         after: dict[int, list[int]] = {}
         for at in places:
             token = text[at] if at < len(text) else path[at - len(text)]
@@ -101,8 +101,8 @@ def follow(text: Tokens[int], places: list[int], size: int, least: float, width:
         for token, going in heapq.nsmallest(width, after.items(), key=lambda item: -len(item[1])):
             if -cost * len(going) / total >= least:
                 order += 1
-                heapq.heappush(heap, (cost * len(going) / total, order, len(draft) - 1, [*path, token], going))
-    return worth, draft
+                heapq.heappush(heap, (cost * len(going) / total, order, [*path, token], going))
+    return worth, Draft.of_paths(paths if width > 1 else paths[-1:])
 
 
 @dataclass
@@ -110,11 +110,11 @@ class Suffix(Drafter):
     """Goes on as the sequence, and outputs before it, did after the same tokens."""
 
     num_speculative_tokens: int = 16
-    suffix_decoding_max_tree_depth: int = 24  # longest match, in tokens
-    suffix_decoding_max_cached_requests: int = 10000  # earlier outputs remembered, oldest out first; 0 = none
-    suffix_decoding_max_spec_factor: float = 1.0  # guesses per matched token
-    suffix_decoding_min_token_prob: float = 0.1  # no guess below this estimated probability
-    tree: bool = False  # may guess several ways on; without the kernels, taking another than the first costs `bitwise`
+    suffix_decoding_max_tree_depth: int = option(24, "longest match, in tokens")
+    suffix_decoding_max_cached_requests: int = option(10000, "earlier outputs remembered; 0: none")
+    suffix_decoding_max_spec_factor: float = option(1.0, "guesses per matched token")
+    suffix_decoding_min_token_prob: float = option(0.1, "no guess below this estimated probability")
+    tree: bool = option(False, "guess branches, too; without the kernels, taking another than the first costs bitwise")
 
     def __post_init__(self) -> None:
         for name, low, high in (("max_tree_depth", 1, 1e9), ("max_cached_requests", 0, 1e9),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.config import SpeculativeConfig
+from outrider.config import SpeculativeConfig, option
 from outrider.drafters import create
 from outrider.errors import ConfigError
 from outrider.kv import parse
@@ -21,16 +21,16 @@ class TriForce(Nested):
     """`model`: the draft model, as for `draft_model`."""
 
     num_speculative_tokens: int = 6
-    model: str = ""  # required: the draft model
-    retrieval_budget: int = 4096  # keys that the view sees
-    chunk_size: int = 8  # keys chosen together
-    draft_cache_budget: int = 256  # keys that the draft model sees
-    inner_speculative_tokens: int = 2  # tokens of one draft of the draft model
+    model: str = option("", "required: folder, hub id or embedded name of the draft model")
+    retrieval_budget: int = option(4096, "keys that the target sees when it verifies inside")
+    chunk_size: int = option(8, "keys that are retrieved together")
+    draft_cache_budget: int = option(256, "keys that the draft model keeps")
+    inner_speculative_tokens: int = option(2, "tokens that the draft model guesses at a time")
 
     def __post_init__(self) -> None:
         if not self.model:
             raise ConfigError("method triforce needs a 'model', such as {'method': ..., 'model': 'tiny-draft'}")
         options = {"model": self.model, "kv": f"streaming:budget={self.draft_cache_budget}"}
         self.inner = create(SpeculativeConfig("draft_model", self.inner_speculative_tokens, options=options))
-        self.spec = f"retrieval:budget={self.retrieval_budget},chunk={self.chunk_size}"
-        parse(self.spec)
+        self.view = f"retrieval:budget={self.retrieval_budget},chunk={self.chunk_size}"
+        parse(self.view)

