@@ -7,6 +7,7 @@ knows neither caches nor masks, it calls `kv.attend` (Law 4).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
@@ -44,10 +45,13 @@ class Attends(Protocol):
 
 @dataclass
 class Model:
-    """Weights and the forward. `embedding` (vocab, hidden) may be a mapped file in the checkpoint's own dtype."""
+    """Weights and the forward.
+
+    `embedding` (vocab, hidden) may be a mapped file in the checkpoint's own dtype, or what gives its rows by their ids.
+    """
 
     config: ModelConfig
-    embedding: Tensor
+    embedding: Tensor | Callable[[Tensor], Tensor]
     layers: list[Layer]
     norm: Tensor
     head: Linear  # hidden -> vocab
@@ -70,7 +74,7 @@ class Model:
         plan it understands.
         """
         c = self.config
-        x = F.embedding(torch.tensor(tokens, device=self.device), self.embedding).to(self.dtype)
+        x = self.embed(torch.tensor(tokens, device=self.device))
         cos, sin = self.rotary(positions, lengths)
         eps = c.rms_norm_eps
         for i, layer in enumerate(self.layers):
@@ -80,6 +84,11 @@ class Model:
             x = layer.o(kv.attend(i, q, k, v, plan), residual=x)
             x = layer.down(layer.gate_up(x, layer.post_norm, eps), residual=x)
         return rms_norm(x, self.norm, eps)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """(n, hidden) in the model's dtype, for ids (n,)."""
+        table = self.embedding
+        return (F.embedding(tokens, table) if isinstance(table, Tensor) else table(tokens)).to(self.dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(n, vocab) float32 from final hidden states (n, hidden)."""

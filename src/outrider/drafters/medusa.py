@@ -147,7 +147,7 @@ class Medusa(Drafter):
         """Per sequence and head the `width` tokens that are most expected."""
         x = torch.stack([hidden[row] for _, _, hidden, row in (self.seen[seq.id] for seq in seqs)])
         last = torch.tensor([seq.tokens[-1] for seq in seqs], device=x.device)
-        token = TOKEN_NORM * F.normalize(F.embedding(last, self.target.embedding).to(x.dtype))
+        token = TOKEN_NORM * F.normalize(self.target.embed(last))
         states = []
         for head in self.heads:
             state = x

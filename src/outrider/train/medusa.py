@@ -218,13 +218,13 @@ class Heads(torch.nn.ModuleList):
             heads.append(torch.nn.ModuleList([*blocks, *own]))
         super().__init__(heads)
         self.to(model.device)
-        self.embedding, self.settings = model.embedding, s
+        self.embed, self.settings = model.embed, s
 
     def logits(self, i: int, hidden: Tensor, last: Tensor) -> Tensor:
         """(rows, vocab) float32 of head i for hidden states (rows, hidden) and the tokens chosen from them (rows,)."""
         s, state = self.settings, hidden.float()
         head: Any = self[i]
-        token = TOKEN_NORM * F.normalize(F.embedding(last, self.embedding).float())
+        token = TOKEN_NORM * F.normalize(self.embed(last).float())
         for j in range(s.layers):
             state = head[j](state, *[token] * (j == 0 and s.sees_token))
         return head[-1](state) if s.own_projection else F.linear(state.to(self.shared.dtype), self.shared).float()
