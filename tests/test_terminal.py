@@ -147,7 +147,7 @@ def test_a_hostile_model_writes_visible_text(run, say, monkeypatch):
 
 
 def test_visible_keeps_what_is_harmless():
-    text = "Zoë\t日本\nمرحبا 👩‍👩‍👧"
+    text = "Zoë\t日本\nשלמ 👩‍👩‍👧"
     assert visible(text) == text
     assert visible("a\udcffb\x85") == r"a\udcffb\x85"
     assert as_line("a\n b\x1c c") == r"a b\x1c c" and len(as_line("x" * 5000)) < 1100
