@@ -90,6 +90,15 @@ assert os.environ["GOMP_SPINCOUNT"] == "2000"
     assert f"outrider {outrider.__version__}" in done.stdout and done.stdout.endswith("generate\n")
 
 
+def test_the_public_face_hides_no_cause(monkeypatch):
+    def broken(name):
+        raise AttributeError("the kernels are old")
+
+    monkeypatch.setattr(outrider, "import_module", broken)
+    with pytest.raises(ImportError, match="the kernels are old"):
+        outrider.__getattr__("LLM")
+
+
 def test_the_public_face_is_lazy_and_whole():
     stub = (Path(outrider.__file__).with_name("__init__.pyi")).read_text()
     for name in outrider.__all__:
