@@ -23,6 +23,7 @@ ACCEPTANCE_METHODS = {  # what decides which drafted tokens stay (verify.py), an
     "block": "exact in law; never accepts less than rejection; trees fall back to it",
     "typical": "LOSSY: keeps what the target finds typical (Medusa), so the text is not the target's own",
 }
+MOST_OUTPUTS, MOST_LOGPROBS = 16384, 1024  # of one request: what is more would end in want of memory
 
 
 MOST_NODES = 256  # of a draft that can be accepted, and as many that only ride: beyond these no forward is cheap
@@ -246,6 +247,9 @@ class SamplingParams:
                 raise ConfigError(f"seed must be a 64-bit whole number or None, not {self.seed}")
         if self.logprobs is not None:
             whole("logprobs", 0, "a whole number of at least 0, or None")
+        for name, most in (("n", MOST_OUTPUTS), ("logprobs", MOST_LOGPROBS)):
+            if (getattr(self, name) or 0) > most:
+                raise ConfigError(f"{name} must be at most {most}, not {getattr(self, name)}")
         if self.temperature == 0 and self.n > 1:
             raise ConfigError(f"n={self.n} at temperature 0 would give the same output {self.n} times; use n=1")
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
