@@ -183,4 +183,6 @@ def check(spec: str) -> None:
 def make(spec: str, llm: LLM, configs: list[SpeculativeConfig], context: int) -> Peer:
     """A peer with the model of `llm`, for `context` tokens. Raises ConfigError if that cannot be."""
     name, _, weights = spec.partition(":")
+    if name != Ourselves.name and not (path := llm.checkpoint.path).is_dir():
+        raise ConfigError(f"peer {name} reads a checkpoint's folder, and {path} is a file; `outrider export` makes one")
     return PEERS[name].load(weights, llm, configs, context)
