@@ -20,7 +20,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+from outrider.config import MOST_NODES
 from outrider.draft import Draft, Verdict
+from outrider.drafters import check
 from outrider.errors import ConfigError
 from outrider.runner import Output
 from outrider.sampling import Row, choose, few_threads, likeliest
@@ -74,9 +76,9 @@ class Lookahead(Drafter):
     shared_pool: bool = False
 
     def __post_init__(self) -> None:
-        for option, least in (("window_size", 1), ("ngram_size", 2), ("guess_set_size", 1)):
-            if getattr(self, option) < least:
-                raise ConfigError(f"{option} must be at least {least}, not {getattr(self, option)}")
+        check(self, window_size=(1, MOST_NODES), ngram_size=(2, 16), guess_set_size=(1, MOST_NODES))
+        if (nodes := self.window_size * (self.ngram_size - 1)) > MOST_NODES:
+            raise ConfigError(f"window_size * (ngram_size - 1) must be at most {MOST_NODES}, not {nodes}")
         if self.num_speculative_tokens < 0:
             self.num_speculative_tokens = self.guess_set_size * (self.ngram_size - 1)
         self.pool = Pool(self.guess_set_size)
