@@ -86,8 +86,9 @@ class Sequence:
         if self.mirror is None or len(self.mirror.tokens) > len(self.tokens):
             self.mirror = object.__new__(Mirror)
             lists: dict[str, Any] = {k: copy(v) for k, v in vars(self.params).items() if isinstance(v, (list, dict))}
-            own = {"params": replace(self.params, **lists), "tokens": Tokens(), "memory": {}, "metrics": SpecMetrics()}
-            vars(self.mirror).update(vars(self) | own | {"stop_check": None, "mirror": None})
+            own = {"tokens": Tokens(), "params": replace(self.params, **lists), "memory": {}, "stop_check": None}
+            own |= {"metrics": SpecMetrics(inner=self.metrics.inner), "mirror": None}
+            vars(self.mirror).update(vars(self) | own)
         list.extend(self.mirror.tokens, self.tokens[len(self.mirror.tokens) :])
         vars(self.mirror).update(rule=rule, finish_reason=self.finish_reason)
         return self.mirror
