@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Late
 from dataclasses import fields, replace
 from pathlib import Path
-from reprlib import repr as short
 from typing import Any, TypeVar, overload
 
 import numpy as np
@@ -20,7 +18,7 @@ from torch import Tensor
 from outrider import drafters
 from outrider.config import EngineConfig, SamplingParams, SpeculativeConfig, promised
 from outrider.engine import Engine, Request, TextStream, free_memory
-from outrider.errors import ConfigError, EmptyPrompt, RequestError, RequestTooLong
+from outrider.errors import ConfigError, EmptyPrompt, RequestError, RequestTooLong, brief
 from outrider.kv import DenseKV, OffloadKV
 from outrider.load import Checkpoint, Progress, check_vocabulary, load
 from outrider.outputs import GenerationOutput, TokenEvent
@@ -63,8 +61,6 @@ class LLM:
         quantization: str | None = None,
         **engine: Any,
     ) -> None:
-        if not isinstance(model, (str, os.PathLike, Checkpoint)) or model == "":
-            raise ConfigError(f"a model is a folder, a hub id, an embedded model's name or a Checkpoint, not {model!r}")
         self.engine_config = _make(EngineConfig, engine)
         config = SpeculativeConfig.of(speculative_config)
         drafters.create(config)  # a wrong option is known before anything is loaded
@@ -276,11 +272,11 @@ class LLM:
         if self.tokenizer is None or not (chat_template or getattr(self.tokenizer, "chat_template", None)):
             raise ConfigError("this model has no chat template; use generate")
         if not (chat_template is None or isinstance(chat_template, str)):
-            raise ConfigError(f"chat_template is the text of a template, not {short(chat_template)}")
+            raise ConfigError(f"chat_template is the text of a template, not {brief(chat_template)}")
         if not (chat_template_kwargs is None or isinstance(chat_template_kwargs, Mapping)):
-            raise ConfigError(f"chat_template_kwargs maps names to values, not {short(chat_template_kwargs)}")
+            raise ConfigError(f"chat_template_kwargs maps names to values, not {brief(chat_template_kwargs)}")
         if not _is_list(messages):
-            raise ConfigError(f"a conversation is a list of messages, not {short(messages)}")
+            raise ConfigError(f"a conversation is a list of messages, not {brief(messages)}")
         if not messages:
             raise EmptyPrompt("the conversation is empty; give at least one message")
         conversation = [_message(given) for given in messages]
@@ -366,10 +362,10 @@ def _message(given: Any) -> dict[str, Any]:
     if _is_list(content) and content:
         bad = [p for p in content if not (isinstance(p, Mapping) and p.get("type") == "text" and _is_text(p))]
         if bad:
-            raise ConfigError(f"a part of a message is {{'type': 'text', 'text': ...}}, not {short(bad[0])}")
+            raise ConfigError(f"a part of a message is {{'type': 'text', 'text': ...}}, not {brief(bad[0])}")
         content = "\n".join(part["text"] for part in content)  # as vLLM does
     if not isinstance(content, str):
-        raise ConfigError(f"a message is {{'role': ..., 'content': ...}}, not {short(given)}")
+        raise ConfigError(f"a message is {{'role': ..., 'content': ...}}, not {brief(given)}")
     return {**given, "content": content}
 
 
