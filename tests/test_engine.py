@@ -15,7 +15,7 @@ from helpers import ScriptedDrafter, assert_released, oracle, run, use
 
 from outrider import LLM, Draft, SamplingParams, speculate
 from outrider.engine import Engine
-from outrider.errors import ConfigError, OutOfMemory, OutriderError, RequestError
+from outrider.errors import ConfigError, DrafterError, OutOfMemory, OutriderError, RequestError
 from outrider.sequence import Sequence
 
 METHODS = {
@@ -300,6 +300,16 @@ def test_a_failing_drafter_is_switched_off(random_llm, caplog, where):
     assert "scripted" in record.getMessage() and "out of ideas" in record.getMessage()
     random_llm.speculative_config = {"method": "ngram"}
     assert random_llm.generate(PROMPTS[0], SAMPLED)[0].metrics["drafter_error"] is None
+
+
+@pytest.mark.parametrize("wrong", [lambda seqs: [], lambda seqs: None, lambda seqs: ["x" for _ in seqs]])
+def test_wrong_drafts_end_in_an_error_that_names_the_drafter(random_llm, wrong):
+    drafter = ScriptedDrafter(lambda seq, k: Draft())
+    drafter.propose = lambda seqs, k: wrong(seqs)
+    use(random_llm, drafter)
+    with pytest.raises(DrafterError, match="scripted"):
+        random_llm.generate(PROMPTS, SAMPLED)
+    assert_released(random_llm)
 
 
 def test_a_drafter_without_memory_is_asked_again(random_llm):
