@@ -13,6 +13,7 @@ import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from outrider.config import DEEPEST, MOST_DRAFTERS, Rule, SpeculativeConfig, instead, real, whole
@@ -82,7 +83,7 @@ def create(config: SpeculativeConfig) -> Drafter:
     _bound(config)
     kind = find(config.method)
     types = {f.name: getattr(f.type, "__name__", str(f.type)) for f in fields(kind) if f.init}  # a type or its name
-    given = dict(config.options)
+    given: dict[str, Any] = {k: str(v) if isinstance(v, Path) else v for k, v in config.options.items()}
     if config.num_speculative_tokens not in (None, "auto"):
         given["num_speculative_tokens"] = config.num_speculative_tokens
     for key, value in given.items():
