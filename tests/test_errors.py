@@ -383,3 +383,14 @@ def test_draft_models(tiny_llm, random_llm, make_checkpoint, tmp_path, still_wor
             llm.speculative_config = {"method": "draft_model", "model": str(draft)}
         assert llm.speculative_config.method == "none"
     assert tiny_llm.generate("Once", temperature=0, max_tokens=4)[0].token_ids == before
+
+
+@pytest.mark.parametrize("tensor", ["model.norm.weight", "model.layers.0.mlp.down_proj.weight", "lm_head.weight"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_not_finite(make_checkpoint, tmp_path, tensor, value):
+    folder = shutil.copytree(make_checkpoint(), tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    weights[tensor].view(-1)[7] = value
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with refused(CheckpointError, "not finite"):
+        LLM(folder, dtype="float32")
