@@ -593,3 +593,14 @@ def test_a_huge_prompt_is_refused_without_reading_it(tiny_llm, monkeypatch):
     word = "Once upon a time, there was. "
     text = word * (context // len(tiny_llm.encode(word)) - 2)
     assert len(tiny_llm.encode(text)) < context and tiny_llm.encode(text) == tiny_llm.tokenizer(text)["input_ids"]
+
+
+@pytest.mark.parametrize("tensor", ["model.norm.weight", "model.layers.0.mlp.down_proj.weight", "lm_head.weight"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_not_finite(make_checkpoint, tmp_path, tensor, value):
+    folder = shutil.copytree(make_checkpoint(), tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    weights[tensor].view(-1)[7] = value
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with refused(CheckpointError, "not finite"):
+        LLM(folder, dtype="float32")

@@ -195,7 +195,7 @@ def check_exactness(model: Model, kv: KVCache) -> str:
     across a key-block border: one at a time, as chains of many lengths, as the second branch of a tree if the attention
     promises that, and beside another sequence. All bit for bit, with as many threads as there are now. Where it does
     not promise it, a sequence that accepted another branch than the first counts as `law`: its keys lay in other slots.
-    Raises CheckpointError if any of that is NaN or infinite.
+    Raises CheckpointError if what comes out is not finite.
     """
     runner = Runner(model, kv, chunk=64)  # small chunks: the check should not set the peak of memory
     generator = torch.Generator().manual_seed(0)

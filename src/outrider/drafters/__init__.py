@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from outrider.config import DEEPEST, MOST_DRAFTERS, Rule, SpeculativeConfig, instead, real, whole
-from outrider.errors import ConfigError, brief, told
+from outrider.errors import ConfigError, OutriderError, brief, told
 from outrider.speculate import Drafter
 
 
@@ -97,7 +97,12 @@ def create(config: SpeculativeConfig) -> Drafter:
                 raise ConfigError(
                     f"option {key!r} of method {config.method!r} must be {types[key]}, not {brief(value)}"
                 )
-    return kind(**given)
+    try:
+        return kind(**given)
+    except OutriderError:
+        raise
+    except Exception as error:  # another package's code
+        raise ConfigError(f"method {config.method!r} does not accept these options: {told(error)}") from error
 
 
 def within(owner: str, config: Any) -> Drafter:
@@ -121,9 +126,7 @@ def _bound(config: SpeculativeConfig) -> None:
             continue
         left -= 1
         if depth > DEEPEST or left < 0:
-            raise ConfigError(
-                f"at most {MOST_DRAFTERS} drafters, and {DEEPEST} one within another, make sense together"
-            )
+            raise ConfigError(f"drafters in drafters: at most {MOST_DRAFTERS} in all, and {DEEPEST} one within another")
         several = options.get("drafters")
         nested += [(depth + 1, own) for own in (several[: left + 1] if isinstance(several, (list, tuple)) else ())]
         nested += [(depth + 1, options.get("drafter"))]
