@@ -21,7 +21,7 @@ from outrider.bench import report
 from outrider.bench import run as module
 from outrider.bench.report import Difference, Result, Sample
 from outrider.bench.run import Settings, label, run, sample
-from outrider.bench.suites import OPENINGS, load_suite
+from outrider.bench.suites import OPENINGS, SUITES, load_suite
 from outrider.cli import main
 from outrider.cli.bench import bench_app
 from outrider.errors import ConfigError, OutriderError, RequestTooLong, VocabularyMismatch
@@ -37,7 +37,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "HumanEval.jsonl.gz").write_bytes(gzip.compress(problems.encode()))
     stories = "\n<|endoftext|>\n".join(f"Story {i} " + "and then " * 30 for i in range(40))
     (folder / "tinystories.txt.xz").write_bytes(lzma.compress(stories.encode()))
-    questions = [json.dumps({"turns": [f"Question {i}?", "And then?"]}) for i in range(6)]
+    kinds = ["writing", "summarization", "humanities", "math_reasoning", "qa", "rag"]
+    questions = [json.dumps({"category": c, "turns": [f"Question {i}?", "And then?"]}) for i, c in enumerate(kinds)]
+    sums = [json.dumps({"question": f"{i} + {i}?", "answer": f"{2 * i}"}) for i in range(2)]
+    (folder / "gsm8k_test200.jsonl").write_text("\n".join(sums) + "\n")
     (folder / "spec_bench_half.jsonl").write_text("\n".join(questions) + "\n")
     with tarfile.open(folder / "books_eval.tar.xz", "w:xz") as archive:
         for name in ("b", "a"):
@@ -57,7 +60,11 @@ def llm() -> LLM:
 
 
 def test_prompts_are_spread_over_the_file(data: Path) -> None:
-    assert load_suite("code", 4, data).prompts == [f"def f{i}():\n" for i in (0, 2, 5, 7)]
+    assert load_suite("functions", 4, data).prompts == [f"def f{i}():\n" for i in (0, 2, 5, 7)]
+    assert load_suite("code", 1, data).prompts[0].endswith("```python\ndef f0():\n```")
+    assert load_suite("chat", 2, data).prompts == ["Question 0?", "Question 2?"]
+    assert load_suite("summarise", 1, data).prompts == ["Question 1?"]
+    assert load_suite("maths", 2, data).prompts == ["0 + 0?", "1 + 1?"]
     assert load_suite("spec-bench", 2, data).prompts == ["Question 0?", "Question 3?"]
     assert load_suite("spec-bench", 2, file=data / "spec_bench_half.jsonl").prompts == ["Question 0?", "Question 3?"]
     stories = load_suite("stories", 2, data)  # from the last tenth, 40 words each
@@ -67,6 +74,13 @@ def test_prompts_are_spread_over_the_file(data: Path) -> None:
     first, second, _ = load_suite("edit", 3, data).prompts
     assert first.startswith("Rewrite") and [w for w in first.split() if w[1:].isdigit()][0::299] == ["a50", "a349"]
     assert second.startswith("Summarise") and second.endswith(" a1649")
+
+
+def test_prompts_without_a_data_folder() -> None:
+    for name, kind in SUITES.items():
+        for i in range(len(kind.own or ())):
+            assert load_suite(name, len(kind.own or ())).prompts[i].strip()
+    assert load_suite("edit", 3).prompts[2].startswith("Quote") and load_suite("edit", 1).source == "built-in"
 
 
 def test_messages_use_the_chat_template_if_there_is_one(data: Path, llm: LLM) -> None:
@@ -79,7 +93,7 @@ def test_messages_use_the_chat_template_if_there_is_one(data: Path, llm: LLM) ->
 @pytest.mark.parametrize(
     ("name", "count", "message"),
     [
-        ("poems", 1, "suite 'poems' is unknown; valid: stories, code, edit, spec-bench"),
+        ("poems", 1, "suite 'poems' is unknown; valid: chat, code, maths"),
         ("code", 11, r"suite code has 10 prompts \(HumanEval.jsonl.gz\); prompts must be 1 to that, not 11"),
         ("code", 0, "prompts must be 1"),
     ],
@@ -90,8 +104,10 @@ def test_what_no_suite_can_give(data: Path, name: str, count: int, message: str)
 
 
 def test_missing_and_damaged_data(data: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"code needs HumanEval\.jsonl\.gz, but no data folder is given; .* --data"):
-        load_suite("code", 1)
+    with pytest.raises(ConfigError, match=r"needs spec_bench_half\.jsonl, but no data folder is given; .* --data"):
+        load_suite("spec-bench", 1)
+    with pytest.raises(ConfigError, match=r"tinystories\.txt\.xz is not there; pass its folder"):
+        load_suite("stories", 1, tmp_path)
     with pytest.raises(ConfigError, match=r"books_eval\.tar\.xz is not there; pass its folder"):
         load_suite("edit", 1, tmp_path)
     with pytest.raises(ConfigError, match="or the file itself with --file"):
@@ -212,6 +228,8 @@ def test_a_run_writes_lines_table_and_plot(done: Path) -> None:
     plain, _, draft = results[:3]
     assert plain.speedup == plain.speedup_min == plain.speedup_max == plain.acceptance_length == 1
     assert plain.draft_acceptance_rate is None and draft.draft_acceptance_rate and draft.acceptance_length > 1
+    assert [r.new_tokens is None for r in results] == [True] * 3 + [False] * 3  # `edit` are messages: answers may end
+    assert all(r.new_tokens is None or 2 <= r.new_tokens <= 48 for r in results)
     assert draft.speculative_config == {"method": "draft_model", "acceptance_method": "coupled",
                                         "model": "tiny-draft", "num_speculative_tokens": 3}  # fmt: skip
     assert (done / "speedup.png").read_bytes()[:4] == b"\x89PNG"
@@ -310,12 +328,12 @@ def test_transformers_as_a_peer() -> None:
     ("args", "message"),
     [
         (["--suite", "poems"], "suite 'poems' is unknown"),
-        (["--suite", "code"], "pass its folder with --data or OUTRIDER_DATA"),
+        (["--suite", "spec-bench"], "pass its folder with --data or OUTRIDER_DATA"),
         (["--speculative-config", "{"], "--speculative-config is not JSON"),
         (["--speculate", "ngram:k=x"], "num_speculative_tokens must be"),
         (["--temperature", "-1"], "temperature must be at least 0"),
         (["--output", __file__], "cannot be a folder"),
-        (["--suite", "stories,,"], "a comma too many; valid: stories, code"),
+        (["--suite", "stories,,"], "a comma too many; valid: chat, code"),
         (["--threads", str(2**40)], "threads must be at least 1 and at most 1024"),
         (["--threads", "-1"], "threads must be at least 1"),
         (["--seed", str(2**64)], "seed must be a 64-bit"),
