@@ -174,11 +174,12 @@ class Linear:
         them does not fit.
         """
         rows, inputs = x.shape
-        if inputs != self.in_features or x.dtype != self.dtype:
+        if inputs != self.in_features or x.dtype != self.dtype or (self.native and not x.is_cpu):
             raise ValueError(
-                f"x is {tuple(x.shape)} {x.dtype}; these weights take (rows, {self.in_features}) {self.dtype}"
+                f"x is {tuple(x.shape)} {x.dtype} on {x.device}; "
+                f"these weights take (rows, {self.in_features}) {self.dtype}"
             )
-        if dtype not in (None, x.dtype, torch.float32):
+        if dtype is not None and dtype not in (x.dtype, torch.float32):
             raise ValueError(f"a product of {x.dtype} comes as {x.dtype} or torch.float32, not {dtype}")
         if norm is not None:
             norm = native.fitting("norm", norm, (inputs,), x.dtype, x.device)
@@ -189,14 +190,13 @@ class Linear:
             y = swiglu(y) if self.gated else y
             y = y if residual is None else residual + y
             return y if dtype is None else y.to(dtype)
-        x = native.fitting("x", x, (rows, inputs), self.dtype, CPU)
-        y = torch.empty(rows, self.out_features, dtype=dtype or x.dtype)
-        first, threads = 0, torch.get_num_threads()
-        for w in self.packed:
-            to, add = (0 if t is None else t.data_ptr() + first * t.itemsize for t in (y, residual))
-            floats, norm_at = y.dtype == torch.float32, native.address(norm)
-            w.multiply(x.data_ptr(), rows, to, self.out_features, floats, add, norm_at, eps, threads)
-            first += w.width
+        x, y = x.contiguous(), torch.empty(rows, self.out_features, dtype=dtype or x.dtype)
+        floats, threads = y.dtype == torch.float32, torch.get_num_threads()
+        x_at, y_at, norm_at, added = x.data_ptr(), y.data_ptr(), native.address(norm), native.address(residual)
+        for w in self.packed:  # each its columns
+            w.multiply(x_at, rows, y_at, self.out_features, floats, added, norm_at, eps, threads)
+            y_at += w.width * y.itemsize
+            added += w.width * x.itemsize if added else 0
         return y
 
     def _multiply(self, x: Tensor) -> Tensor:

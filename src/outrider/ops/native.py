@@ -53,7 +53,7 @@ def fitting(what: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype, de
 
     Raises ValueError if x has another shape or dtype, or lies elsewhere.
     """
-    if x.shape != shape or x.dtype != dtype or x.device != device:
+    if x.dtype != dtype or x.shape != shape or x.device != device:
         raise ValueError(f"{what} is {tuple(x.shape)} {x.dtype} on {x.device}, not {tuple(shape)} {dtype} on {device}")
     return x.contiguous()
 
