@@ -129,7 +129,7 @@ def test_wrong_proposals_name_the_drafter(random_llm, wrong):
     assert [o.token_ids for o in run(random_llm, REQUESTS)] == plain
 
 
-@pytest.mark.parametrize("q", [UNIFORM * 2, -UNIFORM, UNIFORM * torch.nan])
+@pytest.mark.parametrize("q", [UNIFORM * 2, UNIFORM / 2, -UNIFORM, UNIFORM * torch.nan])
 def test_q_must_be_a_distribution_where_coins_are_flipped(random_llm, q):
     for rule in ("coupled", "typical"):  # which do not look at it
         use(random_llm, ScriptedDrafter(lambda seq, k: changed(q=q)), rule=Rule(rule))
