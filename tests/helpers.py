@@ -11,9 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from outrider import LLM, Draft, Drafter, GenerationOutput, SamplingParams
+from outrider.config import Rule
 from outrider.engine import Engine
 from outrider.load import find
 from outrider.sequence import Sequence
+from outrider.verify import COUPLED
 
 Script = Callable[[Sequence, int], Draft]
 
@@ -49,9 +51,9 @@ def rest(plain: dict[tuple[int, ...], list[int]], seq: Sequence) -> list[int]:
     return plain[tuple(seq.tokens[: seq.prompt_len])][len(seq.output) :]
 
 
-def use(llm: LLM, drafter: Drafter, k: int = 4) -> None:
+def use(llm: LLM, drafter: Drafter, k: int = 4, rule: Rule = COUPLED) -> None:
     """Let an LLM draft with a drafter that has no name. Assigning `speculative_config` ends it."""
-    llm.engine = Engine(llm.runner, drafter, k, llm.engine_config, llm.tokenizer, llm.exactness)
+    llm.engine = Engine(llm.runner, drafter, k, llm.engine_config, llm.tokenizer, llm.exactness, rule)
 
 
 def run(llm: LLM, requests: list[tuple[list[int], SamplingParams]]) -> list[GenerationOutput]:

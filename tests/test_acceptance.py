@@ -20,9 +20,9 @@ from test_law import law as by_definition
 
 from outrider import LLM, Draft, SamplingParams
 from outrider.cli.options import summary
-from outrider.config import ACCEPTANCE_METHODS, SpeculativeConfig, promised
+from outrider.config import ACCEPTANCE_METHODS, Rule, SpeculativeConfig, promised
 from outrider.errors import ConfigError
-from outrider.sampling import Row, choose, coins, draw, gumbel, law, uniform
+from outrider.sampling import Row, choose, coins, distribution, draw, gumbel, uniform
 from outrider.sequence import Sequence
 from outrider.verify import block, rejection, typical, verify
 
@@ -235,7 +235,7 @@ def test_block_never_accepts_less():
 # --- what a rule is given ------------------------------------------------------------------------------------------
 
 
-def test_law_is_what_choose_draws():
+def test_the_distribution_is_what_choose_draws():
     """Greedy and sampled rows together; penalties on the prefix that a row supposes."""
     params = [
         SamplingParams(temperature=0), SamplingParams(temperature=0.7, top_k=4), SamplingParams(top_p=0.7),
@@ -244,14 +244,14 @@ def test_law_is_what_choose_draws():
     logits = torch.randn(5, 8, generator=torch.Generator().manual_seed(1)) * 2
     before = logits.clone()
     rows = [Row(Sequence([0], p, 0), [3]) for p in params]
-    probs = law(logits, rows)
+    probs = distribution(logits, rows)
     assert torch.equal(logits, before) and probs.dtype == torch.float64
     changed = logits[4].clone()
     changed[2] += 1.5
     changed[3] -= 1.0
     for own, raw, p in zip(probs, [*logits[:4], changed], params, strict=True):
         torch.testing.assert_close(own, torch.tensor(by_definition(raw.tolist(), p)).double(), rtol=1e-5, atol=1e-7)
-    assert torch.equal(law(logits[1:2], rows[1:2])[0], probs[1])
+    assert torch.equal(distribution(logits[1:2], rows[1:2])[0], probs[1])
     n = 4000
     for row in range(5):
         picked = choose(logits[row].expand(n, -1), [Row(Sequence([0], params[row], s), [3]) for s in range(n)], "draft")
@@ -352,8 +352,7 @@ def test_greedy_is_plain(random_llm, make_checkpoint, method):
             random_llm.speculative_config = config
         else:
             drafter = trees(plain) if config is trees else ScriptedDrafter(oracle(plain))
-            drafter.acceptance_method = method
-            use(random_llm, drafter)
+            use(random_llm, drafter, rule=Rule(method))
         outputs = run(random_llm, [(p, params) for p in prompts])
         assert [o.token_ids for o in outputs] == [plain[tuple(p)] for p in prompts]
         if config is not drafted and not isinstance(config, dict):
@@ -392,7 +391,7 @@ def law_of(llm: LLM, prompt: list[int], params: SamplingParams, length: int) -> 
         for seq in seqs:
             seq.prompt_len = len(prompt)  # the rest is output, which penalties count
         logits = torch.stack([own[0] for own in llm.runner.extend(seqs).logits])
-        result = (result[:, None] * law(logits, [Row(seq) for seq in seqs])).flatten()
+        result = (result[:, None] * distribution(logits, [Row(seq) for seq in seqs])).flatten()
         for seq in seqs:
             llm.runner.free(seq)
     return result
@@ -418,8 +417,7 @@ def test_sampled_text_follows_the_model(small, method, drafter):
         }  # fmt: skip
     else:
         scripted = ScriptedDrafter(lambda seq, k: Draft([0, 3, 1, 3, 0], [-1, -1, 0, 1, 1]))
-        scripted.acceptance_method = method
-        use(llm, scripted)
+        use(llm, scripted, rule=Rule(method))
     outputs = llm.generate([1, 2, 3], replace(params, n=n, seed=0))
     assert {o.metrics["exactness"] for o in outputs} == {"law"}
     texts = [sum(t * 5 ** (3 - i) for i, t in enumerate(o.token_ids)) for o in outputs]
@@ -437,7 +435,7 @@ def test_a_draft_model_reports_its_law(random_llm, make_checkpoint):
     for method in ACCEPTANCE_METHODS:
         random_llm.speculative_config = {**config, "acceptance_method": method}
         drafter = random_llm.engine.drafter
-        long, short = drafter.propose(seqs, 3)
+        long, short = drafter.propose([seq.shown(Rule(method)) for seq in seqs], 3)
         assert (len(long), len(short)) == (3, 1)
         if method in ("coupled", "typical"):
             assert long.q is None and short.q is None
@@ -455,13 +453,13 @@ def test_a_draft_model_reports_its_law(random_llm, make_checkpoint):
 def test_a_branching_draft_under_block_is_verified_by_rejection():
     seq = Sequence([1], SamplingParams(), 0)
     draft = Draft([0, 1, 2], [-1, -1, 0])
-    logits = [torch.randn(4, 4, generator=torch.Generator().manual_seed(0))]
+    logits = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
     for seed in range(30):
         seq.seed = seed
-        assert verify([seq], [draft], logits, "block") == verify([seq], [draft], logits, "rejection")
+        assert verify([seq], [draft], logits, Rule("block")) == verify([seq], [draft], logits, Rule("rejection"))
     rider = Draft([0, 1, 2], [-1, 0, 0], riders=1)  # a chain but for what is never verified
     different = 0
     for seed in range(60):
         seq.seed = seed
-        different += verify([seq], [rider], logits, "block") != verify([seq], [rider], logits, "rejection")
+        different += verify([seq], [rider], logits, Rule("block")) != verify([seq], [rider], logits, Rule("rejection"))
     assert different

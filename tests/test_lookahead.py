@@ -236,7 +236,7 @@ def test_clipped_window_is_offered_again(random_llm):
     for other in (draft.clip(2), Draft(), Draft.chain([5])):
         output = random_llm.runner.extend([seq], [other])
         before = [level.copy() for level in drafter.memories[seq.id].levels]
-        verdicts = verify([seq], [other], output.logits)
+        verdicts = verify([seq], [other], output.flat)
         drafter.observe([seq], verdicts, output)
         assert drafter.memories[seq.id].levels == before and drafted(drafter, seq) == draft
     random_llm.runner.free(seq)

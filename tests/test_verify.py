@@ -315,7 +315,7 @@ def test_a_large_vocabulary_is_asked_along_the_walk(recipes, temperature):
     seqs = [Sequence([1, 2, i], params, seed=i) for i in range(len(recipes))]
     drafts = [grow(recipe, [1] * 20, vocab=3) for recipe in recipes]
     generator = torch.Generator().manual_seed(0)
-    logits = [torch.randn(1 + len(draft), 3, generator=generator) for draft in drafts]
+    logits = torch.randn(sum(1 + len(draft) for draft in drafts), 3, generator=generator)
     asked = []
 
     def choose(some, rows, stream=""):

@@ -27,9 +27,29 @@ ACCEPTANCE_METHODS = {  # what decides which drafted tokens stay (verify.py), an
 }
 
 
+MOST_NODES = 256  # of a draft that can be accepted, and as many that only ride: beyond these no forward is cheap
+
+
 def promised(acceptance_method: str, measured: str) -> str:
     """What a result's `exactness` says: `bitwise` or `law` (as measured) if coupled, `law`, or `lossy`."""
     return {"coupled": measured, "typical": "lossy"}.get(acceptance_method, "law")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """By which rule a step verifies its drafts: one of ACCEPTANCE_METHODS; `typical` has an epsilon and an alpha."""
+
+    method: str = "coupled"
+    epsilon: float = 0.09
+    alpha: float = 0.3
+
+    @property
+    def flips_coins(self) -> bool:
+        """Whether it is a game of chance between target and drafter: drafts must then be drawn by noise of their own.
+
+        A drafter that draws says from which distribution (`Draft.q`), and one that ranks leaves Law 1's noise out.
+        """
+        return self.method in ("rejection", "block")
 
 
 @dataclass(frozen=True)
@@ -288,6 +308,13 @@ class SpeculativeConfig:
                 raise ConfigError(f"{name} belongs to acceptance_method 'typical', not to {self.acceptance_method!r}")
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
                 raise ConfigError(f"{name} must be above 0 and at most 1, not {value!r}")
+
+    @property
+    def rule(self) -> Rule:
+        """What verifies the drafts."""
+        return Rule(
+            self.acceptance_method, self.posterior_threshold or Rule.epsilon, self.posterior_alpha or Rule.alpha
+        )
 
     @staticmethod
     def of(config: SpeculativeConfig | Mapping[str, Any] | None) -> SpeculativeConfig:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from outrider.errors import OutriderError
 from outrider.outputs import Logprob
 
 
@@ -16,10 +19,10 @@ class Draft:
     """A guess at what follows a sequence: a token tree in topological order (parents before children).
 
     Node i holds `tokens[i]`; `parents[i]` is the index of the node before it, or -1 for the sequence's last token.
-    `q` (nodes, vocab) is the law each node was drawn from, given its ancestors and its earlier siblings (independent
-    siblings carry the same one), by noise that no earlier step used; only the rules `rejection` and `block` look at it,
-    and they are exact without it, too. A row of zeros is a node without a law. The last `riders` nodes share the
-    forward but are never verified.
+    `q` (nodes, vocab) is the distribution each node was drawn from, given its ancestors and its earlier siblings
+    (independent siblings carry the same one), by noise that no earlier step used; only the rules `rejection` and
+    `block` look at it, and they are exact without it, too. A row of zeros is a node without one. The last `riders`
+    nodes share the forward but are never verified.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -38,6 +41,21 @@ class Draft:
         """A tree without branches."""
         tokens = list(tokens)
         return Draft(tokens, list(range(-1, len(tokens) - 1)))
+
+    @staticmethod
+    def of_paths(paths: Iterable[Seq[int]], budget: int = 2**63) -> Draft:
+        """A tree of token sequences, where the same prefix is the same node: the first `budget` nodes that are met."""
+        tokens, parents, index = list[int](), list[int](), dict[tuple[int, int], int]()
+        for path in paths:
+            node = -1
+            for token in path:
+                parent, node = node, index.setdefault((node, token), len(tokens))
+                if node == len(tokens):
+                    if node >= budget:
+                        return Draft(tokens, parents)
+                    tokens.append(token)
+                    parents.append(parent)
+        return Draft(tokens, parents)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -67,33 +85,34 @@ class Draft:
             node = self.parents[node]
         return path[::-1]
 
+    def words(self, node: int) -> tuple[int, ...]:
+        """Tokens from the root's child down to `node`; empty for -1."""
+        return tuple(self.tokens[i] for i in self.path_to(node))
+
     @staticmethod
     def merge(drafts: list[Draft], budget: int) -> tuple[Draft, list[list[int]]]:
         """One tree of several, where the same prefix is the same node; and per draft where its nodes went, -1 = cut.
 
         Depth by depth, at each depth the earlier drafts' nodes first, until there are `budget` that can be accepted.
-        Riders come last, are neither shared nor counted, and go only with their parent. A law `q` outlives the merge
-        only if the other drafts are empty: which nodes are shared depends on what was drawn. Without it all is exact.
+        Riders come last, are neither shared nor counted, and go only with their parent. A `q` outlives the merge only
+        if the other drafts are empty: which nodes are shared depends on what was drawn. Without it all is exact.
         """
         alone = [draft for draft in drafts if draft.tokens]
         if len(alone) == 1 and alone[0].verifiable <= budget:
             return alone[0], [list(range(len(draft))) for draft in drafts]
-        merged, index = Draft(), dict[tuple[int, int], int]()
-        where = [[-1] * len(draft) for draft in drafts]
-        each = [(i, n, depth) for i, draft in enumerate(drafts) for n, depth in enumerate(draft.depths())]
-        for i, n, _ in sorted(each, key=lambda node: (node[1] >= drafts[node[0]].verifiable, node[2], node[0])):
-            draft, parent = drafts[i], drafts[i].parents[n]
-            root, rides = where[i][parent] if parent >= 0 else -1, n >= draft.verifiable
-            if parent >= 0 > root:
-                continue
-            at = -1 if rides else index.get((root, draft.tokens[n]), -1)
-            if at < 0 and (rides or len(merged) < budget):
-                at = len(merged)
-                merged.tokens.append(draft.tokens[n])
+        paths = [[draft.words(node) for node in range(draft.verifiable)] for draft in drafts]
+        merged = Draft.of_paths(sorted(itertools.chain(*paths), key=len), budget)
+        index = {merged.words(node): node for node in range(len(merged))}
+        where = [[index.get(p, -1) for p in own] + [-1] * d.riders for own, d in zip(paths, drafts, strict=True)]
+        riders = [(at, i, n) for i, d in enumerate(drafts) for n, at in enumerate(d.depths()) if n >= d.verifiable]
+        for _, i, n in sorted(riders):
+            parent = drafts[i].parents[n]
+            root = where[i][parent] if parent >= 0 else -1
+            if parent < 0 or root >= 0:
+                where[i][n] = len(merged)
+                merged.tokens.append(drafts[i].tokens[n])
                 merged.parents.append(root)
-                merged.riders += rides
-                index[root, draft.tokens[n]] = at
-            where[i][n] = at
+                merged.riders += 1
         return merged, where
 
     def clip(self, depth: int, vocab: int = 2**63) -> Draft:
@@ -116,10 +135,14 @@ class Draft:
 
 @dataclass
 class Verdict:
-    """What verification made of one draft: the accepted nodes, and the tokens to emit (theirs and one more)."""
+    """What verification made of one draft: the accepted nodes, and the tokens to emit (theirs and one more).
+
+    With an `error` there are none, and never will be: no token can be chosen, and that sequence ends here.
+    """
 
     path: list[int]
     tokens: list[int]
     drafted: int = 0  # nodes that could have been accepted
     chain: bool = True  # whether each followed the one before it
     logprobs: list[Logprob] = field(default_factory=list)  # per emitted token, if the request asks
+    error: OutriderError | None = None

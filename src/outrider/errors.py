@@ -7,6 +7,7 @@ OutriderError
 │   ├── UnsupportedArchitecture        a model family this decoder does not know
 │   ├── CheckpointError                damaged, incomplete or mismatched weights
 │   └── VocabularyMismatch             a draft model that does not speak the target's tokens
+├── DrafterError                   a drafter that raised, or proposed what is no draft
 └── RequestError (ValueError)      a request that cannot be served
     ├── EmptyPrompt                    nothing to continue
     ├── RequestTooLong                 longer than the context, or than memory allows
@@ -14,6 +15,25 @@ OutriderError
 
 Each message is one line that says what was wrong and what would be right.
 """
+
+from __future__ import annotations
+
+import reprlib
+from typing import Any
+
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = _repr.maxlong = 160
+_repr.maxdict = _repr.maxlist = _repr.maxtuple = 12
+
+
+def brief(value: object) -> str:
+    """A value as a message shows it: its repr, cut where it is long or deep."""
+    return _repr.repr(value)
+
+
+def told(error: BaseException) -> str:
+    """What another's code raised, on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 class OutriderError(Exception):
@@ -42,6 +62,17 @@ class CheckpointError(ModelError):
 
 class VocabularyMismatch(ModelError):
     """A draft model that does not speak the target's tokens."""
+
+
+class DrafterError(OutriderError):
+    """A drafter that raised, or proposed what is no draft. The sequences and their caches are whole.
+
+    If it was `observe` that raised, `verdicts` are those of the step: the sequences have grown by them.
+    """
+
+    def __init__(self, message: str, verdicts: list[Any] | None = None) -> None:
+        super().__init__(message)
+        self.verdicts = verdicts
 
 
 class RequestError(OutriderError, ValueError):

@@ -102,7 +102,7 @@ class LLM:
         self._idle, self._drafts = {**self._idle, **self._drafts}, {}
         drafter.attach(self.runner, self._load_draft)
         k = None if config.num_speculative_tokens == "auto" else drafter.num_speculative_tokens
-        self.engine = Engine(self.runner, drafter, k, self.engine_config, self.tokenizer, self._measured)
+        self.engine = Engine(self.runner, drafter, k, self.engine_config, self.tokenizer, self._measured, config.rule)
         self._speculative = config
 
     def generate(

@@ -30,9 +30,10 @@ MASK_ELEMENTS = 2**25  # bounds the mask of a prefill chunk, where there are mas
 class Output:
     """What one forward gave for each sequence: row 0 follows its last token, row 1 + i follows draft node i."""
 
-    logits: list[Tensor]  # per sequence (1 + nodes, vocab) float32, raw
+    logits: list[Tensor]  # per sequence (1 + nodes, vocab) float32, raw: parts of `flat`
     hidden: list[Tensor]  # per sequence (1 + nodes, hidden), final and normed
     drafts: list[Draft]
+    flat: Tensor  # (rows, vocab), the logits of all sequences
 
 
 @dataclass
@@ -108,7 +109,7 @@ class Runner:
                 slot = self.slots[seq.id]
                 slot.tokens += seq.tokens[start:] + (draft.tokens if draft.is_chain else [])
                 slot.settled = seq.settled
-            return Output(list(torch.split(logits, [len(w) for w in wanted])), wanted, drafts)
+            return Output(list(torch.split(logits, [len(w) for w in wanted])), wanted, drafts, logits)
 
     def read(self, seqs: list[Sequence]) -> None:
         """Bring the cache up to all tokens of the sequences but the last, which every `extend` feeds."""
@@ -140,7 +141,6 @@ class Runner:
                 for rows in self.taps:
                     rows.keep(seq.id, length, verdict.path)
             slot.tokens[length:] = [draft.tokens[i] for i in verdict.path]
-            self.kv.truncate(seq.id, len(slot.tokens))
 
     def free(self, seq: Sequence) -> None:
         """Give back what a sequence holds."""
@@ -184,7 +184,7 @@ class Runner:
                 if n <= 0:
                     continue
                 start = len(seq.tokens) - left[i]
-                entries.append(Entry(seq.id, len(tokens), n, start))
+                entries.append(Entry(seq.id, len(tokens), n, start, final=len(seq.tokens)))
                 tokens += seq.tokens[start : start + n]
                 left[i] -= n
             if not entries:  # more sequences than the chunk has rows: one token each is as little as there is

@@ -12,21 +12,27 @@ independent of the one above. This is the only place where a token is chosen.
 from __future__ import annotations
 
 import hashlib
+import math
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.config import SamplingParams
-from outrider.errors import ConfigError
+from outrider.config import LogitsProcessor, SamplingParams
+from outrider.errors import ConfigError, OutriderError, RequestError, told
 from outrider.outputs import Logprob
 from outrider.sequence import Sequence
 
 SMALL = 2**20  # logits that one thread is done with before torch has woken another ...
 WIDE = 2**17  # ... unless a single row is as long as this
+NOISE_KEPT = 2**26  # bytes
+LARGEST = torch.finfo(torch.float32).max
+SMALLEST = torch.finfo(torch.float32).tiny
 
 
 @dataclass
@@ -35,6 +41,7 @@ class Row:
 
     seq: Sequence
     path: list[int] = field(default_factory=list)
+    error: OutriderError | None = None  # why there is nothing to choose from, if a custom processor is to blame
 
     @property
     def position(self) -> int:
@@ -45,16 +52,34 @@ class Row:
 def choose(logits: Tensor, rows: list[Row], stream: str = "") -> list[int]:
     """One token for each row. logits (rows, vocab) float32, raw; a row's choice depends on that row alone.
 
-    Without a `stream` this is Law 1. A named stream is other noise, independent of it and fresh at every step.
+    Without a `stream` this is Law 1. A named stream is other noise, independent of it and fresh at every step. -1 where
+    there is nothing to choose: `refusal` says why.
     """
     return likeliest(scores(logits, rows, stream))
 
 
 def likeliest(logits: Tensor) -> list[int]:
-    """The argmax of each row of (rows, vocab), the first of equals."""
-    on_cpu = logits.device.type == "cpu"  # where numpy is 5 to 15 times as fast
-    tokens: list[int] = (logits.numpy() if on_cpu else logits).argmax(-1).tolist()
+    """The argmax of each row of (rows, vocab), the first of equals; -1 where it is not finite (NaN counts as most)."""
+    if logits.device.type == "cpu":  # where numpy is 5 to 15 times as fast
+        values = logits.numpy()
+        best = values.argmax(-1)
+        good = np.isfinite(values[np.arange(len(values)), best])
+        tokens: list[int] = np.where(good, best, -1).tolist()
+    else:
+        most, at = logits.max(-1)
+        tokens = at.masked_fill(~most.isfinite(), -1).tolist()
     return tokens
+
+
+def refusal(logits: Tensor, row: Row) -> OutriderError:
+    """Why `choose` found nothing in a row's raw logits (vocab,)."""
+    if row.error:
+        return row.error
+    most = float(logits.max())
+    if math.isfinite(most):
+        return RequestError("logit_bias, stop_token_ids or min_tokens ban every token; leave at least one")
+    what = "NaN" if math.isnan(most) else "infinite" if most > 0 else "all -inf"
+    return RequestError(f"the model's logits after {row.position} tokens are {what}; no token can be chosen")
 
 
 def scores(logits: Tensor, rows: list[Row], stream: str = "") -> Tensor:
@@ -80,14 +105,18 @@ def _perturb(logits: Tensor, row: Row, stream: str) -> None:
     logits += _noise(row, vocab, device, stream)
 
 
-def law(logits: Tensor, rows: list[Row]) -> Tensor:
-    """The law that `choose` draws each row from: (rows, vocab) float64 probabilities, one-hot at temperature 0."""
+def distribution(logits: Tensor, rows: list[Row]) -> Tensor:
+    """What `choose` draws each row from: (rows, vocab) float64 probabilities, one-hot at temperature 0.
+
+    NaN throughout where there is nothing to choose.
+    """
     with few_threads(logits):
         shaped, drawn = _shaped(logits, rows)
         probs = shaped.double().softmax(-1)
         if len(drawn) < len(rows):
             greedy = sorted(set(range(len(rows))) - set(drawn))
-            probs[greedy] = torch.nn.functional.one_hot(shaped[greedy].argmax(-1), shaped.shape[-1]).to(probs)
+            sure = torch.nn.functional.one_hot(shaped[greedy].argmax(-1), shaped.shape[-1]).to(probs)
+            probs[greedy] = sure.masked_fill(probs[greedy].isnan(), torch.nan)
     return probs
 
 
@@ -124,14 +153,16 @@ def _shaped(logits: Tensor, rows: list[Row]) -> tuple[Tensor, list[int]]:
     if edited:
         logits = logits.clone()
         for i in edited:
-            logits[i] = process(logits[i], rows[i])
+            try:
+                logits[i] = process(logits[i], rows[i])
+            except OutriderError as error:  # which ends this row's request, and no other
+                rows[i].error, logits[i] = error, torch.nan
     drawn = [i for i, row in enumerate(rows) if row.seq.params.temperature > 0]
     if drawn:
         params = [rows[i].seq.params for i in drawn]
         some = logits if len(drawn) == len(rows) else logits[drawn]
         some = some - some.amax(-1, keepdim=True)  # so that a tiny temperature overflows downwards only
-        least = torch.finfo(torch.float32).tiny
-        some = keep_likely(some / _column(params, "temperature", some).clamp(min=least), params)
+        some = keep_likely(some / _column(params, "temperature", some).clamp(min=SMALLEST), params)
         if len(drawn) == len(rows):
             logits = some
         else:
@@ -155,30 +186,43 @@ def _edits(p: SamplingParams) -> bool:
 
 
 def process(logits: Tensor, row: Row) -> Tensor:
-    """Penalties, bias, min_tokens and custom processors on one row (vocab,), for the prefix that the row supposes."""
+    """Penalties, bias, min_tokens and custom processors on one row (vocab,), for the prefix that the row supposes.
+
+    Raises RequestError, naming the processor, for one that raises or returns anything but finite logits and -inf.
+    """
     p, seq = row.seq.params, row.seq
     logits = logits.clone()
     if p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty:
         output, seen = _counts(row, logits)
         if p.repetition_penalty != 1:  # CTRL (1909.05858), as in transformers and vLLM
-            logits = torch.where(
-                seen, torch.where(logits > 0, logits / p.repetition_penalty, logits * p.repetition_penalty), logits
-            )
+            by = max(p.repetition_penalty, SMALLEST)
+            penalised = torch.where(logits > 0, logits / by, logits * by)
+            logits = torch.where(seen, penalised.clamp(max=LARGEST), logits)
         logits -= p.frequency_penalty * output + p.presence_penalty * (output > 0)
     for token, bias in (p.logit_bias or {}).items():
-        logits[token] += bias
+        logits[token] += min(bias, LARGEST)
     if row.position - seq.prompt_len < p.min_tokens and seq.eos:
         logits[[t for t in seq.eos if t < len(logits)]] = float("-inf")
-    for processor in p.logits_processors or ():
-        edited = processor(seq.tokens + row.path, logits)
-        if not isinstance(edited, Tensor) or edited.shape != logits.shape:
-            what = tuple(edited.shape) if isinstance(edited, Tensor) else type(edited).__name__
-            raise ConfigError(
-                f"logits processor {getattr(processor, '__name__', processor)} must return logits of shape "
-                f"{tuple(logits.shape)}, not {what}"
-            )
-        logits = edited
+    if not p.logits_processors or not math.isfinite(float(logits.max())):
+        return logits  # nobody's fault but the model's, or the bans'
+    for processor in p.logits_processors:
+        logits = _custom(processor, seq.tokens + row.path, logits)
     return logits
+
+
+def _custom(processor: LogitsProcessor, tokens: list[int], logits: Tensor) -> Tensor:
+    name = f"logits processor {getattr(processor, '__name__', type(processor).__name__)}"
+    try:
+        edited = processor(tokens, logits)
+    except Exception as error:  # the caller's code: it raises what it likes
+        raise RequestError(f"{name} raised {told(error)}") from error
+    if not isinstance(edited, Tensor) or edited.shape != logits.shape:
+        what = tuple(edited.shape) if isinstance(edited, Tensor) else type(edited).__name__
+        raise ConfigError(f"{name} must return logits of shape {tuple(logits.shape)}, not {what}")
+    edited = edited.to(logits).clamp(max=LARGEST)
+    if not math.isfinite(most := float(edited.max())):
+        raise RequestError(f"{name} " + ("returned NaN" if math.isnan(most) else "leaves no token to choose"))
+    return edited
 
 
 def _counts(row: Row, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -231,6 +275,7 @@ def _nucleus_floor(probs: Tensor, top_p: Tensor) -> Tensor:
             break
         size *= 8
     inside = (before < top_p) | (top_p >= 1)
+    inside[:, 0] = True  # the likeliest stays, however small top_p
     floor = torch.where(inside, largest, torch.inf).amin(-1, keepdim=True)
     return floor.masked_fill(top_p >= 1, 0.0)
 
@@ -246,17 +291,22 @@ def _fresh(seq: Sequence, stream: str) -> str:
     return f"{stream}/{seq.settled}"
 
 
+_kept: dict[tuple[int, int, int, torch.device], Tensor] = {}
+_kept_lock = threading.Lock()
+
+
 def _noise(row: Row, vocab: int, device: torch.device, stream: str, at: Tensor | None = None) -> Tensor:
-    """gumbel(seed, position), drawn once per position, or `at` some ids; drafts and target ask for it several times."""
+    """gumbel(seed, position), or `at` some ids. Drafts and target ask for it in turn: the last NOISE_KEPT are kept."""
     if stream or at is not None:
         name = _fresh(row.seq, stream) if stream else ""
         return gumbel(row.seq.seed, row.position, vocab, device, name, at)
-    kept, position = row.seq.memory.setdefault("noise", {}), row.position
-    if position not in kept or len(kept[position]) != vocab:
-        for old in [p for p in kept if p < row.seq.settled]:
-            del kept[old]
-        kept[position] = gumbel(row.seq.seed, position, vocab, device)
-    noise: Tensor = kept[position]
+    key = row.seq.seed, row.position, vocab, device
+    if (noise := _kept.get(key)) is None:
+        noise = gumbel(row.seq.seed, row.position, vocab, device)
+        with _kept_lock:
+            _kept[key] = noise
+            while 4 * vocab * len(_kept) > NOISE_KEPT and len(_kept) > 1:
+                del _kept[next(iter(_kept))]  # the oldest
     return noise
 
 

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
-from typing import Any
+from copy import copy
+from dataclasses import replace
+from typing import Any, NoReturn
 
-from outrider.config import SamplingParams
+from outrider.config import Rule, SamplingParams
 from outrider.outputs import SpecMetrics
 
 _ids = itertools.count()
+
+
+def _refuse(*_: Any) -> NoReturn:
+    raise TypeError("a drafter cannot change a sequence; it may extend a fork() of one")
+
+
+class Tokens(list[int]):
+    """Token ids that may only be read."""
+
+    append = extend = insert = pop = remove = clear = sort = reverse = _refuse  # type: ignore[assignment]
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
 
 
 class Sequence:
@@ -38,8 +51,10 @@ class Sequence:
         self.stop_check: Callable[[int], bool] | None = None  # sees each appended token; True = a stop string ended
         self.parent: Sequence | None = None
         self.branched = False  # whether a branch was accepted whose keys lay, and were summed, in another order
-        self.spec = SpecMetrics()
+        self.metrics = SpecMetrics()
         self.memory: dict[str, Any] = {}  # what the sampler keeps about the settled tokens
+        self.rule = Rule()  # by which its drafts will be verified, as drafters see it
+        self.mirror: Mirror | None = None  # what drafters see of it
 
     @property
     def settled(self) -> int:
@@ -60,8 +75,22 @@ class Sequence:
         """A copy that may be extended hypothetically."""
         fork = object.__new__(Sequence)
         fork.__dict__.update(self.__dict__)
-        fork.tokens, fork.parent, fork.stop_check = self.tokens.copy(), self.parent or self, None
+        fork.tokens, fork.parent, fork.stop_check, fork.mirror = self.tokens.copy(), self.parent or self, None, None
         return fork
+
+    def shown(self, rule: Rule) -> Sequence:
+        """This sequence as drafters see it: up to date, with the rule that will verify their drafts, and read-only.
+
+        Whatever a drafter does to it, the sequence itself stays what it is (Law 5).
+        """
+        if self.mirror is None or len(self.mirror.tokens) > len(self.tokens):
+            self.mirror = object.__new__(Mirror)
+            lists: dict[str, Any] = {k: copy(v) for k, v in vars(self.params).items() if isinstance(v, (list, dict))}
+            own = {"params": replace(self.params, **lists), "tokens": Tokens(), "memory": {}, "metrics": SpecMetrics()}
+            vars(self.mirror).update(vars(self) | own | {"stop_check": None, "mirror": None})
+        list.extend(self.mirror.tokens, self.tokens[len(self.mirror.tokens) :])
+        vars(self.mirror).update(rule=rule, finish_reason=self.finish_reason)
+        return self.mirror
 
     def accept(self, tokens: list[int]) -> int:
         """Append tokens until one of them ends the sequence; returns how many were taken."""
@@ -74,3 +103,9 @@ class Sequence:
             if self.finish_reason:
                 return taken
         return len(tokens)
+
+
+class Mirror(Sequence):
+    """A sequence that may only be read."""
+
+    __setattr__ = __delattr__ = _refuse

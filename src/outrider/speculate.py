@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 
+from outrider.config import MOST_NODES, Rule
 from outrider.draft import Draft, Verdict
+from outrider.errors import DrafterError, brief, told
 from outrider.outputs import SpecMetrics
 from outrider.runner import Output, Runner
-from outrider.sampling import Row, choose, law
+from outrider.sampling import Row, choose, distribution
 from outrider.sequence import Sequence
-from outrider.verify import verify
+from outrider.verify import COUPLED, verify
 
 
 @dataclass
@@ -27,14 +29,15 @@ class Drafter:
 
     num_speculative_tokens: int = 4
     name: ClassVar[str] = ""  # set when it is found by its name
-    acceptance_method: str = field(default="coupled", init=False, repr=False)  # the rule `step` verifies its drafts by
-    posterior: tuple[float, float] = field(default=(0.09, 0.3), init=False, repr=False)  # epsilon, alpha of `typical`
 
     def attach(self, target: Runner, load: Callable[[str], Runner]) -> None:
         """Called once before use. `load(name)` gives a runner of another model on the target's device."""
 
     def propose(self, seqs: list[Sequence], k: int) -> list[Draft]:
-        """Guess what follows each sequence, at most k nodes each; an empty Draft is always right."""
+        """Guess what follows each sequence, at most k nodes each; an empty Draft is always right.
+
+        The sequences may only be read; a `fork()` of one may be extended. `seq.rule` is what will verify the draft.
+        """
         raise NotImplementedError
 
     def observe(self, seqs: list[Sequence], verdicts: list[Verdict], output: Output) -> None:
@@ -59,19 +62,25 @@ class StepTimes:
 
 
 def step(
-    runner: Runner, drafter: Drafter, seqs: list[Sequence], k: int, times: StepTimes | None = None
+    runner: Runner,
+    drafter: Drafter,
+    seqs: list[Sequence],
+    k: int,
+    times: StepTimes | None = None,
+    rule: Rule = COUPLED,
 ) -> list[Verdict]:
     """Grow each sequence by at least one token, with one forward over all of them (and chunks of long prompts first).
 
-    Each verdict's tokens are those really appended: a token that ends its sequence cuts what lies behind it.
+    Each verdict's tokens are those really appended: a token that ends its sequence cuts what lies behind it. A sequence
+    whose verdict has an error did not grow. Raises DrafterError, before anything has changed, if `propose` raises or
+    gives what is no draft; and if `observe` raises, with the verdicts.
     """
     began = time.perf_counter()
     k = k if any(seq.room > 1 for seq in seqs) else 0  # k counts nodes, not depth: what is too deep is clipped
-    guesses, vocab = drafter.propose(seqs, k), runner.model.config.vocab_size
-    drafts = [draft.clip(seq.room - 1, vocab) for seq, draft in zip(seqs, guesses, strict=True)]
+    drafts = _drafts(drafter, seqs, k, rule, runner.model.config.vocab_size)
     drafted = time.perf_counter()
     output = runner.extend(seqs, drafts)
-    verdicts = verify(seqs, drafts, output.logits, drafter.acceptance_method, drafter.posterior)
+    verdicts = verify(seqs, drafts, output.flat, rule)
     runner.commit(seqs, output, verdicts)
     verified = time.perf_counter()
     for seq, verdict in zip(seqs, verdicts, strict=True):
@@ -80,7 +89,11 @@ def step(
         taken = seq.accept(verdict.tokens)
         del verdict.tokens[taken:], verdict.path[taken:], verdict.logprobs[taken:]
     observing = time.perf_counter()
-    drafter.observe(seqs, verdicts, output)
+    seen = [replace(v, path=v.path.copy(), tokens=v.tokens.copy(), logprobs=v.logprobs.copy()) for v in verdicts]
+    try:
+        drafter.observe([seq.shown(rule) for seq in seqs], seen, output)
+    except Exception as error:  # a drafter may be anybody's: it raises what it likes
+        raise DrafterError(f"drafter {_name(drafter)}: observe raised {told(error)}", verdicts) from error
     ended = time.perf_counter()
     if times is not None:
         times.total, times.target = ended - began, verified - drafted
@@ -89,12 +102,56 @@ def step(
     return verdicts
 
 
+def _drafts(drafter: Drafter, seqs: list[Sequence], k: int, rule: Rule, vocab: int) -> list[Draft]:
+    """What the drafter proposes, checked, and clipped to what each sequence may still take. Raises DrafterError."""
+    shown = [seq.shown(rule) for seq in seqs]
+    try:
+        guesses = drafter.propose(shown, k)
+    except Exception as error:
+        raise DrafterError(f"drafter {_name(drafter)}: propose raised {told(error)}") from error
+    if not isinstance(guesses, (list, tuple)) or len(guesses) != len(seqs):
+        what = f"{len(guesses)}" if isinstance(guesses, (list, tuple)) else brief(guesses)
+        raise DrafterError(f"drafter {_name(drafter)}: propose must return {len(seqs)} drafts in a list, not {what}")
+    for seq, seen, guess in zip(seqs, shown, guesses, strict=True):
+        if fault := _fault(guess, vocab, rule):
+            raise DrafterError(f"drafter {_name(drafter)}: propose must return Drafts; {fault}")
+        seq.metrics.inner = seen.metrics.inner
+    return [guess.clip(seq.room - 1, vocab) for seq, guess in zip(seqs, guesses, strict=True)]
+
+
+def _name(drafter: Drafter) -> str:
+    return drafter.name or type(drafter).__name__
+
+
+def _fault(guess: Any, vocab: int, rule: Rule) -> str | None:
+    """What is wrong with what should be a Draft; None if nothing is."""
+    if not isinstance(guess, Draft):
+        return f"{brief(guess)} is none"
+    lists = guess.tokens, guess.parents, [guess.riders]
+    if not all(isinstance(items, list) and all(type(item) is int for item in items) for items in lists):
+        return "tokens and parents are lists of int, riders is one"
+    try:
+        guess.__post_init__()
+    except ValueError as error:  # it may have been changed since it was made
+        return str(error)
+    n = len(guess)
+    if max(guess.verifiable, guess.riders) > MOST_NODES:
+        return f"it has {guess.verifiable} nodes and {guess.riders} riders; at most {MOST_NODES} of each are of use"
+    if (q := guess.q) is not None:
+        if not isinstance(q, torch.Tensor) or q.shape != (n, vocab) or not q.is_floating_point():
+            what = f"{tuple(q.shape)} of {q.dtype}" if isinstance(q, torch.Tensor) else type(q).__name__
+            return f"q is a float tensor of shape {(n, vocab)}, not {what}"
+        if rule.flips_coins and n and not (bool((q >= 0).all()) and bool((q.sum(-1) < 1.001).all())):
+            return "each row of q is a distribution, or zeros"
+    return None
+
+
 class Autoregressive(Drafter):
     """A drafter that lets a runner write token by token: another model's, or the target's through a view.
 
     It samples with the request's parameters and the very noise the target will use (Gumbel coupling, 2408.07978), so
-    that where both agree on the distribution they agree on the token, at any temperature. For the acceptance rules
-    `rejection` and `block` it draws with other noise, independent of the target's, and reports the law it drew from.
+    that where both agree on the distribution they agree on the token, at any temperature. For a rule that flips coins
+    it draws with other noise, independent of the target's, and reports the distribution it drew from.
     """
 
     runner: Runner  # whose guesses these are
@@ -103,13 +160,11 @@ class Autoregressive(Drafter):
     def propose(self, seqs: list[Sequence], k: int) -> list[Draft]:
         """One chain per sequence, up to k long; a fork that ends, or reaches the runner's context, stops early."""
         forks = [seq.fork() for seq in seqs]
-        independent = self.acceptance_method in ("rejection", "block")
-        laws: dict[int, list[torch.Tensor]] = {seq.id: [] for seq in seqs}
+        drawn: dict[int, list[torch.Tensor]] = {seq.id: [] for seq in seqs}
         context, readable = self.runner.max_len, self.runner.model.config.vocab_size
+        alive = forks if readable >= self.vocab else [f for f in forks if k and max(f.tokens) < readable]  # no padding
         for _ in range(k):
-            alive = [f for f in forks if not f.finish_reason and f.room > 1 and len(f.tokens) < context]
-            if readable < self.vocab:  # the target may have padding rows that this model cannot read
-                alive = [f for f in alive if max(f.tokens) < readable]
+            alive = [f for f in alive if not f.finish_reason and f.room > 1 and len(f.tokens) < context]
             if not alive:
                 break
             logits = torch.cat([own[-1:] for own in self.runner.extend(alive).logits])
@@ -117,14 +172,17 @@ class Autoregressive(Drafter):
             if missing := self.vocab - logits.shape[1]:  # padding rows one model has and the other has not
                 logits = torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
             rows = [Row(f) for f in alive]
-            if independent:  # before the forks grow: penalties count their tokens
-                for fork, q in zip(alive, law(logits, rows), strict=True):
-                    laws[fork.id].append(q)
-            for fork, token in zip(alive, choose(logits, rows, "draft" if independent else ""), strict=True):
-                fork.accept([token])
+            own_noise = alive[0].rule.flips_coins
+            before = distribution(logits, rows) if own_noise else None  # before the forks grow: penalties count tokens
+            chosen = choose(logits, rows, "draft" if own_noise else "")
+            for i, (fork, token) in enumerate(zip(alive, chosen, strict=True)):
+                if token >= 0:
+                    fork.accept([token])
+                    drawn[fork.id] += [] if before is None else [before[i]]
+            alive = [f for f, token in zip(alive, chosen, strict=True) if token >= 0]
         drafts = [Draft.chain(f.tokens[len(s.tokens) :]) for f, s in zip(forks, seqs, strict=True)]
         for seq, draft in zip(seqs, drafts, strict=True):
-            draft.q = torch.stack(laws[seq.id]) if laws[seq.id] else None
+            draft.q = torch.stack(drawn[seq.id]) if drawn[seq.id] else None
         return drafts
 
     def forget(self, seq: Sequence) -> None:
@@ -143,24 +201,24 @@ class Nested(Drafter):
     """
 
     inner: Drafter
-    spec: str  # the view
+    view: str  # such as `retrieval:budget=4096`
 
     def attach(self, target: Runner, load: Callable[[str], Runner]) -> None:
         """The inner drafter's target is the view."""
-        self.runner = target.view(self.spec)
+        self.runner = target.view(self.view)
         self.inner.attach(self.runner, load)
 
     def propose(self, seqs: list[Sequence], k: int) -> list[Draft]:
         """Chains of k tokens, each verified through the view."""
         forks = [seq.fork() for seq in seqs]
         for seq, fork in zip(seqs, forks, strict=True):
-            fork.spec = seq.spec.inner = seq.spec.inner or SpecMetrics()
+            fork.metrics = seq.metrics.inner = seq.metrics.inner or SpecMetrics()
         lacking = {seq.id: k for seq in seqs}
         while alive := [f for f in forks if lacking[f.id] > 0 and not f.finish_reason and f.room > 1]:
             inner_k = min(self.inner.num_speculative_tokens, max(lacking[f.id] for f in alive) - 1)
             for fork, verdict in zip(alive, step(self.runner, self.inner, alive, inner_k), strict=True):
-                lacking[fork.id] -= len(verdict.tokens)
-                fork.spec.add(verdict.drafted, len(verdict.path), len(verdict.tokens))
+                lacking[fork.id] -= len(verdict.tokens) if verdict.error is None else k
+                fork.metrics.add(verdict.drafted, len(verdict.path), len(verdict.tokens))
         return [Draft.chain(f.tokens[len(s.tokens) : len(s.tokens) + k]) for f, s in zip(forks, seqs, strict=True)]
 
     def forget(self, seq: Sequence) -> None:

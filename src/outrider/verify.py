@@ -1,9 +1,9 @@
 """Which drafted tokens stay: four rules, each one walk down a draft tree.
 
-Below, p(v) is the target's law after node v (v = -1: after the sequence) with all that the request asks for, penalties
-to top-p, on the prefix the node supposes; q(x) is the law that node x was drawn from (`Draft.q`), or certainty of its
-token where the drafter gives none. A node's q holds given its ancestors and its earlier siblings: siblings drawn
-independently carry the same q, siblings drawn without replacement the renormalised one.
+Below, p(v) is the target's distribution after node v (v = -1: after the sequence) with all that the request asks for,
+penalties to top-p, on the prefix the node supposes; q(x) is the one that node x was drawn from (`Draft.q`), or
+certainty of its token where the drafter gives none. A node's q holds given its ancestors and its earlier siblings:
+siblings drawn independently carry the same q, siblings drawn without replacement the renormalised one.
 
 `coupled` (default; arXiv 2408.07978). By Law 1 the target's token after any prefix is determined: step to a child that
     carries it while there is one, then emit it. The tokens are plain decoding's, whatever the drafter. Ignores q.
@@ -21,11 +21,11 @@ independently carry the same q, siblings drawn without replacement the renormali
 `typical` (Medusa, 2401.10774). LOSSY: accept x if p(x) > min(epsilon, alpha exp(-entropy of p)); keep the longest
     accepted path, the likeliest of several, and emit Law 1's token behind it.
 
-`rejection` and `block` are exact in law: what they emit is distributed as plain decoding's tokens, but which tokens
-come out depends on the drafter. Their coins and draws are counter-based, keyed by (seed, length of the settled text): a
-seed repeats its tokens, in any batch. They are independent of Law 1's noise, which makes both rules exact for every
-drafter that gives no q, however it guesses. A drafter that gives q must draw with noise that no earlier step has used
-(`choose` with a stream: `block` may reject a token because of those behind it), and whether a node exists must not
+`rejection` and `block` are exact in distribution: what they emit is distributed as plain decoding's tokens, but which
+ones come out depends on the drafter. Their coins and draws are counter-based, keyed by (seed, length of the settled
+text): a seed repeats its tokens, in any batch. They are independent of Law 1's noise, which makes both rules exact for
+every drafter that gives no q, however it guesses. A drafter that gives q must draw with noise that no earlier step has
+used (`choose` with a stream: `block` may reject a token because of those behind it), and whether a node exists must not
 depend on its own token nor on those drawn after it. A step inside a step (a cascade's draft) stays `coupled` and gives
 no q: its coins would be those of the outer one.
 """
@@ -38,53 +38,52 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from outrider.config import Rule
 from outrider.draft import Draft, Verdict
-from outrider.sampling import Row, choose, coins, draw, law, logprob
+from outrider.errors import OutriderError
+from outrider.sampling import Row, choose, coins, distribution, draw, logprob, refusal
 from outrider.sequence import Sequence
 
+COUPLED = Rule()
 LARGE = 2**15  # a vocabulary of which a draw costs more than the calls that make it
 
 Coin = Callable[[int, float], bool]
 """`coin(node, probability)`: whether it falls right. Asked at most once per node; tests enumerate both answers."""
 
 
-def verify(
-    seqs: list[Sequence],
-    drafts: list[Draft],
-    logits: list[Tensor],
-    method: str = "coupled",
-    posterior: tuple[float, float] = (0.09, 0.3),
-) -> list[Verdict]:
-    """One verdict per sequence, by the rule of that name; `posterior` is epsilon and alpha of `typical`.
+def verify(seqs: list[Sequence], drafts: list[Draft], logits: Tensor, rule: Rule = COUPLED) -> list[Verdict]:
+    """One verdict per sequence. If no token can be chosen for one (NaN, all banned, ...), its verdict says so.
 
-    logits[i] (1 + nodes, vocab) float32: row 0 follows the sequence's last token, row 1 + j follows node j.
+    logits (rows, vocab) float32: of each sequence in turn, a row that follows its last token and one for each node.
     """
-    rows, parts = [], []
-    for seq, draft, own in zip(seqs, drafts, logits, strict=True):
-        if _stepwise(seq, own, method):
-            continue
-        rows.append(Row(seq))
-        rows += [Row(seq, [draft.tokens[n] for n in draft.path_to(i)]) for i in range(draft.verifiable)]
-        parts.append(own[: 1 + draft.verifiable])
-    flat = parts[0] if len(parts) == 1 else torch.cat(parts or [logits[0][:0]])
-    chosen = choose(flat, rows) if method in ("coupled", "typical") else []
-    laws = flat if method == "coupled" else law(flat, rows)
+    parts = list(torch.split(logits, [1 + len(draft) for draft in drafts]))
+    stepwise = [_stepwise(seq, logits, rule) for seq in seqs]
+    rows: list[Row] = []
+    asked: list[Tensor] = []
+    for seq, draft, own, alone in zip(seqs, drafts, parts, stepwise, strict=True):
+        if not alone:
+            rows.append(Row(seq))
+            rows += [Row(seq, list(draft.words(i))) for i in range(draft.verifiable)]
+            asked.append(own[: 1 + draft.verifiable])
+    flat = logits if len(rows) == len(logits) else torch.cat(asked or [logits[:0]])
+    chosen = [] if rule.flips_coins else choose(flat, rows)
+    probs = flat if rule.method == "coupled" else distribution(flat, rows)
     verdicts, at = [], 0
-    for seq, draft, own in zip(seqs, drafts, logits, strict=True):
-        if _stepwise(seq, own, method):
+    for seq, draft, own, alone in zip(seqs, drafts, parts, stepwise, strict=True):
+        if alone:
             verdict = _ask_along(seq, draft, own)
         else:
-            own_rows = slice(at, at + 1 + draft.verifiable)
-            at = own_rows.stop
-            verdict = _judge(seq, draft, chosen[own_rows], laws[own_rows], method, posterior)
-        if (top := seq.params.logprobs) is not None:
+            these = slice(at, at + 1 + draft.verifiable)
+            at = these.stop
+            verdict = _judge(draft, own, rows[these], chosen[these], probs[these], rule)
+        if (top := seq.params.logprobs) is not None and not verdict.error:
             nodes = [-1, *verdict.path]
             verdict.logprobs = [logprob(own[n + 1], t, top) for n, t in zip(nodes, verdict.tokens, strict=True)]
         verdicts.append(verdict)
     return verdicts
 
 
-def _stepwise(seq: Sequence, logits: Tensor, method: str) -> bool:
+def _stepwise(seq: Sequence, logits: Tensor, rule: Rule) -> bool:
     """Whether only the rows along the walk are asked.
 
     So it is with custom processors, which hear only of prefixes that the target itself has written, and on a CPU for
@@ -92,44 +91,57 @@ def _stepwise(seq: Sequence, logits: Tensor, method: str) -> bool:
     """
     p = seq.params
     dear = p.temperature > 0 and logits.shape[1] >= LARGE and logits.device.type == "cpu"
-    return method == "coupled" and (bool(p.logits_processors) or dear)
+    return rule.method == "coupled" and (bool(p.logits_processors) or dear)
 
 
 def _ask_along(seq: Sequence, draft: Draft, logits: Tensor) -> Verdict:
-    def token(row: int) -> int:
-        prefix = [draft.tokens[n] for n in draft.path_to(row - 1)]
-        return choose(logits[row : row + 1], [Row(seq, prefix)])[0]
+    def token(at: int) -> int:
+        row = Row(seq, list(draft.words(at - 1)))
+        return _token(choose(logits[at : at + 1], [row])[0], logits[at], row)
 
     return walk(draft, token, seq.eos if seq.params.logits_processors else ())
 
 
-def _judge(
-    seq: Sequence, draft: Draft, chosen: list[int], p: Tensor, method: str, posterior: tuple[float, float]
-) -> Verdict:
-    if method == "coupled":
-        return walk(draft, chosen.__getitem__)
-    if method == "typical":
-        path = typical(draft, p, *posterior)
+def _judge(draft: Draft, logits: Tensor, rows: list[Row], chosen: list[int], p: Tensor, rule: Rule) -> Verdict:
+    if rule.method == "coupled":
+        return walk(draft, lambda at: _token(chosen[at], logits[at], rows[at]))
+    if bool(p[0, 0].isnan()):
+        return Verdict([], [], error=refusal(logits[0], rows[0]))
+    if bool(p[:, 0].isnan().any()):  # somewhere in the draft there is nothing to choose: it may be there no more
+        draft, p = Draft(), p[:1]
+    seq = rows[0].seq
+    if rule.method == "typical":
+        path = typical(draft, p, rule.epsilon, rule.alpha)
         token = chosen[path[-1] + 1 if path else 0]
     else:
         flips = coins(seq, draft.verifiable, "accept")
         chain = draft.parents[: draft.verifiable] == list(range(-1, draft.verifiable - 1))
-        rule = block if method == "block" and chain else rejection
-        path, left = rule(draft, p, lambda node, probability: flips[node] < probability)
+        judge = block if rule.method == "block" and chain else rejection
+        path, left = judge(draft, p, lambda node, probability: flips[node] < probability)
         token = draw(left, seq, "emit")
     return Verdict(path, [draft.tokens[i] for i in path] + [token], draft.verifiable, draft.is_chain)
+
+
+def _token(chosen: int, logits: Tensor, row: Row) -> int:
+    if chosen < 0:
+        raise refusal(logits, row)
+    return chosen
 
 
 def walk(draft: Draft, chosen: Callable[[int], int], ends: Container[int] = ()) -> Verdict:
     """Follow the chosen tokens down a draft: chosen(0) follows the sequence, chosen(1 + i) follows node i.
 
-    A token of `ends` ends the sequence, and the walk.
+    A token of `ends` ends the sequence, and the walk. So does an OutriderError of `chosen`: what stands before it is
+    emitted, as plain decoding would have done, and the next step will meet it again.
     """
     path: list[int] = []
     tokens: list[int] = []
     node = -1
     while True:
-        token = chosen(node + 1)
+        try:
+            token = chosen(node + 1)
+        except OutriderError as error:
+            return Verdict(path[:-1], tokens, draft.verifiable, draft.is_chain, error=None if tokens else error)
         tokens.append(token)
         below = range(node + 1, draft.verifiable)
         child = next((i for i in below if draft.parents[i] == node and draft.tokens[i] == token), None)
@@ -140,7 +152,10 @@ def walk(draft: Draft, chosen: Callable[[int], int], ends: Container[int] = ()) 
 
 
 def rejection(draft: Draft, p: Tensor, coin: Coin) -> tuple[list[int], Tensor]:
-    """The accepted path and the law (vocab,) of the token behind it. p (1 + nodes, vocab): row 1 + i follows node i."""
+    """The accepted path and the distribution (vocab,) of the token behind it.
+
+    p (1 + nodes, vocab): row 1 + i follows node i.
+    """
     path: list[int] = []
     node, left = -1, p[0]
     for i in range(draft.verifiable):  # parents come first: one pass meets the children of every accepted node
@@ -186,7 +201,7 @@ def typical(draft: Draft, p: Tensor, epsilon: float = 0.09, alpha: float = 0.3) 
 
 
 def _drawn_from(draft: Draft, node: int, p: Tensor) -> Tensor:
-    """The law (vocab,) of a node; certainty where none is given (no q, or a row without its token, as one of zeros)."""
+    """What a node was drawn from (vocab,); certainty if that is not known (no q, or a row that lacks its token)."""
     token = draft.tokens[node]
     if draft.q is not None and draft.q[node, token] > 0:
         return draft.q[node].to(p)

@@ -179,7 +179,7 @@ def _decode(llm: LLM, prompts: list[Sequence]) -> Pass:
     try:
         while alive := [seq for seq in seqs if not seq.finish_reason]:
             times, before = StepTimes(), sum(len(seq.tokens) for seq in seqs)
-            verdicts = step(runner, drafter, alive, drafter.num_speculative_tokens, times)
+            verdicts = step(runner, drafter, alive, drafter.num_speculative_tokens, times, llm.engine.rule)
             if done is None:
                 done = Pass([], times.total)
                 continue
@@ -197,7 +197,7 @@ def _decode(llm: LLM, prompts: list[Sequence]) -> Pass:
                 done.rejected += len(verdict.path) < verdict.drafted
         assert done is not None
         done.tokens = [seq.output for seq in seqs]
-        level = [seq.spec.inner for seq in seqs if seq.spec.inner]
+        level = [seq.metrics.inner for seq in seqs if seq.metrics.inner]
         while level:
             done.inner.append(sum(sum(m.accepted) for m in level) / max(1, sum(sum(m.drafted) for m in level)))
             level = [m.inner for m in level if m.inner]
@@ -223,7 +223,7 @@ def _verification(llm: LLM, prompts: list[Sequence], tokens: int) -> float:
 def _again(seq: Sequence, tokens: list[int]) -> Sequence:
     """The sequence as if it had only these tokens: caches know it by its id and catch up."""
     again = copy.copy(seq)
-    again.tokens, again.memory, again.spec = tokens.copy(), {}, SpecMetrics()
+    again.tokens, again.memory, again.metrics, again.mirror = tokens.copy(), {}, SpecMetrics(), None
     return again
 
 

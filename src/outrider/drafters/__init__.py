@@ -62,11 +62,7 @@ def create(config: SpeculativeConfig) -> Drafter:
             raise ConfigError(f"method {config.method!r} has no option {key!r}; valid: method, {', '.join(types)}")
         if types[key] in ("int", "float", "str", "bool") and not _fits(value, types[key]):
             raise ConfigError(f"option {key!r} of method {config.method!r} must be {types[key]}, not {value!r}")
-    drafter = kind(**given)
-    drafter.acceptance_method = config.acceptance_method
-    epsilon, alpha = drafter.posterior
-    drafter.posterior = config.posterior_threshold or epsilon, config.posterior_alpha or alpha
-    return drafter
+    return kind(**given)
 
 
 def _fits(value: object, kind: str) -> bool:

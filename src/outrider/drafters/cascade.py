@@ -30,4 +30,4 @@ class Cascade(Nested):
         if isinstance(self.drafter, Mapping) and "acceptance_method" in self.drafter:
             raise ConfigError("acceptance_method belongs to the cascade, not to its drafter")
         parse(self.view)
-        self.inner, self.spec = create(SpeculativeConfig.of(self.drafter)), self.view
+        self.inner = create(SpeculativeConfig.of(self.drafter))

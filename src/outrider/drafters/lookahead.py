@@ -45,18 +45,7 @@ class Pool:
 
     def tree(self, token: int, k: int) -> Draft:
         """The tails of a token merged by prefix, at most k nodes, the most recently seen first."""
-        tree, children = Draft(), dict[tuple[int, int], int]()
-        for tail in reversed(self.tails.get(token, {})):
-            node = -1
-            for following in tail:
-                child = children.setdefault((node, following), len(tree))
-                if child == len(tree):
-                    if child >= k:
-                        return tree
-                    tree.tokens.append(following)
-                    tree.parents.append(node)
-                node = child
-        return tree
+        return Draft.of_paths(reversed(self.tails.get(token, {})), k)
 
 
 @dataclass
@@ -105,9 +94,9 @@ class Lookahead(Drafter):
                 continue  # it stayed at home, or was clipped: it is offered again as it was
             width = len(memory.levels[0])
             rows = [0, *range(draft.verifiable + 1, len(draft) + 1)][-width:]  # those of the top level
-            before = seq.fork()  # as it was when the window was offered, with the noise already drawn for it
+            before = seq.fork()  # as it was when the window was offered
             del before.tokens[len(before.tokens) - len(verdict.tokens) :]
-            before.memory = {"noise": seq.memory.get("noise", {})}
+            before.memory = {}
             first, *others = memory.levels
             places = [Row(before, first[1 : i + 1] + [level[i] for level in others]) for i in range(width)]
             # Custom processors are not asked: they may refuse the prefixes that a window supposes.

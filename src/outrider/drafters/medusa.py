@@ -158,7 +158,7 @@ class Medusa(Drafter):
             logits = list(torch.split(self.target.logits(torch.cat(states)), len(seqs)))
         found: list[list[list[int]]] = [[] for _ in seqs]
         for own in logits:
-            if self.acceptance_method in ("coupled", "typical"):  # the other rules' coins know nothing of Law 1's noise
+            if not seqs[0].rule.flips_coins:  # coins know nothing of Law 1's noise
                 own = scores(own, [Row(seq, [tokens[0] for tokens in f]) for seq, f in zip(seqs, found, strict=True)])
             with few_threads(own):
                 best = own.topk(min(width, own.shape[-1])).indices.tolist()
@@ -170,8 +170,7 @@ class Medusa(Drafter):
 def _draft(tree: list[Ranks], candidates: list[list[int]]) -> Draft:
     """Sorted, so that the path of first ranks comes first: tokens accepted along it lie where plain decoding's do."""
     tree = [path for path in sorted(tree) if max(path) < len(candidates[0])]  # a vocabulary may be tiny
-    at = {path: i for i, path in enumerate(tree)} | {(): -1}
-    return Draft([candidates[len(path) - 1][path[-1]] for path in tree], [at[path[:-1]] for path in tree])
+    return Draft.of_paths([[own[rank] for own, rank in zip(candidates, path, strict=False)] for path in tree])
 
 
 def _paths(choices: list[list[int]]) -> list[Ranks]:

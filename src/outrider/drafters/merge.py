@@ -49,7 +49,6 @@ class Merge(Drafter):
         """Attach each drafter."""
         self.vocab = target.model.config.vocab_size
         for part in self.parts:
-            part.acceptance_method = self.acceptance_method
             part.attach(target, load)
 
     def propose(self, seqs: list[Sequence], k: int) -> list[Draft]:
@@ -78,7 +77,7 @@ class Merge(Drafter):
     def _seen_by(
         self, i: int, seqs: list[Sequence], verdicts: list[Verdict], output: Output
     ) -> tuple[list[Verdict], Output]:
-        own_verdicts, own = [], replace(output, logits=[], hidden=[], drafts=[])
+        own_verdicts, own = [], Output([], [], [], output.flat)
         for at, (seq, verdict, draft) in enumerate(zip(seqs, verdicts, output.drafts, strict=True)):
             merged, where = self.merged.get(seq.id, (draft, []))
             order = list(range(len(draft)))

@@ -71,6 +71,5 @@ def follow(rows: list[list[int]], k: int) -> Draft:
 def grow(rows: list[list[int]], k: int) -> Draft:
     """The tree of the k most frequent beginnings, short ones first. A parent counts no less than its children."""
     counts = Counter(tuple(row[:n]) for row in rows for n in range(1, len(row) + 1))
-    nodes = sorted(counts, key=lambda node: (-counts[node], len(node)))[:k]
-    index = {node: i for i, node in enumerate(nodes)} | {(): -1}
-    return Draft([node[-1] for node in nodes], [index[node[:-1]] for node in nodes])
+    paths = sorted(counts, key=lambda path: (-counts[path], len(path)))
+    return Draft.of_paths(paths, k)

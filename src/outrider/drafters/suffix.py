@@ -84,14 +84,13 @@ def follow(text: Tokens[int], places: list[int], size: int, least: float, width:
 
     The likeliest paths come first, none below `least`. A copy that reaches the end of the text goes on into itself.
     """
-    draft, worth, order = Draft(), 0.0, 0
-    heap: list[tuple[float, int, int, list[int], list[int]]] = [(-1.0, 0, -1, [], places)]
-    while heap and len(draft) < size:
-        cost, _, parent, path, places = heapq.heappop(heap)  # cost: minus the path's probability
+    paths, worth, order = list[list[int]](), 0.0, 0
+    heap: list[tuple[float, int, list[int], list[int]]] = [(-1.0, 0, [], places)]
+    while heap and len(paths) < size:
+        cost, _, path, places = heapq.heappop(heap)  # cost: minus the path's probability
         if path:
             worth -= cost
-            draft.tokens.append(path[-1])
-            draft.parents.append(parent)
+            paths.append(path)
         after: dict[int, list[int]] = {}
         for at in places:
             token = text[at] if at < len(text) else path[at - len(text)]
@@ -101,8 +100,8 @@ def follow(text: Tokens[int], places: list[int], size: int, least: float, width:
         for token, going in heapq.nsmallest(width, after.items(), key=lambda item: -len(item[1])):
             if -cost * len(going) / total >= least:
                 order += 1
-                heapq.heappush(heap, (cost * len(going) / total, order, len(draft) - 1, [*path, token], going))
-    return worth, draft
+                heapq.heappush(heap, (cost * len(going) / total, order, [*path, token], going))
+    return worth, Draft.of_paths(paths if width > 1 else paths[-1:])
 
 
 @dataclass

@@ -32,5 +32,5 @@ class TriForce(Nested):
             raise ConfigError("method triforce needs a 'model', such as {'method': ..., 'model': 'tiny-draft'}")
         options = {"model": self.model, "kv": f"streaming:budget={self.draft_cache_budget}"}
         self.inner = create(SpeculativeConfig("draft_model", self.inner_speculative_tokens, options=options))
-        self.spec = f"retrieval:budget={self.retrieval_budget},chunk={self.chunk_size}"
-        parse(self.spec)
+        self.view = f"retrieval:budget={self.retrieval_budget},chunk={self.chunk_size}"
+        parse(self.view)

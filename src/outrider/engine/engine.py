@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from outrider.config import EngineConfig, SamplingParams, promised
+from outrider.config import EngineConfig, Rule, SamplingParams, promised
 from outrider.control import Controller
 from outrider.engine.text import TextStream
 from outrider.errors import ConfigError, EmptyPrompt, RequestError, RequestTooLong
@@ -21,6 +21,7 @@ from outrider.outputs import GenerationOutput, Logprob, Timing
 from outrider.runner import Runner
 from outrider.sequence import Sequence
 from outrider.speculate import Drafter, StepTimes, step
+from outrider.verify import COUPLED
 
 
 @dataclass
@@ -52,10 +53,11 @@ class Engine:
         config: EngineConfig,
         tokenizer: Any = None,
         exactness: str = "law",
+        rule: Rule = COUPLED,
     ) -> None:
         self.runner, self.drafter, self.k = runner, drafter, k
         self.controller = Controller()  # asked if k is None
-        self.config, self.tokenizer, self.exactness = config, tokenizer, exactness
+        self.config, self.tokenizer, self.exactness, self.rule = config, tokenizer, exactness, rule
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.max_len = config.max_model_len or runner.max_len
@@ -75,7 +77,7 @@ class Engine:
         for i in range(params.n):
             seq = Sequence(prompt, params, (seed + i) % 2**64, eos=self.runner.model.config.eos, max_len=self.max_len)
             request = Request(seq, TextStream(self.tokenizer, params), self.drafter.name, i)
-            request.seq.spec.num_spec_tokens = self.controller.limit if self.k is None else self.k
+            request.seq.metrics.num_spec_tokens = self.controller.limit if self.k is None else self.k
             if params.stops:
                 seq.stop_check = lambda token, stream=request.stream: stream.feed([token])
             requests.append(request)
@@ -124,14 +126,17 @@ class Engine:
         times, running = StepTimes(), self.running
         k = self.controller.plan(len(running)) if self.k is None else self.k
         with torch.inference_mode():
-            verdicts = step(self.runner, self.drafter, [r.seq for r in running], k, times)
+            verdicts = step(self.runner, self.drafter, [r.seq for r in running], k, times, self.rule)
+        for verdict in verdicts:
+            if verdict.error:
+                raise verdict.error
         if all(r.timing.first_token for r in running):  # a step that reads prompts says nothing about the next
             self.controller.learn(k, verdicts, times.rows, times.draft, times.target)
         news = []
         now = time.perf_counter()
         for request, verdict in zip(running, verdicts, strict=True):
             accepted, t = len(verdict.path), request.timing
-            request.seq.spec.add(verdict.drafted, accepted, len(verdict.tokens))
+            request.seq.metrics.add(verdict.drafted, accepted, len(verdict.tokens))
             by = [self.drafter.name] * accepted + [None] * (len(verdict.tokens) - accepted)
             request.drafted_by += by
             request.logprobs += verdict.logprobs
@@ -182,10 +187,10 @@ class Engine:
             drafted_by=request.drafted_by,
             metrics={
                 "method": request.method,
-                "acceptance_method": (rule := self.drafter.acceptance_method),
+                "acceptance_method": (rule := self.rule.method),
                 "exactness": (exactness := promised(rule, "law" if seq.branched else self.exactness)),
                 "lossless": exactness != "lossy",
-                "speculative_decoding": request.seq.spec.as_dict(),
+                "speculative_decoding": request.seq.metrics.as_dict(),
                 "timing": request.timing.as_dict(len(tokens)),
             },
             logprobs=request.logprobs if seq.params.logprobs is not None else None,

@@ -16,7 +16,8 @@ class Entry:
     """One sequence's share of a flat forward: rows [row, row + n) of the batch.
 
     The cache holds `start` tokens of the sequence already; these n follow. `parents` is None for a plain run of tokens,
-    else per row the index among these rows of the row before it, -1 for the cached prefix: a token tree.
+    else per row the index among these rows of the row before it, -1 for the cached prefix: a token tree. `final` is how
+    many tokens the sequence is known to have, if that is more: room for all of them is made at once.
     """
 
     seq: int
@@ -24,6 +25,7 @@ class Entry:
     n: int
     start: int
     parents: list[int] | None = None
+    final: int = 0
 
     def positions(self) -> list[int]:
         """Position of each row in its sequence: branches of a tree share positions."""
@@ -59,10 +61,7 @@ class KVCache(Protocol):
         """Store k and v (tokens, kv_heads, dim), let q (tokens, heads, dim) look; returns (tokens, heads * dim)."""
 
     def keep(self, seq: int, start: int, path: list[int]) -> None:
-        """Of the tree stored from slot `start`, keep the nodes of `path`, in order, right behind the prefix."""
-
-    def truncate(self, seq: int, length: int) -> None:
-        """Forget all but the first `length` tokens of a sequence."""
+        """Of the tree stored from place `start`, keep the nodes of `path`, in order, right behind the prefix."""
 
     def free(self, seq: int) -> None:
         """Give a sequence's memory back; freeing an unknown one does nothing."""
@@ -78,10 +77,10 @@ class QueryLog:
         self.size = 0  # 0 = nobody asks
         self.held: dict[
             int, dict[int, tuple[int, Tensor]]
-        ] = {}  # per sequence and layer: first slot, (rows, heads, dim)
+        ] = {}  # per sequence and layer: first place, (rows, heads, dim)
 
     def add(self, seq: int, layer: int, start: int, q: Tensor) -> None:
-        """Queries (n, heads, dim) of the tokens in slots [start, start + n)."""
+        """Queries (n, heads, dim) of the tokens in places [start, start + n)."""
         layers = self.held.setdefault(seq, {})
         first, before = layers.get(layer, (start, q[:0]))
         before = before[max(0, start - first - self.size) : max(0, start - first)]

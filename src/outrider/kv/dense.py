@@ -35,12 +35,14 @@ class DenseKV:
 
     def catch_up(self, seq: int, length: int, settled: int) -> int:
         """All that was stored right is there."""
-        self.truncate(seq, length)
+        self.log.truncate(seq, length)  # keys and values are overwritten before they are seen
         return length
 
     def keys(self, seq: int, layer: int) -> Tensor:
-        """Keys and values (2, kv_heads, capacity, dim) of a sequence."""
-        return self.store[seq][layer]
+        """Keys and values (2, kv_heads, capacity, dim) of a sequence; of one that was never read, none."""
+        if layers := self.store.get(seq):
+            return layers[layer]
+        return torch.empty(2, self.config.num_kv_heads, 0, self.config.head_dim, dtype=self.dtype, device=self.device)
 
     def reserve(self, plan: Plan) -> None:
         """Grow each sequence's tensors to hold the tokens of this forward."""
@@ -49,7 +51,7 @@ class DenseKV:
             layers, needed = self.store.get(e.seq), e.start + e.n
             if layers and layers[-1].shape[2] >= needed:  # the last one grows last
                 continue
-            size = (2, c.num_kv_heads, self._capacity(needed), c.head_dim)
+            size = (2, c.num_kv_heads, self._capacity(max(needed, e.final)), c.head_dim)
             if layers is None:
                 self.store[e.seq] = [self._new(size, layer) for layer in range(c.num_layers)]
                 continue
@@ -87,17 +89,14 @@ class DenseKV:
         return attend_all(q, k, v, plan.entries, own, self.config.windows[layer], self.scale, plan.scratch)
 
     def keep(self, seq: int, start: int, path: list[int]) -> None:
-        """Compact an accepted branch: nodes of `path`, stored from slot `start`, move behind the prefix in order."""
+        """Compact an accepted branch: nodes of `path`, stored from place `start`, move behind the prefix in order."""
         if path == list(range(len(path))):
+            self.log.truncate(seq, start + len(path))
             return
         self.log.keep(seq, start, path)
         index = torch.tensor(path, device=self.device) + start
         for store in self.store[seq]:
             store[:, :, start : start + len(path)] = store[:, :, index.to(store.device)]
-
-    def truncate(self, seq: int, length: int) -> None:
-        """What lies beyond a sequence's length is overwritten before it is seen."""
-        self.log.truncate(seq, length)
 
     def free(self, seq: int) -> None:
         """Give a sequence's memory back."""

@@ -17,6 +17,7 @@ from outrider.config import ModelConfig
 from outrider.errors import ConfigError
 from outrider.kv.base import Plan
 from outrider.kv.dense import DenseKV
+from outrider.ops import write
 
 
 class OffloadKV(DenseKV):
@@ -84,8 +85,7 @@ class OffloadKV(DenseKV):
         for layer, plan, new in self.fresh:
             for e in plan.entries:
                 if e.seq in self.store:
-                    rows = new[:, e.row : e.row + e.n].transpose(1, 2)
-                    self.store[e.seq][layer][:, :, e.start : e.start + e.n] = rows
+                    write(self.store[e.seq][layer], e.start, *new[:, e.row : e.row + e.n])
         self.fresh = []
 
     def keys(self, seq: int, layer: int) -> Tensor:

@@ -28,7 +28,7 @@ from torch import Tensor
 from outrider.config import ModelConfig
 from outrider.errors import ConfigError
 from outrider.kv.base import Entry, Plan, Storage
-from outrider.ops import KEY_BLOCK, attend
+from outrider.ops import KEY_BLOCK, attend, write
 
 
 @dataclass
@@ -150,7 +150,7 @@ class Retrieval(Policy):
 
 
 @dataclass
-class Quantized(Policy):
+class FewBits(Policy):
     """All keys and values in `bits` bits (8 or 4), the recent ones exact (QuantSpec, 2502.10424)."""
 
     bits: int = 8
@@ -170,7 +170,7 @@ POLICIES: dict[str, type[Policy]] = {
     "streaming": Streaming,
     "snapkv": SnapKV,
     "retrieval": Retrieval,
-    "quantized": Quantized,
+    "quantized": FewBits,
 }
 
 
@@ -225,7 +225,7 @@ class Codes:
 class Held:
     """One sequence in a view: what lies in its buffer."""
 
-    kept: int = 0  # slots of chosen keys
+    kept: int = 0  # places of chosen keys
     first: int = 0  # position of the token behind them
     length: int = 0  # tokens of the sequence that the view knows, kept or not
     synced: int = 0  # of these, the ones whose keys are the base's
@@ -234,7 +234,7 @@ class Held:
     sinks: list[Tensor] = field(default_factory=list)  # ... and per layer the keys of the first tokens there
     codes: list[list[Codes]] = field(default_factory=list)  # quantised: per layer, the pieces before `first`
 
-    def slot(self, position: int) -> int:
+    def place(self, position: int) -> int:
         """Where in the buffer a position from `first` on lies."""
         return self.kept + position - self.first
 
@@ -286,12 +286,12 @@ class View:
 
     def _sync(self, seq: int, h: Held, settled: int, rebuild: bool) -> None:
         old, h.synced = h.synced, settled
-        if rebuild or h.slot(h.length) > self.policy.budget:
+        if rebuild or h.place(h.length) > self.policy.budget:
             self._rebuild(seq, h, 0)
             return
-        self._room(seq, h.slot(old), h.slot(settled))
+        self._room(seq, h.place(old), h.place(settled))
         for layer, own in enumerate(self.slab.store[seq]):
-            own[:, :, h.slot(old) : h.slot(settled)] = self.base.keys(seq, layer)[:, :, old:settled]
+            own[:, :, h.place(old) : h.place(settled)] = self.base.keys(seq, layer)[:, :, old:settled]
 
     def _room(self, seq: int, filled: int, needed: int) -> None:
         self.slab.reserve(Plan([Entry(seq, 0, needed - filled, filled)]))
@@ -301,12 +301,12 @@ class View:
         entries = []
         for e in plan.entries:
             h = self.held[e.seq]
-            if h.slot(e.start + e.n) > self.policy.budget:
+            if h.place(e.start + e.n) > self.policy.budget:
                 (self._evict if self.base is None else self._rebuild)(e.seq, h, e.n)
             h.length = e.start + e.n
-            entries.append(Entry(e.seq, e.row, e.n, h.slot(e.start), e.parents))
-        plan.scratch["slots"] = slots = Plan(entries)
-        self.slab.reserve(slots)
+            entries.append(Entry(e.seq, e.row, e.n, h.place(e.start), e.parents))
+        plan.scratch["places"] = places = Plan(entries)
+        self.slab.reserve(places)
 
     def _rebuild(self, seq: int, h: Held, n: int) -> None:
         """Choose keys from the base, such that n more tokens have room. Too long a tail makes the buffer grow."""
@@ -321,21 +321,21 @@ class View:
             base = self.base.keys(seq, layer)
             keys, queries = base[0, :, :first], self.base.log.last(seq, layer).to(base.device)
             windowed = self.config.windows[layer] is not None
-            if windowed or (p.queries and not len(queries)):  # slots must tell distances; nothing to choose by
+            if windowed or (p.queries and not len(queries)):  # places must tell distances; nothing to choose by
                 own[:, :, :kept] = base[:, :, first - kept : first]
             else:
                 index = p.choose(queries, keys, kept, self.slab.scale)
                 for part in range(2):
                     for head, chosen in enumerate(index):
                         own[part, head, :kept] = base[part, head].index_select(0, chosen)
-            own[:, :, kept : h.slot(h.synced)] = base[:, :, first : h.synced]
+            own[:, :, kept : h.place(h.synced)] = base[:, :, first : h.synced]
             if tails:
-                own[:, :, h.slot(h.synced) : h.slot(h.length)] = tails[layer]
+                own[:, :, h.place(h.synced) : h.place(h.length)] = tails[layer]
 
     def _tails(self, seq: int, h: Held) -> list[Tensor]:
         if h.length <= h.synced:
             return []
-        return [own[:, :, h.slot(h.synced) : h.slot(h.length)].clone() for own in self.slab.store[seq]]
+        return [own[:, :, h.place(h.synced) : h.place(h.length)].clone() for own in self.slab.store[seq]]
 
     def _evict(self, seq: int, h: Held, n: int) -> None:
         """Without a base: drop the oldest recent tokens, such that n more have room."""
@@ -344,23 +344,20 @@ class View:
             h.sinks = [own[0, :, : p.sinks].clone() for own in stores]
         first = max(h.first, h.length - max(0, p.budget - p.sinks - max(p.rebuild, n)))
         for own, sinks in zip(stores, h.sinks, strict=True):
-            own[:, :, p.sinks : p.sinks + h.length - first] = own[:, :, h.slot(first) : h.slot(h.length)].clone()
+            own[:, :, p.sinks : p.sinks + h.length - first] = own[:, :, h.place(first) : h.place(h.length)].clone()
             assert self.turn is not None
             own[0, :, : p.sinks] = self.turn(sinks, first - p.sinks - h.origin)
         h.kept, h.first = p.sinks, first
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
         """Attention over the buffers."""
-        return self.slab.attend(layer, q, k, v, plan.scratch["slots"])
+        return self.slab.attend(layer, q, k, v, plan.scratch["places"])
 
     def keep(self, seq: int, start: int, path: list[int]) -> None:
-        """Compact an accepted branch of the private tail."""
-        self.slab.keep(seq, self.held[seq].slot(start), path)
-
-    def truncate(self, seq: int, length: int) -> None:
-        """Forget the tail from a position on."""
-        if h := self.held.get(seq):
-            h.length = min(h.length, length)
+        """Compact an accepted branch of the private tail, and forget what lies behind."""
+        h = self.held[seq]
+        self.slab.keep(seq, h.place(start), path)
+        h.length = start + len(path)
 
     def free(self, seq: int) -> None:
         """Give the buffers back."""
@@ -371,7 +368,7 @@ class View:
 class QuantizedView(View):
     """A view of all keys, in few bits before the recent ones. This is the reference: it decodes a layer to read it."""
 
-    policy: Quantized
+    policy: FewBits
 
     def nbytes(self, tokens: int) -> int:
         """The exact recent tokens, the codes, and one layer decoded."""
@@ -402,8 +399,7 @@ class QuantizedView(View):
         for e in plan.entries:
             h, rows, end = self.held[e.seq], slice(e.row, e.row + e.n), e.start + e.n
             own = self.slab.store[e.seq][layer]
-            own[0, :, e.start - h.first : end - h.first] = k[rows].transpose(0, 1)
-            own[1, :, e.start - h.first : end - h.first] = v[rows].transpose(0, 1)
+            write(own, e.start - h.first, k[rows], v[rows])
             whole = own.new_zeros(2, own.shape[1], -(-end // KEY_BLOCK) * KEY_BLOCK, own.shape[3])
             at = 0
             for piece in h.codes[layer] if h.codes else ():

@@ -4,7 +4,7 @@ All are *row-invariant* by construction where the libraries below allow it (Law 
 not depend on how many rows ride along. `runner.check_exactness` tests that on the loaded model.
 """
 
-from outrider.ops.attention import KEY_BLOCK, attend, attend_all, attention, attention_mask, follows_paths
+from outrider.ops.attention import KEY_BLOCK, attend, attend_all, attention, attention_mask, follows_paths, write
 from outrider.ops.elementwise import rms_norm, rope, rotate, swiglu
 from outrider.ops.linear import Linear, Quantized, packs
 
@@ -22,4 +22,5 @@ __all__ = [
     "rope",
     "rotate",
     "swiglu",
+    "write",
 ]

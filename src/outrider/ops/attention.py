@@ -108,10 +108,15 @@ def attend_all(
     outs = []
     for r, store in zip(rows, stores, strict=True):
         own = slice(r.row, r.row + r.n)
-        store[0, :, r.start : r.start + r.n] = k[own].transpose(0, 1)
-        store[1, :, r.start : r.start + r.n] = v[own].transpose(0, 1)
+        write(store, r.start, k[own], v[own])
         outs.append(attend(q[own], store, r.start, r.parents, window, scale, scratch))
     return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+def write(store: Tensor, start: int, k: Tensor, v: Tensor) -> None:
+    """Put keys and values (n, kv_heads, dim) at [start, start + n) of a store (2, kv_heads, capacity, dim)."""
+    for own, new in zip(store, (k, v), strict=True):
+        own[:, start : start + len(new)] = new.transpose(0, 1)
 
 
 def _dense_rows(x: Tensor) -> Tensor:
