@@ -74,7 +74,7 @@ def assert_released(llm: LLM) -> None:
         drafter = getattr(drafter, "inner", None)
     for runner in runners:
         assert not runner.slots and not runner.kv.store and not getattr(runner.kv, "held", None)
-    assert not llm.runner.kv.log.held
+    assert not llm.runner.kv.log.held and not any(rows.held or rows.synced for rows in llm.runner.taps)
 
 
 def logits_after(llm: LLM, tokens: list[int], prompt_len: int | None = None) -> torch.Tensor:
@@ -126,7 +126,12 @@ def repeating_eagle3(model: str, where: Path) -> Path:
 
 
 def random_eagle3(
-    model: Path, layout: str = "original", *, draft_vocab: int = 48, scale: float = 0.3, where: Path | None = None,
+    model: Path,
+    layout: str = "original",
+    *,
+    draft_vocab: int = 48,
+    scale: float = 0.3,
+    where: Path | None = None,
     **config: Any,
 ) -> Path:
     """A random EAGLE-3 head for a checkpoint, in a folder beside it, in the `original` layout or that of `speculators`.
@@ -158,7 +163,8 @@ def random_eagle3(
     at = "midlayer." if layout == "original" else "layers.0."
     points = len(config.get("eagle_aux_hidden_state_layer_ids", (0, 0, 0)))
     shapes = {at + name: size for name, size in shapes.items()}
-    shapes |= {"fc.weight": (hidden, points * hidden), "norm.weight": (hidden,), "lm_head.weight": (draft_vocab, hidden)}
+    shapes |= {"fc.weight": (hidden, points * hidden), "norm.weight": (hidden,)}
+    shapes |= {"lm_head.weight": (draft_vocab, hidden)}
     if config.get("norm_before_fc"):
         shapes["input_norm.weight"] = (points * hidden,)
     tensors = {
@@ -172,7 +178,8 @@ def random_eagle3(
         about |= {"architectures": ["LlamaForCausalLMEagle3"], **layer}
     else:
         about |= {
-            "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "transformer_layer_config": layer,
+            "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3",
+            "transformer_layer_config": layer,
             "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": str(model)}},
         }  # fmt: skip
     folder.mkdir(exist_ok=True)

@@ -9,7 +9,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import ScriptedDrafter, assert_released, logits_after, oracle, random_eagle3, random_heads, repeating_eagle3, run, use
+from helpers import (
+    ScriptedDrafter,
+    assert_released,
+    logits_after,
+    oracle,
+    random_eagle3,
+    random_heads,
+    repeating_eagle3,
+    run,
+    use,
+)
 
 from outrider import LLM, Draft, SamplingParams, drafters
 from outrider.config import SpeculativeConfig

@@ -28,7 +28,6 @@ def afresh(runner: Runner, tokens: list[int]) -> torch.Tensor:
     runner.extend([seq])
     found = rows.read(seq.id, 0, len(tokens))
     runner.free(seq)
-    runner.taps.remove(rows)
     assert found and found[0] == 0
     return found[1]
 
@@ -73,7 +72,6 @@ def test_rows_follow_the_sequence(llm):
         assert len(found) == len(seq.tokens) - 1
         llm.runner.free(seq)
     assert not rows.held
-    llm.runner.taps.clear()
 
 
 def test_preempted_sequences_are_read_again(llm):
@@ -88,7 +86,6 @@ def test_preempted_sequences_are_read_again(llm):
     assert first and again and first[0] == again[0] == 0 and torch.equal(first[1], again[1])
     assert torch.equal(again[1][:, 64:], afresh(llm.runner, seq.tokens)[:6, -64:]), "NORMED is the last"
     llm.runner.free(seq)
-    llm.runner.taps.clear()
 
 
 @pytest.mark.parametrize("spec", ["streaming:budget=16", "retrieval:budget=24,chunk=4,recent=4,rebuild=8"])
@@ -111,11 +108,10 @@ def test_views_take_over_their_base_s_rows(random_llm, spec):
         seq.tokens.append(token)
     view.free(seq)
     target.free(seq)
-    target.taps.clear()
 
 
 def test_points_that_are_not_there(random_llm):
-    with pytest.raises(ConfigError, match="layer 3 .* 2 layers"):
+    with pytest.raises(ConfigError, match=r"layer 3 .* 2 layers"):
         random_llm.runner.tap((1, 3))
     assert not random_llm.runner.taps
 
@@ -124,8 +120,9 @@ def test_plain_decoding_is_untouched(random_llm):
     """Watching changes no token."""
     params = SamplingParams(temperature=0, max_tokens=9)
     plain = random_llm.generate([1, 2, 3], params)[0].token_ids
-    random_llm.runner.tap((0, 1))
+    rows = random_llm.runner.tap((0, 1))
     use(random_llm, ScriptedDrafter(lambda seq, k: Draft.chain(plain[len(seq.output) :][:2])))
     assert run(random_llm, [([1, 2, 3], params)])[0].token_ids == plain
-    assert not random_llm.runner.taps[0].held
-    random_llm.runner.taps.clear()
+    assert not rows.held
+    del rows
+    assert not random_llm.runner.taps, "nobody holds them"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -60,10 +61,10 @@ class Runner:
         self.progress: Callable[[int, int], None] | None = None
         self.tokenizer: Any = None  # the model's, set by who loads it: what holds token ids can check that it fits
         self.slots: dict[int, Slot] = {}
-        self.taps: list[Rows] = []
+        self.taps = WeakSet[Rows]()  # kept up as long as a drafter holds them
 
     def tap(self, points: tuple[int, ...]) -> Rows:
-        """From now on keep the hidden states at these points (see `Rows`) of all tokens read, for whoever asks.
+        """From now on keep the hidden states at these points (see `Rows`) of all tokens read, while the result lives.
 
         A view's are its own for what is read through it, and its base's for the tokens that it takes over. Raises
         ConfigError for a point that the model does not have.
@@ -73,7 +74,7 @@ class Runner:
             raise ConfigError(f"hidden states of layer {bad[0]} are asked for, and the model has {layers} layers")
         base = self.base.tap(points) if self.base else None
         rows = Rows(points, self.model.config.hidden_size, self.model.dtype.itemsize, base)
-        self.taps.append(rows)
+        self.taps.add(rows)
         return rows
 
     @property

@@ -57,9 +57,9 @@ class Head:
             raise CheckpointError(f"{path}: a head of width {hidden}; this target's is {model.config.hidden_size}")
         if c.vocab_size != model.config.vocab_size:
             raise VocabularyMismatch(
-                f"{path}: a head for {c.vocab_size} tokens, the target has {model.config.vocab_size}; use one made for it"
+                f"{path}: a head for {c.vocab_size} tokens, the target has {model.config.vocab_size}; use its own"
             )
-        self.points = _points(about, model.config.num_layers)
+        self.points = _points(path, about, model.config.num_layers)
         self.norm_before_residual = bool(about.get("norm_before_residual"))
 
         def take(name: str, *shape: int) -> Tensor:
@@ -280,7 +280,7 @@ class Eagle3(Drafter):
         rows = [Row(tree.seq, [tree.tokens[above] for above in tree.path(node)]) for tree, node in places]
         logits = self.head.logits(torch.cat([tree.state(node) for tree, node in places]))
         tokens: Tensor | None = self.head.tokens
-        if self.acceptance_method in ("coupled", "typical") and any(_shapes(row) for row in rows):
+        if not places[0][0].seq.rule.flips_coins and any(_shapes(row) for row in rows):
             whole = logits.new_full((len(rows), self.vocab), -math.inf)
             whole[:, self.head.tokens.to(whole.device)] = logits
             logits, tokens = scores(whole, rows), None
@@ -307,13 +307,15 @@ def _shapes(row: Row) -> bool:
     return p.temperature > 0 or not plain or bool(p.min_tokens or p.logits_processors)
 
 
-def _points(about: dict[str, Any], layers: int) -> tuple[int, ...]:
+def _points(path: Path, about: dict[str, Any], layers: int) -> tuple[int, ...]:
     """The layers whose inputs the head reads."""
-    nested = about.get("eagle_config") or {}
-    given = about.get("eagle_aux_hidden_state_layer_ids")
-    if given is None and (outputs := nested.get("eagle_aux_hidden_state_layer_ids")):
-        given = [i + 1 for i in outputs]  # there, layers whose outputs are read
-    return tuple(given) if given else (min(2, layers), layers // 2, max(0, layers - 3))
+    name = "eagle_aux_hidden_state_layer_ids"
+    nested = about.get("eagle_config")
+    outputs = nested.get(name) if isinstance(nested, dict) else None  # there, layers whose outputs are read
+    given = about.get(name) or outputs or [min(2, layers), layers // 2, max(0, layers - 3)]
+    if not isinstance(given, list) or not all(type(i) is int for i in given):
+        raise CheckpointError(f"{path}: {name} should be a list of layers, not {str(given)[:80]}")
+    return tuple(i + 1 if given is outputs else i for i in given)
 
 
 def _layer_config(path: Path, about: dict[str, Any]) -> ModelConfig:
@@ -322,8 +324,7 @@ def _layer_config(path: Path, about: dict[str, Any]) -> ModelConfig:
     if not isinstance(shape, dict) or shape.get("num_hidden_layers", 1) != 1:
         raise CheckpointError(f"{path}: an EAGLE-3 head has one layer, config.json says otherwise")
     family = "Qwen3ForCausalLM" if shape.get("model_type") == "qwen3" else "LlamaForCausalLM"
-    config = ModelConfig.from_hf({**shape, "architectures": [family], "quantization_config": None})
-    return config
+    return ModelConfig.from_hf({**shape, "architectures": [family], "quantization_config": None})
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
