@@ -1,7 +1,8 @@
 # make demo   sets everything up and writes text with the embedded model, plainly and speculatively
 # make test   sets everything up and runs the tests
 # make check  linters, types and import layers
-# make sanitize   the kernels' tests under the address and undefined-behaviour sanitizers; then builds them plainly again
+# make sanitize   the kernels' tests under the address and undefined-behaviour sanitizers, and a stress under the thread sanitizer
+# make docs   the tables in README.md and docs/ again, from bench/results and the code
 # make bench  the tables of README.md (half an hour on 2 cores; DATA is the folder that docs/benchmarks.md describes)
 
 PYTHON ?= python3
@@ -10,7 +11,7 @@ TORCH ?= torch==2.13.0
 DATA ?= data
 BIN := .venv/bin
 
-.PHONY: demo test check sanitize bench clean
+.PHONY: demo test check sanitize docs bench clean
 
 .venv/ready: pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 	$(PYTHON) -m venv .venv
@@ -37,16 +38,21 @@ check: .venv/ready
 	$(BIN)/mypy
 	$(BIN)/pytest tests/test_imports.py
 
+# Builds lie beside the installed kernels, which stay as they are.
 sanitize: .venv/ready
-	$(BIN)/pip install --quiet --editable . --no-deps -C cmake.define.OUTRIDER_SANITIZE=ON
+	for kind in thread address; do $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+		--target build/$$kind -C cmake.define.OUTRIDER_SANITIZE=$$kind . || exit 1; done
+	build/thread/outrider/ops/stress
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
-		$(BIN)/pytest tests/test_native.py tests/test_attention.py tests/test_quantize.py; status=$$?; \
-		$(BIN)/pip install --quiet --editable . --no-deps; exit $$status
+		OMP_NUM_THREADS=1 $(BIN)/python tests/sanitized.py build/address/outrider/ops tests/test_native.py tests/test_attention.py
+
+docs: .venv/ready
+	$(BIN)/python -m tools docs
 
 bench: .venv/ready
-	test -d models/tiny-1.5b || $(BIN)/outrider bench inflate tiny models/tiny-1.5b \
+	test -d models/tiny-1.5b || $(BIN)/python -m tools inflate tiny models/tiny-1.5b \
 		--hidden-size 1536 --layers 28 --intermediate-size 8960 --heads 24 --kv-heads 4
-	test -d models/tiny-1.5b-medusa || $(BIN)/outrider bench inflate tiny-medusa models/tiny-1.5b-medusa --hidden-size 1536
+	test -d models/tiny-1.5b-medusa || $(BIN)/python -m tools inflate tiny-medusa models/tiny-1.5b-medusa --hidden-size 1536
 	OUTRIDER_DATA=$(DATA) $(BIN)/outrider bench --model models/tiny-1.5b --suite stories,code,edit --prompts 2 --repeats 2 \
 		--speculate ngram:k=8 --speculate suffix --speculate lookahead --speculate lookahead:k=auto \
 		--speculate medusa:model=models/tiny-1.5b-medusa,k=5 --speculate medusa:model=models/tiny-1.5b-medusa,k=auto \
@@ -55,6 +61,7 @@ bench: .venv/ready
 		--output bench/results/cpu-1.5b
 	OUTRIDER_DATA=$(DATA) $(BIN)/outrider bench --suite stories,code,edit --prompts 4 --speculate ngram:k=8 \
 		--speculate draft_model:model=tiny-draft,k=4 --peer transformers --output bench/results/cpu-tiny
+	$(BIN)/python -m tools docs
 
 clean:
 	rm -rf .venv build dist *.egg-info src/*.egg-info

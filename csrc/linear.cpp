@@ -240,6 +240,7 @@ void tile_rows(const Weights &w, const Rows<bf16> &rows, int n, const Chunk &chu
     config.rows[0] = config.rows[1] = config.rows[4] = uint8_t(upper);
     config.rows[2] = config.rows[3] = config.rows[5] = uint8_t(lower ? lower : 1);
     config.rows[6] = config.rows[7] = 16;
+    asm volatile("" ::"r"(&config) : "memory");  // GCC 12 takes the next line to read 8 bytes, and drops stores to the rest
     _tile_loadconfig(&config);
     const uint8_t *data = chunk.data;
     for (int k = chunk.begin; k < chunk.end;) {

@@ -2,11 +2,16 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <exception>
 #include <memory>
 #include <mutex>
+#include <new>
+#include <system_error>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace pool {
@@ -32,27 +37,24 @@ class Pool {
       for (int i = 0; i < tasks; i++) task(context, i);
       return;
     }
-    while (int(workers_.size()) < threads - 1) {
-      auto worker = std::make_unique<Worker>();
-      worker->thread = std::thread([this, w = worker.get()] { work(*w); });
-      worker->thread.detach();
-      workers_.push_back(std::move(worker));
-    }
+    const int helpers = hire(threads - 1);
     task_ = task;
     context_ = context;
     tasks_ = tasks;
     next_.store(0, std::memory_order_relaxed);
     gate_.fetch_sub(kClosed, std::memory_order_acq_rel);  // a late worker may be on its way out: no plain store
-    for (int i = 0; i < threads - 1; i++) workers_[i]->call();
+    for (int i = 0; i < helpers; i++) workers_[i]->call();
     drain();
     gate_.fetch_or(kClosed, std::memory_order_acq_rel);
     while (gate_.load(std::memory_order_acquire) != kClosed) relax();
+    const std::exception_ptr error = std::exchange(error_, nullptr);
+    failed_.store(false, std::memory_order_relaxed);
     busy_.store(false, std::memory_order_release);
+    if (error) std::rethrow_exception(error);
   }
 
  private:
   struct Worker {
-    std::thread thread;
     std::atomic<unsigned> round{0};
     std::atomic<bool> asleep{false};
     std::mutex mutex;
@@ -78,6 +80,21 @@ class Pool {
     }
   };
 
+  // Up to so many workers: as many as the system lets us have, for a task does not care.
+  int hire(int wanted) {
+    try {
+      while (int(workers_.size()) < wanted) {
+        workers_.reserve(workers_.size() + 1);  // before the thread is there: what follows cannot fail
+        auto worker = std::make_unique<Worker>();
+        std::thread([this, w = worker.get()] { work(*w); }).detach();
+        workers_.push_back(std::move(worker));
+      }
+    } catch (const std::bad_alloc &) {
+    } catch (const std::system_error &) {
+    }
+    return std::min(wanted, int(workers_.size()));
+  }
+
   void work(Worker &worker) {
     for (unsigned seen = 0;;) {
       worker.wait(seen);
@@ -88,7 +105,12 @@ class Pool {
   }
 
   void drain() {
-    for (int i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < tasks_;) task_(context_, i);
+    try {
+      for (int i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < tasks_;) task_(context_, i);
+    } catch (...) {
+      if (!failed_.exchange(true, std::memory_order_relaxed)) error_ = std::current_exception();
+      next_.store(tasks_, std::memory_order_relaxed);
+    }
   }
 
   std::atomic<bool> busy_{false};
@@ -96,6 +118,8 @@ class Pool {
   Task task_ = nullptr;
   void *context_ = nullptr;
   int tasks_ = 0;
+  std::atomic<bool> failed_{false};
+  std::exception_ptr error_;  // of the task that failed first
   alignas(64) std::atomic<int> next_{0};
   static constexpr unsigned kClosed = 1u << 30;
   alignas(64) std::atomic<unsigned> gate_{kClosed};  // how many workers are inside, plus kClosed

@@ -9,7 +9,8 @@ using Task = void (*)(void *context, int task);
 
 // Runs task(context, i) for i in [0, tasks) on up to `threads` threads, the caller being one of them, and returns when
 // all are done. Which thread takes which task is left open: a task must not care. Called while another thread (or a
-// task) is inside, it does all the work itself.
+// task) is inside, it does all the work itself. If a task throws, no further one is begun, and the first exception is
+// thrown here once no thread is inside any more.
 void run(int tasks, int threads, Task task, void *context);
 
 // The same for a callable f(task).

@@ -219,8 +219,15 @@ def test_wrong_stores_are_refused():
     for bad in (store.float(), store[..., :56], store[:, :, ::2], store.to(torch.int8)):
         with pytest.raises(ValueError, match="store"):
             run(q, bad, 5)
-    with pytest.raises(ValueError, match="rows"):
-        run(q, store, KEY_BLOCK - 1)
+    for start in (KEY_BLOCK - 1, -1):
+        with pytest.raises(ValueError, match="rows"):
+            run(q, store, start)
+    codes = store.to(torch.int8)
+    for bad in (codes[..., 0].double(), codes[..., 1:, 0].float(), codes[0, ..., 0].float()):
+        with pytest.raises(ValueError, match="scales is"):
+            run(q, codes, 5, scales=bad)
+    with pytest.raises(ValueError, match="evenly"):
+        run(q[:, :3], store, 5)
     for parents in ([0, 0], [-1], [-1, 1], [-2, 0]):
         with pytest.raises(ValueError, match="parents"):
             run(q, store, 5, parents)

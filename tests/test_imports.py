@@ -11,9 +11,9 @@ import outrider
 
 ROOT = Path(outrider.__file__).parent
 ORDER = (
-    "errors, config, outputs -> draft -> sequence -> sampling, verify, ops -> kv | model -> quantize, parallel, gguf, "
-    "load -> corpus -> datastore -> runner -> speculate -> drafters -> control -> engine -> llm -> hf -> "
-    "serve, train, bench -> cli"
+    "errors, files, config, outputs -> draft -> sequence -> sampling, verify, ops -> kv | model -> quantize, parallel, "
+    "gguf, load -> export -> corpus -> datastore -> runner -> speculate -> drafters -> control -> engine -> llm -> "
+    "hf -> serve, train, bench -> cli"
 )
 TIERS = ORDER.replace(",", " -> ").replace("|", " -> ").replace(" ", "").split("->")
 APART = {("kv", "model"), ("model", "kv")}
@@ -31,6 +31,8 @@ def imported(tree: ast.AST) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"line {node.lineno}: a relative import"
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    outside = {name for name in names if name.split(".")[0] in ("tools", "tests")}
+    assert not outside, f"{', '.join(outside)}: not in the package"
     return {name.removeprefix("outrider.") for name in names if name.startswith("outrider.")} | (names & {"outrider"})
 
 
@@ -60,4 +62,7 @@ def test_the_rules_bite():
     """The reader of imports sees them in functions and under aliases."""
     code = "def f():\n    from outrider.llm import LLM\nimport outrider.kv.dense as d\nfrom outrider import LLM\n"
     assert imported(ast.parse(code)) == {"llm.LLM", "kv.dense", "LLM"}
+    for outside in ("import tools.docs", "def f():\n    from tools import inflate"):
+        with pytest.raises(AssertionError, match="not in the package"):
+            imported(ast.parse(outside))
     assert {"sampling", "kv", "model", "cli"} <= {f.relative_to(ROOT).parts[0].removesuffix(".py") for f in FILES}

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from outrider import LLM, SamplingParams, SpeculativeConfig, drafters
-from outrider.bench.inflate import inflate
 from outrider.errors import CheckpointError, ConfigError, ModelNotFound, VocabularyMismatch
 from outrider.train.medusa import Settings, train
+from tools.inflate import inflate
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 Medusa = drafters.find("medusa")

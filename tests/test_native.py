@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -19,6 +20,12 @@ FORMATS = ["float32", "bfloat16", "int8", "int8 offsets", "int4", "int4 offsets"
 SHAPES = [(1, 1), (2, 7), (31, 33), (48, 64), (100, 96), (66, 1000), (34, 2050)]  # (outputs, inputs)
 
 pytestmark = pytest.mark.skipif(not ISAS, reason="the kernels are not built: there was no compiler")
+
+
+def test_nothing_is_skipped_for_a_fault():
+    """Tests of bits skip where no kernels run: that must be because nobody could build them, or by wish."""
+    assert not native.wrong
+    assert native.active == os.environ.get("OUTRIDER_ISA", native.available()[0])
 
 
 @pytest.fixture(params=ISAS or [native.REFERENCE])
@@ -130,8 +137,63 @@ def test_linear_refuses(isa):
     for x in (rand(2, 16), rand(2, 15, dtype=torch.bfloat16)):
         with pytest.raises(ValueError, match="weights take"):
             linear(x)
+    x = rand(2, 16, dtype=torch.bfloat16)
+    for bad in (rand(2, 9, dtype=torch.bfloat16), rand(1, 8, dtype=torch.bfloat16), rand(2, 8), x[0, :8]):
+        with pytest.raises(ValueError, match="residual is"):
+            linear(x, residual=bad)
+    for bad in (rand(15, dtype=torch.bfloat16), rand(16), x, x[0].to("meta")):
+        with pytest.raises(ValueError, match="norm is"):
+            linear(x, norm=bad)
+    with pytest.raises(ValueError, match=r"not torch\.float16"):
+        linear(x, dtype=torch.float16)
+    for bad in (rand(7, dtype=torch.bfloat16), rand(8), rand(8, 1, dtype=torch.bfloat16)):
+        with pytest.raises(ValueError, match="bias is"):
+            Linear(rand(8, 16, dtype=torch.bfloat16), bad)
+    with pytest.raises(ValueError, match="scales is"):
+        Linear(Quantized(8, 32, torch.zeros(4, 64, dtype=torch.int8), rand(4, 1, dtype=torch.bfloat16)))
     with pytest.raises(ConfigError, match=r"available: .*reference"):
         native.use("avx1024")
+
+
+def test_rope_and_norm_refuse(isa):
+    qkv, cos = rand(3, 4 * 16), rand(3, 1, 16)
+    for bad in (rand(2, 1, 16), rand(3, 1, 8), rand(3, 16)):
+        with pytest.raises(ValueError, match="cos is"):
+            rope(qkv, 2, 1, bad, cos, None, 1e-5)
+    for bad in (rand(3, 1, 16, dtype=torch.bfloat16), rand(3, 1, 15)):
+        with pytest.raises(ValueError, match="sin is"):
+            rope(qkv, 2, 1, cos, bad, None, 1e-5)
+    for bad in (rand(8), rand(16, dtype=torch.bfloat16)):
+        with pytest.raises(ValueError, match="norm is"):
+            rope(qkv, 2, 1, cos, cos, (rand(16), bad), 1e-5)
+    with pytest.raises(ValueError, match="no 2 "):
+        rope(qkv[:, :63], 2, 1, cos, cos, None, 1e-5)
+    for bad in (rand(63), rand(1, 64)):
+        with pytest.raises(ValueError, match="norm is"):
+            rms_norm(qkv, bad, 1e-5)
+
+
+def test_scattered_tensors(isa):
+    """Kernels are given addresses of copies in one piece, which must live as long as the call. These are so large that
+    the system takes their memory back at once."""
+    rows, outputs = 4200, 2100
+    weight, x, residual = rand(3, outputs).T, rand(3, rows).T, rand(outputs, rows).T
+    norm = rand(6)[::2]
+    linear = Linear(weight)
+    expected = F.rms_norm(x, (3,), norm, 1e-5) @ weight.T + residual
+    assert torch.allclose(linear(x, norm, 1e-5, residual), expected, rtol=1e-4, atol=1e-4)
+    wide = rand(rows, outputs)
+    linear, x = Linear(wide.T), rand(2, rows)
+    assert torch.allclose(linear(x), x @ wide, rtol=1e-3, atol=1e-2)
+    qkv, cos, sin = rand(2 * 64, 5).T, rand(2 * 16, 5).T[:, None, ::2], rand(2 * 16, 5).T[:, None, 1::2]
+    norms = rand(32)[::2], rand(32)[1::2]
+    for given in (qkv[:, ::2], qkv[:, 3:67]):
+        whole = rope(given.contiguous(), 2, 1, cos.contiguous(), sin.contiguous(), norms, 1e-5)
+        got = rope(given.clone() if given.stride(1) == 1 else given, 2, 1, cos, sin, norms, 1e-5)
+        assert all(torch.equal(a, b) for a, b in zip(got, whole, strict=True))
+    apart = torch.cat([rand(5, 64), rand(5, 7)], 1)[:, :64]  # rows with something between them
+    whole = rope(apart.contiguous(), 2, 1, cos, sin, None, 1e-5)
+    assert all(torch.equal(a, b) for a, b in zip(rope(apart, 2, 1, cos, sin, None, 1e-5), whole, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -207,7 +269,8 @@ def test_the_self_check_sees(isa, monkeypatch):
 
     class Skewed(true.Weights):
         def multiply(self, x, rows, y, *rest):
-            super().multiply(x + 4, rows, y, *rest)
+            super().multiply(x, rows, y, *rest)
+            ctypes.c_float.from_address(y).value += 1
 
     monkeypatch.setattr(native, "kernels", type("module", (), {"Weights": Skewed}))
     assert not native.computes_right()
@@ -239,3 +302,32 @@ def test_fork_and_threads():
     else:
         os._exit(0 if torch.equal(linear(x), full) else 1)
     torch.set_num_threads(before)
+
+
+STARVED = """
+import resource, sys, torch
+from outrider.ops import Linear, native
+native.use(sys.argv[1])
+torch.set_num_threads(int(sys.argv[2]))
+linear, x = Linear(torch.randn(40, 32).bfloat16()), torch.randn(2**20, 32).bfloat16()
+few = linear(x[:9])
+size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (size + 2**27, -1))  # room for the result, not for the sums of all rows
+for _ in range(3):
+    try:
+        linear(x)
+    except MemoryError:
+        assert torch.equal(linear(x[:9]), few)
+    else:
+        sys.exit("there was memory after all")
+print("refused")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the address space is limited as Linux does it")
+@pytest.mark.parametrize("threads", [1, 3])
+def test_memory_runs_out(isa, threads):
+    """An allocation that fails in a kernel, on whichever thread, is a MemoryError, and the kernels go on working."""
+    env = {**os.environ, "LD_PRELOAD": ""}  # a sanitizer's own allocator would end the process
+    done = subprocess.run([sys.executable, "-c", STARVED, isa, str(threads)], env=env, capture_output=True, text=True)
+    assert done.stdout.strip() == "refused", done.stderr

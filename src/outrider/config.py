@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-import torch
-
 from outrider.errors import CheckpointError, ConfigError, UnsupportedArchitecture
 
 ARCHITECTURES = {
@@ -18,7 +16,7 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": "qwen3",
 }
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = ("float32", "bfloat16", "float16")  # names only: this file needs no torch, for `--help` reads it
 ACCEPTANCE_METHODS = {  # what decides which drafted tokens stay (verify.py), and what it promises
     "coupled": "plain decoding's very tokens, whatever the drafter",
     "rejection": "exact in law: distributed as plain decoding's tokens, which ones depends on the drafter",
@@ -73,7 +71,7 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool
     tied: bool
-    dtype: torch.dtype  # of the checkpoint
+    dtype: str  # of the checkpoint, one of DTYPES
     eos: tuple[int, ...]
 
     @property
@@ -124,7 +122,7 @@ class ModelConfig:
             mlp_bias=bool(hf.get("mlp_bias")),
             qk_norm=family == "qwen3",
             tied=bool(hf.get("tie_word_embeddings", False)),
-            dtype=DTYPES[dtype],
+            dtype=dtype,
             eos=eos,
         )
 
@@ -182,9 +180,10 @@ def _windows(hf: Mapping[str, Any], family: str, layers: int) -> tuple[int | Non
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-LogitsProcessor = Callable[[list[int], torch.Tensor], torch.Tensor]
+LogitsProcessor = Callable[[list[int], Any], Any]
 """`processor(token_ids, logits) -> logits`: the whole prefix (prompt and output) and the (vocab,) float32 logits of the
-next token. It must depend on its arguments alone: it is also asked about prefixes that a draft only supposes."""
+next token, as a tensor. It must depend on its arguments alone: it is also asked about prefixes that a draft only
+supposes."""
 
 
 @dataclass(frozen=True)
@@ -273,6 +272,11 @@ class SamplingParams:
     def stops(self) -> list[str]:
         """Stop strings as a list."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+
+def option(default: Any, help: str) -> Any:
+    """A drafter's field with what it means, for `outrider info`."""
+    return field(default=default, metadata={"help": help})
 
 
 @dataclass(frozen=True)

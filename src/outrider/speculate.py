@@ -27,7 +27,7 @@ class Drafter:
     output stays the target's; a good guess only makes it come sooner.
     """
 
-    num_speculative_tokens: int = 4
+    num_speculative_tokens: int = 4  # k: most tokens of a draft, over all its branches
     name: ClassVar[str] = ""  # set when it is found by its name
 
     def attach(self, target: Runner, load: Callable[[str], Runner]) -> None:

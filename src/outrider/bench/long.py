@@ -25,6 +25,7 @@ from outrider.config import SpeculativeConfig
 from outrider.corpus import archived
 from outrider.draft import Draft
 from outrider.errors import ConfigError, OutOfMemory
+from outrider.files import write_text
 from outrider.llm import LLM
 from outrider.load import Progress
 from outrider.outputs import SpecMetrics
@@ -341,10 +342,16 @@ def remarks(rows: list[Row]) -> list[str]:
 
 
 def write(rows: list[Row], folder: Path) -> None:
-    """results.jsonl and table.md, replacing those of an earlier run."""
-    (folder / "results.jsonl").write_text("".join(json.dumps(asdict(r)) + "\n" for r in rows), "utf-8")
+    """results.jsonl and table.md, replacing those of an earlier run. Raises ConfigError if they cannot be written."""
+    write_text(folder / "results.jsonl", "".join(json.dumps(asdict(r)) + "\n" for r in rows))
     table = markdown_table(HEADER, map(cells, rows))
-    (folder / "table.md").write_text("\n\n".join([f"`{rows[0].command}`", table, *remarks(rows)]) + "\n", "utf-8")
+    write_text(folder / "table.md", "\n\n".join([f"`{rows[0].command}`", table, *remarks(rows)]) + "\n")
+
+
+def read(path: Path) -> list[Row]:
+    """Rows from JSON lines, whose keys are text."""
+    found = map(json.loads, path.read_text("utf-8").splitlines())
+    return [Row(**row | {"curve": {int(n): seconds for n, seconds in row["curve"].items()}}) for row in found]
 
 
 def plot(rows: list[Row], path: Path) -> None:
@@ -374,4 +381,4 @@ def plot(rows: list[Row], path: Path) -> None:
     last.plot([0, limit], [0, limit], color="black", linewidth=0.8, linestyle="--")
     last.set_xlabel("predicted speedup")
     last.set_ylabel("measured speedup")
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, format="png")

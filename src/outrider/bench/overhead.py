@@ -44,7 +44,9 @@ class Cost:
 
 
 def run(llm: LLM, methods: list[SpeculativeConfig], text: Path, histories: list[int]) -> Iterator[Cost]:
-    """Measure each method at each length. Raises ConfigError for too short a text."""
+    """Measure each method at each length. Raises ConfigError for too short a text, or no history."""
+    if min(histories) < 1:
+        raise ConfigError(f"a history must be at least 1 token, not {min(histories)}")
     tokens: list[int] = []
     for document in corpus.texts(corpus.files([text])):
         tokens += llm.tokenizer(document, verbose=False)["input_ids"] if llm.tokenizer else []

@@ -16,6 +16,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from outrider.errors import ConfigError
+from outrider.files import write_text
 
 UNSTEADY = 1.5  # repeats that differ by more than this ratio were not alone on the machine
 RUN = 8  # tokens that make a repetition
@@ -116,9 +117,9 @@ def read(path: Path) -> list[Result]:
 
 
 def write(results: list[Result], folder: Path) -> None:
-    """results.jsonl and table.md, replacing those of an earlier run."""
-    (folder / "results.jsonl").write_text("".join(r.line() + "\n" for r in results), "utf-8")
-    (folder / "table.md").write_text(markdown(results), "utf-8")
+    """results.jsonl and table.md, replacing those of an earlier run. Raises ConfigError if they cannot be written."""
+    write_text(folder / "results.jsonl", "".join(r.line() + "\n" for r in results))
+    write_text(folder / "table.md", markdown(results))
 
 
 def repeated(outputs: Iterable[list[int]]) -> float:
@@ -259,4 +260,4 @@ def plot(results: list[Result], path: Path) -> None:
     )
     if methods:
         figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize="small")
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, format="png")

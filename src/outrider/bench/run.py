@@ -7,6 +7,7 @@ machine that drifts hits all alike. Each method is warmed up before it is timed.
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import resource
@@ -28,7 +29,7 @@ import outrider
 from outrider import drafters
 from outrider.bench import peers
 from outrider.bench.report import Difference, Result, Sample, repeated
-from outrider.bench.suites import Suite, load_suite
+from outrider.bench.suites import SUITES, Suite, load_suite
 from outrider.config import SamplingParams, SpeculativeConfig
 from outrider.errors import ConfigError
 from outrider.llm import LLM
@@ -36,6 +37,21 @@ from outrider.load import Progress
 
 PLAIN = SpeculativeConfig()
 WARM_UP_TOKENS = 8
+MOST_THREADS = 1024
+
+
+def at_least(settings: Any, least: dict[str, int]) -> None:
+    """Raises ConfigError if a field, or a number in a list that it holds, is less than it must be."""
+    for name, low in least.items():
+        value = getattr(settings, name)
+        if value is not None and min(value if isinstance(value, list) else [value], default=low - 1) < low:
+            raise ConfigError(f"{name} must be at least {low}, not {value}")
+
+
+def check_threads(threads: int | None) -> None:
+    """Raises ConfigError for a number of threads that no machine has."""
+    if threads is not None and not 1 <= threads <= MOST_THREADS:
+        raise ConfigError(f"threads must be at least 1 and at most {MOST_THREADS}, not {threads}")
 
 
 @dataclass(frozen=True)
@@ -56,14 +72,13 @@ class Conditions:
     file: Path | None = None
     threads: int | None = None
 
-    LEAST: ClassVar[dict[str, int]] = {"max_tokens": 2, "repeats": 1, "threads": 1}
+    LEAST: ClassVar[dict[str, int]] = {"max_tokens": 2, "repeats": 1}
 
     def __post_init__(self) -> None:
-        for name, least in self.LEAST.items():
-            value = getattr(self, name)
-            if value is not None and min(value if isinstance(value, list) else [value]) < least:
-                raise ConfigError(f"{name} must be at least {least}, not {value}")
+        at_least(self, self.LEAST)
+        check_threads(self.threads)
         unique("method", ["plain", *map(label, self.methods)])
+        assert self.params  # what it refuses, it refuses now
 
     @property
     def params(self) -> SamplingParams:
@@ -88,20 +103,19 @@ class Settings(Conditions):
     prompts: int = 4  # per suite
     batch: int = 1
     peer: str | None = None  # NAME or NAME:WEIGHTS
-    peer_python: Path | None = None
 
     LEAST: ClassVar[dict[str, int]] = Conditions.LEAST | {"prompts": 1, "batch": 1}
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.peer is not None:
-            peers.check(self.peer, self.peer_python)
+            peers.check(self.peer)
             if self.temperature > 0 or self.batch > 1:
                 raise ConfigError("--peer compares greedy decoding of one prompt: use --temperature 0 and --batch 1")
-        elif self.peer_python is not None:
-            raise ConfigError("--peer-python is the Python of a --peer's environment; pass both")
         if self.file and "spec-bench" not in self.suites:
             raise ConfigError("--file is for --suite spec-bench; pass both")
+        if not self.suites or not all(self.suites):
+            raise ConfigError(f"a suite without a name, or a comma too many; valid: {', '.join(SUITES)}")
         unique("suite", self.suites)
 
 
@@ -133,10 +147,22 @@ def _k(config: SpeculativeConfig) -> int | str:
     return default if k is None else k
 
 
-def run(settings: Settings, progress: Progress | None = None) -> Iterator[Result]:
+class PeerFailed(Exception):
+    """Of one method: the others go on."""
+
+
+def complain(line: str) -> None:
+    """A line on standard error."""
+    print(f"outrider: {line}", file=sys.stderr)
+
+
+def run(
+    settings: Settings, progress: Progress | None = None, warn: Callable[[str], None] = complain
+) -> Iterator[Result]:
     """Measure; results come as each suite is done, the peer's after all of ours.
 
-    `progress(what, done, total)` hears what runs now. Raises OutriderError's kinds before anything is measured.
+    `progress(what, done, total)` hears what runs now, `warn` what a peer cannot do. Raises OutriderError's kinds before
+    anything is measured.
     """
     report = progress or (lambda *_: None)
     params = settings.params
@@ -149,6 +175,8 @@ def run(settings: Settings, progress: Progress | None = None) -> Iterator[Result
         llm.speculative_config = config
         for request in [r for ids in prompts.values() for each in ids for r in llm.engine.add(each, params)]:
             llm.engine.abort(request)
+    context = max(len(each) for ids in prompts.values() for each in ids) + settings.max_tokens
+    peer = peers.make(settings.peer, llm, settings.methods, context) if settings.peer else None
     kv_bytes: dict[str, int] = {}
 
     def measure(ids: list[list[int]], method: str) -> Sample:
@@ -160,7 +188,7 @@ def run(settings: Settings, progress: Progress | None = None) -> Iterator[Result
         return sample(llm, ids, params, settings.batch)
 
     for suite in suites:
-        samples = rounds(suite, list(methods), prompts[suite.name], settings.repeats, measure, report)
+        samples, _ = rounds(suite, list(methods), prompts[suite.name], settings.repeats, measure, report)
         for name, passes in samples.items():
             config = methods[name]
             spoken = {"method": config.method, "acceptance_method": config.acceptance_method, **config.options}
@@ -171,26 +199,31 @@ def run(settings: Settings, progress: Progress | None = None) -> Iterator[Result
                 exactness=max(e for s in passes for e in s.exactness), kv_bytes=kv_bytes[name], notes=[],
                 weight_bytes=llm.runner.model.nbytes,
             )  # fmt: skip
-    if settings.peer is None:
+    if peer is None:
         return
-    report(f"loading into {settings.peer}", 0, 1)
-    context = max(len(each) for ids in prompts.values() for each in ids) + settings.max_tokens
-    with closing(peers.load(settings.peer, settings.peer_python, llm, settings.methods, context)) as peer:
+    with closing(peer):
 
         def measure_peer(ids: list[list[int]], method: str) -> Sample:
             if method == "plain":  # ours again, so that ratios compare what ran side by side
                 return measure(ids, method)
-            peer.measure(method, ids[:1], WARM_UP_TOKENS)
-            return peer.measure(method, ids, settings.max_tokens)
+            try:
+                peer.measure(method, ids[:1], WARM_UP_TOKENS)
+                return peer.measure(method, ids, settings.max_tokens)
+            except Exception as error:  # another's code: it raises what it likes
+                reason = " ".join(str(error).split())[:300]
+                raise PeerFailed(f"{method}: {reason or type(error).__name__}") from error
 
         for suite in suites:
             names = ["plain", *peer.methods]
-            samples = rounds(suite, names, prompts[suite.name], settings.repeats, measure_peer, report)
-            for name, spoken in peer.methods.items():
+            samples, failed = rounds(suite, names, prompts[suite.name], settings.repeats, measure_peer, report)
+            left_out = [f"Left out, for it failed: {reason}" for reason in failed]
+            for line in left_out:
+                warn(f"{suite.name}: {line}")
+            for name in list(samples)[1:]:
                 yield result(
                     settings, llm, suite, prompts[suite.name], samples[name], samples["plain"], method=name,
-                    engine=peer.name, speculative_config=spoken, exactness=None, kv_bytes=None, notes=[peer.note],
-                    weight_bytes=peer.weight_bytes,
+                    engine=peer.name, speculative_config=peer.methods[name], exactness=None, kv_bytes=None,
+                    notes=[peer.note, *left_out], weight_bytes=peer.weight_bytes,
                 )  # fmt: skip
 
 
@@ -201,15 +234,22 @@ def rounds(
     repeats: int,
     measure: Callable[[list[list[int]], str], Sample],
     report: Progress,
-) -> dict[str, list[Sample]]:
-    """All methods in turn, `repeats` times: per method, one sample each time."""
+) -> tuple[dict[str, list[Sample]], list[str]]:
+    """All methods in turn, `repeats` times: per method one sample each time, and why those left out failed."""
     samples: dict[str, list[Sample]] = {method: [] for method in methods}
+    failed: list[str] = []
     for i in range(repeats):
         for j, method in enumerate(methods):
+            if method not in samples or (failed and len(samples) == 1):
+                continue  # it failed; or plain is alone, to be compared with nothing
             report(f"{suite.name}, repeat {i + 1} of {repeats}: {method}", i * len(methods) + j, repeats * len(methods))
-            samples[method].append(measure(prompts, method))
+            try:
+                samples[method].append(measure(prompts, method))
+            except PeerFailed as error:
+                del samples[method]
+                failed.append(str(error))
     report(suite.name, 1, 1)
-    return samples
+    return samples, failed
 
 
 def sample(llm: LLM, prompts: list[list[int]], params: SamplingParams, batch: int) -> Sample:
@@ -249,7 +289,8 @@ def compare(llm: LLM, prompts: list[list[int]], plain: list[list[int]], samples:
         (output,) = llm.generate(prompt + expected[:at], max_tokens=1, temperature=0, logprobs=vocab, ignore_eos=True)
         assert output.logprobs is not None
         odds = output.logprobs[0].top
-        differences.append(Difference(i, at, expected[at], got[at], odds[expected[at]] - odds[got[at]]))
+        gap = odds[expected[at]] - odds.get(got[at], -math.inf)  # a peer may have tokens that the model has not
+        differences.append(Difference(i, at, expected[at], got[at], gap))
     return differences
 
 
@@ -274,9 +315,10 @@ def result(
     differences = compare(llm, prompts, plain[0].tokens, samples)
     tie = 32 * torch.finfo(model.dtype).eps  # two roundings of a logit between 16 and 32, as the likeliest often are
     ties = sum(abs(d.gap) <= tie for d in differences)
-    config = json.loads((llm.checkpoint.path / "config.json").read_text("utf-8"))
+    config = llm.checkpoint.path / "config.json"
+    source = json.loads(config.read_text("utf-8")).get("outrider_inflated_from") if config.is_file() else None
     return Result(
-        suite=suite.name, source=suite.source, model=s.model, inflated_from=config.get("outrider_inflated_from"),
+        suite=suite.name, source=suite.source, model=s.model, inflated_from=source,
         dtype=str(model.dtype).removeprefix("torch."), quantization=s.quantization, device=str(model.device),
         temperature=s.temperature, top_p=s.top_p, seed=s.seed, batch=s.batch, prompts=len(prompts),
         max_tokens=s.max_tokens,
@@ -300,9 +342,15 @@ def provenance(device: torch.device) -> dict[str, Any]:
     """Where, when and how a result came to be: the last fields of each JSON line."""
     return {
         "hardware": hardware(device), "versions": versions(), "commit": commit(),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join([*program(), *sys.argv[1:]]),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }  # fmt: skip
+
+
+def program() -> list[str]:
+    """How this process was called: `outrider`, or a package's name behind `python -m`."""
+    called = Path(sys.argv[0])
+    return ["python", "-m", called.parent.name] if called.name == "__main__.py" else [called.name]
 
 
 def versions() -> dict[str, str]:
@@ -333,7 +381,7 @@ def commit() -> str:
 
     try:
         git("ls-files", "--error-unmatch", here.name)
-        changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/src", ":/csrc")
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/src", ":/csrc", ":/tools")
         return git("rev-parse", "--short", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"  # installed, possibly into somebody else's checkout

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from outrider.corpus import archived
+import outrider
 from outrider.errors import ConfigError
-from outrider.llm import LLM
 
 PASSAGE_WORDS, PASSAGES_PER_BOOK = 300, 40
 DAMAGED = (OSError, EOFError, lzma.LZMAError, zlib.error, tarfile.TarError, LookupError, TypeError, ValueError)
@@ -58,7 +57,7 @@ class Suite:
     prompts: list[str]
     chat: bool  # they are a user's messages
 
-    def encode(self, llm: LLM) -> list[list[int]]:
+    def encode(self, llm: outrider.LLM) -> list[list[int]]:
         """Token ids: messages through the model's chat template, or as plain text if it has none."""
         if self.chat and getattr(llm.tokenizer, "chat_template", None):
             return [llm.render([{"role": "user", "content": text}]) for text in self.prompts]
@@ -113,6 +112,8 @@ def _code(path: Path) -> list[str]:
 
 
 def _passages(path: Path) -> list[str]:
+    from outrider.corpus import archived  # loads torch, and --help lists the suites
+
     passages = []
     for words in map(str.split, archived(path)):
         starts = [len(words) * i // (PASSAGES_PER_BOOK + 1) for i in range(1, PASSAGES_PER_BOOK + 1)]

@@ -3,51 +3,61 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import re
-from dataclasses import fields
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
-from outrider.cli.generate import TINT
+import outrider
 from outrider.cli.options import (
     Device,
     Dtype,
     MaxModelLen,
-    Model,
     Quantization,
     Reporter,
     Speculate,
     SpeculativeJson,
+    check_model,
     clean,
     load_llm,
-    read_json,
     sampling_flags,
     speculative,
     summary,
 )
+from outrider.cli.output import LEGEND, TINT, as_line, put, visible
 from outrider.config import SamplingParams, SpeculativeConfig
 from outrider.errors import ConfigError, OutriderError, RequestTooLong
-from outrider.llm import LLM
 
-COMMANDS = """\
-/reset              forget the conversation
-/retry              drop the last answer and ask again
-/set NAME VALUE     a sampling parameter, such as /set temperature 0.7
-/set speculate X    another method, such as /set speculate ngram:k=8
-/set                show what is set
-/system TEXT        start anew with a system message
-/help               this list
-/quit               leave (also Ctrl-D)
-Ctrl-C stops an answer. End a line with \\ to go on in the next."""
+COMMANDS = {
+    "/reset": ("", "forget the conversation"),
+    "/retry": ("", "drop the last answer and ask again"),
+    "/set": ("NAME VALUE", "a sampling parameter, such as /set temperature 0.7; alone, what is set"),
+    "/set speculate": ("X", "another method, such as /set speculate ngram:k=8"),
+    "/system": ("TEXT", "start anew with a system message"),
+    "/help": ("", "this list"),
+    "/quit": ("", "leave (also Ctrl-D)"),
+}
+MORE = "Ctrl-C stops an answer. End a line with \\ to go on in the next."
 
 
-@sampling_flags(temperature=0.7, max_tokens=512)
+@sampling_flags("n", "logprobs", temperature=0.7, max_tokens=512)
 def chat(
     *,
-    model: Model = "tiny",
+    model: Annotated[
+        str | None,
+        typer.Option(
+            callback=check_model, help="Folder, GGUF file, hub id or embedded model. [default: smollm2, or tiny]"
+        ),
+    ] = None,
     speculate: Speculate = None,
     speculative_config: SpeculativeJson = None,
     dtype: Dtype = "auto",
@@ -59,19 +69,25 @@ def chat(
 ) -> None:
     """Talk with a model. Ctrl-C stops an answer, not the program; /help lists the commands."""
     config = speculative(speculate, speculative_config)
-    if sampling["n"] != 1:
-        raise ConfigError(f"chat gives one answer; n must be 1, not {sampling['n']}")
-    SamplingParams(**sampling)
     with Reporter() as reporter:
-        llm = load_llm(model, config, dtype, device, reporter, max_model_len=max_model_len, quantization=quantization)
+        llm = load_llm(
+            model or _default(), config, dtype, device, reporter, max_model_len=max_model_len, quantization=quantization
+        )
         llm.render([{"role": "user", "content": "?"}])  # no chat template: say so before the first question
         Conversation(llm, sampling, system, reporter).loop()
+
+
+def _default() -> str:
+    """The model that talks best of those that are there without a download."""
+    from outrider.load import PACKAGED, packaged
+
+    return PACKAGED if packaged() else "tiny"
 
 
 class Conversation:
     """Messages so far and what the commands change."""
 
-    def __init__(self, llm: LLM, sampling: dict[str, Any], system: str | None, reporter: Reporter) -> None:
+    def __init__(self, llm: outrider.LLM, sampling: dict[str, Any], system: str | None, reporter: Reporter) -> None:
         self.llm, self.sampling, self.reporter = llm, sampling, reporter
         self.console = Console(highlight=False, soft_wrap=True)
         self.messages: list[dict[str, str]] = []
@@ -83,42 +99,45 @@ class Conversation:
 
     def loop(self) -> None:
         """Read, answer, repeat."""
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401 - gives input() line editing and a history
-        self.console.print(Text("/help lists the commands", "dim"))
+        read = _reader([*COMMANDS, *(f"/set {name}" for name in self.sampling)])
+        self._say("/help lists the commands")
+        self._legend()
         while True:
             try:
-                line = self._read()
+                line = read("> ")
+                while line.endswith("\\"):
+                    line = line[:-1] + "\n" + read(". ")
             except EOFError:
                 self.console.print()
                 return
             except KeyboardInterrupt:
-                self.console.print(Text("\n/quit or Ctrl-D leaves", "dim"))
+                self._say("/quit or Ctrl-D leaves")
                 continue
-            if line in ("/quit", "/exit"):
+            if (command := line.strip()) in ("/quit", "/exit"):
                 return
             try:
-                if line.startswith("/"):
-                    self.command(line)
-                elif line.strip():
+                if command.startswith("/"):
+                    self.command(command)
+                elif command:
                     self.messages.append({"role": "user", "content": line})
                     self.answer()
             except OutriderError as error:
-                self.console.print(Text(str(error), "red"))
+                self._say(error, "red")
             except KeyboardInterrupt:  # while a model was loading, say
-                self.console.print(Text(" (stopped)", "dim"))
+                self._say("(stopped)")
             finally:
                 self.reporter.close()
 
-    def _read(self) -> str:
-        line = input("> ")
-        while line.endswith("\\"):
-            line = line[:-1] + "\n" + input(". ")
-        return line
+    def _say(self, line: object, style: str = "dim") -> None:
+        self.console.print(Text(as_line(line), style))
+
+    def _legend(self) -> None:
+        if self.console.is_terminal and self.llm.speculative_config.method != "none":
+            self.console.print(LEGEND)
 
     def answer(self) -> None:
         """Stream an answer to the last message. Stopped by Ctrl-C, what was said so far stays."""
-        text, output = "", None
+        text, output, by = "", None, list[str | None]()
         try:
             events = self.llm.stream(self.messages, **self.sampling)
         except BaseException as error:
@@ -126,17 +145,24 @@ class Conversation:
             if isinstance(error, RequestTooLong):
                 raise RequestTooLong(f"{error}; or /reset the conversation") from None
             raise
+        began = time.perf_counter()
         try:
             for event in events:
-                self.console.print(Text(event.text, TINT if event.drafted_by else ""), end="")
+                put(event.text, TINT if event.drafted_by else "")
                 text += event.text
+                by.append(event.drafted_by)
                 output = event.output
         except KeyboardInterrupt:
             events.close()  # type: ignore[attr-defined]
-            self.console.print(Text(" (stopped)", "dim"), end="")
-        self.console.print()
+            put(" (stopped)", "dim")
+        put("\n")
         if output is not None:
-            self.console.print(Text(summary(output.metrics, len(output.token_ids), output.seed), "dim"))
+            width = self.console.width if self.console.is_terminal else None
+            seed = output.seed if self.sampling["temperature"] else None
+            self._say(summary(output.metrics, len(by), seed, width))
+        elif by:
+            rate, guessed = len(by) / (time.perf_counter() - began), sum(map(bool, by)) / len(by)
+            self._say(f"{len(by)} tokens · {rate:.0f} tokens/s · {guessed:.0%} guessed by drafts · stopped")
         self.messages.append({"role": "assistant", "content": text})
 
     def command(self, line: str) -> None:
@@ -144,11 +170,17 @@ class Conversation:
         name, _, rest = line.partition(" ")
         rest = rest.strip()
         if name == "/help":
-            self.console.print(COMMANDS, markup=False)
+            table = Table(show_header=False, box=None)
+            for each, (what, meaning) in COMMANDS.items():
+                table.add_row(Text(f"{each} {what}"), Text(meaning))
+            self.console.print(table)
+            self._say(MORE)
         elif name == "/reset":
             self.reset()
+            self._say("the conversation is forgotten")
         elif name == "/system":
             self.reset(rest)
+            self._say(f"a new conversation; system message: {rest or 'none'}")
         elif name == "/retry":
             while self.messages and self.messages[-1]["role"] == "assistant":
                 self.messages.pop()
@@ -162,18 +194,66 @@ class Conversation:
 
     def _set(self, name: str = "", value: str = "") -> None:
         if not name:
-            shown = {k: v for k, v in self.sampling.items() if v is not None}
-            self.console.print(f"speculate {self.llm.speculative_config.method}  {shown}", markup=False)
+            table = Table(show_header=False, box=None)
+            for key, set_to in {"speculate": _spoken(self.llm.speculative_config), **self.sampling}.items():
+                table.add_row(key, Text("-" if set_to is None else visible(set_to)))
+            self.console.print(table)
             return
         name = name.replace("-", "_")
         if name == "speculate":
             self.llm.speculative_config = SpeculativeConfig.parse(value or "none")
+            self._say(f"speculate = {_spoken(self.llm.speculative_config)}")
+            self._legend()
             return
-        if name not in {f.name for f in fields(SamplingParams)} - {"n", "logits_processors"}:
-            raise ConfigError(f"/set knows speculate and the sampling parameters, not {name!r}")
+        if name not in self.sampling:
+            raise ConfigError(f"/set knows speculate, {', '.join(self.sampling)}; not {name!r}")
         parsed: Any = value or None
         if value and name not in ("stop", "logit_bias"):
-            parsed = read_json(f'{{"v": {value}}}', f"/set {name}")["v"]
-        changed = clean(self.sampling | {name: parsed})
+            with contextlib.suppress(ValueError, RecursionError):  # SamplingParams says what it should be
+                parsed = json.loads(value)
+        changed = clean(self.sampling | {name: parsed}, "/set logit_bias")
         SamplingParams(**changed)  # refused before it is kept
         self.sampling = changed
+        self._say(f"{name} = {changed[name]}")
+
+
+def _spoken(config: SpeculativeConfig) -> str:
+    """A method as --speculate takes it."""
+    given = {"k": config.num_speculative_tokens, **config.options}
+    options = ",".join(f"{key}={value}" for key, value in given.items() if value is not None)
+    return f"{config.method}:{options}" if options else config.method
+
+
+def _read_plainly(mark: str) -> str:
+    try:
+        return input()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"standard input is not text: {error}") from None
+
+
+def _reader(commands: list[str]) -> Callable[[str], str]:
+    """What reads a line behind a mark: with history and completion at a terminal, else plainly and without the mark."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return _read_plainly
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.completion import WordCompleter
+    from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+
+    class Remembered(FileHistory):
+        """Lines kept for the next run; that they cannot be is no reason to stop."""
+
+        def store_string(self, string: str) -> None:
+            with contextlib.suppress(OSError):
+                super().store_string(string)
+
+    history: History = InMemoryHistory()
+    with contextlib.suppress(OSError, RuntimeError):  # no home, no room, no permission
+        home = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+        path = home / "outrider" / "history"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # what is said here is nobody else's business
+        path.chmod(0o600)
+        history = Remembered(path)
+    completer = WordCompleter(commands, sentence=True)
+    session: PromptSession[str] = PromptSession(history=history, completer=completer, complete_while_typing=False)
+    return session.prompt

@@ -9,10 +9,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from outrider import datastore
 from outrider.cli.options import Model, Reporter
 from outrider.errors import ConfigError
-from outrider.load import find, read_config, read_tokenizer
 
 datastore_app = typer.Typer(no_args_is_help=True, help="Build and inspect the stores that method rest copies from.")
 
@@ -31,7 +29,10 @@ def build(
     shard_tokens: Annotated[int, typer.Option(min=1, help="Sorted at once: about 30 bytes of memory each.")] = 2**26,
 ) -> None:
     """Build a store from texts, with the tokenizer of the model that will use it."""
-    if (tokenizer := read_tokenizer(find(model))) is None:
+    from outrider import datastore
+    from outrider.load import open_source
+
+    if (tokenizer := open_source(model).tokenizer()) is None:
         raise ConfigError(f"{model} has no tokenizer; name a model that has one with --model")
     with Reporter() as reporter:
         store = datastore.build(
@@ -49,6 +50,9 @@ def info(
     model: Annotated[str | None, typer.Option(help="Say whether the store fits this model.")] = None,
 ) -> None:
     """What a store holds, whose tokenizer made it, and whether it fits a model."""
+    from outrider import datastore
+    from outrider.load import open_source
+
     opened = datastore.Store(store)
     header, table = opened.header, Table(show_header=False, box=None)
     table.add_row("documents", str(header["documents"]))
@@ -57,7 +61,7 @@ def info(
     made_by = (header["fingerprint"] or "unknown")[:12]
     table.add_row("tokenizer", f"{header['model'] or '?'}: {header['vocab']} token ids, fingerprint {made_by}")
     if model is not None:
-        path = find(model)
-        opened.check(read_tokenizer(path), read_config(path).vocab_size)
+        source = open_source(model)
+        opened.check(source.tokenizer(), source.config.vocab_size)
         table.add_row("fits", model)
     Console(highlight=False, soft_wrap=True).print(table)

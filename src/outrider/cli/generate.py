@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import secrets
 import sys
 from pathlib import Path
@@ -12,8 +11,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
+import outrider
 from outrider.cli.options import (
     Device,
     Dtype,
@@ -30,12 +29,10 @@ from outrider.cli.options import (
     speculative,
     summary,
 )
+from outrider.cli.output import LEGEND, TINT, as_line, put, put_json, tell, to_terminal
 from outrider.config import SpeculativeConfig
-from outrider.errors import ConfigError
-from outrider.llm import LLM
+from outrider.errors import ConfigError, EmptyPrompt
 from outrider.outputs import GenerationOutput
-
-TINT = "cyan"  # tokens that a draft guessed
 
 
 @sampling_flags(temperature=0.0)
@@ -59,23 +56,30 @@ def generate(
     ] = False,
     sampling: dict[str, Any],
 ) -> None:
-    """Continue prompts. Tokens that a draft guessed are tinted."""
+    """Continue prompts. Text goes to standard output, all else to standard error.
+
+    On a terminal, tokens that a draft guessed are underlined and tinted.
+    """
     config = speculative(speculate, speculative_config)
     if compare and config.method == "none":
         raise ConfigError("--compare needs a method to compare with plain decoding, such as --speculate ngram")
+    if sampling["logprobs"] is not None and not as_json:
+        raise ConfigError("--logprobs needs --json, which is where they are shown")
     texts = _prompts(prompts, prompt_file)
     with Reporter() as reporter:
         limits = {"max_model_len": max_model_len, "kv_offload": kv_offload, "on_chip_layers": on_chip_layers}
         llm = load_llm(model, config, dtype, device, reporter, quantization=quantization, **limits)
         ids = [llm.render([{"role": "user", "content": t}]) if chat else llm.encode(t) for t in texts]
+        leads = [f"{text}\n" if chat else text for text in texts for _ in range(sampling["n"])]  # before each output
         if compare:
-            _compare(llm, config, ids, sampling, as_json)
-        elif as_json or len(ids) > 1 or sampling["n"] > 1:
+            _compare(llm, config, ids, leads, sampling, as_json)
+        elif as_json:
             for output in llm.generate(ids, **sampling):
-                if as_json:
-                    print(json.dumps(as_object(output), ensure_ascii=False))
-                else:
-                    _show(texts[0] if len(texts) == 1 else output_prompt(llm, output), output)
+                put_json(as_object(output))
+        elif len(leads) > 1:
+            for lead, output in zip(leads, llm.generate(ids, **sampling), strict=True):
+                _show(lead, output)
+                _tell_summary(output, sampling)
         else:
             _stream(llm, ids[0], "" if chat else texts[0], sampling)
 
@@ -85,21 +89,18 @@ def _prompts(prompts: list[str] | None, file: Path | None) -> list[str]:
         raise ConfigError("give prompts or --prompt-file, not both")
     if file:
         try:
-            return [file.read_text("utf-8")]
+            prompts = [file.read_text("utf-8")]
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--prompt-file {file} cannot be read: {error}") from None
     if not prompts and sys.stdin.isatty():
         raise ConfigError('no prompt; give one, as in: outrider generate "Once upon a time"')
     try:
-        return prompts or [sys.stdin.read()]
+        texts = prompts or [sys.stdin.read()]
     except UnicodeDecodeError as error:
         raise ConfigError(f"standard input is not text: {error}") from None
-
-
-def output_prompt(llm: LLM, output: GenerationOutput) -> str:
-    """The prompt's text, for showing."""
-    ids = output.prompt_token_ids
-    return str(llm.tokenizer.decode(ids, skip_special_tokens=True)) if llm.tokenizer else str(ids)
+    if not all(texts):
+        raise EmptyPrompt("the prompt is empty; give at least one character")
+    return texts
 
 
 def as_object(output: GenerationOutput) -> dict[str, Any]:
@@ -110,26 +111,37 @@ def as_object(output: GenerationOutput) -> dict[str, Any]:
     return data
 
 
-def _stream(llm: LLM, ids: list[int], prompt: str, sampling: dict[str, Any]) -> None:
-    console, status = Console(highlight=False, soft_wrap=True), Console(stderr=True, highlight=False)
+def _stream(llm: outrider.LLM, ids: list[int], prompt: str, sampling: dict[str, Any]) -> None:
     events, output = llm.stream(ids, **sampling), None  # a bad request is refused before anything is printed
-    console.print(Text(prompt, "bold"), end="")
+    put(prompt, "bold")
     for event in events:
-        console.print(Text(event.text, TINT if event.drafted_by else ""), end="")
+        put(event.text, TINT if event.drafted_by else "")
         output = event.output
-    console.print()
+    put("\n")
     assert output is not None  # the last event carries it
-    status.print(Text(summary(output.metrics, len(output.token_ids), output.seed), "dim"))
+    _tell_summary(output, sampling, legend=to_terminal() and any(output.drafted_by))
 
 
-def _show(prompt: str, output: GenerationOutput) -> None:
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(Text.assemble((prompt, "bold"), output.text))
-    console.print(Text(summary(output.metrics, len(output.token_ids), output.seed) + "\n", "dim"))
+def _show(lead: str, output: GenerationOutput) -> None:
+    put(lead, "bold")
+    put(output.text, end="\n")
+
+
+def _tell_summary(output: GenerationOutput, sampling: dict[str, Any], legend: bool = False) -> None:
+    console = Console(stderr=True)
+    seed = output.seed if sampling["temperature"] else None
+    tell(summary(output.metrics, len(output.token_ids), seed, console.width if console.is_terminal else None))
+    if legend:
+        console.print(LEGEND)
 
 
 def _compare(
-    llm: LLM, config: SpeculativeConfig, ids: list[list[int]], sampling: dict[str, Any], as_json: bool
+    llm: outrider.LLM,
+    config: SpeculativeConfig,
+    ids: list[list[int]],
+    leads: list[str],
+    sampling: dict[str, Any],
+    as_json: bool,
 ) -> None:
     if sampling["seed"] is None:
         sampling = {**sampling, "seed": secrets.randbits(63)}  # both runs need the same
@@ -144,22 +156,22 @@ def _compare(
     ratio = rates[1] / rates[0] if rates[0] else 0.0
     if as_json:
         both = {"plain": [as_object(o) for o in plain], "speculative": [as_object(o) for o in fast]}
-        print(json.dumps({"ratio": ratio, "identical": identical, "seed": plain[0].seed, **both}, ensure_ascii=False))
+        put_json({"ratio": ratio, "identical": identical, "seed": plain[0].seed, **both})
         return
     table = Table("method", "tokens/s", "tokens per forward", "drafts accepted", "first token")
-    for name, run, rate in zip(("plain", config.method), runs, rates, strict=True):
+    for name, run, rate in zip(("plain", as_line(config.method)), runs, rates, strict=True):
         spec = [o.metrics["speculative_decoding"] for o in run]
         emitted, steps = sum(len(o.token_ids) for o in run), sum(s["num_spec_steps"] for s in spec)
         drafted, accepted = (sum(s[f"num_{key}_tokens"] for s in spec) for key in ("draft", "accepted_draft"))
         first = max(o.metrics["timing"]["time_to_first_token"] for o in run)
         share = f"{accepted / drafted:.0%}" if drafted else "-"
         table.add_row(name, f"{rate:.0f}", f"{emitted / max(1, steps):.2f}", share, f"{first * 1000:.0f} ms")
+    for lead, output in zip(leads, plain, strict=True):
+        _show(lead, output)
     console = Console(highlight=False, soft_wrap=True)
-    for output in plain:
-        console.print(Text.assemble((output_prompt(llm, output), "bold"), output.text, "\n"))
     console.print(table)
-    agree = "yes" if identical else "no"
-    console.print(f"ratio: {ratio:.2f}x   identical: {agree}   exactness: {llm.exactness}   seed: {plain[0].seed}")
+    agree, seed = "yes" if identical else "no", plain[0].seed if sampling["temperature"] else "any"
+    console.print(f"ratio: {ratio:.2f}x   identical: {agree}   exactness: {llm.exactness}   seed: {seed}")
 
 
 def _rate(outputs: list[GenerationOutput]) -> float:

@@ -4,72 +4,124 @@ from __future__ import annotations
 
 import os
 import platform
-from typing import Annotated
+from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 import outrider
-from outrider import drafters
-from outrider.cli.options import Device, Dtype, Quantization, Reporter, load_llm
+from outrider.cli.options import MISSING, Device, Dtype, Quantization, Reporter, check_model, load_llm
+from outrider.cli.output import put_json, visible
 from outrider.config import ARCHITECTURES
-from outrider.engine import free_memory
-from outrider.load import embedded
-from outrider.ops import native
+from outrider.errors import ConfigError
+
+EXACTNESS = {
+    "bitwise": "the self-check found no bit that depends on what shares a forward",
+    "law": "logits depend in their last bits on what shares a forward; near-ties may fall either way",
+}
 
 
 def kernels() -> str:
     """What the compiled kernels run on."""
+    from outrider.ops import native
+
     if native.kernels is None:
-        return "not built (no compiler when this was installed): reference operations in PyTorch"
+        return f"reference operations in PyTorch: {MISSING}"
     wrong = f"; refused, as their products are wrong: {', '.join(native.wrong)}" if native.wrong else ""
     return f"{native.active}, self-check passed; available: {', '.join(native.available())}{wrong}"
 
 
 def info(
-    model: Annotated[str | None, typer.Option(help="Load this model and describe it, with its self-check.")] = None,
+    model: Annotated[
+        str | None, typer.Option(callback=check_model, help="Load this model and describe it, with its self-check.")
+    ] = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
     quantization: Quantization = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The same as one JSON object.")] = False,
 ) -> None:
     """Versions, devices, methods with their options; with --model, the model's shape and exactness."""
-    table = Table(show_header=False, box=None)
+    for name, given in (("dtype", dtype != "auto"), ("device", device != "auto"), ("quantization", quantization)):
+        if given and model is None:
+            raise ConfigError(f"--{name} says how a model is loaded; give one with --model")
     if model is None:
-        versions = f"{outrider.__version__}, torch {torch.__version__}, Python {platform.python_version()}"
-        instructions = torch.backends.cpu.get_cpu_capability()
-        table.add_row("outrider", versions)
-        table.add_row("cpu", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, {instructions}")
-        table.add_row("kernels", kernels())
-        for i in range(torch.cuda.device_count()):
-            table.add_row(f"cuda:{i}", torch.cuda.get_device_name(i))
-        table.add_row("embedded models", ", ".join(embedded()))
-        table.add_row("architectures", ", ".join(ARCHITECTURES))
-        for method in drafters.methods():
-            table.add_row(f"method {method}", ", ".join(drafters.options(method)))
+        facts = _installation()
     else:
         with Reporter() as reporter:
-            llm = load_llm(model, None, dtype, device, reporter, quantization=quantization)
-        m, c = llm.runner.model, llm.runner.model.config
-        windows = sorted({w for w in c.windows if w})
-        table.add_row("model", f"{c.architecture} at {llm.checkpoint.path}")
-        heads = f"{c.num_heads} query and {c.num_kv_heads} key-value heads of {c.head_dim}"
-        rope = f"{c.context}, rope {c.rope['rope_type']}" + (f", windows {windows}" if windows else "")
-        dtype = str(m.dtype).removeprefix("torch.")
-        per_token = 2 * c.num_layers * c.num_kv_heads * c.head_dim * m.dtype.itemsize
-        table.add_row("shape", f"hidden {c.hidden_size}, {c.num_layers} layers, {heads}, MLP {c.intermediate_size}")
-        table.add_row("vocabulary", str(c.vocab_size))
-        table.add_row("positions", rope)
-        table.add_row("weights", f"{m.nbytes / 2**20:.1f} MiB read per forward, {dtype}, {m.device}")
-        table.add_row("keys and values", f"{per_token} bytes per token; {free_memory(m.device) / 2**30:.1f} GiB free")
-        table.add_row("linear", m.head.kernel)
-        table.add_row("attention", "scaled_dot_product_attention, whole key blocks")
-        table.add_row(
-            "exactness",
-            {
-                "bitwise": "bitwise: the self-check found no bit that depends on what shares a forward",
-                "law": "law: logits depend in their last bits on what shares a forward; near-ties may fall either way",
-            }[llm.exactness],
-        )
+            facts = _model(load_llm(model, None, dtype, device, reporter, quantization=quantization))
+    if as_json:
+        put_json(facts)
+        return
+    table = Table(show_header=False, box=None)
+    for name, value in facts.items():
+        if name == "methods":
+            for method, about in value.items():
+                lines = [f"broken: {about['broken']}"] if "broken" in about else map(_spoken, about["options"])
+                _row(table, f"method {method}", "\n".join(lines))
+        elif name == "exactness":
+            _row(table, name, f"{value}: {EXACTNESS[value]}")
+        else:
+            _row(table, name.replace("_", " "), ", ".join(value) if isinstance(value, list) else value)
     Console(highlight=False, soft_wrap=True).print(table)
+
+
+def _row(table: Table, name: str, value: object) -> None:
+    table.add_row(Text(visible(name)), Text(visible(value)))
+
+
+def _spoken(option: dict[str, Any]) -> str:
+    meaning = f": {option['help']}" if option["help"] else ""
+    return f"{option['name']} ({option['type']}, default {option['default']!r}){meaning}"
+
+
+def _installation() -> dict[str, Any]:
+    import torch
+
+    from outrider import drafters
+    from outrider.load import embedded
+
+    methods: dict[str, Any] = {}
+    for method in drafters.methods():
+        try:
+            methods[method] = {"options": [option._asdict() for option in drafters.describe(method)]}
+        except ConfigError as error:  # another package's, which must not hide the others
+            methods[method] = {"broken": str(error)}
+    devices = {f"cuda:{i}": torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
+    instructions = torch.backends.cpu.get_cpu_capability()
+    return {
+        "outrider": outrider.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cpu": f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, {instructions}",
+        "kernels": kernels(),
+        **devices,
+        "embedded_models": list(embedded()),
+        "architectures": list(ARCHITECTURES),
+        "methods": methods,
+    }
+
+
+def _model(llm: outrider.LLM) -> dict[str, Any]:
+    from outrider.engine import free_memory
+    from outrider.ops import KEY_BLOCK, follows_paths, native
+
+    m, c = llm.runner.model, llm.runner.model.config
+    windows = sorted({w for w in c.windows if w})
+    heads = f"{c.num_heads} query and {c.num_kv_heads} key-value heads of {c.head_dim}"
+    per_token = 2 * c.num_layers * c.num_kv_heads * c.head_dim * m.dtype.itemsize
+    attention = f"PyTorch's scaled_dot_product_attention, keys in whole blocks of {KEY_BLOCK}"
+    if follows_paths(m.dtype, m.device, c.head_dim):
+        attention = f"{native.active}, each row's keys in the order of their positions"
+    return {
+        "model": f"{c.architecture} at {llm.checkpoint.path}",
+        "shape": f"hidden {c.hidden_size}, {c.num_layers} layers, {heads}, MLP {c.intermediate_size}",
+        "vocabulary": c.vocab_size,
+        "positions": f"{c.context}, rope {c.rope['rope_type']}" + (f", windows {windows}" if windows else ""),
+        "weights": f"{m.nbytes / 2**20:.1f} MiB read per forward, {str(m.dtype).removeprefix('torch.')}, {m.device}",
+        "keys_and_values": f"{per_token} bytes per token; {free_memory(m.device) / 2**30:.1f} GiB free",
+        "linear": m.head.kernel,
+        "attention": attention,
+        "exactness": llm.exactness,
+    }

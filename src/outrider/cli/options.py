@@ -14,9 +14,10 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+import outrider
+from outrider.cli.output import tell
 from outrider.config import SamplingParams, SpeculativeConfig
 from outrider.errors import ConfigError
-from outrider.llm import LLM
 
 HELP = {
     "n": "Outputs per prompt; output i uses seed + i.",
@@ -38,7 +39,18 @@ HELP = {
     "logprobs": "Report this many likeliest tokens per position (with --json).",
     "skip_special_tokens": "Leave special tokens out of the text.",
 }
-Model = Annotated[str, typer.Option(help="Folder, hub id, or an embedded model: tiny, tiny-draft.")]
+
+
+def check_model(model: str | None) -> str | None:
+    """Refuse an empty name, which would mean the current folder."""
+    if model is not None and not model.strip():
+        raise ConfigError("--model is empty; give a folder, a hub id or an embedded model, such as tiny")
+    return model
+
+
+Model = Annotated[
+    str, typer.Option(callback=check_model, help="Folder, GGUF file, hub id, smollm2, or embedded: tiny, tiny-draft.")
+]
 Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 Quantization = Annotated[str | None, typer.Option(help="int8 or int4: round the weights while loading.")]
@@ -75,18 +87,22 @@ TYPES: dict[str, Any] = {
 NAMES = {"stop_token_ids": "--stop-token-id"}
 
 
-def sampling_flags(**defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command, which takes `sampling: dict`, a flag for each field of SamplingParams; `defaults` override."""
+def sampling_flags(*without: str, **defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command, which takes `sampling: dict`, a flag for each field of SamplingParams but those it does without.
+
+    `defaults` override. What cannot be is refused before the command runs.
+    """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         extra = []
         for item in fields(SamplingParams):
-            if item.name not in HELP:
+            if item.name not in HELP or item.name in without:
                 continue
             default = defaults.get(item.name, item.default)
             kind = TYPES.get(item.name, type(default))
-            names = [NAMES[item.name]] if item.name in NAMES else []
-            option = typer.Option(*names, help=HELP[item.name], rich_help_panel="Sampling")
+            name = NAMES.get(item.name, "--" + item.name.replace("_", "-"))
+            names = [name, f"--no-{name[2:]}"] if default is True else [name]
+            option = typer.Option("/".join(names), help=HELP[item.name])
             extra.append(
                 inspect.Parameter(
                     item.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
@@ -98,7 +114,8 @@ def sampling_flags(**defaults: Any) -> Callable[[Callable[..., None]], Callable[
         @functools.wraps(command)
         def run(**given: Any) -> None:
             sampling = {item.name: given.pop(item.name) for item in extra}
-            command(sampling=clean(sampling), **given)
+            SamplingParams(**clean(sampling))
+            command(sampling=sampling, **given)
 
         run.__signature__ = signature.replace(parameters=own + extra)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in own + extra}
@@ -107,33 +124,53 @@ def sampling_flags(**defaults: Any) -> Callable[[Callable[..., None]], Callable[
     return decorate
 
 
-def clean(sampling: dict[str, Any]) -> dict[str, Any]:
+def clean(sampling: dict[str, Any], flag: str = "--logit-bias") -> dict[str, Any]:
     """The bias comes as JSON, whose keys are text."""
     if isinstance(bias := sampling["logit_bias"], str):
-        data = read_json(bias, "--logit-bias")
+        data = read_json(bias, flag, '{"42": -5}')
         try:
-            sampling["logit_bias"] = {int(token): float(value) for token, value in data.items()}
-        except (TypeError, ValueError):
-            raise ConfigError(f"--logit-bias maps token ids to numbers, as in '{{\"42\": -5}}', not {bias}") from None
+            sampling["logit_bias"] = {int(token): value for token, value in data.items()}
+        except ValueError:
+            raise ConfigError(f"{flag} maps token ids to numbers, as in '{{\"42\": -5}}', not {bias}") from None
     return sampling
 
 
 def read_ints(text: str, option: str) -> list[int]:
-    """Numbers with commas between them. Raises ConfigError, naming the option."""
+    """Numbers of at least 1, with commas between them. Raises ConfigError, naming the option."""
     try:
-        return [int(part) for part in text.replace("_", "").split(",")]
+        found = [int(part) for part in text.replace("_", "").split(",")]
     except ValueError:
         raise ConfigError(f"{option} must be whole numbers with commas, such as 4096,32768, not {text!r}") from None
+    if min(found) < 1:
+        raise ConfigError(f"{option} must be whole numbers of at least 1, not {text}")
+    return found
 
 
-def read_json(text: str, flag: str) -> dict[str, Any]:
-    """A JSON object given on the command line."""
+def read_json(text: str, flag: str, example: str = '{"method": "ngram"}') -> dict[str, Any]:
+    """A JSON object given on the command line. Raises ConfigError, also for a key that stands twice, and for NaN."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            keys = [key for key, _ in pairs]
+            raise ConfigError(f"{flag} has the key {max(keys, key=keys.count)!r} twice; give it once")
+        return found
+
+    def infinite(name: str) -> float:
+        if name == "NaN":
+            raise ConfigError(f"{flag} holds NaN, which is no number")
+        return float(name)
+
     try:
-        data = json.loads(text)
+        data = json.loads(text, object_pairs_hook=once, parse_constant=infinite)
+    except RecursionError:
+        raise ConfigError(f"{flag} is nested too deeply") from None
+    except ConfigError:
+        raise
     except ValueError as error:
-        raise ConfigError(f'{flag} is not JSON ({error}); quote it as in \'{{"method": "ngram"}}\'') from None
+        raise ConfigError(f"{flag} is not JSON ({error}); quote it as in '{example}'") from None
     if not isinstance(data, dict):
-        raise ConfigError(f"{flag} should be a JSON object, not {text}")
+        raise ConfigError(f"{flag} should be a JSON object such as {example}, not {text}")
     return data
 
 
@@ -180,18 +217,37 @@ class Reporter:
 
 def load_llm(
     model: str, config: SpeculativeConfig | None, dtype: str, device: str, reporter: Reporter, **engine: Any
-) -> LLM:
+) -> outrider.LLM:
     """An LLM with progress on the terminal; `engine` as EngineConfig's fields, and quantization."""
-    return LLM(model, speculative_config=config, dtype=dtype, device=device, progress=reporter, **engine)
+    llm = outrider.LLM(model, speculative_config=config, dtype=dtype, device=device, progress=reporter, **engine)
+    if llm.runner.model.device.type == "cpu":
+        warn_without_kernels()
+    return llm
 
 
-def summary(metrics: dict[str, Any], tokens: int, seed: int | None = None) -> str:
-    """One line on how a generation went."""
+def warn_without_kernels() -> None:
+    """Say it, on standard error, if this installation computes without the compiled kernels, and what helps."""
+    from outrider.ops import native
+
+    if native.kernels is None:
+        tell(f"slower than it could be: {MISSING}")
+
+
+MISSING = "the compiled kernels are missing; install a C++ compiler (g++ or clang), then install outrider again"
+
+
+def summary(metrics: dict[str, Any], tokens: int, seed: int | None = None, width: int | None = None) -> str:
+    """How a generation went, on one line, what matters most first; with a width in characters, only what fits.
+
+    Without a seed it was greedy.
+    """
     spec, timing = metrics["speculative_decoding"], metrics["timing"]
-    parts = [f"{tokens} tokens", f"{timing['tokens_per_second']:.0f} tokens/s"]
-    parts.append(f"first after {timing['time_to_first_token'] * 1000:.0f} ms")
+    parts = [f"{tokens} tokens", f"{timing['tokens_per_second']:.0f} tokens/s", metrics["exactness"]]
+    parts.append("any seed" if seed is None else f"seed {seed}")
     if spec["num_draft_tokens"]:
-        parts.append(f"{spec['mean_acceptance_length']:.2f} tokens per forward of the target")
-        parts.append(f"{spec['draft_acceptance_rate']:.0%} of {metrics['method']}'s drafts accepted")
-    parts.append(f"exactness: {metrics['exactness']}")
-    return " · ".join(parts + ([] if seed is None else [f"seed {seed}"]))
+        parts.append(f"{spec['mean_acceptance_length']:.2f} per forward")
+        parts.append(f"{spec['draft_acceptance_rate']:.0%} of {metrics['method']}'s drafts kept")
+    parts.append(f"first after {timing['time_to_first_token'] * 1000:.0f} ms")
+    while width is not None and len(" · ".join(parts)) > width and len(parts) > 1:
+        parts.pop()
+    return " · ".join(parts)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from importlib.metadata import entry_points
+from typing import Any, NamedTuple
 
 from outrider.config import SpeculativeConfig
 from outrider.errors import ConfigError
@@ -37,7 +38,7 @@ def find(method: str) -> type[Drafter]:
         point, *_ = entry_points(group="outrider.drafters", name=method)
         try:
             found = point.load()
-        except Exception as error:  # another package's code: it raises what it likes
+        except (Exception, SystemExit) as error:  # another package's code: it raises what it likes
             raise ConfigError(f"method {method!r}: entry point {point.value} cannot be loaded: {error}") from error
         if not (isinstance(found, type) and issubclass(found, Drafter)):
             raise ConfigError(f"entry point {point.value} of method {method!r} is not a Drafter class")
@@ -45,9 +46,30 @@ def find(method: str) -> type[Drafter]:
     return found
 
 
+class Option(NamedTuple):
+    """One option of a method. `help` is empty if its author says nothing (config.option)."""
+
+    name: str
+    type: str
+    default: Any
+    help: str
+
+
+def describe(method: str) -> list[Option]:
+    """The options of a method. Raises ConfigError as `find` does."""
+    found = []
+    for item in fields(find(method)):
+        if item.init:
+            meant = "draft length, in tokens" if item.name == "num_speculative_tokens" else ""
+            default = item.default if item.default_factory is MISSING else item.default_factory()
+            kind = getattr(item.type, "__name__", str(item.type))
+            found.append(Option(item.name, kind, default, item.metadata.get("help", meant)))
+    return found
+
+
 def options(method: str) -> list[str]:
     """The option names of a method."""
-    return [field.name for field in fields(find(method)) if field.init]
+    return [option.name for option in describe(method)]
 
 
 def create(config: SpeculativeConfig) -> Drafter:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.config import SpeculativeConfig
+from outrider.config import SpeculativeConfig, option
 from outrider.drafters import create
 from outrider.errors import ConfigError
 from outrider.kv import parse
@@ -23,8 +23,11 @@ class Cascade(Nested):
     """`drafter`: what would be a `speculative_config`; `view`: which keys verify its guesses (kv/views.py)."""
 
     num_speculative_tokens: int = 8
-    view: str = "retrieval:budget=4096"
-    drafter: Any = field(default_factory=lambda: {"method": "ngram"})
+    view: str = option("retrieval:budget=4096", "which keys verify its guesses")
+    drafter: Any = field(
+        default_factory=lambda: {"method": "ngram"},
+        metadata={"help": "who guesses inside: a speculative_config, in JSON"},
+    )
 
     def __post_init__(self) -> None:
         if isinstance(self.drafter, Mapping) and "acceptance_method" in self.drafter:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from outrider.config import option
 from outrider.errors import ConfigError
 from outrider.kv import parse
 from outrider.runner import Runner
@@ -21,8 +22,8 @@ class DraftModel(Autoregressive):
     """`model`: folder, hub id or embedded name. Its vocabulary must be the target's, up to padding rows."""
 
     num_speculative_tokens: int = 4
-    model: str = ""
-    kv: str = ""  # all keys
+    model: str = option("", "required: folder, hub id or embedded name of the draft model")
+    kv: str = option("", "which keys its cache keeps, such as streaming:budget=256; empty: all")
 
     def __post_init__(self) -> None:
         if not self.model:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+from outrider.config import option
 from outrider.draft import Draft, Verdict
 from outrider.errors import ConfigError
 from outrider.runner import Output
@@ -66,17 +67,17 @@ class Memory:
 class Lookahead(Drafter):
     """Guesses n-grams that the target found likely, and lets it look for more on the way."""
 
-    num_speculative_tokens: int = -1  # guessed nodes; -1 = guess_set_size * (ngram_size - 1)
-    window_size: int = 3  # W: columns of the window
-    ngram_size: int = 5  # N: lade's LEVEL
-    guess_set_size: int = 3  # G: n-grams kept for each first token
-    pool_from_prompt: bool = True
-    shared_pool: bool = False
+    num_speculative_tokens: int = option(-1, "guessed nodes; -1: guess_set_size * (ngram_size - 1)")
+    window_size: int = option(3, "W: columns of the window")
+    ngram_size: int = option(5, "N: tokens of an n-gram (lade's LEVEL)")
+    guess_set_size: int = option(3, "G: n-grams kept for each first token")
+    pool_from_prompt: bool = option(True, "take n-grams from the prompt, too")
+    shared_pool: bool = option(False, "one pool for all sequences")
 
     def __post_init__(self) -> None:
-        for option, least in (("window_size", 1), ("ngram_size", 2), ("guess_set_size", 1)):
-            if getattr(self, option) < least:
-                raise ConfigError(f"{option} must be at least {least}, not {getattr(self, option)}")
+        for name, least in (("window_size", 1), ("ngram_size", 2), ("guess_set_size", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} must be at least {least}, not {getattr(self, name)}")
         if self.num_speculative_tokens < 0:
             self.num_speculative_tokens = self.guess_set_size * (self.ngram_size - 1)
         self.pool = Pool(self.guess_set_size)

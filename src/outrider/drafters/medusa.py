@@ -20,7 +20,7 @@ import heapq
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
+from outrider.config import option
 from outrider.draft import Draft, Verdict
 from outrider.errors import CheckpointError, ConfigError, VocabularyMismatch
 from outrider.load import find
@@ -67,9 +68,11 @@ def grow(accuracies: Accuracies, k: int) -> list[Ranks]:
 class Medusa(Drafter):
     """Guesses with heads that were trained for the target."""
 
-    num_speculative_tokens: int = 5  # nodes of the tree
-    model: str = ""
-    choices: list[list[int]] | None = None  # paths of ranks, parents first; default: grown from the heads' accuracies
+    num_speculative_tokens: int = option(5, "nodes of the tree")
+    model: str = option("", "required: the heads; a folder, hub id or embedded name")
+    choices: list[list[int]] | None = field(
+        default=None, metadata={"help": "paths of ranks, in JSON; default: grown from the heads' accuracies"}
+    )
 
     def __post_init__(self) -> None:
         if not self.model:

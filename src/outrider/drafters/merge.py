@@ -33,7 +33,9 @@ class Merge(Drafter):
     """`drafters`: what would be a `speculative_config` each, at least one, the most trusted first."""
 
     num_speculative_tokens: int = 8
-    drafters: list[Any] = field(default_factory=list)
+    drafters: list[Any] = field(
+        default_factory=list, metadata={"help": "required: a speculative_config each, the most trusted first, in JSON"}
+    )
 
     def __post_init__(self) -> None:
         if not isinstance(self.drafters, (list, tuple)) or not self.drafters:

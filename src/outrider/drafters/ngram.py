@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from outrider.config import option
 from outrider.draft import Draft
 from outrider.errors import ConfigError
 from outrider.sequence import Sequence
@@ -28,8 +29,8 @@ class Ngram(Drafter):
     """Copies from the sequence itself."""
 
     num_speculative_tokens: int = 8
-    prompt_lookup_max: int = 4  # longest n-gram to match
-    prompt_lookup_min: int = 2  # shortest
+    prompt_lookup_max: int = option(4, "longest n-gram to match, in tokens")
+    prompt_lookup_min: int = option(2, "shortest n-gram to match")
 
     def __post_init__(self) -> None:
         if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max:

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from outrider.config import option
 from outrider.datastore import Store
 from outrider.draft import Draft
 from outrider.errors import ConfigError
@@ -29,11 +30,11 @@ HITS = 128  # occurrences that are looked at, evenly spread over all
 class Rest(Drafter):
     """`datastore`: path of a store, built with the target's tokenizer. `num_speculative_tokens`: nodes of a draft."""
 
-    num_speculative_tokens: int = 16
-    datastore: str = ""
-    max_token_span: int = 16  # longest suffix to match; the shortest is 2
-    max_continuation: int = 10  # tokens copied of an occurrence
-    tree: bool = False  # propose branches too; without the kernels, accepting another than the first costs `bitwise`
+    num_speculative_tokens: int = option(16, "nodes of a draft")
+    datastore: str = option("", "required: a file made by `outrider datastore build`")
+    max_token_span: int = option(16, "longest suffix to match, in tokens; the shortest is 2")
+    max_continuation: int = option(10, "tokens copied of an occurrence")
+    tree: bool = option(False, "guess branches, too; without the kernels, taking another than the first costs bitwise")
 
     def __post_init__(self) -> None:
         if not self.datastore:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from outrider.config import option
 from outrider.kv import parse
 from outrider.runner import Runner
 from outrider.speculate import Autoregressive
@@ -19,7 +20,7 @@ class SelfDraft(Autoregressive):
     """`view`: which keys it sees, such as `retrieval:budget=4096,chunk=8` (kv/views.py)."""
 
     num_speculative_tokens: int = 4
-    view: str = "streaming:budget=512"
+    view: str = option("streaming:budget=512", "which keys it sees")
 
     def __post_init__(self) -> None:
         parse(self.view)

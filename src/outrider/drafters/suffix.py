@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
+from outrider.config import option
 from outrider.draft import Draft
 from outrider.errors import ConfigError
 from outrider.sequence import Sequence
@@ -109,11 +110,11 @@ class Suffix(Drafter):
     """Goes on as the sequence, and outputs before it, did after the same tokens."""
 
     num_speculative_tokens: int = 16
-    suffix_decoding_max_tree_depth: int = 24  # longest match, in tokens
-    suffix_decoding_max_cached_requests: int = 10000  # earlier outputs remembered, oldest out first; 0 = none
-    suffix_decoding_max_spec_factor: float = 1.0  # guesses per matched token
-    suffix_decoding_min_token_prob: float = 0.1  # no guess below this estimated probability
-    tree: bool = False  # may guess several ways on; without the kernels, taking another than the first costs `bitwise`
+    suffix_decoding_max_tree_depth: int = option(24, "longest match, in tokens")
+    suffix_decoding_max_cached_requests: int = option(10000, "earlier outputs remembered; 0: none")
+    suffix_decoding_max_spec_factor: float = option(1.0, "guesses per matched token")
+    suffix_decoding_min_token_prob: float = option(0.1, "no guess below this estimated probability")
+    tree: bool = option(False, "guess branches, too; without the kernels, taking another than the first costs bitwise")
 
     def __post_init__(self) -> None:
         for name, low, high in (("max_tree_depth", 1, 1e9), ("max_cached_requests", 0, 1e9),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.config import SpeculativeConfig
+from outrider.config import SpeculativeConfig, option
 from outrider.drafters import create
 from outrider.errors import ConfigError
 from outrider.kv import parse
@@ -21,11 +21,11 @@ class TriForce(Nested):
     """`model`: the draft model, as for `draft_model`."""
 
     num_speculative_tokens: int = 6
-    model: str = ""
-    retrieval_budget: int = 4096
-    chunk_size: int = 8
-    draft_cache_budget: int = 256
-    inner_speculative_tokens: int = 2
+    model: str = option("", "required: folder, hub id or embedded name of the draft model")
+    retrieval_budget: int = option(4096, "keys that the target sees when it verifies inside")
+    chunk_size: int = option(8, "keys that are retrieved together")
+    draft_cache_budget: int = option(256, "keys that the draft model keeps")
+    inner_speculative_tokens: int = option(2, "tokens that the draft model guesses at a time")
 
     def __post_init__(self) -> None:
         if not self.model:

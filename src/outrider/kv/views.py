@@ -38,9 +38,9 @@ class Policy:
     Of the budget, a rebuild leaves `rebuild` free for new tokens and keeps the last `recent` ones; the rest is chosen.
     """
 
-    budget: int
+    budget: int  # keys that a query sees, all told
     sinks: int = 4  # first tokens, always kept
-    recent: int = 0
+    recent: int = 0  # last tokens, always kept
     rebuild: int = 128  # at least every so many tokens
     queries = 0  # how many of the last queries `choose` looks at
     grain = 1  # keys are chosen in aligned runs of so many
@@ -75,7 +75,7 @@ class Streaming(Policy):
 
     budget: int = 512
     recent: int = field(default=0, init=False)  # all but the sinks is recent
-    rebuild: int = 0  # an eighth of the budget
+    rebuild: int = 0  # at least every so many tokens; 0 = an eighth of the budget
 
     def __post_init__(self) -> None:
         self.rebuild = self.rebuild or max(1, self.budget // 8)
@@ -93,8 +93,8 @@ class SnapKV(Policy):
     budget: int = 4096
     sinks: int = 0
     recent: int = 32
-    window: int = 32
-    kernel: int = 5
+    window: int = 32  # last queries that choose
+    kernel: int = 5  # neighbours that weights are pooled over
 
     @property
     def queries(self) -> int:  # type: ignore[override]
@@ -130,7 +130,7 @@ class Retrieval(Policy):
     """
 
     budget: int = 4096
-    chunk: int = 8
+    chunk: int = 8  # neighbours chosen together
     recent: int = 32
     queries = 1
 
@@ -153,7 +153,7 @@ class Retrieval(Policy):
 class FewBits(Policy):
     """All keys and values in `bits` bits (8 or 4), the recent ones exact (QuantSpec, 2502.10424)."""
 
-    bits: int = 8
+    bits: int = 8  # of a stored number: 8 or 4
     recent: int = 64
     budget: int = field(default=0, init=False)
     sinks: int = field(default=0, init=False)

@@ -94,8 +94,10 @@ def attend_all(
     q (tokens, heads, dim); k and v (tokens, kv_heads, dim).
     """
     if follows_paths(q.dtype, q.device, q.shape[2]):
-        if not q.dtype == k.dtype == v.dtype:
-            raise ValueError(f"queries of {q.dtype}, keys of {k.dtype}, values of {v.dtype}")
+        shape = (q.shape[0], stores[0].shape[1], q.shape[2])
+        for name, new in (("keys", k), ("values", v)):
+            if new.shape != shape or new.dtype != q.dtype or new.device != q.device:
+                raise ValueError(f"{name} {tuple(new.shape)} {new.dtype} on {new.device}, not {shape} {q.dtype} on cpu")
         out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype)
         k, v = _dense_rows(k), _dense_rows(v)
         keys, values, k_row, v_row = k.data_ptr(), v.data_ptr(), _row_bytes(k), _row_bytes(v)
@@ -133,19 +135,25 @@ def _run(
 ) -> None:
     """Jobs are (row, address of new keys or 0, of new values or 0, store, start, n, parents, scales)."""
     q = _dense_rows(q)
-    _, heads, dim = q.shape
+    rows, heads, dim = q.shape
     at, to, q_row, out_row = q.data_ptr(), out.data_ptr(), _row_bytes(q), _row_bytes(out)
     kv_heads, kind = jobs[0][3].shape[1], jobs[0][3].dtype
-    known = []
+    if heads % kv_heads:
+        raise ValueError(f"{heads} query heads do not share {kv_heads} key-value heads evenly")
+    known, kept = [], []
     for row, new_keys, new_values, store, start, n, parents, scales in jobs:
         capacity = store.shape[2]
         if store.shape != (2, kv_heads, capacity, dim) or store.dtype != kind or not store.is_contiguous():
             raise ValueError(f"store {tuple(store.shape)} {store.dtype}, want (2, {kv_heads}, capacity, {dim}) {kind}")
-        if start + n > capacity or (kind != q.dtype and (kind != torch.int8 or scales is None)):
+        if not 0 <= start <= capacity - n or (kind != q.dtype and (kind != torch.int8 or scales is None)):
             raise ValueError(f"a store of {capacity} x {kind} takes no rows {start} ... {start + n - 1} of {q.dtype}")
-        factors = 0 if scales is None else scales.data_ptr()
-        sources = (at + row * q_row, new_keys, new_values, to + row * out_row)
-        known.append((*sources, store.data_ptr(), factors, capacity, start, n, parents))
+        if not 0 <= row <= rows - n:
+            raise ValueError(f"{rows} rows of queries hold no rows {row} ... {row + n - 1}")
+        if scales is not None:
+            scales = native.fitting("scales", scales, store.shape[:3], torch.float32, q.device)
+            kept.append(scales)
+        rows_at = (at + row * q_row, new_keys, new_values, to + row * out_row)
+        known.append((*rows_at, store.data_ptr(), native.address(scales), capacity, start, n, parents))
     strides, types = (q.stride(0), k_stride, v_stride), (CODES[q.dtype], CODES[kind])
     native.kernels.attend(known, heads, kv_heads, dim, strides, window or 0, scale, types, torch.get_num_threads())
 

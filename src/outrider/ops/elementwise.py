@@ -42,9 +42,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x (..., width) / sqrt(mean(x^2) + eps) * weight (width,)."""
     if not (native.runs(x.dtype, x.device) and x.dtype == weight.dtype):
         return F.rms_norm(x, weight.shape, weight, eps)
-    x = x.contiguous()
-    y, width, half = torch.empty_like(x), weight.shape[0], x.dtype == torch.bfloat16
-    rows = x.numel() // width
+    width, half = x.shape[-1], x.dtype == torch.bfloat16
+    x, weight = x.contiguous(), native.fitting("norm", weight, (width,), x.dtype, x.device)
+    y, rows = torch.empty_like(x), x.numel() // max(1, width)
     native.kernels.rms_norm(
         x.data_ptr(), rows, width, weight.data_ptr(), eps, y.data_ptr(), half, torch.get_num_threads()
     )
@@ -57,18 +57,22 @@ def rope(
     """Queries (n, heads, dim), keys and values (n, kv_heads, dim) of qkv (n, (heads + 2 * kv_heads) * dim).
 
     Queries and keys are first normed by `norms` (q, k), each (dim,), if there are any, then turned as in `rotate`.
-    qkv may be overwritten.
+    cos and sin (n, 1, dim) as in `rotate`. qkv may be overwritten.
     """
     n, both = qkv.shape[0], heads + kv_heads
-    dim = qkv.shape[1] // (both + kv_heads)
+    dim, rest = divmod(qkv.shape[1], both + kv_heads)
+    if rest:
+        raise ValueError(f"rows of {qkv.shape[1]} numbers are no {heads} + 2 x {kv_heads} heads")
+    qkv = qkv if qkv.stride(1) == 1 else qkv.contiguous()
     split = qkv.view(n, -1, dim)
     qk, v = split[:, :both], split[:, both:]
     if native.runs(qkv.dtype, qkv.device) and cos.dtype == qkv.dtype:
-        cos, sin = cos.contiguous(), sin.contiguous()
-        q_norm, k_norm = (t.data_ptr() for t in norms) if norms else (0, 0)
+        kind = qkv.dtype, qkv.device
+        cos, sin = (native.fitting(name, x, (n, 1, dim), *kind) for name, x in (("cos", cos), ("sin", sin)))
+        q_norm, k_norm = (native.fitting("norm", x, (dim,), *kind) for x in norms) if norms else (None, None)
         native.kernels.rope(
-            qkv.data_ptr(), n, qkv.shape[1], both, heads, dim, cos.data_ptr(), sin.data_ptr(), q_norm, k_norm, eps,
-            qkv.dtype == torch.bfloat16, torch.get_num_threads(),
+            qkv.data_ptr(), n, qkv.stride(0), both, heads, dim, cos.data_ptr(), sin.data_ptr(),
+            native.address(q_norm), native.address(k_norm), eps, qkv.dtype == torch.bfloat16, torch.get_num_threads(),
         )  # fmt: skip
     else:
         if norms:

@@ -17,6 +17,8 @@ from torch import Tensor
 from outrider.ops import native
 from outrider.ops.elementwise import swiglu
 
+CPU = torch.device("cpu")
+
 
 @dataclass
 class Quantized:
@@ -70,6 +72,8 @@ class Linear:
         self.dtype = torch.bfloat16 if isinstance(weight, Quantized) else weight.dtype
         rows, self.in_features = plain.shape
         self.out_features = rows // 2 if gated else rows
+        if bias is not None:
+            bias = native.fitting("bias", bias, (rows,), self.dtype, plain.device)
         self.bias, self.gated = bias, gated
         self.native = pack and native.runs(self.dtype, plain.device)
         self.kernel = native.active
@@ -86,17 +90,18 @@ class Linear:
         code = native.FORMATS[self.dtype] if quantized is None else {8: native.INT8, 4: native.INT4}[quantized.bits]
         group = quantized.group if quantized else 32
         w = self.packed = native.kernels.Weights(code, *plain.shape, group, self.gated)
-        data = native.memory(w.nbytes)
-        w.pack(plain.contiguous().data_ptr(), data.data_ptr(), torch.get_num_threads())
+        data, plain = native.memory(w.nbytes), plain.contiguous()
+        w.pack(plain.data_ptr(), data.data_ptr(), torch.get_num_threads())
         self._kept = [data]  # what the kernels read
         if quantized:
-            for numbers in (quantized.scales, quantized.offsets):
+            shape = (plain.shape[0], -(-plain.shape[1] // group))
+            for name, numbers in (("scales", quantized.scales), ("offsets", quantized.offsets)):
                 if numbers is not None:
+                    numbers = native.fitting(name, numbers, shape, torch.bfloat16, plain.device)
                     packed = torch.empty(w.group_values, dtype=torch.bfloat16)
-                    w.pack_groups(numbers.contiguous().data_ptr(), packed.data_ptr(), numbers is quantized.offsets)
+                    w.pack_groups(numbers.data_ptr(), packed.data_ptr(), name == "offsets")
                     self._kept.append(packed)
         if self.bias is not None:
-            self.bias = self.bias.contiguous()
             w.set_bias(self.bias.data_ptr())
             self._kept.append(self.bias)
         self.nbytes = sum(t.nbytes for t in self._kept)
@@ -111,27 +116,34 @@ class Linear:
     ) -> Tensor:
         """linear(rms_norm(x) * norm) + residual, in `dtype` (float32, or that of x, which is the default).
 
-        x (rows, in); norm (in,), None for no norm; residual (rows, out).
+        x (rows, in); norm (in,), None for no norm; residual (rows, out), both of x's dtype. Raises ValueError if one of
+        them does not fit.
         """
-        if not self.native:
-            y = self._multiply(x if norm is None else F.rms_norm(x, norm.shape, norm, eps))
-            y = swiglu(y) if self.gated else y
-            y = y if residual is None else residual + y
-            return y if dtype is None else y.to(dtype)
-        x = x.contiguous()
         rows, inputs = x.shape
         if inputs != self.in_features or x.dtype != self.dtype:
             raise ValueError(
                 f"x is {tuple(x.shape)} {x.dtype}; these weights take (rows, {self.in_features}) {self.dtype}"
             )
+        if dtype not in (None, x.dtype, torch.float32):
+            raise ValueError(f"a product of {x.dtype} comes as {x.dtype} or torch.float32, not {dtype}")
+        if norm is not None:
+            norm = native.fitting("norm", norm, (inputs,), x.dtype, x.device)
+        if residual is not None:
+            residual = native.fitting("residual", residual, (rows, self.out_features), x.dtype, x.device)
+        if not self.native:
+            y = self._multiply(x if norm is None else F.rms_norm(x, norm.shape, norm, eps))
+            y = swiglu(y) if self.gated else y
+            y = y if residual is None else residual + y
+            return y if dtype is None else y.to(dtype)
+        x = native.fitting("x", x, (rows, inputs), self.dtype, CPU)
         y = torch.empty(rows, self.out_features, dtype=dtype or x.dtype)
         self.packed.multiply(
             x.data_ptr(),
             rows,
             y.data_ptr(),
             y.dtype == torch.float32,
-            0 if residual is None else residual.contiguous().data_ptr(),
-            0 if norm is None else norm.data_ptr(),
+            native.address(residual),
+            native.address(norm),
             eps,
             torch.get_num_threads(),
         )

@@ -46,6 +46,21 @@ def runs(dtype: torch.dtype, device: torch.device) -> bool:
     return active != REFERENCE and device.type == "cpu" and dtype in FORMATS
 
 
+def fitting(what: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """x in one piece, for a kernel that gets its address: keep what this returns until the kernel has returned.
+
+    Raises ValueError if x has another shape or dtype, or lies elsewhere.
+    """
+    if x.shape != shape or x.dtype != dtype or x.device != device:
+        raise ValueError(f"{what} is {tuple(x.shape)} {x.dtype} on {x.device}, not {tuple(shape)} {dtype} on {device}")
+    return x.contiguous()
+
+
+def address(x: Tensor | None) -> int:
+    """Where x lies; 0, which the kernels take for none, if there is none."""
+    return 0 if x is None else x.data_ptr()
+
+
 def memory(size: int) -> Tensor:
     """Zeroed bytes in pages of their own, large ones where the system gives them: weights leave no holes in the heap.
 

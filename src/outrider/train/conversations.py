@@ -11,13 +11,13 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from outrider.config import SamplingParams
 from outrider.errors import ConfigError
 from outrider.llm import LLM
+from outrider.train.settings import ConversationSettings as Settings
 
 FIELDS = ("prompt", "question", "instruction", "turns", "text")  # of a file's JSON lines, by turns
 HINTS = (
@@ -25,26 +25,6 @@ HINTS = (
     "Tell me about", "Why", "Compare", "Solve", "Translate", "Calculate", "Imagine",
 )  # fmt: skip  # how some users' turns begin, or they would be alike
 QUESTION, LONGEST = 192, 600  # tokens that the target may give a user's turn, and a question with what was before it
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What to write. Raises ConfigError for what cannot be."""
-
-    model: str = "smollm2"
-    own: float = 0.5  # share of the conversations whose question the target writes, too, if there are prompts
-    temperatures: tuple[float, ...] = (0.0, 0.0, 0.7, 1.0)  # of answers, drawn from these
-    max_tokens: int = 512  # of an answer; some get half of it
-    turns: float = 0.35  # how often a conversation that has ended goes on
-    longest: int = 2600  # prompt tokens; longer ones are left out
-    batch: int = 32  # conversations at a time
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not (0 <= self.own <= 1 and 0 <= self.turns < 1):
-            raise ConfigError(f"own and turns are shares, not {self.own} and {self.turns}")
-        if min(self.max_tokens, self.longest, self.batch) < 1 or not self.temperatures or min(self.temperatures) < 0:
-            raise ConfigError("max_tokens, longest and batch are at least 1, temperatures at least 0")
 
 
 class Template:

@@ -40,6 +40,7 @@ from outrider.kv.rows import NORMED
 from outrider.llm import LLM
 from outrider.load import Progress
 from outrider.sequence import Sequence
+from outrider.train.settings import Eagle3Settings as Settings
 
 HELD_OUT = 24  # one conversation in so many
 DECAY = 0.8  # of the loss, per step of the training-time test
@@ -49,34 +50,6 @@ RIDGE = 0.01  # of the least squares
 OWN, FASTEST = 24.0, 6  # by how much a row's own score is above those far away, and the rotations that tell
 ROWS = 512  # whose logits are held at a time
 Keys = list[tuple[Tensor, Tensor]]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """One training run. Raises ConfigError for what cannot be."""
-
-    model: str = "smollm2"
-    vocab: int = 8192  # draft tokens
-    taps: tuple[int, ...] = ()  # the layers whose inputs are seen; default 2, half way, and behind the last
-    heads: int = 0  # of the attention, each with its own keys; default: as many as the target's
-    depth: int = 4  # steps of the training-time test
-    length: int = 512  # tokens of a conversation, its last ones
-    prompt: int = 128  # of these, at most, before the output
-    batch: int = 2048  # tokens a step, about
-    train_head: bool = False  # the projection to the draft vocabulary, which begins as the target's, learns as well
-    first: int = 16384  # tokens that the first weights are fitted to
-    replay: int = 2  # how often a batch is learnt from before the next new one, where there is one
-    lr: float = 1e-3  # of AdamW; Muon's is twice that
-    seed: int = 0
-    dtype: str = "auto"
-
-    def __post_init__(self) -> None:
-        least = {"vocab": 1, "depth": 1, "length": self.depth + 3, "prompt": 1, "batch": 1, "replay": 1}
-        for name, low in least.items():
-            if (value := getattr(self, name)) < low:
-                raise ConfigError(f"{name} must be at least {low}, not {value}")
-        if not 0 < self.lr < 1:
-            raise ConfigError(f"lr must be above 0 and below 1, not {self.lr}")
 
 
 @dataclass

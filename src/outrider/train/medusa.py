@@ -5,18 +5,19 @@ the target has at place t + 1 + i, by cross-entropy (Medusa-1 of 2401.10774, wit
 blocks start at zero, projections of their own at the target's. Windows held out say how often the candidate of each
 rank is the target's likeliest token there, from which the tree is grown.
 
-While it runs, `checkpoint/` in the output folder holds the windows and the last state; a run resumed from it ends as
-one that was never interrupted.
+While it runs, `checkpoint/` in the output folder holds the windows and the last state, from step 0 on; a run resumed
+from it ends as one that was never interrupted.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import random
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,10 +29,12 @@ from torch import Tensor
 from outrider import corpus
 from outrider.config import SamplingParams
 from outrider.draft import Draft
-from outrider.errors import ConfigError
+from outrider.errors import CheckpointError, ConfigError
+from outrider.files import make_folder, replacing, write_text
 from outrider.llm import LLM
 from outrider.load import Progress
 from outrider.sequence import Sequence
+from outrider.train.settings import Settings
 
 RANKS = 10  # whose accuracy is measured
 HELD_OUT = 20  # one window in so many
@@ -41,36 +44,6 @@ SEPARATOR = "<|endoftext|>"  # between the documents of some files
 Report = Callable[[int, float, list[float]], None]
 """`report(step, loss, accuracies)`: steps done, nats since the last report (mean of the heads), and the top-1 accuracy
 of each head on windows held out."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """One training run. Raises ConfigError for what cannot be."""
-
-    model: str = "tiny"
-    heads: int = 4
-    layers: int = 1  # residual blocks of a head
-    sees_token: bool = True  # the first of them sees the last token, too; Medusa's own do not
-    own_projection: bool = False  # else the heads share the target's
-    windows: int = 2048  # texts read, evenly spread over the data
-    length: int = 256  # their tokens, at most
-    generated: float = 0.5  # share of them whose beginning only is kept, and continued by the target
-    steps: int = 400
-    batch: int = 8  # windows a step
-    lr: float = 1e-3
-    seed: int = 0
-    dtype: str = "auto"
-    device: str = "auto"
-
-    def __post_init__(self) -> None:
-        least = {"heads": 1, "layers": 1, "windows": 2, "length": self.heads + 2, "steps": 1, "batch": 1}
-        for name, low in least.items():
-            if (value := getattr(self, name)) < low:
-                raise ConfigError(f"{name} must be at least {low}, not {value}")
-        if not 0 <= self.generated <= 1:
-            raise ConfigError(f"generated is a share between 0 and 1, not {self.generated}")
-        if not 0 < self.lr < 1:
-            raise ConfigError(f"lr must be above 0 and below 1, not {self.lr}")
 
 
 def train(
@@ -86,32 +59,34 @@ def train(
     """Train heads on texts or JSON lines, write them into folder `output`, and return accuracies[head][rank].
 
     Every so many steps the state is kept and `report` called. Raises ConfigError for an output folder that holds
-    something, or nothing to resume, and for too little data.
+    something, cannot be written or has nothing to resume, and for too little data; CheckpointError for a damaged
+    checkpoint, and for a loss that is not finite.
     """
     s, keep = settings, output / "checkpoint"
-    if resume and not (keep / "state.pt").is_file():
+    begun = (keep / "state.pt").is_file()
+    if resume and not begun:
         raise ConfigError(f"{output} holds no checkpoint to resume; leave --resume out")
-    if not resume and output.exists() and (not output.is_dir() or any(output.iterdir())):
+    # A run that was killed before its first checkpoint has left a folder `checkpoint` without a state.
+    if not resume and output.exists() and (begun or not output.is_dir() or {*output.iterdir()} - {keep}):
         raise ConfigError(f"{output} already holds something: give a new or empty folder, or --resume")
-    llm = LLM(s.model, dtype=s.dtype, device=s.device, max_num_seqs=32, progress=progress)
-    llm.runner.progress = None
-    heads = Heads(llm, s)
-    optimizer = torch.optim.AdamW(heads.parameters(), lr=s.lr, weight_decay=0.01)
-    done = 0
-    if resume:
-        state = torch.load(keep / "state.pt", llm.runner.model.device, weights_only=True)
-        if state["settings"] != asdict(s):
-            differs = next(key for key, value in asdict(s).items() if state["settings"].get(key) != value)
-            raise ConfigError(f"{keep} was begun with {differs} {state['settings'].get(differs)}; resume with the same")
-        windows = [ids.tolist() for ids in load_file(keep / "windows.safetensors").values()]
-        heads.load_state_dict(state["heads"])
-        optimizer.load_state_dict(state["optimizer"])
-        done = state["step"]
-    else:
-        windows = read_windows(llm, data, s, progress)
-        keep.mkdir(parents=True, exist_ok=True)
-        named = {f"{i:06d}": torch.tensor(ids, dtype=torch.int32) for i, ids in enumerate(windows)}
-        save_file(named, keep / "windows.safetensors")
+    make_folder(keep, "output")
+    try:
+        llm = LLM(s.model, dtype=s.dtype, device=s.device, max_num_seqs=32, progress=progress)
+        llm.runner.progress = None
+        heads = Heads(llm, s)
+        optimizer = torch.optim.AdamW(heads.parameters(), lr=s.lr, weight_decay=0.01)
+        if resume:
+            done, windows = restore(keep, s, heads, optimizer)
+        else:
+            done, windows = 0, read_windows(llm, data, s, progress)
+            named = {f"{i:06d}": torch.tensor(ids, dtype=torch.int32) for i, ids in enumerate(windows)}
+            with replacing(keep / "windows.safetensors") as partial:
+                save_file(named, partial)
+            save(keep, s, heads, optimizer, 0)
+    except BaseException:
+        if not begun:
+            shutil.rmtree(keep, ignore_errors=True)
+        raise
     held, taught = windows[::HELD_OUT], [ids for i, ids in enumerate(windows) if i % HELD_OUT]
     losses: list[float] = []
     for step in range(done, s.steps):
@@ -121,11 +96,13 @@ def train(
         batch = [taught[dice.randrange(len(taught))] for _ in range(s.batch)]
         optimizer.zero_grad()
         losses.append(heads.learn(read(llm, batch)))
+        if not math.isfinite(losses[-1]):
+            raise CheckpointError(
+                f"the loss is {losses[-1]} at step {step}: {s.model} is damaged, or --lr {s.lr} too high"
+            )
         optimizer.step()
         if (step + 1) % every == 0 and step + 1 < s.steps:
-            state = {"settings": asdict(s), "heads": heads.state_dict(), "optimizer": optimizer.state_dict()}
-            torch.save(state | {"step": step + 1}, keep / "state.new")
-            (keep / "state.new").replace(keep / "state.pt")  # whole, or not at all
+            save(keep, s, heads, optimizer, step + 1)
             if report:
                 report(step + 1, sum(losses) / len(losses), [ranks[0] for ranks in measure(llm, heads, held[:16])])
             losses.clear()
@@ -135,6 +112,40 @@ def train(
     export(llm, heads, s, accuracies, output)
     shutil.rmtree(keep)
     return accuracies
+
+
+def save(keep: Path, settings: Settings, heads: Heads, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Write state.pt, beside the windows. Raises ConfigError if it cannot be written; the one before stays."""
+    with replacing(keep / "state.pt") as partial:
+        torch.save(
+            {"settings": asdict(settings), "heads": heads.state_dict(), "optimizer": optimizer.state_dict(),
+             "step": step, "windows": _digest(keep)},
+            partial,
+        )  # fmt: skip
+
+
+def restore(
+    keep: Path, settings: Settings, heads: Heads, optimizer: torch.optim.Optimizer
+) -> tuple[int, list[list[int]]]:
+    """Steps done, and the windows. Raises ConfigError for other settings, CheckpointError for damaged files."""
+    try:
+        state = torch.load(keep / "state.pt", heads.shared.device, weights_only=True)
+        was, done = dict(state["settings"]), int(state["step"])
+        if was == asdict(settings):
+            heads.load_state_dict(state["heads"])
+            optimizer.load_state_dict(state["optimizer"])
+            if _digest(keep) != state["windows"]:
+                raise ValueError("windows.safetensors is not the one that it was")
+            return done, [ids.tolist() for ids in load_file(keep / "windows.safetensors").values()]
+    except Exception as error:  # a damaged file is unpacked, unpickled and applied by others, who raise what they like
+        reason = " ".join(str(error).split())[:200]
+        raise CheckpointError(f"{keep} is damaged ({reason}); remove it and train from the beginning") from None
+    differs = next(key for key, value in asdict(settings).items() if was.get(key) != value)
+    raise ConfigError(f"{keep} was begun with {differs} {was.get(differs)}; resume with the same")
+
+
+def _digest(keep: Path) -> str:
+    return hashlib.sha256((keep / "windows.safetensors").read_bytes()).hexdigest()
 
 
 def read_windows(llm: LLM, data: list[Path], settings: Settings, progress: Progress | None = None) -> list[list[int]]:
@@ -259,11 +270,10 @@ def measure(llm: LLM, heads: Heads, windows: list[list[int]], batch: int = 8) ->
 
 
 def export(llm: LLM, heads: Heads, settings: Settings, accuracies: list[list[float]], output: Path) -> None:
-    """Write config.json and model.safetensors, in the target's dtype."""
+    """Write model.safetensors, in the target's dtype, and config.json. Raises ConfigError if they cannot be written."""
     model = llm.runner.model
-    save_file(
-        {name: t.to(model.dtype).contiguous() for name, t in heads.state_dict().items()}, output / "model.safetensors"
-    )
+    with replacing(output / "model.safetensors", beside=output / "checkpoint") as partial:
+        save_file({name: t.to(model.dtype).contiguous() for name, t in heads.state_dict().items()}, partial)
     config: dict[str, Any] = {
         "architectures": ["MedusaHeads"],
         "base_model_name_or_path": settings.model,
@@ -273,4 +283,4 @@ def export(llm: LLM, heads: Heads, settings: Settings, accuracies: list[list[flo
         "medusa_num_layers": settings.layers,
         "accuracies": [[round(share, 4) for share in ranks] for ranks in accuracies],
     }
-    (output / "config.json").write_text(json.dumps(config, indent=1) + "\n", "utf-8")
+    write_text(output / "config.json", json.dumps(config, indent=1) + "\n")

@@ -6,8 +6,8 @@ import json
 
 from typer.testing import CliRunner
 
-from outrider.bench import kernels
 from outrider.cli import app
+from tools import kernels
 
 
 def test_the_command(tmp_path, monkeypatch):

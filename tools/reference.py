@@ -1,13 +1,14 @@
 """The training of a reference model: batches, one loop, checkpoints, export.
 
 One loop trains both models. The draft model has a teacher, whose whole distribution it learns instead of the text's
-next token. What decides the result stands in a recipe (train/recipes/*.json); the device decides how long it takes. A
+next token. What decides the result stands in a recipe (tools/recipes/*.json); the device decides how long it takes. A
 batch is a pure function of (seed, step), so a run that was interrupted goes on as if nothing had happened.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import time
@@ -24,11 +25,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
-from outrider.errors import ConfigError
+from outrider.errors import CheckpointError, ConfigError
+from outrider.files import make_folder, replacing
 from outrider.load import Progress, find
-from outrider.train.data import END, Corpus, read_corpus
-from outrider.train.distill import write_samples
-from outrider.train.recall import SHARES, Recall
+from tools.data import END, Corpus, read_corpus
+from tools.distill import write_samples
+from tools.recall import SHARES, Recall
 
 IGNORED = -100  # no loss for this label
 LONG = 2048  # above, attention is torch's own, and keys have no weights
@@ -254,6 +256,7 @@ class Trainer:
         self, recipe: Recipe, folder: Path, corpus_folder: Path, tokenizer: Any, *, init: str | Path | None = None,
         teacher: str | Path | None = None, device: str = "auto", progress: Progress | None = None,
     ) -> None:  # fmt: skip
+        make_folder(folder, "output")
         self.recipe, self.folder, self.tokenizer = recipe, folder, tokenizer
         self.origin = {"init": str(init or ""), "teacher": str(teacher or "")}
         self.device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
@@ -292,7 +295,6 @@ class Trainer:
         self.loss = torch.compile(self._loss, dynamic=False) if recipe.compile else self._loss
         if (checkpoint := folder / "checkpoint.pt").is_file():
             self._restore(checkpoint)
-        folder.mkdir(parents=True, exist_ok=True)
 
     def run(self, minutes: float | None = None, every: float = 30.0) -> Iterator[Line]:
         """Train to the end of the recipe, or for so many minutes from now; either end comes with the learning rate's
@@ -344,6 +346,10 @@ class Trainer:
             loss = self.loss(Batch(*(part.to(self.device, non_blocking=True) for part in batch))) / count
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.item()
+        if not math.isfinite(total):
+            raise CheckpointError(
+                f"the loss is {total} at step {self.step}; go on from a sound checkpoint, or lower the rates"
+            )
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer, lr in zip(self.optimizers, (self.recipe.matrix_lr, self.recipe.other_lr), strict=True):
             for group in optimizer.param_groups:
@@ -377,29 +383,39 @@ class Trainer:
         return losses
 
     def save(self) -> None:
-        """Write checkpoint.pt, in one piece or not at all."""
+        """Write checkpoint.pt. Raises ConfigError if it cannot be written; the one before stays."""
         state = {
             "step": self.step, "tokens": self.tokens, "origin": self.origin, "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
         }  # fmt: skip
-        torch.save(state, partial := self.folder / "checkpoint.part")
-        os.replace(partial, self.folder / "checkpoint.pt")
+        with replacing(self.folder / "checkpoint.pt") as partial:
+            torch.save(state, partial)
 
     def _restore(self, path: Path) -> None:
-        state = torch.load(path, map_location=self.device, weights_only=True)
-        self.model.load_state_dict(state["model"])
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        self.step, self.tokens, self.origin = state["step"], state["tokens"], state["origin"]
+        try:
+            state = torch.load(path, map_location=self.device, weights_only=True)
+            self.model.load_state_dict(state["model"])
+            for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(saved)
+            self.step, self.tokens, self.origin = state["step"], state["tokens"], state["origin"]
+        except (
+            Exception
+        ) as error:  # a damaged file is unpacked, unpickled and applied by others, who raise what they like
+            reason = " ".join(str(error).split())[:200]
+            raise CheckpointError(
+                f"{path} is damaged, or of another model ({reason}); remove it to begin anew"
+            ) from None
 
     def export(self, folder: Path) -> None:
         """Write a Hugging Face folder: bfloat16 weights, when to stop, tokenizer, card. The training ends with it."""
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder, "--export")
         (folder / "README.md").write_text(self._card(folder.name), "utf-8")
         nn.Module.to(self.model, torch.bfloat16)
         stops = [self.tokenizer.eos_token_id, self.tokenizer.convert_tokens_to_ids(END)]
         self.model.generation_config.eos_token_id = stops
         self.model.save_pretrained(folder)
+        for path in folder.glob("*.safetensors"):  # which only their owner can read
+            path.chmod((folder / "README.md").stat().st_mode)
         self.tokenizer.save_pretrained(folder)
 
     def _card(self, name: str) -> str:

@@ -11,8 +11,8 @@ import pytest
 
 from outrider.bench.suites import load_suite
 from outrider.errors import ConfigError
-from outrider.train import data
-from outrider.train.recall import Recall
+from tools import data
+from tools.recall import Recall
 
 
 @pytest.fixture(scope="module")

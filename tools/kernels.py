@@ -21,7 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.bench.report import markdown_table, require_matplotlib
-from outrider.bench.run import commit, hardware, versions
+from outrider.bench.run import at_least, commit, hardware, versions
+from outrider.errors import ConfigError
+from outrider.files import write_text
 from outrider.load import Progress
 from outrider.ops import KEY_BLOCK, Linear, attend, native
 from outrider.quantize import SCHEMES, quantize
@@ -29,6 +31,7 @@ from outrider.quantize import SCHEMES, quantize
 SHAPES = ((2560, 2048), (2048, 2048), (11264, 2048), (2048, 5632))  # (outputs, inputs) of one layer
 HEADS, KV_HEADS, DIM = 32, 4, 64
 STREAM = 2**28  # bytes of the streaming read
+MOST_ROWS, MOST_KEYS = 2**14, 2**22
 Call = Callable[[int], Any]  # with a row count
 
 
@@ -41,6 +44,12 @@ class Settings:
     key_rows: list[int] = field(default_factory=lambda: [1, 8, 16])
     layers: int = 3
     repeats: int = 9
+
+    def __post_init__(self) -> None:
+        at_least(self, {"rows": 1, "keys": 1, "key_rows": 1, "layers": 1, "repeats": 1})
+        for name, most in (("rows", MOST_ROWS), ("keys", MOST_KEYS)):
+            if (value := max(getattr(self, name))) > most:
+                raise ConfigError(f"{name} must be at most {most}, not {value}")
 
 
 @dataclass(frozen=True)
@@ -161,13 +170,12 @@ def markdown(figures: list[Figure]) -> str:
 
 
 def write(figures: list[Figure], folder: Path) -> None:
-    """results.jsonl, table.md and kernels.png, replacing earlier ones."""
+    """results.jsonl and table.md, replacing earlier ones. Raises ConfigError if they cannot be written."""
     where = {"commit": commit(), "isa": native.active, **versions(), **hardware(torch.device("cpu"))}
     lines = [json.dumps(asdict(f) | {"gb_per_second": round(f.rate, 2)} | where) for f in figures]
-    (folder / "results.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
+    write_text(folder / "results.jsonl", "\n".join(lines) + "\n")
     cpu = f"{where['cpu']}, {where['threads']} threads, {where['isa']}, torch {where['torch']}"
-    (folder / "table.md").write_text(f"{markdown(figures)}\n{cpu}\n", "utf-8")
-    plot(figures, folder / "kernels.png")
+    write_text(folder / "table.md", f"{markdown(figures)}\n{cpu}\n")
 
 
 def plot(figures: list[Figure], path: Path) -> None:
@@ -190,4 +198,4 @@ def plot(figures: list[Figure], path: Path) -> None:
         axes.set_xscale("log", base=2)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, fontsize="small")
-    canvas.savefig(path, dpi=150)
+    canvas.savefig(path, dpi=150, format="png")

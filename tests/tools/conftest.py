@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from outrider.load import find, read_tokenizer
-from outrider.train import data
+from tools import data
 
 ASKED = "How many lanterns does the keeper of the old tower light when every ship of the harbour is out at sea?"
 

@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from outrider import LLM, SpeculativeConfig
-from outrider.bench import peer_worker, peers
 from outrider.bench.run import Settings, run
 from outrider.bench.suites import OPENINGS
 from outrider.cli.bench import bench_app
 from outrider.errors import ConfigError
 from outrider.load import find
+from tools import peer_worker, peers
 
 TINY = find("tiny")
 

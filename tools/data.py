@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from outrider.corpus import archived
 from outrider.datastore import fingerprint
 from outrider.errors import ConfigError
+from outrider.files import make_folder, replacing, write_text
 from outrider.load import Progress
 
 SPECIAL = BOS, EOS, PAD, USER, ASSISTANT, END = "<|bos|>", "<|eos|>", "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>"
@@ -162,7 +163,7 @@ def prepare(folder: Path, data: Path, tokenizer: Any, progress: Progress | None 
             progress("tokenising", done, len(documents))
         order = np.random.default_rng(0).permutation(len(found))
         write_tokens(folder, domain, split, encode(tokenizer, [found[i] for i in order]))
-    mark.write_text(json.dumps(made_by), "utf-8")
+    write_text(mark, json.dumps(made_by))
 
 
 def encode(tokenizer: Any, documents: list[str]) -> list[list[int]]:
@@ -173,11 +174,13 @@ def encode(tokenizer: Any, documents: list[str]) -> list[list[int]]:
 
 
 def write_tokens(folder: Path, domain: str, split: str, documents: list[list[int]]) -> None:
-    """Write one domain's files."""
-    folder.mkdir(parents=True, exist_ok=True)
-    lengths = [len(ids) for ids in documents]
-    np.save(folder / f"{domain}.{split}.npy", np.concatenate([np.array(ids, np.uint16) for ids in documents]))
-    np.save(folder / f"{domain}.{split}.starts.npy", np.cumsum([0, *lengths[:-1]]))
+    """Write one domain's files, that of the ids last: with it the domain is there."""
+    make_folder(folder, "corpus")
+    starts = np.cumsum([0, *(len(ids) for ids in documents[:-1])])
+    ids = np.concatenate([np.array(ids, np.uint16) for ids in documents])
+    for name, values in ((f"{domain}.{split}.starts.npy", starts), (f"{domain}.{split}.npy", ids)):
+        with replacing(folder / name) as partial, open(partial, "wb") as file:
+            np.save(file, values)
 
 
 def read_corpus(folder: Path, split: str) -> Corpus:

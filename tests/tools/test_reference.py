@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM
 from outrider.cli import main
 from outrider.errors import ConfigError
 from outrider.llm import LLM
-from outrider.train import distill, evaluate, reference
-from outrider.train.data import read_corpus
-from outrider.train.reference import Batch, Recipe, Steps, Trainer, _mask, causal_attention, hidden, plain_batch
+from tools import distill, evaluate, reference
+from tools.data import read_corpus
+from tools.reference import Batch, Recipe, Steps, Trainer, _mask, causal_attention, hidden, plain_batch
 
 TOY = Recipe.read("toy")
 

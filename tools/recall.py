@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from outrider.train.data import ASSISTANT, END, USER, Corpus
+from tools.data import ASSISTANT, END, USER, Corpus
 
 Rng = np.random.Generator
 Pieces = list[tuple[str, bool]]  # text, and whether it is an answer

@@ -15,7 +15,7 @@ from outrider.config import SamplingParams
 from outrider.engine import Request
 from outrider.llm import LLM
 from outrider.load import Progress
-from outrider.train.data import Corpus, read_corpus, write_tokens
+from tools.data import Corpus, read_corpus, write_tokens
 
 BATCH, LENGTH = 512, 256  # sequences that are sampled between two reports, and their tokens at most
 

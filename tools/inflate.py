@@ -26,9 +26,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from outrider.errors import ConfigError
+from outrider.files import new_folder, replacing
 
 LLAMA, HEADS = ["LlamaForCausalLM"], ["MedusaHeads"]
 LIVE, QUIET, NOISY = 0, 1, 2
+MOST = {"hidden_size": 2**16, "num_layers": 2**10, "intermediate_size": 2**20, "num_kv_heads": 2**10}
 SHARD_PARAMETERS = 2**29  # 1 GiB of bfloat16
 COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*")  # tokenizer, chat template, generation defaults
 
@@ -86,9 +88,7 @@ def inflate(
     source, target = Path(source), Path(target)
     config = _read_config(source)
     _require(target.resolve() != source.resolve(), f"target is the source folder {source}: give another folder")
-    fresh = not target.exists() or (target.is_dir() and not any(target.iterdir()))
-    _require(fresh, f"{target} already holds something: give a new or empty folder")
-
+    _require(-(2**63) <= seed < 2**64, f"seed must be a whole number of 64 bits, not {seed}")
     weights = _open(source)
     asked = hidden_size, num_layers, intermediate_size, num_heads, num_kv_heads
     plan, sizes = _heads(config, weights, asked) if config["architectures"] == HEADS else _llama(config, weights, asked)
@@ -97,16 +97,12 @@ def inflate(
         not odd, f"{source} must hold just its architecture's tensors: {min(odd, default='')} is missing or unknown"
     )
 
-    try:
-        target.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{target} cannot be a folder: {error.strerror}; give one that can be written") from None
-    _write(plan, weights, target, seed, progress)
-    for path in {path for pattern in COPIED for path in source.glob(pattern)}:
-        if path.name != "config.json" and not path.name.endswith(".index.json"):
-            shutil.copyfile(path, target / path.name)
-    # Last, so that an interrupted run leaves a folder that does not load.
-    (target / "config.json").write_text(json.dumps(config | sizes, indent=2) + "\n")
+    with new_folder(target) as folder:
+        _write(plan, weights, folder, seed, progress)
+        for path in {path for pattern in COPIED for path in source.glob(pattern)}:
+            if path.name != "config.json" and not path.name.endswith(".index.json"):
+                shutil.copyfile(path, folder / path.name)
+        (folder / "config.json").write_text(json.dumps(config | sizes, indent=2) + "\n")
     return target
 
 
@@ -161,7 +157,7 @@ def _read_config(source: Path) -> dict[str, Any]:
 
 
 def _grow_hidden(small: int, asked: int | None) -> int:
-    sizes = [small * 4**power for power in range(8)]
+    sizes = [small * 4**power for power in range(8) if small * 4**power <= MOST["hidden_size"] or power < 2]
     hidden = sizes[1] if asked is None else asked
     _require(hidden in sizes, f"hidden_size {hidden} must be the source's times a power of 4, such as {sizes[:3]}")
     return hidden
@@ -180,6 +176,7 @@ def _grow(small: _Shape, head_dim: int, asked: Sizes) -> _Shape:
         ("num_kv_heads", kv_heads, small.num_key_value_heads),
     ):
         _require(size >= least, f"{name} {size} must be at least the source's {least}")
+        _require(size <= MOST[name], f"{name} {size} must be at most {MOST[name]}")
     least = kv_heads * (small.num_attention_heads // small.num_key_value_heads)  # no group may lose query heads
     heads = max(least, hidden // head_dim // kv_heads * kv_heads) if heads is None else heads
     fits = heads % kv_heads == 0 and heads >= least
@@ -199,7 +196,11 @@ def _open(source: Path) -> dict[str, Any]:
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{source}: the weights are truncated or damaged: {error}") from None
     names = ((name, handle) for handle in handles for name in list(handle.keys()))
-    return {name: handle for name, handle in names if not name.endswith("rotary_emb.inv_freq")}  # once saved, unused
+    found = {name: handle for name, handle in names if not name.endswith("rotary_emb.inv_freq")}  # once saved, unused
+    for name, handle in found.items():
+        kind = handle.get_slice(name).get_dtype()
+        _require(kind in ("F32", "BF16", "F16", "F64"), f"{source}: {name} is {kind}, and weights must be real numbers")
+    return found
 
 
 def _axis(live: int, size: int, rest: int) -> torch.Tensor:
@@ -295,7 +296,8 @@ def _write(
             done, size = done + tensor.numel(), size + tensor.nbytes
             if progress is not None:
                 progress(done, total)
-        save_file(tensors, target / file, metadata={"format": "pt"})
+        with replacing(target / file) as partial:
+            save_file(tensors, partial, metadata={"format": "pt"})
     if len(shards) > 1:
         index = {"metadata": {"total_size": size}, "weight_map": files}
         (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from outrider.bench import inflate as module
-from outrider.bench.inflate import inflate
 from outrider.errors import ConfigError
+from tools import inflate as module
+from tools.inflate import inflate
 
 BIG = {"hidden_size": 256, "num_layers": 4, "intermediate_size": 512, "num_heads": 16, "num_kv_heads": 4}
 SAME = {"hidden_size": 64, "num_layers": 2, "intermediate_size": 96, "num_heads": 4, "num_kv_heads": 2}

@@ -16,13 +16,14 @@ from torch import Tensor
 from outrider.config import SamplingParams
 from outrider.draft import Draft
 from outrider.errors import ConfigError
+from outrider.files import write_text
 from outrider.llm import LLM
 from outrider.load import Progress
 from outrider.sequence import Sequence
-from outrider.train.data import Corpus
-from outrider.train.recall import Recall
+from tools.data import Corpus
+from tools.recall import Recall
 
-MARKS = "<!-- evaluation: made by `outrider train evaluate` -->", "<!-- end of evaluation -->"
+MARKS = "<!-- evaluation: made by `python -m tools evaluate` -->", "<!-- end of evaluation -->"
 ROWS = 256  # tokens whose logits are asked for at once
 WINDOWS, WINDOW = 24, 1024  # of each domain's held-out text
 BORDERS = 1024, 2048, 4096, 8192, 16384, 32768, 65536, 128000
@@ -233,7 +234,7 @@ def write(page: Path, text: str) -> None:
     _, last, after = rest.partition(MARKS[1])
     if not (first and last):
         raise ConfigError(f"{page} has no place for the tables: it must contain the lines {MARKS[0]} and {MARKS[1]}")
-    page.write_text(f"{before}{first}\n\n{text}\n\n{last}{after}", "utf-8")
+    write_text(page, f"{before}{first}\n\n{text}\n\n{last}{after}")
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:

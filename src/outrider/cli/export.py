@@ -1,0 +1,25 @@
+"""`outrider export`: a checkpoint as a folder that other engines read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from outrider.cli.options import Dtype, Reporter, check_model
+from outrider.cli.output import tell
+
+
+def export(
+    model: Annotated[str, typer.Argument(callback=check_model, help="Folder, GGUF file, hub id or embedded model.")],
+    folder: Annotated[Path, typer.Argument(help="New or empty folder.")],
+    dtype: Dtype = "auto",
+) -> None:
+    """Write a checkpoint as safetensors with config and tokenizer; quantised weights become dense."""
+    from outrider.export import export as write
+
+    with Reporter() as reporter:
+        write(model, folder, dtype, reporter)
+    size = sum(path.stat().st_size for path in folder.expanduser().glob("*.safetensors"))
+    tell(f"{folder}: {size / 1e6:,.0f} MB of weights")

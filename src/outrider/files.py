@@ -1,0 +1,100 @@
+"""Files and folders that appear whole or not at all: they are written beside their place, and then take it.
+
+So a full disk or a kill in the middle leaves what was there before, and a `.partial` that the next write replaces.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from outrider.errors import ConfigError
+
+
+@contextmanager
+def replacing(path: Path, beside: Path | None = None) -> Iterator[Path]:
+    """The name to write a file to; when the block ends well, that file becomes `path`, with the mode the umask gives.
+
+    `beside`: the folder to write in, of the same file system; default: the file's own. Raises ConfigError if it cannot
+    be written.
+    """
+    partial = (beside or path.parent) / f"{path.name}.partial"
+    try:
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{path} cannot be written: it is there and is no file; give another name")
+        partial.touch()
+        mode = partial.stat().st_mode  # safetensors makes files that only their owner can read
+        yield partial
+        partial.chmod(mode)
+        partial.replace(path)
+    except (OSError, SafetensorError) as error:
+        raise _unwritten(path, error) from None
+    except RuntimeError as error:
+        if "inline_container" in str(error):  # torch.save says so that its writes fail
+            raise _unwritten(path, error) from None
+        raise
+    finally:
+        _forget(partial)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file of UTF-8, whole or not at all. Raises ConfigError if it cannot be written."""
+    with replacing(path) as partial:
+        partial.write_text(text, "utf-8")
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """The folder to write into; when the block ends well, it becomes `path`, which must be new or empty.
+
+    Raises ConfigError if it is neither, or cannot be written.
+    """
+    path = path.resolve()
+    try:
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise ConfigError(f"{path} already holds something: give a new or empty folder")
+        partial = path.with_name(f"{path.name}.partial")
+        _forget(partial)
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise _unwritten(path, error) from None
+    try:
+        yield partial
+        partial.replace(path)
+    except (OSError, SafetensorError) as error:
+        raise _unwritten(path, error) from None
+    finally:
+        _forget(partial)
+
+
+def make_folder(path: Path, what: str) -> None:
+    """Make a folder to write to, unless it is there; `what` names it. Raises ConfigError if it cannot be one."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{what} {path} cannot be a folder: {reason}; give one that can be written") from None
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ConfigError(f"{what} {path} is a folder that cannot be written; give another one")
+
+
+def expand(path: str | Path) -> Path:
+    """The path with `~` replaced. Raises ConfigError for the home of nobody."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ConfigError(f"{str(path)!r}: there is no such user; write the folder out") from None
+
+
+def _unwritten(path: Path, error: Exception) -> ConfigError:
+    return ConfigError(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}")
+
+
+def _forget(path: Path) -> None:
+    with suppress(OSError):  # where nothing can be written, it is not there
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)

@@ -1,0 +1,81 @@
+"""An exported checkpoint is the same model, here and in transformers; and a failed export leaves nothing."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from helpers import logits_after
+from test_gguf import Kind, write
+from test_truth import LLAMA3, check, prompt_of, reference, rope
+
+from outrider import LLM, export
+from outrider.cli import main
+from outrider.errors import ConfigError, ModelNotFound
+from outrider.load import embedded, read_tokenizer
+
+
+@pytest.mark.parametrize(
+    "arch, config", [("llama", {}), ("llama", rope("llama3", **LLAMA3)), ("qwen3", {}), ("qwen2", {})]
+)
+def test_gguf_to_a_folder(make_checkpoint, tmp_path, arch, config):
+    folder = make_checkpoint(arch, **config)
+    path = write(folder, tmp_path / "model.gguf")
+    target = export.export(path, tmp_path / "out")
+    check(LLM(target, device="cpu"), reference(folder), [prompt_of(30)], 16, rtol=1e-4, atol=1e-4)
+    check(LLM(path, device="cpu"), reference(target), [prompt_of(30)], 16, rtol=1e-4, atol=1e-4)
+
+
+def test_quantised_weights_become_dense(make_checkpoint, tmp_path):
+    path = write(make_checkpoint(tie_word_embeddings=True), tmp_path / "model.gguf", Kind.Q4_1)
+    target = export.export(path, tmp_path / "out", "float32")
+    ours, theirs = LLM(path, device="cpu", dtype="float32"), LLM(target, device="cpu")
+    assert torch.equal(logits_after(ours, [1, 2, 3]), logits_after(theirs, [1, 2, 3]))
+    half = export.export(path, tmp_path / "half")
+    assert LLM(half, device="cpu").runner.model.dtype == torch.bfloat16
+
+
+def test_tokenizer_and_shards(tmp_path, monkeypatch):
+    own = read_tokenizer(embedded()["tiny"])
+    path = write(embedded()["tiny"], tmp_path / "tiny.gguf", Kind.BF16, tokenizer=own)
+    monkeypatch.setattr(export, "SHARD", 2**22)
+    for source in (path, "tiny"):
+        target = export.export(source, tmp_path / f"out-{len(str(source))}", "bfloat16")
+        assert len(list(target.glob("model-*.safetensors"))) > 3
+        ours, theirs = LLM(target, device="cpu"), LLM("tiny", device="cpu")
+        assert ours.runner.model.config.eos == theirs.runner.model.config.eos
+        options = {"temperature": 0, "max_tokens": 24}
+        assert ours.generate("The dog", **options)[0].text == theirs.generate("The dog", **options)[0].text
+        assert json.loads((target / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_what_cannot_be(make_checkpoint, tmp_path, monkeypatch):
+    folder, target = make_checkpoint(), tmp_path / "out"
+    with pytest.raises(ConfigError, match="new or empty folder"):
+        export.export(folder, folder)
+    with pytest.raises(ConfigError, match="dtype"):
+        export.export(folder, target, "int8")
+    with pytest.raises(ModelNotFound):
+        export.export(tmp_path / "nothing", target)
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        export.export(folder, blocked / "out")
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(export, "save_file", full)
+    with pytest.raises(ConfigError, match="No space left"):
+        export.export(folder, target)
+    assert not target.exists() and not list(tmp_path.glob("*.partial"))
+
+
+def test_the_command(make_checkpoint, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["outrider", "export", str(make_checkpoint()), str(tmp_path / "out")])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    told = capsys.readouterr()
+    assert ended.value.code in (0, None) and told.out == "" and "MB of weights" in told.err
+    assert LLM(tmp_path / "out", device="cpu").generate([[1, 2]], max_tokens=2)

@@ -1,0 +1,185 @@
+"""The tables of README.md and docs/ that follow from measurements or from the code, written between marks:
+
+    <!-- table: speedups bench/results/cpu-tiny only="plain|ngram*" -->
+    ... made by `make docs` ...
+    <!-- end of table -->
+
+`speedups FOLDER ...` has a row for each method and a column for each suite, or context, of the folders' results.jsonl.
+`lines FOLDER ... columns="method|tokens/s"` has a row for each line, as the folder's table.md has it, in these columns;
+`model`, `weights` and `suite` are columns, too. In both, `only="a|b*"` names the methods wanted, in their order, and
+`suites="a|b"` the columns or suites. `options KIND ...` lists what drafters, or views, can be told.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import shlex
+from collections.abc import Iterable
+from dataclasses import MISSING, Field, fields
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from outrider import drafters
+from outrider.bench import long, report
+from outrider.bench.report import markdown_table
+from outrider.errors import ConfigError
+from outrider.files import write_text
+from outrider.kv.views import POLICIES
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+MARKED = re.compile(r"(<!-- table: ([^\n]*?) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+RESULTS = "bench/results"
+Row = report.Result | long.Row
+
+
+def write(page: Path) -> None:
+    """Make a page's tables again. Raises ConfigError, as `render` does."""
+    write_text(page, render(page))
+
+
+def render(page: Path) -> str:
+    """The page with its tables made again. Raises ConfigError for a mark that asks for what is not there."""
+    text = page.read_text("utf-8")
+    if text.count("<!-- table: ") != text.count("<!-- end of table -->"):
+        raise ConfigError(f"{page}: each mark `<!-- table: ... -->` needs its `<!-- end of table -->`")
+    up = "../" * len(page.relative_to(ROOT).parent.parts) if page.is_relative_to(ROOT) else ""
+
+    def made(found: re.Match[str]) -> str:
+        return f"{found[1]}\n{table(found[2], up)}\n\n{found[3]}"
+
+    try:
+        return MARKED.sub(made, text)
+    except ConfigError as error:
+        raise ConfigError(f"{page}: {error}") from None
+
+
+def table(asked: str, up: str = "") -> str:
+    """What a mark asks for, as Markdown; `up` leads from the page to the root. Raises ConfigError."""
+    kind, *words = shlex.split(asked)
+    given = dict(word.split("=", 1) for word in words if "=" in word)
+    names = [word for word in words if "=" not in word]
+    if kind not in KINDS:
+        raise ConfigError(f"table {kind!r} is unknown; valid: {', '.join(KINDS)}")
+    if kind == "options":
+        return options(names)
+    rows = [row for name in names for row in read(ROOT / name)]
+    wanted = given.pop("only", "*").split("|")
+    rows = [row for pattern in wanted for row in rows if fnmatchcase(row.method, pattern)]
+    if suites := given.pop("suites", ""):
+        rows = [row for suite in suites.split("|") for row in rows if place(row) == suite]
+    if not rows:
+        raise ConfigError(f"`{asked}` leaves no row")
+    made = speedups(rows, **given) if kind == "speedups" else lines(rows, **given)
+    sources = ", ".join(f"[{Path(name).name}]({up}{name}/results.jsonl)" for name in names)
+    return "\n".join([made, "", *about(rows), f"Lines: {sources}."])
+
+
+def read(folder: Path) -> list[Any]:
+    """The rows of a folder's results.jsonl, of `bench` or of `bench long`. Raises ConfigError."""
+    path = folder / "results.jsonl"
+    if not path.is_file():
+        raise ConfigError(f"{path} is not there")
+    return long.read(path) if '"context"' in path.read_text("utf-8").split("\n", 1)[0] else report.read(path)
+
+
+def place(row: Row) -> str:
+    """The suite, or the context."""
+    return f"{row.context:,} tokens" if isinstance(row, long.Row) else row.suite
+
+
+def weights(row: Row) -> str:
+    """What a forward reads."""
+    return row.quantization or row.dtype
+
+
+def speedups(rows: list[Any]) -> str:
+    """A row for each method of each model, a column for each place: speedup (tokens a forward); plain: tokens/s."""
+    places = list(dict.fromkeys(map(place, rows)))
+    models = list(dict.fromkeys((row.model, weights(row)) for row in rows))
+    out = []
+    for model in models:
+        own = [row for row in rows if (row.model, weights(row)) == model]
+        best = {p: max(row.speedup for row in own if place(row) == p) for p in {place(row) for row in own}}
+        for method in dict.fromkeys(row.method for row in own):
+            at = {place(row): row for row in own if row.method == method}
+            found = [_speedup(at[p], best[p]) if p in at else "" for p in places]
+            named = [", ".join(model)] if len(models) > 1 else []
+            out.append([*named, f"`{method}`", *found, same(list(at.values()))])
+    return markdown_table([*["model"][: len(models) > 1], "method", *places, "identical"], out)
+
+
+def _speedup(row: Any, best: float) -> str:
+    if row.method == "plain":
+        return f"1.00 = {row.tokens_per_second:,.{1 if row.tokens_per_second < 100 else 0}f} tokens/s"
+    number = f"**{row.speedup:.2f}**" if row.speedup == best else f"{row.speedup:.2f}"
+    return f"{number} ({row.acceptance_length:.2f})"
+
+
+def same(rows: list[Any]) -> str:
+    """Whether a method gave plain decoding's tokens, wherever it ran."""
+    if all(row.identical for row in rows):
+        return "yes"
+    promised = {report.may_differ(row) for row in rows if isinstance(row, report.Result)} - {""}
+    return f"no: {promised.pop()}" if promised else "no"
+
+
+def lines(rows: list[Any], columns: str = "method|tokens/s|speedup|identical") -> str:
+    """A row for each line, in the columns asked for."""
+    return markdown_table(columns.split("|"), ([_cell(row, name) for name in columns.split("|")] for row in rows))
+
+
+def _cell(row: Any, column: str) -> str:
+    module: Any = long if isinstance(row, long.Row) else report
+    known = dict(zip((title.replace("\n", " ") for title in module.HEADER), module.cells(row), strict=True))
+    known |= {"model": row.model, "weights": weights(row), "suite": place(row), "speedup": f"{row.speedup:.2f}"}
+    if column not in known:
+        raise ConfigError(f"column {column!r} is unknown; valid: {', '.join(known)}")
+    return f"`{known[column]}`" if column == "method" else known[column]
+
+
+def about(rows: list[Any]) -> list[str]:
+    """Below a table: how its lines came to be, each way once."""
+    said = []
+    for row in rows:
+        law = "greedy" if row.temperature == 0 else f"T = {row.temperature:g}, top-p {row.top_p:g}"
+        prompts = f", prompts a suite: {row.prompts}" if isinstance(row, report.Result) else ""
+        batch = f", batch {row.batch}" if row.batch > 1 else ""
+        size = f"{row.max_tokens} new tokens{prompts}{batch}, rounds: {len(row.repeats)}"
+        where = f"{row.hardware['gpu'] or row.hardware['cpu']}, {row.hardware['threads']} threads"
+        versions = f"outrider {row.versions['outrider']} ({row.commit}), torch {row.versions['torch'].split('+')[0]}"
+        said.append(f"{row.model}, {weights(row)}, {law}, {size}; {where}; {versions}, {row.date[:10]}.")
+    return list(dict.fromkeys(said))
+
+
+def options(kinds: list[str]) -> str:
+    """A row for each option of these methods or views (none named: of all built-in methods)."""
+    out = []
+    for kind in kinds or [name for name in drafters.methods() if (DRAFTERS / f"{name}.py").is_file()]:
+        about = POLICIES[kind] if kind in POLICIES else drafters.find(kind)
+        options = [[f"`{item.name}`", _default(item), meaning(about, item)] for item in fields(about) if item.init]
+        out += [[f"`{kind}`" * (i == 0), *option] for i, option in enumerate(options)]
+    return markdown_table(["", "option", "default", "meaning"], out)
+
+
+def _default(item: Field[Any]) -> str:
+    value = item.default_factory() if item.default_factory is not MISSING else item.default
+    return "" if value is MISSING or value in (None, "", []) else f"`{value}`".replace("|", "\\|")
+
+
+def meaning(kind: type, item: Field[Any]) -> str:
+    """What a field is for: its `help`, or the comment behind it where it, or a base's of that name, is defined."""
+    found: str = item.metadata.get("help", "")
+    for owner in () if found else kind.__mro__:
+        if item.name in vars(owner).get("__annotations__", ()) and (
+            match := re.search(rf"^    {item.name}: .*?  # (.*)$", inspect.getsource(owner), re.MULTILINE)
+        ):
+            found = match[1]
+            break
+    return found.replace("|", "\\|")
+
+
+DRAFTERS = Path(inspect.getfile(drafters)).parent
+KINDS: Iterable[str] = ("speedups", "lines", "options")
