@@ -16,23 +16,31 @@ static void bind_linear(nb::module_ &m) {
   const auto release = nb::call_guard<nb::gil_scoped_release>();
   nb::class_<Weights>(m, "Weights", "Packed weights: addresses of memory that its maker keeps alive.")
       .def("__init__", [](Weights *w, int format, int outputs, int inputs, int group, bool gated) {
-        new (w) Weights{Format(format), outputs, inputs, group, gated, nullptr, nullptr, nullptr, nullptr};
+        new (w) Weights{Format(format), outputs, inputs, group, gated, nullptr, {}, {}, nullptr};
       })
       .def_prop_ro("format", [](const Weights &w) { return int(w.format); })
+      .def_prop_ro("width", &Weights::width)
       .def_prop_ro("nbytes", [](const Weights &w) { return w.panels() * w.panel_bytes(); })
-      .def_prop_ro("group_values", [](const Weights &w) { return int64_t(w.panels()) * w.groups() * kPanel; })
+      .def("room", [](const Weights &w, int count) { return int64_t(w.panels()) * count * kPanel; },
+           "How many numbers are packed ones of which each output has so many.")
       .def("pack", [](Weights &w, uintptr_t plain, uintptr_t data, int threads) {
         pack_weights(w, at(plain), to(data), threads);
         w.data = at(data);
       }, release)
-      .def("pack_groups", [](Weights &w, uintptr_t plain, uintptr_t packed, bool offsets) {
-        pack_groups(w, static_cast<const uint16_t *>(at(plain)), static_cast<uint16_t *>(to(packed)));
-        (offsets ? w.offsets : w.scales) = static_cast<const uint16_t *>(at(packed));
+      .def("pack_scales", [](Weights &w, bool offsets, int kind, uintptr_t plain, int count, int size, uintptr_t packed) {
+        Factors &factors = offsets ? w.offsets : w.scales;
+        pack_factors(w, at(plain), count, size, to(packed));
+        factors.kind = Factors::Kind(kind);
+        factors.each = at(packed);
+      })
+      .def("pack_coarse", [](Weights &w, bool offsets, uintptr_t plain, int count, uintptr_t packed) {
+        pack_factors(w, at(plain), count, 2, to(packed));
+        (offsets ? w.offsets : w.scales).coarse = static_cast<const uint16_t *>(at(packed));
       })
       .def("set_bias", [](Weights &w, uintptr_t bias) { w.bias = at(bias); })
-      .def("multiply", [](const Weights &w, uintptr_t x, int rows, uintptr_t y, bool y_float, uintptr_t residual,
-                          uintptr_t norm, float eps, int threads) {
-        kernels().linear.linear(w, at(x), rows, to(y), y_float, at(residual), at(norm), eps, threads);
+      .def("multiply", [](const Weights &w, uintptr_t x, int rows, uintptr_t y, int stride, bool y_float,
+                          uintptr_t residual, uintptr_t norm, float eps, int threads) {
+        kernels().linear.linear(w, at(x), rows, to(y), stride, y_float, at(residual), at(norm), eps, threads);
       }, release);
 }
 

@@ -71,25 +71,93 @@ struct I8 {
 #endif
 };
 
-struct I4 {
+// The integers from `first` on, `count` of them again and again, as bfloat16, which holds them exactly.
+template <int N>
+struct Table {
+  alignas(64) bf16 at[N];
+  constexpr Table(int first, int count) : at() {
+    for (int i = 0; i < N; i++) {
+      const int n = first + i % count, m = n < 0 ? -n : n;
+      int power = 0;
+      while (m >> (power + 1)) power++;
+      at[i] = m ? bf16((n < 0) << 15 | (127 + power) << 7 | (m << 7 >> power & 0x7f)) : 0;
+    }
+  }
+};
+
+// Weights of 4 bits, less `kZero`.
+template <int kZero>
+struct Nibbles {
   using X = Half;
   static constexpr int kBytes = 16;  // of a panel for each k
   static constexpr bool kScaled = true;
-  INLINE void weights(const uint8_t *w, int a, int v, vf &even, vf &odd) {
+  INLINE void codes(const uint8_t *w, int a, int v, vu &even, vu &odd) {
     const vu u = load_as<vu>(w + 4 * (v * W % 16));
     const int shift = 4 * (2 * a + v * W / 16);
-    even = __builtin_convertvector((vi)((u >> shift) & 0xf) - 8, vf);
-    odd = __builtin_convertvector((vi)((u >> (16 + shift)) & 0xf) - 8, vf);
+    even = (u >> shift) & 0xf, odd = (u >> (16 + shift)) & 0xf;
+  }
+  INLINE void weights(const uint8_t *w, int a, int v, vf &even, vf &odd) {
+    vu e, o;
+    codes(w, a, v, e, o);
+    even = __builtin_convertvector((vi)e - kZero, vf), odd = __builtin_convertvector((vi)o - kZero, vf);
   }
 #if defined(__AVX512BF16__)
+  INLINE __m512i words(const uint8_t *w, int a, int v) { return _mm512_srli_epi16(_mm512_loadu_si512(w), 4 * (2 * a + v)); }
   // The lookup takes the low 5 bits of each word: a nibble and a bit that the table, written twice, ignores.
   INLINE __m512bh pairs(const uint8_t *w, int a, int v) {
-    alignas(64) static constexpr bf16 kTable[32] = {
-        0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000,
-        0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040,
-        0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
-    const __m512i words = _mm512_srli_epi16(_mm512_loadu_si512(w), 4 * (2 * a + v));
-    return (__m512bh)_mm512_permutexvar_epi16(words, _mm512_load_si512(kTable));
+    static constexpr Table<32> kTable(-kZero, 16);
+    return (__m512bh)_mm512_permutexvar_epi16(words(w, a, v), _mm512_load_si512(kTable.at));
+  }
+#endif
+};
+
+using I4 = Nibbles<8>;
+using U4 = Nibbles<0>;
+
+struct U5 : Nibbles<0> {
+  static constexpr int kBytes = 20;
+  INLINE void weights(const uint8_t *w, int a, int v, vf &even, vf &odd) {
+    struct Bits {
+      uint32_t even[16];
+      constexpr Bits() : even() {
+        for (int i = 0; i < 16; i++) even[i] = 1u << 2 * i;
+      }
+    };
+    static constexpr Bits kBits;
+    vu e, o;
+    codes(w, a, v, e, o);
+    const uint32_t upper = load_as<uint32_t>(w + 64 + 4 * (2 * a + v * W / 16));
+    const vu bit = load_as<vu>(kBits.even + v * W % 16);
+    e |= (vu)((bit & upper) != 0) & 16, o |= (vu)((bit & (upper >> 1)) != 0) & 16;
+    even = __builtin_convertvector((vi)e, vf), odd = __builtin_convertvector((vi)o, vf);
+  }
+#if defined(__AVX512BF16__)
+  INLINE __m512bh pairs(const uint8_t *w, int a, int v) {
+    static constexpr Table<32> kTable(0, 32);
+    const __m512i upper = _mm512_maskz_set1_epi16(load_as<uint32_t>(w + 64 + 4 * (2 * a + v)), 16);
+    const __m512i code = _mm512_ternarylogic_epi32(words(w, a, v), _mm512_set1_epi16(0xf), upper, 0xea);  // a & b | c
+    return (__m512bh)_mm512_permutexvar_epi16(code, _mm512_load_si512(kTable.at));
+  }
+#endif
+};
+
+struct I6 : Nibbles<32> {
+  static constexpr int kBytes = 24;
+  INLINE void weights(const uint8_t *w, int a, int v, vf &even, vf &odd) {
+    vu e, o;
+    codes(w, a, v, e, o);
+    const vu upper = __builtin_convertvector(load_as<vh>(w + 64 + 2 * (v * W % 16)), vu) >> (2 * (2 * a + v * W / 16));
+    e |= (upper & 3) << 4, o |= (upper >> 8 & 3) << 4;
+    even = __builtin_convertvector((vi)e - 32, vf), odd = __builtin_convertvector((vi)o - 32, vf);
+  }
+#if defined(__AVX512BF16__)
+  INLINE __m512bh pairs(const uint8_t *w, int a, int v) {
+    static constexpr Table<64> kTable(-32, 64);
+    const int j = 2 * a + v;
+    const __m512i bytes = _mm512_cvtepu8_epi16(load_as<__m256i>(w + 64));
+    const __m512i upper = j < 2 ? _mm512_slli_epi16(bytes, 4 - 2 * j) : _mm512_srli_epi16(bytes, 2 * j - 4);
+    const __m512i code = _mm512_ternarylogic_epi32(words(w, a, v), upper, _mm512_set1_epi16(0xf), 0xe4);  // c ? a : b
+    return (__m512bh)_mm512_permutex2var_epi16(_mm512_load_si512(kTable.at), code, _mm512_load_si512(kTable.at + 32));
   }
 #endif
 };
@@ -116,6 +184,18 @@ INLINE void step(const typename F::X *x, size_t ldx, const uint8_t *w, vf (&acc)
         acc[r][v] = fma(splat(float(x[r * ldx + 2 * a + 1])), odd, acc[r][v]);
       }
     }
+}
+
+// The factors of vector v of a panel for the group that begins at k.
+INLINE vf factor(const Weights &w, const Factors &factors, int panel, int k, int v) {
+  const size_t at = (size_t(panel) * w.groups() + k / w.group) * kPanel + v * W;
+  switch (factors.kind) {
+    case Factors::kBfloat: return load(static_cast<const bf16 *>(factors.each) + at);
+    case Factors::kHalf: return load_half(static_cast<const uint16_t *>(factors.each) + at);
+    default: break;
+  }
+  const vf coarse = load_half(factors.coarse + (size_t(panel) * w.supers() + k / kSuper) * kPanel + v * W);
+  return coarse * load(static_cast<const int8_t *>(factors.each) + at);  // exact
 }
 
 // The rows of activations as the products take them: padded with zeros to whole steps, normed, widened.
@@ -177,11 +257,11 @@ __attribute__((noinline)) void product(const Weights &w, const Rows<typename F::
       ahead += 2 * half;
     }
     for (int v = 0; v < NV; v++) {
-      const size_t at = (size_t(chunk.panel) * w.groups() + group) * kPanel + v * W;
-      const vf scale = load(w.scales + at), offset = w.offsets ? load(w.offsets + at) : vf{};
+      const vf scale = factor(w, w.scales, chunk.panel, k, v);
+      const vf offset = w.offsets.each ? factor(w, w.offsets, chunk.panel, k, v) : vf{};
       for (int r = 0; r < R; r++) {
         vf total = fma(scale, acc[0][r][v] + acc[1][r][v], load(out[r] + v * W));
-        if (w.offsets) total = fma(offset, splat(rows.sums[size_t(row + r) * w.groups() + group]), total);
+        if (w.offsets.each) total = fma(offset, splat(rows.sums[size_t(row + r) * w.groups() + group]), total);
         store(out[r] + v * W, total);
       }
     }
@@ -218,7 +298,8 @@ void chunk_rows(const Weights &w, const Rows<typename F::X> &rows, int n, Chunk 
 }
 
 #if defined(__AMX_BF16__)
-constexpr bool kTiles = true;
+// Tiles have to be stored and scaled at the end of each group: small ones are left to vectors, at every row count.
+bool tiled(const Weights &w) { return w.format == kBF16 || w.group >= 64; }
 
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start = 0, reserved[14] = {};
@@ -244,7 +325,7 @@ void tile_rows(const Weights &w, const Rows<bf16> &rows, int n, const Chunk &chu
     _tile_loadconfig(&config);
     const uint8_t *data = chunk.data;
     for (int k = chunk.begin; k < chunk.end;) {
-      const int group = F::kScaled ? k / w.group : 0, end = k + span < chunk.end ? k + span : chunk.end;
+      const int begin = k, end = k + span < chunk.end ? k + span : chunk.end;
       float part[32][kPanel] = {};
       float(*sums)[kPanel] = F::kScaled ? part : out;
       _tile_loadd(0, sums[0], kLine);
@@ -275,11 +356,12 @@ void tile_rows(const Weights &w, const Rows<bf16> &rows, int n, const Chunk &chu
       }
       if constexpr (F::kScaled)
         for (int v = 0; v < NV; v++) {
-          const size_t at = (size_t(chunk.panel) * w.groups() + group) * kPanel + v * W;
-          const vf scale = load(w.scales + at), offset = w.offsets ? load(w.offsets + at) : vf{};
+          const vf scale = factor(w, w.scales, chunk.panel, begin, v);
+          const vf offset = w.offsets.each ? factor(w, w.offsets, chunk.panel, begin, v) : vf{};
           for (int r = 0; r < upper + lower; r++) {
             vf total = fma(scale, load(part[r] + v * W), load(out[r] + v * W));
-            if (w.offsets) total = fma(offset, splat(rows.sums[size_t(row + r) * w.groups() + group]), total);
+            if (w.offsets.each)
+              total = fma(offset, splat(rows.sums[size_t(row + r) * w.groups() + begin / w.group]), total);
             store(out[r] + v * W, total);
           }
         }
@@ -288,11 +370,12 @@ void tile_rows(const Weights &w, const Rows<bf16> &rows, int n, const Chunk &chu
   _tile_release();
 }
 #else
-constexpr bool kTiles = false;
+bool tiled(const Weights &) { return false; }
 #endif
 
 struct Result {
   void *y;
+  int stride;  // between rows, of the residual too
   bool y_float;
   const void *residual;
 };
@@ -304,7 +387,7 @@ INLINE void finish(const Weights &w, const Result &result, const float *out, int
   const int width = w.width(), size = w.gated ? kPanel / 2 : kPanel;
   for (int i = 0, at = panel * size; i < size && at < width; i += W, at += W) {
     const int n = width - at;
-    const size_t to = size_t(row) * width + at;
+    const size_t to = size_t(row) * result.stride + at;
     vf y = load(out + i);
     if (bias) y += load_n(bias + at, n);
     if (w.gated) {
@@ -323,37 +406,31 @@ INLINE void finish(const Weights &w, const Result &result, const float *out, int
 template <class X, class A>
 Rows<X> prepare(const Weights &w, const A *x, int rows, const A *norm, float eps, int threads) {
   const int inputs = w.inputs, depth = w.padded();
-  const bool sums = w.offsets && (w.format == kI8 || w.format == kI4);
-  Rows<X> out{reinterpret_cast<const X *>(x), size_t(inputs), nullptr};
-  if (norm || inputs != depth || !std::is_same_v<X, A>) {
-    X *to = static_cast<X *>(scratch(0, sizeof(X) * rows * depth));
-    out = {to, size_t(depth), nullptr};
-    pool::parallel(rows, size_t(rows) * depth > 65536 ? threads : 1, [&](int r) {
-      const A *from = x + size_t(r) * inputs;
-      const float factor = norm ? rms_factor(from, inputs, eps) : 1;
-      for (int k = 0; k < depth; k += W) {
-        vf v = k < inputs ? load_n(from + k, inputs - k) : vf{};
-        if (norm && k < inputs) {
-          A rounded[W];
-          store(rounded, normed(from, norm, k, inputs, factor));
-          v = load(rounded);
-        }
-        store(to + size_t(r) * depth + k, v);
+  const bool copy = norm || inputs != depth || !std::is_same_v<X, A>, sum_up = w.offsets.each;
+  const int groups = sum_up ? w.groups() : 0;
+  X *to = copy ? static_cast<X *>(scratch(0, sizeof(X) * rows * depth)) : nullptr;
+  float *sums = sum_up ? static_cast<float *>(scratch(1, sizeof(float) * rows * groups)) : nullptr;
+  const Rows<X> out{copy ? to : reinterpret_cast<const X *>(x), size_t(depth), sums};
+  if (!copy && !sum_up) return out;
+  pool::parallel(rows, size_t(rows) * depth > 65536 ? threads : 1, [&](int r) {
+    const A *from = x + size_t(r) * inputs;
+    const float factor = norm ? rms_factor(from, inputs, eps) : 1;
+    for (int k = 0; copy && k < depth; k += W) {
+      vf v = k < inputs ? load_n(from + k, inputs - k) : vf{};
+      if (norm && k < inputs) {
+        A rounded[W];
+        store(rounded, normed(from, norm, k, inputs, factor));
+        v = load(rounded);
       }
-    });
-  }
-  if (sums) {
-    const int groups = w.groups();
-    float *to = static_cast<float *>(scratch(1, sizeof(float) * rows * groups));
-    for (int r = 0; r < rows; r++)
-      for (int g = 0; g < groups; g++) {
-        const int start = g * w.group, end = start + w.group < depth ? start + w.group : depth;
-        vf total = {};
-        for (int k = start; k < end; k += W) total += load(out.x + r * out.stride + k);
-        to[size_t(r) * groups + g] = sum(total);
-      }
-    out.sums = to;
-  }
+      store(to + size_t(r) * depth + k, v);
+    }
+    for (int g = 0; g < groups; g++) {
+      const int start = g * w.group, end = start + w.group < depth ? start + w.group : depth;
+      vf total = {};
+      for (int k = start; k < end; k += W) total += load(out.x + r * out.stride + k);
+      sums[size_t(r) * groups + g] = sum(total);
+    }
+  });
   return out;
 }
 
@@ -381,7 +458,8 @@ template <class F>
 void products(const Weights &w, const Rows<typename F::X> &rows, int n, const Chunk &chunk, const uint8_t *ahead,
               float (*out)[kPanel]) {
 #if defined(__AMX_BF16__)
-  if constexpr (F::kBytes == BF16::kBytes) return tile_rows<F>(w, rows, n, chunk, out);
+  if constexpr (F::kBytes == BF16::kBytes)
+    if (tiled(w)) return tile_rows<F>(w, rows, n, chunk, out);
 #endif
   chunk_rows<F>(w, rows, n, chunk, ahead, out);
 }
@@ -390,8 +468,8 @@ template <class F, class A>
 void multiply(const Weights &w, const void *x, int n, const Result &result, const void *norm, float eps, int threads) {
   const auto rows = prepare<typename F::X>(w, static_cast<const A *>(x), n, static_cast<const A *>(norm), eps, threads);
   const int depth = w.padded();
-  const bool unpacked = F::kScaled && (kTiles || n > 4 * kRows);  // for fewer the detour through memory costs more
-  const int length = (unpacked ? kUnpackedBytes / BF16::kBytes : kChunkBytes / F::kBytes);
+  const bool unpacked = F::kScaled && (tiled(w) || n > 4 * kRows);  // for fewer the detour through memory costs more
+  const int length = unpacked ? kUnpackedBytes / BF16::kBytes : kChunkBytes / F::kBytes / kSuper * kSuper;
   // Neighbouring panels make a task, so that what is fetched beyond the end of one is mostly of use; still enough tasks
   // that threads end together.
   const int all = w.panels(), most = all / (4 * threads), size = int(kTaskBytes / w.panel_bytes());
@@ -422,15 +500,18 @@ void multiply(const Weights &w, const void *x, int n, const Result &result, cons
   });
 }
 
-void linear(const Weights &w, const void *x, int rows, void *y, bool y_float, const void *residual, const void *norm,
-            float eps, int threads) {
+void linear(const Weights &w, const void *x, int rows, void *y, int stride, bool y_float, const void *residual,
+            const void *norm, float eps, int threads) {
   if (rows == 0) return;
-  const Result result{y, y_float, residual};
+  const Result result{y, stride, y_float, residual};
   switch (w.format) {
     case kF32: return multiply<F32, float>(w, x, rows, result, norm, eps, threads);
     case kBF16: return multiply<BF16, bf16>(w, x, rows, result, norm, eps, threads);
     case kI8: return multiply<I8, bf16>(w, x, rows, result, norm, eps, threads);
     case kI4: return multiply<I4, bf16>(w, x, rows, result, norm, eps, threads);
+    case kU4: return multiply<U4, bf16>(w, x, rows, result, norm, eps, threads);
+    case kU5: return multiply<U5, bf16>(w, x, rows, result, norm, eps, threads);
+    case kI6: return multiply<I6, bf16>(w, x, rows, result, norm, eps, threads);
   }
 }
 

@@ -6,37 +6,50 @@
 //   int8  [k / 2][32][2]   signed
 //   int4  [k / 4][16][2]   16-bit words, of 4 nibbles each: bits 4j .. 4j + 3 hold, for j = 2 a + b, the weight of
 //                          output 16 b + (word / 2) at k + 2 a + (word % 2); a nibble is the weight + 8
+//   uint4 the same, a nibble is the weight
+//   uint5 [k / 4]          the nibbles of the lower bits, as 64 bytes of uint4, then 4 numbers of 32 bits: bit `word` of
+//                          number j is the fifth bit of what nibble j of that word has
+//   int6  [k / 4]          of weight + 32, the nibbles, then 32 bytes: bits 2j, 2j + 1 of byte `word` are the upper bits
 // K is padded with zeros to a multiple of 32 and outputs to a multiple of 32. A quantised weight is q * scale + offset
-// with one bfloat16 scale and, unless it is symmetric, one bfloat16 offset per output and group of k:
-//   scales, offsets  [panel][k / group][32]
+// with a scale and, unless it is symmetric, an offset per output and group of k; see Factors.
 #pragma once
 
 #include <cstdint>
 
-enum Format { kF32, kBF16, kI8, kI4 };
+enum Format { kF32, kBF16, kI8, kI4, kU4, kU5, kI6 };
 
 constexpr int kPanel = 32;   // outputs
-constexpr int kDepth = 32;   // k is padded to a multiple of this; groups are multiples, too
+constexpr int kDepth = 32;   // k is padded to a multiple of this
+constexpr int kSuper = 256;  // k that share a coarse factor
+
+// Scales or offsets [panel][k / group][32]: bfloat16, float16, or int8 times a coarse float16 [panel][k / kSuper][32].
+struct Factors {
+  enum Kind { kBfloat, kHalf, kCoarse } kind;
+  const void *each;  // null: there are none
+  const uint16_t *coarse;
+};
 
 struct Weights {
   Format format;
   int outputs, inputs;  // with `gated`, outputs counts gates and ups together
-  int group;            // of the quantised formats
+  int group;            // of the quantised formats: 16, 32, 64 or 128
   bool gated;           // a panel has 16 gates and their 16 ups: the product gives silu(gate) * up
   const void *data;
-  const uint16_t *scales, *offsets;  // offsets may be null
-  const void *bias;                  // null, or in the dtype of the activations
+  Factors scales, offsets;
+  const void *bias;     // null, or in the dtype of the activations
 
   int padded() const { return (inputs + kDepth - 1) / kDepth * kDepth; }
   int groups() const { return (padded() + group - 1) / group; }
+  int supers() const { return (padded() + kSuper - 1) / kSuper; }
   int panels() const {
     return gated ? (outputs / 2 + kPanel / 2 - 1) / (kPanel / 2) : (outputs + kPanel - 1) / kPanel;
   }
   int width() const { return gated ? outputs / 2 : outputs; }  // of the result
-  int64_t panel_bytes() const {
-    static constexpr int kBits[] = {32, 16, 8, 4};
-    return int64_t(padded()) * kPanel * kBits[format] / 8;
+  int bits() const {
+    static constexpr int kBits[] = {32, 16, 8, 4, 4, 5, 6};
+    return kBits[format];
   }
+  int64_t panel_bytes() const { return int64_t(padded()) * kPanel * bits() / 8; }
   // The output that lies at place i of a panel, -1 if none does.
   int output(int panel, int i) const {
     if (!gated) return panel * kPanel + i < outputs ? panel * kPanel + i : -1;
@@ -48,18 +61,18 @@ struct Weights {
 // Activations are float for f32 weights and bfloat16 for all others.
 struct LinearKernels {
   // y (rows, width) = norm(x) W^T + bias + residual. x (rows, inputs); y in the dtype of the activations, or float;
-  // residual (rows, width) in theirs, may be null and may be y. `norm` (inputs), if not null, scales x by its
-  // root mean square first: x / sqrt(mean(x^2) + eps) * norm.
-  void (*linear)(const Weights &w, const void *x, int rows, void *y, bool y_float, const void *residual,
+  // residual (rows, width) in theirs, may be null and may be y; rows of both lie `stride` apart. `norm` (inputs), if not
+  // null, scales x by its root mean square first: x / sqrt(mean(x^2) + eps) * norm.
+  void (*linear)(const Weights &w, const void *x, int rows, void *y, int stride, bool y_float, const void *residual,
                  const void *norm, float eps, int threads);
   // Reads `bytes` of memory from one end to the other, as fast as it comes, and returns a sum that means nothing.
   float (*stream)(const void *memory, int64_t bytes, int threads);
 };
 
 // Packs plain weights (outputs, inputs), row by row: float or bfloat16 as the format says, and int8 values for the
-// quantised formats, in -8 .. 7 for int4. `scales` and `offsets` (outputs, groups) are packed by the second function.
+// quantised formats, within their bits. The second function packs factors (outputs, count), of `size` bytes each.
 void pack_weights(const Weights &w, const void *plain, void *packed, int threads);
-void pack_groups(const Weights &w, const uint16_t *plain, uint16_t *packed);
+void pack_factors(const Weights &w, const void *plain, int count, int size, void *packed);
 
 #ifdef OUTRIDER_ISA
 namespace OUTRIDER_ISA {

@@ -53,15 +53,15 @@ void linear(int caller) {
   constexpr int kOutputs = 640, kInputs = 96, kRows = 70;
   static const std::vector<uint16_t> plain = numbers(kOutputs * kInputs), x = numbers(kRows * kInputs);
   static const std::vector<uint16_t> norm = numbers(kInputs);
-  Weights w{kBF16, kOutputs, kInputs, 32, false, nullptr, nullptr, nullptr, nullptr};
+  Weights w{kBF16, kOutputs, kInputs, 32, false, nullptr, {}, {}, nullptr};
   std::vector<char> packed(w.panels() * w.panel_bytes());
   pack_weights(w, plain.data(), packed.data(), 3);
   w.data = packed.data();
   std::vector<float> alone(kRows * kOutputs), y(kRows * kOutputs);
   for (int round = 0; round < 4; round++) {
     const int rows = 1 + (caller * 5 + round * 23) % kRows;
-    kernels().linear.linear(w, x.data(), rows, alone.data(), true, nullptr, norm.data(), 1e-5f, 1);
-    kernels().linear.linear(w, x.data(), rows, y.data(), true, nullptr, norm.data(), 1e-5f, 4);
+    kernels().linear.linear(w, x.data(), rows, alone.data(), kOutputs, true, nullptr, norm.data(), 1e-5f, 1);
+    kernels().linear.linear(w, x.data(), rows, y.data(), kOutputs, true, nullptr, norm.data(), 1e-5f, 4);
     expect(!memcmp(alone.data(), y.data(), sizeof(float) * rows * kOutputs), "linear is the same on several threads");
   }
 }

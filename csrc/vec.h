@@ -44,6 +44,19 @@ INLINE V load_as(const T *p) {
 INLINE vf load(const float *p) { return load_as<vf>(p); }
 INLINE vf load(const bf16 *p) { return (vf)(__builtin_convertvector(load_as<vh>(p), vu) << 16); }
 INLINE vf load(const int8_t *p) { return __builtin_convertvector(load_as<vb>(p), vf); }
+// IEEE half-precision numbers, exactly.
+INLINE vf load_half(const uint16_t *p) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_cvtph_ps(load_as<__m256i>(p));
+#elif defined(__F16C__)
+  return (vf)_mm256_cvtph_ps(load_as<__m128i>(p));
+#else
+  const vu u = __builtin_convertvector(load_as<vh>(p), vu), magnitude = u & 0x7fff;
+  const vf scaled = (vf)(magnitude << 13) * 0x1p112f;  // the exponent's bias; subnormal numbers become normal
+  const vu infinite = (vu)(magnitude >= 0x7c00) & 0x7f800000;
+  return (vf)((vu)scaled | infinite | (u & 0x8000) << 16);
+#endif
+}
 INLINE float to_float(float x) { return x; }
 INLINE float to_float(bf16 x) {
   const uint32_t bits = uint32_t(x) << 16;

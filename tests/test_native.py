@@ -16,7 +16,19 @@ from outrider.model import Model
 from outrider.ops import Linear, Quantized, native, rms_norm, rope
 
 ISAS = [isa for isa in native.available() if isa != native.REFERENCE]
-FORMATS = ["float32", "bfloat16", "int8", "int8 offsets", "int4", "int4 offsets"]
+QUANTIZED = {  # bits, sign, group (None: 32 or 64), what a scale is, whether there are offsets
+    "int8": (8, True, None, "bfloat16", False),
+    "int8 offsets": (8, True, None, "bfloat16", True),
+    "int4": (4, True, None, "bfloat16", False),
+    "int4 offsets": (4, True, None, "bfloat16", True),
+    "Q8_0": (8, True, 32, "float16", False),
+    "Q4_0": (4, True, 32, "float16", False),
+    "Q4_1": (4, False, 32, "float16", True),
+    "Q4_K": (4, False, 32, "coarse", True),
+    "Q5_K": (5, False, 32, "coarse", True),
+    "Q6_K": (6, True, 16, "coarse", False),
+}
+FORMATS = ["float32", "bfloat16", *QUANTIZED]
 SHAPES = [(1, 1), (2, 7), (31, 33), (48, 64), (100, 96), (66, 1000), (34, 2050)]  # (outputs, inputs)
 
 pytestmark = pytest.mark.skipif(not ISAS, reason="the kernels are not built: there was no compiler")
@@ -48,21 +60,31 @@ def rand(*shape, dtype=torch.float32, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
 
 
+def make_quantized(kind, outputs, inputs, gated=False):
+    bits, signed, group, scale, shifted = QUANTIZED[kind]
+    group = group or (32 if gated else 64)
+    generator = torch.Generator().manual_seed(inputs)
+    low = -(2 ** (bits - 1)) if signed else 0
+    values = torch.randint(low, low + 2**bits, (outputs, inputs), generator=generator).to(torch.int8)
+
+    def factors(seed):
+        numbers = rand(outputs, -(-inputs // group), seed=seed) / (1 if seed else 8)
+        if scale != "coarse":
+            return numbers.to(getattr(torch, scale))
+        return (numbers * 64).clamp(-128, 127).to(torch.int8), rand(outputs, -(-inputs // 256), seed=2).half() / 64
+
+    return Quantized(bits, group, values, factors(0), factors(1) if shifted else None, signed)
+
+
 def make(kind, outputs, inputs, bias=False, gated=False):
     """A Linear of this kind, the float64 weights that it stands for, its bias, and its activations' dtype."""
-    name, _, offsets = kind.partition(" ")
-    if name in ("float32", "bfloat16"):
-        dtype = getattr(torch, name)
+    if kind in QUANTIZED:
+        weight, dtype = make_quantized(kind, outputs, inputs, gated), torch.bfloat16
+        dense = weight.dense().double()
+    else:
+        dtype = getattr(torch, kind)
         weight = rand(outputs, inputs, dtype=dtype)
         dense = weight.double()
-    else:
-        dtype, bits, group = torch.bfloat16, int(name[3:]), 32 if gated else 64
-        groups = -(-inputs // group)
-        generator = torch.Generator().manual_seed(inputs)
-        values = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), (outputs, inputs), generator=generator)
-        scales, shifts = rand(outputs, groups, dtype=dtype) / 8, rand(outputs, groups, dtype=dtype, seed=1)
-        weight = Quantized(bits, group, values.to(torch.int8), scales, shifts if offsets else None)
-        dense = weight.dense().double()
     added = rand(outputs, dtype=dtype) if bias else None
     return Linear(weight, added, gated=gated), dense, added, dtype
 
@@ -76,6 +98,8 @@ def close(got, exact):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", FORMATS)
 def test_linear_is_right(isa, kind, shape, bias):
+    if kind == "Q6_K":
+        shape = (shape[0], -(-shape[1] // 32) * 32)  # groups of 16 come in pairs
     linear, dense, added, dtype = make(kind, *shape, bias)
     assert linear.native and linear.kernel == isa
     for rows in (1, 3, 19):
@@ -103,7 +127,7 @@ def test_gated_and_normed(isa, kind):
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize(("outputs", "inputs", "gated"), [(70, 200, False), (96, 1100, False), (72, 96, True)])
+@pytest.mark.parametrize(("outputs", "inputs", "gated"), [(70, 224, False), (96, 1120, False), (72, 96, True)])
 def test_linear_rows_are_strangers(isa, threads, kind, outputs, inputs, gated):
     """Law 2: each row's bits are the same at every row count from 1 to 64 and at every place in it."""
     linear, _, _, dtype = make(kind, outputs, inputs, bias=True, gated=gated)
@@ -116,6 +140,37 @@ def test_linear_rows_are_strangers(isa, threads, kind, outputs, inputs, gated):
             )
     again = linear(x[5].expand(64, -1), norm, 1e-6, dtype=torch.float32)
     assert (again == full[5]).all()
+
+
+def test_parts(isa, threads):
+    """Parts of several formats give the columns that each gives alone, bit for bit, bias and residual included."""
+    sizes = {"Q4_K": 96, "Q6_K": 33, "Q8_0": 70}
+    parts, bias = [make_quantized(kind, n, 256) for kind, n in sizes.items()], rand(199, dtype=torch.bfloat16)
+    x, residual, norm = (rand(*shape, dtype=torch.bfloat16) for shape in ((40, 256), (40, 199), (256,)))
+    linear = Linear(parts, bias)
+    assert linear.out_features == 199
+    alone = [Linear(part, part_bias) for part, part_bias in zip(parts, bias.split([*sizes.values()]), strict=True)]
+    assert linear.nbytes == sum(one.nbytes for one in alone)
+    for dtype in (torch.bfloat16, torch.float32):
+        whole, first = [linear(x[:rows], norm, 1e-5, residual[:rows], dtype) for rows in (40, 1)], 0
+        for one in alone:
+            own = slice(first, first + one.out_features)
+            assert torch.equal(whole[0][:, own], one(x, norm, 1e-5, residual[:, own], dtype))
+            assert torch.equal(whole[1], whole[0][:1])
+            first = own.stop
+
+
+def test_half_precision_scales(isa):
+    """All 65,536 float16 numbers as scales: exact, subnormal ones too; infinities and NaN stay what they are."""
+    numbers = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    values = torch.ones(2048, 1024, dtype=torch.int8)
+    x = torch.zeros(32, 1024, dtype=torch.bfloat16)
+    x[torch.arange(32), torch.arange(0, 1024, 32)] = 1  # row i reads the first weight of group i
+    clean = numbers.nan_to_num(1, 1, 1).view(2048, 32)  # 0 * inf in one group would be NaN in every sum of its output
+    assert torch.equal(Linear(Quantized(8, 32, values, clean))(x, dtype=torch.float32), clean.float().T)
+    odd = torch.tensor([[torch.inf], [-torch.inf], [torch.nan]]).half()
+    y = Linear(Quantized(8, 32, values[:3, :32], odd))(x[:1, :32], dtype=torch.float32)
+    assert y[0, 0] == torch.inf and y[0, 1] == -torch.inf and y[0, 2].isnan()
 
 
 def test_hostile_numbers(isa):
@@ -149,8 +204,17 @@ def test_linear_refuses(isa):
     for bad in (rand(7, dtype=torch.bfloat16), rand(8), rand(8, 1, dtype=torch.bfloat16)):
         with pytest.raises(ValueError, match="bias is"):
             Linear(rand(8, 16, dtype=torch.bfloat16), bad)
-    with pytest.raises(ValueError, match="scales is"):
-        Linear(Quantized(8, 32, torch.zeros(4, 64, dtype=torch.int8), rand(4, 1, dtype=torch.bfloat16)))
+    values, good = torch.zeros(4, 64, dtype=torch.int8), rand(4, 2, dtype=torch.bfloat16)
+    for bad in (good[:, :1], good[:3], good.float(), good.char(), (good.char(), good), (good, good[:, :1].half())):
+        with pytest.raises(ValueError, match="scales "):
+            Linear(Quantized(8, 32, values, bad))
+    for group in (16, 48, 0, 256):
+        with pytest.raises(ValueError, match="a group is"):
+            Linear(Quantized(8, group, values[:, :48], good))
+    one = Quantized(8, 32, values, good)
+    for parts, gated in (([one, Quantized(8, 32, values[:, :32], good[:, :1])], False), ([one, one], True)):
+        with pytest.raises(ValueError, match="parts of a weight"):
+            Linear(parts, gated=gated)
     with pytest.raises(ConfigError, match=r"available: .*reference"):
         native.use("avx1024")
 
@@ -307,8 +371,7 @@ def test_fork_and_threads():
 STARVED = """
 import resource, sys, torch
 from outrider.ops import Linear, native
-native.use(sys.argv[1])
-torch.set_num_threads(int(sys.argv[2]))
+torch.set_num_threads(int(sys.argv[1]))
 linear, x = Linear(torch.randn(40, 32).bfloat16()), torch.randn(2**20, 32).bfloat16()
 few = linear(x[:9])
 size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
@@ -326,8 +389,8 @@ print("refused")
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the address space is limited as Linux does it")
 @pytest.mark.parametrize("threads", [1, 3])
-def test_memory_runs_out(isa, threads):
+def test_memory_runs_out(threads):
     """An allocation that fails in a kernel, on whichever thread, is a MemoryError, and the kernels go on working."""
     env = {**os.environ, "LD_PRELOAD": ""}  # a sanitizer's own allocator would end the process
-    done = subprocess.run([sys.executable, "-c", STARVED, isa, str(threads)], env=env, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", STARVED, str(threads)], env=env, capture_output=True, text=True)
     assert done.stdout.strip() == "refused", done.stderr

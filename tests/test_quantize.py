@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gguf
+import numpy as np
 import pytest
 import torch
 
 from outrider import LLM
 from outrider.errors import ConfigError
-from outrider.ops import native
-from outrider.quantize import HEAD, SCHEMES, quantize
+from outrider.ops import Linear, native
+from outrider.quantize import GGUF, HEAD, SCHEMES, from_gguf, quantize
 
 needs_kernels = pytest.mark.skipif(native.active == native.REFERENCE, reason="the kernels are not built")
 PROMPT = "Once upon a time, there was a little"
@@ -72,8 +74,8 @@ def test_exact_and_smaller(scheme):
 def test_head_and_layers(make_checkpoint):
     llm = LLM(make_checkpoint(dtype=torch.bfloat16), device="cpu", quantization="int4")
     model = llm.runner.model
-    assert model.layers[0].down.packed.format == native.INT4
-    assert model.head.packed.format == getattr(native, HEAD.upper())
+    assert model.layers[0].down.packed[0].format == native.INT4
+    assert model.head.packed[0].format == getattr(native, HEAD.upper())
 
 
 def test_refusals(random_llm, make_checkpoint, monkeypatch):
@@ -86,3 +88,52 @@ def test_refusals(random_llm, make_checkpoint, monkeypatch):
     monkeypatch.setattr(native, "active", native.REFERENCE)
     with pytest.raises(ConfigError, match="needs the compiled CPU kernels"):
         LLM("tiny", device="cpu", quantization="int8")
+
+
+HALVES = {
+    "Q8_0": [0],
+    "Q4_0": [0],
+    "Q4_1": [0, 2],
+    "Q4_K": [0, 2],
+    "Q5_K": [0, 2],
+    "Q6_K": [208],
+}  # where blocks have them
+
+
+def gguf_blocks(kind, rows, inputs, seed=0):
+    """Random blocks of a GGUF type, (rows, bytes): any bits, but scales of a sane size."""
+    size, weights = GGUF[kind]
+    rng = np.random.default_rng(seed)
+    blocks = rng.integers(0, 256, (rows, inputs // weights, size), dtype=np.uint8)
+    for at in HALVES[kind]:
+        scale = (rng.standard_normal(blocks.shape[:2]) / 64).astype(np.float16)
+        blocks[..., at : at + 2] = scale[..., None].view(np.uint8)
+    return torch.from_numpy(blocks.reshape(rows, -1))
+
+
+@pytest.mark.parametrize("kind", GGUF)
+def test_gguf_blocks_are_what_gguf_says(kind):
+    blocks = gguf_blocks(kind, 40, 768)
+    exact = torch.from_numpy(gguf.quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[kind]))
+    assert torch.equal(from_gguf(blocks, kind).dense(), exact)
+    some = torch.tensor([7, 0, 39, 7])  # an embedding's rows
+    assert torch.equal(from_gguf(blocks[some], kind).dense(), exact[some])
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", GGUF)
+def test_gguf_blocks_run_as_stored(kind):
+    """Products of blocks are those of the dequantised weights, from memory little larger than the blocks."""
+    for rows, inputs, gated in ((192, 768, False), (96, 256, True)):
+        blocks = gguf_blocks(kind, rows, inputs, seed=rows)
+        linear = Linear(from_gguf(blocks, kind), gated=gated)
+        assert blocks.numel() <= linear.nbytes <= 1.03 * blocks.numel()
+        weight = torch.from_numpy(gguf.quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[kind])).double()
+        x = torch.randn(64, inputs, generator=torch.Generator().manual_seed(1)).bfloat16()
+        exact = x.double() @ weight.T
+        if gated:
+            gate, up = exact.chunk(2, -1)
+            exact = torch.nn.functional.silu(gate) * up
+        full = linear(x, dtype=torch.float32)
+        assert (full.double() - exact).abs().max() < 2e-6 * exact.abs().max()
+        assert all(torch.equal(linear(x[:n], dtype=torch.float32), full[:n]) for n in range(1, 65))

@@ -222,6 +222,66 @@ def test_damaged_stores(tmp_path):
             Store(bad)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{key: wrong} for key in ("documents", "tokens", "vocab") for wrong in (-1, 0, 2.0, True, None, "3", [3], 10**30)]
+    + [{"shards": wrong} for wrong in (4, [4.0], [-4, 8], [0, 4], [True] * 4, [None], ["4"], [[4]], [2**32])]
+    + [{"shards": wrong} for wrong in ({"4": 4}, [], None)]
+    + [{"fingerprint": wrong} for wrong in (5, 5.0, ["a"], {}, False)]
+    + [{"model": wrong} for wrong in (5, None, ["tiny"])]
+    + [{"outrider_datastore": wrong} for wrong in ("1", 1.0, True, None, [1], -1)],
+    ids=str,
+)  # fmt: skip
+def test_headers_of_wrong_types(tmp_path, change):
+    path = tmp_path / "s"
+    good = write([[1, 2, 3]], path, vocab=9).path.read_bytes()
+    header = json.loads(good[:HEADER]) | change
+    path.write_bytes(json.dumps(header).encode().ljust(HEADER) + good[HEADER:])
+    with pytest.raises(ConfigError, match=f"^{path} .*datastore build`$"):
+        Store(path)
+
+
+def test_headers_that_do_not_add_up(tmp_path):
+    path = tmp_path / "s"
+    good = write([[1, 2, 3], [4]], path, vocab=9).path.read_bytes()
+    header = json.loads(good[:HEADER])
+    for change in ({"tokens": 3}, {"tokens": 9}, {"documents": 1}, {"shards": [5]}, {"shards": [3]}, {"shards": [7]}):
+        path.write_bytes(json.dumps(header | change).encode().ljust(HEADER) + good[HEADER:])
+        with pytest.raises(ConfigError, match="damaged"):
+            Store(path)
+
+
+@given(st.lists(st.tuples(st.integers(0, 200), st.integers(0, 255)), min_size=1, max_size=4), st.binary(max_size=200))
+def test_no_header_makes_a_traceback(tmp_path_factory, flips, noise):
+    path = tmp_path_factory.getbasetemp() / "fuzzed.store"
+    good = bytearray(write([[1, 2, 3, 1, 2, 4]], path, vocab=9, model="tiny").path.read_bytes())
+    deep = b"[" * HEADER
+    for content in (bytes(good), noise.ljust(HEADER) + bytes(good[HEADER:]), deep + bytes(good[HEADER:])):
+        raw = bytearray(content)
+        for at, value in flips:
+            raw[at] = value
+        path.write_bytes(raw)
+        try:
+            assert len(Store(path).find([1, 2], 16, 2, 4, 9)) <= 9
+        except ConfigError as error:
+            assert "\n" not in str(error)
+
+
+def test_names_that_no_store_can_have(tmp_path):
+    for name in ("a\0b", "x" * 5000, "~nobody-of-this-name/x", ""):
+        with pytest.raises(ConfigError):
+            Store(name)
+        with pytest.raises(ConfigError):
+            write([[1]], name, 9)
+        with pytest.raises(ConfigError):
+            build([name], read_tokenizer(find("tiny")), tmp_path / "out")
+    for device in ("/dev/null", "/dev/full"):
+        if Path(device).exists():
+            with pytest.raises(ConfigError, match="is no file"):
+                write([[1]], device, 9)
+            assert Path(device).is_char_device()
+
+
 def test_flipped_bits_are_harmless(tmp_path):
     """What cannot be noticed without reading all of it gives wrong guesses, not errors."""
     path = tmp_path / "s"

@@ -401,7 +401,7 @@ class Trainer:
         except (
             Exception
         ) as error:  # a damaged file is unpacked, unpickled and applied by others, who raise what they like
-            reason = " ".join(str(error).split())[:200]
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise CheckpointError(
                 f"{path} is damaged, or of another model ({reason}); remove it to begin anew"
             ) from None

@@ -53,11 +53,8 @@ class Store:
                 if self.nbytes != (expected := HEADER + 8 * sum(header["shards"])):
                     raise ConfigError(f"{self.path} has {self.nbytes} bytes, not {expected}: damaged; {again}")
                 self.header, self.data = header, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except ConfigError:
-            raise
-        except (OSError, ValueError) as error:  # ValueError: a name that no file can have
-            reason = getattr(error, "strerror", None) or error
-            raise ConfigError(f"datastore {self.path} cannot be read: {reason}; {again}") from None
+        except OSError as error:
+            raise ConfigError(f"datastore {self.path} cannot be read: {error.strerror}; {again}") from None
         if hasattr(mmap, "MADV_RANDOM"):
             self.data.madvise(mmap.MADV_RANDOM)  # look-ups jump: reading ahead would be waste
         self.shards, at = [], HEADER  # offset of the token ids, token ids, suffix array
@@ -132,7 +129,9 @@ def _header(raw: bytes) -> dict[str, Any] | None:
     counted = all(map(_whole, (documents, tokens, vocab))) and vocab <= SEPARATOR
     if not (named and counted and isinstance(shards, list) and all(_whole(n) and n <= SEPARATOR for n in shards)):
         return None
-    return header if 0 <= sum(shards) - tokens <= documents else None  # the rest are separators, one for a document
+    return (
+        header if 0 <= sum(shards) - tokens <= documents <= sum(shards) else None
+    )  # the rest are separators, one for a document
 
 
 def _whole(value: Any) -> bool:

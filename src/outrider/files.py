@@ -84,7 +84,9 @@ def make_folder(path: Path, what: str) -> None:
 
 
 def expand(path: str | Path) -> Path:
-    """The path with `~` replaced. Raises ConfigError for the home of nobody."""
+    """The path with `~` replaced. Raises ConfigError for the home of nobody, and a name that no file can have."""
+    if "\0" in str(path):
+        raise ConfigError(f"{str(path)!r}: no file can have this name")
     try:
         return Path(path).expanduser()
     except RuntimeError:

@@ -1,8 +1,9 @@
-"""Weight-only quantisation: linears whose weights are 8 or 4 bits, for a third to a half of the memory traffic.
+"""Weight-only quantisation: linears whose weights are 4 to 8 bits, for a third to a half of the memory traffic.
 
 Weights are rounded to the nearest integer times the scale of their group of inputs; activations stay bfloat16 and sums
 float, group by group. Plain and speculative decoding of a quantised model are as exactly equal as of any other: it is
 another model, not another promise. The head gets 8 bits under either scheme, for it decides between near-equal tokens.
+Blocks of a GGUF file are such weights already and run as they are stored.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.errors import ConfigError
-from outrider.ops import Quantized, native
+from outrider.ops import Factors, Quantized, native
 
 # bits, inputs per group, whether a group has an offset beside its scale
 SCHEMES = {"int8": (8, 128, False), "int4": (4, 64, True)}
 HEAD = "int8"
+GGUF = {  # bytes of a block, weights in it
+    "Q8_0": (34, 32), "Q4_0": (18, 32), "Q4_1": (20, 32), "Q4_K": (144, 256), "Q5_K": (176, 256), "Q6_K": (210, 256),
+}  # fmt: skip
 BLOCK = 2**22  # weights rounded at a time: bounds the float copies
 
 
@@ -60,3 +64,48 @@ def quantize(weight: Tensor, scheme: str) -> Quantized:
         q = ((w - shift.float()[..., None]) / divisor).round_().clamp_(-half, half - 1)
         values[block] = q.view(len(q), -1)[:, :inputs]
     return Quantized(bits, group, values, scales, offsets)
+
+
+def from_gguf(blocks: Tensor, kind: str) -> Quantized:
+    """Rows of weights as a GGUF file stores them, (out, bytes) uint8, with nothing lost; `kind` is one of GGUF.
+
+    Rows are whole: those of several matrices may lie one below the other, and some rows may be taken of one, such as an
+    embedding's: `from_gguf(blocks[tokens], kind).dense()`.
+    """
+    size, weights = GGUF[kind]
+    rows, count = len(blocks), blocks.shape[1] // size
+    b = blocks.contiguous().view(rows, count, size)
+
+    def halves(at: int) -> Tensor:
+        """The float16 numbers (rows, blocks) at byte `at` of each block."""
+        return b[..., at : at + 2].contiguous().view(torch.float16)[..., 0]
+
+    def bits(part: Tensor, width: int, stride: int) -> Tensor:
+        """(rows, all) of `width` bits: the lowest ones of `stride` bytes, then the next ones of these, and so on."""
+        shifts = torch.arange(0, 8, width, dtype=torch.uint8)[:, None]
+        return (part.reshape(rows, -1, 1, stride) >> shifts & (1 << width) - 1).view(rows, -1)
+
+    def quantized(bits: int, group: int, values: Tensor, scales: Factors, offsets: Factors | None = None) -> Quantized:
+        signed = offsets is None
+        return Quantized(bits, group, values.view(rows, count * weights), scales, offsets, signed)
+
+    match kind:
+        case "Q8_0":
+            return quantized(8, 32, b[..., 2:].contiguous().view(torch.int8), halves(0))
+        case "Q4_0":
+            return quantized(4, 32, bits(b[..., 2:], 4, 16).char() - 8, halves(0))
+        case "Q4_1":
+            return quantized(4, 32, bits(b[..., 4:], 4, 16).char(), halves(0), halves(2))
+        case "Q6_K":
+            values = bits(b[..., :128], 4, 64) | bits(b[..., 128:192], 2, 32) << 4
+            fine = b[..., 192:208].contiguous().view(torch.int8).view(rows, -1)
+            return quantized(6, 16, values.char() - 32, (fine, halves(208)))
+    # 8 scales and 8 minima of 6 bits: the first 4 of either, in whose bytes lie 2 upper bits of the others, then the
+    # others' lower bits.
+    first, lower = b[..., 4:12].view(rows, count, 2, 4), torch.stack([b[..., 12:16] & 15, b[..., 12:16] >> 4], 2)
+    scales, minima = torch.cat([first & 63, lower | first >> 2 & 48], 3).char().unbind(2)
+    values = bits(b[..., -128:], 4, 32)
+    if kind == "Q5_K":
+        values |= bits(b[..., 16:48], 1, 32) << 4
+    offsets = minima.reshape(rows, -1), -halves(2)
+    return quantized(5 if kind == "Q5_K" else 4, 32, values.char(), (scales.reshape(rows, -1), halves(0)), offsets)

@@ -1,9 +1,12 @@
 """Benchmarks choose their prompts deterministically, measure what they say, and tell when tokens differ."""
 
+import errno
 import gzip
 import io
 import json
 import lzma
+import subprocess
+import sys
 import tarfile
 from dataclasses import fields, replace
 from pathlib import Path
@@ -19,6 +22,7 @@ from outrider.bench import run as module
 from outrider.bench.report import Difference, Result, Sample
 from outrider.bench.run import Settings, label, run, sample
 from outrider.bench.suites import OPENINGS, load_suite
+from outrider.cli import main
 from outrider.cli.bench import bench_app
 from outrider.errors import ConfigError, OutriderError, RequestTooLong, VocabularyMismatch
 
@@ -117,7 +121,8 @@ def test_missing_and_damaged_data(data: Path, tmp_path: Path) -> None:
         ({"suites": ["edit", "edit"]}, "suite edit is given twice"),
         ({"methods": [SpeculativeConfig()]}, "method plain is given twice"),
         ({"methods": [SpeculativeConfig("magic")]}, "method 'magic' is unknown; valid"),
-        ({"peer": "vllm"}, "peer 'vllm' is unknown; valid: transformers"),
+        ({"peer": "vllm"}, "peer 'vllm' is unknown; valid: transformers, outrider"),
+        ({"suites": []}, "a suite without a name"),
         ({"peer": "transformers", "batch": 2}, "--temperature 0 and --batch 1"),
         ({"file": Path("x")}, "--file is for --suite spec-bench"),
     ],
@@ -206,7 +211,7 @@ def test_a_run_writes_lines_table_and_plot(done: Path) -> None:
         assert {"outrider", "torch", "transformers", "python"} == r.versions.keys()
     plain, _, draft = results[:3]
     assert plain.speedup == plain.speedup_min == plain.speedup_max == plain.acceptance_length == 1
-    assert plain.draft_acceptance_rate is None and draft.draft_acceptance_rate and draft.acceptance_length > 1.2
+    assert plain.draft_acceptance_rate is None and draft.draft_acceptance_rate and draft.acceptance_length > 1
     assert draft.speculative_config == {"method": "draft_model", "acceptance_method": "coupled",
                                         "model": "tiny-draft", "num_speculative_tokens": 3}  # fmt: skip
     assert (done / "speedup.png").read_bytes()[:4] == b"\x89PNG"
@@ -310,7 +315,13 @@ def test_transformers_as_a_peer() -> None:
         (["--speculate", "ngram:k=x"], "num_speculative_tokens must be"),
         (["--temperature", "-1"], "temperature must be at least 0"),
         (["--output", __file__], "cannot be a folder"),
-        (["inflate", "tiny", "new", "--layers", "1"], "num_layers 1 must be at least"),
+        (["--suite", "stories,,"], "a comma too many; valid: stories, code"),
+        (["--threads", str(2**40)], "threads must be at least 1 and at most 1024"),
+        (["--threads", "-1"], "threads must be at least 1"),
+        (["--seed", str(2**64)], "seed must be a 64-bit"),
+        (["overhead", __file__, "--history", "0"], "--history must be whole numbers of at least 1"),
+        (["overhead", __file__, "--history", "9,-9"], "--history must be whole numbers of at least 1"),
+        (["long", "--threads", str(2**40)], "threads must be at least 1 and at most 1024"),
     ],
 )
 def test_mistakes_are_typed_errors(args: list[str], message: str) -> None:
@@ -325,13 +336,71 @@ def test_no_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-def test_inflate_and_bench_the_outcome(tmp_path: Path) -> None:
-    target = tmp_path / "big"
-    args = ["inflate", "tiny-draft", str(target), "--hidden-size", "128", "--layers", "3"]
-    outcome = CliRunner().invoke(bench_app, args)
-    assert outcome.exit_code == 0 and "GB of weights" in outcome.output
-    (r, _) = run(Settings(model=str(target), methods=METHODS[:1], prompts=1, max_tokens=4, repeats=1))
-    assert r.inflated_from and r.inflated_from["num_hidden_layers"] == 2
+def _bench(*args: str, expect: int = 0) -> Any:
+    small = ["--prompts", "1", "--max-tokens", "4", "--repeats", "1", "--suite", "stories"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["outrider", "bench", *small, *args])
+        with pytest.raises(SystemExit) as end:
+            main()
+    assert int(end.value.code or 0) == expect
+
+
+def test_a_full_disk_costs_no_figure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The table is shown, a line says what could not be written, the exit code too; what was written stays whole."""
+    (tmp_path / "results.jsonl").write_text("of an earlier run\n")
+
+    def full(self: Path, *_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    _bench("--output", str(tmp_path), expect=2)
+    out, err = capsys.readouterr()
+    assert "plain" in out and "ngram k=8" in out
+    assert err.splitlines() == [
+        f"outrider: {tmp_path / 'results.jsonl'} cannot be written: No space left on device; measuring goes on",
+        f"outrider: {tmp_path / 'results.jsonl'} cannot be written: No space left on device",
+    ]
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("results.jsonl", "of an earlier run\n")]
+
+
+def test_a_plot_that_fails_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError("no canvas")
+
+    monkeypatch.setattr(report, "plot", fail)
+    _bench("--output", str(tmp_path))
+    out, err = capsys.readouterr()
+    assert err == "outrider: speedup.png is not drawn: no canvas\n" and "table.md\n" in out and "ngram k=8" in out
+    assert {p.name for p in tmp_path.iterdir()} == {"results.jsonl", "table.md"}
+
+
+def test_what_was_measured_is_shown_whatever_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def some(*_: Any) -> Any:
+        yield next(run(Settings(prompts=1, max_tokens=4, repeats=1)))
+        raise RequestTooLong("too long")
+
+    monkeypatch.setattr(module, "run", some)
+    _bench("--output", str(tmp_path), expect=2)
+    out, err = capsys.readouterr()
+    assert "plain" in out and "too long" in err and len(report.read(tmp_path / "results.jsonl")) == 1
+
+
+def test_output_to_a_full_device() -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("this system has no /dev/full")
+    args = ["bench", "--speculate", "none", "--prompts", "1", "--max-tokens", "4", "--repeats", "1"]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "outrider", *args], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert ended.returncode == 2 and "No space left on device" in ended.stderr
+    assert ended.stderr.count("\n") == 1, ended.stderr
 
 
 def test_what_goes_in_circles_is_said() -> None:

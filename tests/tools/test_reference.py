@@ -17,9 +17,10 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from outrider.cli import main
-from outrider.errors import ConfigError
+from outrider.errors import CheckpointError, ConfigError
 from outrider.llm import LLM
 from tools import distill, evaluate, reference
+from tools.__main__ import app
 from tools.data import read_corpus
 from tools.reference import Batch, Recipe, Steps, Trainer, _mask, causal_attention, hidden, plain_batch
 
@@ -48,6 +49,7 @@ def test_from_text_to_outrider(trained):
     theirs = model(torch.tensor([ids])).logits[0]
     losses = torch.nn.functional.cross_entropy(theirs[:-1], torch.tensor(ids[1:]), reduction="none")
     torch.testing.assert_close(evaluate.Reader(llm).losses(ids), losses, atol=2e-4, rtol=2e-4)
+    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1, "some files are for their owner only"
     card = (folder / "README.md").read_text()
     assert f"{trainer.tokens / 1e6:.1f}M tokens in {trainer.step} steps" in card and '"matrix_lr": 0.002' in card
     assert set(llm.checkpoint.model.config.eos) == {1, 5}
@@ -68,6 +70,27 @@ def test_resume(corpus, tokenizer, tmp_path):
     assert second.step == 3 and [line.step for line in second.run(every=0)] == [4, 5, 6]
     for a, b in zip(whole.model.parameters(), second.model.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_a_damaged_checkpoint(corpus, tokenizer, tmp_path):
+    """A typed error, and the file stays for who wants to look."""
+    Trainer(TOY, tmp_path, corpus, tokenizer, device="cpu").save()
+    path = tmp_path / "checkpoint.pt"
+    good = path.read_bytes()
+    for bad in (b"", good[:1000], good[: len(good) // 2] + b"x" * 99 + good[len(good) // 2 + 99 :]):
+        path.write_bytes(bad)
+        with pytest.raises(CheckpointError, match="is damaged"):
+            Trainer(TOY, tmp_path, corpus, tokenizer, device="cpu")
+        assert path.read_bytes() == bad
+
+
+def test_a_loss_that_is_no_number(corpus, tokenizer, tmp_path):
+    trainer = Trainer(TOY, tmp_path, corpus, tokenizer, device="cpu")
+    with torch.no_grad():
+        trainer.model.model.norm.weight[0] = math.nan
+    with pytest.raises(CheckpointError, match="loss is nan at step 0"):
+        next(trainer.run())
+    assert not (tmp_path / "checkpoint.pt").exists()
 
 
 def test_distillation(trained, corpus, tokenizer, tmp_path, monkeypatch):
@@ -173,9 +196,9 @@ def test_command(corpus, folder, tmp_path, monkeypatch, capsys):
 
     def call(*args) -> int:
         common = ["--data", str(folder), "--corpus", str(corpus), "--device", "cpu"]
-        monkeypatch.setattr(sys, "argv", ["outrider", "train", "reference", *map(str, args), *common])
+        monkeypatch.setattr(sys, "argv", ["tools", "reference", *map(str, args), *common])
         with pytest.raises(SystemExit) as end:
-            main()
+            main(app)
             raise SystemExit(0)
         return int(end.value.code or 0)
 

@@ -1,7 +1,7 @@
-"""What is generated: four suites of prompts, each chosen evenly and deterministically from one data file.
+"""What is generated: suites of prompts, each chosen evenly and deterministically from one data file.
 
-The files come from a folder that the user names (`--data`); the package ships none. Only `stories` has openings of its
-own, for machines without data.
+The files come from a folder that the user names (`--data`); without it a suite takes its few built-in prompts, if it
+has any. Messages go through the model's chat template, and their answers end where the model ends them.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from outrider.errors import ConfigError
 
 PASSAGE_WORDS, PASSAGES_PER_BOOK = 300, 40
 DAMAGED = (OSError, EOFError, lzma.LZMAError, zlib.error, tarfile.TarError, LookupError, TypeError, ValueError)
+MT_BENCH = ("writing", "roleplay", "reasoning", "extraction", "stem", "humanities")  # less its code and maths
 OPENING = re.compile(r"(\S+\s+){39}\S+")  # 40 words
 OPENINGS = [
     "Once upon a time there was a small grey donkey who lived behind the mill. Every morning she carried",
@@ -41,6 +42,57 @@ OPENINGS = [
     "Max and his dog Pepper walked to the river. Pepper barked at a big stone, and the stone",
     "The queen had a garden where nothing would grow. She called all the gardeners of the land and said,",
 ]
+QUESTIONS = [
+    "What causes the seasons on Earth? Explain it to a child of ten.",
+    "I have a job interview on Monday. Give me seven tips, each with one sentence that says why.",
+    "Write a short travel report about a weekend in Lisbon, with the places one should see.",
+    "Compare a bicycle and a car for going to work in a city. What speaks for each?",
+    "What is the difference between a virus and a bacterium, and why do antibiotics help against only one of them?",
+    "Write an email to my landlord: the heating has not worked for three days.",
+    "Tell me a story about a lighthouse keeper who finds a message in a bottle.",
+    "How does a bill become a law in the United States? List the steps.",
+]
+FUNCTIONS = [
+    'def is_palindrome(text: str) -> bool:\n    """Whether text reads the same backwards but for case and spaces."""\n',
+    'def word_counts(path: str) -> dict[str, int]:\n    """How often each word stands in a text file."""\n',
+    'def merge(a: list[int], b: list[int]) -> list[int]:\n    """Merge two sorted lists into one sorted list."""\n',
+    'def primes(n: int) -> list[int]:\n    """All primes below n, by the sieve of Eratosthenes."""\n',
+    'class Stack:\n    """A stack with push, pop, peek and a length."""\n',
+    'def roman(number: int) -> str:\n    """An integer between 1 and 3999 as a Roman numeral."""\n',
+]
+SUMS = [
+    "A baker makes 12 trays of 18 rolls each. He sells 150 rolls in the morning and half of the rest in the "
+    "afternoon. How many rolls are left?",
+    "A train travels 240 km in 3 hours. How far does it travel in 7 hours at the same speed?",
+    "Mia has 3 times as many stamps as Ben. Together they have 96 stamps. How many does each of them have?",
+    "A shirt costs 40 dollars. It is first made 25% cheaper and then 10% dearer. What does it cost now?",
+    "A tank holds 600 litres. One pipe fills 20 litres a minute, another empties 5 litres a minute. How long "
+    "until it is full?",
+    "In a class of 30, two fifths play football and a third of the others play chess. How many play neither?",
+]
+PASSAGES = [  # the beginnings of Alice in Wonderland, A Tale of Two Cities, Walden and The Time Machine
+    "Alice was beginning to get very tired of sitting by her sister on the bank, and of having nothing to do: "
+    "once or twice she had peeped into the book her sister was reading, but it had no pictures or conversations "
+    "in it, and what is the use of a book, thought Alice, without pictures or conversations? So she was "
+    "considering in her own mind, as well as she could, for the hot day made her feel very sleepy and stupid, "
+    "whether the pleasure of making a daisy-chain would be worth the trouble of getting up and picking the "
+    "daisies, when suddenly a White Rabbit with pink eyes ran close by her.",
+    "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of "
+    "foolishness, it was the epoch of belief, it was the epoch of incredulity, it was the season of Light, it was"
+    " the season of Darkness, it was the spring of hope, it was the winter of despair, we had everything before "
+    "us, we had nothing before us, we were all going direct to Heaven, we were all going direct the other way.",
+    "When I wrote the following pages, or rather the bulk of them, I lived alone, in the woods, a mile from any "
+    "neighbor, in a house which I had built myself, on the shore of Walden Pond, in Concord, Massachusetts, and "
+    "earned my living by the labor of my hands only. I lived there two years and two months. At present I am a "
+    "sojourner in civilized life again.",
+    "The Time Traveller (for so it will be convenient to speak of him) was expounding a recondite matter to us. "
+    "His grey eyes shone and twinkled, and his usually pale face was flushed and animated. The fire burned "
+    "brightly, and the soft radiance of the incandescent lights in the lilies of silver caught the bubbles that "
+    "flashed and passed in our glasses. Our chairs, being his patents, embraced and caressed us rather than "
+    "submitted to be sat upon.",
+]
+FUNCTION = "Complete this Python code and show all of it.\n\n```python\n{}```"
+SUMMARY = "Summarise this text in two or three sentences.\n\n{}"
 EDITS = (
     "Rewrite this passage. Correct its spelling and punctuation and change nothing else.\n\n{}",
     "Summarise this passage in the author's own words, quoting its sentences wherever you can.\n\n{}",
@@ -57,9 +109,13 @@ class Suite:
     prompts: list[str]
     chat: bool  # they are a user's messages
 
+    def answered(self, llm: outrider.LLM) -> bool:
+        """Whether these are messages that the model answers, and ends by itself."""
+        return self.chat and bool(getattr(llm.tokenizer, "chat_template", None))
+
     def encode(self, llm: outrider.LLM) -> list[list[int]]:
         """Token ids: messages through the model's chat template, or as plain text if it has none."""
-        if self.chat and getattr(llm.tokenizer, "chat_template", None):
+        if self.answered(llm):
             return [llm.render([{"role": "user", "content": text}]) for text in self.prompts]
         return [llm.encode(text + "\n\nAnswer:\n" * self.chat) for text in self.prompts]
 
@@ -81,8 +137,8 @@ def load_suite(name: str, count: int, data: Path | None = None, file: Path | Non
         except DAMAGED as error:
             reason = f"{type(error).__name__}: {error}"
             raise ConfigError(f"{path} is damaged or not what suite {name} reads ({reason})") from None
-    elif name == "stories":
-        source, texts = "built-in", OPENINGS
+    elif kind.own and not data:
+        source, texts = "built-in", kind.own
     else:
         missing = f"{path} is not there" if path else "no data folder is given"
         also = ", or the file itself with --file" if name == "spec-bench" else ""
@@ -121,8 +177,22 @@ def _passages(path: Path) -> list[str]:
     return passages
 
 
-def _questions(path: Path) -> list[str]:
-    return [str(json.loads(line)["turns"][0]) for line in _text(path).splitlines()]
+def _questions(path: Path, *kinds: str) -> list[str]:
+    """First turns of Spec-Bench's questions, of some categories or of all."""
+    entries = [json.loads(line) for line in _text(path).splitlines()]
+    return [str(entry["turns"][0]) for entry in entries if not kinds or entry["category"] in kinds]
+
+
+def _chat(path: Path) -> list[str]:
+    return _questions(path, *MT_BENCH)
+
+
+def _summaries(path: Path) -> list[str]:
+    return _questions(path, "summarization")
+
+
+def _sums(path: Path) -> list[str]:
+    return [str(json.loads(line)["question"]) for line in _text(path).splitlines()]
 
 
 class _Kind(NamedTuple):
@@ -130,11 +200,16 @@ class _Kind(NamedTuple):
     read: Callable[[Path], list[str]]
     chat: bool
     forms: tuple[str, ...] = ("{}",)  # taken in turn
+    own: list[str] | None = None  # built-in prompts
 
 
 SUITES = {
-    "stories": _Kind("tinystories.txt.xz", _stories, chat=False),
-    "code": _Kind("HumanEval.jsonl.gz", _code, chat=False),
-    "edit": _Kind("books_eval.tar.xz", _passages, True, EDITS),
-    "spec-bench": _Kind("spec_bench_half.jsonl", _questions, chat=True),
+    "chat": _Kind("spec_bench_half.jsonl", _chat, True, own=QUESTIONS),
+    "code": _Kind("HumanEval.jsonl.gz", _code, True, (FUNCTION,), FUNCTIONS),
+    "maths": _Kind("gsm8k_test200.jsonl", _sums, True, own=SUMS),
+    "summarise": _Kind("spec_bench_half.jsonl", _summaries, True, own=[SUMMARY.format(text) for text in PASSAGES]),
+    "edit": _Kind("books_eval.tar.xz", _passages, True, EDITS, PASSAGES),
+    "spec-bench": _Kind("spec_bench_half.jsonl", _questions, True),
+    "stories": _Kind("tinystories.txt.xz", _stories, False, own=OPENINGS),
+    "functions": _Kind("HumanEval.jsonl.gz", _code, False, own=FUNCTIONS),
 }

@@ -9,6 +9,7 @@ single row takes another path there; it is therefore computed as two. Elsewhere 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -20,27 +21,51 @@ from outrider.ops.elementwise import swiglu
 CPU = torch.device("cpu")
 
 
+Factors: TypeAlias = Tensor | tuple[Tensor, Tensor]
+"""A number for each output and group of inputs: (out, groups) bfloat16 or float16; or (out, groups) int8, and coarse
+ones (out, supers) float16 by which these are multiplied, one for 256 inputs."""
+
+
 @dataclass
 class Quantized:
     """Weights (out, in) as integers times a scale, plus an offset, for each group of inputs.
 
-    values (out, in) int8, within -8 .. 7 if bits is 4; scales and offsets (out, groups) bfloat16, offsets None if they
-    are all zero. A group is 32, 64 or 128 inputs; the last may be short.
+    values (out, in) int8, of so many bits: 8, 6 or 4 with a sign, or 5 or 4 without one (`signed` false). offsets are
+    None if they are all zero. A group is 32, 64 or 128 inputs, of which the last may be short; or 16, if there are a
+    multiple of 32 inputs.
     """
 
     bits: int
     group: int
     values: Tensor
-    scales: Tensor
-    offsets: Tensor | None = None
+    scales: Factors
+    offsets: Factors | None = None
+    signed: bool = True
 
     def dense(self) -> Tensor:
         """The weights that these stand for, (out, in) float32."""
+        dense = self.values * self._spread(self.scales)
+        return dense if self.offsets is None else dense + self._spread(self.offsets)
 
-        def spread(x: Tensor) -> Tensor:
-            return x.float().repeat_interleave(self.group, 1)[:, : self.values.shape[1]]
+    def _spread(self, factors: Factors) -> Tensor:
+        """(out, in) float32."""
+        inputs = self.values.shape[1]
+        if isinstance(factors, Tensor):
+            return factors.float().repeat_interleave(self.group, 1)[:, :inputs]
+        fine, coarse = (
+            x.float().repeat_interleave(n, 1) for x, n in zip(factors, (self.group, native.SUPER), strict=True)
+        )
+        return fine[:, :inputs] * coarse[:, :inputs]
 
-        return self.values * spread(self.scales) + (0 if self.offsets is None else spread(self.offsets))
+
+CODES = {  # of Quantized's bits and sign
+    (8, True): native.INT8,
+    (6, True): native.INT6,
+    (5, False): native.UINT5,
+    (4, True): native.INT4,
+    (4, False): native.UINT4,
+}
+KINDS = {torch.bfloat16: native.BFLOAT, torch.float16: native.HALF, torch.int8: native.COARSE}
 
 
 def packs(dtype: torch.dtype, device: torch.device) -> bool:
@@ -62,23 +87,39 @@ class Linear:
 
     `gated`: the weight is a gate and an up, one below the other, and y = silu(gate) * up (rows, out / 2). With `pack`
     false the weight given is used as it is, shared with whoever holds it. Quantised weights take bfloat16 activations
-    and need the kernels. `kernel` says what computes the products.
+    and need the kernels; a list of them lies one below the other, each part as it is stored (not if `gated`). `kernel`
+    says what computes the products.
     """
 
     def __init__(
-        self, weight: Tensor | Quantized, bias: Tensor | None = None, pack: bool = True, gated: bool = False
+        self,
+        weight: Tensor | Quantized | list[Quantized],
+        bias: Tensor | None = None,
+        pack: bool = True,
+        gated: bool = False,
     ) -> None:
-        plain = weight.values if isinstance(weight, Quantized) else weight
-        self.dtype = torch.bfloat16 if isinstance(weight, Quantized) else weight.dtype
-        rows, self.in_features = plain.shape
+        parts: list[Tensor | Quantized] = [*weight] if isinstance(weight, list) else [weight]
+        plain = [part.values if isinstance(part, Quantized) else part for part in parts]
+        if len({x.shape[1] for x in plain}) > 1 or (gated and len(parts) > 1):
+            raise ValueError("parts of a weight must have the same inputs, and a gated weight has one part")
+        device = plain[0].device
+        self.dtype = plain[0].dtype if isinstance(weight, Tensor) else torch.bfloat16
+        rows, self.in_features = sum(len(x) for x in plain), plain[0].shape[1]
         self.out_features = rows // 2 if gated else rows
         if bias is not None:
-            bias = native.fitting("bias", bias, (rows,), self.dtype, plain.device)
+            bias = native.fitting("bias", bias, (rows,), self.dtype, device)
         self.bias, self.gated = bias, gated
-        self.native = pack and native.runs(self.dtype, plain.device)
+        self.native = pack and native.runs(self.dtype, device)
         self.kernel = native.active
         if self.native:
-            self._pack(plain, weight if isinstance(weight, Quantized) else None)
+            self._kept = [] if bias is None else [bias]  # what the kernels read
+            self.packed, first = [], 0
+            for part, values in zip(parts, plain, strict=True):
+                self.packed.append(self._pack(values, part if isinstance(part, Quantized) else None))
+                if bias is not None:
+                    self.packed[-1].set_bias(bias[first:].data_ptr())
+                first += len(values)
+            self.nbytes = sum(t.nbytes for t in self._kept)
             return
         assert isinstance(weight, Tensor), "quantised weights need the kernels"
         self.fixed = _onednn(weight.dtype, weight.device)  # a fixed order of sums, packed or not
@@ -86,25 +127,38 @@ class Linear:
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight) if pack and self.fixed else weight
         self.nbytes = weight.nbytes + (bias.nbytes if bias is not None else 0)
 
-    def _pack(self, plain: Tensor, quantized: Quantized | None) -> None:
-        code = native.FORMATS[self.dtype] if quantized is None else {8: native.INT8, 4: native.INT4}[quantized.bits]
+    def _pack(self, plain: Tensor, quantized: Quantized | None) -> Any:
+        code = native.FORMATS[self.dtype] if quantized is None else CODES[quantized.bits, quantized.signed]
         group = quantized.group if quantized else 32
-        w = self.packed = native.kernels.Weights(code, *plain.shape, group, self.gated)
+        if group not in (16, 32, 64, 128) or (group == 16 and plain.shape[1] % 32):
+            raise ValueError(
+                f"groups of {group} of {plain.shape[1]} inputs: a group is 32, 64 or 128, or 16 of whole 32"
+            )
+        w = native.kernels.Weights(code, *plain.shape, group, self.gated)
         data, plain = native.memory(w.nbytes), plain.contiguous()
         w.pack(plain.data_ptr(), data.data_ptr(), torch.get_num_threads())
-        self._kept = [data]  # what the kernels read
+        self._kept.append(data)
         if quantized:
-            shape = (plain.shape[0], -(-plain.shape[1] // group))
-            for name, numbers in (("scales", quantized.scales), ("offsets", quantized.offsets)):
-                if numbers is not None:
-                    numbers = native.fitting(name, numbers, shape, torch.bfloat16, plain.device)
-                    packed = torch.empty(w.group_values, dtype=torch.bfloat16)
-                    w.pack_groups(numbers.data_ptr(), packed.data_ptr(), name == "offsets")
-                    self._kept.append(packed)
-        if self.bias is not None:
-            w.set_bias(self.bias.data_ptr())
-            self._kept.append(self.bias)
-        self.nbytes = sum(t.nbytes for t in self._kept)
+            self._pack_factors(w, "scales", quantized.scales, plain, group)
+            if quantized.offsets is not None:
+                self._pack_factors(w, "offsets", quantized.offsets, plain, group)
+        return w
+
+    def _pack_factors(self, w: Any, name: str, factors: Factors, plain: Tensor, group: int) -> None:
+        each, coarse = (factors, None) if isinstance(factors, Tensor) else factors
+        if each.dtype not in KINDS or (each.dtype == torch.int8) != (coarse is not None):
+            raise ValueError(f"{name} of {each.dtype}: bfloat16, float16, or int8 with coarse ones")
+        rows, inputs = plain.shape
+        each = native.fitting(name, each, (rows, -(-inputs // group)), each.dtype, CPU)
+        packed = torch.empty(w.room(each.shape[1]), dtype=each.dtype)
+        shape = each.shape[1], each.itemsize
+        w.pack_scales(name == "offsets", KINDS[each.dtype], each.data_ptr(), *shape, packed.data_ptr())
+        self._kept.append(packed)
+        if coarse is not None:
+            coarse = native.fitting(f"coarse {name}", coarse, (rows, -(-inputs // native.SUPER)), torch.float16, CPU)
+            packed = torch.empty(w.room(coarse.shape[1]), dtype=torch.float16)
+            w.pack_coarse(name == "offsets", coarse.data_ptr(), coarse.shape[1], packed.data_ptr())
+            self._kept.append(packed)
 
     def __call__(
         self,
@@ -137,16 +191,12 @@ class Linear:
             return y if dtype is None else y.to(dtype)
         x = native.fitting("x", x, (rows, inputs), self.dtype, CPU)
         y = torch.empty(rows, self.out_features, dtype=dtype or x.dtype)
-        self.packed.multiply(
-            x.data_ptr(),
-            rows,
-            y.data_ptr(),
-            y.dtype == torch.float32,
-            native.address(residual),
-            native.address(norm),
-            eps,
-            torch.get_num_threads(),
-        )
+        first, threads = 0, torch.get_num_threads()
+        for w in self.packed:
+            to, add = (0 if t is None else t.data_ptr() + first * t.itemsize for t in (y, residual))
+            floats, norm_at = y.dtype == torch.float32, native.address(norm)
+            w.multiply(x.data_ptr(), rows, to, self.out_features, floats, add, norm_at, eps, threads)
+            first += w.width
         return y
 
     def _multiply(self, x: Tensor) -> Tensor:

@@ -16,7 +16,9 @@ from torch import Tensor
 from outrider.errors import ConfigError
 
 REFERENCE = "reference"
-F32, BF16, INT8, INT4 = range(4)
+F32, BF16, INT8, INT4, UINT4, UINT5, INT6 = range(7)  # formats of weights, as csrc/linear.h has them
+BFLOAT, HALF, COARSE = range(3)  # kinds of factors
+SUPER = 256  # inputs that share a coarse factor
 HUGE = 2**21  # bytes of a large page
 FORMATS = {torch.float32: F32, torch.bfloat16: BF16}
 
@@ -77,18 +79,22 @@ def memory(size: int) -> Tensor:
 
 def computes_right() -> bool:
     """Whether small products of all formats agree with float64 on the instruction set in use."""
-    x, weight = torch.linspace(-2, 2, 3 * 72).view(3, 72).cos(), torch.arange(40 * 72).view(40, 72) % 15 - 7
-    scales = torch.arange(1, 81, dtype=torch.bfloat16).view(40, 2) / 64
-    for code in (F32, BF16, INT8, INT4):
-        plain = weight.to({F32: torch.float32, BF16: torch.bfloat16}.get(code, torch.int8))
+    x, weight = torch.linspace(-2, 2, 3 * 72).view(3, 72).cos(), torch.arange(40 * 72).view(40, 72) % 15
+    scales, coarse = torch.arange(1, 41).view(40, 1).repeat(1, 3) % 60, torch.full((40, 1), 1 / 64, dtype=torch.float16)
+    for code in range(7):
+        plain = weight - (0 if code in (UINT4, UINT5) else 7)
+        plain = plain.to({F32: torch.float32, BF16: torch.bfloat16}.get(code, torch.int8))
         a, y = x.to(torch.float32 if code == F32 else torch.bfloat16), torch.empty(3, 40)
-        w = kernels.Weights(code, 40, 72, 64, False)
-        data, groups = torch.empty(w.nbytes, dtype=torch.uint8), torch.empty(w.group_values, dtype=torch.bfloat16)
+        w = kernels.Weights(code, 40, 72, 32, False)
+        data, factors = torch.empty(w.nbytes, dtype=torch.uint8), torch.empty(w.room(3), dtype=torch.int16)
+        kind, shared = code % 3, torch.empty(w.room(1), dtype=torch.float16)
+        own = (scales / 64).bfloat16() if kind == BFLOAT else (scales / 64).half() if kind == HALF else scales.char()
         w.pack(plain.data_ptr(), data.data_ptr(), 1)
-        w.pack_groups(scales.data_ptr(), groups.data_ptr(), False)
-        w.multiply(a.data_ptr(), 3, y.data_ptr(), True, 0, 0, 0.0, 1)
-        factors = scales.double().repeat_interleave(64, 1)[:, :72] if code in (INT8, INT4) else 1.0
-        exact = a.double() @ (weight * factors).double().T
+        w.pack_scales(False, kind, own.data_ptr(), 3, own.itemsize, factors.data_ptr())
+        w.pack_coarse(False, coarse.data_ptr(), 1, shared.data_ptr())
+        w.multiply(a.data_ptr(), 3, y.data_ptr(), 40, True, 0, 0, 0.0, 1)
+        spread = (scales / 64).double().repeat_interleave(32, 1)[:, :72] if code > BF16 else 1.0
+        exact = a.double() @ (plain.double() * spread).T
         if not torch.allclose(y.double(), exact, rtol=1e-3, atol=1e-2):
             return False
     return True

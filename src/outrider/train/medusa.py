@@ -138,7 +138,7 @@ def restore(
                 raise ValueError("windows.safetensors is not the one that it was")
             return done, [ids.tolist() for ids in load_file(keep / "windows.safetensors").values()]
     except Exception as error:  # a damaged file is unpacked, unpickled and applied by others, who raise what they like
-        reason = " ".join(str(error).split())[:200]
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise CheckpointError(f"{keep} is damaged ({reason}); remove it and train from the beginning") from None
     differs = next(key for key, value in asdict(settings).items() if was.get(key) != value)
     raise ConfigError(f"{keep} was begun with {differs} {was.get(differs)}; resume with the same")
