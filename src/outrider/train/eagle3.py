@@ -49,7 +49,8 @@ COOL_DOWN = 0.3  # the share of the time in which the learning rate falls to not
 RIDGE = 0.01  # of the least squares
 OWN, FASTEST = 24.0, 6  # by how much a row's own score is above those far away, and the rotations that tell
 ROWS = 512  # whose logits are held at a time
-Keys = list[tuple[Tensor, Tensor]]
+Keys = list[tuple[Tensor, Tensor]]  # of each step
+Turns = tuple[Tensor, Tensor]  # cos and sin of the rows
 
 
 @dataclass
@@ -58,24 +59,32 @@ class Batch:
 
     ids: Tensor  # (n,)
     lengths: list[int]  # of the conversations
+    starts: list[int]  # the first row of each that is learnt from: the last before the output
     taps: Tensor  # (n, taps * hidden)
     last: Tensor  # (n, hidden), normed: what the target chooses from
 
     def save(self, path: Path) -> None:
         """Write it, whole or not at all."""
         new = path.with_suffix(".new")
-        save_file({"ids": self.ids, "taps": self.taps, "last": self.last, "lengths": torch.tensor(self.lengths)}, new)
+        named = {"ids": self.ids, "taps": self.taps, "last": self.last}
+        save_file({**named, "lengths": torch.tensor(self.lengths), "starts": torch.tensor(self.starts)}, new)
         new.replace(path)
 
     @staticmethod
     def load(path: Path) -> Batch:
         """Read what `save` wrote."""
         named = load_file(path)
-        return Batch(named["ids"], named["lengths"].tolist(), named["taps"], named["last"])
+        lengths, starts = named["lengths"].tolist(), named["starts"].tolist()
+        return Batch(named["ids"], lengths, starts, named["taps"], named["last"])
+
+    def rows(self) -> list[slice]:
+        """Per conversation the rows that are learnt from."""
+        ends = [sum(self.lengths[: i + 1]) for i in range(len(self.lengths))]
+        return [slice(end - n + start, end) for end, n, start in zip(ends, self.lengths, self.starts, strict=True)]
 
 
 class Attention(nn.Module):
-    """Causal attention over the rows of step 0, and over each row's own later steps."""
+    """Causal attention over the rows of step 0, and over each row's own later steps; conversations apart."""
 
     def __init__(self, hidden: int, heads: int, dim: int) -> None:
         super().__init__()
@@ -83,27 +92,31 @@ class Attention(nn.Module):
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(2 * hidden, heads * dim, bias=False) for _ in range(3))
         self.o_proj = nn.Linear(heads * dim, hidden, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, lengths: list[int], before: Keys) -> Tensor:
-        """x (n, 2 * hidden) of step len(before), which holds each earlier step's keys and values, and gets this one's.
+    def forward(self, x: Tensor, turns: Turns, batch: Batch, before: Keys) -> Tensor:
+        """What the rows that are learnt from see, (rows, hidden): all rows of step 0, and their own later ones.
 
-        `lengths` are those of the texts, which do not see each other.
+        x (n, 2 * hidden), of all rows at step 0 and later of those that are learnt from. `before` holds each earlier
+        step's keys and values, and gets this one's.
         """
+        learnt = batch.rows()
         q, k, v = (p(x).view(len(x), self.heads, self.dim) for p in (self.q_proj, self.k_proj, self.v_proj))
-        q, k = turn(q, cos, sin), turn(k, cos, sin)
+        q, k = turn(q, *turns), turn(k, *turns)
+        if not before:
+            q = torch.cat([q[rows] for rows in learnt])
         before.append((k, v))
         (keys, values), own = before[0], before[1:]
-        parts, at = [], 0
-        for n in lengths:
-            rows = slice(at, at + n)
-            at += n
-            future = torch.ones(n, n, dtype=torch.bool).triu(1)
-            scores = (q[rows].transpose(0, 1) @ keys[rows].permute(1, 2, 0)).float().masked_fill(future, -math.inf)
-            beside = [(q[rows] * k[rows]).float().sum(-1).T.unsqueeze(-1) for k, _ in own]  # (heads, n, 1) each
+        parts, at, end = [], 0, 0
+        for n, start in zip(batch.lengths, batch.starts, strict=True):
+            rows, whole = slice(at, at + n - start), slice(end, end + n)
+            at, end = rows.stop, whole.stop
+            future = torch.ones(n, n, dtype=torch.bool).triu(1)[start:]
+            scores = (q[rows].transpose(0, 1) @ keys[whole].permute(1, 2, 0)).float().masked_fill(future, -math.inf)
+            beside = [(q[rows] * k[rows]).float().sum(-1).T.unsqueeze(-1) for k, _ in own]  # (heads, rows, 1) each
             weights = (torch.cat([scores, *beside], -1) / math.sqrt(self.dim)).softmax(-1).to(v.dtype)
-            y = (weights[..., :n] @ values[rows].transpose(0, 1)).transpose(0, 1)
+            y = (weights[..., :n] @ values[whole].transpose(0, 1)).transpose(0, 1)
             for i, (_, later) in enumerate(own):
                 y = y + weights[..., n + i].T.unsqueeze(-1) * later[rows]
-            parts.append(y.reshape(n, -1))
+            parts.append(y.reshape(n - start, -1))
         out: Tensor = self.o_proj(torch.cat(parts))
         return out
 
@@ -143,12 +156,11 @@ class Layer(nn.Module):
         self.self_attn, self.mlp = Attention(hidden, heads, dim), MLP(hidden, wide)
         self.input_layernorm, self.hidden_norm, self.post_attention_layernorm = (Norm(hidden, eps) for _ in range(3))
 
-    def forward(
-        self, token: Tensor, state: Tensor, cos: Tensor, sin: Tensor, lengths: list[int], before: Keys
-    ) -> Tensor:
-        """The next state (n, hidden) from the tokens' embeddings and the state before, both (n, hidden)."""
+    def forward(self, token: Tensor, state: Tensor, turns: Turns, batch: Batch, before: Keys) -> Tensor:
+        """The next state of the rows that are learnt from, from the tokens' embeddings and the state before."""
         x = torch.cat([self.input_layernorm(token), self.hidden_norm(state)], -1)
-        state = state + self.self_attn(x, cos, sin, lengths, before)
+        state = state if before else torch.cat([state[rows] for rows in batch.rows()])
+        state = state + self.self_attn(x, turns, batch, before)
         out: Tensor = state + self.mlp(self.post_attention_layernorm(state))
         return out
 
@@ -185,15 +197,17 @@ class Head(nn.Module):
 
         States are those of the rows for which the conversation has such a place, (rows, hidden) and (rows,).
         """
-        n = len(batch.ids)
-        lengths = torch.tensor(batch.lengths)
-        ends = torch.repeat_interleave(lengths.cumsum(0), lengths)
+        n, lengths = len(batch.ids), torch.tensor(batch.lengths)
+        rows, ends = torch.arange(n), torch.repeat_interleave(lengths.cumsum(0), lengths)
         place = torch.cat([torch.arange(k) for k in batch.lengths])
-        state, before, rows = self.fc(batch.taps.float()), list[tuple[Tensor, Tensor]](), torch.arange(n)
+        learnt = torch.cat([rows[own] for own in batch.rows()])
+        state, before = self.fc(batch.taps.float()), list[tuple[Tensor, Tensor]]()
         for s in range(self.depth):
-            token = F.embedding(batch.ids[(rows + 1 + s).clamp(max=n - 1)].long(), self.embedding)
+            token = F.embedding(batch.ids[(rows + 1 + s).clamp(max=len(batch.ids) - 1)].long(), self.embedding)
             cos, sin = (t.float() for t in self.rotary((place + s).tolist(), [1] * n))
-            state = self.midlayer(token, state, cos, sin, batch.lengths, before)
+            state = self.midlayer(token, state, (cos, sin), batch, before)
+            if s == 0:
+                rows, ends, place, n = learnt, ends[learnt], place[learnt], len(learnt)
             inside = rows + 1 + s < ends
             yield self.norm(state[inside]), (rows + 1 + s)[inside]
 
@@ -352,7 +366,7 @@ class Trainer:
         with torch.autocast("cpu", torch.bfloat16):
             for s, (states, about) in enumerate(self.head.unroll(batch)):
                 loss = CrossEntropy.apply(states, self.head.lm_head.weight, law[about]) / max(1, len(about))  # type: ignore[no-untyped-call]
-                first = first if s else float(loss)
+                first = first if s else loss.item()
                 total = total + DECAY**s * loss
         total.backward()  # type: ignore[no-untyped-call]
         for optimizer in (self.muon, self.adam):
@@ -388,11 +402,11 @@ class Trainer:
     def fresh(self) -> Path | None:
         """Let the target read the next batch, and keep it. None if there is too little that is new."""
         s, taken, size = self.settings, dict(self.taken), 0
-        groups: dict[bool, list[tuple[list[int], int]]] = {False: [], True: []}
+        groups: dict[bool, list[tuple[list[int], int, int]]] = {False: [], True: []}
         for held, p, o in self._lines(taken):
             ids = p + o
             skip = max(0, len(p) - s.prompt, len(ids) - s.length)
-            groups[held].append((ids, skip))
+            groups[held].append((ids, skip, max(0, len(p) - 1 - skip)))
             size += len(ids) - skip
             if size >= s.batch:
                 break
@@ -405,10 +419,10 @@ class Trainer:
         self.taken = taken
         return self.states / f"batch-{number:05d}.safetensors"
 
-    def read(self, found: list[tuple[list[int], int]]) -> Batch:
-        """What the target makes of conversations, of each from a place on."""
+    def read(self, found: list[tuple[list[int], int, int]]) -> Batch:
+        """What the target makes of conversations: their ids, the place to begin at, and the first row to learn from."""
         runner, parts = self.llm.runner, list[Tensor]()
-        for ids, skip in found:
+        for ids, skip, _ in found:
             seq = Sequence(ids, SamplingParams(), 0)
             runner.extend([seq])
             rows = self.rows.read(seq.id, skip, len(ids))
@@ -416,11 +430,9 @@ class Trainer:
             parts.append(rows[1].clone())
             runner.free(seq)
         states, hidden = torch.cat(parts), self.head.config.hidden_size
-        ids = [token for ids, skip in found for token in ids[skip:]]
-        lengths = [len(ids) - skip for ids, skip in found]
-        return Batch(
-            torch.tensor(ids, dtype=torch.int32), lengths, states[:, :-hidden].clone(), states[:, -hidden:].clone()
-        )
+        taps, last = states[:, :-hidden].clone(), states[:, -hidden:].clone()
+        tokens = torch.tensor([token for ids, skip, _ in found for token in ids[skip:]], dtype=torch.int32)
+        return Batch(tokens, [len(ids) - skip for ids, skip, _ in found], [start for *_, start in found], taps, last)
 
     def _lines(self, taken: dict[str, int]) -> Iterator[tuple[bool, list[int], list[int]]]:
         """Conversations (held out, prompt, output) after the lines `taken` of each file, which counts them."""
