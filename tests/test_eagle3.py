@@ -106,7 +106,7 @@ def test_logits_are_the_reference_s(make_checkpoint, layout, config):
     folder = random_eagle3(target, layout, **{**TAPS, **config})
     taps = config.get("eagle_aux_hidden_state_layer_ids", [0, 1, 2])
     llm = LLM(target, device="cpu", dtype="float32", max_num_batched_tokens=4)
-    drafter, seq, seen = guesses(llm, folder, TEXT[:-1], depth=4)
+    drafter, seq, seen = guesses(llm, folder, TEXT[:-1], depth=4, width=1)
     seq.tokens.append(TEXT[-1])  # rows are there for all tokens but the last
     for more in ([], [44], [90, 3, 3]):
         seq.tokens += more
@@ -213,6 +213,7 @@ WRONG = [
     ({}, {"fc__weight": None}, CheckpointError, "fc.weight"),
     ({}, {"norm__weight": None}, CheckpointError, "norm.weight is missing"),
     ({}, {"fc__weight": torch.zeros(64, 64)}, CheckpointError, r"\(64, 64\)"),
+    ({}, {"norm__weight": torch.full((64,), torch.nan)}, CheckpointError, "norm.weight should hold finite"),
     ({}, {"midlayer__extra": torch.zeros(2)}, CheckpointError, "midlayer.extra has no place"),
     ({"num_hidden_layers": 2}, {}, CheckpointError, "one layer"),
     ({"hidden_size": 32}, {}, CheckpointError, "width 32"),

@@ -63,7 +63,7 @@ def test_what_is_exported_drafts_what_was_trained(trained, llm, tmp_path):
     trainer.export(tmp_path / "head")
     for weight in trainer.head.parameters():
         weight.data.copy_(weight.data.bfloat16())
-    drafter = Eagle3(model=str(tmp_path / "head"), depth=3)
+    drafter = Eagle3(model=str(tmp_path / "head"), depth=3, width=1)
     drafter.attach(llm.runner, lambda name: llm.runner)
     seen, logits = [], drafter.head.logits
     drafter.head.logits = lambda states: seen.append(logits(states)) or seen[-1]  # type: ignore[method-assign]

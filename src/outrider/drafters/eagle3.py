@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from outrider.config import ModelConfig
+from outrider.config import ModelConfig, option
 from outrider.draft import Draft
 from outrider.errors import CheckpointError, ConfigError, VocabularyMismatch
 from outrider.kv import DenseKV, Entry, Plan
@@ -67,6 +67,8 @@ class Head:
             if found is None or tuple(found.shape) != shape:
                 what = "missing" if found is None else f"of shape {tuple(found.shape)}"
                 raise CheckpointError(f"{path}: tensor {name} is {what}; a head for this target has {shape}")
+            if not found.is_floating_point() or not found.isfinite().all():
+                raise CheckpointError(f"{path}: tensor {name} should hold finite floats")
             return found.to(self.device, self.dtype)
 
         def linear(names: list[str], sizes: list[int], inputs: int, bias: bool = False, gated: bool = False) -> Linear:
@@ -175,11 +177,11 @@ class Tree:
 class Eagle3(Drafter):
     """Guesses with an EAGLE-3 head that was trained for the target."""
 
-    num_speculative_tokens: int = 5  # nodes of the tree
-    model: str = ""
-    width: int = 1  # candidates behind each node; 1 = a chain
-    depth: int = 8  # of the tree, at most
-    p_min: float = 0.0  # what is less likely, by the head's own account, is not proposed
+    num_speculative_tokens: int = option(6, "nodes of the tree")
+    model: str = option("", "required: the head; a folder, hub id or embedded name")
+    width: int = option(3, "candidates behind each node; 1: a chain")
+    depth: int = option(4, "of the tree, at most; the head runs once for each")
+    p_min: float = option(0.0, "no guess that is less likely, by the head's own account")
 
     def __post_init__(self) -> None:
         if not self.model:
