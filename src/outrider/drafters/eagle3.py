@@ -106,6 +106,7 @@ class Head:
                 raise CheckpointError(f"{path}: embed_tokens is {tuple(own.shape)}, not {(c.vocab_size, hidden)}")
         if tensors:
             raise CheckpointError(f"{path}: tensor {min(tensors)} has no place in an EAGLE-3 head of one layer")
+        self.tokens = self.tokens.to(self.device)
         self.rotary = Rotary(c, self.dtype, self.device)
         self.kv = DenseKV(c, self.dtype, self.device)
 
@@ -149,13 +150,14 @@ class Tree:
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
+    paths: list[list[int]] = field(default_factory=list)
     states: dict[int, Tensor] = field(default_factory=dict)  # of the nodes that were gone on from, after them
     border: list[int] = field(default_factory=lambda: [-1])  # nodes to go on from
     laid: list[int] = field(default_factory=list)  # nodes whose keys lie behind the text's
 
     def path(self, node: int) -> list[int]:
         """Nodes down to this one."""
-        return [*self.path(self.parents[node]), node] if node >= 0 else []
+        return self.paths[node] if node >= 0 else []
 
     def state(self, node: int) -> Tensor:
         """(1, hidden) of what goes on behind a node."""
@@ -281,23 +283,23 @@ class Eagle3(Drafter):
         places = [(tree, node) for tree in trees for node in tree.border]
         rows = [Row(tree.seq, [tree.tokens[above] for above in tree.path(node)]) for tree, node in places]
         logits = self.head.logits(torch.cat([tree.state(node) for tree, node in places]))
-        tokens: Tensor | None = self.head.tokens
+        known = self.head.tokens
         if not places[0][0].seq.rule.flips_coins and any(_shapes(row) for row in rows):
             whole = logits.new_full((len(rows), self.vocab), -math.inf)
-            whole[:, self.head.tokens.to(whole.device)] = logits
-            logits, tokens = scores(whole, rows), None
+            whole[:, known] = logits
+            logits = scores(whole, rows)[:, known]
         with few_threads(logits):
-            best = logits.topk(min(self.width, logits.shape[-1]))
-            chances = (best.values - logits.logsumexp(-1, keepdim=True)).tolist()
-        found = best.indices.cpu() if tokens is None else tokens[best.indices.cpu()]
+            best = logits.log_softmax(-1).topk(min(self.width, logits.shape[-1]))
+        found, chances = known[best.indices].tolist(), best.values.tolist()
         fresh: dict[int, int] = {id(tree): len(tree.tokens) for tree in trees}
-        for (tree, node), ids, chance in zip(places, found.tolist(), chances, strict=True):
+        for (tree, node), ids, chance in zip(places, found, chances, strict=True):
             for token, own in zip(ids, chance, strict=True):
                 score = own + (tree.scores[node] if node >= 0 else 0.0)
                 if score > self.least and math.isfinite(score):
                     tree.tokens.append(token)
                     tree.parents.append(node)
                     tree.scores.append(score)
+                    tree.paths.append([*tree.path(node), len(tree.paths)])
         for tree in trees:
             tree.border = [node for node in tree.best(k) if node >= fresh[id(tree)]]
 
