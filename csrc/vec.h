@@ -43,7 +43,15 @@ INLINE V load_as(const T *p) {
 
 INLINE vf load(const float *p) { return load_as<vf>(p); }
 INLINE vf load(const bf16 *p) { return (vf)(__builtin_convertvector(load_as<vh>(p), vu) << 16); }
-INLINE vf load(const int8_t *p) { return __builtin_convertvector(load_as<vb>(p), vf); }
+INLINE vf load(const int8_t *p) {
+#if defined(__AVX512F__)  // GCC 12 converts byte by byte
+  return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_as<__m128i>(p)));
+#elif defined(__AVX2__)
+  return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(p))));
+#else
+  return __builtin_convertvector(load_as<vb>(p), vf);
+#endif
+}
 // IEEE half-precision numbers, exactly.
 INLINE vf load_half(const uint16_t *p) {
 #if defined(__AVX512F__)

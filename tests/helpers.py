@@ -66,15 +66,23 @@ def run(llm: LLM, requests: list[tuple[list[int], SamplingParams]]) -> list[Gene
 
 
 def assert_released(llm: LLM) -> None:
-    """No request, cached token or key is left in the engine, the target or a draft model."""
+    """No request, cached token or key is left in the engine, the target, a drafter or a draft model."""
     assert not llm.engine.running and not llm.engine.waiting
-    runners, drafter = [llm.runner], llm.engine.drafter
-    while drafter:
+    runners, drafters = [llm.runner], [llm.engine.drafter]
+    for drafter in drafters:
         runners += [drafter.runner] if hasattr(drafter, "runner") else []
-        drafter = getattr(drafter, "inner", None)
+        drafters += [drafter.inner] if hasattr(drafter, "inner") else getattr(drafter, "parts", [])
+        by_sequence = {name: d for name, d in vars(drafter).items() if isinstance(d, dict) and any(map(_is_id, d))}
+        assert not by_sequence, f"{drafter.name} still holds {by_sequence}"
     for runner in runners:
-        assert not runner.slots and not runner.kv.store and not getattr(runner.kv, "held", None)
-    assert not llm.runner.kv.log.held and not any(rows.held or rows.synced for rows in llm.runner.taps)
+        kv = runner.kv
+        assert not runner.slots and not kv.store and not getattr(kv, "held", None) and not getattr(kv, "slab", kv).store
+        assert not getattr(kv, "log", llm.runner.kv.log).held and not any(getattr(kv, "stages", ()))
+        assert not any(rows.held or rows.synced for rows in runner.taps)
+
+
+def _is_id(key: Any) -> bool:
+    return isinstance(key, int)
 
 
 def logits_after(llm: LLM, tokens: list[int], prompt_len: int | None = None) -> torch.Tensor:

@@ -140,6 +140,10 @@ class Parrot(Drafter):
     word: int = 7
     forgotten = 0
 
+    def __post_init__(self):
+        if self.word < 0:
+            raise ValueError("too loud")
+
     def propose(self, seqs, k):
         return [Draft.chain([self.word] * k) for _ in seqs]
 
@@ -154,12 +158,13 @@ NotADrafter = dict
 def installed(tmp_path, monkeypatch):
     """A distribution that registers drafters: a real one, as pip would lay it out."""
     (tmp_path / "parrot_drafter.py").write_text(THIRD_PARTY)
+    (tmp_path / "quitting_drafter.py").write_text("import sys\nsys.exit('no licence')\n")
     info = tmp_path / "parrot-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: parrot\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
         "[outrider.drafters]\nparrot = parrot_drafter:Parrot\nwrong = parrot_drafter:NotADrafter\n"
-        "gone = parrot_drafter:Nothing\nngram = parrot_drafter:Parrot\n"
+        "gone = parrot_drafter:Nothing\nngram = parrot_drafter:Parrot\nquits = quitting_drafter:Any\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     yield
@@ -167,7 +172,7 @@ def installed(tmp_path, monkeypatch):
 
 
 def test_third_party_drafter(installed, random_llm):
-    assert drafters.methods()[-3:] == ["gone", "parrot", "wrong"]
+    assert drafters.methods()[-4:] == ["gone", "parrot", "quits", "wrong"]
     assert drafters.options("parrot") == ["num_speculative_tokens", "word"]
     params = SamplingParams(temperature=0, max_tokens=9)
     plain = random_llm.generate([7], params)[0]
@@ -181,9 +186,18 @@ def test_third_party_drafter(installed, random_llm):
         random_llm.speculative_config = {"method": "parrot", "wing": 1}
     with pytest.raises(ConfigError, match=r"'word'.*must be int, not 'x'"):
         random_llm.speculative_config = {"method": "parrot", "word": "x"}
-    for method, why in (("wrong", "is not a Drafter"), ("gone", "cannot be loaded")):
-        with pytest.raises(ConfigError, match=rf"parrot_drafter.*{why}"):
+    broken = {
+        "wrong": "is not a Drafter",
+        "gone": "cannot be loaded",
+        "quits": "cannot be loaded: SystemExit: no licence",
+    }
+    for method, why in broken.items():
+        with pytest.raises(ConfigError, match=rf"(parrot|quitting)_drafter.*{why}"):
             random_llm.speculative_config = {"method": method}
+        with pytest.raises(ConfigError, match=why):  # who lists the methods can say so, and go on with the others
+            drafters.options(method)
+    with pytest.raises(ConfigError, match="'parrot' does not accept these options: ValueError: too loud"):
+        random_llm.speculative_config = {"method": "parrot", "word": -1}
 
 
 @pytest.mark.parametrize("method", drafters.methods())

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import threading
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 from helpers import assert_released
 from safetensors.torch import load_file, save_file
 
+import outrider.llm
 from outrider import LLM, SamplingParams, SpeculativeConfig, drafters
 from outrider.errors import (
     CheckpointError,
@@ -285,7 +288,7 @@ def still_works(random_llm):
     ([[1], [2**70]], RequestError, ("token id",)), ([True], RequestError, ("True",)),
     ([1, "a"], ConfigError, ("token ids",)), ([1.5], ConfigError, ("float",)), ([None], ConfigError, ("token ids",)),
     (None, ConfigError, ("text", "token ids")), (5, ConfigError, ("text", "token ids")),
-    ({"prompt": [1]}, ConfigError, ("text", "token ids")), (torch.tensor([1, 2]), ConfigError, ("token ids",)),
+    ({"prompt": [1]}, ConfigError, ("text", "token ids")), (torch.tensor([1.0, 2.0]), ConfigError, ("token ids",)),
     ("text", ConfigError, ("tokenizer", "token ids")), (["a", "b"], ConfigError, ("tokenizer",)),
     (b"text", ConfigError, ("text", "token ids")),
 ])  # fmt: skip
@@ -444,3 +447,160 @@ def test_draft_models(tiny_llm, random_llm, make_checkpoint, tmp_path, still_wor
             llm.speculative_config = {"method": "draft_model", "model": str(draft)}
         assert llm.speculative_config.method == "none"
     assert tiny_llm.generate("Once", temperature=0, max_tokens=4)[0].token_ids == before
+
+
+# --- what else is taken, and what is not ------------------------------------------------------------------------------
+
+
+def test_prompts_of_other_types(random_llm, tiny_llm):
+    """Arrays and tensors of token ids are prompts; lists of them are several."""
+    params = {"temperature": 0, "max_tokens": 4}
+    expected = [o.token_ids for o in random_llm.generate([[1, 2, 3], [4, 5]], **params)]
+    for kind in (torch.tensor, np.array, tuple, list, lambda ids: torch.tensor(ids, dtype=torch.int16)):
+        first, second = kind([1, 2, 3]), kind([4, 5])
+        assert random_llm.generate(first, **params)[0].token_ids == expected[0]
+        assert [o.token_ids for o in random_llm.generate([first, second], **params)] == expected
+        assert [e.token_id for e in random_llm.stream(second, **params)] == expected[1]
+    mixed = [np.int64(1), torch.tensor(2), 3]
+    (output,) = random_llm.generate(mixed, **params)
+    assert output.token_ids == expected[0] and list(map(type, output.prompt_token_ids)) == [int] * 3
+    assert tiny_llm.generate(["One", tiny_llm.encode("One")], **params)[0].prompt == "One"
+    for bad in (torch.tensor([[1, 2]]), torch.tensor([1.0]), torch.tensor([True]), np.array([1.5]), np.array("x"),
+                torch.tensor(1), [np.float32(1)], [torch.tensor([1.0])], {1, 2}, range):  # fmt: skip
+        with refused(ConfigError, "token ids"):
+            random_llm.generate(bad, **params)
+    with refused(RequestError, "128"):
+        random_llm.generate(np.array([128]))
+    with refused(EmptyPrompt, "empty"):
+        random_llm.generate(torch.tensor([], dtype=torch.long))
+
+
+def test_draft_models_by_path(random_llm, make_checkpoint):
+    path = make_checkpoint(noise=0.01)
+    for config in ({"model": path}, {"method": "merge", "drafters": [{"method": "draft_model", "model": path}]}):
+        random_llm.speculative_config = config
+        assert random_llm.generate([1, 2], max_tokens=3)
+
+
+def test_a_refused_prompt_among_good_ones_leaves_nothing(random_llm, still_works):
+    with refused(RequestTooLong, "shorten"):
+        random_llm.generate([[1], [2], [1] * 5000], max_tokens=4, n=3)
+    with refused(ConfigError, "token ids"):
+        random_llm.generate([[1], "text", [2.5]] if random_llm.tokenizer else [[1], [2.5]], max_tokens=4)
+
+
+# --- chat ------------------------------------------------------------------------------------------------------------
+
+TALK = [{"role": "user", "content": "Hello there"}]
+SHORT = {"temperature": 0, "max_tokens": 4}
+
+
+def test_several_conversations(tiny_llm):
+    others = [{"role": "user", "content": "What is a fox?"}]
+    one, two = tiny_llm.chat(TALK, **SHORT), tiny_llm.chat(others, **SHORT)
+    both = tiny_llm.chat([TALK, others], **SHORT)
+    assert [o.token_ids for o in both] == [one.token_ids, two.token_ids]
+    assert [o.token_ids for o in tiny_llm.chat((tuple(TALK),), **SHORT)] == [one.token_ids]
+    with refused(EmptyPrompt, "conversation"):
+        tiny_llm.chat([TALK, []], **SHORT)
+    with refused(ConfigError, "message"):
+        tiny_llm.chat([TALK, TALK[0]], **SHORT)
+    assert_released(tiny_llm)
+
+
+def test_content_as_parts(tiny_llm):
+    def talk(*parts):
+        return [{"role": "user", "content": list(parts)}]
+
+    text = {"type": "text", "text": "Hello there"}
+    assert tiny_llm.render(talk(text)) == tiny_llm.render(TALK)
+    assert tiny_llm.render(talk(text, {"type": "text", "text": "you"})) == tiny_llm.render(
+        [{"role": "user", "content": "Hello there\nyou"}]
+    )
+    assert "".join(e.text for e in tiny_llm.stream(talk(text), **SHORT)) == tiny_llm.chat(TALK, **SHORT).text
+    for part in ({"type": "image_url", "image_url": {"url": "data:" + "x" * 10**5}}, {"type": "text"}, "Hello", 5,
+                 {"type": "text", "text": 5}, {"text": "Hello"}, {}):  # fmt: skip
+        with refused(ConfigError, "'type': 'text'"):
+            tiny_llm.chat(talk(text, part), **SHORT)
+    with refused(ConfigError, "message"):
+        tiny_llm.chat([{"role": "user", "content": []}], **SHORT)
+
+
+def test_chat_templates(tiny_llm):
+    template = "{{ messages[0].content }}{% if enable_thinking is defined %}{{ enable_thinking }}{% endif %}"
+    template += "{% if add_generation_prompt %}!{% endif %}"
+
+    def shown(*args, **kwargs):
+        return tiny_llm.tokenizer.decode(tiny_llm.render(TALK, *args, **kwargs))
+
+    assert shown(chat_template=template) == "Hello there!"
+    assert shown(chat_template=template, chat_template_kwargs={"enable_thinking": False}) == "Hello thereFalse!"
+    assert shown(chat_template=template, add_generation_prompt=False) == "Hello there"
+    ended = {"chat_template": template, "chat_template_kwargs": {"enable_thinking": True}}
+    assert tiny_llm.chat(TALK, **ended, **SHORT).prompt_token_ids == tiny_llm.encode("Hello thereTrue!")[1:]  # no bos
+    assert (
+        list(tiny_llm.stream(TALK, **ended, **SHORT))[-1].output.token_ids
+        == tiny_llm.chat(TALK, **ended, **SHORT).token_ids
+    )
+    begun = [*TALK, {"role": "assistant", "content": "Once upon"}]
+    goes_on = tiny_llm.render(begun, continue_final_message=True, add_generation_prompt=False)
+    assert tiny_llm.tokenizer.decode(goes_on).endswith("Once upon")
+    for bad in ({"chat_template": 5}, {"chat_template_kwargs": 5}, {"chat_template_kwargs": {5: 6}},
+                {"chat_template": "{{ x.y.z }}"}, {"chat_template": "{% for"}, {"continue_final_message": True},
+                {"chat_template": "{{ raise_exception('no\nno') }}"},
+                {"chat_template_kwargs": {"tokenize": True}}):  # fmt: skip
+        with refused(ConfigError, "template"):
+            tiny_llm.chat(TALK, **bad, **SHORT)
+    with refused(ConfigError, "conversation"):
+        tiny_llm.stream("Hello", chat_template_kwargs={}, **SHORT)
+
+
+@pytest.mark.parametrize("template", [
+    "{% for i in range(10**12) %}{% endfor %}",
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}",
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "{% for x in [1] recursive %}{{ loop([1]) }}{% endfor %}",
+])  # fmt: skip
+def test_a_looping_template_comes_to_an_end(tiny_llm, monkeypatch, template):
+    monkeypatch.setattr(outrider.llm, "RENDERING", 0.5)
+    threads = set(threading.enumerate())
+    with refused(ConfigError, "template"):
+        tiny_llm.render(TALK, chat_template=template)
+    for thread in set(threading.enumerate()) - threads:  # what rendered it is stopped, too
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def test_a_huge_prompt_is_refused_without_reading_it(tiny_llm, monkeypatch):
+    """Nothing like all of it is tokenized; what nearly fits is counted exactly."""
+    real, read = type(tiny_llm.tokenizer).__call__, []
+
+    def count(self, text, **options):
+        read.append(len(text))
+        return real(self, text, **options)
+
+    monkeypatch.setattr(type(tiny_llm.tokenizer), "__call__", count)
+    context = tiny_llm.engine.max_len
+    for text in ("Once upon a time. " * 600_000, "x" * 10**7, "日本語" * 10**6):
+        read.clear()
+        with refused(RequestTooLong, str(len(text)), str(context), "shorten the prompt"):
+            tiny_llm.generate(text)
+        assert sum(read) < 64 * context
+    with refused(RequestTooLong, "shorten the prompt"):
+        tiny_llm.chat([{"role": "user", "content": "Once upon a time. " * 600_000}])
+    word = "Once upon a time, there was. "
+    text = word * (context // len(tiny_llm.encode(word)) - 2)
+    assert len(tiny_llm.encode(text)) < context and tiny_llm.encode(text) == tiny_llm.tokenizer(text)["input_ids"]
+
+
+@pytest.mark.parametrize("tensor", ["model.norm.weight", "model.layers.0.mlp.down_proj.weight", "lm_head.weight"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_not_finite(make_checkpoint, tmp_path, tensor, value):
+    folder = shutil.copytree(make_checkpoint(), tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    weights[tensor].view(-1)[7] = value
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with refused(CheckpointError, "not finite"):
+        LLM(folder, dtype="float32")

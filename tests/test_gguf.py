@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from test_truth import LLAMA3, check, prompt_of, reference, rope
 from torch.testing import assert_close
 
-from outrider import LLM
+from outrider import LLM, quantize
 from outrider.errors import CheckpointError, ModelNotFound, OutriderError, UnsupportedArchitecture
 from outrider.gguf import File, _hf_name
 from outrider.load import embedded, find, read_config, read_tokenizer
@@ -118,7 +118,7 @@ def test_floats_compute_what_the_folder_computes(make_checkpoint, tmp_path, name
 
 @pytest.mark.parametrize("kind", [k for k in Kind if k.name in (
     "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4")], ids=lambda k: k.name)  # fmt: skip
-def test_every_type_that_can_be_made_loads(make_checkpoint, tmp_path, kind):
+def test_every_type_that_can_be_made_loads(make_checkpoint, tmp_path, caplog, kind):
     """In float32, logits are those of the weights that the gguf package makes of the blocks."""
     folder = make_checkpoint(tie_word_embeddings=True)
     path = write(folder, tmp_path / "model.gguf", kind)
@@ -133,8 +133,15 @@ def test_every_type_that_can_be_made_loads(make_checkpoint, tmp_path, kind):
     for n in (1, 30):
         expected = model(torch.tensor([prompt_of(n)])).logits[0, -1].float().detach()
         assert_close(logits_after(llm, prompt_of(n)), expected, rtol=1e-3, atol=1e-3)
+    caplog.clear()
     half = LLM(path, device="cpu", dtype="bfloat16")
     assert half.exactness == "bitwise"
+    stored = kind.name in quantize.GGUF
+    items, size = gguf.GGML_QUANT_SIZES[kind]
+    numbers = sum(w.numel() for n, w in model.named_parameters() if w.ndim == 2)
+    if stored:  # no wider in memory than in the file, up to the padding of a panel
+        assert half.runner.model.nbytes < 1.05 * numbers * size / items
+    assert ("held as" in caplog.text) == (not stored and items > 1)
     error = (logits_after(half, prompt_of(30)) - expected).abs().max() / expected.std()
     assert error < 0.1
 

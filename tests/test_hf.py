@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 
 import pytest
@@ -215,6 +216,27 @@ def test_sampling(make):
         default = set(model.generate(IDS[:1], **one)[:, -1].tolist())
         top = model(IDS[:1]).logits[0, -1].topk(50).indices.tolist()
         assert tokens[3] == set(top[:3]) and default <= set(top) and len(default) > 40 and len(tokens[0]) > 90
+
+
+def test_two_threads(make):
+    """Calls at once share the forwards; each has its rows, its streamer's tokens, or its own criterion's error."""
+    model = make()
+    expected = model.generate(IDS, attention_mask=MASK, max_new_tokens=24)
+
+    def fail(ids, scores, **_):
+        raise ValueError("no more")
+
+    with outrider.hf.accelerate(model, None, NGRAM) as handle, ThreadPoolExecutor(4) as pool:
+        streamers = [Recorder() for _ in range(4)]
+        rows = [pool.submit(model.generate, IDS, attention_mask=MASK, max_new_tokens=24) for _ in range(6)]
+        ones = [pool.submit(model.generate, IDS[1:2], max_new_tokens=24, streamer=streamer) for streamer in streamers]
+        bad = pool.submit(model.generate, IDS[1:2], max_new_tokens=24, stopping_criteria=[fail], pad_token_id=1)
+        assert all(torch.equal(call.result(300), expected) for call in rows)
+        assert all(torch.equal(call.result(300), expected[1:2]) for call in ones)
+        assert "no more" in str(bad.exception(300))
+        assert not handle.llm.engine.running and not handle.llm.runner.slots
+    for streamer in streamers:
+        assert [t for (t,) in streamer.seen[1:-1]] == expected[1, 8:].tolist() and streamer.seen[-1] == ["end"]
 
 
 REFUSED = {

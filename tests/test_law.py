@@ -7,6 +7,7 @@ import math
 import random
 from dataclasses import replace
 
+import numpy
 import pytest
 import torch
 from helpers import ScriptedDrafter, logits_after, use
@@ -16,8 +17,12 @@ from scipy.stats import chi2, kstest
 from torch.testing import assert_close
 
 from outrider import Draft, SamplingParams, sampling
+from outrider.config import Rule
+from outrider.errors import ConfigError, RequestError
 from outrider.sampling import Row, choose, gumbel, process
 from outrider.sequence import Sequence
+from outrider.speculate import step
+from outrider.verify import verify
 
 VOCAB = 8
 LOGITS = torch.tensor([1.2, -0.4, 0.3, 2.1, -1.5, 0.3, 0.9, -3.0])
@@ -341,3 +346,141 @@ def test_noise_for_few_tokens_is_the_noise_for_all(filters: dict[str, float]) ->
                 [shaped[i] + gumbel(seed, row.position, vocab, stream=name) for i, row in enumerate(rows)]
             )
             assert torch.equal(sampling.scores(logits.clone(), rows, stream), whole)
+
+
+# --- where there is nothing to choose, or nearly ----------------------------------------------------------------------
+
+
+def ban_all(tokens, logits):
+    return logits - torch.inf
+
+
+def to_nan(tokens, logits):
+    return logits * torch.nan
+
+
+def fail(tokens, logits):
+    raise KeyError("grammar")
+
+
+class Refuser:
+    def __call__(self, tokens, logits):
+        return logits - torch.inf
+
+
+BANS = {i: -math.inf for i in range(128)}
+HOPELESS = [
+    (dict(logit_bias=BANS), "ban every token"),
+    (dict(logit_bias={i: -math.inf for i in range(127)}, stop_token_ids=[127], min_tokens=2), "ban every token"),
+    (dict(stop_token_ids=list(range(128)), min_tokens=1), "ban every token"),
+    (dict(logits_processors=[ban_all]), "ban_all leaves no token"),
+    (dict(logits_processors=[to_nan]), "to_nan returned NaN"),
+    (dict(logits_processors=[fail]), "fail raised KeyError: 'grammar'"),
+    (dict(logits_processors=[lambda tokens, logits: logits, Refuser()]), "Refuser leaves no token"),
+]
+
+
+@pytest.mark.parametrize("temperature", [0, 0.8])
+@pytest.mark.parametrize("rule", ["coupled", "rejection", "block", "typical"])
+@pytest.mark.parametrize("case", range(len(HOPELESS)))
+def test_nothing_to_choose_is_an_error_of_that_sequence(random_llm, temperature, rule, case):
+    """Beside one that goes on, drafted and not, in the step in which it happens."""
+    options, why = HOPELESS[case]
+    for draft in (Draft(), Draft.chain([3, 4]), Draft([3, 4, 5], [-1, -1, 0])):
+        seqs = [Sequence([1, 2], SamplingParams(temperature=temperature, max_tokens=9, **o), 0) for o in (options, {})]
+        bad, good = step(random_llm.runner, ScriptedDrafter(lambda s, k, d=draft: d), seqs, 3, rule=Rule(rule))
+        assert isinstance(bad.error, RequestError) and why in str(bad.error) and "\n" not in str(bad.error)
+        assert not bad.tokens and not bad.path and len(seqs[0].tokens) == 2
+        assert good.error is None and seqs[1].output == good.tokens != []
+        for seq in seqs:
+            random_llm.runner.free(seq)
+
+
+@pytest.mark.parametrize("value, why", [(math.nan, "NaN"), (-math.inf, "all -inf"), (math.inf, "infinite")])
+@pytest.mark.parametrize("rule", ["coupled", "rejection", "block", "typical"])
+@pytest.mark.parametrize("vocab", [8, 2**15])
+def test_logits_that_are_not_finite(value, why, rule, vocab):
+    """One row of a draft, or all; the others are as they were."""
+    for temperature, filters in ((0, {}), (1, {}), (1, {"top_k": 3}), (0.5, {"top_p": 0.5, "min_p": 0.1})):
+        params = SamplingParams(temperature=temperature, seed=1, **filters)
+        seqs, draft = [Sequence([1], params, 1) for _ in range(2)], Draft.chain([2, 3])
+        logits = torch.randn(6, vocab, generator=torch.Generator().manual_seed(0))
+        before = verify(seqs, [draft, draft], logits, Rule(rule))
+        logits[0, : vocab if value < 0 else 2] = value
+        bad, good = verify(seqs, [draft, draft], logits, Rule(rule))
+        assert isinstance(bad.error, RequestError) and f"logits after 1 tokens are {why}" in str(bad.error)
+        assert good == before[1]
+
+
+def test_what_stands_before_the_error_is_emitted():
+    """A right draft does not take from the text what plain decoding would have given."""
+    logits = torch.zeros(3, 8)
+    logits[0, 2] = logits[1, 3] = 5
+    logits[2] = torch.nan
+    for params in (SamplingParams(temperature=0), SamplingParams(temperature=0, logits_processors=[lambda t, x: x])):
+        seq = Sequence([1], params, 0)
+        (verdict,) = verify([seq], [Draft.chain([2, 3])], logits)
+        assert (verdict.tokens, verdict.path, verdict.error) == ([2, 3], [0], None)
+        logits_now = logits[2:]
+        seq.accept([2, 3])
+        (verdict,) = verify([seq], [Draft()], logits_now)
+        assert verdict.tokens == [] and "logits after 3 tokens are NaN" in str(verdict.error)
+
+
+@pytest.mark.parametrize("extreme", [
+    dict(top_p=1e-46), dict(top_p=5e-324), dict(min_p=1.0), dict(top_k=1), dict(temperature=5e-324),
+    dict(temperature=1e-46), dict(top_p=1e-46, min_p=1.0, top_k=1, temperature=1e-40), dict(top_p=1e-300, min_p=1e-46),
+])  # fmt: skip
+def test_the_likeliest_token_always_stays(random_llm, extreme):
+    greedy = random_llm.generate([5, 9, 2], temperature=0, max_tokens=12)[0].token_ids
+    options = {"temperature": 0.9, "seed": 3, "max_tokens": 12, **extreme}
+    assert random_llm.generate([5, 9, 2], **options)[0].token_ids == greedy
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_extreme_biases_and_penalties(random_llm, temperature):
+    def tokens(**options) -> list[int]:
+        return random_llm.generate([5, 9, 2], temperature=temperature, seed=1, max_tokens=6, **options)[0].token_ids
+
+    def force(prefix, logits):
+        logits[:] = -torch.inf
+        logits[33] = torch.inf
+        return logits
+
+    for bias in (math.inf, 1e308, 3e38, 1e9, numpy.float32(1e9)):
+        assert tokens(logit_bias={numpy.int64(7): bias}) == [7] * 6
+        assert tokens(logit_bias={7: bias, 8: -math.inf, 9: -bias}) == [7] * 6
+    assert tokens(logit_bias={**BANS, 9: 0}) == [9] * 6
+    assert tokens(logits_processors=[force]) == [33] * 6
+    for penalty in (1e-300, 1e-46, 1e-30, 1e6):
+        assert len(tokens(repetition_penalty=penalty)) == 6
+        assert len(tokens(repetition_penalty=penalty, logit_bias={5: -math.inf, 9: math.inf})) == 6
+    for wrong in (10**400, -(10**400), math.nan):
+        with pytest.raises(ConfigError, match="logit_bias"):
+            tokens(logit_bias={7: wrong})
+
+
+def test_noise_is_kept_within_bounds(monkeypatch):
+    """However many sequences and places, and what was dropped comes back the same."""
+    monkeypatch.setattr(sampling, "_kept", {})
+    monkeypatch.setattr(sampling, "NOISE_KEPT", 4 * 1000 * 10)
+    rows = [Row(Sequence([1] * (1 + i), SamplingParams(), s)) for s in range(5) for i in range(8)]
+    flat = torch.zeros(len(rows), 1000)
+    first = choose(flat, rows)
+    assert len(sampling._kept) == 10 and choose(flat, rows) == first
+    assert first == [int(gumbel(row.seq.seed, row.position, 1000).argmax()) for row in rows]
+
+
+def test_a_drafter_whose_processor_refuses_stops_there(random_llm, make_checkpoint):
+    """A custom processor may raise for what only a draft supposes; the request does not hear of it."""
+    plain = random_llm.generate([5, 9], temperature=0, max_tokens=12)[0].token_ids
+
+    def strict(tokens, logits):
+        if tokens[2:] != plain[: len(tokens) - 2]:
+            raise ValueError("not the text")
+        return logits
+
+    for config in ({"method": "draft_model", "model": str(make_checkpoint(noise=0.02))}, {"method": "self"}):
+        random_llm.speculative_config = {**config, "num_speculative_tokens": 4}
+        output = random_llm.generate([5, 9], temperature=0, max_tokens=12, logits_processors=[strict])[0]
+        assert output.token_ids == plain and output.metrics["speculative_decoding"]["num_accepted_draft_tokens"]

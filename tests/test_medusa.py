@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -231,6 +232,17 @@ def test_refusals(random_llm, make_checkpoint, tmp_path):
     refused(CheckpointError, "accuracies", accuracies=[[0.5]])
     refused(CheckpointError, "cannot be read", pickled={"0.0.linear.weight": Evil()})
     refused(CheckpointError, "cannot be read", pickled=[1])
+    first = "0.0.linear.weight"
+    for value in ([[1.0]], 5, None, "x", {"a": 1}):
+        refused(CheckpointError, rf"{first} should be a matrix", pickled=tensors | {first: value})
+    for value in (torch.zeros(()), torch.zeros(64, 64, dtype=torch.int64), torch.zeros(64, 64, 1)):
+        refused(CheckpointError, rf"{first} should be a matrix", tensors=tensors | {first: value})
+    for value in (math.nan, math.inf):
+        refused(CheckpointError, rf"{first} holds NaN or inf", tensors=tensors | {first: torch.full((64, 64), value)})
+    for value in (math.nan, -1, 0, "x", None, [1]):
+        refused(CheckpointError, "token_norm must be a number above 0", token_norm=value)
+    for value in (5, [5], [[None]], {"a": 1}):
+        refused(CheckpointError, "cannot be read", accuracies=value)
     with pytest.raises(ConfigError, match="needs a 'model'"):
         random_llm.speculative_config = {"method": "medusa"}
     with pytest.raises(ModelNotFound):

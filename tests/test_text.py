@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import random
+from functools import cache
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from outrider import SamplingParams
 from outrider.engine import TextStream
@@ -18,8 +24,8 @@ def tokenizer():
     return read_tokenizer(embedded()["tiny"])
 
 
-def pieces(tokenizer, tokens, **params) -> tuple[list[str], TextStream]:
-    stream = TextStream(tokenizer, SamplingParams(**params))
+def pieces(tokenizer, tokens, prompt=(), **params) -> tuple[list[str], TextStream]:
+    stream = TextStream(tokenizer, SamplingParams(**params), prompt)
     taken = []
     for token in tokens:
         stopped = stream.feed([token])
@@ -77,3 +83,163 @@ def test_stop_strings_count_only_behind_min_tokens(tokenizer):
     first = next(i for i in range(len(tokens)) if "two" in tokenizer.decode(tokens[: i + 1])) + 1
     taken, stream = pieces(tokenizer, tokens, stop="two", min_tokens=first)
     assert stream.stopped and "".join(taken) == "One two, "
+
+
+# --- tokenizers of other houses ---------------------------------------------------------------------------------------
+
+STORY = "a little girl met a little bear. The end. Once upon a time, she said: “naïve café 🙂 日本語”! I don't know ."
+SPECIAL = ["<unk>", "<s>", "</s>"]
+
+
+@cache
+def other(kind: str) -> PreTrainedTokenizerFast:
+    """A small tokenizer of a kind: Llama 2's in its old and its new form, T5's, GPT-2's and BERT's."""
+    metaspace = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>") if kind == "wordpiece" else models.BPE(unk_token="<unk>"))
+    if kind == "wordpiece":
+        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        tokenizer.decoder = decoders.WordPiece(cleanup=False)
+        trainer = trainers.WordPieceTrainer(vocab_size=160, special_tokens=SPECIAL, show_progress=False)
+    else:
+        bytewise = kind == "bytes"
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False) if bytewise else metaspace
+        tokenizer.decoder = decoders.ByteLevel() if bytewise else decoders.Metaspace(prepend_scheme="first")
+        alphabet = pre_tokenizers.ByteLevel.alphabet() if bytewise else []
+        trainer = trainers.BpeTrainer(
+            vocab_size=300 if bytewise else 110, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+        )
+    tokenizer.train_from_iterator([STORY.replace("日", "").replace("🙂", "")] * 2, trainer)
+    if kind.startswith("llama"):
+        merges = [tuple(merge) for merge in json.loads(tokenizer.to_str())["model"]["merges"]]
+        vocab = [*SPECIAL, *(f"<0x{i:02X}>" for i in range(256)), *sorted(tokenizer.get_vocab())]
+        vocab = {token: i for i, token in enumerate(dict.fromkeys(vocab))}
+        tokenizer.model = models.BPE(vocab, merges, byte_fallback=True, fuse_unk=True, unk_token="<unk>")
+        if kind == "llama legacy":
+            tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+            tokenizer.pre_tokenizer = None
+        steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        tokenizer.decoder = decoders.Sequence(steps)
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+KINDS = ["llama legacy", "llama", "metaspace", "bytes", "wordpiece"]
+
+
+def ids(tokenizer, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@st.composite
+def cuts(draw, kind: str):
+    """A prompt and an output: a text cut in two, or any tokens; special ones are in it, too."""
+    tokenizer = other(kind)
+    if draw(st.booleans()):
+        tokens = [t for text in draw(st.lists(st.sampled_from([STORY, " girl", "é", "🙂", "a", "</s>", "\n"])))
+                  for t in ids(tokenizer, text)]  # fmt: skip
+    else:
+        tokens = draw(st.lists(st.integers(0, len(tokenizer) - 1), max_size=60))
+    at = draw(st.integers(0, len(tokens)))
+    return tokens[:at], tokens[at:]
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_is_what_the_output_adds_to_the_prompt(kind, skip):
+    tokenizer = other(kind)
+
+    @given(cuts(kind))
+    def check(case):
+        prompt, output = case
+        taken, stream = pieces(tokenizer, output, prompt, skip_special_tokens=skip)
+        at_once = TextStream(tokenizer, SamplingParams(skip_special_tokens=skip), prompt)
+        at_once.feed(output, final=True)
+        assert "".join(taken) == stream.text == at_once.text == at_once.take(final=True)
+        before, whole = (tokenizer.decode(t, skip_special_tokens=skip) for t in (prompt, prompt + output))
+        if "\ufffd" not in whole and whole.startswith(before):
+            assert before + stream.text == whole
+            assert not any("\ufffd" in piece for piece in taken)
+
+    check()
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_stop_strings_are_found_as_soon_as_they_are_there(kind, include):
+    tokenizer = other(kind)
+
+    stop = st.sampled_from([" girl", ". Once", "irl m", "é", "🙂", "e", " a ", "\n", "!"])
+
+    @given(cuts(kind), st.lists(stop, min_size=1), st.integers(0, 3), st.integers(1, 9))
+    def check(case, stops, least, block):
+        prompt, output = case
+        plain, before = TextStream(tokenizer, SamplingParams(), prompt), ""
+        for n, token in enumerate(output, start=1):
+            plain.feed([token])
+            if n <= least:
+                before = plain.text
+            elif found := [(at, stop) for stop in stops if (at := plain.text.find(stop, len(before))) >= 0]:
+                at, shortest = min(found)
+                expected = plain.text[: at + len(shortest) * include]
+                break
+        else:
+            plain.feed([], final=True)
+            n, expected = len(output) + 1, plain.text
+        options = {"stop": stops, "include_stop_str_in_output": include, "min_tokens": least}
+        taken, stream = pieces(tokenizer, output, prompt, **options)
+        assert "".join(taken) == stream.text == expected and stream.stopped == (n <= len(output))
+        assert len(taken) == min(n, len(output)) + 1  # at the very token
+        blocks = TextStream(tokenizer, SamplingParams(**options), prompt)
+        for at in range(0, len(output), block):
+            blocks.feed(output[at : at + block])
+        blocks.feed([], final=True)
+        assert blocks.text == expected
+
+    check()
+
+
+def test_spaces_of_words_survive():
+    """What the end of the prompt, and a special token, did to the first word behind them."""
+    for kind in ("llama legacy", "llama", "metaspace"):
+        tokenizer = other(kind)
+        prompt, girl = [1, *ids(tokenizer, "a little")], ids(tokenizer, "girl met")
+        assert "".join(pieces(tokenizer, girl, prompt)[0]) == " girl met"
+        taken, stream = pieces(tokenizer, girl, prompt, stop=" girl")
+        assert stream.stopped and "".join(taken) == ""
+        ended = [*ids(tokenizer, "The end."), 2, *ids(tokenizer, "Once upon")]
+        assert pieces(tokenizer, ended, prompt)[1].text == " The end. Once upon"
+        assert pieces(tokenizer, ended, prompt, stop=". Once")[1].text == " The end"
+        assert pieces(tokenizer, ended, [1])[1].text == "The end. Once upon"  # nothing before it: no space
+        assert pieces(tokenizer, ended, [*ids(tokenizer, "a"), *[2] * 9])[1].text == " The end. Once upon"
+
+
+@pytest.mark.parametrize("kind", ["llama legacy", "llama", "bytes"])
+def test_a_character_that_the_prompt_begins(kind):
+    tokenizer = other(kind)
+    smile = ids(tokenizer, "a 🙂")
+    for cut in range(1, 4):
+        prompt, output = smile[:-cut], [*smile[-cut:], *ids(tokenizer, "e")]
+        text = pieces(tokenizer, output, prompt)[1].text
+        assert text.startswith("🙂") and "\ufffd" not in text
+        taken, stream = pieces(tokenizer, smile[:-cut])
+        assert "".join(taken[:-1]).strip() == "a" and stream.text.count("\ufffd") in (1, 4 - cut)  # never completed
+
+
+def test_a_long_output_is_read_in_linear_time():
+    """However little text comes of it: the tokens decoded per token stay few."""
+
+    class Counted:
+        seen = most = 0
+
+        def decode(self, tokens, **options):
+            self.seen, self.most = self.seen + len(tokens), max(self.most, len(tokens))
+            return tokenizer.decode(tokens, **options)
+
+    for kind in ("llama", "bytes"):
+        tokenizer = other(kind)
+        for token in (2, 3 + 0xE5 if kind == "llama" else ids(tokenizer, "🙂")[-1], ids(tokenizer, "a")[0]):
+            counted = Counted()
+            stream = TextStream(counted, SamplingParams(stop="never"), ids(tokenizer, STORY))
+            for _ in range(1000):
+                stream.feed([token])
+            assert counted.most < 160 and counted.seen < 160 * 1000

@@ -376,10 +376,10 @@ def test_acceptance_is_visible_at_each_level(random_llm, make_checkpoint):
     [
         ("nonsense:budget=4", "view 'nonsense' is unknown; valid: streaming, snapkv, retrieval, quantized"),
         ("streaming:size=4", "'size=4' should be option=number; valid options: budget, sinks, rebuild"),
-        ("retrieval:budget=-4", "'budget=-4' should be option=number"),
+        ("retrieval:budget=-4", "budget must be a whole number of at least 1 and at most .*, not -4"),
         ("retrieval:budget", "'budget' should be option=number"),
         ("retrieval:budget=64", r"budget must be at least 172 \(4 sinks, 32 recent, 128 until .*\), not 64"),
-        ("retrieval:chunk=0", "chunk must be a whole number of at least 1, not 0"),
+        ("retrieval:chunk=0", "chunk must be a whole number of at least 1 and .*, not 0"),
         ("snapkv:kernel=4", "kernel must be odd, not 4"),
         ("quantized:bits=5", "bits must be 8 or 4, not 5"),
         ("quantized:budget=5", "valid options: recent, rebuild, bits"),
@@ -399,3 +399,35 @@ def test_impossible_views(random_llm, spec, message):
 
 def test_colons_separate_too():
     assert parse("retrieval:budget=512:chunk=4") == parse("retrieval:chunk=4,budget=512")
+
+
+@pytest.mark.parametrize("family, view", [
+    ("llama", "streaming:budget=16"), ("llama", "quantized:recent=0,rebuild=1"),
+    ("llama", "quantized:recent=0,rebuild=1,bits=4"),
+    ("llama", "retrieval:budget=10,sinks=0,chunk=8,rebuild=1,recent=0"),
+    ("llama", "snapkv:budget=8,window=1,recent=0,rebuild=1,kernel=1"),
+    ("mistral", "retrieval:budget=9,recent=0,rebuild=1,chunk=4"),
+])  # fmt: skip
+def test_views_of_what_the_base_has_not_read(make_llm, make_checkpoint, family, view):
+    """Prompts so short that the base holds no key when the view, at each level, has to choose some."""
+    llm = make_llm(family, **({"sliding_window": 20} if family == "mistral" else {}))
+    requests = [(text(n, n), replace(SAMPLED if n % 2 else GREEDY, max_tokens=30)) for n in (1, 2)]
+    expected = [o.token_ids for o in run(llm, requests)]
+    own = {"method": "self", "view": view, "num_speculative_tokens": 24}
+    inside = {"method": "cascade", "view": view, "drafter": own, "num_speculative_tokens": 28}
+    triforce = {"retrieval_budget": 180, "draft_cache_budget": 16, "inner_speculative_tokens": 20}
+    for config in (
+        own,
+        {"method": "cascade", "view": "streaming:budget=16", "drafter": inside, "num_speculative_tokens": 26},
+        {"method": "merge", "drafters": [own, {"method": "ngram"}], "num_speculative_tokens": 40},
+        {"method": "triforce", "model": str(make_checkpoint(noise=0.01)), **triforce, "num_speculative_tokens": 26},
+    ):
+        llm.speculative_config = config
+        assert [o.token_ids for o in run(llm, requests)] == expected, config
+
+
+def test_a_draft_longer_than_every_rebuild(random_llm):
+    params = replace(SAMPLED, max_tokens=150)
+    expected = random_llm.generate([7], params)[0].token_ids
+    random_llm.speculative_config = {"method": "self", "view": "quantized:recent=0", "num_speculative_tokens": 140}
+    assert random_llm.generate([7], params)[0].token_ids == expected

@@ -19,7 +19,9 @@ from tools import kernels as speed
 from tools import peers  # noqa: F401  # adds its peers to those of `bench`
 from tools.inflate import inflate as enlarge
 
-app = typer.Typer(name="python -m tools", help=__doc__, no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(
+    name="python -m tools", help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+)
 app.command(help="As `outrider bench`, with all peers.")(bench)
 
 Data = Annotated[Path, typer.Option(envvar="OUTRIDER_DATA", help="Folder with the texts.")]

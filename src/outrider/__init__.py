@@ -26,12 +26,14 @@ def __getattr__(name: str) -> object:
 
     Type checkers read __init__.pyi, which says the same.
     """
-    if name in _HOMES:
-        found = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-        return found
-    if not name.startswith("_") and find_spec(f"{__name__}.{name}"):
-        return import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = f"{__name__}.{_HOMES.get(name, name)}"
+    if name.startswith("_") or not find_spec(home):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        module = import_module(home)
+    except AttributeError as error:  # which would be taken for ours
+        raise ImportError(f"{home} cannot be imported: {error}") from error
+    return getattr(module, name) if name in _HOMES else module
 
 
 def __dir__() -> list[str]:

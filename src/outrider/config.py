@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from outrider.errors import CheckpointError, ConfigError, UnsupportedArchitecture
+from outrider.errors import CheckpointError, ConfigError, UnsupportedArchitecture, brief
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -16,6 +17,10 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": "qwen3",
 }
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+ROPE_NUMBERS = (  # of any type, where they are given
+    "factor", "original_max_position_embeddings", "attention_factor", "mscale", "mscale_all_dim", "beta_fast",
+    "beta_slow", "low_freq_factor", "high_freq_factor",
+)  # fmt: skip
 DTYPES = ("float32", "bfloat16", "float16")  # names only: this file needs no torch, for `--help` reads it
 ACCEPTANCE_METHODS = {  # what decides which drafted tokens stay (verify.py), and what it promises
     "coupled": "plain decoding's very tokens, whatever the drafter",
@@ -23,9 +28,65 @@ ACCEPTANCE_METHODS = {  # what decides which drafted tokens stay (verify.py), an
     "block": "exact in law; never accepts less than rejection; trees fall back to it",
     "typical": "LOSSY: keeps what the target finds typical (Medusa), so the text is not the target's own",
 }
+MOST_OUTPUTS, MOST_LOGPROBS = 16384, 1024  # of one request: what is more would end in want of memory
 
 
 MOST_NODES = 256  # of a draft that can be accepted, and as many that only ride: beyond these no forward is cheap
+MOST_DRAFTERS, DEEPEST = 32, 8  # in one speculative_config: in all, and one within another
+FOREIGN = {  # keys and methods of vLLM and transformers that are not ours, and what is
+    "disable_by_batch_size": "num_speculative_tokens='auto' measures at each step whether drafting pays",
+    "speculative_disable_by_batch_size": "num_speculative_tokens='auto' measures at each step whether drafting pays",
+    "draft_tensor_parallel_size": "a draft model runs where the target does; leave it out",
+    "tensor_parallel_size": "a draft model runs where the target does; leave it out",
+    "draft_sample_method": "drafts are sampled as the request is; acceptance_method chooses the rule",
+    "rejection_sample_method": "acceptance_method chooses the rule: coupled, rejection, block or typical",
+    "max_model_len": "it is the engine's: LLM(..., max_model_len=...); a draft model stops guessing at its own context",
+    "quantization": "it is the target's: LLM(..., quantization=...); draft models stay as they are",
+    "revision": "give 'model' as a folder that holds that revision",
+    "code_revision": "no checkpoint's code is run; leave it out",
+    "draft_load_config": "a draft model loads as the target does; leave it out",
+    "enforce_eager": "there are no graphs to switch off; leave it out",
+    "disable_logprobs": "logprobs are a request's: SamplingParams(logprobs=...)",
+    "disable_padded_drafter_batch": "nothing is padded here; leave it out",
+    "parallel_drafting": "heads that guess in parallel are method 'medusa'",
+    "speculative_token_tree": "a tree's shape is 'choices' of method 'medusa'",
+    "speculative_model": "the key is 'model'",
+    "num_lookahead_slots": "the key is 'num_speculative_tokens'",
+    "ngram_prompt_lookup_max": "the key is 'prompt_lookup_max' of method 'ngram'",
+    "ngram_prompt_lookup_min": "the key is 'prompt_lookup_min' of method 'ngram'",
+    "prompt_lookup_num_tokens": "the key is 'num_speculative_tokens' of method 'ngram'",
+    "max_matching_ngram_size": "the key is 'prompt_lookup_max' of method 'ngram'",
+    "assistant_model": "the key is 'model' of method 'draft_model'",
+    "num_assistant_tokens": "the key is 'num_speculative_tokens'",
+    **dict.fromkeys(
+        ("eagle", "eagle3", "mtp", "deepseek_mtp", "dflash", "mlp_speculator", "hydra"),
+        "drafts that read the target's hidden states are 'medusa' heads (outrider train medusa); or use 'draft_model'",
+    ),
+    "[ngram]": "the method is 'ngram'",
+    "prompt_lookup": "the method is 'ngram'",
+    "assisted_generation": "the method is 'draft_model'",
+    "rejection_sampler": "the rule is 'rejection'",
+    "typical_acceptance_sampler": "the rule is 'typical'",
+}
+
+
+def instead(name: object) -> str:
+    """What to use in place of a foreign key, method or rule, as the end of a message; nothing if it is unknown."""
+    return f"; here {FOREIGN[name]}" if isinstance(name, str) and name in FOREIGN else ""
+
+
+def whole(value: Any, low: float, high: float = 2**62) -> int | None:
+    """The whole number that a value is, numpy's too, if it lies between the bounds; else None."""
+    fits = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return number if fits and low <= (number := int(value)) <= high else None
+
+
+def real(value: Any, low: float, high: float) -> float | None:
+    """The number that a value is, numpy's too, if it lies between the bounds; else None."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return None
+    number = value if isinstance(value, (int, float)) else float(value)
+    return number if low <= number <= high else None
 
 
 def promised(acceptance_method: str, measured: str) -> str:
@@ -129,16 +190,17 @@ class ModelConfig:
 
 def _whole(hf: Mapping[str, Any], key: str, default: int | None = None) -> int:
     value = default if hf.get(key) is None else hf[key]
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise CheckpointError(f"config.json: {key} must be a whole number of at least 1, not {value!r}")
-    return value
+    most = 2**12 if key == "num_hidden_layers" else 2**31
+    if (n := whole(value, 1, most)) is None:
+        raise CheckpointError(f"config.json: {key} must be a whole number of 1 to {most}, not {brief(value)}")
+    return n
 
 
 def _number(hf: Mapping[str, Any], key: str, default: float | None = None) -> float:
     value = default if hf.get(key) is None else hf[key]
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-        raise CheckpointError(f"config.json: {key} must be a number above 0, not {value!r}")
-    return float(value)
+    if not (n := real(value, 0, 1e12)):
+        raise CheckpointError(f"config.json: {key} must be a number above 0 and at most 1e12, not {brief(value)}")
+    return float(n)
 
 
 def _rope(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,6 +224,13 @@ def _rope(hf: Mapping[str, Any]) -> dict[str, Any]:
         half = (hf.get("head_dim") or 0) // 2
         if len(factors) != half or not all(math.isfinite(f) and f > 0 for f in factors):
             raise CheckpointError(f"the rope's frequency factors should be {half} numbers above 0")
+    for key in ROPE_NUMBERS:
+        if rope.get(key) is not None:
+            _number(rope, key)
+    if kind == "llama3" and not rope["low_freq_factor"] < rope["high_freq_factor"]:
+        raise CheckpointError("config.json: rope's low_freq_factor must be below its high_freq_factor")
+    if kind == "yarn" and rope["rope_theta"] <= 1:
+        raise CheckpointError(f"config.json: rope type 'yarn' needs a rope_theta above 1, not {rope['rope_theta']}")
     return rope
 
 
@@ -214,26 +283,27 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        def whole(name: str, low: int, what: str) -> None:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                raise ConfigError(f"{name} must be {what}, not {value!r}")
+        def check(name: str, value: float | None, what: str) -> None:
+            if value is None:
+                raise ConfigError(f"{name} must be {what}, not {brief(getattr(self, name))}")
+            object.__setattr__(self, name, value)
 
-        def real(name: str, low: float, high: float, what: str) -> None:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-                raise ConfigError(f"{name} must be {what}, not {value!r}")
+        def count(name: str, low: int, high: int, what: str) -> None:
+            check(name, whole(getattr(self, name), low, high), what)
 
-        whole("n", 1, "a whole number of at least 1")
-        whole("max_tokens", 1, "a whole number of at least 1")
-        whole("min_tokens", 0, "a whole number of at least 0")
-        whole("top_k", -1, "a whole number: 0 or -1 for all tokens, else how many to keep")
-        real("temperature", 0, 1e6, "at least 0 and finite (0 = greedy)")
-        real("top_p", 0, 1, "above 0 and at most 1")
-        real("min_p", 0, 1, "between 0 and 1")
-        real("presence_penalty", -2, 2, "between -2 and 2")
-        real("frequency_penalty", -2, 2, "between -2 and 2")
-        real("repetition_penalty", 0, 1e6, "above 0 and finite (1 = none)")
+        def number(name: str, low: float, high: float, what: str) -> None:
+            check(name, real(getattr(self, name), low, high), what)
+
+        count("n", 1, MOST_OUTPUTS, f"a whole number of at least 1 and at most {MOST_OUTPUTS}")
+        count("max_tokens", 1, 2**62, "a whole number of at least 1")
+        count("min_tokens", 0, 2**62, "a whole number of at least 0")
+        count("top_k", -1, 2**62, "a whole number: 0 or -1 for all tokens, else how many to keep")
+        number("temperature", 0, 1e6, "at least 0 and finite (0 = greedy)")
+        number("top_p", 0, 1, "above 0 and at most 1")
+        number("min_p", 0, 1, "between 0 and 1")
+        number("presence_penalty", -2, 2, "between -2 and 2")
+        number("frequency_penalty", -2, 2, "between -2 and 2")
+        number("repetition_penalty", 0, 1e6, "above 0 and finite (1 = none)")
         if self.top_p == 0:
             raise ConfigError("top_p must be above 0 and at most 1, not 0; for greedy decoding set temperature=0")
         if self.repetition_penalty == 0:
@@ -241,32 +311,37 @@ class SamplingParams:
         if self.min_tokens > self.max_tokens:
             raise ConfigError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
         if self.seed is not None:
-            whole("seed", -(2**63), "a 64-bit whole number or None")
-            if self.seed >= 2**64:
-                raise ConfigError(f"seed must be a 64-bit whole number or None, not {self.seed}")
+            count("seed", -(2**63), 2**64 - 1, "a 64-bit whole number or None")
         if self.logprobs is not None:
-            whole("logprobs", 0, "a whole number of at least 0, or None")
+            count("logprobs", 0, MOST_LOGPROBS, f"a whole number of at least 0 and at most {MOST_LOGPROBS}, or None")
         if self.temperature == 0 and self.n > 1:
             raise ConfigError(f"n={self.n} at temperature 0 would give the same output {self.n} times; use n=1")
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} must be True or False, not {getattr(self, name)!r}")
+                raise ConfigError(f"{name} must be True or False, not {brief(getattr(self, name))}")
         for name in ("stop", "stop_token_ids", "logits_processors"):
             value = getattr(self, name)
             if not (value is None or isinstance(value, (list, tuple)) or (name == "stop" and isinstance(value, str))):
-                raise ConfigError(f"{name} must be a list, not {value!r}")
+                raise ConfigError(f"{name} must be a list, not {brief(value)}")
         if any(not isinstance(s, str) or not s for s in self.stops):
             raise ConfigError("stop must be a non-empty string or a list of them")
-        if any(isinstance(t, bool) or not isinstance(t, int) or t < 0 for t in self.stop_token_ids or ()):
-            raise ConfigError(f"stop_token_ids must be token ids, not {self.stop_token_ids!r}")
+        if self.stop_token_ids is not None:
+            ids = [whole(token, 0) for token in self.stop_token_ids]
+            if None in ids:
+                raise ConfigError(f"stop_token_ids must be token ids, not {brief(self.stop_token_ids)}")
+            object.__setattr__(self, "stop_token_ids", ids)
         if any(not callable(processor) for processor in self.logits_processors or ()):
             raise ConfigError("logits_processors must be functions of (token_ids, logits)")
-        if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):
-            raise ConfigError(f"logit_bias maps token ids to numbers, not {self.logit_bias!r}")
-        for token, bias in (self.logit_bias or {}).items():
-            good = isinstance(token, int) and isinstance(bias, (int, float)) and token >= 0 and not math.isnan(bias)
-            if isinstance(token, bool) or not good:
-                raise ConfigError(f"logit_bias maps token ids to numbers, not {token!r} to {bias!r}")
+        if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, Mapping):
+                raise ConfigError(f"logit_bias maps token ids to numbers, not {brief(self.logit_bias)}")
+            biases = dict[int, float]()
+            for token, bias in self.logit_bias.items():
+                index, by = whole(token, 0), real(bias, -math.inf, math.inf)
+                if index is None or by is None or (isinstance(by, int) and abs(by) > 2**1000):
+                    raise ConfigError(f"logit_bias maps token ids to numbers, not {brief(token)} to {brief(bias)}")
+                biases[index] = by
+            object.__setattr__(self, "logit_bias", biases)
 
     @property
     def stops(self) -> list[str]:
@@ -299,19 +374,22 @@ class SpeculativeConfig:
 
     def __post_init__(self) -> None:
         k = self.num_speculative_tokens
-        if k not in (None, "auto") and (isinstance(k, bool) or not isinstance(k, int) or k < 0):
-            raise ConfigError(f"num_speculative_tokens must be 'auto' or a whole number of at least 0, not {k!r}")
-        if self.acceptance_method not in ACCEPTANCE_METHODS:
-            raise ConfigError(
-                f"acceptance_method {self.acceptance_method!r} is unknown; valid: {', '.join(ACCEPTANCE_METHODS)}"
-            )
+        if k is not None and k != "auto":
+            if (n := whole(k, 0)) is None:
+                raise ConfigError(
+                    f"num_speculative_tokens must be 'auto' or a whole number of at least 0, not {brief(k)}"
+                )
+            object.__setattr__(self, "num_speculative_tokens", n)
+        if not isinstance(rule := self.acceptance_method, str) or rule not in ACCEPTANCE_METHODS:
+            valid = ", ".join(ACCEPTANCE_METHODS)
+            raise ConfigError(f"acceptance_method {brief(rule)} is unknown; valid: {valid}{instead(rule)}")
         for name in ("posterior_threshold", "posterior_alpha"):
             if (value := getattr(self, name)) is None:
                 continue
             if self.acceptance_method != "typical":
                 raise ConfigError(f"{name} belongs to acceptance_method 'typical', not to {self.acceptance_method!r}")
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
-                raise ConfigError(f"{name} must be above 0 and at most 1, not {value!r}")
+            if not real(value, 0, 1):
+                raise ConfigError(f"{name} must be above 0 and at most 1, not {brief(value)}")
 
     @property
     def rule(self) -> Rule:
@@ -328,7 +406,9 @@ class SpeculativeConfig:
         if isinstance(config, SpeculativeConfig):
             return config
         if not isinstance(config, Mapping):
-            raise ConfigError(f"speculative_config must be a mapping such as {{'method': 'ngram'}}, not {config!r}")
+            raise ConfigError(
+                f"speculative_config must be a mapping such as {{'method': 'ngram'}}, not {brief(config)}"
+            )
         options = dict(config)
         method = options.pop("method", "draft_model" if "model" in options else None)
         if method is None:
@@ -343,11 +423,14 @@ class SpeculativeConfig:
         """From the short form `method:key=value,key=value`; `k` stands for num_speculative_tokens."""
         method, _, rest = text.partition(":")
         options: dict[str, Any] = {"method": method}
-        for item in filter(None, rest.split(",")):
+        for item in rest.split(",") if rest else ():
             key, equals, value = item.partition("=")
+            key = "num_speculative_tokens" if key == "k" else key
             if not equals:
-                raise ConfigError(f"--speculate {text!r}: {item!r} should be key=value, as in ngram:k=8")
-            options[{"k": "num_speculative_tokens"}.get(key, key)] = _literal(value)
+                raise ConfigError(f"--speculate {brief(text)}: {brief(item)} should be key=value, as in ngram:k=8")
+            if key in options:
+                raise ConfigError(f"--speculate {brief(text)}: {key} is given twice; give it once")
+            options[key] = _literal(value)
         return SpeculativeConfig.of(options)
 
 
@@ -378,10 +461,12 @@ class EngineConfig:
                 continue
             if item.name == "kv_offload":
                 if not isinstance(value, bool):
-                    raise ConfigError(f"kv_offload must be True or False, not {value!r}")
+                    raise ConfigError(f"kv_offload must be True or False, not {brief(value)}")
                 continue
-            least = 0 if item.name == "on_chip_layers" else 1
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError(f"{item.name} must be a whole number of at least {least}, not {value!r}")
+            least, most = int(item.name != "on_chip_layers"), 2**16 if item.name == "max_num_batched_tokens" else 2**62
+            if (n := whole(value, least, most)) is None:
+                bounds = f"at least {least}" + (f" and at most {most}" if most < 2**62 else "")
+                raise ConfigError(f"{item.name} must be a whole number of {bounds}, not {brief(value)}")
+            object.__setattr__(self, item.name, n)
         if self.on_chip_layers and not self.kv_offload:
             raise ConfigError("on_chip_layers needs kv_offload: without it all layers are on the device")

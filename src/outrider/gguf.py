@@ -62,6 +62,10 @@ class Stored:
             return self.blocks.view(plain).view(self.shape)
         return torch.from_numpy(expand(self.blocks.numpy(), GGMLQuantizationType[self.kind])).view(self.shape)
 
+    def rows(self, at: Tensor) -> Tensor:
+        """The numbers (n, inputs) of some rows of a matrix, by their indices (n,)."""
+        return Stored(self.kind, (len(at), self.shape[1]), self.blocks[at]).dense()
+
 
 class File:
     """An opened GGUF: `metadata` by key, and `stored(name)` by the names that Hugging Face gives the tensors.

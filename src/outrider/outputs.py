@@ -102,11 +102,11 @@ class GenerationOutput:
 
     text: str
     token_ids: list[int]
-    finish_reason: str  # "stop" or "length"; "abort" if it was cancelled, "running" if it goes on
+    finish_reason: str  # "stop", "length"; "abort" if it was cancelled, "error" if it failed, "running" if it goes on
     seed: int  # give it again to get the same tokens
     prompt_token_ids: list[int]
     drafted_by: list[str | None]  # per token, the drafter that guessed it; None = the target's own
-    metrics: dict[str, Any]  # speculative_decoding, timing, exactness, method
+    metrics: dict[str, Any]  # speculative_decoding, timing, exactness, method, drafter_error, ...
     logprobs: list[Logprob] | None = None
     index: int = 0  # which of the request's n outputs
     prompt: str | None = None

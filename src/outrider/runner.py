@@ -17,7 +17,7 @@ from torch import Tensor
 
 from outrider.config import SamplingParams
 from outrider.draft import Draft, Verdict
-from outrider.errors import ConfigError
+from outrider.errors import CheckpointError, ConfigError
 from outrider.kv import DenseKV, Entry, KVCache, Plan, QuantizedView, View, parse
 from outrider.kv.rows import NORMED, Rows
 from outrider.model import Model
@@ -117,13 +117,13 @@ class Runner:
         with torch.inference_mode():
             self._prefill(seqs, [self._catch_up(seq) for seq in seqs], leave=len(seqs))
 
-    def view(self, spec: str, alone: bool = False) -> Runner:
+    def view(self, text: str, alone: bool = False) -> Runner:
         """A runner of the same model that sees few keys: `streaming:budget=512`, ... (kv/views.py).
 
         It shares the keys that this one has verified; `alone`, it has a cache of its own, and reads texts of any length
-        through that. Raises ConfigError for a spec that cannot be.
+        through that. Raises ConfigError for one that cannot be.
         """
-        model, base, policy = self.model, self.base or self, parse(spec)
+        model, base, policy = self.model, self.base or self, parse(text)
         slab = DenseKV(model.config, model.dtype, model.device, policy.budget)
         if not alone:
             kind = QuantizedView if policy.name == "quantized" else View
@@ -223,6 +223,7 @@ def check_exactness(model: Model, kv: KVCache) -> str:
     across a key-block border: one at a time, as chains of many lengths, as the second branch of a tree if the attention
     promises that, and beside another sequence. All bit for bit, with as many threads as there are now. Where it does
     not promise it, a sequence that accepted another branch than the first counts as `law`: its keys lay in other slots.
+    Raises CheckpointError if what comes out is not finite.
     """
     runner = Runner(model, kv, chunk=64)  # small chunks: the check should not set the peak of memory
     generator = torch.Generator().manual_seed(0)
@@ -231,6 +232,7 @@ def check_exactness(model: Model, kv: KVCache) -> str:
         for linear in (layer.qkv, layer.o, layer.gate_up, layer.down, model.head):
             x = torch.randn(65, linear.in_features, generator=generator).to(model.device, model.dtype)
             full = linear(x)
+            _finite(full)
             parts = [slice(i, i + n) for n in (1, 2, 3, 8, 17, 33) for i in (0, 9)]
             if not all(torch.equal(linear(x[part]), full[part]) for part in parts):
                 return "law"
@@ -244,6 +246,7 @@ def check_exactness(model: Model, kv: KVCache) -> str:
         plain = []
         for token in draft.tokens[:alone]:
             plain.append(runner.extend([seq]).logits[0][0])
+            _finite(plain[-1])
             seq.tokens.append(token)
         del seq.tokens[length:]
         rows = runner.extend([seq], [draft]).logits[0]
@@ -261,3 +264,9 @@ def check_exactness(model: Model, kv: KVCache) -> str:
     finally:
         runner.free(seq)
         runner.free(other)
+
+
+def _finite(results: Tensor) -> None:
+    if not bool(results.isfinite().all()):
+        why = "its weights hold NaN or infinite numbers, or are too large for this dtype; try dtype='float32'"
+        raise CheckpointError(f"the model computes numbers that are not finite: {why}")

@@ -200,7 +200,7 @@ def process(logits: Tensor, row: Row) -> Tensor:
             logits = torch.where(seen, penalised.clamp(max=LARGEST), logits)
         logits -= p.frequency_penalty * output + p.presence_penalty * (output > 0)
     for token, bias in (p.logit_bias or {}).items():
-        logits[token] += min(bias, LARGEST)
+        logits[token] = (logits[token] + min(bias, LARGEST)).clamp(max=LARGEST)
     if row.position - seq.prompt_len < p.min_tokens and seq.eos:
         logits[[t for t in seq.eos if t < len(logits)]] = float("-inf")
     if not p.logits_processors or not math.isfinite(float(logits.max())):

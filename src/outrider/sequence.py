@@ -48,7 +48,8 @@ class Sequence:
         self.eos = frozenset(eos if not params.ignore_eos else ()) | frozenset(params.stop_token_ids or ())
         self.max_len = min(self.prompt_len + params.max_tokens, max_len or 2**62)
         self.finish_reason: str | None = None
-        self.stop_check: Callable[[int], bool] | None = None  # sees each appended token; True = a stop string ended
+        self.error: Exception | None = None  # what ended it, if its finish_reason is "error"
+        self.stop_check: Callable[[], bool] | None = None  # asked behind each appended token; True = it ends here
         self.parent: Sequence | None = None
         self.branched = False  # whether a branch was accepted whose keys lay, and were summed, in another order
         self.metrics = SpecMetrics()
@@ -86,8 +87,9 @@ class Sequence:
         if self.mirror is None or len(self.mirror.tokens) > len(self.tokens):
             self.mirror = object.__new__(Mirror)
             lists: dict[str, Any] = {k: copy(v) for k, v in vars(self.params).items() if isinstance(v, (list, dict))}
-            own = {"params": replace(self.params, **lists), "tokens": Tokens(), "memory": {}, "metrics": SpecMetrics()}
-            vars(self.mirror).update(vars(self) | own | {"stop_check": None, "mirror": None})
+            own = {"tokens": Tokens(), "params": replace(self.params, **lists), "memory": {}, "stop_check": None}
+            own |= {"metrics": SpecMetrics(inner=self.metrics.inner), "mirror": None}
+            vars(self.mirror).update(vars(self) | own)
         list.extend(self.mirror.tokens, self.tokens[len(self.mirror.tokens) :])
         vars(self.mirror).update(rule=rule, finish_reason=self.finish_reason)
         return self.mirror
@@ -96,13 +98,24 @@ class Sequence:
         """Append tokens until one of them ends the sequence; returns how many were taken."""
         for taken, token in enumerate(tokens, start=1):
             self.tokens.append(token)
-            if token in self.eos or (self.stop_check and self.stop_check(token)):
-                self.finish_reason = "stop"
-            elif self.room <= 0:
-                self.finish_reason = "length"
+            self.look_for_end()
             if self.finish_reason:
                 return taken
         return len(tokens)
+
+    def look_for_end(self) -> None:
+        """Set `finish_reason` if the last token ends the sequence; a failing `stop_check` ends it, too."""
+        try:
+            if self.tokens[-1] in self.eos or (self.stop_check and self.stop_check()):
+                self.finish_reason = "stop"
+            elif self.room <= 0:
+                self.finish_reason = "length"
+        except Exception as error:  # a caller's criterion, say: it raises what it likes, and ends its own request
+            self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        """End the sequence with an error."""
+        self.finish_reason, self.error = "error", error
 
 
 class Mirror(Sequence):

@@ -76,7 +76,7 @@ def step(
     gives what is no draft; and if `observe` raises, with the verdicts.
     """
     began = time.perf_counter()
-    k = k if any(seq.room > 1 for seq in seqs) else 0  # k counts nodes, not depth: what is too deep is clipped
+    k = min(k, MOST_NODES) if any(seq.room > 1 for seq in seqs) else 0  # counts nodes; what is too deep is clipped
     drafts = _drafts(drafter, seqs, k, rule, runner.model.config.vocab_size)
     drafted = time.perf_counter()
     output = runner.extend(seqs, drafts)

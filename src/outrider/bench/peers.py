@@ -43,18 +43,18 @@ class Peer(ABC):
     def close(self) -> None:  # noqa: B027
         """End what runs apart, if anything does."""
 
-    def measure(self, method: str, prompts: list[list[int]], max_tokens: int) -> Sample:
-        """Generate exactly `max_tokens` after each prompt."""
+    def measure(self, method: str, prompts: list[list[int]], lengths: list[int]) -> Sample:
+        """Generate exactly so many tokens after each prompt, whatever they are."""
         sample = Sample()
-        for ids in prompts:
-            tokens, (start, first, *rest), counts = self.generate(method, ids, max_tokens)
-            if len(tokens) != max_tokens:
-                raise RuntimeError(f"{len(tokens)} tokens, not {max_tokens}")
+        for ids, length in zip(prompts, lengths, strict=True):
+            tokens, (start, first, *rest), counts = self.generate(method, ids, length)
+            if len(tokens) != length:
+                raise RuntimeError(f"{len(tokens)} tokens, not {length}")
             sample.tokens.append(tokens)
             sample.first.append(first - start)
             sample.seconds += rest[-1] - first if rest else 0.0
             sample.timed += sum(counts[1:])
-            sample.emitted += max_tokens
+            sample.emitted += length
             sample.steps += len(counts)
         return sample
 
@@ -183,4 +183,6 @@ def check(spec: str) -> None:
 def make(spec: str, llm: LLM, configs: list[SpeculativeConfig], context: int) -> Peer:
     """A peer with the model of `llm`, for `context` tokens. Raises ConfigError if that cannot be."""
     name, _, weights = spec.partition(":")
+    if name != Ourselves.name and not (path := llm.checkpoint.path).is_dir():
+        raise ConfigError(f"peer {name} reads a checkpoint's folder, and {path} is a file; `outrider export` makes one")
     return PEERS[name].load(weights, llm, configs, context)

@@ -78,7 +78,7 @@ class Result:
     seed: int
     batch: int  # prompts that run together
     prompts: int
-    max_tokens: int  # new tokens per prompt, exactly
+    max_tokens: int  # new tokens per prompt; fewer where `new_tokens` says so
     tokens_per_second: float  # after the first forward, over all sequences; median of the repeats
     repeats: list[float]  # tokens per second of each
     speedup: float  # ratio of medians, against our plain decoding in the same rounds
@@ -104,6 +104,14 @@ class Result:
     notes: list[str]
     quantization: str | None = None
     repeated: float | None = None  # see `repeated`
+    new_tokens: int | None = None  # of all prompts together, once, if answers end where the model ends them
+
+    @property
+    def length(self) -> str:
+        """How much was written after each prompt."""
+        if self.new_tokens is None:
+            return f"{self.max_tokens} new tokens"
+        return f"{self.new_tokens} new tokens in all (answers, {self.max_tokens} at most)"
 
     def line(self) -> str:
         """As JSON."""
@@ -171,7 +179,7 @@ def remarks(group: list[Result]) -> list[str]:
     kv = max(x.kv_bytes or 0 for x in group)
     lines = [
         f"{r.model}, {r.quantization or r.dtype}, {law}, exactness {r.exactness}; prompts: {r.prompts} ({r.source}), "
-        f"batch {r.batch}, {r.max_tokens} new tokens; "
+        f"batch {r.batch}, {r.length}; "
         f"weights {r.weight_bytes / 1e6:,.1f} MB, keys and values {kv / 1e6:,.1f} MB.",
         f"{h['gpu'] or h['cpu']}, {h['threads']} threads on {h['cores']} cores, load {h['load']:.1f}; outrider "
         f"{r.versions['outrider']} ({r.commit}), torch {r.versions['torch']}, {r.date[:10]}.",

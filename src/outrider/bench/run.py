@@ -82,7 +82,7 @@ class Conditions:
 
     @property
     def params(self) -> SamplingParams:
-        """End of sequence is ignored: every run has exactly max_tokens new tokens."""
+        """End of sequence is ignored: every run has exactly max_tokens new tokens (but for what `Suite.answered`)."""
         return SamplingParams(
             temperature=self.temperature, top_p=self.top_p, seed=self.seed, max_tokens=self.max_tokens, ignore_eos=True
         )
@@ -179,16 +179,18 @@ def run(
     peer = peers.make(settings.peer, llm, settings.methods, context) if settings.peer else None
     kv_bytes: dict[str, int] = {}
 
-    def measure(ids: list[list[int]], method: str) -> Sample:
-        llm.speculative_config = methods[method]
+    ends = {suite.name: suite.answered(llm) for suite in suites}
+
+    def measure(suite: Suite, method: str) -> Sample:
+        llm.speculative_config, ids = methods[method], prompts[suite.name]
         longest = max(map(len, ids)) + settings.max_tokens
         each = llm.runner.kv.nbytes(longest) + llm.engine.drafter.kv_bytes(longest)
         kv_bytes[method] = each * min(settings.batch, len(ids))
         llm.generate(ids[: settings.batch], replace(params, max_tokens=min(WARM_UP_TOKENS, settings.max_tokens)))
-        return sample(llm, ids, params, settings.batch)
+        return sample(llm, ids, replace(params, ignore_eos=not ends[suite.name]), settings.batch)
 
     for suite in suites:
-        samples, _ = rounds(suite, list(methods), prompts[suite.name], settings.repeats, measure, report)
+        samples, _ = rounds(suite, list(methods), settings.repeats, measure, report)
         for name, passes in samples.items():
             config = methods[name]
             spoken = {"method": config.method, "acceptance_method": config.acceptance_method, **config.options}
@@ -197,25 +199,29 @@ def run(
                 settings, llm, suite, prompts[suite.name], passes, samples["plain"], method=name, engine="outrider",
                 speculative_config=spoken | {"num_speculative_tokens": _k(config)},
                 exactness=max(e for s in passes for e in s.exactness), kv_bytes=kv_bytes[name], notes=[],
-                weight_bytes=llm.runner.model.nbytes,
+                weight_bytes=llm.runner.model.nbytes, new_tokens=written(samples, ends[suite.name]),
             )  # fmt: skip
     if peer is None:
         return
     with closing(peer):
+        lengths: list[int] = []  # of plain decoding's outputs, which a peer's are to have
 
-        def measure_peer(ids: list[list[int]], method: str) -> Sample:
+        def measure_peer(suite: Suite, method: str) -> Sample:
             if method == "plain":  # ours again, so that ratios compare what ran side by side
-                return measure(ids, method)
+                ours = measure(suite, method)
+                lengths[:] = map(len, ours.tokens)
+                return ours
+            ids = prompts[suite.name]
             try:
-                peer.measure(method, ids[:1], WARM_UP_TOKENS)
-                return peer.measure(method, ids, settings.max_tokens)
+                peer.measure(method, ids[:1], [WARM_UP_TOKENS])
+                return peer.measure(method, ids, lengths)
             except Exception as error:  # another's code: it raises what it likes
                 reason = " ".join(str(error).split())[:300]
                 raise PeerFailed(f"{method}: {reason or type(error).__name__}") from error
 
         for suite in suites:
             names = ["plain", *peer.methods]
-            samples, failed = rounds(suite, names, prompts[suite.name], settings.repeats, measure_peer, report)
+            samples, failed = rounds(suite, names, settings.repeats, measure_peer, report)
             left_out = [f"Left out, for it failed: {reason}" for reason in failed]
             for line in left_out:
                 warn(f"{suite.name}: {line}")
@@ -224,15 +230,20 @@ def run(
                     settings, llm, suite, prompts[suite.name], samples[name], samples["plain"], method=name,
                     engine=peer.name, speculative_config=peer.methods[name], exactness=None, kv_bytes=None,
                     notes=[peer.note, *left_out], weight_bytes=peer.weight_bytes,
+                    new_tokens=written(samples, ends[suite.name]),
                 )  # fmt: skip
+
+
+def written(samples: dict[str, list[Sample]], ends: bool) -> int | None:
+    """How many tokens plain decoding wrote in a pass, if the model ends its answers."""
+    return sum(map(len, samples["plain"][0].tokens)) if ends else None
 
 
 def rounds(
     suite: Suite,
     methods: list[str],
-    prompts: list[list[int]],
     repeats: int,
-    measure: Callable[[list[list[int]], str], Sample],
+    measure: Callable[[Suite, str], Sample],
     report: Progress,
 ) -> tuple[dict[str, list[Sample]], list[str]]:
     """All methods in turn, `repeats` times: per method one sample each time, and why those left out failed."""
@@ -244,7 +255,7 @@ def rounds(
                 continue  # it failed; or plain is alone, to be compared with nothing
             report(f"{suite.name}, repeat {i + 1} of {repeats}: {method}", i * len(methods) + j, repeats * len(methods))
             try:
-                samples[method].append(measure(prompts, method))
+                samples[method].append(measure(suite, method))
             except PeerFailed as error:
                 del samples[method]
                 failed.append(str(error))
@@ -282,8 +293,7 @@ def compare(llm: LLM, prompts: list[list[int]], plain: list[list[int]], samples:
         got = next((s.tokens[i] for s in samples if s.tokens[i] != expected), None)
         if got is None:
             continue
-        assert len(got) == len(expected), "end of sequence was not ignored"
-        at = next(t for t, (ours, theirs) in enumerate(zip(expected, got, strict=True)) if ours != theirs)
+        at = next(t for t, (ours, theirs) in enumerate(zip(expected, got, strict=False)) if ours != theirs)
         llm.speculative_config = PLAIN
         vocab = llm.runner.model.config.vocab_size
         (output,) = llm.generate(prompt + expected[:at], max_tokens=1, temperature=0, logprobs=vocab, ignore_eos=True)

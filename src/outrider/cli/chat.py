@@ -238,6 +238,7 @@ def _reader(commands: list[str]) -> Callable[[str], str]:
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import WordCompleter
     from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+    from prompt_toolkit.shortcuts import CompleteStyle
 
     class Remembered(FileHistory):
         """Lines kept for the next run; that they cannot be is no reason to stop."""
@@ -254,6 +255,10 @@ def _reader(commands: list[str]) -> Callable[[str], str]:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # what is said here is nobody else's business
         path.chmod(0o600)
         history = Remembered(path)
-    completer = WordCompleter(commands, sentence=True)
-    session: PromptSession[str] = PromptSession(history=history, completer=completer, complete_while_typing=False)
+    session: PromptSession[str] = PromptSession(
+        history=history,
+        completer=WordCompleter(commands, sentence=True),
+        complete_while_typing=False,
+        complete_style=CompleteStyle.READLINE_LIKE,
+    )
     return session.prompt

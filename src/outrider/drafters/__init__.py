@@ -7,13 +7,17 @@ options.
 from __future__ import annotations
 
 import importlib
+import math
+import os
 import pkgutil
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from outrider.config import SpeculativeConfig
-from outrider.errors import ConfigError
+from outrider.config import DEEPEST, MOST_DRAFTERS, Rule, SpeculativeConfig, instead, real, whole
+from outrider.errors import ConfigError, OutriderError, brief, told
 from outrider.speculate import Drafter
 
 
@@ -24,9 +28,9 @@ def methods() -> list[str]:
 
 
 def find(method: str) -> type[Drafter]:
-    """The Drafter class of a method. Raises ConfigError, naming the valid ones."""
+    """The Drafter class of a method. Raises ConfigError for an unknown one, naming the valid ones, and a broken one."""
     if method not in methods():
-        raise ConfigError(f"method {method!r} is unknown; valid: {', '.join(methods())}")
+        raise ConfigError(f"method {brief(method)} is unknown; valid: {', '.join(methods())}{instead(method)}")
     if method in {module.name for module in pkgutil.iter_modules(__path__)}:
         module = importlib.import_module(f"{__name__}.{method}")
         (found,) = [
@@ -39,7 +43,9 @@ def find(method: str) -> type[Drafter]:
         try:
             found = point.load()
         except (Exception, SystemExit) as error:  # another package's code: it raises what it likes
-            raise ConfigError(f"method {method!r}: entry point {point.value} cannot be loaded: {error}") from error
+            raise ConfigError(
+                f"method {method!r}: entry point {point.value} cannot be loaded: {told(error)}"
+            ) from error
         if not (isinstance(found, type) and issubclass(found, Drafter)):
             raise ConfigError(f"entry point {point.value} of method {method!r} is not a Drafter class")
     found.name = method
@@ -74,20 +80,73 @@ def options(method: str) -> list[str]:
 
 def create(config: SpeculativeConfig) -> Drafter:
     """A drafter with its options set. Raises ConfigError for an unknown method, key or value type."""
+    _bound(config)
     kind = find(config.method)
     types = {f.name: getattr(f.type, "__name__", str(f.type)) for f in fields(kind) if f.init}  # a type or its name
-    given = dict(config.options)
+    given: dict[str, Any] = {k: str(v) if isinstance(v, Path) else v for k, v in config.options.items()}
     if config.num_speculative_tokens not in (None, "auto"):
         given["num_speculative_tokens"] = config.num_speculative_tokens
     for key, value in given.items():
         if key not in types:
-            raise ConfigError(f"method {config.method!r} has no option {key!r}; valid: method, {', '.join(types)}")
-        if types[key] in ("int", "float", "str", "bool") and not _fits(value, types[key]):
-            raise ConfigError(f"option {key!r} of method {config.method!r} must be {types[key]}, not {value!r}")
-    return kind(**given)
+            every = (f.name for f in fields(config) if f.name != "options")
+            valid = ", ".join(dict.fromkeys(("method", "num_speculative_tokens", *types, *every)))
+            raise ConfigError(f"method {config.method!r} has no option {brief(key)}; valid: {valid}{instead(key)}")
+        if types[key] in READERS:
+            given[key] = READERS[types[key]](value)
+            if given[key] is None:
+                raise ConfigError(
+                    f"option {key!r} of method {config.method!r} must be {types[key]}, not {brief(value)}"
+                )
+    try:
+        return kind(**given)
+    except OutriderError:
+        raise
+    except Exception as error:  # another package's code
+        raise ConfigError(f"method {config.method!r} does not accept these options: {told(error)}") from error
 
 
-def _fits(value: object, kind: str) -> bool:
-    if isinstance(value, bool) or kind == "bool":
-        return isinstance(value, bool) and kind == "bool"
-    return isinstance(value, {"int": (int,), "float": (int, float), "str": (str,)}[kind])
+def within(owner: str, config: Any) -> Drafter:
+    """A drafter inside another one's, which decides about acceptance and draft length. Raises ConfigError."""
+    named = isinstance(config, Mapping) and "acceptance_method" in config
+    config = SpeculativeConfig.of(config)
+    if named or config.rule != Rule():
+        raise ConfigError(f"acceptance_method belongs to the {owner}, not to one of its drafters")
+    if config.num_speculative_tokens == "auto":
+        raise ConfigError(f"num_speculative_tokens 'auto' belongs to the {owner}; give its drafters a number")
+    return create(config)
+
+
+def _bound(config: SpeculativeConfig) -> None:
+    """Raise ConfigError for drafters in drafters without end."""
+    nested, left = list[tuple[int, Any]]([(1, config)]), MOST_DRAFTERS
+    while nested:
+        depth, item = nested.pop()
+        options = item.options if isinstance(item, SpeculativeConfig) else item
+        if not isinstance(options, Mapping):
+            continue
+        left -= 1
+        if depth > DEEPEST or left < 0:
+            raise ConfigError(f"drafters in drafters: at most {MOST_DRAFTERS} in all, and {DEEPEST} one within another")
+        several = options.get("drafters")
+        nested += [(depth + 1, own) for own in (several[: left + 1] if isinstance(several, (list, tuple)) else ())]
+        nested += [(depth + 1, options.get("drafter"))]
+
+
+def _text(value: object) -> str | None:
+    value = os.fspath(value) if isinstance(value, os.PathLike) else value
+    return value if isinstance(value, str) else None
+
+
+READERS: dict[str, Callable[[object], object]] = {  # by the type of an option: its value, or None if it is no such
+    "int": lambda value: whole(value, -(2**62)),
+    "float": lambda value: real(value, -math.inf, math.inf),
+    "str": _text,
+    "bool": lambda value: value if isinstance(value, bool) else None,
+}
+
+
+def check(drafter: Drafter, **bounds: tuple[float, float]) -> None:
+    """Raise ConfigError for an option that lies outside its bounds (NaN does)."""
+    for name, (low, high) in bounds.items():
+        if not low <= (value := getattr(drafter, name)) <= high:
+            raise ConfigError(f"{name} must be at least {low} and at most {high:g}, not {value}")

@@ -7,13 +7,11 @@ outer `num_speculative_tokens`; the target verifies those. May be nested. (TriFo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.config import SpeculativeConfig, option
-from outrider.drafters import create
-from outrider.errors import ConfigError
+from outrider.config import option
+from outrider.drafters import within
 from outrider.kv import parse
 from outrider.speculate import Nested
 
@@ -30,7 +28,5 @@ class Cascade(Nested):
     )
 
     def __post_init__(self) -> None:
-        if isinstance(self.drafter, Mapping) and "acceptance_method" in self.drafter:
-            raise ConfigError("acceptance_method belongs to the cascade, not to its drafter")
         parse(self.view)
-        self.inner = create(SpeculativeConfig.of(self.drafter))
+        self.inner = within("cascade", self.drafter)

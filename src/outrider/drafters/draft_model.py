@@ -28,8 +28,8 @@ class DraftModel(Autoregressive):
     def __post_init__(self) -> None:
         if not self.model:
             raise ConfigError("method draft_model needs a 'model', such as {'method': ..., 'model': 'tiny-draft'}")
-        if self.kv:
-            parse(self.kv)
+        if self.kv and (name := parse(self.kv).name) != "streaming":
+            raise ConfigError(f"kv of a draft model can only be streaming, not {name}, which looks at all keys")
 
     def attach(self, target: Runner, load: Callable[[str], Runner]) -> None:
         """Load the draft model, or take the one already loaded."""

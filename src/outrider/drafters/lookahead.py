@@ -20,8 +20,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from outrider.config import option
+from outrider.config import MOST_NODES, option
 from outrider.draft import Draft, Verdict
+from outrider.drafters import check
 from outrider.errors import ConfigError
 from outrider.runner import Output
 from outrider.sampling import Row, choose, few_threads, likeliest
@@ -75,9 +76,9 @@ class Lookahead(Drafter):
     shared_pool: bool = option(False, "one pool for all sequences")
 
     def __post_init__(self) -> None:
-        for name, least in (("window_size", 1), ("ngram_size", 2), ("guess_set_size", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} must be at least {least}, not {getattr(self, name)}")
+        check(self, window_size=(1, MOST_NODES), ngram_size=(2, 16), guess_set_size=(1, MOST_NODES))
+        if (nodes := self.window_size * (self.ngram_size - 1)) > MOST_NODES:
+            raise ConfigError(f"window_size * (ngram_size - 1) must be at most {MOST_NODES}, not {nodes}")
         if self.num_speculative_tokens < 0:
             self.num_speculative_tokens = self.guess_set_size * (self.ngram_size - 1)
         self.pool = Pool(self.guess_set_size)

@@ -30,9 +30,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from outrider.config import option
+from outrider.config import MOST_NODES, option, real, whole
 from outrider.draft import Draft, Verdict
-from outrider.errors import CheckpointError, ConfigError, VocabularyMismatch
+from outrider.errors import CheckpointError, ConfigError, VocabularyMismatch, brief, told
 from outrider.load import find
 from outrider.ops import Linear
 from outrider.runner import Output, Runner
@@ -42,7 +42,7 @@ from outrider.speculate import Drafter
 
 FILES = ("model.safetensors", "medusa_lm_head.safetensors", "medusa_lm_head.pt")
 NAME = re.compile(r"(?:medusa_head\.)?(\d+\.\d+\.(?:linear\.)?(?:weight|bias))")
-TOKEN_NORM = 16.0  # of the last token's embedding: about 1 per element where that is a few hundred
+TOKEN_NORM = 16.0  # of the last token's embedding, for heads whose config has no `token_norm`
 UNMEASURED = tuple(tuple(0.6 * 0.75**head * 0.3**rank for rank in range(10)) for head in range(16))
 Accuracies = tuple[tuple[float, ...], ...]
 Ranks = tuple[int, ...]
@@ -85,6 +85,7 @@ class Medusa(Drafter):
         self.target, path = target.model, find(self.model)
         config, tensors = _read(path)
         hidden, vocab = self.target.config.hidden_size, self.target.config.vocab_size
+        self.token_norm = config["token_norm"]
         count = 1 + max(int(name.split(".")[0]) for name in tensors)
         blocks = sum(name.startswith("0.") and name.endswith("bias") for name in tensors)
         own = tensors.get(f"0.{blocks}.weight")  # a projection of their own
@@ -147,7 +148,7 @@ class Medusa(Drafter):
         """Per sequence and head the `width` tokens that are most expected."""
         x = torch.stack([hidden[row] for _, _, hidden, row in (self.seen[seq.id] for seq in seqs)])
         last = torch.tensor([seq.tokens[-1] for seq in seqs], device=x.device)
-        token = TOKEN_NORM * F.normalize(F.embedding(last, self.target.embedding).to(x.dtype))
+        token = self.token_norm * F.normalize(self.target.embed(last))
         states = []
         for head in self.heads:
             state = x
@@ -178,14 +179,18 @@ def _draft(tree: list[Ranks], candidates: list[list[int]]) -> Draft:
 
 def _paths(choices: list[list[int]]) -> list[Ranks]:
     """The choices, checked. Raises ConfigError."""
-    try:
-        paths = [tuple(map(int, path)) for path in choices]
-        fits = all(min(p) >= 0 and p[:-1] in ((), *paths[:i]) and p not in paths[:i] for i, p in enumerate(paths))
-        if paths and fits:
-            return paths
-    except (TypeError, ValueError):
-        pass
-    raise ConfigError(f"choices are paths of ranks, each once and after its parent: [[0], [0, 0], [1]], not {choices}")
+    lists = isinstance(choices, (list, tuple)) and all(isinstance(path, (list, tuple)) for path in choices)
+    paths, known = list[Ranks](), {()}
+    for path in choices if lists and len(choices) <= MOST_NODES else ():
+        ranks = tuple(whole(rank, 0, MOST_NODES) for rank in path)
+        if not ranks or None in ranks or ranks[:-1] not in known or ranks in known:
+            break
+        paths.append(ranks)  # type: ignore[arg-type]
+        known.add(ranks)  # type: ignore[arg-type]
+    if paths and len(paths) == len(choices):
+        return paths
+    what = f"at most {MOST_NODES} paths of ranks, each once and after its parent: [[0], [0, 0], [1]]"
+    raise ConfigError(f"choices are {what}, not {brief(choices)}")
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -196,11 +201,22 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
         config = json.loads((path / "config.json").read_text("utf-8"))
         measured = config.get("accuracies", UNMEASURED)
-        config["accuracies"] = tuple(tuple(min(1.0, max(0.0, share)) for share in ranks) for ranks in measured)
+        config["accuracies"] = tuple(
+            tuple(min(1.0, max(0.0, float(share))) for share in ranks[:MOST_NODES]) for ranks in measured
+        )
+        config["token_norm"] = real(config.get("token_norm", TOKEN_NORM), 0, 1e6)
         loaded = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
         found = {match[1]: tensor for name, tensor in loaded.items() if (match := NAME.fullmatch(name))}
     except Exception as error:  # unpickling raises what it likes
-        raise CheckpointError(f"{path}: the heads cannot be read: {' '.join(str(error).split())[:200]}") from None
+        raise CheckpointError(f"{path}: the heads cannot be read: {told(error)}") from None
     if not found:
         raise CheckpointError(f"{file} holds no heads: no tensor is named like 0.0.linear.weight")
+    if not config["token_norm"]:
+        raise CheckpointError(f"{path}: config.json's token_norm must be a number above 0")
+    for name, tensor in found.items():
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or not 1 <= tensor.ndim <= 2:
+            what = f"{tuple(tensor.shape)} of {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise CheckpointError(f"{file}: {name} should be a matrix or vector of floats, not {what}")
+        if not bool(tensor.isfinite().all()):
+            raise CheckpointError(f"{file}: {name} holds NaN or infinite numbers")
     return config, found

@@ -15,13 +15,12 @@ Riders, which no verification pays for, are not counted in the budget.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from outrider.config import SpeculativeConfig
 from outrider.draft import Draft, Verdict
-from outrider.drafters import create
+from outrider.drafters import within
 from outrider.errors import ConfigError
 from outrider.runner import Output, Runner
 from outrider.sequence import Sequence
@@ -40,10 +39,7 @@ class Merge(Drafter):
     def __post_init__(self) -> None:
         if not isinstance(self.drafters, (list, tuple)) or not self.drafters:
             raise ConfigError("method merge needs 'drafters', a list such as [{'method': 'ngram'}, {'model': ...}]")
-        for given in self.drafters:
-            if isinstance(given, Mapping) and "acceptance_method" in given:
-                raise ConfigError("acceptance_method belongs to the merge, not to one of its drafters")
-        self.parts = [create(SpeculativeConfig.of(given)) for given in self.drafters]
+        self.parts = [within("merge", given) for given in self.drafters]
         self.vocab = 2**63
         self.merged: dict[int, tuple[Draft, list[list[int]]]] = {}  # by sequence: the last draft and who sent what
 

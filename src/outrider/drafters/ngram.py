@@ -11,16 +11,19 @@ from dataclasses import dataclass, field
 
 from outrider.config import option
 from outrider.draft import Draft
+from outrider.drafters import check
 from outrider.errors import ConfigError
 from outrider.sequence import Sequence
 from outrider.speculate import Drafter
+
+LONGEST = 32  # tokens of an n-gram: each length has an entry per token, of some 0.1 kB
 
 
 @dataclass
 class Index:
     """Where each n-gram of a sequence's settled tokens last ended with something after it."""
 
-    ends: dict[tuple[int, ...], int] = field(default_factory=dict)
+    ends: dict[int, int] = field(default_factory=dict)  # by hash: a collision makes a bad guess, no more
     upto: int = 0  # ends below this are entered
 
 
@@ -38,6 +41,7 @@ class Ngram(Drafter):
                 "prompt_lookup_min must be at least 1 and at most prompt_lookup_max, "
                 f"not {self.prompt_lookup_min} and {self.prompt_lookup_max}"
             )
+        check(self, prompt_lookup_max=(1, LONGEST))
         self.indexes: dict[int, Index] = {}
 
     def propose(self, seqs: list[Sequence], k: int) -> list[Draft]:
@@ -54,10 +58,10 @@ class Ngram(Drafter):
         for end in range(max(1, index.upto), seq.settled):  # tokens[end] exists: the n-gram has a continuation
             for n in sizes:
                 if n <= end:
-                    index.ends[tuple(tokens[end - n : end])] = end
+                    index.ends[hash(tuple(tokens[end - n : end]))] = end
         index.upto = max(index.upto, seq.settled)
         for n in sizes:
-            at = index.ends.get(tuple(tokens[-n:])) if n < len(tokens) else None
+            at = index.ends.get(hash(tuple(tokens[-n:]))) if n < len(tokens) else None
             if at is not None:
                 copied: list[int] = []
                 for i in range(at, at + k):

@@ -15,9 +15,10 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from outrider.config import option
+from outrider.config import MOST_NODES, option
 from outrider.datastore import Store
 from outrider.draft import Draft
+from outrider.drafters import check
 from outrider.errors import ConfigError
 from outrider.runner import Runner
 from outrider.sequence import Sequence
@@ -39,11 +40,7 @@ class Rest(Drafter):
     def __post_init__(self) -> None:
         if not self.datastore:
             raise ConfigError("method rest needs a 'datastore', a file made by `outrider datastore build`")
-        if self.max_token_span < 2 or self.max_continuation < 1:
-            raise ConfigError(
-                "max_token_span must be at least 2 and max_continuation at least 1, "
-                f"not {self.max_token_span} and {self.max_continuation}"
-            )
+        check(self, max_token_span=(2, MOST_NODES), max_continuation=(1, MOST_NODES))
         self.store = Store(self.datastore)
 
     def attach(self, target: Runner, load: Callable[[str], Runner]) -> None:

@@ -20,9 +20,9 @@ from collections import deque
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
-from outrider.config import option
+from outrider.config import MOST_NODES, option
 from outrider.draft import Draft
-from outrider.errors import ConfigError
+from outrider.drafters import check
 from outrider.sequence import Sequence
 from outrider.speculate import Drafter
 
@@ -117,10 +117,13 @@ class Suffix(Drafter):
     tree: bool = option(False, "guess branches, too; without the kernels, taking another than the first costs bitwise")
 
     def __post_init__(self) -> None:
-        for name, low, high in (("max_tree_depth", 1, 1e9), ("max_cached_requests", 0, 1e9),
-                                ("max_spec_factor", 0, 1e9), ("min_token_prob", 0, 1)):  # fmt: skip
-            if not low <= (value := getattr(self, f"suffix_decoding_{name}")) <= high:
-                raise ConfigError(f"suffix_decoding_{name} must be at least {low} and at most {high:g}, not {value}")
+        check(
+            self,
+            suffix_decoding_max_tree_depth=(1, MOST_NODES),
+            suffix_decoding_max_cached_requests=(0, 1e9),
+            suffix_decoding_max_spec_factor=(0, 1e9),
+            suffix_decoding_min_token_prob=(0, 1),
+        )
         self.indexes: dict[int, Index] = {}
         self.past, self.text, self.lengths = Index(), array("i"), deque[int]()
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.config import SpeculativeConfig, option
-from outrider.drafters import create
+from outrider.config import MOST_NODES, SpeculativeConfig, option
+from outrider.drafters import check, create
 from outrider.errors import ConfigError
 from outrider.kv import parse
 from outrider.speculate import Nested
@@ -30,7 +30,9 @@ class TriForce(Nested):
     def __post_init__(self) -> None:
         if not self.model:
             raise ConfigError("method triforce needs a 'model', such as {'method': ..., 'model': 'tiny-draft'}")
+        check(self, inner_speculative_tokens=(1, MOST_NODES), draft_cache_budget=(6, 2**30), chunk_size=(1, 2**20))
+        self.view = f"retrieval:budget={self.retrieval_budget},chunk={self.chunk_size}"
+        least = parse(f"retrieval:budget={2**30},chunk={self.chunk_size}").least
+        check(self, retrieval_budget=(least, 2**30))
         options = {"model": self.model, "kv": f"streaming:budget={self.draft_cache_budget}"}
         self.inner = create(SpeculativeConfig("draft_model", self.inner_speculative_tokens, options=options))
-        self.view = f"retrieval:budget={self.retrieval_budget},chunk={self.chunk_size}"
-        parse(self.view)

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import os
 import secrets
+import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
 from outrider.config import EngineConfig, Rule, SamplingParams, promised
 from outrider.control import Controller
+from outrider.draft import Verdict
+from outrider.engine.guard import Guard
 from outrider.engine.text import TextStream
-from outrider.errors import ConfigError, EmptyPrompt, RequestError, RequestTooLong
+from outrider.engine.turn import Turn
+from outrider.errors import ConfigError, EmptyPrompt, OutOfMemory, RequestError, RequestTooLong
 from outrider.outputs import GenerationOutput, Logprob, Timing
 from outrider.runner import Runner
 from outrider.sequence import Sequence
@@ -24,26 +30,42 @@ from outrider.speculate import Drafter, StepTimes, step
 from outrider.verify import COUPLED
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
-    """One sequence on its way through the engine, and what is known of it so far."""
+    """One sequence on its way through the engine, and what is known of it so far.
+
+    A step may be under way in another thread: of `seq`'s output, the first `ready` tokens may be read.
+    """
 
     seq: Sequence
-    stream: TextStream
-    method: str
+    method: str = "none"
     index: int = 0
+    ready: int = 0
+    drafter_error: str | None = None  # what the drafter was switched off by, if it was before the end
+    finished: bool = False  # no more tokens will come, and what it held is given back
     drafted_by: list[str | None] = field(default_factory=list)  # per output token
     logprobs: list[Logprob] = field(default_factory=list)
     timing: Timing = field(default_factory=Timing)
 
     @property
-    def finished(self) -> bool:
-        """Whether no more tokens will come."""
-        return self.seq.finish_reason is not None
+    def error(self) -> Exception | None:
+        """What ended it, if it failed."""
+        return self.seq.error if self.finished else None
+
+    @property
+    def spoken(self) -> int:
+        """How many of the ready tokens have a text: the one that ends a sequence by itself has none."""
+        tokens = self.seq.tokens
+        return self.ready - (self.finished and self.seq.finish_reason == "stop" and tokens[-1] in self.seq.eos)
 
 
 class Engine:
-    """Runs requests on one target runner with one drafter. Not thread-safe: one thread steps it."""
+    """Runs requests on one target runner with one drafter.
+
+    Any thread may call anything here. One thread steps at a time, for all: callers whose requests run at once share its
+    forwards, and each has its tokens as soon as they are there. What goes wrong with one request ends that one
+    (`finish_reason` "error") and no other; what goes wrong in the drafter ends the drafting.
+    """
 
     def __init__(
         self,
@@ -55,34 +77,70 @@ class Engine:
         exactness: str = "law",
         rule: Rule = COUPLED,
     ) -> None:
-        self.runner, self.drafter, self.k = runner, drafter, k
-        self.controller = Controller()  # asked if k is None
-        self.config, self.tokenizer, self.exactness, self.rule = config, tokenizer, exactness, rule
+        self.runner, self.config, self.tokenizer, self.exactness = runner, config, tokenizer, exactness
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.max_len = config.max_model_len or runner.max_len
         if self.max_len > runner.max_len:
             raise ConfigError(f"max_model_len {self.max_len} is over the model's context of {runner.max_len}; lower it")
         self.kv_memory = config.kv_memory or int(0.9 * free_memory(runner.model.device))
+        self._turn = Turn()
+        self._doomed: deque[Request] = deque()  # aborted; taken away between two steps
+        self.draft_with(drafter, k, rule)
 
-    def add(self, prompt: list[int], params: SamplingParams) -> list[Request]:
+    def draft_with(self, drafter: Drafter, k: int | None, rule: Rule = COUPLED) -> None:
+        """Use another drafter, attached to the runner; k nodes a step, None: a Controller's choice."""
+        self.drafter, self.guard, self.k, self.rule, self.controller = drafter, Guard(drafter), k, rule, Controller()
+
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """The engine to oneself, where no request runs or starts. Raises ConfigError if there are any."""
+        with self._held():
+            self._sweep()
+            if self.running or self.waiting:
+                raise ConfigError(
+                    f"{len(self.running) + len(self.waiting)} requests are running; change how drafts are made when "
+                    "they have ended, and close streams that are not read to their end"
+                )
+            yield
+
+    def add(
+        self, prompt: list[int], params: SamplingParams, ends: Callable[[list[int]], bool] | None = None
+    ) -> list[Request]:
         """Queue a prompt; one request for each of the n outputs asked for.
 
+        `ends(tokens)`, in place of stop strings, is asked behind each new token whether the sequence ends there.
+
         Raises EmptyPrompt, RequestError for impossible token ids, and RequestTooLong, before anything runs, if the
-        context or the memory cannot hold prompt and output.
+        context or the memory cannot hold prompt and output; ConfigError if another engine runs requests on this cache.
         """
         self._check(prompt, params)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         requests = []
         for i in range(params.n):
             seq = Sequence(prompt, params, (seed + i) % 2**64, eos=self.runner.model.config.eos, max_len=self.max_len)
-            request = Request(seq, TextStream(self.tokenizer, params), self.drafter.name, i)
-            request.seq.metrics.num_spec_tokens = self.controller.limit if self.k is None else self.k
-            if params.stops:
-                seq.stop_check = lambda token, stream=request.stream: stream.feed([token])
-            requests.append(request)
-        self.waiting.extend(requests)
+            seq.stop_check = self._stop_check(seq, ends)
+            requests.append(Request(seq, self.drafter.name, i))
+        with _claiming:
+            self._claim()
+            self.waiting.extend(requests)
         return requests
+
+    def _claim(self) -> None:
+        """Become the cache's engine: two that both count on all of its memory cannot run at once."""
+        owner = _owners.get(key := id(self.runner.kv))
+        if owner is not self:
+            if owner is not None and (owner.running or owner.waiting):
+                raise ConfigError("another engine runs requests on this cache; let them end, or use that engine")
+            _owners[key] = self
+
+    def _stop_check(self, seq: Sequence, ends: Callable[[list[int]], bool] | None) -> Callable[[], bool] | None:
+        if ends is not None:
+            return lambda: ends(seq.tokens)
+        if not seq.params.stops:
+            return None
+        text = TextStream(self.tokenizer, seq.params, seq.tokens)
+        return lambda: text.feed(seq.tokens[seq.prompt_len + text.count :])
 
     def _check(self, prompt: list[int], params: SamplingParams) -> None:
         vocab, need = self.runner.model.config.vocab_size, len(prompt) + params.max_tokens
@@ -108,7 +166,7 @@ class Engine:
             )
 
     def _kv_bytes(self, tokens: int) -> int:
-        return self.runner.kv.nbytes(tokens) + self.drafter.kv_bytes(tokens)
+        return self.runner.kv.nbytes(tokens) + self.guard.kv_bytes(tokens)
 
     def _admit(self) -> None:
         held = sum(self._kv_bytes(r.seq.max_len) for r in self.running)
@@ -116,86 +174,221 @@ class Engine:
             held += self._kv_bytes(self.waiting[0].seq.max_len)
             if self.running and held > self.kv_memory:
                 break
-            self.running.append(self.waiting.popleft())
+            request = self.waiting.popleft()
+            request.method = self.drafter.name
+            request.seq.metrics.num_spec_tokens = self.controller.limit if self.k is None else self.k
+            self.running.append(request)
 
-    def step(self) -> list[tuple[Request, list[int]]]:
-        """One forward for all running requests; returns each with its new tokens. Nothing to do: an empty list."""
-        self._admit()
-        if not self.running:
-            return []
-        times, running = StepTimes(), self.running
-        k = self.controller.plan(len(running)) if self.k is None else self.k
-        with torch.inference_mode():
-            verdicts = step(self.runner, self.drafter, [r.seq for r in running], k, times, self.rule)
-        for verdict in verdicts:
-            if verdict.error:
-                raise verdict.error
-        if all(r.timing.first_token for r in running):  # a step that reads prompts says nothing about the next
-            self.controller.learn(k, verdicts, times.rows, times.draft, times.target)
-        news = []
-        now = time.perf_counter()
-        for request, verdict in zip(running, verdicts, strict=True):
-            accepted, t = len(verdict.path), request.timing
-            request.seq.metrics.add(verdict.drafted, accepted, len(verdict.tokens))
-            by = [self.drafter.name] * accepted + [None] * (len(verdict.tokens) - accepted)
-            request.drafted_by += by
-            request.logprobs += verdict.logprobs
-            if t.first_token:  # the first step is prefill: reported as time to first token
-                t.decode, t.draft, t.target = t.decode + times.total, t.draft + times.draft, t.target + times.target
-            else:
-                t.first_token, t.first_tokens = now - t.started, len(verdict.tokens)
-            news.append((request, verdict.tokens))
-        for request in running:
-            if request.finished:
-                request.timing.total = now - request.timing.started
-                self._release(request)
-        self.running = [r for r in running if not r.finished]
-        return news
+    # --- stepping -----------------------------------------------------------------------------------------------------
 
-    def abort(self, request: Request) -> None:
-        """Stop a request and give its memory back; what it has stays readable."""
-        if not any(r is request for r in (*self.running, *self.waiting)):
-            return  # it has ended by itself
-        request.seq.finish_reason = request.seq.finish_reason or "abort"
-        request.timing.total = time.perf_counter() - request.timing.started
-        self.running = [r for r in self.running if r is not request]
-        self.waiting = deque(r for r in self.waiting if r is not request)
-        self._release(request)
+    def step(self, unless: Callable[[], bool] = lambda: False) -> list[tuple[Request, list[int]]]:
+        """One forward for all running requests; returns those that go on, or end well, with their new tokens.
+
+        While another thread steps, waits for that; then, if `unless()` holds, does nothing. Nothing to do: an empty
+        list. Raises RequestError if called by what a step calls.
+        """
+        with self._held(unless) as mine:
+            return self._advance() if mine else []
+
+    @contextmanager
+    def _held(self, unless: Callable[[], bool] = lambda: False) -> Iterator[bool]:
+        try:
+            with self._turn.held(unless) as mine:
+                yield mine
+        finally:
+            self._bury()
+
+    def drive(self, done: Callable[[], bool]) -> None:
+        """Step until `done()`, by turns with other threads that do."""
+        while not done():
+            self.step(unless=done)
 
     def run(self) -> Iterator[tuple[Request, list[int]]]:
         """Step until nothing is left."""
         while self.waiting or self.running:
             yield from self.step()
 
-    def _release(self, request: Request) -> None:
-        self.runner.free(request.seq)
-        self.drafter.forget(request.seq)
-        request.seq.memory.clear()
+    def finish(self, requests: list[Request]) -> None:
+        """Step until these requests have ended. Raises the error of one that failed, as soon as it has.
+
+        Then, or if it is interrupted, the others of them are aborted.
+        """
+        try:
+            self.drive(lambda: all(r.finished for r in requests) or any(r.error for r in requests))
+            for request in requests:
+                if request.error:
+                    raise request.error
+        finally:
+            for request in requests:
+                self.abort(request)
+
+    def follow(self, request: Request) -> Iterator[list[int]]:
+        """The output tokens of a request, in the blocks they come in, to the end; then its error is raised, if any."""
+        seq, read = request.seq, 0
+
+        def news() -> bool:
+            return request.finished or request.ready > read
+
+        while not request.finished or request.ready > read:
+            self.drive(news)
+            begin, read = read, request.ready
+            yield seq.tokens[seq.prompt_len + begin : seq.prompt_len + read]
+        if request.error:
+            raise request.error
+
+    def _advance(self) -> list[tuple[Request, list[int]]]:
+        self._sweep()
+        self._admit()
+        if not self.running:
+            return []
+        times, running = StepTimes(), self.running
+        k = self.controller.plan(len(running)) if self.k is None else self.k
+        try:
+            news = self._forward(running, 0 if self.guard.failure else k, times)
+            if times.rows and len(news) == len(running) and all(r.timing.first_token for r in running):
+                # not a step that reads prompts, or was cut short: those say nothing about the next
+                verdicts = [verdict for _, verdict in news]
+                self.controller.learn(k, verdicts, times.rows, times.draft, times.target)
+            now = time.perf_counter()
+            for request, verdict in news:
+                self._account(request, verdict, times, now)
+            return [(request, verdict.tokens) for request, verdict in news]
+        finally:  # an interrupt may have come anywhere; it is the caller's, the requests need not be
+            for request in running:
+                self._publish(request)
+            self._sweep()
+
+    def _forward(self, requests: list[Request], k: int, times: StepTimes | None) -> list[tuple[Request, Verdict]]:
+        """One step for all of them; if that fails, one for each alone, and whose own fails ends with the error.
+
+        By Laws 1 and 2 the others' tokens are the same in any company.
+        """
+        lengths = [len(request.seq.tokens) for request in requests]
+        try:
+            with torch.inference_mode():
+                verdicts = step(self.runner, self.guard, [request.seq for request in requests], k, times, self.rule)
+        except Exception as error:
+            news = []
+            for request, length in zip(requests, lengths, strict=True):
+                if len(requests) > 1 and len(request.seq.tokens) == length:
+                    news += self._forward([request], k, None)
+                else:
+                    self._fail(request, error)
+            return news
+        for request, verdict in zip(requests, verdicts, strict=True):
+            if verdict.error:
+                self._fail(request, verdict.error)
+        return [(r, verdict) for r, verdict in zip(requests, verdicts, strict=True) if not verdict.error]
+
+    def _account(self, request: Request, verdict: Verdict, times: StepTimes, now: float) -> None:
+        accepted, t = len(verdict.path), request.timing
+        request.seq.metrics.add(verdict.drafted, accepted, len(verdict.tokens))
+        request.drafted_by += [self.drafter.name] * accepted + [None] * (len(verdict.tokens) - accepted)
+        request.logprobs += verdict.logprobs
+        if t.first_token:  # the first step is prefill: reported as time to first token
+            t.decode, t.draft, t.target = t.decode + times.total, t.draft + times.draft, t.target + times.target
+        else:
+            t.first_token, t.first_tokens = now - t.started, len(verdict.tokens)
+
+    def _publish(self, request: Request) -> None:
+        """Show what a step has brought, and take the request away if it has ended."""
+        if request.finished:
+            return
+        seq = request.seq
+        ready = len(seq.tokens) - seq.prompt_len
+        if unaccounted := ready - len(request.drafted_by):  # the step was interrupted behind these
+            request.drafted_by += [None] * unaccounted
+            if not seq.finish_reason:
+                seq.look_for_end()
+        request.ready = ready
+        if seq.finish_reason:
+            self._end(request, seq.finish_reason)
+
+    # --- endings ------------------------------------------------------------------------------------------------------
+
+    def abort(self, request: Request) -> None:
+        """Stop a request and give its memory back, at once or when the step under way has ended.
+
+        What it has stays readable. Never waits, so destructors may call it; a request that has ended is left as it is.
+        """
+        if not request.finished:
+            self._doomed.append(request)
+            self._bury()
+
+    def _bury(self) -> None:
+        """Take away what is aborted, unless a thread has the turn: that one looks again when it has given it back."""
+        while self._doomed and self._turn.take_at_once():
+            try:
+                self._sweep()
+            finally:
+                self._turn.give()
+
+    def _sweep(self) -> None:
+        while self._doomed:
+            request = self._doomed.popleft()
+            if request in self.waiting:
+                self.waiting.remove(request)
+            if not request.finished:
+                self._end(request, "abort")
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        request.seq.fail(_typed(error))
+        self._publish(request)
+
+    def _end(self, request: Request, reason: str) -> None:
+        request.seq.finish_reason, request.drafter_error = reason, self.guard.failure
+        request.timing.total = time.perf_counter() - request.timing.started
+        self.running = [r for r in self.running if r is not request]
+        try:
+            self.runner.free(request.seq)
+            self.guard.forget(request.seq)
+        finally:
+            request.seq.memory.clear()
+            request.seq.stop_check = None
+            request.finished = True
+
+    # --- results ------------------------------------------------------------------------------------------------------
 
     def output(self, request: Request) -> GenerationOutput:
-        """A request's result so far."""
-        seq, stream = request.seq, request.stream
-        tokens = seq.output
-        ended_by_token = seq.finish_reason == "stop" and not stream.stopped  # eos or a stop token: not part of the text
-        stream.feed(tokens[len(stream.tokens) : len(tokens) - ended_by_token], final=True)
+        """A request's result so far; it may go on."""
+        seq, ready, rule = request.seq, request.ready, self.rule.method
+        text = TextStream(self.tokenizer, seq.params, seq.tokens[: seq.prompt_len])
+        tokens = seq.tokens[seq.prompt_len : seq.prompt_len + ready]
+        text.feed(tokens[: request.spoken], final=request.finished)
+        exactness = promised(rule, "law" if seq.branched else self.exactness)
         return GenerationOutput(
-            text=stream.text,
+            text=text.text,
             token_ids=tokens,
-            finish_reason=seq.finish_reason or "running",
+            finish_reason=seq.finish_reason if seq.finish_reason and request.finished else "running",
             seed=seq.seed,
             prompt_token_ids=seq.tokens[: seq.prompt_len],
-            drafted_by=request.drafted_by,
+            drafted_by=request.drafted_by[:ready],
             metrics={
                 "method": request.method,
-                "acceptance_method": (rule := self.rule.method),
-                "exactness": (exactness := promised(rule, "law" if seq.branched else self.exactness)),
+                "drafter_error": request.drafter_error,
+                "acceptance_method": rule,
+                "exactness": exactness,
                 "lossless": exactness != "lossy",
-                "speculative_decoding": request.seq.metrics.as_dict(),
-                "timing": request.timing.as_dict(len(tokens)),
+                "speculative_decoding": seq.metrics.as_dict(),
+                "timing": request.timing.as_dict(ready),
             },
-            logprobs=request.logprobs if seq.params.logprobs is not None else None,
+            logprobs=request.logprobs[:ready] if seq.params.logprobs is not None else None,
             index=request.index,
         )
+
+
+_owners: WeakValueDictionary[int, Engine] = WeakValueDictionary()  # by id of the cache, which outlives its engine
+_claiming = threading.Lock()
+
+
+def _typed(error: Exception) -> Exception:
+    """Memory that ran out by whatever name, as our error; all else as it is."""
+    words = ("can't allocate memory", "not enough memory", "out of memory")
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(w in str(error) for w in words)):
+        typed = OutOfMemory("memory ran out under this request; lower max_num_batched_tokens, max_num_seqs or the load")
+        typed.__cause__ = error
+        return typed
+    return error
 
 
 def free_memory(device: torch.device) -> int:

@@ -2,56 +2,108 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from outrider.config import SamplingParams
 
+BROKEN = "\ufffd"  # stands where bytes make no character, or not yet
+WINDOW = 16  # tokens that are decoded together: some decoders let the first one's space go, others join neighbours
+PATIENCE = 64  # tokens without a whole character; more are not waited for
+
 
 class TextStream:
-    """Text of a growing output.
+    """Text of a growing output, told apart from its prompt's: what decoding both adds behind decoding the prompt.
 
-    `feed` takes tokens and says whether a stop string appeared; `text` is all that is decoded, cut at the stop string;
-    `take` hands out what is new and cannot become part of a stop string any more.
+    `feed` takes tokens, in whatever blocks, and says whether a stop string has ended the text. `text` is all that is
+    decoded, cut there; `take` hands out what is new and cannot become part of a stop string any more.
     """
 
-    def __init__(self, tokenizer: Any, params: SamplingParams) -> None:
+    def __init__(self, tokenizer: Any, params: SamplingParams, prompt: Sequence[int] = ()) -> None:
         self.tokenizer, self.stops = tokenizer, params.stops
         self.include, self.skip_special = params.include_stop_str_in_output, params.skip_special_tokens
         self.hold = max((len(s) for s in self.stops), default=1) - 1
         self.min_tokens = params.min_tokens  # stop strings count only behind these
-        self.text = ""
-        self.tokens: list[int] = []
+        self.count = 0  # tokens fed
         self.stopped = False
-        self._prefix = self._read = self._taken = self._search = 0
+        self._window = self._context(prompt)
+        self._base = self._decode(self._window) if self._window else ""  # text of the window that is out
+        self._chunk, self._known = 0, len(self._window)  # where the window's last whole piece begins, ends
+        self._grown = False  # whether text has come since
+        self._parts: list[str] = []
+        self._taken = 0  # parts handed out
+        self._tail = ""  # text behind them, in which a stop string may have begun
 
-    def feed(self, tokens: list[int], final: bool = False) -> bool:
+    @property
+    def text(self) -> str:
+        """All text so far."""
+        return "".join(self._parts) + self._tail
+
+    def feed(self, tokens: Sequence[int], final: bool = False) -> bool:
         """Decode more tokens; with `final`, incomplete characters too. True if a stop string has ended the text."""
-        if self.tokenizer is None or self.stopped:
-            return self.stopped
-        self.tokens += tokens
-        whole = self._decode(self._prefix, len(self.tokens))
-        if whole.endswith("\ufffd") and not final:  # a character's bytes are still coming
+        if self.tokenizer is None:
             return False
-        # Decoding from a few tokens back keeps the spaces that some tokenizers drop at the start.
-        fresh = whole[len(self._decode(self._prefix, self._read)) :]
-        self._prefix, self._read = self._read, len(self.tokens)
-        if len(self.tokens) <= self.min_tokens:
-            self._search = len(self.text) + len(fresh)
-        search_from = max(self._search, len(self.text) - self.hold)
-        self.text += fresh
-        found = [(at, s) for s in self.stops if (at := self.text.find(s, search_from)) >= 0]
-        if found:
-            at, stop = min(found)
-            self.text = self.text[: at + len(stop)] if self.include else self.text[:at]
-            self.stopped = True
+        for token in tokens:
+            if self.stopped:
+                break
+            self.count += 1
+            self._window.append(token)
+            self._read()
+        if final and not self.stopped and len(self._window) > self._known:
+            self._read(final=True)
         return self.stopped
 
     def take(self, final: bool = False) -> str:
         """New text since the last call, without what a stop string may still swallow unless `final`."""
-        end = len(self.text) if final or self.stopped else max(self._taken, len(self.text) - self.hold)
-        taken, self._taken = self.text[self._taken : end], end
+        if final:
+            self._parts, self._tail = [*self._parts, self._tail], ""
+        taken = "".join(self._parts[self._taken :])
+        self._taken = len(self._parts)
         return taken
 
-    def _decode(self, start: int, end: int) -> str:
-        text: str = self.tokenizer.decode(self.tokens[start:end], skip_special_tokens=self.skip_special)
+    def _read(self, final: bool = False) -> None:
+        """Bring the text up to the window, short of the bytes of a character that are still coming."""
+        late = len(self._window) - self._known > PATIENCE
+        whole = self._decode(self._window)
+        now = whole if final or late else whole.rstrip(BROKEN)
+        base = self._base if now.startswith(self._base) else self._base.rstrip(BROKEN)  # a prompt may end amid one
+        if fresh := now[len(base) :]:
+            self._base, self._grown = now, True
+            self._add(fresh)
+        if now == whole and self._grown:
+            self._chunk, self._known, self._grown = self._known, len(self._window), False
+            # A window begins with tokens that have text: what a decoder does to the first one is done to known text.
+            if self._known > WINDOW and self._chunk:
+                del self._window[: self._chunk]
+                self._base, self._chunk, self._known = self._decode(self._window), 0, len(self._window)
+        elif late:
+            self._window.pop()  # special tokens, or the like, without end
+
+    def _add(self, fresh: str) -> None:
+        if not self.stops or self.count <= self.min_tokens:
+            self._parts.append(fresh)
+            return
+        self._tail += fresh
+        if found := [(at, stop) for stop in self.stops if (at := self._tail.find(stop)) >= 0]:
+            at, stop = min(found)
+            safe, self.stopped = at + len(stop) * self.include, True
+        else:
+            safe = max(0, len(self._tail) - self.hold)
+        self._parts.append(self._tail[:safe])
+        self._tail = "" if self.stopped else self._tail[safe:]
+
+    def _context(self, prompt: Sequence[int]) -> list[int]:
+        """The end of the prompt, from a character's beginning and with some text where there is any."""
+        if self.tokenizer is None:
+            return []
+        n = 6
+        while n < 2 * len(prompt):
+            text = self._decode(context := list(prompt[-n:]))
+            if text.strip(BROKEN) and not text.startswith(BROKEN):
+                return context
+            n *= 2
+        return list(prompt)
+
+    def _decode(self, tokens: list[int]) -> str:
+        text: str = self.tokenizer.decode(tokens, skip_special_tokens=self.skip_special)
         return text

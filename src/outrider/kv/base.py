@@ -61,7 +61,7 @@ class KVCache(Protocol):
         """Store k and v (tokens, kv_heads, dim), let q (tokens, heads, dim) look; returns (tokens, heads * dim)."""
 
     def keep(self, seq: int, start: int, path: list[int]) -> None:
-        """Of the tree stored from place `start`, keep the nodes of `path`, in order, right behind the prefix."""
+        """Of the tree stored from slot `start`, keep the nodes of `path`, in order, right behind the prefix."""
 
     def free(self, seq: int) -> None:
         """Give a sequence's memory back; freeing an unknown one does nothing."""
@@ -77,10 +77,10 @@ class QueryLog:
         self.size = 0  # 0 = nobody asks
         self.held: dict[
             int, dict[int, tuple[int, Tensor]]
-        ] = {}  # per sequence and layer: first place, (rows, heads, dim)
+        ] = {}  # per sequence and layer: first slot, (rows, heads, dim)
 
     def add(self, seq: int, layer: int, start: int, q: Tensor) -> None:
-        """Queries (n, heads, dim) of the tokens in places [start, start + n)."""
+        """Queries (n, heads, dim) of the tokens in slots [start, start + n)."""
         layers = self.held.setdefault(seq, {})
         first, before = layers.get(layer, (start, q[:0]))
         before = before[max(0, start - first - self.size) : max(0, start - first)]

@@ -89,7 +89,7 @@ class DenseKV:
         return attend_all(q, k, v, plan.entries, own, self.config.windows[layer], self.scale, plan.scratch)
 
     def keep(self, seq: int, start: int, path: list[int]) -> None:
-        """Compact an accepted branch: nodes of `path`, stored from place `start`, move behind the prefix in order."""
+        """Compact an accepted branch: nodes of `path`, stored from slot `start`, move behind the prefix in order."""
         if path == list(range(len(path))):
             self.log.truncate(seq, start + len(path))
             return

@@ -25,10 +25,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.config import ModelConfig
-from outrider.errors import ConfigError
+from outrider.config import ModelConfig, whole
+from outrider.errors import ConfigError, brief
 from outrider.kv.base import Entry, Plan, Storage
 from outrider.ops import KEY_BLOCK, attend, write
+
+MOST = {"window": 256, "kernel": 255, "chunk": 2**20}  # the last queries are kept, which is memory; the rest 2**30
 
 
 @dataclass
@@ -48,13 +50,19 @@ class Policy:
     def __post_init__(self) -> None:
         name = self.name
         for item in fields(self):
-            value, least = getattr(self, item.name), 0 if item.name in ("sinks", "recent") else 1
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError(f"view {name}: {item.name} must be a whole number of at least {least}, not {value!r}")
-        needed = max(1, self.sinks) + self.grain + self.recent + self.rebuild
-        if self.budget < needed:
+            low, high = int(item.name not in ("sinks", "recent")), MOST.get(item.name, 2**30)
+            if (value := whole(getattr(self, item.name), low, high)) is None:
+                what = f"a whole number of at least {low} and at most {high}, not {brief(getattr(self, item.name))}"
+                raise ConfigError(f"view {name}: {item.name} must be {what}")
+            setattr(self, item.name, value)
+        if self.budget < self.least:
             parts = f"{self.sinks} sinks, {self.recent} recent, {self.rebuild} until the next rebuild"
-            raise ConfigError(f"view {name}: budget must be at least {needed} ({parts}), not {self.budget}")
+            raise ConfigError(f"view {name}: budget must be at least {self.least} ({parts}), not {self.budget}")
+
+    @property
+    def least(self) -> int:
+        """The smallest budget that goes with the rest."""
+        return max(1, self.sinks) + self.grain + self.recent + self.rebuild
 
     @property
     def name(self) -> str:
@@ -161,9 +169,10 @@ class FewBits(Policy):
 
     def __post_init__(self) -> None:
         if self.bits not in (4, 8):
-            raise ConfigError(f"view quantized: bits must be 8 or 4, not {self.bits!r}")
-        self.budget = self.recent + self.rebuild + 2 * self.grain  # exact tokens
+            raise ConfigError(f"view quantized: bits must be 8 or 4, not {brief(self.bits)}")
+        self.budget = 2**30
         super().__post_init__()
+        self.budget = self.recent + self.rebuild + 2 * self.grain  # exact tokens
 
 
 POLICIES: dict[str, type[Policy]] = {
@@ -174,17 +183,20 @@ POLICIES: dict[str, type[Policy]] = {
 }
 
 
-def parse(spec: str) -> Policy:
+def parse(text: str) -> Policy:
     """A policy from `name:option=value,option=value` (colons separate, too). Raises ConfigError."""
-    name, *items = re.split("[:,]", spec)
+    name, *items = re.split("[:,]", text)
     if name not in POLICIES:
-        raise ConfigError(f"view {name!r} is unknown; valid: {', '.join(POLICIES)}")
-    kind, options = POLICIES[name], {}
+        raise ConfigError(f"view {brief(name)} is unknown; valid: {', '.join(POLICIES)}")
+    kind, options = POLICIES[name], dict[str, int]()
     valid = [item.name for item in fields(kind) if item.init]
     for item in items:
         key, _, value = item.partition("=")
-        if key not in valid or not value.isdecimal():
-            raise ConfigError(f"view {name}: {item!r} should be option=number; valid options: {', '.join(valid)}")
+        if key not in valid or not re.fullmatch(r"-?[0-9]{1,30}", value):
+            what = f"{brief(item)} should be option=number"
+            raise ConfigError(f"view {name}: {what}; valid options: {', '.join(valid)}")
+        if key in options:
+            raise ConfigError(f"view {name}: {key} is given twice; give it once")
         options[key] = int(value)
     return kind(**options)
 
@@ -225,7 +237,7 @@ class Codes:
 class Held:
     """One sequence in a view: what lies in its buffer."""
 
-    kept: int = 0  # places of chosen keys
+    kept: int = 0  # slots of chosen keys
     first: int = 0  # position of the token behind them
     length: int = 0  # tokens of the sequence that the view knows, kept or not
     synced: int = 0  # of these, the ones whose keys are the base's
@@ -234,7 +246,7 @@ class Held:
     sinks: list[Tensor] = field(default_factory=list)  # ... and per layer the keys of the first tokens there
     codes: list[list[Codes]] = field(default_factory=list)  # quantised: per layer, the pieces before `first`
 
-    def place(self, position: int) -> int:
+    def slot(self, position: int) -> int:
         """Where in the buffer a position from `first` on lies."""
         return self.kept + position - self.first
 
@@ -286,12 +298,12 @@ class View:
 
     def _sync(self, seq: int, h: Held, settled: int, rebuild: bool) -> None:
         old, h.synced = h.synced, settled
-        if rebuild or h.place(h.length) > self.policy.budget:
+        if rebuild or h.slot(h.length) > self.policy.budget:
             self._rebuild(seq, h, 0)
             return
-        self._room(seq, h.place(old), h.place(settled))
+        self._room(seq, h.slot(old), h.slot(settled))
         for layer, own in enumerate(self.slab.store[seq]):
-            own[:, :, h.place(old) : h.place(settled)] = self.base.keys(seq, layer)[:, :, old:settled]
+            own[:, :, h.slot(old) : h.slot(settled)] = self.base.keys(seq, layer)[:, :, old:settled]
 
     def _room(self, seq: int, filled: int, needed: int) -> None:
         self.slab.reserve(Plan([Entry(seq, 0, needed - filled, filled)]))
@@ -301,12 +313,12 @@ class View:
         entries = []
         for e in plan.entries:
             h = self.held[e.seq]
-            if h.place(e.start + e.n) > self.policy.budget:
+            if h.slot(e.start + e.n) > self.policy.budget:
                 (self._evict if self.base is None else self._rebuild)(e.seq, h, e.n)
             h.length = e.start + e.n
-            entries.append(Entry(e.seq, e.row, e.n, h.place(e.start), e.parents))
-        plan.scratch["places"] = places = Plan(entries)
-        self.slab.reserve(places)
+            entries.append(Entry(e.seq, e.row, e.n, h.slot(e.start), e.parents))
+        plan.scratch["slots"] = slots = Plan(entries)
+        self.slab.reserve(slots)
 
     def _rebuild(self, seq: int, h: Held, n: int) -> None:
         """Choose keys from the base, such that n more tokens have room. Too long a tail makes the buffer grow."""
@@ -321,21 +333,21 @@ class View:
             base = self.base.keys(seq, layer)
             keys, queries = base[0, :, :first], self.base.log.last(seq, layer).to(base.device)
             windowed = self.config.windows[layer] is not None
-            if windowed or (p.queries and not len(queries)):  # places must tell distances; nothing to choose by
+            if windowed or not kept or (p.queries and not len(queries)):  # slots must tell distances
                 own[:, :, :kept] = base[:, :, first - kept : first]
             else:
                 index = p.choose(queries, keys, kept, self.slab.scale)
                 for part in range(2):
                     for head, chosen in enumerate(index):
                         own[part, head, :kept] = base[part, head].index_select(0, chosen)
-            own[:, :, kept : h.place(h.synced)] = base[:, :, first : h.synced]
+            own[:, :, kept : h.slot(h.synced)] = base[:, :, first : h.synced]
             if tails:
-                own[:, :, h.place(h.synced) : h.place(h.length)] = tails[layer]
+                own[:, :, h.slot(h.synced) : h.slot(h.length)] = tails[layer]
 
     def _tails(self, seq: int, h: Held) -> list[Tensor]:
         if h.length <= h.synced:
             return []
-        return [own[:, :, h.place(h.synced) : h.place(h.length)].clone() for own in self.slab.store[seq]]
+        return [own[:, :, h.slot(h.synced) : h.slot(h.length)].clone() for own in self.slab.store[seq]]
 
     def _evict(self, seq: int, h: Held, n: int) -> None:
         """Without a base: drop the oldest recent tokens, such that n more have room."""
@@ -344,19 +356,19 @@ class View:
             h.sinks = [own[0, :, : p.sinks].clone() for own in stores]
         first = max(h.first, h.length - max(0, p.budget - p.sinks - max(p.rebuild, n)))
         for own, sinks in zip(stores, h.sinks, strict=True):
-            own[:, :, p.sinks : p.sinks + h.length - first] = own[:, :, h.place(first) : h.place(h.length)].clone()
+            own[:, :, p.sinks : p.sinks + h.length - first] = own[:, :, h.slot(first) : h.slot(h.length)].clone()
             assert self.turn is not None
             own[0, :, : p.sinks] = self.turn(sinks, first - p.sinks - h.origin)
         h.kept, h.first = p.sinks, first
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
         """Attention over the buffers."""
-        return self.slab.attend(layer, q, k, v, plan.scratch["places"])
+        return self.slab.attend(layer, q, k, v, plan.scratch["slots"])
 
     def keep(self, seq: int, start: int, path: list[int]) -> None:
         """Compact an accepted branch of the private tail, and forget what lies behind."""
         h = self.held[seq]
-        self.slab.keep(seq, h.place(start), path)
+        self.slab.keep(seq, h.slot(start), path)
         h.length = start + len(path)
 
     def free(self, seq: int) -> None:

@@ -39,7 +39,7 @@ from outrider.train.settings import Settings
 RANKS = 10  # whose accuracy is measured
 HELD_OUT = 20  # one window in so many
 WARM_UP = 20  # steps
-TOKEN_NORM = 16.0  # as in the drafter
+TOKEN_NORM = 16.0  # of the last token's embedding: about 1 per element where that is a few hundred; kept with the heads
 SEPARATOR = "<|endoftext|>"  # between the documents of some files
 Report = Callable[[int, float, list[float]], None]
 """`report(step, loss, accuracies)`: steps done, nats since the last report (mean of the heads), and the top-1 accuracy
@@ -218,13 +218,13 @@ class Heads(torch.nn.ModuleList):
             heads.append(torch.nn.ModuleList([*blocks, *own]))
         super().__init__(heads)
         self.to(model.device)
-        self.embedding, self.settings = model.embedding, s
+        self.embed, self.settings = model.embed, s
 
     def logits(self, i: int, hidden: Tensor, last: Tensor) -> Tensor:
         """(rows, vocab) float32 of head i for hidden states (rows, hidden) and the tokens chosen from them (rows,)."""
         s, state = self.settings, hidden.float()
         head: Any = self[i]
-        token = TOKEN_NORM * F.normalize(F.embedding(last, self.embedding).float())
+        token = TOKEN_NORM * F.normalize(self.embed(last).float())
         for j in range(s.layers):
             state = head[j](state, *[token] * (j == 0 and s.sees_token))
         return head[-1](state) if s.own_projection else F.linear(state.to(self.shared.dtype), self.shared).float()
@@ -281,6 +281,7 @@ def export(llm: LLM, heads: Heads, settings: Settings, accuracies: list[list[flo
         "vocab_size": model.config.vocab_size,
         "medusa_num_heads": settings.heads,
         "medusa_num_layers": settings.layers,
+        "token_norm": TOKEN_NORM,
         "accuracies": [[round(share, 4) for share in ranks] for ranks in accuracies],
     }
     write_text(output / "config.json", json.dumps(config, indent=1) + "\n")

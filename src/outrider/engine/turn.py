@@ -1,0 +1,56 @@
+"""Whose turn it is to run the engine: one thread's at a time, and no other waits for more than its next step."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from outrider.errors import RequestError
+
+BLINK = 0.1  # seconds until a waiting thread looks again, should an interrupt have swallowed the news
+
+
+class Turn:
+    """Held by the thread that steps. The others wait for the news that a step has ended, not for a lock."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards the holder's name; taken for a few instructions only
+        self._news = threading.Condition(self._lock)
+        self._holder: int | None = None
+
+    @contextmanager
+    def held(self, unless: Callable[[], bool] = lambda: False) -> Iterator[bool]:
+        """Wait for the turn and hold it inside; False, without the turn, as soon as `unless()` holds.
+
+        Raises RequestError if this thread has it already.
+        """
+        if self._holder == threading.get_ident():
+            raise RequestError("the engine is in a step: what it calls there (a processor, a drafter) cannot run it")
+        try:
+            with self._lock:
+                while not self._news.wait_for(lambda: unless() or self._holder is None, BLINK):
+                    pass
+                if mine := not unless():
+                    self._holder = threading.get_ident()
+            yield mine
+        finally:
+            self.give()
+
+    def take_at_once(self) -> bool:
+        """Take the turn if nothing at all needs waiting for. Destructors ask so: they run anywhere, in a step, too."""
+        if self._holder is None and self._lock.acquire(blocking=False):
+            try:
+                if self._holder is None:
+                    self._holder = threading.get_ident()
+                    return True
+            finally:
+                self._lock.release()
+        return False
+
+    def give(self) -> None:
+        """Give the turn back, if this thread has it, and tell the others."""
+        if self._holder == threading.get_ident():
+            self._holder = None
+            with self._lock:
+                self._news.notify_all()

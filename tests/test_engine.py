@@ -1,0 +1,436 @@
+"""Many callers, one engine: each gets what it would get alone, and what goes wrong with one ends that one."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import ScriptedDrafter, assert_released, oracle, run, use
+
+from outrider import LLM, Draft, SamplingParams, speculate
+from outrider.engine import Engine
+from outrider.errors import ConfigError, DrafterError, OutOfMemory, OutriderError, RequestError
+from outrider.sequence import Sequence
+
+METHODS = {
+    "none": None,
+    "ngram": {"method": "ngram"},
+    "suffix": {"method": "suffix"},
+    "lookahead": {"method": "lookahead", "window_size": 3, "ngram_size": 3},
+    "self": {"method": "self", "view": "streaming:budget=64"},
+    "cascade": {"method": "cascade", "view": "streaming:budget=64"},
+    "merge": {"method": "merge", "drafters": [{"method": "ngram"}, {"method": "self", "view": "streaming:budget=64"}]},
+}
+PROMPTS = [[1, 2, 1, 2, 1], [3], [4, 5, 6, 4, 5], [7, 7, 7], [8, 9] * 9, [10]]
+SAMPLED = SamplingParams(max_tokens=24, seed=3)
+GREEDY = SamplingParams(max_tokens=24, temperature=0)
+
+
+def alone(llm: LLM, params: SamplingParams = SAMPLED) -> list[list[int]]:
+    """What each of PROMPTS gives by itself, decoded plainly."""
+    llm.speculative_config = None
+    return [llm.generate(prompt, params)[0].token_ids for prompt in PROMPTS]
+
+
+def together(calls: list[Callable[[], object]]) -> list:
+    """The results of calls that start at once, each in a thread; an exception is a result, too."""
+    start = threading.Barrier(len(calls))
+
+    def call(one):
+        start.wait(60)
+        try:
+            return one()
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(call, calls, timeout=300))
+
+
+# --- threads ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_threads_share_one_llm(random_llm, method):
+    expected = alone(random_llm)
+    random_llm.speculative_config = METHODS[method]
+
+    def stream(prompt):
+        return [event.token_id for event in random_llm.stream(prompt, SAMPLED)]
+
+    def generate(prompt):
+        return [[o.token_ids for o in random_llm.generate([prompt, PROMPTS[0]], SAMPLED)] for _ in range(3)]
+
+    calls = [lambda p=p: generate(p) for p in PROMPTS] + [lambda p=p: stream(p) for p in PROMPTS]
+    results = together(calls)
+    assert results == [[[e, expected[0]]] * 3 for e in expected] + expected
+    assert_released(random_llm)
+
+
+def test_threads_with_texts_and_a_change_of_method(tiny_llm):
+    """Chats and streams with stop strings; and an assignment in their midst is refused or waits, but harms nobody."""
+    params = SamplingParams(max_tokens=20, temperature=0, stop=["never there"])
+    talk = [{"role": "user", "content": "Tell me a story."}]
+    texts = ["Once upon a time", "The little girl", "def add(a, b):\n    return"]
+    expected = [tiny_llm.chat(talk, params).text] + [tiny_llm.generate(t, params)[0].text for t in texts]
+
+    def assign():
+        for _ in range(20):
+            try:
+                tiny_llm.speculative_config = {"method": "ngram"}
+            except ConfigError as error:
+                assert "requests are running" in str(error)
+
+    calls = [lambda: tiny_llm.chat(talk, params).text]
+    calls += [lambda t=t: "".join(event.text for event in tiny_llm.stream(t, params)) for t in texts]
+    assert together([*calls, assign]) == [*expected, None]
+    assert_released(tiny_llm)
+
+
+def test_a_stream_that_nobody_reads_stops_nobody(make_llm):
+    llm = make_llm(engine={"max_num_seqs": 1})
+    expected = alone(llm)
+    stream = llm.stream(PROMPTS[0], SAMPLED)
+    first = next(stream).token_id
+    assert llm.generate(PROMPTS[1], SAMPLED)[0].token_ids == expected[1]  # in the same thread
+    (other,) = together([lambda: llm.generate(PROMPTS[2], SAMPLED)[0].token_ids])
+    assert other == expected[2]
+    assert [first, *(event.token_id for event in stream)] == expected[0]
+    assert_released(llm)
+
+
+def test_a_short_request_does_not_wait_for_a_long_one(random_llm):
+    """Who steps for both goes on; who has its tokens leaves."""
+    started, seen = threading.Event(), []
+
+    def slow(tokens, logits):
+        started.set()
+        seen.append(threading.Event().wait(0.002))
+        return logits
+
+    def short():
+        assert started.wait(60)
+        random_llm.generate([3], max_tokens=4, temperature=0)
+        return len(seen)
+
+    results = together(
+        [lambda: random_llm.generate([1], max_tokens=400, temperature=0, logits_processors=[slow]), short]
+    )
+    assert results[1] < 300
+
+
+def test_what_a_step_calls_cannot_step(random_llm):
+    expected = alone(random_llm)
+
+    def greedy_for_more(tokens, logits):
+        random_llm.generate([1], max_tokens=1)
+        return logits
+
+    with pytest.raises(OutriderError, match="in a step"):
+        random_llm.generate([1], logits_processors=[greedy_for_more])
+    stream = random_llm.stream([5], max_tokens=50)
+    next(stream)
+
+    def close(tokens, logits):
+        stream.close()  # another request's, amid a step that both share
+        return logits
+
+    output = random_llm.generate(PROMPTS[0], replace(SAMPLED, logits_processors=[close]))[0]
+    assert output.token_ids == expected[0]
+    assert_released(random_llm)
+
+
+# --- one request's failure is its own ---------------------------------------------------------------------------------
+
+
+def failing(error: Exception, after: int) -> Callable:
+    """A processor that raises where the output would have more than so many tokens."""
+
+    def process(tokens, logits):
+        if len(tokens) - 1 >= after:
+            raise error
+        return logits
+
+    return process
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_failing_processor_ends_its_request(random_llm, method):
+    expected = alone(random_llm)
+    random_llm.speculative_config = METHODS[method]
+    bad = replace(SAMPLED, logits_processors=[failing(RuntimeError("boom"), 5)])
+    engine = random_llm.engine
+    (culprit,) = engine.add(PROMPTS[1], bad)
+    others = [engine.add(prompt, SAMPLED)[0] for prompt in PROMPTS]
+    for _ in engine.run():
+        pass
+    assert [engine.output(request).token_ids for request in others] == expected
+    output = engine.output(culprit)
+    assert output.finish_reason == "error" and output.token_ids == expected[1][:5] and "boom" in str(culprit.error)
+    assert engine.guard.failure is None  # it was not the drafter's fault
+    assert_released(random_llm)
+    results = together([lambda: random_llm.generate([PROMPTS[0], PROMPTS[1]], bad)] +
+                       [lambda p=p: random_llm.generate(p, SAMPLED)[0].token_ids for p in PROMPTS])  # fmt: skip
+    assert isinstance(results[0], Exception) and "boom" in str(results[0]) and results[1:] == expected
+    assert_released(random_llm)
+
+
+def test_a_stream_gives_what_it_has_and_then_its_error(random_llm):
+    expected = alone(random_llm)[1]
+    bad = replace(SAMPLED, logits_processors=[failing(RuntimeError("boom"), 5)])
+    seen = []
+    with pytest.raises(Exception, match="boom"):
+        for event in random_llm.stream(PROMPTS[1], bad):
+            seen.append(event.token_id)
+            assert event.finish_reason is None
+    assert seen == expected[:5]
+    assert_released(random_llm)
+
+
+def test_a_failing_criterion_ends_its_request(random_llm):
+    def ends(tokens):
+        if len(tokens) > 8:
+            raise RequestError("boom")
+        return False
+
+    expected, engine = alone(random_llm), random_llm.engine
+    use(random_llm, ScriptedDrafter(oracle(dict(zip(map(tuple, PROMPTS), expected, strict=True)))), 7)
+    engine = random_llm.engine
+    (culprit,) = engine.add(PROMPTS[0], SAMPLED, ends)
+    others = [engine.add(prompt, SAMPLED)[0] for prompt in PROMPTS]
+    for _ in engine.run():
+        pass
+    assert [engine.output(request).token_ids for request in others] == expected
+    assert engine.output(culprit).token_ids == expected[0][:4] and engine.output(culprit).finish_reason == "error"
+    assert_released(random_llm)
+
+
+@pytest.mark.parametrize("raised", [OutOfMemory, MemoryError, RuntimeError])
+def test_memory_that_runs_out_for_one(random_llm, monkeypatch, raised):
+    expected, engine = alone(random_llm), random_llm.engine
+    requests = [engine.add(prompt, SAMPLED)[0] for prompt in PROMPTS]
+    reserve, doomed = random_llm.runner.kv.reserve, requests[2].seq.id
+
+    def scarce(plan):
+        if any(e.seq == doomed and e.start > 9 for e in plan.entries):
+            raise raised("can't allocate memory")
+        reserve(plan)
+
+    monkeypatch.setattr(random_llm.runner.kv, "reserve", scarce)
+    for _ in engine.run():
+        pass
+    tokens = [engine.output(request).token_ids for request in requests]
+    assert isinstance(requests[2].error, OutOfMemory) and tokens[2] == expected[2][: len(tokens[2])] != []
+    assert tokens[:2] + tokens[3:] == expected[:2] + expected[3:]
+    assert_released(random_llm)
+
+
+def test_a_verdict_without_tokens_ends_its_request(random_llm, monkeypatch):
+    expected, verify = alone(random_llm), speculate.verify
+
+    def judge(seqs, *args):
+        verdicts = verify(seqs, *args)
+        for seq, verdict in zip(seqs, verdicts, strict=True):
+            if seq.tokens[0] == 4 and len(seq.output) == 6:
+                verdict.path, verdict.tokens, verdict.error = [], [], RequestError("nothing to choose")
+        return verdicts
+
+    monkeypatch.setattr(speculate, "verify", judge)
+    with pytest.raises(RequestError, match="nothing to choose"):
+        random_llm.generate(PROMPTS, SAMPLED)
+    assert_released(random_llm)
+    requests = [random_llm.engine.add(prompt, SAMPLED)[0] for prompt in PROMPTS]
+    for _ in random_llm.engine.run():
+        pass
+    assert [random_llm.engine.output(r).token_ids for r in requests] == [*expected[:2], expected[2][:6], *expected[3:]]
+
+
+# --- a drafter's failure is nobody's ----------------------------------------------------------------------------------
+
+
+class Broken(ScriptedDrafter):
+    """Fails in one of its methods, at the third call."""
+
+    def __init__(self, where: str, error: BaseException, script) -> None:
+        super().__init__(script)
+        self.where, self.error, self.left = where, error, 2
+
+    def _fail(self, where):
+        if where == self.where:
+            self.left -= 1
+            if self.left < 0:
+                raise self.error
+
+    def propose(self, seqs, k):
+        self._fail("propose")
+        return super().propose(seqs, k)
+
+    def observe(self, seqs, verdicts, output):
+        self._fail("observe")
+        super().observe(seqs, verdicts, output)
+
+    def forget(self, seq):
+        super().forget(seq)
+        self._fail("forget")
+
+    def kv_bytes(self, tokens):
+        self._fail("kv_bytes")
+        return 0
+
+
+@pytest.mark.parametrize("where", ["propose", "observe", "forget", "kv_bytes"])
+def test_a_failing_drafter_is_switched_off(random_llm, caplog, where):
+    expected = alone(random_llm)
+    drafter = Broken(where, RuntimeError("out of ideas"), oracle(dict(zip(map(tuple, PROMPTS), expected, strict=True))))
+    use(random_llm, drafter, 3)
+    for _ in range(2):
+        with caplog.at_level(logging.WARNING):
+            outputs = random_llm.generate(PROMPTS, SAMPLED)
+        assert [o.token_ids for o in outputs] == expected
+        assert_released(random_llm)
+    assert [o.metrics["drafter_error"] for o in outputs] == ["RuntimeError: out of ideas"] * len(PROMPTS)
+    assert [o.metrics["speculative_decoding"]["num_draft_tokens"] for o in outputs] == [0] * len(PROMPTS)
+    (record,) = caplog.records
+    assert "scripted" in record.getMessage() and "out of ideas" in record.getMessage()
+    random_llm.speculative_config = {"method": "ngram"}
+    assert random_llm.generate(PROMPTS[0], SAMPLED)[0].metrics["drafter_error"] is None
+
+
+@pytest.mark.parametrize("wrong", [lambda seqs: [], lambda seqs: None, lambda seqs: ["x" for _ in seqs]])
+def test_wrong_drafts_end_in_an_error_that_names_the_drafter(random_llm, wrong):
+    drafter = ScriptedDrafter(lambda seq, k: Draft())
+    drafter.propose = lambda seqs, k: wrong(seqs)
+    use(random_llm, drafter)
+    with pytest.raises(DrafterError, match="scripted"):
+        random_llm.generate(PROMPTS, SAMPLED)
+    assert_released(random_llm)
+
+
+def test_a_drafter_without_memory_is_asked_again(random_llm):
+    expected = alone(random_llm)
+    script = oracle(dict(zip(map(tuple, PROMPTS), expected, strict=True)))
+    drafter = Broken("propose", OutOfMemory("no keys left"), script)
+    use(random_llm, drafter, 3)
+    outputs = [random_llm.generate(PROMPTS[0], SAMPLED)[0]]
+    drafter.left = 99
+    outputs.append(random_llm.generate(PROMPTS[0], SAMPLED)[0])
+    drafted = [sum(map(bool, o.metrics["speculative_decoding"]["per_step_drafted"])) for o in outputs]
+    assert [o.token_ids for o in outputs] == [expected[0]] * 2 and drafted == [2, 6]
+
+
+# --- interrupts ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["propose", "observe", "criterion"])
+def test_an_interrupt_is_its_callers_alone(random_llm, where):
+    """Ctrl-C in the thread that steps: its requests are aborted, another's go on to the same tokens."""
+    expected, left = alone(random_llm), [9]
+
+    def ends(tokens):
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        return False
+
+    script = oracle(dict(zip(map(tuple, PROMPTS), expected, strict=True)))
+    use(random_llm, Broken(where, KeyboardInterrupt(), script), 5)
+    engine = random_llm.engine
+    (other,) = engine.add(PROMPTS[1], SAMPLED, ends if where == "criterion" else None)
+    with pytest.raises(KeyboardInterrupt):
+        random_llm.generate([PROMPTS[0], PROMPTS[2]], SAMPLED)
+    assert engine.running == [other] and list(random_llm.runner.slots) == [other.seq.id]
+    engine.drafter.where = ""
+    engine.finish([other])
+    output = engine.output(other)
+    assert output.token_ids == expected[1] and len(output.drafted_by) == len(expected[1])
+    assert_released(random_llm)
+
+
+# --- what cannot be changed while requests run ------------------------------------------------------------------------
+
+
+def test_speculative_config_is_not_changed_under_requests(random_llm):
+    before, expected = random_llm.speculative_config, alone(random_llm)
+    stream = random_llm.stream(PROMPTS[0], SAMPLED)
+    first = next(stream)
+    with pytest.raises(ConfigError, match=r"1 requests are running.*close streams"):
+        random_llm.speculative_config = {"method": "ngram"}
+    assert random_llm.speculative_config == before
+    assert [e.token_id for e in (first, *stream)] == expected[0]
+    random_llm.speculative_config = {"method": "ngram"}
+    held = [random_llm.stream(PROMPTS[0], SAMPLED)]
+    held.append(held)  # in a cycle: only the garbage collector finds it
+    next(held[0])
+    with pytest.raises(ConfigError, match="running"):
+        random_llm.speculative_config = None
+    del held
+    gc.collect()
+    random_llm.speculative_config = None
+    stream = random_llm.stream(PROMPTS[0], SAMPLED)
+    with pytest.raises(ConfigError, match="running"):
+        random_llm.speculative_config = {"method": "ngram"}
+    del stream  # never read from
+    random_llm.speculative_config = {"method": "ngram"}
+    assert_released(random_llm)
+
+
+def test_one_cache_serves_one_engine(random_llm):
+    llm, expected = random_llm, alone(random_llm)
+    other = Engine(llm.runner, ScriptedDrafter(lambda seq, k: Draft()), 2, llm.engine_config)
+    (request,) = llm.engine.add(PROMPTS[0], SAMPLED)
+    with pytest.raises(ConfigError, match="another engine"):
+        other.add(PROMPTS[1], SAMPLED)
+    llm.engine.finish([request])
+    (second,) = other.add(PROMPTS[1], SAMPLED)
+    with pytest.raises(ConfigError, match="another engine"):
+        llm.generate(PROMPTS[0], SAMPLED)
+    other.finish([second])
+    assert [llm.engine.output(request).token_ids, other.output(second).token_ids] == expected[:2]
+    assert llm.generate(PROMPTS[2], SAMPLED)[0].token_ids == expected[2]
+    assert_released(llm)
+
+
+# --- results on the way ----------------------------------------------------------------------------------------------
+
+
+def test_output_of_a_running_request(tiny_llm):
+    """It may be asked for at any time, and changes nothing. Random tokens: most characters come in pieces."""
+    params = SamplingParams(max_tokens=60, temperature=4.0, seed=1, stop=["never there"], logprobs=1)
+    (expected,) = run(tiny_llm, [(tiny_llm.encode("Once"), params)])
+    assert "\ufffd" in expected.text
+    for stop in (params.stop, None):
+        (request,) = tiny_llm.engine.add(tiny_llm.encode("Once"), replace(params, stop=stop))
+        lengths = []
+        while not request.finished:
+            output = tiny_llm.engine.output(request)
+            assert output.finish_reason == "running" and expected.text.startswith(output.text)
+            assert output.token_ids == expected.token_ids[: len(output.token_ids)]
+            lengths.append((len(output.drafted_by), len(output.logprobs), len(output.token_ids)))
+            tiny_llm.engine.step()
+        assert lengths == [(n, n, n) for n in range(60)]
+        assert tiny_llm.engine.output(request).text == expected.text
+    stream = tiny_llm.stream("Once", params)
+    (request,) = tiny_llm.engine.waiting
+    texts = [tiny_llm.engine.output(request) and event.text for event in stream]
+    assert "".join(texts) == expected.text
+
+
+def test_streams_copy_no_output(random_llm, monkeypatch):
+    """A token's cost does not grow with how many came before it."""
+    expected = alone(random_llm)[0]
+    monkeypatch.setattr(Sequence, "output", property(lambda self: pytest.fail("copied")))
+    assert [event.token_id for event in random_llm.stream(PROMPTS[0], SAMPLED)] == expected
+
+
+def test_sampled_company_is_harmless_to_threads_of_torch(random_llm):
+    """In another thread torch may use another number of threads; the tokens are the same."""
+    expected = [random_llm.generate([i], max_tokens=8, seed=i)[0].token_ids for i in range(8)]
+    threads = torch.get_num_threads()
+    calls = [lambda i=i: random_llm.generate([i], max_tokens=8, seed=i)[0].token_ids for i in range(8)]
+    assert together(calls) == expected and torch.get_num_threads() == threads

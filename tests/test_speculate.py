@@ -1,0 +1,166 @@
+"""A drafter can harm nothing but its own guesses: what it is shown may only be read, and what it gives is checked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy
+import pytest
+import torch
+from helpers import ScriptedDrafter, assert_released, oracle, run, use
+
+from outrider import Draft, SamplingParams
+from outrider.config import MOST_NODES, Rule
+from outrider.errors import DrafterError
+from outrider.sequence import Sequence
+
+REQUESTS = [
+    ([5, 9, 2, 7], SamplingParams(temperature=0, max_tokens=16, presence_penalty=0.5, stop_token_ids=[127])),
+    ([3], SamplingParams(temperature=0.9, seed=4, max_tokens=12, logit_bias={4: 0.5, 6: 1.0})),
+]
+
+
+def break_params(seq: Sequence) -> None:
+    seq.params.stop_token_ids and seq.params.stop_token_ids.extend(range(128))
+    seq.params.logit_bias and seq.params.logit_bias.update({5: 100.0})
+
+
+HARMS = {  # what a drafter might do to a sequence it is shown
+    "append": lambda seq: seq.tokens.append(1), "extend": lambda seq: seq.tokens.extend([1, 2]),
+    "insert": lambda seq: seq.tokens.insert(0, 1), "pop": lambda seq: seq.tokens.pop(),
+    "set": lambda seq: seq.tokens.__setitem__(0, 1), "delete": lambda seq: seq.tokens.__delitem__(slice(1)),
+    "clear": lambda seq: seq.tokens.clear(), "reverse": lambda seq: seq.tokens.reverse(),
+    "add": lambda seq: seq.tokens.__iadd__([3]), "rebind": lambda seq: setattr(seq, "tokens", [1]),
+    "finish": lambda seq: setattr(seq, "finish_reason", "stop"), "seed": lambda seq: setattr(seq, "seed", 1),
+    "length": lambda seq: setattr(seq, "max_len", 1), "id": lambda seq: setattr(seq, "id", 0),
+    "accept": lambda seq: seq.accept([1]), "memory": lambda seq: seq.memory.update(counts=None, noise={}),
+    "eos": lambda seq: setattr(seq, "eos", frozenset(range(128))), "params": break_params,
+    "fork": lambda seq: seq.fork().accept([1, 2, 3]), "metrics": lambda seq: seq.metrics.add(9, 9, 9),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_drafter_cannot_change_a_sequence(random_llm, harm):
+    plain = [o.token_ids for o in run(random_llm, REQUESTS)]
+    refused = []
+
+    def script(seq: Sequence, k: int) -> Draft:
+        try:
+            HARMS[harm](seq)
+        except (TypeError, AttributeError):
+            refused.append(harm)
+        return Draft.chain([1, 2])
+
+    use(random_llm, ScriptedDrafter(script))
+    outputs = run(random_llm, REQUESTS)
+    assert [o.token_ids for o in outputs] == plain
+    assert all(o.metrics["speculative_decoding"]["num_spec_steps"] <= 16 for o in outputs)
+    assert bool(refused) == (harm not in ("memory", "params", "fork", "metrics"))
+
+
+def test_nor_what_it_observes(random_llm):
+    """Verdicts, tensors and drafts are its own to spoil."""
+    plain = run(random_llm, REQUESTS)
+    drafter = ScriptedDrafter(oracle({tuple(o.prompt_token_ids): o.token_ids for o in plain}))
+
+    def observe(seqs, verdicts, output):
+        for verdict, logits, hidden, draft in zip(verdicts, output.logits, output.hidden, output.drafts, strict=True):
+            verdict.tokens.append(1)
+            verdict.path.clear()
+            verdict.logprobs.clear()
+            draft.tokens.clear()
+            with torch.inference_mode():
+                logits.fill_(torch.nan)
+                hidden.fill_(torch.nan)
+
+    drafter.observe = observe
+    use(random_llm, drafter)
+    outputs = run(random_llm, REQUESTS)
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
+    assert [len(o.drafted_by) for o in outputs] == [len(o.token_ids) for o in outputs]
+
+
+def test_what_is_shown_is_the_sequence():
+    seq = Sequence([1, 2, 3], SamplingParams(stop_token_ids=[9]), 5, eos=[8])
+    shown = seq.shown(Rule("rejection"))
+    assert shown.rule.flips_coins and (shown.id, shown.seed, shown.eos) == (seq.id, 5, {8, 9})
+    seq.accept([4, 8])
+    assert seq.shown(Rule()) is shown and not shown.rule.flips_coins
+    assert shown.tokens == seq.tokens and (shown.finish_reason, shown.room, shown.output) == ("stop", 254, [4, 8])
+    fork = shown.fork()
+    fork.tokens.append(7)
+    assert shown.tokens == [1, 2, 3, 4, 8] and fork.parent is shown and (fork.settled, len(fork.tokens)) == (5, 6)
+    del seq.tokens[2:]  # as if it were another text
+    assert seq.shown(Rule()).tokens == [1, 2]
+
+
+def changed(**fields) -> Draft:
+    draft = Draft.chain([1, 2])
+    for name, value in fields.items():
+        setattr(draft, name, value)
+    return draft
+
+
+UNIFORM = torch.full((2, 128), 1 / 128)
+WRONG = {  # what `propose` might return in place of one Draft per sequence, for two sequences
+    "none": None, "too few": [Draft()], "too many": [Draft()] * 3, "no list": Draft(), "iterator": iter([Draft()] * 2),
+    "no drafts": [[1], [2]], "one none": [Draft(), None], "floats": [Draft([1.0], [-1]), Draft()],
+    "bools": [Draft([True], [-1]), Draft()], "numpy": [Draft.chain(numpy.array([3])), Draft()],
+    "strings": [Draft(["a"], [-1]), Draft()], "tokens": [changed(tokens=(1, 2)), Draft()],
+    "tensor": [changed(tokens=torch.tensor([1, 2])), Draft()], "parents": [changed(parents=[1, -1]), Draft()],
+    "own parent": [changed(parents=[-1, 1]), Draft()], "few parents": [changed(parents=[-1]), Draft()],
+    "riders": [changed(riders=3), Draft()], "half a rider": [changed(riders=0.5), Draft()],
+    "q too small": [changed(q=UNIFORM[:1]), Draft()], "q of other tokens": [changed(q=UNIFORM[:, 1:]), Draft()],
+    "q of ints": [changed(q=UNIFORM.long()), Draft()], "q is a list": [changed(q=[[1.0]]), Draft()],
+    "too long": [Draft.chain([1] * (MOST_NODES + 1)), Draft()],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_proposals_name_the_drafter(random_llm, wrong):
+    plain = [o.token_ids for o in run(random_llm, REQUESTS)]
+    drafter = ScriptedDrafter(lambda seq, k: Draft())
+    drafter.propose = lambda seqs, k: WRONG[wrong]
+    use(random_llm, drafter)
+    with pytest.raises(DrafterError, match="scripted"):
+        random_llm.generate([[5, 9], [3]], max_tokens=3)
+    random_llm.speculative_config = None
+    assert_released(random_llm)
+    assert [o.token_ids for o in run(random_llm, REQUESTS)] == plain
+
+
+@pytest.mark.parametrize("q", [UNIFORM * 2, -UNIFORM, UNIFORM * torch.nan])
+def test_q_must_be_a_distribution_where_coins_are_flipped(random_llm, q):
+    for rule in ("coupled", "typical"):  # which do not look at it
+        use(random_llm, ScriptedDrafter(lambda seq, k: changed(q=q)), rule=Rule(rule))
+        assert random_llm.generate([5], max_tokens=3)
+    for rule in ("rejection", "block"):
+        use(random_llm, ScriptedDrafter(lambda seq, k: changed(q=q)), rule=Rule(rule))
+        with pytest.raises(DrafterError, match="row of q"):
+            random_llm.generate([5], max_tokens=3)
+
+
+@pytest.mark.parametrize("method", ["propose", "observe"])
+def test_what_a_drafter_raises_is_told_with_its_name(random_llm, method):
+    def fail(*args):
+        raise KeyError("lost")
+
+    drafter = ScriptedDrafter(lambda seq, k: Draft())
+    setattr(drafter, method, fail)
+    use(random_llm, drafter)
+    (request,) = random_llm.engine.add([5, 9], SamplingParams(max_tokens=5))
+    with pytest.raises(DrafterError, match=f"scripted: {method} raised KeyError: 'lost'") as caught:
+        random_llm.engine.step()
+    assert isinstance(caught.value.__cause__, KeyError)
+    if method == "propose":
+        assert request.seq.output == [] and caught.value.verdicts is None
+    else:  # the sequences have grown
+        assert [v.tokens for v in caught.value.verdicts] == [request.seq.output]
+    random_llm.engine.abort(request)
+
+
+def test_more_nodes_than_are_of_use_are_not_asked_for(random_llm):
+    asked = []
+    use(random_llm, ScriptedDrafter(lambda seq, k: asked.append(k) or Draft()), k=10**9)
+    random_llm.generate([5], replace(REQUESTS[0][1], max_tokens=3))
+    assert set(asked) == {MOST_NODES, 0}
