@@ -92,10 +92,12 @@ def test_the_first_weights_know_something(tmp_path):
     params = SamplingParams(temperature=0, max_tokens=90)
     prompts = [llm.encode(text) for text in ("Once upon a time", "One day, Tom", "Lily had a cat", "The big dog")]
     answers = llm.generate(prompts, params)
-    said.write_text("".join(
-        json.dumps({"p": prompt, "o": answer.token_ids[:at], "t": 0}) + "\n"
-        for prompt, answer in zip(prompts, answers, strict=True) for at in (90, 89, 88, 87, 86, 85, 84, 83)
-    ))  # fmt: skip
+    lines = [
+        json.dumps({"p": prompt + answer.token_ids[:at], "o": answer.token_ids[at:], "t": 0})
+        for prompt, answer in zip(prompts, answers, strict=True)
+        for at in range(12)
+    ]
+    said.write_text("\n".join(lines) + "\n")
     settings = Eagle3Settings(model="tiny", vocab=2048, depth=2, length=100, batch=700, first=1400)
     trainer = Trainer([said], tmp_path / "run", settings, llm=llm)
     trainer.export(tmp_path / "head")
@@ -135,7 +137,7 @@ def test_what_cannot_be_is_said(llm, said, tmp_path):
     for data, settings, says in [
         (tmp_path / "nowhere", SMALL, "no file"),
         (tmp_path / "bad.jsonl", SMALL, "bad.jsonl:1 is no conversation"),
-        (tmp_path / "empty.jsonl", SMALL, "no conversations"),
+        (tmp_path / "empty.jsonl", SMALL, "too few"),
         (said, Eagle3Settings(**{**vars(SMALL), "batch": 10**6}), "too few"),
         (said, Eagle3Settings(**{**vars(SMALL), "vocab": 999}), "over the target's 128"),
         (said, Eagle3Settings(**{**vars(SMALL), "taps": (9,)}), "layer 9"),

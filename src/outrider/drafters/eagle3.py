@@ -50,7 +50,7 @@ class Head:
     def __init__(self, path: Path, target: Runner) -> None:
         model = target.model
         about, tensors = _read(path)
-        self.dtype, self.device, self.embedding = model.dtype, model.device, model.embedding
+        self.dtype, self.device, self.embed = model.dtype, model.device, model.embed
         c = self.config = _layer_config(path, about)
         hidden = c.hidden_size
         if hidden != model.config.hidden_size:
@@ -99,11 +99,10 @@ class Head:
         self.tokens = torch.arange(vocab) + offsets.long() if offsets.shape == (vocab,) else offsets[:0]
         if len(self.tokens) != vocab or int(self.tokens.min()) < 0 or int(self.tokens.max()) >= c.vocab_size:
             raise VocabularyMismatch(f"{path}: d2t should lead {vocab} draft tokens to ids below {c.vocab_size}")
-        own = tensors.pop("embed_tokens.weight", None)
-        if own is not None and not torch.equal(own.to(self.dtype), self.embedding.to(own.device, self.dtype)):
-            self.embedding = own.to(self.device, self.dtype)
-            if tuple(own.shape) != (c.vocab_size, hidden):
-                raise CheckpointError(f"{path}: embed_tokens is {tuple(own.shape)}, not {(c.vocab_size, hidden)}")
+        if (own := tensors.get("embed_tokens.weight")) is not None:
+            own = take("embed_tokens.weight", c.vocab_size, hidden)
+            if not torch.equal(own, model.embed(torch.arange(c.vocab_size, device=self.device))):
+                self.embed = lambda tokens: F.embedding(tokens, own)
         if tensors:
             raise CheckpointError(f"{path}: tensor {min(tensors)} has no place in an EAGLE-3 head of one layer")
         self.tokens = self.tokens.to(self.device)
@@ -117,7 +116,7 @@ class Head:
     def step(self, ids: list[int], states: Tensor, positions: list[int], plan: Plan) -> Tensor:
         """The next states (n, hidden) from tokens, and the states before them; keys go where the plan says."""
         c, eps = self.config, self.config.rms_norm_eps
-        token = F.embedding(torch.tensor(ids, device=self.device), self.embedding).to(self.dtype)
+        token = self.embed(torch.tensor(ids, device=self.device))
         normed = rms_norm(states, self.hidden_norm, eps)
         qkv = self.qkv(torch.cat([rms_norm(token, self.input_norm, eps), normed], -1))
         cos, sin = self.rotary(positions, positions)

@@ -43,6 +43,7 @@ from outrider.sequence import Sequence
 from outrider.train.settings import Eagle3Settings as Settings
 
 HELD_OUT = 24  # one conversation in so many
+MEASURED = 24  # conversations held out that guesses are counted on
 DECAY = 0.8  # of the loss, per step of the training-time test
 WARM_UP = 10  # steps
 COOL_DOWN = 0.3  # the share of the time in which the learning rate falls to nothing
@@ -185,7 +186,7 @@ class Head(nn.Module):
         self.lm_head = nn.Linear(c.hidden_size, s.vocab, bias=False).requires_grad_(s.train_head)
         self.register_buffer("d2t", torch.zeros(s.vocab, dtype=torch.long))
         self.register_buffer("t2d", torch.zeros(c.vocab_size, dtype=torch.bool))
-        self.embedding, self.rotary = model.embedding, model.rotary
+        self.embed, self.rotary = model.embed, model.rotary
 
     @property
     def tokens(self) -> Tensor:
@@ -203,7 +204,7 @@ class Head(nn.Module):
         learnt = torch.cat([rows[own] for own in batch.rows()])
         state, before = self.fc(batch.taps.float()), list[tuple[Tensor, Tensor]]()
         for s in range(self.depth):
-            token = F.embedding(batch.ids[(rows + 1 + s).clamp(max=len(batch.ids) - 1)].long(), self.embedding)
+            token = self.embed(batch.ids[(rows + 1 + s).clamp(max=len(batch.ids) - 1)].long())
             cos, sin = (t.float() for t in self.rotary((place + s).tolist(), [1] * n))
             state = self.midlayer(token, state, (cos, sin), batch, before)
             if s == 0:
@@ -238,7 +239,7 @@ class Head(nn.Module):
             inside = torch.ones(len(state), dtype=torch.bool)
             inside[torch.tensor(batch.lengths).cumsum(0) - 1] = False
             rows = inside.nonzero()[:, 0]
-            token = F.embedding(batch.ids[rows + 1].long(), self.embedding)
+            token = self.embed(batch.ids[rows + 1].long())
             x = torch.cat([layer.input_layernorm(token), layer.hidden_norm(state[rows])], -1)
             products += x.T @ x
             wanted += x.T @ (state[rows + 1] - state[rows])
@@ -329,6 +330,7 @@ class Trainer:
         self.seconds = 0.0
         self.visits: dict[str, int] = {}  # of each batch
         self.taken: dict[str, int] = {}  # lines of each file that were read
+        self.held = self._hold_out()
         if (output / "state.pt").is_file():
             self._resume()
         else:
@@ -375,49 +377,59 @@ class Trainer:
         return first
 
     @torch.no_grad()
-    def measure(self, most: int = 24) -> tuple[list[float], float]:
-        """On held-out batches: how often the guess at each depth is the target's likeliest token.
+    def measure(self) -> tuple[list[float], float]:
+        """On what is held out: how often the guess at each depth is the target's likeliest token.
 
         And the tokens a forward that chains as long as the training's depth would give, if the texts went on greedily.
         """
-        right, count = torch.zeros(self.head.depth), torch.zeros(self.head.depth)
-        kept, places = 0.0, 0
-        for path in sorted(self.states.glob("held-*.safetensors"))[:most]:
-            batch = Batch.load(path)
-            wanted = self.llm.runner.model.logits(batch.last).argmax(-1)
-            alive = torch.ones(len(batch.ids))
-            with torch.autocast("cpu", torch.bfloat16):
-                for s, (states, about) in enumerate(self.head.unroll(batch)):
-                    guess = self.head.tokens[F.linear(states, self.head.lm_head.weight).argmax(-1)]
-                    hit = (guess == wanted[about]).float()
-                    right[s] += hit.sum()
-                    count[s] += len(hit)
-                    places += 0 if s else len(hit)
-                    still = torch.zeros(len(batch.ids))
-                    still[about - 1 - s] = alive[about - 1 - s] * hit
-                    alive = still
-                    kept += float(alive.sum())
-        return (right / count.clamp(min=1)).tolist(), 1 + kept / max(1, places)
+        batch, right, kept = self.held, list[float](), 0.0
+        wanted = self.llm.runner.model.logits(batch.last).argmax(-1)
+        alive = torch.ones(len(batch.ids))
+        places = 0
+        with torch.autocast("cpu", torch.bfloat16):
+            for s, (states, about) in enumerate(self.head.unroll(batch)):
+                guess = self.head.tokens[F.linear(states, self.head.lm_head.weight).argmax(-1)]
+                hit = (guess == wanted[about]).float()
+                right.append(float(hit.mean()))
+                places = places or len(hit)
+                still = torch.zeros(len(batch.ids))
+                still[about - 1 - s] = alive[about - 1 - s] * hit
+                alive = still
+                kept += float(alive.sum())
+        return right, 1 + kept / max(1, places)
 
     def fresh(self) -> Path | None:
         """Let the target read the next batch, and keep it. None if there is too little that is new."""
         s, taken, size = self.settings, dict(self.taken), 0
-        groups: dict[bool, list[tuple[list[int], int, int]]] = {False: [], True: []}
+        found = []
         for held, p, o in self._lines(taken):
-            ids = p + o
-            skip = max(0, len(p) - s.prompt, len(ids) - s.length)
-            groups[held].append((ids, skip, max(0, len(p) - 1 - skip)))
-            size += len(ids) - skip
+            if not held:
+                found.append(self._cut(p, o))
+                size += len(found[-1][0]) - found[-1][1]
             if size >= s.batch:
                 break
-        if size < s.batch or not groups[False]:
+        if size < s.batch:
             return None
-        number = len(list(self.states.glob("batch-*.safetensors")))
-        for held, found in groups.items():
-            if found:
-                self.read(found).save(self.states / f"{'held' if held else 'batch'}-{number:05d}.safetensors")
+        path = self.states / f"batch-{len(list(self.states.glob('batch-*.safetensors'))):05d}.safetensors"
+        self.read(found).save(path)
         self.taken = taken
-        return self.states / f"batch-{number:05d}.safetensors"
+        return path
+
+    def _cut(self, p: list[int], o: list[int]) -> tuple[list[int], int, int]:
+        """A conversation as `read` wants it."""
+        ids = p + o
+        skip = max(0, len(p) - self.settings.prompt, len(ids) - self.settings.length)
+        return ids, skip, max(0, len(p) - 1 - skip)
+
+    def _hold_out(self) -> Batch:
+        """The first conversations that are never learnt from, always the same ones."""
+        path = self.states / "held.safetensors"
+        if not path.exists():
+            found = [self._cut(p, o) for held, p, o in self._lines({}) if held][:MEASURED]
+            if not found:
+                raise ConfigError("too few conversations to hold one out; write more")
+            self.read(found).save(path)
+        return Batch.load(path)
 
     def read(self, found: list[tuple[list[int], int, int]]) -> Batch:
         """What the target makes of conversations: their ids, the place to begin at, and the first row to learn from."""
@@ -459,8 +471,6 @@ class Trainer:
         for _, p, o in self._lines({}):
             counts.update(p)
             counts.update(o * 4)
-        if not counts:
-            raise ConfigError(f"no conversations in {', '.join(map(str, self.data))}")
         counts.update(range(self.head.config.vocab_size))  # merges stand in the order in which they were found useful
         likeliest = sorted(counts, key=lambda token: (-counts[token], token))
         self.head.begin(self.llm, sorted(likeliest[: self.settings.vocab]))
