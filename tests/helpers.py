@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from outrider import LLM, Draft, Drafter, GenerationOutput, SamplingParams
 from outrider.config import Rule
 from outrider.engine import Engine
+from outrider.load import find
 from outrider.sequence import Sequence
 from outrider.verify import COUPLED
 
@@ -77,6 +78,7 @@ def assert_released(llm: LLM) -> None:
         kv = runner.kv
         assert not runner.slots and not kv.store and not getattr(kv, "held", None) and not getattr(kv, "slab", kv).store
         assert not getattr(kv, "log", llm.runner.kv.log).held and not any(getattr(kv, "stages", ()))
+        assert not any(rows.held or rows.synced for rows in runner.taps)
 
 
 def _is_id(key: Any) -> bool:
@@ -108,4 +110,90 @@ def random_heads(model: Path, *, tied: bool = True, count: int = 3, blocks: int 
     save_file(tensors, folder / "model.safetensors")
     about = {"architectures": ["MedusaHeads"], "hidden_size": hidden, "vocab_size": vocab, "medusa_num_heads": count}
     (folder / "config.json").write_text(json.dumps(about | {"medusa_num_layers": blocks} | config))
+    return folder
+
+
+def repeating_eagle3(model: str, where: Path) -> Path:
+    """An EAGLE-3 head of an embedded model that goes on with what the target said last: its state, passed through."""
+    source, folder = find(model), where / f"{model}-repeating"
+    if not folder.exists():
+        shape = json.loads((source / "config.json").read_text())
+        hidden, vocab, layers = shape["hidden_size"], shape["vocab_size"], shape["num_hidden_layers"]
+        made = random_eagle3(
+            source, "speculators", draft_vocab=vocab, scale=0.0, where=where, head_dim=64, intermediate_size=32,
+            eagle_aux_hidden_state_layer_ids=[layers],
+        )  # fmt: skip
+        tensors = load_file(made / "model.safetensors")
+        llm = LLM(model, device="cpu", dtype="float32")
+        tensors["fc.weight"] = torch.eye(hidden)
+        tensors["norm.weight"] = llm.runner.model.norm.clone()
+        tensors["lm_head.weight"] = llm.runner.model.head(torch.eye(hidden)).T.contiguous()
+        save_file(tensors, made / "model.safetensors")
+        made.rename(folder)
+    return folder
+
+
+def random_eagle3(
+    model: Path,
+    layout: str = "original",
+    *,
+    draft_vocab: int = 48,
+    scale: float = 0.3,
+    where: Path | None = None,
+    **config: Any,
+) -> Path:
+    """A random EAGLE-3 head for a checkpoint, in a folder beside it, in the `original` layout or that of `speculators`.
+
+    `config`: further keys of config.json, or other values for those of the layer.
+    """
+    folder = (where or model.parent) / f"{model.name}-eagle3-{abs(hash((layout, draft_vocab, scale, repr(config))))}"
+    shape, noise = json.loads((model / "config.json").read_text()), torch.Generator().manual_seed(8)
+    hidden, vocab, dim = shape["hidden_size"], shape["vocab_size"], config.pop("head_dim", 16)
+    layer = {
+        "model_type": "llama", "hidden_size": hidden, "vocab_size": vocab, "head_dim": dim, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "num_hidden_layers": 1, "intermediate_size": 96, "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 4096,
+    }  # fmt: skip
+    own = {key: config.pop(key) for key in [*layer, "attention_bias", "rope_scaling", "rope_theta"] if key in config}
+    layer |= own
+    q, kv, wide = layer["num_attention_heads"] * dim, layer["num_key_value_heads"] * dim, layer["intermediate_size"]
+    shapes = {
+        "input_layernorm.weight": (hidden,), "hidden_norm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,), "self_attn.q_proj.weight": (q, 2 * hidden),
+        "self_attn.k_proj.weight": (kv, 2 * hidden), "self_attn.v_proj.weight": (kv, 2 * hidden),
+        "self_attn.o_proj.weight": (hidden, q), "mlp.gate_proj.weight": (wide, hidden),
+        "mlp.up_proj.weight": (wide, hidden), "mlp.down_proj.weight": (hidden, wide),
+    }  # fmt: skip
+    if layer.get("attention_bias"):
+        shapes |= {f"self_attn.{x}_proj.bias": (n,) for x, n in {"q": q, "k": kv, "v": kv, "o": hidden}.items()}
+    if layer["model_type"] == "qwen3":
+        shapes |= {f"self_attn.{x}_norm.weight": (dim,) for x in "qk"}
+    at = "midlayer." if layout == "original" else "layers.0."
+    points = len(config.get("eagle_aux_hidden_state_layer_ids", (0, 0, 0)))
+    shapes = {at + name: size for name, size in shapes.items()}
+    shapes |= {"fc.weight": (hidden, points * hidden), "norm.weight": (hidden,)}
+    shapes |= {"lm_head.weight": (draft_vocab, hidden)}
+    if config.get("norm_before_fc"):
+        shapes["input_norm.weight"] = (points * hidden,)
+    tensors = {
+        name: torch.randn(size, generator=noise) * scale + (1 if "norm" in name else 0) for name, size in shapes.items()
+    }
+    ids = torch.randperm(vocab, generator=noise)[:draft_vocab].sort().values
+    tensors["d2t"] = ids - torch.arange(draft_vocab)
+    tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, ids, True)
+    about: dict[str, Any] = {"draft_vocab_size": draft_vocab}
+    if layout == "original":
+        about |= {"architectures": ["LlamaForCausalLMEagle3"], **layer}
+    else:
+        about |= {
+            "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3",
+            "transformer_layer_config": layer,
+            "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": str(model)}},
+        }  # fmt: skip
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(about | config))
+    if layout == "original":
+        torch.save(tensors, folder / "pytorch_model.bin")
+    else:
+        save_file(tensors, folder / "model.safetensors")
     return folder

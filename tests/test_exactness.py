@@ -9,7 +9,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import ScriptedDrafter, assert_released, logits_after, oracle, random_heads, run, use
+from helpers import (
+    ScriptedDrafter,
+    assert_released,
+    logits_after,
+    oracle,
+    random_eagle3,
+    random_heads,
+    repeating_eagle3,
+    run,
+    use,
+)
 
 from outrider import LLM, Draft, SamplingParams, drafters
 from outrider.config import SpeculativeConfig
@@ -35,6 +45,13 @@ def make_datastore(universe: str, make) -> str:
     return str(path)
 
 
+def eagle3_head(universe: str, make) -> str:
+    """A random head; of `tiny`, one that guesses the last token again."""
+    if universe != "tiny":
+        return str(random_eagle3(make(), eagle_aux_hidden_state_layer_ids=[0, 1, 2]))
+    return str(repeating_eagle3("tiny", make().parent))
+
+
 # Options without which a method cannot be created: a function of (model universe, make_checkpoint).
 OPTIONS = {
     "draft_model": lambda universe, make: {
@@ -49,6 +66,7 @@ OPTIONS = {
         "draft_cache_budget": 16,
     },
     "medusa": lambda universe, make: {"model": "tiny-medusa" if universe == "tiny" else str(random_heads(make()))},
+    "eagle3": lambda universe, make: {"model": eagle3_head(universe, make), "width": 2},
     "rest": lambda universe, make: {"datastore": make_datastore(universe, make)},
 }
 ACCEPTS_NOTHING = {"none"}  # methods that need not guess anything right, ever

@@ -67,23 +67,36 @@ class Model:
         linears = [m for layer in self.layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down)]
         return sum(m.nbytes for m in [*linears, self.head])
 
-    def forward(self, tokens: list[int], positions: list[int], lengths: list[int], kv: Attends, plan: Any) -> Tensor:
+    def forward(
+        self,
+        tokens: list[int],
+        positions: list[int],
+        lengths: list[int],
+        kv: Attends,
+        plan: Any,
+        states: dict[int, Tensor] | None = None,
+    ) -> Tensor:
         """Final hidden states (n, hidden), normed, for n tokens at their positions.
 
         `lengths`: per token the sequence length by which `dynamic` rope scales it; `kv` is a KVCache and `plan` the
-        plan it understands.
+        plan it understands. In `states` each key, a point as kv/rows.py has them, gets the states (n, hidden) there.
         """
         c = self.config
         x = self.embed(torch.tensor(tokens, device=self.device))
         cos, sin = self.rotary(positions, lengths)
         eps = c.rms_norm_eps
         for i, layer in enumerate(self.layers):
+            if states is not None and i in states:
+                states[i] = x
             norms = (layer.q_norm, layer.k_norm) if layer.q_norm is not None and layer.k_norm is not None else None
             qkv = layer.qkv(x, layer.input_norm, eps)
             q, k, v = rope(qkv, c.num_heads, c.num_kv_heads, cos, sin, norms, eps)
             x = layer.o(kv.attend(i, q, k, v, plan), residual=x)
             x = layer.down(layer.gate_up(x, layer.post_norm, eps), residual=x)
-        return rms_norm(x, self.norm, eps)
+        normed = rms_norm(x, self.norm, eps)
+        if states is not None:
+            states.update({point: y for point, y in ((c.num_layers, x), (-1, normed)) if point in states})
+        return normed
 
     def embed(self, tokens: Tensor) -> Tensor:
         """(n, hidden) in the model's dtype, for ids (n,)."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from outrider.config import SamplingParams
 from outrider.draft import Draft, Verdict
 from outrider.errors import CheckpointError, ConfigError
 from outrider.kv import DenseKV, Entry, KVCache, Plan, QuantizedView, View, parse
+from outrider.kv.rows import NORMED, Rows
 from outrider.model import Model
 from outrider.ops import KEY_BLOCK, follows_paths
 from outrider.sequence import Sequence
@@ -59,6 +61,21 @@ class Runner:
         self.progress: Callable[[int, int], None] | None = None
         self.tokenizer: Any = None  # the model's, set by who loads it: what holds token ids can check that it fits
         self.slots: dict[int, Slot] = {}
+        self.taps = WeakSet[Rows]()  # kept up as long as a drafter holds them
+
+    def tap(self, points: tuple[int, ...]) -> Rows:
+        """From now on keep the hidden states at these points (see `Rows`) of all tokens read, while the result lives.
+
+        A view's are its own for what is read through it, and its base's for the tokens that it takes over. Raises
+        ConfigError for a point that the model does not have.
+        """
+        layers = self.model.config.num_layers
+        if bad := [point for point in points if point != NORMED and not 0 <= point <= layers]:
+            raise ConfigError(f"hidden states of layer {bad[0]} are asked for, and the model has {layers} layers")
+        base = self.base.tap(points) if self.base else None
+        rows = Rows(points, self.model.config.hidden_size, self.model.dtype.itemsize, base)
+        self.taps.add(rows)
+        return rows
 
     @property
     def follows_paths(self) -> bool:
@@ -122,12 +139,16 @@ class Runner:
             slot, length = self.slots[seq.id], len(seq.tokens)
             with torch.inference_mode():
                 self.kv.keep(seq.id, length, verdict.path)
+                for rows in self.taps:
+                    rows.keep(seq.id, length, verdict.path)
             slot.tokens[length:] = [draft.tokens[i] for i in verdict.path]
 
     def free(self, seq: Sequence) -> None:
         """Give back what a sequence holds."""
         self.slots.pop(seq.id, None)
         self.kv.free(seq.id)
+        for rows in self.taps:
+            rows.free(seq.id)
 
     def _catch_up(self, seq: Sequence) -> int:
         """Truncate the cache to what it shares with the sequence; at least the last token is fed again."""
@@ -137,6 +158,8 @@ class Runner:
         while n < limit and known[n] == truth[n]:
             n += 1
         m = self.kv.catch_up(seq.id, n, seq.settled - 1)
+        for rows in self.taps:
+            rows.catch_up(seq.id, n, min(m, seq.settled - 1))
         if len(known) != m:
             known[min(m, n) :] = truth[n:m]
             slot.settled = min(slot.settled, m)
@@ -185,7 +208,12 @@ class Runner:
         prompts = {seq.id: seq.prompt_len for seq in seqs}
         positions = [p for e in entries for p in e.positions()]
         lengths = [max(p + 1, prompts[e.seq]) for e in entries for p in e.positions()]
-        return self.model.forward(tokens, positions, lengths, self.kv, plan)
+        states: dict[int, Any] = dict.fromkeys(point for rows in self.taps for point in rows.points)
+        hidden = self.model.forward(tokens, positions, lengths, self.kv, plan, states or None)
+        for rows in self.taps:
+            for e in entries:
+                rows.add(e.seq, e.start, states, slice(e.row, e.row + e.n))
+        return hidden
 
 
 def check_exactness(model: Model, kv: KVCache) -> str:

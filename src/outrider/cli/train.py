@@ -9,6 +9,8 @@ import typer
 from rich.console import Console
 
 from outrider.cli.options import Device, Dtype, Model, Reporter
+from outrider.train.settings import ConversationSettings as Said
+from outrider.train.settings import Eagle3Settings as Eagle
 from outrider.train.settings import Settings as Heads
 
 train_app = typer.Typer(no_args_is_help=True, help="Train what drafts for a model of your own.")
@@ -55,3 +57,77 @@ def medusa(
 
         train(texts or [], output, settings, resume=resume, every=every, report=report, progress=reporter)
     console.print(f"written to {output}; use it with --speculate medusa:model={output}")
+
+
+@train_app.command()
+def data(
+    output: Annotated[Path, typer.Argument(help="File of conversations, JSON lines. One that is there goes on.")],
+    prompts: Annotated[
+        list[Path] | None, typer.Argument(help="JSON lines with a prompt, question, instruction, turns or text.")
+    ] = None,
+    model: Model = Said.model,
+    tokens: Annotated[int, typer.Option(min=1, help="Of answers, in all.")] = 1_000_000,
+    own: Annotated[float, typer.Option(help="Share whose question the model writes, too.")] = Said.own,
+    temperature: Annotated[
+        list[float] | None, typer.Option(help="Of answers, drawn from those given. Default: 0, 0, 0.7, 1.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Of an answer; some get half of it.")] = Said.max_tokens,
+    turns: Annotated[float, typer.Option(help="How often a conversation goes on.")] = Said.turns,
+    batch: Annotated[int, typer.Option(help="Conversations at a time.")] = Said.batch,
+    seed: Annotated[int, typer.Option(help="Of all that is drawn.")] = Said.seed,
+) -> None:
+    """Let a chat model write conversations, for heads and drafts that learn from what it says (Magpie)."""
+    from outrider.train.conversations import read_prompts, write
+
+    settings = Said(
+        model=model, own=own, temperatures=tuple(temperature or Said.temperatures), max_tokens=max_tokens,
+        turns=turns, batch=batch, seed=seed,
+    )  # fmt: skip
+    given = read_prompts(prompts or [])
+    with Reporter() as reporter:
+        count = write(output, tokens, settings, given, lambda done, _: reporter("writing", min(done, tokens), tokens))
+    Console(highlight=False).print(f"{count} conversations in {output}")
+
+
+@train_app.command()
+def eagle3(
+    output: Annotated[Path, typer.Argument(help="Folder of the run. One that is there goes on.")],
+    conversations: Annotated[
+        list[Path], typer.Argument(help="Files that `outrider train data` writes, or is writing.")
+    ],
+    minutes: Annotated[float, typer.Option(min=0.01, help="In all; the learning rate falls in their last part.")],
+    model: Model = Eagle.model,
+    vocab: Annotated[int, typer.Option(help="Tokens that it can guess: the most frequent ones.")] = Eagle.vocab,
+    taps: Annotated[
+        list[int] | None, typer.Option(help="Layers whose inputs it sees. Default: 2, half way, behind the last.")
+    ] = None,
+    heads: Annotated[int, typer.Option(help="Of its attention; 0: as many as the model's.")] = Eagle.heads,
+    depth: Annotated[int, typer.Option(help="Guesses in a row that are trained.")] = Eagle.depth,
+    length: Annotated[int, typer.Option(help="Tokens of a conversation, its last ones.")] = Eagle.length,
+    batch: Annotated[int, typer.Option(help="Tokens per step, about.")] = Eagle.batch,
+    train_head: Annotated[bool, typer.Option("--train-head", help="Its projection learns, too.")] = False,
+    replay: Annotated[int, typer.Option(help="Times a batch is used before the next new one.")] = Eagle.replay,
+    lr: Annotated[float, typer.Option(help="Highest learning rate.")] = Eagle.lr,
+    seed: Annotated[int, typer.Option(help="Of all that is drawn.")] = Eagle.seed,
+    every: Annotated[float, typer.Option(min=0.01, help="Minutes between checkpoints and reports.")] = 3.0,
+    export: Annotated[Path | None, typer.Option(help="Where the head goes. Default: OUTPUT/head.")] = None,
+    dtype: Dtype = "auto",
+) -> None:
+    """Train an EAGLE-3 head for a frozen model: --speculate eagle3:model=OUTPUT/head uses it."""
+    from outrider.train.eagle3 import Trainer
+
+    settings = Eagle(
+        model=model, vocab=vocab, taps=tuple(taps or ()), heads=heads, depth=depth, length=length, batch=batch,
+        train_head=train_head, replay=replay, lr=lr, seed=seed, dtype=dtype,
+    )  # fmt: skip
+    console, folder = Console(highlight=False, soft_wrap=True), export or output / "head"
+    with Reporter() as reporter:
+        trainer = Trainer(conversations, output, settings, reporter)
+    for line in trainer.run(minutes, every):
+        right = " ".join(f"{share:.1%}" for share in line["right"])
+        console.print(
+            f"{line['minutes']} min, {line['tokens']:,} tokens, {line['read']:,} new: loss {line['loss']:.3f}, "
+            f"right on held-out text: {right}, {line['tokens_a_forward']:.2f} tokens a forward"
+        )
+        trainer.export(folder)
+    console.print(f"written to {folder}; use it with --speculate eagle3:model={folder}")

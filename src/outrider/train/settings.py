@@ -40,3 +40,51 @@ class Settings:
             raise ConfigError(f"generated is a share between 0 and 1, not {self.generated}")
         if not 0 < self.lr < 1:
             raise ConfigError(f"lr must be above 0 and below 1, not {self.lr}")
+
+
+@dataclass(frozen=True)
+class ConversationSettings:
+    """What `outrider train data` writes. Raises ConfigError for what cannot be."""
+
+    model: str = "smollm2"
+    own: float = 0.5  # share of the conversations whose question the target writes, too, if there are prompts
+    temperatures: tuple[float, ...] = (0.0, 0.0, 0.7, 1.0)  # of answers, drawn from these
+    max_tokens: int = 512  # of an answer; some get half of it
+    turns: float = 0.35  # how often a conversation that has ended goes on
+    longest: int = 2600  # prompt tokens; longer ones are left out
+    batch: int = 32  # conversations at a time
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.own <= 1 and 0 <= self.turns < 1):
+            raise ConfigError(f"own and turns are shares, not {self.own} and {self.turns}")
+        if min(self.max_tokens, self.longest, self.batch) < 1 or not self.temperatures or min(self.temperatures) < 0:
+            raise ConfigError("max_tokens, longest and batch are at least 1, temperatures at least 0")
+
+
+@dataclass(frozen=True)
+class Eagle3Settings:
+    """One training of an EAGLE-3 head. Raises ConfigError for what cannot be."""
+
+    model: str = "smollm2"
+    vocab: int = 8192  # draft tokens
+    taps: tuple[int, ...] = ()  # the layers whose inputs are seen; default 2, half way, and behind the last
+    heads: int = 0  # of the attention, each with its own keys; default: as many as the target's
+    depth: int = 4  # steps of the training-time test
+    length: int = 512  # tokens of a conversation, its last ones
+    prompt: int = 128  # of these, at most, before the output
+    batch: int = 2048  # tokens a step, about
+    train_head: bool = False  # the projection to the draft vocabulary, which begins as the target's, learns as well
+    first: int = 16384  # tokens that the first weights are fitted to
+    replay: int = 2  # how often a batch is learnt from before the next new one, where there is one
+    lr: float = 1e-3  # of AdamW; Muon's is twice that
+    seed: int = 0
+    dtype: str = "auto"
+
+    def __post_init__(self) -> None:
+        least = {"vocab": 1, "depth": 1, "length": self.depth + 3, "prompt": 1, "batch": 1, "replay": 1}
+        for name, low in least.items():
+            if (value := getattr(self, name)) < low:
+                raise ConfigError(f"{name} must be at least {low}, not {value}")
+        if not 0 < self.lr < 1:
+            raise ConfigError(f"lr must be above 0 and below 1, not {self.lr}")

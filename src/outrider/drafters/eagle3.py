@@ -1,0 +1,346 @@
+"""One decoder layer over the target's hidden states guesses token after token (EAGLE-3, 2503.01840).
+
+At place i the layer sees the embedding of token i + 1 and `fc` of the target's hidden states at i, taken where three of
+its layers begin; what it makes of them says, through a head over its own vocabulary of frequent tokens, which token
+stands at i + 2. Further ones it guesses from its own output in the states' stead. Its keys are its own, and it catches
+up like any cache: with the rows of hidden states (kv/rows.py) that it has not seen yet.
+
+The draft is a tree that grows where it is likely (EAGLE-2, 2406.16858): every step puts the `width` best candidates
+behind each node of the last, and goes on from those that are among the `num_speculative_tokens` likeliest of all; a
+node's likelihood is the product of its path's. `width` 1 is a chain. Candidates are ranked by logits as the request's
+parameters shape them, with the noise of their place if it samples.
+
+`model` is a folder, hub id or embedded name in one of two layouts: the original's (config.json of a Llama of one layer,
+with draft_vocab_size; pytorch_model.bin or model.safetensors with midlayer.*, fc, norm, lm_head, d2t, t2d), or vLLM's
+speculators (speculators_model_type eagle3, transformer_layer_config; layers.0.*).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+
+from outrider.config import ModelConfig, option
+from outrider.draft import Draft
+from outrider.errors import CheckpointError, ConfigError, VocabularyMismatch
+from outrider.kv import DenseKV, Entry, Plan
+from outrider.load import find
+from outrider.model import Rotary
+from outrider.ops import Linear, rms_norm, rope
+from outrider.runner import Runner
+from outrider.sampling import Row, few_threads, scores
+from outrider.sequence import Sequence
+from outrider.speculate import Drafter
+
+FILES = ("model.safetensors", "pytorch_model.bin")
+
+
+class Head:
+    """The layer, its vocabulary and its keys. Raises CheckpointError and VocabularyMismatch for what does not fit."""
+
+    def __init__(self, path: Path, target: Runner) -> None:
+        model = target.model
+        about, tensors = _read(path)
+        self.dtype, self.device, self.embed = model.dtype, model.device, model.embed
+        c = self.config = _layer_config(path, about)
+        hidden = c.hidden_size
+        if hidden != model.config.hidden_size:
+            raise CheckpointError(f"{path}: a head of width {hidden}; this target's is {model.config.hidden_size}")
+        if c.vocab_size != model.config.vocab_size:
+            raise VocabularyMismatch(
+                f"{path}: a head for {c.vocab_size} tokens, the target has {model.config.vocab_size}; use its own"
+            )
+        self.points = _points(path, about, model.config.num_layers)
+        self.norm_before_residual = bool(about.get("norm_before_residual"))
+
+        def take(name: str, *shape: int) -> Tensor:
+            found = tensors.pop(name, None)
+            if found is None or tuple(found.shape) != shape:
+                what = "missing" if found is None else f"of shape {tuple(found.shape)}"
+                raise CheckpointError(f"{path}: tensor {name} is {what}; a head for this target has {shape}")
+            if not found.is_floating_point() or not found.isfinite().all():
+                raise CheckpointError(f"{path}: tensor {name} should hold finite floats")
+            return found.to(self.device, self.dtype)
+
+        def linear(names: list[str], sizes: list[int], inputs: int, bias: bool = False, gated: bool = False) -> Linear:
+            weight = torch.cat([take(f"{n}.weight", size, inputs) for n, size in zip(names, sizes, strict=True)])
+            added = torch.cat([take(f"{n}.bias", size) for n, size in zip(names, sizes, strict=True)]) if bias else None
+            return Linear(weight, added, gated=gated)
+
+        q, kv, wide = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.intermediate_size
+        attn, mlp = "midlayer.self_attn", "midlayer.mlp"
+        vocab = int(about.get("draft_vocab_size") or c.vocab_size)
+        self.input_norm = take("midlayer.input_layernorm.weight", hidden)
+        self.hidden_norm = take("midlayer.hidden_norm.weight", hidden)
+        self.qkv = linear([f"{attn}.{x}_proj" for x in "qkv"], [q, kv, kv], 2 * hidden, c.qkv_bias)
+        self.qk_norms = None
+        if c.qk_norm:
+            self.qk_norms = take(f"{attn}.q_norm.weight", c.head_dim), take(f"{attn}.k_norm.weight", c.head_dim)
+        self.o = linear([f"{attn}.o_proj"], [hidden], q, c.o_bias)
+        self.post_norm = take("midlayer.post_attention_layernorm.weight", hidden)
+        self.gate_up = linear([f"{mlp}.gate_proj", f"{mlp}.up_proj"], [wide, wide], hidden, c.mlp_bias, gated=True)
+        self.down = linear([f"{mlp}.down_proj"], [hidden], wide, c.mlp_bias)
+        seen = len(self.points) * hidden
+        self.fc_norm = take("input_norm.weight", seen) if about.get("norm_before_fc") else None
+        self.fc = linear(["fc"], [hidden], seen)
+        self.norm = take("norm.weight", hidden)
+        self.head = linear(["lm_head"], [vocab], hidden)
+        offsets = tensors.pop("d2t", torch.zeros(vocab, dtype=torch.long))
+        tensors.pop("t2d", None)  # says no more than d2t
+        self.tokens = torch.arange(vocab) + offsets.long() if offsets.shape == (vocab,) else offsets[:0]
+        if len(self.tokens) != vocab or int(self.tokens.min()) < 0 or int(self.tokens.max()) >= c.vocab_size:
+            raise VocabularyMismatch(f"{path}: d2t should lead {vocab} draft tokens to ids below {c.vocab_size}")
+        if (own := tensors.get("embed_tokens.weight")) is not None:
+            own = take("embed_tokens.weight", c.vocab_size, hidden)
+            if not torch.equal(own, model.embed(torch.arange(c.vocab_size, device=self.device))):
+                self.embed = lambda tokens: F.embedding(tokens, own)
+        if tensors:
+            raise CheckpointError(f"{path}: tensor {min(tensors)} has no place in an EAGLE-3 head of one layer")
+        self.tokens = self.tokens.to(self.device)
+        self.rotary = Rotary(c, self.dtype, self.device)
+        self.kv = DenseKV(c, self.dtype, self.device)
+
+    def fuse(self, rows: Tensor) -> Tensor:
+        """The states (n, hidden) that the layer begins with, from rows (n, points * hidden) of the target's."""
+        return self.fc(rows, self.fc_norm, self.config.rms_norm_eps)
+
+    def step(self, ids: list[int], states: Tensor, positions: list[int], plan: Plan) -> Tensor:
+        """The next states (n, hidden) from tokens, and the states before them; keys go where the plan says."""
+        c, eps = self.config, self.config.rms_norm_eps
+        token = self.embed(torch.tensor(ids, device=self.device))
+        normed = rms_norm(states, self.hidden_norm, eps)
+        qkv = self.qkv(torch.cat([rms_norm(token, self.input_norm, eps), normed], -1))
+        cos, sin = self.rotary(positions, positions)
+        q, k, v = rope(qkv, c.num_heads, c.num_kv_heads, cos, sin, self.qk_norms, eps)
+        self.kv.reserve(plan)
+        residual = normed if self.norm_before_residual else states
+        x = self.o(self.kv.attend(0, q, k, v, plan), residual=residual)
+        return self.down(self.gate_up(x, self.post_norm, eps), residual=x)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """(n, draft vocabulary) float32."""
+        return self.head(states, self.norm, self.config.rms_norm_eps, dtype=torch.float32)
+
+
+@dataclass
+class Seen:
+    """What the head has read of a sequence: of the rows from place `first` on, the tokens that came behind each."""
+
+    first: int = 0
+    tokens: list[int] = field(default_factory=list)
+    state: Tensor | None = None  # (1, hidden), the head's after the last of them
+
+
+@dataclass
+class Tree:
+    """A draft that grows. Node i is `tokens[i]` behind node `parents[i]`, as likely as exp(`scores[i]`)."""
+
+    seq: Sequence
+    root: Tensor
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+    paths: list[list[int]] = field(default_factory=list)
+    states: dict[int, Tensor] = field(default_factory=dict)  # of the nodes that were gone on from, after them
+    border: list[int] = field(default_factory=lambda: [-1])  # nodes to go on from
+    laid: list[int] = field(default_factory=list)  # nodes whose keys lie behind the text's
+
+    def path(self, node: int) -> list[int]:
+        """Nodes down to this one."""
+        return self.paths[node] if node >= 0 else []
+
+    def state(self, node: int) -> Tensor:
+        """(1, hidden) of what goes on behind a node."""
+        return self.states[node] if node >= 0 else self.root
+
+    def best(self, k: int) -> list[int]:
+        """The k likeliest nodes; a node is no likelier than its parent, which stands before it."""
+        return sorted(range(len(self.tokens)), key=lambda i: (-self.scores[i], i))[:k]
+
+    def draft(self, k: int) -> Draft:
+        """Of the k likeliest; the likeliest child first, so that tokens accepted there lie as in plain decoding."""
+        ranks = {node: rank for rank, node in enumerate(self.best(k))}
+        order = sorted(ranks, key=lambda node: [ranks[above] for above in self.path(node)])
+        at = {node: i for i, node in enumerate(order)} | {-1: -1}
+        return Draft([self.tokens[i] for i in order], [at[self.parents[i]] for i in order])
+
+
+@dataclass
+class Eagle3(Drafter):
+    """Guesses with an EAGLE-3 head that was trained for the target."""
+
+    num_speculative_tokens: int = option(6, "nodes of the tree")
+    model: str = option("", "required: the head; a folder, hub id or embedded name")
+    width: int = option(3, "candidates behind each node; 1: a chain")
+    depth: int = option(4, "of the tree, at most; the head runs once for each")
+    p_min: float = option(0.0, "no guess that is less likely, by the head's own account")
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ConfigError("method eagle3 needs a 'model', its head, such as {..., 'model': 'folder'}")
+        if self.width < 1 or self.depth < 1 or not 0 <= self.p_min < 1:
+            raise ConfigError(
+                f"method eagle3: width and depth are at least 1, p_min is from 0 to below 1; "
+                f"not {self.width}, {self.depth}, {self.p_min}"
+            )
+        self.least = math.log(self.p_min) if self.p_min else -math.inf
+        self.seen: dict[int, Seen] = {}
+
+    def attach(self, target: Runner, load: Callable[[str], Runner]) -> None:
+        """Load the head. Raises CheckpointError and VocabularyMismatch for one of another kind of target."""
+        self.head, self.chunk = Head(find(self.model), target), target.chunk
+        self.vocab = target.model.config.vocab_size
+        self.rows = target.tap(self.head.points)
+
+    def propose(self, seqs: list[Sequence], k: int) -> list[Draft]:
+        """A tree of at most k nodes per sequence; none if the target's hidden states are not there yet."""
+        if k < 1:
+            return [Draft() for _ in seqs]
+        with torch.inference_mode():
+            trees = {seq.id: Tree(seq, state) for seq in seqs if (state := self._catch_up(seq)) is not None}
+            growing = list(trees.values())
+            for depth in range(1, min(k, self.depth) + 1):
+                growing = [tree for tree in growing if tree.border and tree.seq.room > depth]
+                if not growing:
+                    break
+                if depth > 1:
+                    self._go_on(growing, depth - 1)
+                self._branch(growing, k)
+        return [trees[seq.id].draft(k) if seq.id in trees else Draft() for seq in seqs]
+
+    def forget(self, seq: Sequence) -> None:
+        """Drop the sequence's keys and states."""
+        self.seen.pop(seq.id, None)
+        self.head.kv.free(seq.id)
+
+    def kv_bytes(self, tokens: int) -> int:
+        """The head's keys, and the target's hidden states until they are read."""
+        return self.head.kv.nbytes(tokens) + self.rows.row_bytes * tokens
+
+    def _catch_up(self, seq: Sequence) -> Tensor | None:
+        """Read the rows that came since; the state behind the last, None if it is not to be had."""
+        seen, end = self.seen.setdefault(seq.id, Seen()), len(seq.tokens) - 1
+        known, truth = seen.tokens, seq.tokens[seen.first + 1 :]
+        if known != truth[: len(known)]:
+            del known[next(i for i, (a, b) in enumerate(zip([*known, -1], [*truth, -2], strict=False)) if a != b) :]
+            seen.state = None
+        at = seen.first + len(known)
+        found = self.rows.read(seq.id, at, end)
+        if found and found[0] > at:  # tokens between were read elsewhere
+            self.head.kv.free(seq.id)
+            at, known[:] = found[0], []
+            seen.first = at
+        if found:
+            rows = found[1]
+            for begin in range(0, len(rows), self.chunk):
+                some = rows[begin : begin + self.chunk]
+                place, n = at + begin, len(some)
+                plan = Plan([Entry(seq.id, 0, n, place - seen.first)])
+                ids, positions = seq.tokens[place + 1 : place + 1 + n], list(range(place, place + n))
+                seen.state = self.head.step(ids, self.head.fuse(some), positions, plan)[-1:]
+            known += seq.tokens[at + 1 : at + 1 + len(rows)]
+            self.rows.drop(seq.id, at + len(rows))
+        return seen.state if seen.first + len(known) == end else None
+
+    def _go_on(self, trees: list[Tree], depth: int) -> None:
+        """The head reads the trees' border, whose nodes are `depth` deep.
+
+        Where that is one node, behind nodes whose keys lie in order, only this one; else the border's paths from the
+        root, which are few and cost no more than the weights do.
+        """
+        entries, ids, states, positions, wanted = list[Entry](), list[int](), list[Tensor](), list[int](), list[Any]()
+        for tree in trees:
+            start = len(tree.seq.tokens) - 1 - self.seen[tree.seq.id].first
+            fed = sorted({node for border in tree.border for node in tree.path(border)})
+            skip = len(fed) - 1 if len(tree.border) == 1 and fed[:-1] == tree.laid else 0
+            tree.laid = fed
+            at = {node: i for i, node in enumerate(fed)} | {-1: -1}
+            new = fed[skip:]
+            parents = None if skip else [at[tree.parents[node]] for node in new]
+            entries.append(Entry(tree.seq.id, len(ids), len(new), start + skip, parents))
+            for node in new:
+                if node in tree.border:
+                    wanted.append((tree, node, len(ids)))
+                ids.append(tree.tokens[node])
+                states.append(tree.state(tree.parents[node]))
+                positions.append(len(tree.seq.tokens) - 2 + len(tree.path(node)))
+        out = self.head.step(ids, torch.cat(states), positions, Plan(entries))
+        for tree, node, row in wanted:
+            tree.states[node] = out[row : row + 1]
+
+    def _branch(self, trees: list[Tree], k: int) -> None:
+        """Put candidates behind the border of each tree; those among its k likeliest nodes are the new border."""
+        places = [(tree, node) for tree in trees for node in tree.border]
+        rows = [Row(tree.seq, [tree.tokens[above] for above in tree.path(node)]) for tree, node in places]
+        logits = self.head.logits(torch.cat([tree.state(node) for tree, node in places]))
+        known = self.head.tokens
+        if not places[0][0].seq.rule.flips_coins and any(_shapes(row) for row in rows):
+            whole = logits.new_full((len(rows), self.vocab), -math.inf)
+            whole[:, known] = logits
+            logits = scores(whole, rows)[:, known]
+        with few_threads(logits):
+            best = logits.log_softmax(-1).topk(min(self.width, logits.shape[-1]))
+        found, chances = known[best.indices].tolist(), best.values.tolist()
+        fresh: dict[int, int] = {id(tree): len(tree.tokens) for tree in trees}
+        for (tree, node), ids, chance in zip(places, found, chances, strict=True):
+            for token, own in zip(ids, chance, strict=True):
+                score = own + (tree.scores[node] if node >= 0 else 0.0)
+                if score > self.least and math.isfinite(score):
+                    tree.tokens.append(token)
+                    tree.parents.append(node)
+                    tree.scores.append(score)
+                    tree.paths.append([*tree.path(node), len(tree.paths)])
+        for tree in trees:
+            tree.border = [node for node in tree.best(k) if node >= fresh[id(tree)]]
+
+
+def _shapes(row: Row) -> bool:
+    """Whether a request's parameters change the order of its logits."""
+    p = row.seq.params
+    plain = p.repetition_penalty == 1 and not (p.presence_penalty or p.frequency_penalty or p.logit_bias)
+    return p.temperature > 0 or not plain or bool(p.min_tokens or p.logits_processors)
+
+
+def _points(path: Path, about: dict[str, Any], layers: int) -> tuple[int, ...]:
+    """The layers whose inputs the head reads."""
+    name = "eagle_aux_hidden_state_layer_ids"
+    nested = about.get("eagle_config")
+    outputs = nested.get(name) if isinstance(nested, dict) else None  # there, layers whose outputs are read
+    given = about.get(name) or outputs or [min(2, layers), layers // 2, max(0, layers - 3)]
+    if not isinstance(given, list) or not all(type(i) is int for i in given):
+        raise CheckpointError(f"{path}: {name} should be a list of layers, not {str(given)[:80]}")
+    return tuple(i + 1 if given is outputs else i for i in given)
+
+
+def _layer_config(path: Path, about: dict[str, Any]) -> ModelConfig:
+    """The shape of the layer."""
+    shape = about.get("transformer_layer_config") or about
+    if not isinstance(shape, dict) or shape.get("num_hidden_layers", 1) != 1:
+        raise CheckpointError(f"{path}: an EAGLE-3 head has one layer, config.json says otherwise")
+    family = "Qwen3ForCausalLM" if shape.get("model_type") == "qwen3" else "LlamaForCausalLM"
+    return ModelConfig.from_hf({**shape, "architectures": [family], "quantization_config": None})
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """config.json, and the tensors by the original's names."""
+    file = next((path / name for name in FILES if (path / name).is_file()), None)
+    if file is None:
+        raise CheckpointError(f"{path} holds no EAGLE-3 head: none of {', '.join(FILES)}")
+    try:
+        about = json.loads((path / "config.json").read_text("utf-8"))
+        loaded = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
+        tensors = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in loaded.items()}
+    except Exception as error:  # unpickling raises what it likes
+        raise CheckpointError(f"{path}: the head cannot be read: {' '.join(str(error).split())[:200]}") from None
+    if not isinstance(about, dict) or "fc.weight" not in tensors:
+        raise CheckpointError(f"{path} holds no EAGLE-3 head: no tensor fc.weight, or no JSON object in config.json")
+    return about, tensors

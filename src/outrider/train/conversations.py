@@ -1,0 +1,149 @@
+"""What a target says: conversations that it writes itself, for heads and drafts that learn from it.
+
+An instruct model that is given only the header of a user's turn writes one, as it has read many (Magpie, 2406.08464);
+to this, and to prompts from files, it answers at several temperatures, and now and then the conversation goes on. The
+engine is kept full: whatever ends is replaced at once. A conversation is a JSON line: `p`, the ids of the prompt in the
+chat template, `o`, those of the answer, and `t`, its temperature. A file that is there goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from outrider.config import SamplingParams
+from outrider.errors import ConfigError
+from outrider.llm import LLM
+from outrider.train.settings import ConversationSettings as Settings
+
+FIELDS = ("prompt", "question", "instruction", "turns", "text")  # of a file's JSON lines, by turns
+HINTS = (
+    "", "", "", "Write a", "How do I", "What is", "Explain", "Can you", "Give me", "I need help with", "Create a",
+    "Tell me about", "Why", "Compare", "Solve", "Translate", "Calculate", "Imagine",
+)  # fmt: skip  # how some users' turns begin, or they would be alike
+QUESTION, LONGEST = 192, 600  # tokens that the target may give a user's turn, and a question with what was before it
+
+
+class Template:
+    """A chat template, taken apart: what stands before a user's words, between them and the answer, and after that.
+
+    Raises ConfigError for a tokenizer without one, or whose template says otherwise each time.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+            raise ConfigError("this model has no chat template, by which conversations are told apart")
+        self.tokenizer = tokenizer
+        user, assistant, again = ({"role": role, "content": f"@{role}{i}@"} for role, i in
+                                  (("user", 1), ("assistant", 1), ("user", 2)))  # fmt: skip
+        one = tokenizer.apply_chat_template([user], tokenize=False, add_generation_prompt=True)
+        two = tokenizer.apply_chat_template([user, assistant, again], tokenize=False)
+        try:
+            self.before, self.answer = one.split("@user1@")
+            self.next = two.split("@assistant1@")[1].split("@user2@")[0]
+        except (ValueError, IndexError):
+            raise ConfigError(
+                "this model's chat template changes what is said; conversations cannot be written"
+            ) from None
+
+    def ids(self, text: str) -> list[int]:
+        """Token ids of a part."""
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def read_prompts(paths: list[Path]) -> list[str]:
+    """The prompts in files of JSON lines. Raises ConfigError for what cannot be read."""
+    found = []
+    for path in paths:
+        try:
+            lines = path.read_text("utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from None
+        for number, line in enumerate(lines, 1):
+            try:
+                entry = json.loads(line)
+                given = next(entry[name] for name in FIELDS if name in entry)
+                found.append(given if isinstance(given, str) else str(given[0]))
+            except (ValueError, TypeError, StopIteration, IndexError):
+                raise ConfigError(f"{path}:{number} is no JSON object with one of {', '.join(FIELDS)}") from None
+    return found
+
+
+def write(
+    output: Path,
+    tokens: int,
+    settings: Settings,
+    prompts: list[str] | None = None,
+    report: Callable[[int, int], None] | None = None,
+    llm: LLM | None = None,
+) -> int:
+    """Append conversations to a file until their answers have so many tokens; `report(tokens, conversations)`.
+
+    Returns the conversations in the file. A last line that was cut short is taken away first.
+    """
+    s = settings
+    llm = llm or LLM(s.model, max_num_seqs=s.batch)
+    engine, template = llm.engine, Template(llm.tokenizer)
+    done, count = _resume(output)
+    dice = random.Random(f"{s.seed}/{count}")
+    live: dict[int, tuple[str, float]] = {}
+
+    def ask(ids: list[int]) -> None:
+        add("question", ids, 1.0, QUESTION)
+
+    def answer(ids: list[int]) -> None:
+        add("answer", ids, dice.choice(s.temperatures), dice.choice([s.max_tokens, -(-s.max_tokens // 2)]))
+
+    def add(kind: str, ids: list[int], temperature: float, most: int) -> None:
+        if len(ids) <= s.longest and len(ids) + most <= engine.max_len:
+            params = SamplingParams(temperature=temperature, max_tokens=most, seed=dice.getrandbits(62))
+            (request,) = engine.add(ids, params)
+            live[request.seq.id] = kind, temperature
+
+    with open(output, "a", encoding="utf-8") as file:
+        while done < tokens:
+            while len(live) < s.batch:
+                if prompts and dice.random() >= s.own:
+                    answer(template.ids(template.before + dice.choice(prompts) + template.answer))
+                else:
+                    ask(template.ids(template.before + dice.choice(HINTS)))
+            for request, _ in engine.step():
+                if not request.finished:
+                    continue
+                seq = request.seq
+                kind, temperature = live.pop(seq.id)
+                ended = seq.finish_reason == "stop"
+                if kind == "question":
+                    if ended and len(seq.tokens) < LONGEST:
+                        answer(seq.tokens[:-1] + template.ids(template.answer))
+                    continue
+                line = {"p": seq.tokens[: seq.prompt_len], "o": seq.output, "t": temperature}
+                file.write(json.dumps(line) + "\n")
+                file.flush()
+                done, count = done + len(seq.output), count + 1
+                if report:
+                    report(done, count)
+                if ended and dice.random() < s.turns:
+                    ask(seq.tokens[:-1] + template.ids(template.next))
+    for request in [*engine.running, *engine.waiting]:
+        engine.abort(request)
+    return count
+
+
+def _resume(output: Path) -> tuple[int, int]:
+    """Tokens of answers and conversations in the file."""
+    if not output.exists():
+        return 0, 0
+    whole = output.read_bytes()
+    lines = whole[: whole.rfind(b"\n") + 1]
+    if len(lines) < len(whole):
+        with open(output, "r+b") as file:
+            file.truncate(len(lines))
+    try:
+        answers = [len(json.loads(line)["o"]) for line in lines.splitlines()]
+    except (ValueError, TypeError, KeyError):
+        raise ConfigError(f"{output} holds something else than conversations") from None
+    return sum(answers), len(answers)

@@ -1,0 +1,282 @@
+"""EAGLE-3 heads: what they guess is what the papers' layer says, from any published layout; others are refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import random_eagle3, run
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from outrider import LLM, SamplingParams
+from outrider.drafters.eagle3 import Eagle3, _points
+from outrider.errors import CheckpointError, ConfigError, ModelNotFound, VocabularyMismatch
+from outrider.sequence import Sequence
+from outrider.verify import COUPLED
+
+TAPS = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+TEXT = [5, 9, 3, 70, 2, 2, 8, 1, 33, 4, 6, 100, 17]
+
+
+def reference(folder: Path, target: Path, taps: list[int], tokens: list[int], drafted: list[int]) -> Tensor:
+    """(1 + drafted, draft vocabulary) logits after a text and each drafted token: plain PyTorch, all at once."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    about = json.loads((folder / "config.json").read_text())
+    c = about.get("transformer_layer_config", about)
+    file = folder / "pytorch_model.bin"
+    w = torch.load(file) if file.exists() else load_file(folder / "model.safetensors")
+    w = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in w.items()}
+    eps, dim, base = c["rms_norm_eps"], c["head_dim"], c.get("rope_theta", 10000.0)
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * w[name + ".weight"]
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return F.linear(x, w[name + ".weight"], w.get(name + ".bias"))
+
+    with torch.no_grad():
+        raw: list[Tensor] = []  # what enters each layer, and what enters the final norm
+        for module in (*model.model.layers, model.model.norm):
+            module.register_forward_pre_hook(lambda _, given: raw.append(given[0][0]))
+        model(torch.tensor([tokens]))
+        seen = torch.cat([raw[t] for t in taps], -1)[:-1]
+        states = linear(norm(seen, "input_norm") if about.get("norm_before_fc") else seen, "fc")
+        ids = tokens[1:]
+        logits = []
+        for token in [*drafted, None]:
+            n = len(ids)
+            embedded = norm(model.model.embed_tokens(torch.tensor(ids)), "midlayer.input_layernorm")
+            normed = norm(states, "midlayer.hidden_norm")
+            x = torch.cat([embedded, normed], -1)
+            q, k, v = (linear(x, f"midlayer.self_attn.{name}_proj").view(n, -1, dim) for name in "qkv")
+            if c["model_type"] == "qwen3":
+                q, k = norm(q, "midlayer.self_attn.q_norm"), norm(k, "midlayer.self_attn.k_norm")
+            angles = torch.arange(n)[:, None] * base ** (-torch.arange(0, dim, 2) / dim)
+            cos, sin = angles.cos().repeat(1, 2)[:, None], angles.sin().repeat(1, 2)[:, None]
+            q, k = (y * cos + torch.cat([-y[..., dim // 2 :], y[..., : dim // 2]], -1) * sin for y in (q, k))
+            k, v = (y.repeat_interleave(q.shape[1] // y.shape[1], 1) for y in (k, v))
+            scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(dim)
+            weights = scores.masked_fill(torch.ones(n, n).triu(1).bool(), -torch.inf).softmax(-1)
+            y = torch.einsum("hij,jhd->ihd", weights, v).reshape(n, -1)
+            y = (normed if about.get("norm_before_residual") else states) + linear(y, "midlayer.self_attn.o_proj")
+            z = norm(y, "midlayer.post_attention_layernorm")
+            gated = F.silu(linear(z, "midlayer.mlp.gate_proj")) * linear(z, "midlayer.mlp.up_proj")
+            out = y + linear(gated, "midlayer.mlp.down_proj")
+            logits.append(linear(norm(out[-1:], "norm"), "lm_head"))
+            if token is not None:
+                ids = [*ids, token]
+                states = torch.cat([states, out[-1:]])  # its own output instead of the target's states
+    return torch.cat(logits)
+
+
+def guesses(llm: LLM, folder: Path, text: list[int], **options) -> tuple[Eagle3, Sequence, list[Tensor]]:
+    """A drafter that has drafted after a text, with all logits that its head gave."""
+    drafter = Eagle3(model=str(folder), **options)
+    drafter.attach(llm.runner, lambda name: llm.runner)
+    seen, head = [], drafter.head.logits
+    drafter.head.logits = lambda states: seen.append(head(states)) or seen[-1]  # type: ignore[method-assign]
+    seq = Sequence(text, SamplingParams(temperature=0, max_tokens=40), 0)
+    llm.runner.extend([seq])
+    return drafter, seq, seen
+
+
+LAYOUTS = [
+    ("original", {}),
+    ("original", {"rope_theta": 500000.0, "num_key_value_heads": 4}),
+    ("original", {"attention_bias": True}),
+    ("speculators", {}),
+    ("speculators", {"norm_before_residual": True}),
+    ("speculators", {"norm_before_fc": True, "norm_before_residual": True}),
+    ("speculators", {"model_type": "qwen3", "norm_before_residual": True}),
+    ("speculators", {"eagle_aux_hidden_state_layer_ids": [2, 1]}),
+]
+
+
+@pytest.mark.parametrize(("layout", "config"), LAYOUTS, ids=str)
+def test_logits_are_the_reference_s(make_checkpoint, layout, config):
+    """A chain from a prompt, and after more text was accepted; the target reads in small chunks."""
+    target = make_checkpoint()
+    folder = random_eagle3(target, layout, **{**TAPS, **config})
+    taps = config.get("eagle_aux_hidden_state_layer_ids", [0, 1, 2])
+    llm = LLM(target, device="cpu", dtype="float32", max_num_batched_tokens=4)
+    drafter, seq, seen = guesses(llm, folder, TEXT[:-1], depth=4, width=1)
+    seq.tokens.append(TEXT[-1])  # rows are there for all tokens but the last
+    for more in ([], [44], [90, 3, 3]):
+        seq.tokens += more
+        if more:
+            llm.runner.extend([seq])
+        seen.clear()
+        (draft,) = drafter.propose([seq.shown(COUPLED)], 4)
+        wanted = reference(folder, target, taps, seq.tokens, draft.tokens)
+        assert len(draft) == 4 and draft.is_chain
+        torch.testing.assert_close(torch.cat(seen), wanted[:4], rtol=5e-3, atol=5e-3)
+        best = drafter.head.tokens[wanted[:4].argmax(-1)]
+        assert draft.tokens == best.tolist()
+    drafter.forget(seq)
+    assert not drafter.head.kv.store and not drafter.seen
+
+
+def test_trees_hold_the_likeliest_paths(make_checkpoint):
+    """Every node's likelihood is the reference's along its path; no path outside is likelier; parents come first."""
+    target = make_checkpoint()
+    folder = random_eagle3(target, **TAPS, scale=0.2)
+    llm = LLM(target, device="cpu", dtype="float32")
+    drafter, seq, _ = guesses(llm, folder, TEXT[:-1], width=3, depth=4)
+    seq.tokens.append(TEXT[-1])
+    (draft,) = drafter.propose([seq.shown(COUPLED)], 9)
+    assert len(draft) == 9 and not draft.is_chain
+    paths = [draft.path_to(node) for node in range(9)]
+    chances, ids = {(): 0.0}, drafter.head.tokens
+    found = {}
+    for path in [[], *paths]:
+        tokens = [draft.tokens[node] for node in path]
+        logs = reference(folder, target, [0, 1, 2], seq.tokens, tokens)[-1].log_softmax(-1)
+        for value, at in zip(*logs.topk(3), strict=True):
+            found[(*tokens, int(ids[at]))] = float(value)
+    for path in sorted(found, key=len):
+        if path[:-1] in chances:
+            chances[path] = chances[path[:-1]] + found[path]
+    del chances[()]
+    mine = {tuple(draft.tokens[node] for node in path) for path in paths}
+    shallow = {path: chance for path, chance in chances.items() if len(path) <= 4}
+    assert mine == set(sorted(shallow, key=lambda path: -shallow[path])[:9])
+    assert paths[0] == [0] and (draft.tokens[0],) == max(shallow, key=lambda path: shallow[path])
+    drafter.forget(seq)
+
+
+def test_batches_guess_as_alone(make_checkpoint):
+    """Sequences of different length, one of which has not been read yet."""
+    target = make_checkpoint()
+    llm = LLM(target, device="cpu", dtype="float32")
+    folder = random_eagle3(target, **TAPS)
+    drafter, seq, _ = guesses(llm, folder, TEXT[:-1], width=2)
+    other, late = Sequence(TEXT[3:7], seq.params, 0), Sequence([3, 4], seq.params, 0)
+    llm.runner.extend([other])
+    for one in (seq, other):
+        one.tokens.append(7)
+    alone = [drafter.propose([one.shown(COUPLED)], 6)[0] for one in (seq, other)]
+    together = drafter.propose([one.shown(COUPLED) for one in (seq, late, other)], 6)
+    assert [together[0], together[2]] == alone and not together[1].tokens
+
+
+def test_sampling_ranks_by_the_request(make_checkpoint):
+    """Banned tokens are not proposed; the noise is the target's own: another seed, another draft."""
+    target = make_checkpoint()
+    llm = LLM(target, device="cpu", dtype="float32")
+    folder = random_eagle3(target, **TAPS, scale=0.05)
+    drafter, seq, _ = guesses(llm, folder, TEXT[:-1])
+    seq.tokens.append(7)
+    plain = drafter.propose([seq.shown(COUPLED)], 3)[0].tokens
+    found = set()
+    for seed in range(4):
+        params = SamplingParams(temperature=1.0, max_tokens=40, logit_bias={plain[0]: -1e9})
+        drawn = Sequence(seq.tokens[:-1], params, seed)
+        llm.runner.extend([drawn])
+        drawn.tokens.append(7)
+        found.add(tuple(drafter.propose([drawn.shown(COUPLED)], 3)[0].tokens))
+    assert len(found) > 2 and plain[0] not in {tokens[0] for tokens in found}
+
+
+def test_unlikely_nodes_are_left_out(make_checkpoint):
+    target = make_checkpoint()
+    llm = LLM(target, device="cpu", dtype="float32")
+    folder = random_eagle3(target, **TAPS)
+    drafter, seq, _ = guesses(llm, folder, TEXT[:-1], width=4, p_min=0.3)
+    seq.tokens.append(7)
+    (draft,) = drafter.propose([seq.shown(COUPLED)], 30)
+    whole, seq2, _ = guesses(llm, folder, TEXT[:-1], width=4)
+    seq2.tokens.append(7)
+    assert len(draft) < len(whole.propose([seq2.shown(COUPLED)], 30)[0])
+
+
+def change(folder: Path, where: Path, about: dict | None = None, **tensors: Tensor | None) -> Path:
+    """A copy of a head in safetensors with other config keys and tensors; None takes a tensor away."""
+    named = torch.load(folder / "pytorch_model.bin")
+    for name, tensor in tensors.items():
+        named.pop(name.replace("__", "."), None)
+        named |= {} if tensor is None else {name.replace("__", "."): tensor}
+    where.mkdir()
+    save_file(named, where / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text()) | (about or {})
+    (where / "config.json").write_text(json.dumps(config))
+    return where
+
+
+WRONG = [
+    ({}, {"fc__weight": None}, CheckpointError, "fc.weight"),
+    ({}, {"norm__weight": None}, CheckpointError, "norm.weight is missing"),
+    ({}, {"fc__weight": torch.zeros(64, 64)}, CheckpointError, r"\(64, 64\)"),
+    ({}, {"norm__weight": torch.full((64,), torch.nan)}, CheckpointError, "norm.weight should hold finite"),
+    ({}, {"midlayer__extra": torch.zeros(2)}, CheckpointError, "midlayer.extra has no place"),
+    ({"num_hidden_layers": 2}, {}, CheckpointError, "one layer"),
+    ({"hidden_size": 32}, {}, CheckpointError, "width 32"),
+    ({"vocab_size": 99}, {}, VocabularyMismatch, "99 tokens"),
+    ({}, {"d2t": torch.full((48,), 120)}, VocabularyMismatch, "below 128"),
+    ({}, {"d2t": torch.zeros(3, dtype=torch.long)}, VocabularyMismatch, "48 draft tokens"),
+    ({"eagle_aux_hidden_state_layer_ids": [0, 1, 7]}, {}, ConfigError, "layer 7"),
+    ({"eagle_aux_hidden_state_layer_ids": "all"}, {}, CheckpointError, "layer_ids"),
+    ({}, {"embed_tokens__weight": torch.zeros(5, 64)}, CheckpointError, "embed_tokens"),
+]
+
+
+@pytest.mark.parametrize(("about", "tensors", "error", "says"), WRONG, ids=[w[3] for w in WRONG])
+def test_heads_that_do_not_fit_are_refused(random_llm, make_checkpoint, tmp_path, about, tensors, error, says):
+    folder = change(random_eagle3(make_checkpoint(), **TAPS), tmp_path / "head", about, **tensors)
+    with pytest.raises(error, match=says):
+        random_llm.speculative_config = {"method": "eagle3", "model": str(folder)}
+    assert not random_llm.runner.taps
+
+
+def test_what_is_no_head_is_refused(random_llm, tmp_path):
+    for model, error, says in [
+        ("", ConfigError, "needs a 'model'"),
+        (str(tmp_path / "nowhere"), ModelNotFound, "nowhere"),
+        ("tiny-medusa", CheckpointError, "no EAGLE-3 head"),
+    ]:
+        with pytest.raises(error, match=says):
+            random_llm.speculative_config = {"method": "eagle3", "model": model}
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04cos\nsystem\n")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        random_llm.speculative_config = {"method": "eagle3", "model": str(tmp_path)}
+    for options in ({"width": 0}, {"depth": 0}, {"p_min": 1.0}, {"p_min": "x"}, {"heads": 3}):
+        with pytest.raises(ConfigError):
+            random_llm.speculative_config = {"method": "eagle3", "model": "x", **options}
+
+
+def test_the_layers_read(make_checkpoint):
+    """The published defaults, SGLang's nested key that counts outputs, and vLLM's."""
+    at = Path("head")
+    assert _points(at, {}, 32) == (2, 16, 29) and _points(at, {}, 36) == (2, 18, 33)
+    assert _points(at, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 15, 28]}}, 32) == (2, 16, 29)
+    assert _points(at, {"eagle_aux_hidden_state_layer_ids": [2, 18, 33]}, 36) == (2, 18, 33)
+
+
+def test_memory_is_accounted(random_llm, make_checkpoint):
+    random_llm.speculative_config = {"method": "eagle3", "model": str(random_eagle3(make_checkpoint(), **TAPS))}
+    drafter = random_llm.engine.drafter
+    assert drafter.kv_bytes(600) >= 600 * 4 * (2 * 2 * 16 + 3 * 64)
+
+
+@pytest.mark.parametrize("method", ["merge", "cascade"])
+def test_beside_and_below_others(random_llm, make_checkpoint, method):
+    """Merged with look-up, whose branches are accepted, and drafting for a view: plain tokens, some of them drafted."""
+    head = {"method": "eagle3", "model": str(random_eagle3(make_checkpoint(), **TAPS)), "width": 2}
+    config = {
+        "merge": {"method": "merge", "drafters": [head, {"method": "ngram"}]},
+        "cascade": {"method": "cascade", "view": "retrieval:budget=24,chunk=4,recent=4,rebuild=8", "drafter": head},
+    }[method]
+    params = SamplingParams(temperature=0, max_tokens=40)
+    prompts = [([3, 4, 5] * 9, params), ([7], params)]
+    plain = [out.token_ids for out in run(random_llm, prompts)]
+    random_llm.speculative_config = config
+    assert [out.token_ids for out in run(random_llm, prompts)] == plain
+    rows = [*random_llm.runner.taps]
+    assert rows and not any(r.held for r in rows)

@@ -1,0 +1,212 @@
+"""Training an EAGLE-3 head: what learns computes what drafts, runs go on where they were, and the curve is told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import run
+from typer.testing import CliRunner
+
+from outrider import LLM, SamplingParams
+from outrider.cli import app
+from outrider.drafters.eagle3 import Eagle3
+from outrider.errors import ConfigError
+from outrider.load import find
+from outrider.sequence import Sequence
+from outrider.train.conversations import Template, read_prompts, write
+from outrider.train.eagle3 import Batch, Trainer
+from outrider.train.settings import ConversationSettings, Eagle3Settings
+from outrider.verify import COUPLED
+
+SMALL = Eagle3Settings(vocab=96, depth=3, length=40, prompt=8, batch=200, first=400, replay=1)
+
+
+@pytest.fixture(scope="module")
+def llm(make_checkpoint) -> LLM:
+    return LLM(make_checkpoint(seed=4), device="cpu", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def said(llm, tmp_path_factory) -> Path:
+    """Conversations of a random model."""
+    path = tmp_path_factory.mktemp("said") / "said.jsonl"
+    noise = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(128, (5,), generator=noise).tolist() for _ in range(40)]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0.5, seed=3, max_tokens=30))
+    lines = [json.dumps({"p": p, "o": o.token_ids, "t": 0.5}) for p, o in zip(prompts, outputs, strict=True)]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained(llm, said, tmp_path_factory) -> tuple[Trainer, list[dict]]:
+    trainer = Trainer([said], tmp_path_factory.mktemp("run") / "run", SMALL, llm=llm)
+    lines = list(trainer.run(0.05, every=0.01))
+    return trainer, lines
+
+
+def test_a_run_learns_and_tells_its_curve(trained):
+    trainer, lines = trained
+    assert lines[-1]["steps"] > 3 and lines[-1]["tokens"] >= lines[-1]["read"] > 400
+    assert lines[-1]["loss"] < lines[0]["loss"] and len(lines[-1]["right"]) == 3
+    log = (trainer.output / "log.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in log] == lines
+    assert int(trainer.head.t2d.sum()) == 96 and len(set(trainer.head.tokens.tolist())) == 96
+
+
+def test_what_is_exported_drafts_what_was_trained(trained, llm, tmp_path):
+    """The drafter's logits along a chain are those of the training-time test on the same tokens."""
+    trainer, _ = trained
+    trainer.export(tmp_path / "head")
+    for weight in trainer.head.parameters():
+        weight.data.copy_(weight.data.bfloat16())
+    drafter = Eagle3(model=str(tmp_path / "head"), depth=3, width=1)
+    drafter.attach(llm.runner, lambda name: llm.runner)
+    seen, logits = [], drafter.head.logits
+    drafter.head.logits = lambda states: seen.append(logits(states)) or seen[-1]  # type: ignore[method-assign]
+    text = torch.randint(128, (12,), generator=torch.Generator().manual_seed(2)).tolist()
+    seq = Sequence(text[:-1], SamplingParams(temperature=0), 0)
+    llm.runner.extend([seq])
+    seq.tokens.append(text[-1])
+    (draft,) = drafter.propose([seq.shown(COUPLED)], 3)
+    batch = trainer.read([(text + draft.tokens, 0, 3)])
+    with torch.no_grad():
+        for s, (states, about) in enumerate(trainer.head.unroll(batch)):
+            ours = torch.nn.functional.linear(states[about == 11 + s], trainer.head.lm_head.weight)
+            torch.testing.assert_close(seen[s], ours, rtol=1e-3, atol=1e-3)
+    llm.runner.free(seq)
+    card = (tmp_path / "head" / "README.md").read_text()
+    assert "| tokens |" in card and card.count("\n| ") > 2
+    llm.speculative_config = {"method": "eagle3", "model": str(tmp_path / "head")}
+    plain = run(llm, [(text, SamplingParams(temperature=0, max_tokens=9))])
+    assert plain[0].metrics["speculative_decoding"]["num_draft_tokens"]
+    llm.speculative_config = None
+
+
+def test_the_first_weights_know_something(tmp_path):
+    """Before any step the least squares guess far better than chance, and the engine accepts some of it."""
+    llm, said = LLM("tiny", device="cpu", dtype="float32"), tmp_path / "said.jsonl"
+    params = SamplingParams(temperature=0, max_tokens=90)
+    prompts = [llm.encode(text) for text in ("Once upon a time", "One day, Tom", "Lily had a cat", "The big dog")]
+    answers = llm.generate(prompts, params)
+    lines = [
+        json.dumps({"p": prompt + answer.token_ids[:at], "o": answer.token_ids[at:], "t": 0})
+        for prompt, answer in zip(prompts, answers, strict=True)
+        for at in range(12)
+    ]
+    said.write_text("\n".join(lines) + "\n")
+    settings = Eagle3Settings(model="tiny", vocab=2048, depth=2, length=100, batch=700, first=1400)
+    trainer = Trainer([said], tmp_path / "run", settings, llm=llm)
+    trainer.export(tmp_path / "head")
+    llm.speculative_config = {"method": "eagle3", "model": str(tmp_path / "head")}
+    outputs = run(llm, [(prompt, params) for prompt in prompts])
+    assert [out.token_ids for out in outputs] == [answer.token_ids for answer in answers]
+    assert sum(out.metrics["speculative_decoding"]["num_accepted_draft_tokens"] for out in outputs) > 9
+
+
+def test_a_run_goes_on(trained, llm, said):
+    before, _ = trained
+    again = Trainer([said], before.output, SMALL, llm=llm)
+    assert again.counts == before.counts and again.taken == before.taken
+    for a, b in zip(again.head.state_dict().values(), before.head.state_dict().values(), strict=True):
+        assert torch.equal(a.bfloat16(), b.bfloat16())
+    assert list(again.run(0.0001)) and again.seconds >= before.seconds
+    with pytest.raises(ConfigError, match="begun with depth 3"):
+        Trainer([said], before.output, Eagle3Settings(**{**vars(SMALL), "depth": 2}), llm=llm)
+
+
+def test_lines_that_come_later_are_read(llm, said, tmp_path):
+    lines = said.read_text().splitlines(keepends=True)
+    growing = tmp_path / "said.jsonl"
+    growing.write_text("".join(lines[:20]) + lines[20][:15])  # the last one is being written
+    trainer = Trainer([growing], tmp_path / "run", SMALL, llm=llm)
+    while trainer.fresh():
+        pass
+    assert trainer.taken[str(growing)] <= 20
+    growing.write_text("".join(lines))
+    path = trainer.fresh()
+    assert path and sum(Batch.load(path).lengths) == len(Batch.load(path).ids) > 100
+
+
+def test_what_cannot_be_is_said(llm, said, tmp_path):
+    (tmp_path / "bad.jsonl").write_text('{"p": [1], "o": [999, 1, 1, 1, 1]}\n')
+    (tmp_path / "empty.jsonl").write_text("")
+    for data, settings, says in [
+        (tmp_path / "nowhere", SMALL, "no file"),
+        (tmp_path / "bad.jsonl", SMALL, "bad.jsonl:1 is no conversation"),
+        (tmp_path / "empty.jsonl", SMALL, "too few"),
+        (said, Eagle3Settings(**{**vars(SMALL), "batch": 10**6}), "too few"),
+        (said, Eagle3Settings(**{**vars(SMALL), "vocab": 999}), "over the target's 128"),
+        (said, Eagle3Settings(**{**vars(SMALL), "taps": (9,)}), "layer 9"),
+    ]:
+        with pytest.raises(ConfigError, match=says):
+            Trainer([data], tmp_path / "run", settings, llm=llm)
+    for options in ({"depth": 0}, {"lr": 2.0}, {"length": 3}, {"vocab": 0}):
+        with pytest.raises(ConfigError):
+            Eagle3Settings(**options)
+
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<|endoftext|>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture
+def chatty() -> LLM:
+    llm = LLM("tiny", device="cpu", dtype="float32", max_num_seqs=4)
+    llm.tokenizer.chat_template = TEMPLATE
+    return llm
+
+
+def test_conversations_are_the_target_s(chatty, tmp_path):
+    """Greedy answers are what the engine gives; a file goes on, its cut last line is written anew."""
+    settings = ConversationSettings(model="tiny", max_tokens=12, batch=4, temperatures=(0.0, 0.9), own=0.5)
+    output = tmp_path / "said.jsonl"
+    prompts = ["Tell me about foxes.", "Who is Tom?"]
+    count = write(output, 60, settings, prompts, llm=chatty)
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    assert count == len(lines) and sum(len(line["o"]) for line in lines) >= 60
+    assert not chatty.engine.running and not chatty.engine.waiting
+    for line in lines:
+        text = chatty.tokenizer.decode(line["p"])
+        assert text.startswith("<user>") and text.endswith("<assistant>") and line["t"] in (0.0, 0.9)
+        if line["t"] == 0:
+            again = chatty.generate([line["p"]], SamplingParams(temperature=0, max_tokens=len(line["o"])))
+            assert again[0].token_ids == line["o"]
+    with open(output, "a") as file:
+        file.write('{"p": [1')
+    assert write(output, 100, settings, prompts, llm=chatty) > count
+    assert all(json.loads(line)["o"] for line in output.read_text().splitlines())
+
+
+def test_templates_are_taken_apart(chatty):
+    template = Template(chatty.tokenizer)
+    assert (template.before, template.answer) == ("<user>", "<|endoftext|><assistant>")
+    assert template.next == "<|endoftext|><user>"
+    chatty.tokenizer.chat_template = "{% for m in messages %}{{ m['content'] | upper }}{% endfor %}"
+    with pytest.raises(ConfigError, match="changes what is said"):
+        Template(chatty.tokenizer)
+    with pytest.raises(ConfigError, match="no chat template"):
+        Template(None)
+
+
+def test_prompts_of_many_files(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"question": "Why?"}\n{"turns": ["One", "Two"]}\n{"prompt": "P", "text": "T"}\n')
+    assert read_prompts([tmp_path / "a.jsonl"]) == ["Why?", "One", "P"]
+    (tmp_path / "b.jsonl").write_text('{"other": 1}\n')
+    with pytest.raises(ConfigError, match=r"b\.jsonl:1"):
+        read_prompts([tmp_path / "b.jsonl"])
+
+
+def test_command(said, make_checkpoint, tmp_path):
+    """The whole way on the command line."""
+    arguments = ["train", "eagle3", str(tmp_path / "run"), str(said), "--minutes", "0.02", "--every", "0.01"]
+    options = ["--vocab", "96", "--depth", "2", "--length", "40", "--batch", "200", "--dtype", "float32"]
+    result = CliRunner().invoke(app, [*arguments, "--model", str(make_checkpoint(seed=4)), *options])
+    assert result.exit_code == 0, result.output
+    assert "tokens a forward" in result.output and (tmp_path / "run" / "head" / "model.safetensors").is_file()
+    assert find(tmp_path / "run" / "head")
