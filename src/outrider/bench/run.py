@@ -30,7 +30,7 @@ from outrider import drafters
 from outrider.bench import peers
 from outrider.bench.report import Difference, Result, Sample, repeated
 from outrider.bench.suites import SUITES, Suite, load_suite
-from outrider.config import SamplingParams, SpeculativeConfig
+from outrider.config import MOST_LOGPROBS, SamplingParams, SpeculativeConfig
 from outrider.errors import ConfigError
 from outrider.llm import LLM
 from outrider.load import Progress
@@ -295,11 +295,13 @@ def compare(llm: LLM, prompts: list[list[int]], plain: list[list[int]], samples:
             continue
         at = next(t for t, (ours, theirs) in enumerate(zip(expected, got, strict=False)) if ours != theirs)
         llm.speculative_config = PLAIN
-        vocab = llm.runner.model.config.vocab_size
-        (output,) = llm.generate(prompt + expected[:at], max_tokens=1, temperature=0, logprobs=vocab, ignore_eos=True)
+        (output,) = llm.generate(
+            prompt + expected[:at], max_tokens=1, temperature=0, logprobs=MOST_LOGPROBS, ignore_eos=True
+        )
         assert output.logprobs is not None
         odds = output.logprobs[0].top
-        gap = odds[expected[at]] - odds.get(got[at], -math.inf)  # a peer may have tokens that the model has not
+        least = min(odds.values())  # of those that were asked for
+        gap = odds.get(expected[at], least) - odds.get(got[at], -math.inf)  # a peer may have tokens of its own
         differences.append(Difference(i, at, expected[at], got[at], gap))
     return differences
 
