@@ -10,7 +10,7 @@ import numpy
 import pytest
 
 from outrider import SamplingParams, drafters
-from outrider.config import FOREIGN, EngineConfig, ModelConfig, SpeculativeConfig
+from outrider.config import FOREIGN, MOST_LOGPROBS, EngineConfig, ModelConfig, SpeculativeConfig
 from outrider.errors import CheckpointError, ConfigError
 
 SHAPE = {
@@ -83,7 +83,7 @@ def test_paths_name_models():
     assert drafters.create(SpeculativeConfig.of({"model": Path("a") / "b"})).model == str(Path("a/b"))
 
 
-@pytest.mark.parametrize("options", [{"n": 10**9}, {"n": 16385}, {"logprobs": 10**9}, {"logprobs": 1001}])
+@pytest.mark.parametrize("options", [{"n": 10**9}, {"n": 16385}, {"logprobs": 10**9}, {"logprobs": MOST_LOGPROBS + 1}])
 def test_sampling_has_bounds(options):
     with pytest.raises(ConfigError, match=f"{next(iter(options))} must be .* at most"):
         SamplingParams(**options)

@@ -87,6 +87,10 @@ def merge_of(*parts: ScriptedDrafter, k: int = 8):
 class Watching(ScriptedDrafter):
     """Checks that what it is shown is what it would be shown alone, whatever else is in the forward."""
 
+    def forget(self, seq):
+        super().forget(seq)
+        self.sent.pop(seq.id, None)
+
     def observe(self, seqs, verdicts, output):
         super().observe(seqs, verdicts, output)
         for seq, verdict, draft, logits, hidden in zip(

@@ -13,6 +13,7 @@ from outrider import Draft, SamplingParams
 from outrider.config import MOST_NODES, Rule
 from outrider.errors import DrafterError
 from outrider.sequence import Sequence
+from outrider.speculate import step
 
 REQUESTS = [
     ([5, 9, 2, 7], SamplingParams(temperature=0, max_tokens=16, presence_penalty=0.5, stop_token_ids=[127])),
@@ -116,28 +117,40 @@ WRONG = {  # what `propose` might return in place of one Draft per sequence, for
 }  # fmt: skip
 
 
+@pytest.fixture
+def take(random_llm):
+    """One step of two sequences, without an engine: what it raises is the drafter's. They are whole afterwards."""
+    seqs: list[Sequence] = []
+
+    def take(drafter: ScriptedDrafter, rule: str = "coupled") -> list[Sequence]:
+        own = [Sequence(prompt, params, 3) for prompt, params in REQUESTS]
+        seqs.extend(own)
+        step(random_llm.runner, drafter, own, 4, rule=Rule(rule))
+        return own
+
+    yield take
+    for i, seq in enumerate(seqs):
+        assert seq.tokens[: seq.prompt_len] == REQUESTS[i % len(REQUESTS)][0]
+        random_llm.runner.free(seq)
+    assert_released(random_llm)
+
+
 @pytest.mark.parametrize("wrong", WRONG)
-def test_wrong_proposals_name_the_drafter(random_llm, wrong):
-    plain = [o.token_ids for o in run(random_llm, REQUESTS)]
+def test_wrong_proposals_name_the_drafter(take, wrong):
     drafter = ScriptedDrafter(lambda seq, k: Draft())
     drafter.propose = lambda seqs, k: WRONG[wrong]
-    use(random_llm, drafter)
-    with pytest.raises(DrafterError, match="scripted"):
-        random_llm.generate([[5, 9], [3]], max_tokens=3)
-    random_llm.speculative_config = None
-    assert_released(random_llm)
-    assert [o.token_ids for o in run(random_llm, REQUESTS)] == plain
+    with pytest.raises(DrafterError, match="drafter scripted: propose must return"):
+        take(drafter)
+    assert all(seq.output for seq in take(ScriptedDrafter(lambda seq, k: Draft())))
 
 
 @pytest.mark.parametrize("q", [UNIFORM * 2, UNIFORM / 2, -UNIFORM, UNIFORM * torch.nan])
-def test_q_must_be_a_distribution_where_coins_are_flipped(random_llm, q):
+def test_q_must_be_a_distribution_where_coins_are_flipped(take, q):
     for rule in ("coupled", "typical"):  # which do not look at it
-        use(random_llm, ScriptedDrafter(lambda seq, k: changed(q=q)), rule=Rule(rule))
-        assert random_llm.generate([5], max_tokens=3)
+        assert all(seq.output for seq in take(ScriptedDrafter(lambda seq, k: changed(q=q)), rule))
     for rule in ("rejection", "block"):
-        use(random_llm, ScriptedDrafter(lambda seq, k: changed(q=q)), rule=Rule(rule))
         with pytest.raises(DrafterError, match="row of q"):
-            random_llm.generate([5], max_tokens=3)
+            take(ScriptedDrafter(lambda seq, k: changed(q=q)), rule)
 
 
 @pytest.mark.parametrize("method", ["propose", "observe"])
@@ -145,18 +158,16 @@ def test_what_a_drafter_raises_is_told_with_its_name(random_llm, method):
     def fail(*args):
         raise KeyError("lost")
 
-    drafter = ScriptedDrafter(lambda seq, k: Draft())
+    drafter, seq = ScriptedDrafter(lambda seq, k: Draft()), Sequence([5, 9], SamplingParams(max_tokens=5), 0)
     setattr(drafter, method, fail)
-    use(random_llm, drafter)
-    (request,) = random_llm.engine.add([5, 9], SamplingParams(max_tokens=5))
     with pytest.raises(DrafterError, match=f"scripted: {method} raised KeyError: 'lost'") as caught:
-        random_llm.engine.step()
+        step(random_llm.runner, drafter, [seq], 3)
+    random_llm.runner.free(seq)
     assert isinstance(caught.value.__cause__, KeyError)
     if method == "propose":
-        assert request.seq.output == [] and caught.value.verdicts is None
+        assert seq.output == [] and caught.value.verdicts is None
     else:  # the sequences have grown
-        assert [v.tokens for v in caught.value.verdicts] == [request.seq.output]
-    random_llm.engine.abort(request)
+        assert [verdict.tokens for verdict in caught.value.verdicts] == [seq.output] != [[]]
 
 
 def test_more_nodes_than_are_of_use_are_not_asked_for(random_llm):

@@ -59,8 +59,8 @@ FOREIGN = {  # keys and methods of vLLM and transformers that are not ours, and 
     "assistant_model": "the key is 'model' of method 'draft_model'",
     "num_assistant_tokens": "the key is 'num_speculative_tokens'",
     **dict.fromkeys(
-        ("eagle", "eagle3", "mtp", "deepseek_mtp", "dflash", "mlp_speculator", "hydra"),
-        "drafts that read the target's hidden states are 'medusa' heads (outrider train medusa); or use 'draft_model'",
+        ("eagle", "mtp", "deepseek_mtp", "dflash", "mlp_speculator", "hydra"),
+        "what reads the target's hidden states is 'medusa' or 'eagle3'; or use a small model as 'draft_model'",
     ),
     "[ngram]": "the method is 'ngram'",
     "prompt_lookup": "the method is 'ngram'",
