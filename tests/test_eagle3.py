@@ -243,7 +243,7 @@ def test_what_is_no_head_is_refused(random_llm, tmp_path):
         with pytest.raises(error, match=says):
             random_llm.speculative_config = {"method": "eagle3", "model": model}
     (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04cos\nsystem\n")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x02cos\nsystem\n")
     with pytest.raises(CheckpointError, match="cannot be read"):
         random_llm.speculative_config = {"method": "eagle3", "model": str(tmp_path)}
     for options in ({"width": 0}, {"depth": 0}, {"p_min": 1.0}, {"p_min": "x"}, {"heads": 3}):

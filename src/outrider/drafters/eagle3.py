@@ -178,9 +178,9 @@ class Tree:
 class Eagle3(Drafter):
     """Guesses with an EAGLE-3 head that was trained for the target."""
 
-    num_speculative_tokens: int = option(6, "nodes of the tree")
+    num_speculative_tokens: int = option(8, "nodes of the tree")
     model: str = option("", "required: the head; a folder, hub id or embedded name")
-    width: int = option(3, "candidates behind each node; 1: a chain")
+    width: int = option(4, "candidates behind each node; 1: a chain")
     depth: int = option(4, "of the tree, at most; the head runs once for each")
     p_min: float = option(0.0, "no guess that is less likely, by the head's own account")
 
