@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
 from outrider.errors import CheckpointError, ConfigError
-from outrider.files import make_folder, replacing
+from outrider.files import check_zip, make_folder, replacing
 from outrider.load import Progress, find
 from tools.data import END, Corpus, read_corpus
 from tools.distill import write_samples
@@ -393,6 +393,7 @@ class Trainer:
 
     def _restore(self, path: Path) -> None:
         try:
+            check_zip(path)
             state = torch.load(path, map_location=self.device, weights_only=True)
             self.model.load_state_dict(state["model"])
             for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):

@@ -198,8 +198,8 @@ def _whole(hf: Mapping[str, Any], key: str, default: int | None = None) -> int:
 
 def _number(hf: Mapping[str, Any], key: str, default: float | None = None) -> float:
     value = default if hf.get(key) is None else hf[key]
-    if not (n := real(value, 0, 1e12)):
-        raise CheckpointError(f"config.json: {key} must be a number above 0 and at most 1e12, not {brief(value)}")
+    if not (n := real(value, 0, 1e38)):
+        raise CheckpointError(f"config.json: {key} must be a number above 0 and at most 1e38, not {brief(value)}")
     return float(n)
 
 
@@ -413,6 +413,8 @@ class SpeculativeConfig:
         method = options.pop("method", "draft_model" if "model" in options else None)
         if method is None:
             raise ConfigError("speculative_config needs a 'method', such as {'method': 'ngram'}")
+        if method == "none" and (k := options.get("num_speculative_tokens")):
+            raise ConfigError(f"method none drafts nothing; leave out num_speculative_tokens={brief(k)}")
         own = {f.name for f in fields(SpeculativeConfig)} - {"method", "options"}
         return SpeculativeConfig(
             method=method, **{key: options.pop(key) for key in own & options.keys()}, options=options

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -81,6 +82,13 @@ def make_folder(path: Path, what: str) -> None:
         raise ConfigError(f"{what} {path} cannot be a folder: {reason}; give one that can be written") from None
     if not os.access(path, os.W_OK | os.X_OK):
         raise ConfigError(f"{what} {path} is a folder that cannot be written; give another one")
+
+
+def check_zip(path: Path) -> None:
+    """Raise ValueError, or what zipfile raises, unless all in an archive have their checksums: torch.load asks not."""
+    with zipfile.ZipFile(path) as archive:
+        if bad := archive.testzip():
+            raise ValueError(f"{bad} in it has another checksum")
 
 
 def expand(path: str | Path) -> Path:

@@ -502,7 +502,7 @@ class _Builder:
 def _finite(x: Tensor, path: Path, name: str) -> Tensor:
     """x itself. Raises CheckpointError if some of it is NaN or infinite, in the dtype it will be used in."""
     if x.numel() and not x.sum(dtype=torch.float32).isfinite() and not x.isfinite().all():  # one pass, if all is well
-        raise CheckpointError(f"{path}: {name} holds NaN or infinite numbers in {x.dtype}; the file is damaged")
+        raise CheckpointError(f"{path}: {name} is not finite: it holds NaN or infinite numbers in {x.dtype}")
     return x
 
 

@@ -35,7 +35,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from outrider.config import SamplingParams
-from outrider.errors import ConfigError
+from outrider.errors import CheckpointError, ConfigError, told
+from outrider.files import check_zip
 from outrider.kv.rows import NORMED
 from outrider.llm import LLM
 from outrider.load import Progress
@@ -499,15 +500,23 @@ class Trainer:
         return line
 
     def _resume(self) -> None:
-        state = torch.load(self.output / "state.pt", weights_only=True)
-        begun, now = state["settings"], asdict(self.settings)
-        if differs := [key for key in now if tuple_less(now[key]) != tuple_less(begun.get(key))]:
+        path, now = self.output / "state.pt", asdict(self.settings)
+        try:
+            check_zip(path)
+            state = torch.load(path, weights_only=True)
+            begun = dict(state["settings"])
+            if not (differs := [key for key in now if tuple_less(now[key]) != tuple_less(begun.get(key))]):
+                self.head.load_state_dict(state["head"])
+                self.muon.load_state_dict(state["muon"])
+                self.adam.load_state_dict(state["adam"])
+                self.counts, self.seconds = state["counts"], state["seconds"]
+                self.visits, self.taken = state["visits"], state["taken"]
+        except Exception as error:  # a damaged file is unpacked, unpickled and applied by others
+            raise CheckpointError(
+                f"{path} is damaged ({told(error)}); remove it and train from the beginning"
+            ) from None
+        if differs:
             raise ConfigError(f"{self.output} was begun with {differs[0]} {begun.get(differs[0])}; go on with the same")
-        self.head.load_state_dict(state["head"])
-        self.muon.load_state_dict(state["muon"])
-        self.adam.load_state_dict(state["adam"])
-        self.counts, self.seconds = state["counts"], state["seconds"]
-        self.visits, self.taken = state["visits"], state["taken"]
 
     def export(self, folder: Path) -> None:
         """Write the head in the published layout, in bfloat16, with a card that has the curve."""

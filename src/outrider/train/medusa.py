@@ -30,7 +30,7 @@ from outrider import corpus
 from outrider.config import SamplingParams
 from outrider.draft import Draft
 from outrider.errors import CheckpointError, ConfigError
-from outrider.files import make_folder, replacing, write_text
+from outrider.files import check_zip, make_folder, replacing, write_text
 from outrider.llm import LLM
 from outrider.load import Progress
 from outrider.sequence import Sequence
@@ -129,6 +129,7 @@ def restore(
 ) -> tuple[int, list[list[int]]]:
     """Steps done, and the windows. Raises ConfigError for other settings, CheckpointError for damaged files."""
     try:
+        check_zip(keep / "state.pt")
         state = torch.load(keep / "state.pt", heads.shared.device, weights_only=True)
         was, done = dict(state["settings"]), int(state["step"])
         if was == asdict(settings):
