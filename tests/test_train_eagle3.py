@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from outrider import LLM, SamplingParams
 from outrider.cli import app
 from outrider.drafters.eagle3 import Eagle3
-from outrider.errors import ConfigError
+from outrider.errors import CheckpointError, ConfigError
 from outrider.load import find
 from outrider.sequence import Sequence
 from outrider.train.conversations import Template, read_prompts, write
@@ -116,6 +116,19 @@ def test_a_run_goes_on(trained, llm, said):
     assert list(again.run(0.0001)) and again.seconds >= before.seconds
     with pytest.raises(ConfigError, match="begun with depth 3"):
         Trainer([said], before.output, Eagle3Settings(**{**vars(SMALL), "depth": 2}), llm=llm)
+
+
+def test_a_damaged_state_is_seen(trained, llm, said):
+    path = trained[0].output / "state.pt"
+    good = path.read_bytes()
+    half = len(good) // 2
+    try:
+        for bad in (b"", good[:1000], good[:half] + bytes(255 - b for b in good[half : half + 9]) + good[half + 9 :]):
+            path.write_bytes(bad)
+            with pytest.raises(CheckpointError, match="is damaged"):
+                Trainer([said], path.parent, SMALL, llm=llm)
+    finally:
+        path.write_bytes(good)
 
 
 def test_lines_that_come_later_are_read(llm, said, tmp_path):
