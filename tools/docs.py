@@ -147,7 +147,8 @@ def about(rows: list[Any]) -> list[str]:
         law = "greedy" if row.temperature == 0 else f"T = {row.temperature:g}, top-p {row.top_p:g}"
         prompts = f", prompts a suite: {row.prompts}" if isinstance(row, report.Result) else ""
         batch = f", batch {row.batch}" if row.batch > 1 else ""
-        length = row.length if isinstance(row, report.Result) else f"{row.max_tokens} new tokens"
+        ends = isinstance(row, report.Result) and row.new_tokens is not None
+        length = f"answers of at most {row.max_tokens} tokens" if ends else f"{row.max_tokens} new tokens"
         size = f"{length}{prompts}{batch}, rounds: {len(row.repeats)}"
         where = f"{row.hardware['gpu'] or row.hardware['cpu']}, {row.hardware['threads']} threads"
         versions = f"outrider {row.versions['outrider']} ({row.commit}), torch {row.versions['torch'].split('+')[0]}"
