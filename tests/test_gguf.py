@@ -256,7 +256,7 @@ def test_not_finite_weights_are_named(make_checkpoint, tmp_path):
     at = raw.index(weight[:64])
     raw[at : at + 4] = struct.pack("<f", float("nan"))
     path.write_bytes(raw)
-    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.down_proj\.weight holds NaN or infinite"):
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.down_proj\.weight is not finite"):
         LLM(path, device="cpu")
 
 
