@@ -31,7 +31,7 @@ from torch import Tensor
 
 from outrider.config import ModelConfig, option
 from outrider.draft import Draft
-from outrider.errors import CheckpointError, ConfigError, VocabularyMismatch
+from outrider.errors import CheckpointError, ConfigError, VocabularyMismatch, told
 from outrider.kv import DenseKV, Entry, Plan
 from outrider.load import find
 from outrider.model import Rotary
@@ -340,7 +340,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         loaded = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
         tensors = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in loaded.items()}
     except Exception as error:  # unpickling raises what it likes
-        raise CheckpointError(f"{path}: the head cannot be read: {' '.join(str(error).split())[:200]}") from None
+        raise CheckpointError(f"{path}: the head cannot be read: {told(error)}") from None
     if not isinstance(about, dict) or "fc.weight" not in tensors:
         raise CheckpointError(f"{path} holds no EAGLE-3 head: no tensor fc.weight, or no JSON object in config.json")
     return about, tensors

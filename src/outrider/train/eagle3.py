@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from outrider.config import SamplingParams
 from outrider.errors import CheckpointError, ConfigError, told
-from outrider.files import check_zip
+from outrider.files import check_zip, make_folder, replacing, write_text
 from outrider.kv.rows import NORMED
 from outrider.llm import LLM
 from outrider.load import Progress
@@ -493,8 +493,8 @@ class Trainer:
             "adam": self.adam.state_dict(), "counts": self.counts, "seconds": self.seconds, "visits": self.visits,
             "taken": self.taken,
         }  # fmt: skip
-        torch.save(state, self.output / "state.new")
-        (self.output / "state.new").replace(self.output / "state.pt")  # whole, or not at all
+        with replacing(self.output / "state.pt") as partial:
+            torch.save(state, partial)
         with open(self.output / "log.jsonl", "a", encoding="utf-8") as log:
             log.write(json.dumps(line) + "\n")
         return line
@@ -521,9 +521,10 @@ class Trainer:
     def export(self, folder: Path) -> None:
         """Write the head in the published layout, in bfloat16, with a card that has the curve."""
         s, c = self.settings, self.head.config
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder, "the head's folder")
         kept = {name: t.bfloat16() if t.is_floating_point() else t for name, t in self.head.state_dict().items()}
-        save_file({name: t.contiguous() for name, t in kept.items()}, folder / "model.safetensors")
+        with replacing(folder / "model.safetensors") as partial:
+            save_file({name: t.contiguous() for name, t in kept.items()}, partial)
         config = {
             "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_act": "silu",
             "base_model_name_or_path": s.model, "hidden_size": c.hidden_size, "intermediate_size": c.intermediate_size,
@@ -533,7 +534,7 @@ class Trainer:
             "eagle_aux_hidden_state_layer_ids": list(self.head.taps), "tie_word_embeddings": False,
             "torch_dtype": "bfloat16",
         }  # fmt: skip
-        (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", "utf-8")
+        write_text(folder / "config.json", json.dumps(config, indent=1) + "\n")
         log = self.output / "log.jsonl"
         lines = [json.loads(line) for line in log.read_text("utf-8").splitlines()] if log.exists() else []
         rows = "".join(
@@ -542,7 +543,7 @@ class Trainer:
             for line in lines
         )
         card = CARD.format(model=s.model, settings=json.dumps(asdict(s)), rows=rows)
-        (folder / "README.md").write_text(card, "utf-8")
+        write_text(folder / "README.md", card)
 
 
 def tuple_less(value: Any) -> Any:
