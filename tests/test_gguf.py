@@ -19,7 +19,7 @@ from torch.testing import assert_close
 
 from outrider import LLM, quantize
 from outrider.errors import CheckpointError, ModelNotFound, OutriderError, UnsupportedArchitecture
-from outrider.gguf import File, _hf_name
+from outrider.gguf import File, Stored, _hf_name
 from outrider.load import embedded, find, read_config, read_tokenizer
 
 Kind = gguf.GGMLQuantizationType
@@ -246,6 +246,26 @@ def test_what_cannot_be_is_named(make_checkpoint, tmp_path):
     ):
         with pytest.raises(UnsupportedArchitecture, match=words):
             LLM(write(folder, tmp_path / "extra.gguf", **extra), device="cpu")
+
+
+@pytest.mark.parametrize("key", ["attention.head_count", "attention.head_count_kv", "block_count", "embedding_length"])
+@pytest.mark.parametrize("value", [0, -1, "x", [1, 2]])
+def test_numbers_that_cannot_be(make_checkpoint, tmp_path, key, value):
+    extra = {f"llama.{key}": value} if not isinstance(value, list) else {}
+    path = write(make_checkpoint(), tmp_path / "model.gguf", **extra)
+    if isinstance(value, list):
+        file = File(path)
+        file.metadata[f"llama.{key}"] = value
+        with pytest.raises(CheckpointError, match=key):
+            file.config()
+        return
+    with pytest.raises(CheckpointError, match=key):
+        LLM(path, device="cpu")
+
+
+def test_types_that_nobody_expands():
+    with pytest.raises(UnsupportedArchitecture, match="Q8_K"):
+        Stored("Q8_K", (1, 256), torch.zeros(1, 292, dtype=torch.uint8)).dense()
 
 
 def test_not_finite_weights_are_named(make_checkpoint, tmp_path):

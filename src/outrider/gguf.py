@@ -60,7 +60,12 @@ class Stored:
         """The numbers: as stored if they are floats, else float32."""
         if (plain := PLAIN.get(self.kind)) is not None:
             return self.blocks.view(plain).view(self.shape)
-        return torch.from_numpy(expand(self.blocks.numpy(), GGMLQuantizationType[self.kind])).view(self.shape)
+        try:
+            return torch.from_numpy(expand(self.blocks.numpy(), GGMLQuantizationType[self.kind])).view(self.shape)
+        except NotImplementedError:
+            raise UnsupportedArchitecture(
+                f"tensors of type {self.kind} cannot be expanded by the gguf package"
+            ) from None
 
     def rows(self, at: Tensor) -> Tensor:
         """The numbers (n, inputs) of some rows of a matrix, by their indices (n,)."""
@@ -89,10 +94,8 @@ class File:
             if twice := tensors.keys() & self.tensors.keys():
                 raise CheckpointError(f"{part}: tensor {min(twice)} stands in another split, too")
             self.tensors |= tensors
-        if int(self.metadata.get("split.tensors.count", len(self.tensors))) != len(self.tensors):
-            raise CheckpointError(
-                f"{path}: {len(self.tensors)} tensors, not the {self.metadata['split.tensors.count']} of all splits"
-            )
+        if (count := self.metadata.get("split.tensors.count", len(self.tensors))) != len(self.tensors):
+            raise CheckpointError(f"{path}: {len(self.tensors)} tensors, not the {count} of all splits")
         self.family = str(self.metadata.get("general.architecture", "?"))
         if self.family not in ARCHITECTURES:
             raise UnsupportedArchitecture(
@@ -108,9 +111,10 @@ class File:
         for key in ("attention.value_length", "rope.dimension_count"):
             if self._number(key, size) != size:
                 raise UnsupportedArchitecture(f"{self.path}: {key} other than a head's {size} is not supported")
-        if self._number("expert_count", 0):
+        if self._number("expert_count", 0, least=0):
             raise UnsupportedArchitecture(f"{self.path}: mixtures of experts are not supported yet")
-        vocab = self.tensors["token_embd.weight"].shape[0] if "token_embd.weight" in self.tensors else 0
+        embedding = self.tensors.get("token_embd.weight")
+        vocab = embedding.shape[0] if embedding and embedding.shape else 0
         special = self.metadata
         ends = [special.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
         return {
@@ -137,13 +141,13 @@ class File:
     def _get(self, key: str) -> Any:
         return self.metadata.get(f"{self.family}.{key}")
 
-    def _number(self, key: str, default: int | None = None) -> int:
+    def _number(self, key: str, default: int | None = None, least: int = 1) -> int:
         """A whole number, the same for all layers."""
         value = self._get(key)
         if isinstance(value, list) and len(set(value)) == 1:
             value = value[0]
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise CheckpointError(f"{self.path}: {self.family}.{key} should be one whole number, not {str(value)[:80]}")
         return value
 
