@@ -1,178 +1,180 @@
-"""The controller on a simulated target, and `auto` end to end."""
+"""What a step costs, what guesses are worth, and which of them get rows."""
 
 from __future__ import annotations
 
-import random
+import json
 
+import numpy as np
 import pytest
 
-from outrider import LLM
-from outrider.control import WARM_UP, Controller
-from outrider.draft import Verdict
-from outrider.drafters.medusa import grow
+from outrider.control import CREDIT, KEPT, START, Account, Beliefs, Bush, Costs, Curve, cache_file, kind, pick
 
 
-def verdict(drafted, accepted, chain=True):
-    return Verdict(list(range(accepted)), [], drafted, chain)
+def test_a_curve_lies_on_what_was_measured():
+    curve = Curve()
+    for count, seconds in ((1, 1.0), (9, 1.8), (5, 1.4)):
+        curve.add(count, seconds)
+    assert curve.at(5) < curve.at(7) < curve.at(9) < curve.at(20)
+    assert curve.at(20) == pytest.approx(curve.at(9) + 11 * (curve.at(9) - curve.at(5)) / 4)
+    assert Curve({4: 2.0}).at(1) == 2.0, "fewer cost no more than what was seen"
 
 
-def simulate(acceptance, row=0.03, draft=0.0, found=1.0, riders=0, steps=400, seqs=1, hiccups=0.0, first=0.0, seed=0):
-    """Planned k per step, and tokens per second over plain's, where a forward of n rows costs 1 + row * (n - 1).
-
-    The share `hiccups` of the forwards seems to take ten times as long: the machine did something else. The first
-    draft takes `first` longer: the drafter has the prompt to read.
-    """
-    dice, controller = random.Random(seed), Controller()
-    plans, tokens, seconds = [], 0, 0.0
-    for _ in range(steps):
-        k = controller.plan(seqs)
-        drafted = [k if dice.random() < found else 0 for _ in range(seqs)]
-        accepted = [next((i for i in range(n) if dice.random() > acceptance), n) for n in drafted]
-        rows = sum(1 + n + (riders if k else 0) for n in drafted)
-        cost = (1 + row * (rows - 1), draft * k * seqs + (first if k else 0))
-        first = 0.0 if k else first
-        verdicts = [verdict(n, a) for n, a in zip(drafted, accepted, strict=True)]
-        controller.learn(k, verdicts, rows, cost[1], cost[0] * (10 if dice.random() < hiccups else 1))
-        plans.append(k)
-        tokens += sum(accepted) + seqs
-        seconds += sum(cost)
-    plain = seqs / (1 + row * (seqs - 1))
-    return plans, tokens / seconds / plain
+def test_a_hiccup_is_not_the_cost_and_load_is_everybodys():
+    curve = Curve({1: 1.0, 8: 1.2})
+    curve.add(8, 100.0)
+    assert curve.at(8) < 1.5
+    curve = Curve({1: 1.0, 8: 1.2})
+    for _ in range(30):  # the machine has become half as fast, and only single rows are measured
+        curve.add(1, 2.0)
+    assert curve.at(1) == pytest.approx(2.0, rel=0.1) and curve.at(8) > 1.6
 
 
-def test_good_drafts_are_drafted_long():
-    plans, speedup = simulate(0.95)
-    assert sorted(plans)[len(plans) // 2] >= 8 and speedup > 4
+def test_costs_grow_no_further_than_was_looked():
+    costs = Costs()
+    costs.add(1, 100, 1.0)
+    assert np.isfinite(costs.over(1, 9, 100)).tolist() == [True] * 4 + [False] * 5
+    costs.add(4, 100, 1.1)
+    assert np.isfinite(costs.at(10, 100)) and not np.isfinite(costs.at(11, 100))
 
 
-def test_hopeless_drafts_are_not_drafted():
-    plans, speedup = simulate(0.02, row=0.1)
-    late = plans[100:]
-    assert late.count(0) > 0.9 * len(late) and speedup > 0.97
-    assert any(late), "looks again now and then"
+def test_long_texts_have_their_own_costs():
+    costs = Costs()
+    for rows, seconds in ((1, 1.0), (9, 3.0)):
+        costs.add(rows, 100, seconds)
+    costs.add(1, 50_000, 10.0)
+    assert costs.at(9, 50_000) == pytest.approx(30.0), "the shape of the nearest, moved to what is known"
+    costs.add(9, 50_000, 12.0)
+    assert costs.at(9, 50_000) < 30 and costs.at(9, 100) == pytest.approx(3.0)
 
 
-def test_costly_drafts_are_drafted_short_or_not():
-    assert simulate(0.6, draft=0.5)[1] > 0.95  # half a forward for a token that is kept in 6 of 10 cases
-    cheap, dear = (sorted(simulate(0.8, draft=d)[0])[200] for d in (0.02, 0.25))
-    assert cheap > dear
+def test_rows_are_told_from_prompts():
+    """Where every forward reads some prompt, too, least squares tell what its rows cost."""
+    costs, dice = Costs(), np.random.default_rng(0)
+    for _ in range(60):
+        rows, read = int(dice.integers(1, 12)), int(dice.integers(1, 400))
+        costs.add(rows, 100, 1.0 + 0.1 * rows + 0.02 * read, read)
+    assert costs and costs.at(6, 100) - costs.at(1, 100) == pytest.approx(0.5, rel=0.05)
+    costs.add(1, 100, 1.1)
+    assert costs.at(1, 100) == pytest.approx(1.1), "a forward without a prompt says it better"
 
 
-def test_a_large_batch_pays_for_its_rows():
-    few, many = (sorted(simulate(0.6, row=0.15, seqs=n)[0])[200] for n in (1, 16))
-    assert few >= many
+def test_costs_are_kept(tmp_path):
+    file = tmp_path / "folder" / "costs.json"
+    first = Costs(file, "model")
+    for rows, seconds in ((1, 0.1), (8, 0.2)):
+        first.add(rows, 100, seconds)
+    first.save()
+    again = Costs(file, "model")
+    assert not again, "another day's figures: how fast the machine is now is not known yet"
+    for _ in range(3):
+        again.add(1, 100, 0.3)
+    assert again and again.at(8, 100) == pytest.approx(0.6, rel=0.1), "three times as slow today"
+    assert not Costs(file, "another model").curves
 
 
-def test_riders_count():
-    """Riders cost rows whatever k is: where they eat the gain, nothing is drafted."""
-    assert simulate(0.5, row=0.1, riders=40)[1] > 0.97
-
-
-@pytest.mark.parametrize("hiccups", [0.0, 0.02])
 @pytest.mark.parametrize(
-    "shape",
-    [
-        {"acceptance": 0.05, "row": 0.3}, {"acceptance": 0.3, "row": 0.05, "riders": 15},
-        {"acceptance": 0.0, "row": 1.0}, {"acceptance": 0.3, "row": 0.02, "draft": 0.5},
-        {"acceptance": 0.1, "row": 0.1, "found": 0.3},
-    ],
-    ids=str,
+    "text",
+    ["", "{", "[]", "null", '{"model": 3}', '{"model": {}}', '{"model": {"0": {}}}', '{"model": {"0": {"1": -1}}}',
+     '{"model": {"0": {"x": 1}}}', '{"model": {"0": {"1": "1"}}}', '{"model": {"0": {"1": NaN}}}', "\x00", "[" * 9999],
 )  # fmt: skip
-def test_little_is_lost(shape, hiccups):
-    """Whatever the drafter, its probes and misjudgements cost at most a few hundredths."""
-    assert simulate(**shape, steps=800, hiccups=hiccups)[1] > 0.97
+def test_a_damaged_file_is_no_error(tmp_path, text):
+    file = tmp_path / "costs.json"
+    file.write_text(text)
+    costs = Costs(file, "model")
+    assert not costs.curves
+    costs.add(1, 100, 1.0)
+    costs.save()
+    assert Costs(file, "model").curves == {0: {1: 1.0}}
 
 
-ACCURACIES = tuple(tuple(0.53 * 0.55**head * 0.3**rank for rank in range(8)) for head in range(4))
+def test_a_file_that_cannot_be_written_is_no_error(tmp_path):
+    (tmp_path / "file").touch()
+    costs = Costs(tmp_path / "file" / "costs.json", "model")
+    costs.add(1, 100, 1.0)
+    costs.save()
 
 
-def simulate_tree(row, k=None, scale=1.0, steps=1000):
-    """Tokens per second over plain's with trees as Medusa grows them, drafted at one price whatever their size."""
-    dice, controller = random.Random(0), Controller()
-    tokens, seconds = 0, 0.0
-    for _ in range(steps):
-        nodes = controller.plan(1) if k is None else k
-        tree, path, more = set(grow(ACCURACIES, nodes)), (), True
-        while more and len(path) < len(ACCURACIES):
-            shares = [scale * share for share in ACCURACIES[len(path)]]
-            rank = dice.choices(range(len(shares) + 1), [*shares, 1 - sum(shares)])[0]
-            if more := (*path, rank) in tree:
-                path = (*path, rank)
-        cost = 0.04 * (nodes > 0), 1 + row * nodes
-        controller.learn(nodes, [verdict(nodes, len(path), nodes < 2)], 1 + nodes, *cost)
-        tokens += 1 + len(path)
-        seconds += sum(cost)
-    return tokens / seconds
+def test_old_machines_are_forgotten(tmp_path):
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps({f"old {i}": {"0": {"1": 1.0}} for i in range(2 * KEPT)}))
+    costs = Costs(file, "model")
+    costs.add(1, 100, 1.0)
+    costs.save()
+    kept = json.loads(file.read_text())
+    assert len(kept) == KEPT and "model" in kept and f"old {2 * KEPT - 1}" in kept and "old 0" not in kept
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.5])
-@pytest.mark.parametrize("row", [0.01, 0.03, 0.1, 0.3])
-def test_trees(row, scale):
-    """A tree's nodes are worth less and less, but not as a chain's are: nearly the best size is found."""
-    assert simulate_tree(row, scale=scale) > 0.95 * max(simulate_tree(row, k, scale) for k in (0, 1, 2, 4, 8, 16))
+def test_where_costs_are_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("OUTRIDER_CACHE", "")
+    assert cache_file() is None
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    assert cache_file() == tmp_path / "costs.json"
+    monkeypatch.delenv("OUTRIDER_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_file() == tmp_path / "outrider" / "costs.json"
 
 
-@pytest.mark.parametrize("found", [1.0, 0.3])
-def test_hiccups_do_not_end_good_drafting(found):
-    calm, shaken = (simulate(0.9, row=0.1, found=found, steps=800, hiccups=h)[1] for h in (0.0, 0.05))
-    assert calm > 1.5 and shaken > 0.85 * calm
+def test_beliefs_begin_with_the_drafters_own_and_follow_the_text():
+    beliefs, what = Beliefs(), kind("suffix", 0.9, 1)
+    assert beliefs.of(1, what, 0.9) == pytest.approx(0.9)
+    for _ in range(30):
+        beliefs.learn(1, what, False)
+    assert beliefs.of(1, what, 0.9) < 0.05 and 0.05 < beliefs.of(2, what, 0.9) < 0.2, "another request may differ"
+    for _ in range(8):
+        beliefs.learn(2, what, True)
+    assert beliefs.of(2, what, 0.9) > 0.6 and beliefs.of(1, what, 0.9) < 0.2
 
 
-def test_bad_luck_at_the_start_is_made_good():
-    """Neither the prompt that the first draft reads nor drafts that failed at first end what pays in the long run."""
-    runs = [simulate(0.74, row=0.09, draft=0.25, first=0.8, seed=seed)[1] for seed in range(20)]
-    assert min(runs) > 1.2
+def test_where_sources_disagree_they_are_not_both_right():
+    bush = Bush()
+    for source, token, chance in (("a", 1, 0.8), ("b", 2, 0.8), ("b", 1, 0.8)):
+        bush.add(source, -1, token, chance)
+    bush.add("a", 0, 5, 0.5)
+    one, other, below = bush.chances()
+    assert one == other < 0.5 and below == pytest.approx(one / 2)
+    alone = Bush()
+    for token, chance in ((1, 0.6), (2, 0.3)):
+        alone.add("heads", -1, token, chance)
+    assert alone.chances() == [0.6, 0.3], "one source's branches are alternatives already"
 
 
-def test_the_account_stops_what_the_estimate_believes_in():
-    """Drafts that would pay by the estimate, and do not, end when what they lost is not covered."""
-    controller, drafted = Controller(), 0
-    for _ in range(500):
-        k = controller.plan(1)
-        controller.learn(k, [verdict(k, 0)], 1 + k, 0.0, 1.0 + 0.5 * (k > 0))
-        controller.tried, controller.taken = [1.0] * 16, [1.0] * 16  # it goes on believing
-        drafted += k > 0
-    assert drafted < 15
+def bush_of(*chances: float) -> tuple[Bush, list[float]]:
+    """A chain with these chances to survive."""
+    bush = Bush()
+    for i in range(len(chances)):
+        bush.add("a", i - 1, i, 0.5)
+    return bush, list(chances)
 
 
-def test_bad_luck_after_good_is_covered():
-    """What good drafts have earned pays for some that fail in a row."""
-    controller = Controller()
-    for accepted in [0] + [3] * 60 + [0] * 15:
-        controller.learn(3, [verdict(3, accepted)], 4, 0.5, 1.5)
-        controller.learn(0, [verdict(0, 0)], 1, 0.0, 1.0)
-    assert controller.credit > 0
+@pytest.mark.parametrize(("row", "taken"), [(0.01, 4), (0.2, 3), (0.45, 2), (2.0, 0)])
+def test_as_many_rows_as_pay(row, taken):
+    bush, chances = bush_of(0.9, 0.7, 0.4, 0.05)
+    chosen, rate = pick([chances], [bush], 1 + row * np.arange(9), 0.0, 8)
+    assert chosen == [list(range(taken))] and rate >= 1
 
 
-def test_the_text_changes():
-    controller = Controller()
-    for step in range(600):
-        k = controller.plan(1)
-        good = step > 300
-        controller.learn(k, [verdict(k, k if good else 0)], 1 + k, 0.0, 1 + 0.05 * k)
-        last = k
-    assert last >= 8  # it gave up on drafts, looked again, and found that they pay
+def test_sequences_compete_for_rows():
+    (good, sure), (bad, unsure) = bush_of(0.95, 0.9, 0.85), bush_of(0.3, 0.1)
+    chosen, _ = pick([sure, unsure], [good, bad], np.array([1, 1.1, 1.2, 1.3, 9, 9]), 0.0, 8)
+    assert chosen == [[0, 1, 2], []]
+    assert pick([sure, unsure], [good, bad], 1 + 0.01 * np.arange(9), 0.0, 2)[0] == [[0, 1], [0, 1]], "at most k each"
 
 
-def test_the_first_steps_measure():
-    controller = Controller(limit=6)
-    plans = []
-    for _ in WARM_UP:
-        plans.append(controller.plan(1))
-        controller.learn(plans[-1], [verdict(plans[-1], 0)], 1 + plans[-1], 0.0, 1.0)
-    assert plans == [min(k, 6) for k in WARM_UP]
+def test_chains_have_no_branches():
+    bush = Bush()
+    first, second = bush.add("a", -1, 1, 0.6), bush.add("a", -1, 2, 0.4)
+    bush.add("a", second, 3, 0.9)
+    chances, seconds = bush.chances(), 1 + 0.001 * np.arange(9)
+    assert pick([chances], [bush], seconds, 0.0, 8)[0] == [[first, second, 2]]
+    assert pick([chances], [bush], seconds, 0.0, 8, chains=True)[0] == [[first]]
 
 
-@pytest.mark.parametrize("method", ["ngram", "draft_model", "suffix", "lookahead"])
-def test_auto_is_exact(method):
-    llm = LLM("tiny", dtype="float32")
-    config = {"method": method, "num_speculative_tokens": "auto"}
-    prompts = ["Once upon a time", "a b a b a b", "The dog"]
-    for sampling in ({"temperature": 0}, {"temperature": 0.8, "seed": 2}):
-        llm.speculative_config = None
-        plain = [o.token_ids for o in llm.generate(prompts, max_tokens=40, **sampling)]
-        llm.speculative_config = config | ({"model": "tiny-draft"} if method == "draft_model" else {})
-        outputs = llm.generate(prompts, max_tokens=40, **sampling)
-        assert [o.token_ids for o in outputs] == plain
-        drafted = [n for o in outputs for n in o.metrics["speculative_decoding"]["per_step_drafted"]]
-        assert 0 in drafted and any(drafted)
+def test_an_account_bounds_what_is_lost():
+    account, steps = Account(256), 0
+    while account.covers:
+        account.enter(0.0, 0.5)
+        steps += 1
+    assert steps * 0.5 < 0.03 * 256 and account.credit < -START
+    for _ in range(100):
+        account.enter(3.0, 0.5)
+    assert account.credit == CREDIT and Account(10).credit < 0.2, "a short answer has little to lose"

@@ -1,149 +1,308 @@
-"""How many nodes to draft, from what a forward costs and what has been accepted; none is always an answer.
+"""What a step costs and what a guess is worth, as measured: rows are given to the guesses that pay for them.
 
-A step with k draft nodes per sequence emits E(k) = 1 + p * G(k) tokens in T(k) = D(k) + F(rows) seconds. Here p is how
-often the drafter finds anything, G what is then accepted, D the time to draft and F the time of the target's forward
-over so many rows. Of a chain, G(k) = sum_j a_1 ... a_j, a_j being how often its j-th token is accepted once the ones
-before were; of a tree, G is the mean of what k nodes gave, and for sizes not tried yet lies on a curve through those.
-All are measured while serving, discounted so that they follow the text and the context's length. The controller takes
-the k with the highest E(k) / T(k). (Goodput control as in TurboSpec, 2406.14066, with the context's cost in F because F
-is measured.)
+A step over n sequences emits n tokens and those of its drafts that are accepted, in the time to draft and the time T of
+a forward over so many rows and so long texts. A node of a draft adds a row to the forward, and to the tokens the
+probability that it and all before it are accepted. `pick` takes the likeliest nodes of all sequences, as many as make
+tokens per second the most. (Goodput as in TurboSpec, 2406.14066, greedily over survival probabilities as in DSpark;
+Law 1 lets the choice look at everything.)
 
-However wrong that estimate is, drafting may lose little: what steps with a draft lost against plain ones is kept as an
-account, which every step tops up by a small share of its cost, and while it is overdrawn nothing is drafted.
+Both sides are measured while serving. `Costs` are T; they outlive the process in a file of the cache folder. `Beliefs`
+are how often guesses come true, by who guessed, how sure and how deep, of all requests and of each one. Whatever they
+say, drafting may lose little: every sequence has an `Account` of what drafts brought and cost it, in plain steps, and
+while it is overdrawn it is not drafted for; sources that run a model have another one.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import math
+import os
+import time
+from bisect import bisect
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-from outrider.draft import Verdict
+import numpy as np
 
-CHOICES = (1, 2, 3, 4, 6, 8, 12, 16)
-WARM_UP = (3, 0, 1, 0)  # first steps: two points of every curve, before any is judged
-PROBES = (3, 1)  # nodes to look again with, where nothing seems to pay
-SHARE = 0.005  # of the time may go into drafts that do not pay
-CREDIT = 32.0  # plain steps that the account holds at most: bad luck after good need not end the drafting
-DEBT = 1.0  # plain steps that it owes at most
-MEMORY = 0.97  # weight of the past, per step
-PRIOR, PRIOR_WEIGHT = 0.6, 1.0  # a drafter is believed in until it disappoints
-BUSH = 0.35  # k nodes of a tree give about k ** BUSH times what one gives
+from outrider.config import real
+from outrider.errors import OutriderError
+from outrider.files import write_text
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+log = logging.getLogger(__name__)
+
+UNSEEN = 0.03  # of the least forward known: what a row may cost while no two counts were measured
+MARGIN = 1.01  # a draft is worth it if it promises this much more than none
+ALLOWANCE, START = 0.01, 2.0  # plain steps: for each token that may come, at most
+TOP_UP, CREDIT, DEBT = 0.005, 32.0, 6.0  # for each step; at most; owed at most
+DOUBT = 0.5  # of a guess's worth, while the account is overdrawn by no more than it began with
+TRUSTS = (0.05, 0.12, 0.25, 0.4, 0.55, 0.7, 0.8, 0.88, 0.94, 0.97)  # between the levels of trust
+DEPTHS = (2, 3, 5, 9)
+MEMORY, OWN_MEMORY = 0.995, 0.92  # weight of the past, of all requests and of one, per guess of a kind
+PRIOR_WEIGHT, OWN_WEIGHT = 2.0, 3.0  # guesses that the prior, and all requests against one, count for
+KEPT = 64  # machines and models whose costs are kept in the file
 
 
 class Curve(dict[int, float]):
     """Seconds over a count, as measured: a moving average per count that was seen, and lines between them."""
 
     def add(self, count: int, seconds: float) -> None:
-        """One measurement. A hiccup is not the cost; nor does one last: what is fewer costs no more."""
-        old = self.get(count, min(seconds, 1.5 * self.at(count)) if self else seconds)
-        self[count] = old + 0.2 * (min(seconds, 2 * old) - old)
+        """One measurement. A hiccup is not the cost; what is fewer costs no more; what slows one slows all."""
+        old = self.get(count, min(seconds, 4 * self.at(count)) if self else seconds)
+        change = min(seconds, 2 * old) / old - 1
+        for other in self:
+            self[other] *= 1 + 0.1 * change
+        self[count] = old * (1 + 0.2 * change)
         for fewer in self:
             if fewer < count:
                 self[fewer] = min(self[fewer], self[count])
 
     def at(self, count: int) -> float:
-        """Measured, or on the line through the nearest that were, with the slope at the end of it beyond.
+        """Seconds of one count."""
+        return float(self.over(np.array([count]))[0])
 
-        Where only one was measured, more costs in proportion: many are not drafted on the word of a few.
-        """
-        if count in self:
-            return self[count]
+    def over(self, counts: np.ndarray[Any, Any]) -> Array:
+        """Seconds of many; beyond the last that was measured with the slope at its end."""
         known = sorted(self)
-        below, above = (
-            ([n for n in known if n < count] or known[:1])[-1],
-            ([n for n in known if n > count] or known[-1:])[0],
-        )
-        if below == above and len(known) > 1:
-            below, above = (known[-2], known[-1]) if count > known[-1] else (known[0], known[1])
-        if below == above:
-            return self[below] * max(1.0, count / below)
-        slope = max(0.0, (self[above] - self[below]) / (above - below))
-        return max(1e-9, self[below] + slope * (count - below))
+        seconds = [self[n] for n in known]
+        slope = UNSEEN * seconds[0] / known[0]
+        if len(known) > 1:
+            slope = max(0.0, (seconds[-1] - seconds[-2]) / (known[-1] - known[-2]))
+        found: Array = np.interp(counts, known, np.maximum.accumulate(seconds))
+        found += slope * np.maximum(0, counts - known[-1])
+        return found
+
+
+class Costs:
+    """Seconds of a forward over rows and keys (the lengths of its sequences, added up); `file` keeps them."""
+
+    def __init__(self, file: Path | None = None, name: str = "") -> None:
+        self.file, self.name, self.saved = file, name, -math.inf
+        self.curves = _read(file).get(name, {}) if file else {}  # by octave of the keys
+        self.ratios: list[float] | None = [] if self.curves else None  # of now to then
+        self.squares, self.products, self.mixed = np.zeros((3, 3)), np.zeros(3), 0
+
+    def __bool__(self) -> bool:
+        return (bool(self.curves) and self.ratios is None) or self.mixed >= 8
+
+    def add(self, rows: int, keys: int, seconds: float, read: int = 0) -> None:
+        """One forward, in which prompts may have been read as well.
+
+        What the file says is another day's: the first three tell how much faster or slower this is. With prompts the
+        rows' own share is what least squares make of it, which serves until a forward without any was measured.
+        """
+        if read:
+            x = np.array([1.0, rows, read])
+            self.squares, self.products = MEMORY * self.squares + np.outer(x, x), MEMORY * self.products + x * seconds
+            self.mixed += 1
+            return
+        if self.ratios is not None:
+            self.ratios.append(seconds / self.at(rows, keys))
+            if len(self.ratios) < 3:
+                return
+            factor, self.ratios = sorted(self.ratios)[1], None
+            self.curves = {o: Curve({n: s * factor for n, s in c.items()}) for o, c in self.curves.items()}
+        self.curves.setdefault(_octave(keys), Curve()).add(_knot(rows), seconds)
+
+    def over(self, first: int, last: int, keys: int) -> Array:
+        """Seconds of `first` rows to `last`; infinite where far more rows than were ever measured.
+
+        Lengths that were not met yet have the nearest ones' curve, moved to what is known.
+        """
+        counts, octave = np.arange(first, last + 1), _octave(keys)
+        if not self.curves:
+            base, row, _ = np.linalg.lstsq(self.squares, self.products, rcond=1e-9)[0]
+            least = self.products[0] / self.squares[0, 0] / 100
+            return np.asarray(np.maximum(least, base) + max(0.0, row) * counts)
+        own, curve, factor = self.curves.get(octave), self._nearest(octave), 1.0
+        if own and own is not curve:
+            ((rows, spent),) = own.items()
+            factor = spent / curve.at(rows)
+        known = max(max(curve), *(own or [0]))
+        return np.where(counts <= 2 * known + 2, factor * curve.over(counts), np.inf)
+
+    def _nearest(self, octave: int) -> Curve:
+        """The curve of these lengths, or of the nearest ones, if it has more than one point."""
+        better = [o for o in self.curves if len(self.curves[o]) > 1] or [*self.curves]
+        return self.curves[min(better, key=lambda o: abs(o - octave))]
+
+    def plain(self, rows: int, keys: int) -> bool:
+        """Whether so few rows were measured: else what more of them cost cannot be said."""
+        return not self.curves or min(self._nearest(_octave(keys))) <= _knot(rows)
+
+    def at(self, rows: int, keys: int) -> float:
+        """Seconds of one forward."""
+        return float(self.over(rows, rows, keys)[0])
+
+    def save(self) -> None:
+        """Keep them, now and then. A file that cannot be written is no error: the next run measures anew."""
+        if self.file is None or not self or time.monotonic() - self.saved < 10:
+            return
+        self.saved = time.monotonic()
+        with suppress(OutriderError, OSError, ValueError):
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            kept = _read(self.file)
+            kept.pop(self.name, None)
+            kept = dict([*kept.items()][1 - KEPT :]) | {self.name: self.curves}
+            write_text(self.file, json.dumps(kept))
+
+
+def cache_file() -> Path | None:
+    """Where costs are kept: `OUTRIDER_CACHE`, or the user's cache folder; None if `OUTRIDER_CACHE` is empty."""
+    folder = os.environ.get("OUTRIDER_CACHE")
+    if folder == "":
+        return None
+    with suppress(RuntimeError):  # no home
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
+        return (Path(folder) if folder else home) / "costs.json"
+    return None
+
+
+def _read(file: Path) -> dict[str, dict[int, Curve]]:
+    """What a file of costs holds; nothing if it is not there, and without what is damaged."""
+    try:
+        data = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    found: dict[str, dict[int, Curve]] = {}
+    for name, curves in data.items() if isinstance(data, Mapping) else ():
+        with suppress(ValueError, TypeError, AttributeError):
+            made = {int(o): Curve({int(n): s for n, s in points.items()}) for o, points in curves.items()}
+            sound = all(n > 0 and real(s, 1e-9, 1e6) for points in made.values() for n, s in points.items())
+            if made and sound and all(made.values()):
+                found[name] = made
+    return found
+
+
+def _octave(keys: int) -> int:
+    return max(0, (keys - 1) // 512).bit_length()
+
+
+def _knot(rows: int) -> int:
+    """Large counts stand for those near them."""
+    return rows if rows <= 16 else round(2 ** (round(4 * math.log2(rows)) / 4))
+
+
+Kind = tuple[str, int, int]  # who guessed, how sure, how deep
+
+
+def kind(source: str, trust: float | None, depth: int) -> Kind:
+    """What a guess is counted as. `trust` None: whatever it guessed at this depth."""
+    return source, -1 if trust is None else bisect(TRUSTS, trust), bisect(DEPTHS, depth)
+
+
+class Beliefs:
+    """How often guesses of a kind come true once those before them have: of all requests, and of each sequence."""
+
+    def __init__(self) -> None:
+        self.all: dict[Kind, tuple[float, float]] = {}  # right, made
+        self.own: dict[int, dict[Kind, tuple[float, float]]] = {}
+
+    def learn(self, seq: int, what: Kind, right: bool) -> None:
+        """One guess was judged."""
+        for counts, memory in ((self.all, MEMORY), (self.own.setdefault(seq, {}), OWN_MEMORY)):
+            hits, made = counts.get(what, (0.0, 0.0))
+            counts[what] = memory * hits + right, memory * made + 1
+
+    def of(self, seq: int, what: Kind, prior: float) -> float:
+        """The probability that such a guess for this sequence is right; `prior` while nothing is known."""
+        hits, made = self.all.get(what, (0.0, 0.0))
+        general = (hits + PRIOR_WEIGHT * prior) / (made + PRIOR_WEIGHT)
+        hits, made = self.own.get(seq, {}).get(what, (0.0, 0.0))
+        return (hits + OWN_WEIGHT * general) / (made + OWN_WEIGHT)
 
 
 @dataclass
-class Controller:
-    """Chooses k for each step; `learn` tells it how the step went. One per engine: one drafter on one target."""
+class Account:
+    """What drafts brought a sequence less what they cost it, in plain steps, with a small allowance."""
 
-    limit: int = CHOICES[-1]
-    forward: Curve = field(default_factory=Curve)  # over rows
-    draft: Curve = field(default_factory=Curve)  # per sequence, over k
-    beyond: float = 0.0  # rows per drafted sequence beyond 1 + k: riders, or less where a drafter knows fewer
-    found: list[float] = field(default_factory=lambda: [PRIOR_WEIGHT, PRIOR_WEIGHT])  # [with a draft, asked]
-    tried: list[float] = field(default_factory=list)  # per depth of a chain
-    taken: list[float] = field(default_factory=list)
-    sizes: dict[int, tuple[float, float]] = field(default_factory=dict)  # k -> drafts, tokens accepted of them
-    trees: bool = False  # whether any draft had branches
-    steps: int = 0
-    credit: float = 3.0  # plain steps
+    room: int  # tokens that the sequence may yet have
+    credit: float = 0.0
 
-    def plan(self, seqs: int) -> int:
-        """Nodes per sequence for the next step of so many sequences."""
-        if self.steps < len(WARM_UP):
-            return min(WARM_UP[self.steps], self.limit)
-        return 0 if self.credit < 0 else self._best(seqs) or min(PROBES[self.steps % len(PROBES)], self.limit)
+    def __post_init__(self) -> None:
+        self.credit = self.start = min(START, ALLOWANCE * self.room)
 
-    def learn(self, k: int, verdicts: list[Verdict], rows: int, draft_seconds: float, target_seconds: float) -> None:
-        """One step: what was planned, what became of each sequence's draft, the forward's rows, the seconds."""
-        self.steps += 1
-        n, drafted, accepted = len(verdicts), [v.drafted for v in verdicts], [len(v.path) for v in verdicts]
-        self.forward.add(rows, target_seconds)
-        if not k:
-            self.credit = min(CREDIT, self.credit + SHARE)
-            return
-        if self.steps == 1:  # in which the drafter read the prompt
-            return
-        self.draft.add(k, draft_seconds / n)
-        cost = (self.forward[rows] + self.draft[k] * n) / self.forward.at(n)  # in plain steps
-        self.credit += SHARE * cost + 1 + sum(accepted) / n - cost
-        self.credit = min(CREDIT, max(-DEBT, self.credit))
-        some = sum(d > 0 for d in drafted) / n
-        self.found = [MEMORY * self.found[0] + some, MEMORY * self.found[1] + 1]
-        if all(drafted):
-            beyond = rows / n - 1 - k
-            self.beyond = 0.8 * self.beyond + 0.2 * beyond if self.steps > 1 else beyond
-        self.trees = self.trees or not all(v.chain for v in verdicts)
-        self.sizes.setdefault(k, (0.0, 0.0))
-        for size, (drafts, taken) in self.sizes.items():
-            now = (some, sum(accepted) / n) if size == k else (0.0, 0.0)
-            self.sizes[size] = MEMORY * drafts + now[0], MEMORY * taken + now[1]
-        while len(self.tried) < max(drafted):
-            self.tried.append(0.0)
-            self.taken.append(0.0)
-        for depth in range(min(max(drafted), 1 + max(accepted))):  # deeper ones were not reached
-            reached = sum(d > depth and a >= depth for d, a in zip(drafted, accepted, strict=True))
-            if reached:
-                passed = sum(a > depth for a in accepted)
-                self.tried[depth] = MEMORY * self.tried[depth] + reached / n
-                self.taken[depth] = MEMORY * self.taken[depth] + passed / n
+    @property
+    def covers(self) -> float:
+        """What share of a guess's worth may be spent on it: all, or less if it is overdrawn, or nothing."""
+        return 1.0 if self.credit >= 0 else DOUBT if self.credit >= -self.start else 0.0
 
-    def _best(self, seqs: int) -> int:
-        """The k that promises most tokens per second; 0 if none promises more than plain decoding."""
-        often, plain = self.found[0] / self.found[1], self.forward.at(seqs)
-        best, most = 0, 1 / plain
-        for k in CHOICES:
-            if k <= self.limit:
-                gain = self._tree_gain(k) if self.trees else self._chain_gain(k)
-                full = self.forward.at(round(seqs * max(1.0, 1 + k + self.beyond)))
-                rate = (1 + often * gain) / (plain + often * (full - plain) + self.draft.at(k) * seqs)
-                if rate > most:
-                    best, most = k, rate
-        return best
+    def enter(self, brought: float, cost: float) -> None:
+        """One step. What is owed beyond DEBT is let off: it was bad luck, or the machine did something else."""
+        self.credit = min(CREDIT, max(-DEBT, self.credit + brought - cost))
 
-    def _chain_gain(self, k: int) -> float:
-        """Tokens accepted of k, if anything is drafted."""
-        gain, chance, accepted = 0.0, 1.0, PRIOR
-        for depth in range(k):
-            tried, taken = (self.tried[depth], self.taken[depth]) if depth < len(self.tried) else (0.0, 0.0)
-            accepted = (taken + PRIOR_WEIGHT * accepted) / (tried + PRIOR_WEIGHT)  # deeper is believed to be alike
-            chance *= accepted
-            gain += chance
-        return gain
 
-    def _tree_gain(self, k: int) -> float:
-        """The same, of a tree with k nodes."""
-        shape = {size: math.pow(size, BUSH) for size in (*self.sizes, k)}
-        single = sum(taken * shape[size] for size, (_, taken) in self.sizes.items())
-        single /= sum(drafts * shape[size] ** 2 for size, (drafts, _) in self.sizes.items()) or 1.0
-        drafts, taken = self.sizes.get(k, (0.0, 0.0))
-        return (taken + PRIOR_WEIGHT * single * shape[k]) / (drafts + PRIOR_WEIGHT)
+@dataclass
+class Bush:
+    """All guesses for one sequence in one trie. `sure[node]`: who guessed it, how likely once its parent is right."""
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    sure: list[dict[str, float]] = field(default_factory=list)
+    index: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def add(self, source: str, parent: int, token: int, chance: float) -> int:
+        """Enter one guess behind a node (-1: the sequence); returns its node."""
+        node = self.index.setdefault((parent, token), len(self.tokens))
+        if node == len(self.tokens):
+            self.tokens.append(token)
+            self.parents.append(parent)
+            self.sure.append({})
+        self.sure[node][source] = max(chance, self.sure[node].get(source, 0.0))
+        return node
+
+    def chances(self) -> list[float]:
+        """Per node, the probability that it survives.
+
+        Where sources disagree, each is evidence against the others: with odds o of each alone, one of them is right
+        with o / (1 + all odds). Where they agree they count once: they look at the same text.
+        """
+        chance = [max(own.values()) for own in self.sure]
+        families: dict[int, list[int]] = {}
+        for node, parent in enumerate(self.parents):
+            families.setdefault(parent, []).append(node)
+        for nodes in families.values():
+            if len(nodes) > 1 and len(set().union(*(self.sure[node] for node in nodes))) > 1:
+                odds = [chance[node] / max(1e-6, 1 - chance[node]) for node in nodes]
+                for node, own in zip(nodes, odds, strict=True):
+                    chance[node] = own / (1 + sum(odds))
+        for node, parent in enumerate(self.parents):
+            if parent >= 0:
+                chance[node] *= chance[parent]
+        return chance
+
+
+def pick(
+    chances: list[list[float]], bushes: list[Bush], seconds: Array, drafted: float, k: int, chains: bool = False
+) -> tuple[list[list[int]], float]:
+    """Per sequence the nodes to verify, at most k, parents first; and tokens per second expected with them.
+
+    chances: per sequence and node.  seconds: of the forward with no node, one, and so on.  drafted: seconds spent.
+    chains: one child behind each node at most.
+    """
+    n, taken, room = len(bushes), list[tuple[int, int]](), [k] * len(bushes)
+    parents: set[tuple[int, int]] = set()
+    nodes: set[tuple[int, int]] = set()
+    for _, i, node in sorted((-chance, i, node) for i, own in enumerate(chances) for node, chance in enumerate(own)):
+        if len(taken) + 1 >= len(seconds):
+            break
+        parent = (i, bushes[i].parents[node])
+        if not room[i] or (parent[1] >= 0 and parent not in nodes) or (chains and parent in parents):
+            continue
+        room[i] -= 1
+        parents.add(parent)
+        nodes.add((i, node))
+        taken.append((i, node))
+    gains = np.cumsum([0.0] + [chances[i][node] for i, node in taken])
+    rates = (n + gains) / (seconds[: len(gains)] + drafted)
+    best = int(rates.argmax())
+    if rates[best] < MARGIN * rates[0]:
+        best = 0
+    chosen: list[list[int]] = [[] for _ in bushes]
+    for i, node in taken[:best]:
+        chosen[i].append(node)
+    return chosen, float(rates[best])

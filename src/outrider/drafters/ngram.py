@@ -8,6 +8,7 @@ summaries, code. Costs a few dictionary look-ups a token.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from outrider.config import option
 from outrider.draft import Draft
@@ -31,6 +32,7 @@ class Index:
 class Ngram(Drafter):
     """Copies from the sequence itself."""
 
+    cheap: ClassVar[bool] = True
     num_speculative_tokens: int = 8
     prompt_lookup_max: int = option(4, "longest n-gram to match, in tokens")
     prompt_lookup_min: int = option(2, "shortest n-gram to match")
@@ -46,13 +48,14 @@ class Ngram(Drafter):
 
     def propose(self, seqs: list[Sequence], k: int) -> list[Draft]:
         """One chain per sequence, empty without a match."""
-        return [Draft.chain(self._continue(seq, min(k, seq.room - 1))) for seq in seqs]
+        return [Draft.chain(*self._continue(seq, min(k, seq.room - 1))) for seq in seqs]
 
     def forget(self, seq: Sequence) -> None:
         """Drop the sequence's index."""
         self.indexes.pop(seq.id, None)
 
-    def _continue(self, seq: Sequence, k: int) -> list[int]:
+    def _continue(self, seq: Sequence, k: int) -> tuple[list[int], list[float]]:
+        """A copy, and the trust in it, which grows with the tokens that match."""
         index, tokens = self.indexes.setdefault(seq.id, Index()), seq.tokens
         sizes = range(self.prompt_lookup_max, self.prompt_lookup_min - 1, -1)
         for end in range(max(1, index.upto), seq.settled):  # tokens[end] exists: the n-gram has a continuation
@@ -66,5 +69,5 @@ class Ngram(Drafter):
                 copied: list[int] = []
                 for i in range(at, at + k):
                     copied.append(tokens[i] if i < len(tokens) else copied[i - len(tokens)])
-                return copied
-        return []
+                return copied, [1 - 1 / (1 + n + i) for i in range(len(copied))]
+        return [], []

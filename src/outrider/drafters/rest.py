@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from outrider.config import MOST_NODES, option
 from outrider.datastore import Store
@@ -31,6 +32,7 @@ HITS = 128  # occurrences that are looked at, evenly spread over all
 class Rest(Drafter):
     """`datastore`: path of a store, built with the target's tokenizer. `num_speculative_tokens`: nodes of a draft."""
 
+    cheap: ClassVar[bool] = True
     num_speculative_tokens: int = option(16, "nodes of a draft")
     datastore: str = option("", "required: a file made by `outrider datastore build`")
     max_token_span: int = option(16, "longest suffix to match, in tokens; the shortest is 2")
@@ -58,16 +60,20 @@ class Rest(Drafter):
 
 def follow(rows: list[list[int]], k: int) -> Draft:
     """The chain of the most frequent next token, each time among the rows that agree so far."""
-    chain: list[int] = []
+    chain, trust = list[int](), list[float]()
     while len(chain) < k and (rows := [row for row in rows if len(row) > len(chain)]):
-        token = Counter(row[len(chain)] for row in rows).most_common(1)[0][0]
+        token, count = Counter(row[len(chain)] for row in rows).most_common(1)[0]
+        trust.append(count / len(rows))
         rows = [row for row in rows if row[len(chain)] == token]
         chain.append(token)
-    return Draft.chain(chain)
+    return Draft.chain(chain, trust)
 
 
 def grow(rows: list[list[int]], k: int) -> Draft:
     """The tree of the k most frequent beginnings, short ones first. A parent counts no less than its children."""
     counts = Counter(tuple(row[:n]) for row in rows for n in range(1, len(row) + 1))
     paths = sorted(counts, key=lambda path: (-counts[path], len(path)))
-    return Draft.of_paths(paths, k)
+    draft = Draft.of_paths(paths, k)
+    words = [draft.words(node) for node in range(len(draft))]
+    draft.trust = [counts[path] / counts.get(path[:-1], len(rows)) for path in words]
+    return draft

@@ -19,6 +19,7 @@ from array import array
 from collections import deque
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
+from typing import ClassVar
 
 from outrider.config import MOST_NODES, option
 from outrider.draft import Draft
@@ -80,12 +81,15 @@ class Index:
         return found
 
 
-def follow(text: Tokens[int], places: list[int], size: int, least: float, width: int) -> tuple[float, Draft]:
+def follow(
+    text: Tokens[int], places: list[int], match: int, size: int, least: float, width: int
+) -> tuple[float, Draft]:
     """What follows `places` (most recent first), at most `size` nodes, `width` children each, and its expected tokens.
 
-    The likeliest paths come first, none below `least`. A copy that reaches the end of the text goes on into itself.
+    The likeliest paths come first, none below `least`. A copy that reaches the end of the text goes on into itself. The
+    trust in a node is its share of the ways on, less the more tokens matched before them.
     """
-    paths, worth, order = list[list[int]](), 0.0, 0
+    paths, worth, order, trust = list[list[int]](), 0.0, 0, dict[tuple[int, ...], float]()
     heap: list[tuple[float, int, list[int], list[int]]] = [(-1.0, 0, [], places)]
     while heap and len(paths) < size:
         cost, _, path, places = heapq.heappop(heap)  # cost: minus the path's probability
@@ -99,16 +103,20 @@ def follow(text: Tokens[int], places: list[int], size: int, least: float, width:
                 after.setdefault(token, []).append(at + 1)
         total = sum(map(len, after.values()))
         for token, going in heapq.nsmallest(width, after.items(), key=lambda item: -len(item[1])):
-            if -cost * len(going) / total >= least:
+            if -cost * (share := len(going) / total) >= least:
                 order += 1
-                heapq.heappush(heap, (cost * len(going) / total, order, [*path, token], going))
-    return worth, Draft.of_paths(paths if width > 1 else paths[-1:])
+                trust[(*path, token)] = share * (1 - 1 / (1 + match + len(path)))
+                heapq.heappush(heap, (cost * share, order, [*path, token], going))
+    draft = Draft.of_paths(paths if width > 1 else paths[-1:])
+    draft.trust = [trust[draft.words(node)] for node in range(len(draft))]
+    return worth, draft
 
 
 @dataclass
 class Suffix(Drafter):
     """Goes on as the sequence, and outputs before it, did after the same tokens."""
 
+    cheap: ClassVar[bool] = True
     num_speculative_tokens: int = 16
     suffix_decoding_max_tree_depth: int = option(24, "longest match, in tokens")
     suffix_decoding_max_cached_requests: int = option(10000, "earlier outputs remembered; 0: none")
@@ -154,7 +162,7 @@ class Suffix(Drafter):
                 if size <= best:  # not even a sure guess of this length would be worth more
                     break
                 places = sorted((at for at, match in found.items() if match >= n), reverse=True)
-                worth, draft = follow(text, places, size, self.suffix_decoding_min_token_prob, width)
+                worth, draft = follow(text, places, n, size, self.suffix_decoding_min_token_prob, width)
                 if worth > best:
                     best, guess = worth, draft
         return guess

@@ -17,7 +17,6 @@ from weakref import WeakValueDictionary
 import torch
 
 from outrider.config import EngineConfig, Rule, SamplingParams, promised
-from outrider.control import Controller
 from outrider.draft import Verdict
 from outrider.engine.guard import Guard
 from outrider.engine.text import TextStream
@@ -71,7 +70,7 @@ class Engine:
         self,
         runner: Runner,
         drafter: Drafter,
-        k: int | None,
+        k: int,
         config: EngineConfig,
         tokenizer: Any = None,
         exactness: str = "law",
@@ -88,9 +87,9 @@ class Engine:
         self._doomed: deque[Request] = deque()  # aborted; taken away between two steps
         self.draft_with(drafter, k, rule)
 
-    def draft_with(self, drafter: Drafter, k: int | None, rule: Rule = COUPLED) -> None:
-        """Use another drafter, attached to the runner; k nodes a step, None: a Controller's choice."""
-        self.drafter, self.guard, self.k, self.rule, self.controller = drafter, Guard(drafter), k, rule, Controller()
+    def draft_with(self, drafter: Drafter, k: int, rule: Rule = COUPLED) -> None:
+        """Use another drafter, attached to the runner; at most k nodes a step for each sequence."""
+        self.drafter, self.guard, self.k, self.rule = drafter, Guard(drafter), k, rule
 
     @contextmanager
     def idle(self) -> Iterator[None]:
@@ -176,7 +175,7 @@ class Engine:
                 break
             request = self.waiting.popleft()
             request.method = self.drafter.name
-            request.seq.metrics.num_spec_tokens = self.controller.limit if self.k is None else self.k
+            request.seq.metrics.num_spec_tokens = self.k
             self.running.append(request)
 
     # --- stepping -----------------------------------------------------------------------------------------------------
@@ -242,13 +241,8 @@ class Engine:
         if not self.running:
             return []
         times, running = StepTimes(), self.running
-        k = self.controller.plan(len(running)) if self.k is None else self.k
         try:
-            news = self._forward(running, 0 if self.guard.failure else k, times)
-            if times.rows and len(news) == len(running) and all(r.timing.first_token for r in running):
-                # not a step that reads prompts, or was cut short: those say nothing about the next
-                verdicts = [verdict for _, verdict in news]
-                self.controller.learn(k, verdicts, times.rows, times.draft, times.target)
+            news = self._forward(running, 0 if self.guard.failure else self.k, times)
             now = time.perf_counter()
             for request, verdict in news:
                 self._account(request, verdict, times, now)

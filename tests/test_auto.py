@@ -1,0 +1,210 @@
+"""`auto` on recorded texts and made-up machines, and end to end."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import pairwise
+
+import pytest
+from helpers import assert_released
+from replay import TRACES, Machine, Trace, auto, fixed, replay
+
+from outrider import LLM, Draft, SamplingParams
+from outrider.config import SpeculativeConfig
+from outrider.drafters import create
+from outrider.errors import ConfigError, OutriderError
+from outrider.sequence import Sequence
+
+MACHINES = {
+    "cheap rows": Machine(0.02, 8), "dear rows": Machine(0.15), "very dear rows": Machine(0.4),
+    "cheap model": Machine(0.03, 8, draft=0.08, more=0.01),
+}  # fmt: skip
+CHOICES = (
+    "none",
+    "ngram:k=4",
+    "ngram:k=8",
+    "suffix:k=8",
+    "suffix:k=16",
+    "recorded:k=1",
+    "recorded:k=3",
+    "recorded:k=5",
+)
+CELLS = [(name, batch) for name in MACHINES for batch in (1, 4)]
+
+
+@cache
+def rate(choice: str, machine: str, batch: int) -> float:
+    make = auto if choice == "auto" else fixed(choice)
+    return replay(make, [*TRACES, *TRACES[::-1]], MACHINES[machine], batch).rate
+
+
+def ratios(choice: str) -> list[float]:
+    """Per machine and batch, its tokens a second over those of the best fixed choice in hindsight."""
+    return [rate(choice, *cell) / max(rate(other, *cell) for other in CHOICES) for cell in CELLS]
+
+
+def good(choice: str) -> bool:
+    """Never far behind the best fixed choice, and on the whole ahead of it."""
+    return min(ratios(choice)) > 0.85 and sum(ratios(choice)) / len(CELLS) > 1.0
+
+
+def test_little_is_regretted():
+    """Texts of every kind in a row, on four machines, alone and four at a time."""
+    assert good("auto"), dict(zip(CELLS, ratios("auto"), strict=True))
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_no_fixed_choice_will_do(choice):
+    assert not good(choice), "the test above could not tell a controller from this"
+
+
+@pytest.mark.parametrize("trace", TRACES, ids=lambda t: f"{t.suite}-{len(t.prompt)}")
+@pytest.mark.parametrize("machine", MACHINES)
+def test_never_far_below_plain(machine, trace):
+    """Of each single request, cold: nothing is known of the machine, the sources or the text; some have 55 tokens."""
+    own, plain = (replay(make, [trace], MACHINES[machine]).rate for make in (auto, fixed("none")))
+    assert own > (0.97 - 1 / len(trace.output)) * plain
+
+
+def window(make, trace: Trace, machine: Machine, start: int) -> float:
+    """Tokens a second behind the output's first `start` tokens."""
+    tokens, began = 0, 0.0
+    for now, n in replay(make, [trace], machine).steps:
+        tokens += n
+        began = began or (now if tokens >= start else 0.0)
+        last = now
+    return (len(trace.output) - start) / (last - began)
+
+
+@pytest.mark.parametrize("machine", ["cheap rows", "cheap model"])
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_request_changes_its_kind(machine, order):
+    """Prose that nothing foretells, then a copy of the prompt, or the other way round: 64 tokens later it is known."""
+    talk = next(t for t in TRACES if t.suite == "chat")
+    copy = max((t for t in TRACES if t.suite == "edit"), key=lambda t: len(t.output))
+    parts = [(talk.output[:110], "0" * 110), (copy.output, "0" * len(copy.output))][::order]
+    trace = Trace("both", 0, copy.prompt, parts[0][0] + parts[1][0], parts[0][1] + parts[1][1])
+    start = len(parts[0][0]) + 64 * (order < 0)  # a copy is seen at once
+    own = window(auto, trace, MACHINES[machine], start)
+    assert own > 0.85 * max(window(fixed(choice), trace, MACHINES[machine], start) for choice in CHOICES)
+
+
+def test_arrivals_do_not_stop_the_learning():
+    """Requests that come and go at every few steps: costs and beliefs are learnt all the same."""
+    short = [Trace(t.suite, t.temperature, t.prompt, t.output[:12], t.draft[:12]) for t in TRACES] * 4
+    played = replay(auto, short, Machine(0.05), batch=6)
+    assert played.drafter.costs and played.drafter.beliefs.all
+    assert any(n > 6 for _, n in played.steps), "something was accepted"
+
+
+def test_a_large_batch_is_left_alone():
+    """Where a row costs as much as a sequence's share of a forward, nothing is drafted, nor looked up."""
+    machine, traces = Machine(1.0), TRACES * 2
+    own, plain = (replay(make, traces, machine, 16).rate for make in (auto, fixed("none")))
+    assert own > 0.97 * plain
+
+
+def test_steps_end_where_requests_end():
+    played = replay(auto, TRACES, Machine(0.02, 8), 4)
+    assert played.tokens == sum(len(t.output) for t in TRACES)
+    assert all(a[0] < b[0] for a, b in pairwise(played.steps)) and not played.drafter.cases
+
+
+# --- the drafter itself ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "suffix", "lookahead", "medusa"])
+def test_a_method_with_k_auto(tiny_llm, method):
+    """It is the only one to choose from, under its own name."""
+    models = {"draft_model": "tiny-draft", "medusa": "tiny-medusa"}
+    config = {"method": method, "num_speculative_tokens": "auto"}
+    config |= {"model": models[method]} if method in models else {}
+    prompts = ["Once upon a time", "a b a b a b", "The dog"]
+    for sampling in ({"temperature": 0}, {"temperature": 0.8, "seed": 2}):
+        tiny_llm.speculative_config = None
+        plain = [o.token_ids for o in tiny_llm.generate(prompts, max_tokens=40, **sampling)]
+        tiny_llm.speculative_config = config
+        outputs = tiny_llm.generate(prompts, max_tokens=40, **sampling)
+        assert [o.token_ids for o in outputs] == plain and {o.metrics["method"] for o in outputs} == {method}
+        drafted = [n for o in outputs for n in o.metrics["speculative_decoding"]["per_step_drafted"]]
+        assert 0 in drafted
+        assert_released(tiny_llm)
+
+
+def names(llm: LLM) -> list[str]:
+    return [source.name for source in llm.engine.drafter.sources]
+
+
+def test_what_comes_with_the_target_is_a_candidate(tiny_llm, make_checkpoint, random_llm):
+    tiny_llm.speculative_config = {"method": "auto"}
+    assert {"ngram", "suffix", "recycle", "draft_model", "medusa"} <= {*names(tiny_llm)}
+    random_llm.speculative_config = {"method": "auto"}
+    assert names(random_llm) == ["ngram", "suffix", "recycle"]
+    random_llm.speculative_config = {"method": "auto", "model": str(make_checkpoint(noise=0.01))}
+    assert names(random_llm)[-1] == "draft_model"
+
+
+def test_what_is_given_must_fit(random_llm):
+    with pytest.raises(OutriderError):
+        random_llm.speculative_config = {"method": "auto", "model": "tiny-draft"}
+    for wrong in ({"drafters": 3}, {"drafters": [{"method": "nonsense"}]}, {"datastore": "nowhere.store"}, {"x": 1}):
+        with pytest.raises(OutriderError):
+            create(SpeculativeConfig.of({"method": "auto", **wrong}))
+    with pytest.raises(ConfigError, match="belongs to the auto"):
+        create(
+            SpeculativeConfig.of({"method": "auto", "drafters": [{"method": "ngram", "acceptance_method": "typical"}]})
+        )
+
+
+def test_only_what_is_named(tiny_llm):
+    tiny_llm.speculative_config = {"method": "auto", "drafters": [{"method": "ngram"}, {"model": "tiny-draft"}]}
+    assert names(tiny_llm) == ["ngram", "draft_model"]
+
+
+def test_two_of_a_kind_are_told_apart(tiny_llm):
+    parts = [{"method": "ngram", "prompt_lookup_max": n} for n in (2, 4)]
+    tiny_llm.speculative_config = {"method": "auto", "drafters": parts}
+    assert len({*names(tiny_llm)}) == 2
+
+
+def test_costs_outlive_the_process(tmp_path, monkeypatch):
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    for known in (False, True):
+        llm = LLM("tiny", dtype="float32", speculative_config={"method": "auto"})
+        assert bool(llm.engine.drafter.costs.curves) == known
+        llm.generate("Once upon a time", max_tokens=8, temperature=0)
+    llm = LLM("tiny", dtype="bfloat16", speculative_config={"method": "auto"})
+    assert not llm.engine.drafter.costs.curves, "another dtype has other costs"
+
+
+def test_trust_is_checked(tiny_llm):
+    """What a drafter says of its guesses is a number of 0 to 1 for each."""
+    from helpers import ScriptedDrafter, use
+
+    for trust in ([2.0], [0.5, 0.5], ["x"], 0.5):
+        use(tiny_llm, ScriptedDrafter(lambda seq, k, trust=trust: Draft([1], [-1], trust=trust)))
+        with pytest.raises(OutriderError, match="trust is a list of 1 numbers"):
+            tiny_llm.generate([1, 2], max_tokens=3, temperature=0)
+
+
+def test_recycled_tokens_come_back():
+    """What the target expected behind a token is guessed there again, likeliest first."""
+    import torch
+
+    from outrider.draft import Verdict
+    from outrider.runner import Output
+
+    drafter = create(SpeculativeConfig.parse("recycle:recycled=2"))
+    seq = Sequence([5, 7], SamplingParams(max_tokens=9), 0)
+    assert not drafter.propose([seq], 4)[0].tokens
+    logits = torch.full((2, 10), -9.0)
+    logits[0, 3], logits[0, 4], logits[1, 7] = 2.0, 1.0, 3.0  # behind 7: 3 or 4; behind 3: 7
+    drafter.observe([seq_of(seq, 3, 7)], [Verdict([0], [3, 7], 1)], Output([logits], [], [Draft.chain([3])], logits))
+    draft = drafter.propose([seq], 3)[0]
+    assert [draft.words(i) for i in range(3)] == [(3,), (3, 7), (3, 7, 3)] and draft.trust[0] > 0.7
+
+
+def seq_of(seq: Sequence, *more: int) -> Sequence:
+    fork = seq.fork()
+    fork.tokens += more
+    return fork
