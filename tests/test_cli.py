@@ -164,7 +164,7 @@ BAD = {
     "wrong device": ["--device", "tpu"],
     "over the context": ["--max-tokens", "200000"],
     "context of zero": ["--max-model-len", "0"],
-    "compare without a method": ["--compare"],
+    "compare without a method": ["--compare", "--speculate", "none"],
     "unknown flag": ["--bogus"],
     "not a number": ["--top-k", "many"],
 }

@@ -12,8 +12,8 @@ import outrider
 ROOT = Path(outrider.__file__).parent
 ORDER = (
     "errors, files, config, outputs -> draft -> sequence -> sampling, verify, ops -> kv | model -> quantize, parallel, "
-    "gguf, load -> export -> corpus -> datastore -> runner -> speculate -> control -> drafters -> engine -> llm -> "
-    "hf -> serve, train, bench -> cli"
+    "gguf, load -> export -> corpus -> datastore -> runner -> speculate -> control -> drafters -> plan -> "
+    "engine -> llm -> hf -> serve, train, bench -> cli"
 )
 TIERS = ORDER.replace(",", " -> ").replace("|", " -> ").replace(" ", "").split("->")
 APART = {("kv", "model"), ("model", "kv")}

@@ -399,15 +399,17 @@ class SpeculativeConfig:
         )
 
     @staticmethod
-    def of(config: SpeculativeConfig | Mapping[str, Any] | None) -> SpeculativeConfig:
-        """From a vLLM-style mapping. `{"model": ...}` without a method means `draft_model`."""
+    def of(config: SpeculativeConfig | Mapping[str, Any] | str | None) -> SpeculativeConfig:
+        """From a vLLM-style mapping, or "auto". `{"model": ...}` without a method means `draft_model`."""
         if config is None:
             return SpeculativeConfig()
+        if isinstance(config, str) and config == "auto":
+            return SpeculativeConfig("auto")
         if isinstance(config, SpeculativeConfig):
             return config
         if not isinstance(config, Mapping):
             raise ConfigError(
-                f"speculative_config must be a mapping such as {{'method': 'ngram'}}, not {brief(config)}"
+                f"speculative_config must be a mapping such as {{'method': 'ngram'}}, or 'auto', not {brief(config)}"
             )
         options = dict(config)
         method = options.pop("method", "draft_model" if "model" in options else None)
@@ -429,9 +431,9 @@ class SpeculativeConfig:
             key, equals, value = item.partition("=")
             key = "num_speculative_tokens" if key == "k" else key
             if not equals:
-                raise ConfigError(f"--speculate {brief(text)}: {brief(item)} should be key=value, as in ngram:k=8")
+                raise ConfigError(f"{brief(text)}: {brief(item)} should be key=value, as in ngram:k=8")
             if key in options:
-                raise ConfigError(f"--speculate {brief(text)}: {key} is given twice; give it once")
+                raise ConfigError(f"{brief(text)}: {key} is given twice; give it once")
             options[key] = _literal(value)
         return SpeculativeConfig.of(options)
 

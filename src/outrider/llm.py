@@ -38,8 +38,8 @@ class LLM:
     """A model, ready to generate, plainly or speculatively, with the same tokens.
 
     model: a folder, a hub id, an embedded model (`tiny`), or a Checkpoint that is already in memory.
-    speculative_config: vLLM-style, such as {"method": "ngram", "num_speculative_tokens": 8}; assign to the attribute
-        of that name to change it later without loading the target again.
+    speculative_config: None (plain decoding), "auto" (chosen at each step), or vLLM-style, such as {"method": "ngram",
+        "num_speculative_tokens": 8}; assign to the attribute of that name to change it later, with the target loaded.
     dtype: auto (the checkpoint's), float32, bfloat16, float16.  device: auto, cpu, cuda, cuda:N.
     quantization: None, int8 or int4: the model's weights are rounded as they are loaded; draft models stay as they are.
     progress: called as (what, done, total) while loading and reading long prompts.
@@ -54,7 +54,7 @@ class LLM:
         self,
         model: str | Path | Checkpoint,
         *,
-        speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
+        speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None,
         dtype: str = "auto",
         device: str = "auto",
         progress: Progress | None = None,
@@ -119,7 +119,7 @@ class LLM:
         return self._speculative
 
     @speculative_config.setter
-    def speculative_config(self, config: SpeculativeConfig | Mapping[str, Any] | None) -> None:
+    def speculative_config(self, config: SpeculativeConfig | Mapping[str, Any] | str | None) -> None:
         config = SpeculativeConfig.of(config)
         drafter = drafters.create(config)
         with self.engine.idle():

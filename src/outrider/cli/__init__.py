@@ -22,6 +22,7 @@ from outrider.cli.export import export
 from outrider.cli.generate import generate
 from outrider.cli.info import info
 from outrider.cli.output import as_line
+from outrider.cli.plan import plan
 from outrider.cli.train import train_app
 from outrider.errors import ConfigError, OutriderError
 
@@ -73,6 +74,7 @@ app.add_typer(datastore_app, name="datastore", cls=Group)
 app.add_typer(train_app, name="train", cls=Group)
 app.command()(export)
 app.command()(info)
+app.command()(plan)
 
 
 def main(command: typer.Typer = app) -> None:

@@ -57,7 +57,7 @@ Quantization = Annotated[str | None, typer.Option(help="int8 or int4: round the 
 MaxModelLen = Annotated[int | None, typer.Option(help="Context limit in tokens; default: the model's.")]
 KvOffload = Annotated[bool, typer.Option("--kv-offload", help="Keep keys and values in host memory, stream them.")]
 OnChipLayers = Annotated[int, typer.Option(help="With --kv-offload: so many layers' keys stay on the device.")]
-Speculate = Annotated[str | None, typer.Option(help="Method: ngram:k=8, draft_model:model=tiny-draft,k=4.")]
+Speculate = Annotated[str | None, typer.Option(help="Method: none, ngram:k=8, self:weights=int8; default: auto.")]
 Speculates = Annotated[list[str] | None, typer.Option("--speculate", help="Method in short form, repeatable.")]
 SpeculativeJsons = Annotated[
     list[str] | None, typer.Option("--speculative-config", help="The same as JSON, repeatable.")
@@ -175,12 +175,12 @@ def read_json(text: str, flag: str, example: str = '{"method": "ngram"}') -> dic
 
 
 def speculative(short: str | None, long: str | None) -> SpeculativeConfig:
-    """The speculative config of --speculate or --speculative-config."""
+    """The speculative config of --speculate or --speculative-config; without either, `auto`."""
     if short is not None and long is not None:
         raise ConfigError("give --speculate or --speculative-config, not both")
     if long is not None:
         return SpeculativeConfig.of(read_json(long, "--speculative-config"))
-    return SpeculativeConfig() if short is None else SpeculativeConfig.parse(short)
+    return SpeculativeConfig.parse("auto" if short is None else short)
 
 
 class Reporter:

@@ -1,0 +1,169 @@
+"""`outrider plan`: what each method would give on a machine, before anything is downloaded."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from outrider.cli.options import Model, Quantization, read_ints
+from outrider.cli.output import as_line, put_json
+from outrider.errors import ConfigError
+from outrider.plan import (
+    ACCEPTANCE,
+    DEVICES,
+    SUITES,
+    Device,
+    Miss,
+    Planner,
+    Prediction,
+    Shape,
+    within,
+)
+from outrider.plan import (
+    against as compared,
+)
+
+
+def plan(
+    model: Model = "smollm2",
+    *,
+    device: Annotated[str, typer.Option(help="`here`: measured now; or one of a table, such as h100 or epyc-9654.")] = (
+        "here"
+    ),
+    context: Annotated[str, typer.Option(help="Tokens of text, with commas.")] = "1024,32768",
+    batch: Annotated[str, typer.Option(help="Sequences at a time, with commas.")] = "1,8",
+    suite: Annotated[str, typer.Option(help="Traffic, with commas: chat, code, edit, summarise, stories.")] = "chat",
+    draft: Annotated[str | None, typer.Option(help="The draft model; default: one of a tenth of the target.")] = None,
+    quantization: Quantization = None,
+    against: Annotated[Path | None, typer.Option(help="A results.jsonl of bench: how far off would this be?")] = None,
+    output: Annotated[Path | None, typer.Option(help="Plot the best speed-up over contexts and batches here.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, nothing else.")] = False,
+) -> None:
+    """Predict tokens a second of plain decoding and of each method: best draft length, memory, and who wins.
+
+    Only the model's config is read. Acceptance figures say whether they were measured, and on what, or assumed.
+    """
+    from outrider.load import open_source
+
+    contexts, batches, suites = read_ints(context, "--context"), read_ints(batch, "--batch"), suite.split(",")
+    if bad := [name for name in suites if name not in SUITES]:
+        raise ConfigError(f"--suite {bad[0]!r} is unknown; valid: {', '.join(SUITES)}")
+    if device != "here" and device not in DEVICES:
+        raise ConfigError(f"--device {device!r} is unknown; valid: here, {', '.join(DEVICES)}")
+    if quantization not in (None, "int8", "int4"):
+        raise ConfigError(f"quantization {quantization!r} is unknown; valid: int8, int4")
+    bits = {None: 16.0, "int8": 8.125, "int4": 4.5}[quantization]
+    shape = Shape.of(open_source(model).config, bits)
+    small = Shape.of(open_source(draft).config) if draft else None
+    machine = _measured() if device == "here" else DEVICES[device]
+    planner = Planner(shape, machine, small)
+    console = Console(highlight=False, soft_wrap=True)
+    console.width = max(console.width, 120)  # piped, it would be 80
+    if against is not None:
+        _compare(list(compared(against, planner, contexts[0])), as_json, console)
+        return
+    found = planner.table(list(ACCEPTANCE), suites, contexts, batches)
+    if as_json:
+        for prediction in found:
+            put_json(dataclasses.asdict(prediction))
+    else:
+        about = f"{shape.weight_bytes / 1e9:.2f} GB of weights"
+        console.print(
+            f"{as_line(model)}: {about}; {device}: {machine.bandwidth / 1e9:.0f} GB/s, "
+            f"{machine.arithmetic / 1e12:.2f} TFLOP/s as reached"
+        )
+        for name in suites:
+            console.print(_table(name, [p for p in found if p.suite == name], planner))
+    if output is not None:
+        _plot(found, output)
+
+
+def _measured() -> Device:
+    """This machine: the time of a product with one row, and with many, of more weights than caches hold."""
+    import time
+
+    import torch
+
+    from outrider.engine import free_memory
+    from outrider.ops import Linear
+
+    n = 8192
+    where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    linear = Linear(torch.zeros(n, n, dtype=torch.bfloat16, device=where))
+
+    def seconds(rows: int) -> float:
+        x, times = torch.zeros(rows, n, dtype=torch.bfloat16, device=where), []
+        for _ in range(4):
+            began = time.perf_counter()
+            linear(x)[0, 0].item()
+            times.append(time.perf_counter() - began)
+        return min(times)
+
+    with torch.inference_mode():
+        one, many = seconds(1), seconds(256)
+    return Device(2 * n * n / one, 2 * n * n * 256 / many, float(free_memory(where)), 5e-6)
+
+
+def _table(suite: str, found: list[Prediction], planner: Planner) -> Table:
+    table = Table("context", "batch", "method", "k", "tokens/s", "speed-up", "memory", "right", box=SIMPLE, title=suite)
+    for column in table.columns:
+        column.no_wrap = True
+    cells: dict[tuple[int, int], list[Prediction]] = {}
+    for p in found:
+        cells.setdefault((p.context, p.batch), []).append(p)
+    for (context, batch), own in cells.items():
+        plain, held = planner.step("none", batch, context, 0.0, 0)
+        table.add_row(str(context), str(batch), "none", "", f"{plain:.0f}", "1.00", f"{held / 1e9:.1f} GB", "")
+        best = max((p for p in own if p.fits), key=lambda p: p.speedup, default=None)
+        for p in sorted(own, key=lambda p: -p.speedup):
+            memory = f"{p.memory / 1e9:.1f} GB" + ("" if p.fits else "!")
+            row = [p.method, str(p.k), f"{p.tokens_per_second:.0f}", f"{p.speedup:.2f}", memory]
+            table.add_row("", "", *row, f"{p.chance:.0%}, {p.source}", style="bold" if p is best else "")
+    return table
+
+
+def _compare(known: list[Miss], as_json: bool, console: Console) -> None:
+    if not known:
+        raise ConfigError("no line has a method with a plan and a fixed draft length")
+    if as_json:
+        for miss in known:
+            put_json(dataclasses.asdict(miss) | {"off": miss.off})
+        return
+    table = Table("measured on", "speed-up", "predicted", "off", box=SIMPLE)
+    for miss in known:
+        table.add_row(as_line(miss.name), f"{miss.measured:.2f}", f"{miss.predicted:.2f}", f"{miss.off:+.0%}")
+    console.print(table)
+    console.print(f"within 15 %: {within(known):.0%} of {len(known)}")
+
+
+def _plot(found: list[Prediction], path: Path) -> None:
+    from outrider.bench import report
+    from outrider.files import replacing
+
+    report.require_matplotlib()
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    contexts, batches = (sorted({getattr(p, name) for p in found}) for name in ("context", "batch"))
+    best = [
+        [max(p.speedup for p in found if (p.context, p.batch) == (context, batch)) for batch in batches]
+        for context in contexts
+    ]
+    figure, axes = plt.subplots()
+    image = axes.imshow(best, origin="lower", aspect="auto")
+    axes.set_xticks(range(len(batches)), [str(batch) for batch in batches])
+    axes.set_yticks(range(len(contexts)), [str(context) for context in contexts])
+    axes.set_xlabel("sequences at a time")
+    axes.set_ylabel("tokens of text")
+    figure.colorbar(image, label="best speed-up")
+    with replacing(path) as partial:
+        figure.savefig(partial, format=path.suffix.lstrip(".") or "png")
+    plt.close(figure)

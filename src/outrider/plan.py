@@ -1,0 +1,266 @@
+"""What plain decoding and each method would give on a machine: a roofline times an acceptance.
+
+A forward of b sequences with r rows each behind c tokens takes the longer of two times for its weights (their bytes, or
+two operations a weight and row) and for its keys (their bytes, or four operations a query's number and key), and a
+fixed time a layer for starting it. A step drafts k tokens, verifies k + 1 rows, and emits
+1 + a + a^2 + ... + a^k tokens, a being the chance that a drafted token is right (Leviathan et al., 2211.17192; with the
+keys, MagicDec, 2408.11049). Nothing is loaded: the model's config is enough.
+
+The machine is measured here or one of `DEVICES`, by its makers' figures times what kernels reach of them. Acceptance is
+from `ACCEPTANCE`: where it was measured it says on what; else it is assumed, and says so.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from outrider.config import ModelConfig, real, whole
+from outrider.errors import ConfigError, brief
+
+
+@dataclass(frozen=True)
+class Device:
+    """Bytes and operations a second as reached, bytes of memory, and seconds that a layer takes to start."""
+
+    bandwidth: float
+    arithmetic: float  # in bfloat16
+    memory: float
+    start: float = 0.0
+
+
+def _made(bandwidth: float, arithmetic: float, memory: float, start: float) -> Device:
+    """From GB/s, TFLOP/s and GB on paper: 80 % of the bandwidth, and 60 % of the arithmetic."""
+    return Device(0.8e9 * bandwidth, 0.6e12 * arithmetic, 1e9 * memory, start)
+
+
+GPU, CPU = 8e-6, 4e-6  # seconds a layer
+DEVICES = {  # GB/s, dense bfloat16 TFLOP/s and GB as published; CPUs: one socket, their vector or matrix units
+    "b200": _made(8000, 2250, 180, GPU), "h200": _made(4800, 989, 141, GPU), "h100": _made(3350, 989, 80, GPU),
+    "a100": _made(2039, 312, 80, GPU), "a100-40gb": _made(1555, 312, 40, GPU), "l40s": _made(864, 362, 48, GPU),
+    "l40": _made(864, 181, 48, GPU), "l4": _made(300, 121, 24, GPU), "a10": _made(600, 125, 24, GPU),
+    "rtx5090": _made(1792, 210, 32, GPU), "rtx4090": _made(1008, 165, 24, GPU), "rtx3090": _made(936, 71, 24, GPU),
+    "mi300x": _made(5300, 1307, 192, GPU), "epyc-9654": _made(460, 14, 768, CPU), "epyc-9755": _made(614, 25, 768, CPU),
+    "xeon-8480": _made(307, 115, 512, CPU), "xeon-6980p": _made(844, 260, 768, CPU),
+    "ryzen-7950x": _made(83, 4.6, 64, CPU), "ryzen-9950x": _made(89, 9, 64, CPU),
+}  # fmt: skip
+SUITES = ("chat", "code", "edit", "summarise", "stories")
+
+
+class Rate(NamedTuple):
+    """The chance that a drafted token is right, and where that is from; `assumed` if from nowhere."""
+
+    chance: float
+    source: str
+
+
+def _measured(source: str, **suites: float) -> dict[str, Rate]:
+    return {suite: Rate(chance, source) for suite, chance in suites.items()}
+
+
+ACCEPTANCE: dict[str, dict[str, Rate]] = {  # chains whose tokens a forward are those measured
+    "ngram": _measured("smollm2, k=auto", chat=0.66, code=0.41, edit=0.69, summarise=0.38)
+    | _measured("tiny-1.5b, k=8", stories=0.18),
+    "suffix": _measured("smollm2, k=auto", chat=0.66, code=0.49, edit=0.66, summarise=0.41)
+    | _measured("tiny-1.5b, k=16", stories=0.31),
+    "draft_model": _measured("tiny-1.5b with tiny-draft, k=8", code=0.79, edit=0.25, stories=0.75),
+    "self:weights=int4": _measured("smollm2, 5 ahead", chat=0.85, code=0.93, edit=0.93, summarise=0.70),
+    "self:weights=int8": {}, "self:view=streaming:budget=512": {}, "medusa": _measured(
+        "tiny-1.5b, tree of 5", code=0.26, edit=0.16, stories=0.45
+    ), "eagle3": {},
+}  # fmt: skip
+ASSUMED = {
+    "ngram": 0.3, "suffix": 0.35, "draft_model": 0.7, "self:weights=int4": 0.85, "self:weights=int8": 0.95,
+    "self:view=streaming:budget=512": 0.8, "medusa": 0.4, "eagle3": 0.7,
+}  # fmt: skip
+LONGEST = 16  # tokens ahead
+WINDOW = 512  # keys that `self` sees through its view
+SMALLER = 0.1  # of the target, a draft model that is not named
+
+
+def acceptance(method: str, suite: str) -> Rate:
+    """What is known of a method on a suite. Raises ConfigError for one of which nothing is."""
+    if method not in ACCEPTANCE:
+        raise ConfigError(f"method {brief(method)} has no plan; valid: {', '.join(ACCEPTANCE)}")
+    return ACCEPTANCE[method].get(suite) or Rate(ASSUMED[method], "assumed")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's sizes. `weights` are those that a forward multiplies by, `bits` what one of them takes."""
+
+    weights: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    vocab: int
+    bits: float = 16.0
+
+    @staticmethod
+    def of(config: ModelConfig, bits: float = 16.0) -> Shape:
+        """From a config."""
+        c = config
+        attention = c.hidden_size * c.head_dim * 2 * (c.num_heads + c.num_kv_heads)
+        layer = attention + 3 * c.hidden_size * c.intermediate_size
+        weights = c.num_layers * layer + c.hidden_size * c.vocab_size
+        sizes = c.num_layers, c.num_heads, c.num_kv_heads, c.head_dim, c.hidden_size, c.vocab_size
+        return Shape(weights, *sizes, bits)
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of the weights that a forward reads."""
+        return self.weights * self.bits / 8
+
+    def kv_bytes(self, tokens: float) -> float:
+        """Bytes of keys and values, in two bytes each."""
+        return 4.0 * self.layers * self.kv_heads * self.head_dim * tokens
+
+    def forward(self, device: Device, batch: int, rows: int, context: float) -> float:
+        """Seconds of a forward: `batch` sequences of so many rows, behind `context` tokens each."""
+        weights = max(self.weight_bytes / device.bandwidth, 2.0 * self.weights * batch * rows / device.arithmetic)
+        work = 4.0 * self.layers * self.heads * self.head_dim * context * batch * rows
+        keys = max(batch * self.kv_bytes(context) / device.bandwidth, work / device.arithmetic)
+        return weights + keys + self.layers * device.start
+
+
+def expected(chance: float, k: int) -> float:
+    """Tokens that a step emits with a chain of k, each right with this chance once those before are."""
+    return k + 1.0 if chance >= 1 else (1 - chance ** (k + 1)) / (1 - chance)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one method in one cell. k = 0: plain decoding is best."""
+
+    method: str
+    suite: str
+    context: int
+    batch: int
+    k: int
+    tokens_per_second: float  # of all sequences together
+    speedup: float
+    tokens_per_forward: float
+    memory: float  # bytes: weights, and keys and values of the batch
+    fits: bool
+    chance: float
+    source: str  # of the chance
+
+
+@dataclass(frozen=True)
+class Planner:
+    """A model on a machine; `draft` is the draft model's shape, None: a tenth of the target."""
+
+    shape: Shape
+    device: Device
+    draft: Shape | None = None
+
+    def drafting(self, method: str, batch: int, k: int, context: float) -> tuple[float, float]:
+        """Seconds to draft k tokens for each sequence, and the bytes that drafting holds."""
+        s, d = self.shape, self.device
+        if method in ("ngram", "suffix"):
+            return 1e-4 * batch, 0.0
+        if method == "draft_model":
+            small = self.draft or replace(s, weights=int(s.weights * SMALLER), layers=max(1, s.layers // 4))
+            return k * small.forward(d, batch, 1, context), small.weight_bytes + batch * small.kv_bytes(context)
+        if method.startswith("self:weights="):
+            coarse = replace(s, bits={"int8": 8.125, "int4": 4.5}[method.partition("=")[2]])
+            return k * coarse.forward(d, batch, 1, context), coarse.weight_bytes + batch * s.kv_bytes(context)
+        if method.startswith("self:"):
+            return k * s.forward(d, batch, 1, min(context, WINDOW)), batch * s.kv_bytes(min(context, WINDOW))
+        layers = k if method == "medusa" else 1  # heads side by side, or a layer again and again, before the vocabulary
+        own = layers * (s.hidden**2 if method == "medusa" else 16 * s.hidden**2) + s.hidden * s.vocab
+        head = replace(s, weights=own, layers=1)
+        return (1 if method == "medusa" else k) * head.forward(d, batch, 1, 0), head.weight_bytes
+
+    def step(self, method: str, batch: int, context: float, chance: float, k: int) -> tuple[float, float]:
+        """Tokens a second of all sequences, and bytes."""
+        s, held = self.shape, self.shape.weight_bytes + batch * self.shape.kv_bytes(context)
+        if not k:
+            return batch / s.forward(self.device, batch, 1, context), held
+        spent, own = self.drafting(method, batch, k, context)
+        seconds = spent + s.forward(self.device, batch, 1 + k, context)
+        return batch * expected(chance, k) / seconds, held + own
+
+    def predict(self, method: str, suite: str, context: int, batch: int, rate: Rate | None = None) -> Prediction:
+        """The best k, and what it gives. `rate`: in place of what is known of the method on the suite."""
+        chance, source = rate or acceptance(method, suite)
+        plain, _ = self.step(method, batch, context, 0.0, 0)
+        made = {k: self.step(method, batch, context, chance, k) for k in range(LONGEST + 1)}
+        k = max(made, key=lambda k: made[k][0])
+        speed, memory = made[k]
+        at = suite, context, batch, k, speed, speed / plain, expected(chance, k), memory
+        return Prediction(method, *at, memory <= self.device.memory, chance, source)
+
+    def table(self, methods: list[str], suites: list[str], contexts: list[int], batches: list[int]) -> list[Prediction]:
+        """Every method in every cell."""
+        cells = [(s, c, b) for s in suites for c in contexts for b in batches]
+        return [self.predict(method, *cell) for cell in cells for method in methods]
+
+
+@dataclass(frozen=True)
+class Miss:
+    """A measured line, and what would have been predicted from its acceptance."""
+
+    name: str
+    measured: float  # speed-up
+    predicted: float
+
+    @property
+    def off(self) -> float:
+        """Predicted over measured, less one."""
+        return self.predicted / self.measured - 1
+
+
+METHODS = {"ngram", "suffix", "draft_model", "medusa", "eagle3"}
+
+
+def against(path: Path, planner: Planner, context: int) -> Iterator[Miss]:
+    """Compare the lines of `outrider bench` with the roofline, given their tokens a forward and draft length.
+
+    Lines of methods that have no plan, and of drafts without a fixed length, are left out. Raises ConfigError.
+    """
+    for line, data in _lines(path):
+        config, method = data.get("speculative_config"), data.get("method")
+        config = config if isinstance(config, dict) else {}
+        k = whole(config.get("num_speculative_tokens"), 1, 256)
+        length, speedup = real(data.get("acceptance_length"), 1, 1e3), real(data.get("speedup"), 1e-6, 1e6)
+        batch, at = whole(data.get("batch"), 1, 2**20), whole(data.get("context"), 1) or context
+        if length is None or speedup is None or batch is None or not isinstance(method, str):
+            raise ConfigError(f"{path}, line {line}: no result of outrider bench")
+        kind = config.get("method")
+        if kind == "self" and "view" in config:
+            kind = "self:view=streaming:budget=512"
+        if k is None or kind not in METHODS | {"self:view=streaming:budget=512"}:
+            continue
+        if rate := real(data.get("draft_acceptance_rate"), 0, 1):  # where nothing is found, fewer are drafted
+            k = min(k, max(1, round((length - 1) / rate)))
+        plain, _ = planner.step(kind, batch, at, 0.0, 0)
+        drafted, _ = planner.step(kind, batch, at, 0.0, k)  # tokens of which none is right ...
+        name = f"{data.get('suite', 'text')}, {at} tokens, {batch} at a time: {method}"
+        yield Miss(name, speedup, length * drafted / plain)  # ... times those that were
+
+
+def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    try:
+        texts = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    for number, text in enumerate(texts, start=1):
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError):
+            data = None
+        if not isinstance(data, dict):
+            raise ConfigError(f"{path}, line {number}: no JSON object; give a results.jsonl of outrider bench")
+        yield number, data
+
+
+def within(misses: list[Miss], share: float = 0.15) -> float:
+    """The share of predictions that are off by no more."""
+    return statistics.fmean(abs(miss.off) <= share for miss in misses) if misses else 0.0

@@ -1,0 +1,159 @@
+"""`outrider plan`: what its arithmetic says, and the command."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from outrider.cli import app, main
+from outrider.errors import ConfigError
+from outrider.load import embedded, open_source
+from outrider.plan import (
+    ACCEPTANCE,
+    DEVICES,
+    SUITES,
+    Device,
+    Planner,
+    Rate,
+    Shape,
+    acceptance,
+    against,
+    expected,
+    within,
+)
+
+LLAMA_8B = Shape(7_504_924_672, 32, 32, 8, 128, 4096, 128256)  # Llama 3.1 8B, less the embedding
+
+
+def test_a_shape_is_the_checkpoints():
+    source = open_source("tiny")
+    shape = Shape.of(source.config)
+    total = sum(file.stat().st_size for file in embedded()["tiny"].glob("*.safetensors"))
+    assert shape.weight_bytes == pytest.approx(total, rel=0.02), "tiny is bfloat16, and its head is its embedding"
+    assert Shape.of(source.config, 4.5).weight_bytes < shape.weight_bytes / 3
+    assert LLAMA_8B.kv_bytes(1) == 131072, "as is well known"
+
+
+def test_what_a_step_emits():
+    assert expected(0.0, 5) == 1 and expected(1.0, 5) == 6 and expected(0.5, 2) == 1.75
+
+
+def test_plain_decoding_waits_for_bytes():
+    """One sequence: all weights once a token; a large batch: arithmetic."""
+    device = Device(1e12, 1e14, 1e12)
+    alone, many = (LLAMA_8B.forward(device, batch, 1, 1) for batch in (1, 1024))
+    assert alone == pytest.approx(0.015, rel=0.01) and many == pytest.approx(1024 * 2 * 7.5e9 / 1e14, rel=0.01)
+
+
+def test_magicdecs_rule():
+    """Through few keys: hopeless on short texts in large batches, and at long ones better the larger the batch."""
+    planner = Planner(LLAMA_8B, DEVICES["h100"])
+
+    def speedup(context: int, batch: int) -> float:
+        return planner.predict("self:view=streaming:budget=512", "chat", context, batch, Rate(0.8, "given")).speedup
+
+    assert speedup(512, 64) == 1.0
+    assert 1.0 <= speedup(32768, 1) < speedup(32768, 32) < speedup(32768, 256) < 3.5
+    assert speedup(8192, 32) < speedup(32768, 32)
+
+
+def test_large_batches_phase_drafting_out():
+    planner = Planner(LLAMA_8B, DEVICES["h100"])
+    few, many = (planner.predict("draft_model", "chat", 512, batch) for batch in (1, 512))
+    assert few.k > many.k and few.speedup > 1.5 > many.speedup >= 1.0
+
+
+def test_coarse_weights_pay_by_their_bytes():
+    planner = Planner(LLAMA_8B, DEVICES["a100"])
+    eight, four = (planner.predict(f"self:weights={w}", "chat", 512, 1, Rate(0.9, "given")) for w in ("int8", "int4"))
+    assert 1.2 < eight.speedup < four.speedup < 1 / 0.28 and four.memory > LLAMA_8B.weight_bytes * 1.28
+    small = Planner(LLAMA_8B, Device(1e12, 1e14, 20e9)).predict("self:weights=int8", "chat", 512, 1)
+    assert not small.fits
+
+
+@pytest.mark.parametrize("method", ACCEPTANCE)
+@pytest.mark.parametrize("suite", SUITES)
+def test_acceptance_says_where_it_is_from(method, suite):
+    rate = acceptance(method, suite)
+    assert 0 < rate.chance < 1 and rate.source
+    assert (suite in ACCEPTANCE[method]) == (rate.source != "assumed")
+
+
+def test_unknown_methods():
+    with pytest.raises(ConfigError, match="'magic' has no plan; valid: ngram"):
+        acceptance("magic", "chat")
+
+
+def line(**own) -> str:
+    config = {"method": "ngram", "num_speculative_tokens": 4}
+    data = {"suite": "chat", "method": "ngram k=4", "speculative_config": config, "batch": 1, "speedup": 2.0}
+    return json.dumps(data | {"acceptance_length": 2.2, "draft_acceptance_rate": 0.3} | own)
+
+
+def test_against_what_was_measured(tmp_path):
+    """Given how many tokens a forward emitted, the roofline says what that was worth."""
+    planner = Planner(LLAMA_8B, Device(1e12, 1e15, 1e12))
+    (file := tmp_path / "results.jsonl").write_text(
+        "\n".join([line(), line(speculative_config={"method": "none"}), line(speedup=4.0)])
+    )
+    right, wrong = against(file, planner, 512)
+    assert right.predicted == pytest.approx(2.2, rel=0.05) and abs(right.off) < 0.15 < abs(wrong.off)
+    assert within([right, wrong]) == 0.5 and within([]) == 0.0
+
+
+@pytest.mark.parametrize("text", ["x", "[]", "{}", line(batch="a"), line(speedup=None), "[" * 9999])
+def test_damaged_results(tmp_path, text):
+    (file := tmp_path / "results.jsonl").write_text(f"{line()}\n{text}\n")
+    with pytest.raises(ConfigError, match="line 2: no "):
+        list(against(file, Planner(LLAMA_8B, DEVICES["h100"]), 512))
+
+
+def run(capsys, monkeypatch, *words: str) -> tuple[int, str, str]:
+    monkeypatch.setattr("sys.argv", ["outrider", "plan", *words])
+    with pytest.raises(SystemExit) as ended:
+        main(app)
+    return (ended.value.code or 0, *capsys.readouterr())
+
+
+def test_the_command(capsys, monkeypatch, tmp_path):
+    flags = [
+        "--model",
+        "tiny",
+        "--device",
+        "h100",
+        "--suite",
+        "chat,stories",
+        "--batch",
+        "1,8",
+        "--draft",
+        "tiny-draft",
+    ]
+    code, out, err = run(capsys, monkeypatch, *flags, "--output", str(tmp_path / "plot.png"))
+    assert code == 0, err
+    assert "stories" in out and "assumed" in out and "self:weights=int8" in out and "none" in out
+    assert (tmp_path / "plot.png").stat().st_size > 1000
+    code, out, _ = run(capsys, monkeypatch, *flags, "--json")
+    predictions = [json.loads(text) for text in out.splitlines()]
+    assert len(predictions) == len(ACCEPTANCE) * 2 * 2 * 2 and {"k", "speedup", "memory", "source"} <= {*predictions[0]}
+
+
+def test_the_command_measures_here(capsys, monkeypatch, tmp_path):
+    (file := tmp_path / "results.jsonl").write_text(line())
+    code, out, _ = run(capsys, monkeypatch, "--model", "tiny", "--against", str(file))
+    assert code == 0 and "ngram k=4" in out and "within 15 %" in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--device", "abacus"], "'abacus' is unknown; valid: here, b200"),
+        (["--suite", "poems"], "'poems' is unknown; valid: chat"), (["--batch", "0"], "at least 1"),
+        (["--quantization", "int3"], "valid: int8, int4"), (["--against", "nowhere"], "nowhere cannot be read"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_cannot_be(capsys, monkeypatch, flags, message):
+    known = [] if "--device" in flags else ["--device", "h100"]
+    code, _, err = run(capsys, monkeypatch, "--model", "tiny", *known, *flags)
+    assert code == 2 and message in err and err.count("\n") == 1
