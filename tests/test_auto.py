@@ -137,9 +137,9 @@ def names(llm: LLM) -> list[str]:
 
 def test_what_comes_with_the_target_is_a_candidate(tiny_llm, make_checkpoint, random_llm):
     tiny_llm.speculative_config = {"method": "auto"}
-    assert {"ngram", "suffix", "recycle", "draft_model", "medusa"} <= {*names(tiny_llm)}
+    assert {"suffix", "recycle", "draft_model", "medusa"} <= {*names(tiny_llm)}
     random_llm.speculative_config = {"method": "auto"}
-    assert names(random_llm) == ["ngram", "suffix", "recycle"]
+    assert names(random_llm) == ["suffix", "recycle"]
     random_llm.speculative_config = {"method": "auto", "model": str(make_checkpoint(noise=0.01))}
     assert names(random_llm)[-1] == "draft_model"
 

@@ -41,7 +41,7 @@ def test_generate_streams_the_text_of_generate(run):
 
 def test_json_is_one_replayable_object(run):
     flags = ["generate", PROMPT, "--json", "--max-tokens", "12", "--temperature", "0.9", "--logprobs", "2"]
-    _, out, _ = run(*flags)
+    _, out, _ = run(*flags, "--speculate", "none")
     first = json.loads(out)
     assert {"text", "token_ids", "finish_reason", "seed", "metrics", "logprobs"} == set(first)
     assert first["metrics"]["speculative_decoding"]["num_spec_steps"] == 12

@@ -23,6 +23,7 @@ from bisect import bisect
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +69,17 @@ class Curve(dict[int, float]):
     def over(self, counts: np.ndarray[Any, Any]) -> Array:
         """Seconds of many; beyond the last that was measured with the slope at its end."""
         known = sorted(self)
-        seconds = [self[n] for n in known]
+        seconds = [*accumulate((self[n] for n in known), max)]
         slope = UNSEEN * seconds[0] / known[0]
         if len(known) > 1:
-            slope = max(0.0, (seconds[-1] - seconds[-2]) / (known[-1] - known[-2]))
-        found: Array = np.interp(counts, known, np.maximum.accumulate(seconds))
+            slope = (seconds[-1] - seconds[-2]) / (known[-1] - known[-2])
+        if len(counts) == 1:  # the case of a step's own costs
+            i = bisect(known, at := counts[0])
+            if i == len(known):
+                return np.array([seconds[-1] + slope * (at - known[-1])])
+            share = (at - known[i - 1]) / (known[i] - known[i - 1]) if i else 0.0
+            return np.array([seconds[max(0, i - 1)] + share * (seconds[i] - seconds[max(0, i - 1)])])
+        found: Array = np.interp(counts, known, seconds)
         found += slope * np.maximum(0, counts - known[-1])
         return found
 

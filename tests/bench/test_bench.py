@@ -24,6 +24,7 @@ from outrider.bench.run import Settings, label, run, sample
 from outrider.bench.suites import OPENINGS, SUITES, load_suite
 from outrider.cli import main
 from outrider.cli.bench import bench_app
+from outrider.engine import Engine
 from outrider.errors import ConfigError, OutriderError, RequestTooLong, VocabularyMismatch
 
 METHODS = [SpeculativeConfig.parse(text) for text in ("ngram:k=4", "draft_model:model=tiny-draft,k=3")]
@@ -429,3 +430,29 @@ def test_what_goes_in_circles_is_said() -> None:
     assert report.repeated([[1, 2, 3]]) == 0
     plain = next(run(Settings(max_tokens=24, repeats=1, prompts=1)))
     assert plain.repeated is not None and report.circles(plain.repeated) in report.remarks([plain])
+
+
+def test_mixed_changes_its_kind_with_each_request():
+    suite = load_suite("mixed", 7)
+    parts = [load_suite(name, 2).prompts for name in ("chat", "code", "edit", "summarise")]
+    assert suite.prompts == [*(part[0] for part in parts), parts[0][0], parts[0][1], parts[1][1]]
+    assert suite.stream and suite.chat and suite.source == "built-in" and not load_suite("chat", 1).stream
+    for wrong in (0, 1000):
+        with pytest.raises(ConfigError, match="prompts must be"):
+            load_suite("mixed", wrong)
+
+
+def test_a_stream_is_not_run_in_waves(tiny_llm, monkeypatch):
+    """Each request begins as another ends: one call with all prompts, and no more at a time than the batch."""
+    one = {"repeats": 1, "methods": [SpeculativeConfig("ngram")]}
+    settings = Settings(suites=["mixed"], prompts=6, batch=2, max_tokens=4, **one)
+    most, step = [0], Engine.step
+
+    def watched(self, *args, **kwargs):
+        most[0] = max(most[0], len(self.running))
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(Engine, "step", watched)
+    plain, drafted = run(settings)
+    assert plain.identical and drafted.identical and plain.suite == "mixed" and plain.prompts == 6 and most[0] == 2
+    assert 0 <= drafted.draft_share <= 1 and drafted.batch == 2

@@ -7,8 +7,10 @@ token of the target behind a short history (it only grows with the history, so t
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -57,9 +59,21 @@ def run(llm: LLM, methods: list[SpeculativeConfig], text: Path, histories: list[
     forward = _forward(llm, tokens[:16])
     for history in histories:
         for config in methods:
-            llm.speculative_config = config
+            with _nothing_kept():  # what passes for forwards here must not be taken for their costs
+                llm.speculative_config = config
             times = _steps(llm, tokens[: history + STEPS + 1], history)
             yield Cost(label(config), history, times[0], median(times[1:]), forward)
+
+
+@contextmanager
+def _nothing_kept() -> Iterator[None]:
+    before = os.environ.get("OUTRIDER_CACHE")
+    os.environ["OUTRIDER_CACHE"] = ""
+    try:
+        yield
+    finally:
+        del os.environ["OUTRIDER_CACHE"]
+        os.environ |= {} if before is None else {"OUTRIDER_CACHE": before}
 
 
 def _forward(llm: LLM, tokens: list[int]) -> float:

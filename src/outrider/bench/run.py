@@ -115,7 +115,7 @@ class Settings(Conditions):
         if self.file and "spec-bench" not in self.suites:
             raise ConfigError("--file is for --suite spec-bench; pass both")
         if not self.suites or not all(self.suites):
-            raise ConfigError(f"a suite without a name, or a comma too many; valid: {', '.join(SUITES)}")
+            raise ConfigError(f"a suite without a name, or a comma too many; valid: {', '.join(SUITES)}, mixed")
         unique("suite", self.suites)
 
 
@@ -187,7 +187,8 @@ def run(
         each = llm.runner.kv.nbytes(longest) + llm.engine.drafter.kv_bytes(longest)
         kv_bytes[method] = each * min(settings.batch, len(ids))
         llm.generate(ids[: settings.batch], replace(params, max_tokens=min(WARM_UP_TOKENS, settings.max_tokens)))
-        return sample(llm, ids, replace(params, ignore_eos=not ends[suite.name]), settings.batch)
+        together = len(ids) if suite.stream else settings.batch  # of a stream the engine takes as many as it may
+        return sample(llm, ids, replace(params, ignore_eos=not ends[suite.name]), together)
 
     for suite in suites:
         samples, _ = rounds(suite, list(methods), settings.repeats, measure, report)
@@ -270,10 +271,11 @@ def sample(llm: LLM, prompts: list[list[int]], params: SamplingParams, batch: in
         outputs = llm.generate(prompts[at : at + batch], params)
         times = [o.metrics["timing"] for o in outputs]
         s.first += [t["time_to_first_token"] for t in times]
-        # The requests start together and share their steps: the one that runs longest has seen them all.
-        s.seconds += max(t["total_seconds"] for t in times) - min(t["time_to_first_token"] for t in times)
-        s.draft += max(t["draft_seconds"] for t in times)
-        s.target += max(t["target_seconds"] for t in times)
+        seconds = max(t["total_seconds"] for t in times) - min(t["time_to_first_token"] for t in times)
+        s.seconds += seconds
+        if decode := sum(t["decode_seconds"] for t in times):  # requests share their steps, in a stream only some
+            s.draft += seconds * sum(t["draft_seconds"] for t in times) / decode
+            s.target += seconds * sum(t["target_seconds"] for t in times) / decode
         for output in outputs:
             spec = output.metrics["speculative_decoding"]
             s.tokens.append(output.token_ids)

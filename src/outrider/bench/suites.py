@@ -109,6 +109,11 @@ class Suite:
     prompts: list[str]
     chat: bool  # they are a user's messages
 
+    @property
+    def stream(self) -> bool:
+        """Whether each request begins as another ends; else so many run together, and the next when all have ended."""
+        return self.name == "mixed"
+
     def answered(self, llm: outrider.LLM) -> bool:
         """Whether these are messages that the model answers, and ends by itself."""
         return self.chat and bool(getattr(llm.tokenizer, "chat_template", None))
@@ -125,8 +130,10 @@ def load_suite(name: str, count: int, data: Path | None = None, file: Path | Non
 
     Raises ConfigError for an unknown suite, a file that is missing or unreadable, and more prompts than there are.
     """
+    if name == "mixed":
+        return _mixed(count, data)
     if name not in SUITES:
-        raise ConfigError(f"suite {name!r} is unknown; valid: {', '.join(SUITES)}")
+        raise ConfigError(f"suite {name!r} is unknown; valid: {', '.join((*SUITES, 'mixed'))}")
     if data and not data.is_dir():
         raise ConfigError(f"--data {data} is not a folder; pass the one with the data files")
     kind = SUITES[name]
@@ -149,6 +156,17 @@ def load_suite(name: str, count: int, data: Path | None = None, file: Path | Non
         raise ConfigError(f"suite {name} has {len(texts)} prompts ({source}); prompts must be 1 to that, not {count}")
     chosen = [texts[i * len(texts) // count] for i in range(count)]
     return Suite(name, source, [kind.forms[i % len(kind.forms)].format(t) for i, t in enumerate(chosen)], kind.chat)
+
+
+def _mixed(count: int, data: Path | None) -> Suite:
+    """A stream of requests that changes its kind with each: a message of every suite of KINDS, then the first again."""
+    each = -(-count // (len(KINDS) + 1))
+    suites = [load_suite(name, each, data) for name in KINDS] if count > 0 else []
+    if not suites:
+        raise ConfigError(f"suite mixed: prompts must be at least 1, not {count}")
+    turns = zip(*(suite.prompts for suite in suites), strict=True)
+    prompts = [prompt for turn in turns for prompt in (*turn, turn[0])][:count]
+    return Suite("mixed", "+".join(dict.fromkeys(suite.source for suite in suites)), prompts, chat=True)
 
 
 def _text(path: Path) -> str:
@@ -193,6 +211,9 @@ def _summaries(path: Path) -> list[str]:
 
 def _sums(path: Path) -> list[str]:
     return [str(json.loads(line)["question"]) for line in _text(path).splitlines()]
+
+
+KINDS = ("chat", "code", "edit", "summarise")  # of `mixed`
 
 
 class _Kind(NamedTuple):

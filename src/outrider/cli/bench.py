@@ -120,7 +120,7 @@ def bench(
     quantization: Quantization = None,
     device: Device = "auto",
     suite: Annotated[
-        list[str] | None, typer.Option(help=f"{', '.join(SUITES)}; repeated or with commas. Default: stories.")
+        list[str] | None, typer.Option(help=f"{', '.join(SUITES)}, mixed; repeated or with commas. Default: stories.")
     ] = None,
     speculate: Annotated[
         list[str] | None, typer.Option(help="Method, repeatable: ngram:k=8; none = plain alone. Default: ngram.")
@@ -245,7 +245,7 @@ def overhead(
     from outrider.bench.overhead import run as costs
     from outrider.llm import LLM
 
-    methods = [SpeculativeConfig.parse(spoken) for spoken in speculate or ("ngram", "suffix", "lookahead")]
+    methods = [SpeculativeConfig.parse(spoken) for spoken in speculate or ("ngram", "suffix", "lookahead", "auto")]
     histories = read_ints(history, "--history")
     llm = LLM(model, dtype=dtype, device=device)
     found = list(costs(llm, methods, text, histories))

@@ -1,11 +1,13 @@
 """Chooses how to draft, per sequence and step: every guess competes for rows, and who costs time to ask must earn it.
 
-`{"method": "auto"}` draws on `ngram`, `suffix` and `recycle`, on `rest` if a `datastore` is given, and on the heads and
-draft models that come with the target, lie in its folder or are given as `model`; on long texts on the target itself
-through few keys. `drafters` names others instead. The guesses of cheap sources (`Drafter.cheap`) make one trie per
-sequence; each node has a probability to survive, learnt for its source, the source's own trust and its depth, over all
-requests and in this one; and the nodes that bring most tokens per second get rows (control.py). Sources that run a
-model are asked where what they add to that is expected to pay for their time, for the sequences where it does.
+`{"method": "auto"}` draws on `suffix` (which finds what `ngram` would) and `recycle`, on `rest` if a `datastore` is
+given, and on the heads and draft models that come with the target, lie in its folder or are given as `model`; on long
+texts on the target itself through few keys. `drafters` names others instead.
+
+The guesses of cheap sources (`Drafter.cheap`) make one trie per sequence. Each node has a probability to survive,
+learnt for its source, the source's own trust and its depth, over all requests and in this one, and the nodes that
+bring most tokens per second get rows (control.py). Sources that run a model are asked where what they add to that is
+expected to pay for their time, for the sequences where it does.
 
 What cheap sources would have guessed is compared with the text whether it was drafted or not, so that learning about
 them costs no row; the others are asked again now and then, out of each sequence's account.
@@ -37,11 +39,7 @@ from outrider.sequence import Sequence
 from outrider.speculate import Drafter
 
 log = logging.getLogger(__name__)
-WIDE_SUFFIX = {
-    "method": "suffix",
-    "tree": True,
-    "suffix_decoding_max_spec_factor": 4.0,
-}  # what to verify is ours to say
+SUFFIX = {"method": "suffix", "tree": True, "suffix_decoding_max_spec_factor": 2.0}  # how far to go is ours to say
 HOPE = 0.65  # what a source that runs a model is believed to be right with, before it was asked
 LONG = 4096  # tokens of a text from which the target is asked to guess through few keys
 AGAIN = 24  # steps after which a source that runs a model may be asked again, if the account covers it
@@ -106,7 +104,7 @@ class Auto(Drafter):
     def __post_init__(self) -> None:
         if not isinstance(self.drafters, (list, tuple)):
             raise ConfigError("method auto: drafters is a list such as [{'method': 'ngram'}, {'model': ...}]")
-        given = [*self.drafters] or [{"method": "ngram"}, WIDE_SUFFIX, {"method": "recycle"}]
+        given = [*self.drafters] or [SUFFIX, {"method": "recycle"}]
         given += [{"method": "rest", "datastore": self.datastore, "tree": True}] if self.datastore else []
         self.parts = [drafters.within("auto", own) for own in given]
         self.clock: Callable[[], float] = time.perf_counter
@@ -231,6 +229,8 @@ class Auto(Drafter):
     ) -> tuple[Source, list[int], int] | None:  # fmt: skip
         """Which source that runs a model to ask, for which sequences, for how many tokens; None if none pays."""
         n, best = len(seqs), None
+        if all(source.drafter.cheap for source in self.sources):
+            return None
         may = [i for i in range(n) if cases[i].asks.covers == 1 and cases[i].steps > 1 and seqs[i].room > 1]
         had = [sum(own[node] for node in nodes) for own, nodes in zip(chances, chosen, strict=True)]
         plain = float(seconds[0])
