@@ -31,6 +31,7 @@ from outrider.errors import ConfigError, ConstraintError, told
 
 MOST_TEXT = 2**16  # characters of a schema or grammar: by these the time to read it is bounded
 MOST_FORCED = 64  # tokens that are drafted behind one node
+LONGEST_FORCED = 4096  # tokens that a grammar may force in a row: some would go on for ever
 KEPT = 64  # grammars for which a tokenizer keeps what was read
 STACK = 2**28  # bytes, while a grammar is read: its rules may follow one another deeply (address space, mostly)
 LIMITS = {"initial_lexer_fuel": 300_000, "max_lexer_states": 50_000, "verbose_errors": False}
@@ -99,12 +100,13 @@ class Constraint:
             if not self._go(seq, path):
                 return None
             bits = np.frombuffer(self.matcher.compute_bitmask(), np.uint8).copy()
-            if self.matcher.is_error():
-                raise self._broken()
+            self._look()
             at, bit = divmod(self.grammar.end, 8)
             ends = bool(bits[at] >> bit & 1)
             bits[at] &= ~np.uint8(1 << bit)
             place.complete = not bits.any()
+            if np.count_nonzero(bits) == 1:  # it may be forced, and without end
+                self._forced()
             if ends:
                 for token in self.ends:
                     bits[token // 8] |= np.uint8(1 << token % 8)
@@ -122,11 +124,15 @@ class Constraint:
         place = self._place(seq, path)
         if place.forced is None:
             place.forced = []
-            if self._go(seq, path):
-                place.forced = self.matcher.compute_ff_tokens()[:MOST_FORCED]
-                if self._go(seq, path + place.forced) and self.matcher.is_stopped() and not self.silent:
-                    guess = self.grammar.guess
-                    place.forced.append(guess if guess in self.ends else min(self.ends))
+            try:
+                if self._go(seq, path):
+                    found = self._forced()[:MOST_FORCED]
+                    if self._go(seq, path + found) and self.matcher.is_stopped() and not self.silent:
+                        guess = self.grammar.guess
+                        found.append(guess if guess in self.ends else min(self.ends))
+                    place.forced = found
+            except ConstraintError:
+                pass  # `mask` says so where it matters
         return place.forced
 
     def fit(self, seq: Text, draft: Draft, depth: int, coins: bool) -> Draft:
@@ -166,11 +172,11 @@ class Constraint:
             if token in self.ends:
                 mask = self.mask(seq, path)
                 return mask is not None and bool(mask[token // 8] >> token % 8 & 1)
+            if forced := self.forced(seq, path):
+                return token == forced[0]
+            return self._go(seq, path) and self.matcher.validate_tokens([token]) == 1
         except ConstraintError:
             return False
-        if forced := self.forced(seq, path):
-            return token == forced[0]
-        return self._go(seq, path) and self.matcher.validate_tokens([token]) == 1
 
     def _given(self, seq: Text, path: list[int], law: Tensor) -> Tensor:
         """A distribution (vocab,), given that the token may stand here."""
@@ -187,6 +193,7 @@ class Constraint:
 
     def _go(self, seq: Text, path: list[int]) -> bool:
         """Bring the matcher behind the output and `path`. False, where it was, if the output cannot go on like this."""
+        self.known = min(self.known, len(seq.tokens) - seq.prompt_len)
         wanted = seq.tokens[seq.prompt_len + self.known :] + path
         read = self.read[self.known :]
         same = next((i for i, (a, b) in enumerate(zip(read, wanted, strict=False)) if a != b), None)
@@ -202,15 +209,24 @@ class Constraint:
                 return False
             self.matcher.consume_tokens(fresh)
             self.read += fresh
-        self.known = min(seq.settled - seq.prompt_len, len(self.read))
-        return not self.matcher.is_error()
+        self._look()
+        self.known = min(seq.settled, len(seq.tokens)) - seq.prompt_len
+        return True
 
-    def _broken(self) -> ConstraintError:
-        """What went wrong with the matcher, which begins again."""
-        error = _line(self.matcher.get_error())
-        self.matcher, self.known = self.grammar.matcher.deep_copy(), 0
-        self.read.clear()
-        return ConstraintError(f"structured_outputs: the output cannot go on: {error}")
+    def _forced(self) -> list[int]:
+        found: list[int] = self.matcher.compute_ff_tokens()
+        self._look()
+        if len(found) > LONGEST_FORCED:
+            raise ConstraintError(f"structured_outputs: more than {LONGEST_FORCED} tokens in a row can only be these")
+        return found
+
+    def _look(self) -> None:
+        """Raise ConstraintError if something went wrong with the matcher, which then begins again."""
+        if self.matcher.is_error():
+            error = _line(self.matcher.get_error())
+            self.matcher, self.known = self.grammar.matcher.deep_copy(), 0
+            self.read.clear()
+            raise ConstraintError(f"structured_outputs: the output cannot go on: {error}")
 
 
 def unpacked(mask: Bits, vocab: int) -> Tensor:
@@ -300,7 +316,7 @@ def _text(given: StructuredOutputsParams) -> str:
 def _compile(library: Any, binding: Binding, given: StructuredOutputsParams, text: str) -> Any:
     (kind,) = given.asked
     try:
-        text.encode()
+        text.encode()  # no surrogates
         source = _source(library, binding, given, kind, text)
         limits = library.LLParserLimits(**LIMITS)
         matcher = library.LLMatcher(binding.tokenizer, source, log_level=0, limits=limits)
@@ -308,10 +324,17 @@ def _compile(library: Any, binding: Binding, given: StructuredOutputsParams, tex
         raise ConfigError(f"structured_outputs: {kind} is nested too deeply") from None
     except Exception as error:  # its conversions raise what they like
         raise ConfigError(f"structured_outputs: {kind} cannot be used: {_line(str(error))}") from None
-    empty = not matcher.is_error() and not np.frombuffer(matcher.compute_bitmask(), np.uint8).any()
-    if matcher.is_error() or empty:
-        why = "no text can satisfy it" if "NoExtension" in matcher.get_error() or empty else _line(matcher.get_error())
-        raise ConfigError(f"structured_outputs: {kind} cannot be used: {why}")
+    probe = matcher.deep_copy()  # what goes wrong at the beginning is told before anything runs
+    for _ in range(3):
+        some = not probe.is_error() and np.frombuffer(probe.compute_bitmask(), np.uint8).any()
+        if probe.is_error() or not some:
+            too_much = probe.is_error() and "NoExtension" not in probe.get_error()
+            why = _line(probe.get_error()) if too_much else "no text can satisfy it"
+            raise ConfigError(f"structured_outputs: {kind} cannot be used: {why}")
+        forced = probe.compute_ff_tokens()
+        if len(forced) > LONGEST_FORCED:
+            raise ConfigError(f"structured_outputs: {kind} forces more than {LONGEST_FORCED} tokens in a row")
+        probe.consume_tokens(forced[:1])
     return matcher
 
 
