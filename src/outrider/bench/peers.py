@@ -1,7 +1,7 @@
 """The same prompts through another engine's own generation, on the same weights; or through ours, with quantised ones.
 
 Their tokens are our plain ones up to near-ties, and their times are taken as ours are: from when the first forward's
-tokens come to when the last ones do. Greedy and one prompt at a time.
+tokens come to when the last ones do, greedy and one prompt at a time. `answers` also samples, and runs some together.
 """
 
 from __future__ import annotations
@@ -28,17 +28,36 @@ class Peer(ABC):
     """`methods` maps its counterparts of the given methods to their settings.
 
     What a method needs is loaded when it first generates; from then on `weight_bytes` is the size of the weights, and
-    `note` says how they were run.
+    `note` says how they were run. `batches`: whether it can run plain requests together.
     """
 
     name: str
     methods: dict[str, dict[str, Any]]
     weight_bytes: int
     note: str
+    batches = False
 
     @abstractmethod
-    def generate(self, method: str, ids: list[int], max_tokens: int) -> tuple[list[int], list[float], list[int]]:
+    def generate(
+        self, method: str, ids: list[int], max_tokens: int, temperature: float = 0.0, seed: int = 0
+    ) -> tuple[list[int], list[float], list[int]]:
         """Tokens; the time of the start and of each forward's tokens, in seconds; the tokens of each forward."""
+
+    def together(
+        self, method: str, prompts: list[list[int]], max_tokens: int, temperature: float, seed: int
+    ) -> list[list[int]]:
+        """The tokens after each of several prompts that run at once."""
+        raise ConfigError(f"peer {self.name} runs one prompt at a time")
+
+    def answers(
+        self, method: str, prompts: list[list[int]], size: int, max_tokens: int, temperature: float, seed: int
+    ) -> tuple[list[list[int]], int | None]:
+        """Tokens per prompt, `size` of them at a time, and how many of them were drafted: None where nobody tells."""
+        if size > 1:
+            groups = [prompts[at : at + size] for at in range(0, len(prompts), size)]
+            return [ids for g in groups for ids in self.together(method, g, max_tokens, temperature, seed)], None
+        found = [self.generate(method, ids, max_tokens, temperature, seed) for ids in prompts]
+        return [tokens for tokens, _, _ in found], sum(len(tokens) - len(counts) for tokens, _, counts in found)
 
     def close(self) -> None:  # noqa: B027
         """End what runs apart, if anything does."""
@@ -83,6 +102,7 @@ class Transformers(Peer):
     """In this process: plain, prompt lookup and assisted."""
 
     name = "transformers"
+    batches = True
     note = (
         "transformers ran after ours in the same process, in rounds with our plain again, the weights in memory twice."
     )
@@ -113,9 +133,14 @@ class Transformers(Peer):
         self.models[str(name)] = model
         return model
 
-    def generate(self, method: str, ids: list[int], max_tokens: int) -> tuple[list[int], list[float], list[int]]:
-        """By its `generate`, the streamer taking the times."""
+    def generate(
+        self, method: str, ids: list[int], max_tokens: int, temperature: float = 0.0, seed: int = 0
+    ) -> tuple[list[int], list[float], list[int]]:
+        """By its `generate`, the streamer taking the times. Its noise is torch's, seeded before each call."""
         options = dict(self.methods[method])
+        if temperature > 0:
+            torch.manual_seed(seed)
+            options |= {"do_sample": True, "temperature": temperature, "top_k": 0}
         if "assistant_model" in options:
             assistant = self._model(options.pop("assistant_model"))
             assistant.generation_config.update(**options)  # generate reads the draft length from there
@@ -125,6 +150,18 @@ class Transformers(Peer):
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_tokens, streamer=clock, **options
         )
         return output[0, len(ids) :].tolist(), [clock.times[0], *clock.times[2:]], clock.counts[2:]
+
+    def together(
+        self, method: str, prompts: list[list[int]], max_tokens: int, temperature: float, seed: int
+    ) -> list[list[int]]:
+        """Padded on the left, as its documentation has it. One seed is all that it knows, so greedy alone compares."""
+        if temperature > 0:
+            raise ConfigError("it has no seed for each request, so that sampling in company is another draw by design")
+        longest = max(map(len, prompts))
+        padded = torch.tensor([[0] * (longest - len(ids)) + ids for ids in prompts], device=self.device)
+        mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts], device=self.device)
+        output = self._model(self.path).generate(padded, attention_mask=mask, max_new_tokens=max_tokens)
+        return [row.tolist() for row in output[:, longest:]]
 
 
 class Ourselves(Peer):
@@ -138,7 +175,9 @@ class Ourselves(Peer):
         self.dtype = str(llm.runner.model.dtype).removeprefix("torch.")
         self.methods = {f"outrider {weights or self.dtype} plain": {}}
 
-    def generate(self, method: str, ids: list[int], max_tokens: int) -> tuple[list[int], list[float], list[int]]:
+    def generate(
+        self, method: str, ids: list[int], max_tokens: int, temperature: float = 0.0, seed: int = 0
+    ) -> tuple[list[int], list[float], list[int]]:
         """By our own generate, whose metrics have the times of the first and of the last token."""
         if self.llm is None:
             self.llm = LLM(
@@ -148,7 +187,7 @@ class Ourselves(Peer):
             self.weight_bytes = self.llm.runner.model.nbytes
             size = f"{self.weight_bytes / 1e6:,.1f} MB"
             self.note = f"Outrider's {self.weights or self.dtype} weights, {size}, took turns with ours."
-        (output,) = self.llm.generate([ids], max_tokens=max_tokens, temperature=0, ignore_eos=True)
+        (output,) = self.llm.generate([ids], max_tokens=max_tokens, ignore_eos=True, temperature=temperature, seed=seed)
         timing = output.metrics["timing"]
         times = [0.0, timing["time_to_first_token"], *[timing["total_seconds"]] * (max_tokens - 1)]
         return output.token_ids, times, [1] * max_tokens
@@ -162,9 +201,10 @@ class Kind:
     load: Callable[[str, LLM, list[SpeculativeConfig], int], Peer]
     weights: tuple[str, ...] = ()
     check: Callable[[], None] = lambda: None
+    files: bool = False  # it reads a GGUF file as it is
 
 
-PEERS = {"transformers": Kind(Transformers), "outrider": Kind(Ourselves, ("int8", "int4"))}
+PEERS = {"transformers": Kind(Transformers), "outrider": Kind(Ourselves, ("int8", "int4"), files=True)}
 """By name. tools/peers.py, in a clone, has more."""
 
 
@@ -183,6 +223,6 @@ def check(spec: str) -> None:
 def make(spec: str, llm: LLM, configs: list[SpeculativeConfig], context: int) -> Peer:
     """A peer with the model of `llm`, for `context` tokens. Raises ConfigError if that cannot be."""
     name, _, weights = spec.partition(":")
-    if name != Ourselves.name and not (path := llm.checkpoint.path).is_dir():
+    if not PEERS[name].files and not (path := llm.checkpoint.path).is_dir():
         raise ConfigError(f"peer {name} reads a checkpoint's folder, and {path} is a file; `outrider export` makes one")
     return PEERS[name].load(weights, llm, configs, context)
