@@ -52,20 +52,21 @@ class Workers(Peer):
     A worker starts at its method's first use, and again if the method failed.
     """
 
-    def __init__(self, name: str, weights: str, llm: LLM, configs: list[SpeculativeConfig], context: int) -> None:
+    def __init__(
+        self, name: str, path: Path, weights: str, llm: LLM, configs: list[SpeculativeConfig], context: int
+    ) -> None:
         if llm.runner.model.device.type != "cpu":
             raise ConfigError(f"peer {name} runs on the CPU, our model on {llm.runner.model.device}; use --device cpu")
         self.name, self.label, self.batches = name, " ".join(filter(None, [name, weights])), name in BATCHES
         self.workers: dict[str, Worker] = {}
         self.methods = {f"{self.label} plain": {}}
         self.methods |= {f"{self.label} prompt lookup k={k}": {"prompt_lookup_num_tokens": k} for k in lookups(configs)}
-        path = llm.checkpoint.path
         if weights and path.is_file():
             raise ConfigError(f"peer {name} runs {path} as it is; leave `:{weights}` out, or give a folder")
         dtype = str(llm.runner.model.dtype).removeprefix("torch.")
-        kept = "" if path.is_file() else str(cache(path))
-        self.job = {"peer": name, "model": str(path.resolve()), "cache": kept, "dtype": dtype,
-                    "weights": weights, "threads": torch.get_num_threads(), "context": context}  # fmt: skip
+        kept = str(cache(llm.checkpoint.path))
+        self.job = {"peer": name, "model": str(path.resolve()), "cache": kept, "dtype": dtype, "weights": weights,
+                    "threads": torch.get_num_threads(), "context": context}  # fmt: skip
 
     def _ask(self, method: str, message: dict[str, Any]) -> dict[str, Any]:
         answer = self.workers[method].ask(message)
@@ -136,11 +137,12 @@ class Worker:
                 pipe.close()
 
 
-def cache(folder: Path) -> Path:
+def cache(checkpoint: Path) -> Path:
     """Beginning of the names of a checkpoint's conversions: another one if its files are others."""
-    files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(folder.iterdir())]
-    key = hashlib.sha256(json.dumps([str(folder.resolve()), files]).encode()).hexdigest()
-    return (HOME / "cache" / f"{folder.name}-{key[:8]}").resolve()
+    paths = sorted(checkpoint.iterdir()) if checkpoint.is_dir() else [checkpoint]
+    files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+    key = hashlib.sha256(json.dumps([str(checkpoint.resolve()), files]).encode()).hexdigest()
+    return (HOME / "cache" / f"{checkpoint.name}-{key[:8]}").resolve()
 
 
 for _name in INSTALL:

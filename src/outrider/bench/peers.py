@@ -7,6 +7,7 @@ tokens come to when the last ones do, greedy and one prompt at a time. `answers`
 from __future__ import annotations
 
 import importlib
+import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from outrider import drafters
 from outrider.bench.report import Sample
 from outrider.config import SpeculativeConfig
 from outrider.errors import ConfigError
+from outrider.export import export
 from outrider.llm import LLM
 from outrider.load import find
 
@@ -36,6 +38,7 @@ class Peer(ABC):
     weight_bytes: int
     note: str
     batches = False
+    dense: tempfile.TemporaryDirectory[str] | None = None  # weights made for it, while it lives
 
     @abstractmethod
     def generate(
@@ -104,11 +107,12 @@ class Transformers(Peer):
     name = "transformers"
     batches = True
     note = (
-        "transformers ran after ours in the same process, in rounds with our plain again, the weights in memory twice."
+        "transformers ran after ours in the same process, in rounds with our plain again, the weights in memory twice"
+        " (those of a quantised file dense)."
     )
 
-    def __init__(self, weights: str, llm: LLM, configs: list[SpeculativeConfig], context: int) -> None:
-        self.path, self.dtype, self.device = llm.checkpoint.path, llm.runner.model.dtype, llm.runner.model.device
+    def __init__(self, path: Path, weights: str, llm: LLM, configs: list[SpeculativeConfig], context: int) -> None:
+        self.path, self.dtype, self.device = path, llm.runner.model.dtype, llm.runner.model.device
         self.weight_bytes = llm.runner.model.nbytes
         self.models: dict[str, Any] = {}
         self.methods = {"transformers plain": {}}
@@ -170,7 +174,7 @@ class Ourselves(Peer):
     name = "outrider"
     llm: LLM | None
 
-    def __init__(self, weights: str, llm: LLM, configs: list[SpeculativeConfig], context: int) -> None:
+    def __init__(self, path: Path, weights: str, llm: LLM, configs: list[SpeculativeConfig], context: int) -> None:
         self.weights, self.target, self.llm = weights, llm, None
         self.dtype = str(llm.runner.model.dtype).removeprefix("torch.")
         self.methods = {f"outrider {weights or self.dtype} plain": {}}
@@ -195,10 +199,10 @@ class Ourselves(Peer):
 
 @dataclass(frozen=True)
 class Kind:
-    """How a peer is made: `load(weights, llm, configs, context)`; the quantised `weights` it has beside the target's;
-    `check` raises ConfigError if it cannot run here."""
+    """How a peer is made: `load(path, weights, llm, configs, context)`; the quantised `weights` it has beside the
+    target's; `check` raises ConfigError if it cannot run here."""
 
-    load: Callable[[str, LLM, list[SpeculativeConfig], int], Peer]
+    load: Callable[[Path, str, LLM, list[SpeculativeConfig], int], Peer]
     weights: tuple[str, ...] = ()
     check: Callable[[], None] = lambda: None
     files: bool = False  # it reads a GGUF file as it is
@@ -221,8 +225,15 @@ def check(spec: str) -> None:
 
 
 def make(spec: str, llm: LLM, configs: list[SpeculativeConfig], context: int) -> Peer:
-    """A peer with the model of `llm`, for `context` tokens. Raises ConfigError if that cannot be."""
+    """A peer with the model of `llm`, for `context` tokens. Raises ConfigError if that cannot be.
+
+    One that reads checkpoints only gets what a quantised file's weights are worth, dense, in a temporary folder.
+    """
     name, _, weights = spec.partition(":")
-    if not PEERS[name].files and not (path := llm.checkpoint.path).is_dir():
-        raise ConfigError(f"peer {name} reads a checkpoint's folder, and {path} is a file; `outrider export` makes one")
-    return PEERS[name].load(weights, llm, configs, context)
+    path, dense = llm.checkpoint.path, None
+    if path.is_file() and not PEERS[name].files:
+        dense = tempfile.TemporaryDirectory(prefix="outrider-")
+        path = export(path, Path(dense.name) / path.stem, str(llm.runner.model.dtype).removeprefix("torch."))
+    peer = PEERS[name].load(path, weights, llm, configs, context)
+    peer.dense = dense
+    return peer
