@@ -20,7 +20,7 @@ from outrider.draft import Draft, Verdict
 from outrider.errors import CheckpointError, ConfigError
 from outrider.kv import DenseKV, Entry, KVCache, Plan, QuantizedView, View, parse
 from outrider.kv.rows import NORMED, Rows
-from outrider.model import Model
+from outrider.model import Model, Wanted
 from outrider.ops import KEY_BLOCK, follows_paths
 from outrider.sequence import Sequence
 
@@ -100,7 +100,7 @@ class Runner:
             starts = self._prefill(seqs, starts)
             entries: list[Entry] = []
             tokens: list[int] = []
-            rows: list[slice] = []
+            wanted = Wanted([])
             for seq, draft, start in zip(seqs, drafts, starts, strict=True):
                 pending = seq.tokens[start:]
                 parents = None
@@ -110,15 +110,16 @@ class Runner:
                 n = len(pending) + len(draft)
                 entries.append(Entry(seq.id, len(tokens), n, start, parents))
                 tokens += pending + draft.tokens
-                rows.append(slice(len(tokens) - len(draft) - 1, len(tokens)))
-            hidden = self._forward(seqs, tokens, entries)
-            wanted = [hidden[r] for r in rows]
-            logits = self.model.logits(wanted[0] if len(wanted) == 1 else torch.cat(wanted))
+                wanted.rows += range(len(tokens) - len(draft) - 1, len(tokens))
+            hidden = self._forward(seqs, tokens, entries, wanted)
             for seq, draft, start in zip(seqs, drafts, starts, strict=True):
                 slot = self.slots[seq.id]
                 slot.tokens += seq.tokens[start:] + (draft.tokens if draft.is_chain else [])
                 slot.settled = seq.settled
-            return Output(list(torch.split(logits, [len(w) for w in wanted])), wanted, drafts, logits)
+            assert wanted.logits is not None
+            counts = [1 + len(draft) for draft in drafts]
+            logits, states = torch.split(wanted.logits, counts), torch.split(hidden, counts)
+            return Output(list(logits), list(states), drafts, wanted.logits)
 
     def read(self, seqs: list[Sequence]) -> None:
         """Bring the cache up to all tokens of the sequences but the last, which every `extend` feeds."""
@@ -198,7 +199,7 @@ class Runner:
                 left[i] -= n
             if not entries:  # more sequences than the chunk has rows: one token each is as little as there is
                 break
-            self._forward(seqs, tokens, entries)
+            self._forward(seqs, tokens, entries, Wanted([]))
             for entry in entries:
                 slot, seq = self.slots[entry.seq], by_id[entry.seq]
                 slot.tokens += seq.tokens[entry.start : entry.start + entry.n]
@@ -210,14 +211,18 @@ class Runner:
             self.progress(total, total)
         return [len(seq.tokens) - n for seq, n in zip(seqs, left, strict=True)]
 
-    def _forward(self, seqs: list[Sequence], tokens: list[int], entries: list[Entry]) -> Tensor:
+    def _forward(self, seqs: list[Sequence], tokens: list[int], entries: list[Entry], wanted: Wanted) -> Tensor:
         plan = Plan(entries)
         self.kv.reserve(plan)
         prompts = {seq.id: seq.prompt_len for seq in seqs}
-        positions = [p for e in entries for p in e.positions()]
-        lengths = [max(p + 1, prompts[e.seq]) for e in entries for p in e.positions()]
+        positions: list[int] = []
+        lengths: list[int] = []
+        for e in entries:
+            own = e.positions()
+            positions += own
+            lengths += [max(p + 1, prompts[e.seq]) for p in own]
         states: dict[int, Any] = dict.fromkeys(point for rows in self.taps for point in rows.points)
-        hidden = self.model.forward(tokens, positions, lengths, self.kv, plan, states or None)
+        hidden = self.model.forward(tokens, positions, lengths, self.kv, plan, states or None, wanted)
         for rows in self.taps:
             for e in entries:
                 rows.add(e.seq, e.start, states, slice(e.row, e.row + e.n))
