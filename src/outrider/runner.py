@@ -7,7 +7,7 @@ resync after a rejection and recomputation are this one operation.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
@@ -90,9 +90,23 @@ class Runner:
         """Whether a tree's branch is computed bit for bit as plain decoding would (see ops.follows_paths)."""
         return follows_paths(self.model.dtype, self.model.device, self.model.config.head_dim)
 
-    def extend(self, seqs: list[Sequence], drafts: list[Draft] | None = None) -> Output:
-        """One forward over all sequences' pending and draft tokens (after chunks of what a long prompt leaves)."""
-        drafts = drafts or [Draft() for _ in seqs]
+    def pending(self, seq: Sequence) -> int:
+        """How many of a sequence's tokens the next forward has to read; the last one always."""
+        slot = self.slots.get(seq.id)
+        return max(1, len(seq.tokens) - (len(slot.tokens) if slot else 0))
+
+    def extend(
+        self,
+        seqs: list[Sequence],
+        drafts: list[Draft] | None = None,
+        reading: Iterable[tuple[Sequence, int]] = (),
+    ) -> Output:
+        """One forward over all sequences' pending and draft tokens (after chunks of what a long prompt leaves).
+
+        Of the sequences in `reading` it reads no more than so many of their pending tokens, and never the last; there
+        is no output for these.
+        """
+        drafts, reading = drafts or [Draft() for _ in seqs], list(reading)
         if self.base:
             self.base.read([seq.parent or seq for seq in seqs])
         with torch.inference_mode():
@@ -111,7 +125,10 @@ class Runner:
                 entries.append(Entry(seq.id, len(tokens), n, start, parents))
                 tokens += pending + draft.tokens
                 wanted.rows += range(len(tokens) - len(draft) - 1, len(tokens))
-            hidden = self._forward(seqs, tokens, entries, wanted)
+            parts = [self._part(seq, self._catch_up(seq), n, tokens, entries) for seq, n in reading]
+            hidden = self._forward([*seqs, *(seq for seq, _ in reading)], tokens, entries, wanted)
+            for (seq, _), part in zip(reading, parts, strict=True):
+                self._has_read(seq, part)
             for seq, draft, start in zip(seqs, drafts, starts, strict=True):
                 slot = self.slots[seq.id]
                 slot.tokens += seq.tokens[start:] + (draft.tokens if draft.is_chain else [])
@@ -179,10 +196,7 @@ class Runner:
 
         Or until no more than `leave` are left, if that is given.
         """
-        group = self.model.config.num_heads // self.model.config.num_kv_heads
-        fits = [max(16, MASK_ELEMENTS // (group * len(seq.tokens))) for seq in seqs]
-        if self.follows_paths:
-            fits = [self.chunk] * len(seqs)
+        fits = [self._fits(seq) for seq in seqs]
         left = [len(seq.tokens) - start for seq, start in zip(seqs, starts, strict=True)]
         by_id = {seq.id: seq for seq in seqs}
         total, long = sum(left), False
@@ -190,26 +204,40 @@ class Runner:
             entries: list[Entry] = []
             tokens: list[int] = []
             for i, seq in enumerate(seqs):
-                n = min(left[i] - 1, self.chunk - len(tokens), fits[i])
-                if n <= 0:
-                    continue
-                start = len(seq.tokens) - left[i]
-                entries.append(Entry(seq.id, len(tokens), n, start, final=len(seq.tokens)))
-                tokens += seq.tokens[start : start + n]
-                left[i] -= n
+                part = self._part(seq, len(seq.tokens) - left[i], self.chunk - len(tokens), tokens, entries)
+                left[i] -= part
             if not entries:  # more sequences than the chunk has rows: one token each is as little as there is
                 break
             self._forward(seqs, tokens, entries, Wanted([]))
             for entry in entries:
-                slot, seq = self.slots[entry.seq], by_id[entry.seq]
-                slot.tokens += seq.tokens[entry.start : entry.start + entry.n]
-                slot.settled = min(len(slot.tokens), seq.settled)
+                self._has_read(by_id[entry.seq], entry.n)
             long = True
             if self.progress:
                 self.progress(total - sum(left), total)
         if long and self.progress:
             self.progress(total, total)
         return [len(seq.tokens) - n for seq, n in zip(seqs, left, strict=True)]
+
+    def _fits(self, seq: Sequence) -> int:
+        """Rows of a sequence that one forward takes at most."""
+        if self.follows_paths:
+            return self.chunk
+        group = self.model.config.num_heads // self.model.config.num_kv_heads
+        return max(16, MASK_ELEMENTS // (group * len(seq.tokens)))
+
+    def _part(self, seq: Sequence, start: int, most: int, tokens: list[int], entries: list[Entry]) -> int:
+        """Put tokens of a sequence from place `start` on into a forward, but not the last; returns how many."""
+        n = max(0, min(len(seq.tokens) - 1 - start, most, self._fits(seq)))
+        if n:
+            entries.append(Entry(seq.id, len(tokens), n, start, final=len(seq.tokens)))
+            tokens += seq.tokens[start : start + n]
+        return n
+
+    def _has_read(self, seq: Sequence, n: int) -> None:
+        """Note that the cache holds n more of the sequence's tokens."""
+        slot = self.slots[seq.id]
+        slot.tokens += seq.tokens[len(slot.tokens) : len(slot.tokens) + n]
+        slot.settled = min(len(slot.tokens), seq.settled)
 
     def _forward(self, seqs: list[Sequence], tokens: list[int], entries: list[Entry], wanted: Wanted) -> Tensor:
         plan = Plan(entries)
