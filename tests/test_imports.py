@@ -11,7 +11,7 @@ import outrider
 
 ROOT = Path(outrider.__file__).parent
 ORDER = (
-    "errors, files, config, outputs -> draft -> sequence -> sampling, verify, ops -> kv | model -> quantize, parallel, "
+    "errors, files, config, outputs -> draft -> constraint -> sequence -> sampling, verify, ops -> kv | model -> quantize, parallel, "
     "gguf, load -> export -> corpus -> datastore -> runner -> speculate -> drafters -> control -> engine -> llm -> "
     "hf -> serve, train, bench -> cli"
 )

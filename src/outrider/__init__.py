@@ -8,7 +8,15 @@ from importlib.util import find_spec
 # the time slice of the very thread they wait for: 50-100x slower (docs/LOG.md). Read when torch is first imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
-__all__ = ["LLM", "Draft", "Drafter", "GenerationOutput", "SamplingParams", "SpeculativeConfig"]
+__all__ = [
+    "LLM",
+    "Draft",
+    "Drafter",
+    "GenerationOutput",
+    "SamplingParams",
+    "SpeculativeConfig",
+    "StructuredOutputsParams",
+]
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -18,6 +26,7 @@ _HOMES = {
     "GenerationOutput": "outputs",
     "SamplingParams": "config",
     "SpeculativeConfig": "config",
+    "StructuredOutputsParams": "config",
 }
 
 

@@ -22,13 +22,14 @@ class Draft:
     `q` (nodes, vocab) is the distribution each node was drawn from, given its ancestors and its earlier siblings
     (independent siblings carry the same one), by noise that no earlier step used; only the rules `rejection` and
     `block` look at it, and they are exact without it, too. A row of zeros is a node without one. The last `riders`
-    nodes share the forward but are never verified.
+    nodes share the forward but are never verified. `forced` are the nodes that a request's grammar put there.
     """
 
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     q: Tensor | None = None
     riders: int = 0
+    forced: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.parents) or not 0 <= self.riders <= len(self.tokens):
@@ -134,6 +135,7 @@ class Draft:
             [index[self.parents[i]] for i in kept],
             None if self.q is None else self.q[kept],
             sum(i >= self.verifiable for i in kept),
+            frozenset(index[i] for i in self.forced & index.keys()),
         )
 
 
@@ -148,5 +150,6 @@ class Verdict:
     tokens: list[int]
     drafted: int = 0  # nodes that could have been accepted
     chain: bool = True  # whether each followed the one before it
+    forced: frozenset[int] = frozenset()  # nodes that the request's grammar put into the draft
     logprobs: list[Logprob] = field(default_factory=list)  # per emitted token, if the request asks
     error: OutriderError | None = None

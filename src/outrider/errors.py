@@ -11,6 +11,7 @@ OutriderError
 └── RequestError (ValueError)      a request that cannot be served
     ├── EmptyPrompt                    nothing to continue
     ├── RequestTooLong                 longer than the context, or than memory allows
+    ├── ConstraintError                structured_outputs that lead nowhere
     └── OutOfMemory                    memory ran out under a running request
 
 Each message is one line that says what was wrong and what would be right.
@@ -85,6 +86,10 @@ class EmptyPrompt(RequestError):
 
 class RequestTooLong(RequestError):
     """Longer than the context, or than memory allows."""
+
+
+class ConstraintError(RequestError):
+    """structured_outputs that lead nowhere, or grow too complex, in the middle of an output."""
 
 
 class OutOfMemory(RequestError):

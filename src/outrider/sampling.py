@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from outrider.config import LogitsProcessor, SamplingParams
-from outrider.errors import ConfigError, OutriderError, RequestError, told
+from outrider.constraint import unpacked
+from outrider.errors import ConfigError, ConstraintError, OutriderError, RequestError, told
 from outrider.outputs import Logprob
 from outrider.sequence import Sequence
 
@@ -77,6 +78,10 @@ def refusal(logits: Tensor, row: Row) -> OutriderError:
         return row.error
     most = float(logits.max())
     if math.isfinite(most):
+        if row.seq.constraint:
+            return ConstraintError(
+                "logit_bias, min_tokens or a processor ban every token that structured_outputs allow; leave one"
+            )
         return RequestError("logit_bias, stop_token_ids or min_tokens ban every token; leave at least one")
     what = "NaN" if math.isnan(most) else "infinite" if most > 0 else "all -inf"
     return RequestError(f"the model's logits after {row.position} tokens are {what}; no token can be chosen")
@@ -149,7 +154,7 @@ def _shaped(logits: Tensor, rows: list[Row]) -> tuple[Tensor, list[int]]:
 
     The result is a copy if there are any of these; else it may be `logits` itself.
     """
-    edited = [i for i, row in enumerate(rows) if _edits(row.seq.params)]
+    edited = [i for i, row in enumerate(rows) if _edits(row.seq)]
     if edited:
         logits = logits.clone()
         for i in edited:
@@ -178,17 +183,20 @@ def _column(params: list[SamplingParams], name: str, like: Tensor) -> Tensor:
 # --- what a request's parameters do to its logits -------------------------------------------------------------------
 
 
-def _edits(p: SamplingParams) -> bool:
+def _edits(seq: Sequence) -> bool:
+    p = seq.params
     return (
         bool(p.logits_processors or p.logit_bias or p.min_tokens or p.presence_penalty or p.frequency_penalty)
         or p.repetition_penalty != 1
+        or seq.constraint is not None
     )
 
 
 def process(logits: Tensor, row: Row) -> Tensor:
-    """Penalties, bias, min_tokens and custom processors on one row (vocab,), for the prefix that the row supposes.
+    """Penalties, bias, min_tokens, custom processors and the grammar's mask on one row (vocab,), for its prefix.
 
-    Raises RequestError, naming the processor, for one that raises or returns anything but finite logits and -inf.
+    Raises RequestError, naming the processor, for one that raises or returns anything but finite logits and -inf, and
+    ConstraintError where the grammar leads nowhere.
     """
     p, seq = row.seq.params, row.seq
     logits = logits.clone()
@@ -203,10 +211,11 @@ def process(logits: Tensor, row: Row) -> Tensor:
         logits[token] = (logits[token] + min(bias, LARGEST)).clamp(max=LARGEST)
     if row.position - seq.prompt_len < p.min_tokens and seq.eos:
         logits[[t for t in seq.eos if t < len(logits)]] = float("-inf")
-    if not p.logits_processors or not math.isfinite(float(logits.max())):
-        return logits  # nobody's fault but the model's, or the bans'
-    for processor in p.logits_processors:
-        logits = _custom(processor, seq.tokens + row.path, logits)
+    if p.logits_processors and math.isfinite(float(logits.max())):  # else it is the model's fault, or the bans'
+        for processor in p.logits_processors:
+            logits = _custom(processor, seq.tokens + row.path, logits)
+    if seq.constraint and (mask := seq.constraint.mask(seq, row.path)) is not None:
+        logits = torch.where(unpacked(mask, len(logits)).to(logits.device), logits, float("-inf"))
     return logits
 
 

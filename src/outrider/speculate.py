@@ -96,6 +96,8 @@ def step(
         seq.branched = seq.branched or moved
         taken = seq.accept(verdict.tokens)
         del verdict.tokens[taken:], verdict.path[taken:], verdict.logprobs[taken:]
+    for draft, verdict in zip(drafts, verdicts, strict=True):
+        verdict.forced = draft.forced
     observing = time.perf_counter()
     told_of = [i for i, seq in enumerate(seqs) if seq.k != 0]
     seen = [replace(v, path=v.path.copy(), tokens=v.tokens.copy(), logprobs=v.logprobs.copy()) for v in verdicts]
@@ -131,8 +133,16 @@ def _drafts(drafter: Drafter, seqs: list[Sequence], k: int, rule: Rule, vocab: i
         if fault := _fault(guess, vocab, rule):
             raise DrafterError(f"drafter {_name(drafter)}: propose must return Drafts; {fault}")
         seq.metrics.inner = seen.metrics.inner
-    clipped = iter([guess.clip(seq.room - 1, vocab, seq.k) for seq, guess in zip(seqs, guesses, strict=True)])
+    clipped = iter([_fitted(seq, guess, k, rule, vocab) for seq, guess in zip(seqs, guesses, strict=True)])
     return [next(clipped) if seq.k != 0 else Draft() for seq in everyone]
+
+
+def _fitted(seq: Sequence, guess: Draft, k: int, rule: Rule, vocab: int) -> Draft:
+    """A guess clipped to what the sequence may take, and, if anything is drafted at all, fitted to its grammar."""
+    clipped = guess.clip(seq.room - 1, vocab, seq.k)
+    if seq.constraint is None or not k:
+        return clipped
+    return seq.constraint.fit(seq, clipped, seq.room - 1, rule.flips_coins)
 
 
 def _name(drafter: Drafter) -> str:
@@ -151,6 +161,8 @@ def _fault(guess: Any, vocab: int, rule: Rule) -> str | None:
     except ValueError as error:  # it may have been changed since it was made
         return str(error)
     n = len(guess)
+    if not isinstance(guess.forced, frozenset):
+        return "forced is a frozenset of nodes"
     if max(guess.verifiable, guess.riders) > MOST_NODES:
         return f"it has {guess.verifiable} nodes and {guess.riders} riders; at most {MOST_NODES} of each are of use"
     if (q := guess.q) is not None:
@@ -179,11 +191,20 @@ class Autoregressive(Drafter):
         """One chain per sequence, up to k long; a fork that ends, or reaches the runner's context, stops early."""
         forks = [seq.fork() for seq in seqs]
         drawn: dict[int, list[torch.Tensor]] = {seq.id: [] for seq in seqs}
+        forced: dict[int, set[int]] = {seq.id: set() for seq in seqs}
+        starts = {seq.id: len(seq.tokens) for seq in seqs}
         context, readable = self.runner.max_len, self.runner.model.config.vocab_size
         alive, late = self._late(forks)
         if readable < self.vocab:  # what the target's vocabulary pads it with cannot be read
             alive = [f for f in alive if k and max(f.tokens) < readable]
         for _ in range(k):
+            for fork in alive:
+                if fork.constraint and not fork.finish_reason:  # what must come takes no forward
+                    begin = len(fork.tokens)
+                    most = max(0, min(MOST_NODES - k - len(forced[fork.id]), fork.room - 1))
+                    taken = fork.accept(fork.constraint.forced(fork, [])[:most])
+                    forced[fork.id].update(range(begin - starts[fork.id], begin - starts[fork.id] + taken))
+                    drawn[fork.id] += [torch.zeros(self.vocab)] * (taken if fork.rule.flips_coins else 0)
             alive = [f for f in alive if not f.finish_reason and f.room > 1 and len(f.tokens) < context]
             if not alive:
                 break
@@ -202,7 +223,8 @@ class Autoregressive(Drafter):
             alive = [f for f, token in zip(alive, chosen, strict=True) if token >= 0]
         drafts = [Draft.chain(f.tokens[len(s.tokens) :]) for f, s in zip(forks, seqs, strict=True)]
         for seq, draft in zip(seqs, drafts, strict=True):
-            draft.q = torch.stack(drawn[seq.id]) if drawn[seq.id] else None
+            draft.q = torch.stack([law.to(drawn[seq.id][-1]) for law in drawn[seq.id]]) if drawn[seq.id] else None
+            draft.forced = frozenset(forced[seq.id])
         return drafts
 
     def _late(self, forks: list[Sequence]) -> tuple[list[Sequence], list[tuple[Sequence, int]]]:

@@ -86,12 +86,13 @@ def verify(seqs: list[Sequence], drafts: list[Draft], logits: Tensor, rule: Rule
 def _stepwise(seq: Sequence, logits: Tensor, rule: Rule) -> bool:
     """Whether only the rows along the walk are asked.
 
-    So it is with custom processors, which hear only of prefixes that the target itself has written, and on a CPU for
-    draws from a large vocabulary: each costs a millisecond or so, and most nodes of a draft are never reached.
+    So it is with custom processors, which hear only of prefixes that the target itself has written, with grammars, for
+    whose masks most nodes of a draft need not pay, and on a CPU for draws from a large vocabulary: each costs a
+    millisecond or so.
     """
     p = seq.params
     dear = p.temperature > 0 and logits.shape[1] >= LARGE and logits.device.type == "cpu"
-    return rule.method == "coupled" and (bool(p.logits_processors) or dear)
+    return rule.method == "coupled" and (bool(p.logits_processors) or dear or seq.constraint is not None)
 
 
 def _ask_along(seq: Sequence, draft: Draft, logits: Tensor) -> Verdict:
@@ -99,7 +100,7 @@ def _ask_along(seq: Sequence, draft: Draft, logits: Tensor) -> Verdict:
         row = Row(seq, list(draft.words(at - 1)))
         return _token(choose(logits[at : at + 1], [row])[0], logits[at], row)
 
-    return walk(draft, token, seq.eos if seq.params.logits_processors else ())
+    return walk(draft, token, seq.eos if seq.params.logits_processors or seq.constraint else ())
 
 
 def _judge(draft: Draft, logits: Tensor, rows: list[Row], chosen: list[int], p: Tensor, rule: Rule) -> Verdict:

@@ -312,7 +312,7 @@ def _shapes(row: Row) -> bool:
     """Whether a request's parameters change the order of its logits."""
     p = row.seq.params
     plain = p.repetition_penalty == 1 and not (p.presence_penalty or p.frequency_penalty or p.logit_bias)
-    return p.temperature > 0 or not plain or bool(p.min_tokens or p.logits_processors)
+    return p.temperature > 0 or not plain or bool(p.min_tokens or p.logits_processors or p.structured_outputs)
 
 
 def _points(path: Path, about: dict[str, Any], layers: int) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from outrider.config import EngineConfig, Rule, SamplingParams, promised, whole
+from outrider.constraint import Constraint, read
 from outrider.control import Controller
 from outrider.draft import Verdict
 from outrider.engine.guard import Guard
@@ -31,6 +32,8 @@ from outrider.runner import Runner
 from outrider.sequence import Sequence
 from outrider.speculate import Drafter, StepTimes, step
 from outrider.verify import COUPLED
+
+GRAMMAR = "grammar"  # who drafted what a request's structured_outputs force
 
 
 @dataclass(eq=False)
@@ -138,10 +141,13 @@ class Engine:
             raise ConfigError(f"priority must be a whole number (lower is first), not {brief(priority)}")
         if not (cache_salt is None or isinstance(cache_salt, str)):
             raise ConfigError(f"cache_salt must be a string or None, not {brief(cache_salt)}")
+        asked, config = params.structured_outputs, self.runner.model.config
+        grammar = None if asked is None else read(asked, self.tokenizer, config.vocab_size)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         requests = []
         for i in range(params.n):
-            seq = Sequence(prompt, params, (seed + i) % 2**64, eos=self.runner.model.config.eos, max_len=self.max_len)
+            seq = Sequence(prompt, params, (seed + i) % 2**64, eos=config.eos, max_len=self.max_len)
+            seq.constraint = Constraint(grammar, seq.eos, not seq.eos & set(config.eos)) if grammar else None
             seq.stop_check, seq.k, seq.cache_salt = self._stop_check(seq, ends), k, cache_salt
             requests.append(Request(seq, index=i, priority=priority))
             self._name(requests[-1])
@@ -346,7 +352,8 @@ class Engine:
     def _account(self, request: Request, verdict: Verdict, times: StepTimes, now: float) -> None:
         accepted, t = len(verdict.path), request.timing
         request.seq.metrics.add(verdict.drafted, accepted, len(verdict.tokens))
-        request.drafted_by += [self.drafter.name] * accepted + [None] * (len(verdict.tokens) - accepted)
+        request.drafted_by += [GRAMMAR if node in verdict.forced else self.drafter.name for node in verdict.path]
+        request.drafted_by += [None] * (len(verdict.tokens) - accepted)
         request.logprobs += verdict.logprobs
         if t.first_token:  # the first step is prefill: reported as time to first token
             t.decode, t.draft, t.target = t.decode + times.total, t.draft + times.draft, t.target + times.target
@@ -407,7 +414,7 @@ class Engine:
             self.guard.forget(request.seq)
         finally:
             request.seq.memory.clear()
-            request.seq.stop_check = None
+            request.seq.stop_check = request.seq.constraint = None
             request.finished = True
 
     # --- results ------------------------------------------------------------------------------------------------------
