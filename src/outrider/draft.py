@@ -150,3 +150,8 @@ class Verdict:
     chain: bool = True  # whether each followed the one before it
     logprobs: list[Logprob] = field(default_factory=list)  # per emitted token, if the request asks
     error: OutriderError | None = None
+
+    def copy(self) -> Verdict:
+        """One of its own lists."""
+        path, tokens, logprobs = self.path.copy(), self.tokens.copy(), self.logprobs.copy()
+        return Verdict(path, tokens, self.drafted, self.chain, logprobs, self.error)
