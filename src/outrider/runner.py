@@ -161,13 +161,13 @@ class Runner:
 
     def commit(self, seqs: list[Sequence], output: Output, verdicts: list[Verdict]) -> None:
         """Keep the accepted path of each draft in the cache, drop the rest. Call before the sequences grow."""
-        for seq, draft, verdict in zip(seqs, output.drafts, verdicts, strict=True):
-            slot, length = self.slots[seq.id], len(seq.tokens)
-            with torch.inference_mode():
+        with torch.inference_mode():
+            for seq, draft, verdict in zip(seqs, output.drafts, verdicts, strict=True):
+                slot, length = self.slots[seq.id], len(seq.tokens)
                 self.kv.keep(seq.id, length, verdict.path)
-                for rows in self.taps:
+                for rows in self.taps or ():  # iterating over an empty WeakSet is dear
                     rows.keep(seq.id, length, verdict.path)
-            slot.tokens[length:] = [draft.tokens[i] for i in verdict.path]
+                slot.tokens[length:] = [draft.tokens[i] for i in verdict.path]
 
     def free(self, seq: Sequence) -> None:
         """Give back what a sequence holds."""
@@ -184,7 +184,7 @@ class Runner:
         while n < limit and known[n] == truth[n]:
             n += 1
         m = self.kv.catch_up(seq.id, n, seq.settled - 1)
-        for rows in self.taps:
+        for rows in self.taps or ():
             rows.catch_up(seq.id, n, min(m, seq.settled - 1))
         if len(known) != m:
             known[min(m, n) :] = truth[n:m]
@@ -249,9 +249,9 @@ class Runner:
             own = e.positions()
             positions += own
             lengths += [max(p + 1, prompts[e.seq]) for p in own]
-        states: dict[int, Any] = dict.fromkeys(point for rows in self.taps for point in rows.points)
+        states: dict[int, Any] = dict.fromkeys(point for rows in self.taps or () for point in rows.points)
         hidden = self.model.forward(tokens, positions, lengths, self.kv, plan, states or None, wanted)
-        for rows in self.taps:
+        for rows in self.taps or ():
             for e in entries:
                 rows.add(e.seq, e.start, states, slice(e.row, e.row + e.n))
         return hidden

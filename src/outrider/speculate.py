@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -100,7 +100,7 @@ def step(
         verdict.forced = draft.forced
     observing = time.perf_counter()
     told_of = [i for i, seq in enumerate(seqs) if seq.k != 0]
-    seen = [replace(v, path=v.path.copy(), tokens=v.tokens.copy(), logprobs=v.logprobs.copy()) for v in verdicts]
+    seen = [verdict.copy() for verdict in verdicts]
     try:
         if told_of:
             shown = [seqs[i].shown(rule) for i in told_of]
