@@ -515,7 +515,8 @@ class EngineConfig:
 
     max_model_len: int | None = None  # tokens of prompt and output together; None = the model's context
     max_num_seqs: int = 32  # sequences that share a forward
-    max_num_batched_tokens: int = 512  # prompt tokens in one forward
+    max_num_batched_tokens: int = 512  # in one forward: of prompts, of drafts, and one of each running sequence
+    max_prefill_delay: float = 0.05  # seconds that reading prompts adds to a step of running ones; nor is it doubled
     kv_memory: int | None = None  # bytes for keys and values; None = 90 % of what is free at the start
     kv_offload: bool = False  # keys and values live in host memory and stream through the device
     on_chip_layers: int = 0  # ... but for those of so many layers
@@ -528,6 +529,10 @@ class EngineConfig:
             if item.name == "kv_offload":
                 if not isinstance(value, bool):
                     raise ConfigError(f"kv_offload must be True or False, not {brief(value)}")
+                continue
+            if item.name == "max_prefill_delay":
+                if real(value, 0, 1e6) is None:
+                    raise ConfigError(f"max_prefill_delay must be a number of seconds, at least 0, not {brief(value)}")
                 continue
             least, most = int(item.name != "on_chip_layers"), 2**16 if item.name == "max_num_batched_tokens" else 2**62
             if (n := whole(value, least, most)) is None:

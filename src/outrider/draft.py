@@ -153,3 +153,8 @@ class Verdict:
     forced: frozenset[int] = frozenset()  # nodes that the request's grammar put into the draft
     logprobs: list[Logprob] = field(default_factory=list)  # per emitted token, if the request asks
     error: OutriderError | None = None
+
+    def copy(self) -> Verdict:
+        """One of its own lists."""
+        path, tokens, logprobs = self.path.copy(), self.tokens.copy(), self.logprobs.copy()
+        return Verdict(path, tokens, self.drafted, self.chain, logprobs, self.error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -12,11 +12,14 @@ import torch
 from outrider.config import MOST_NODES, Rule
 from outrider.draft import Draft, Verdict
 from outrider.errors import DrafterError, brief, told
+from outrider.kv import View
 from outrider.outputs import SpecMetrics
 from outrider.runner import Output, Runner
 from outrider.sampling import Row, choose, distribution
 from outrider.sequence import Sequence
 from outrider.verify import COUPLED, verify
+
+LATE = 64  # tokens that a draft model lacks of a text, before others stop waiting for it to read them
 
 
 @dataclass
@@ -68,8 +71,11 @@ def step(
     k: int,
     times: StepTimes | None = None,
     rule: Rule = COUPLED,
+    reading: list[tuple[Sequence, int]] | None = None,
 ) -> list[Verdict]:
     """Grow each sequence by at least one token, with one forward over all of them (and chunks of long prompts first).
+
+    Of the sequences in `reading`, of which the drafter does not hear, so many more tokens are read along.
 
     Drafts have at most `k` nodes that can be accepted, and at most the sequence's own `k`; of one whose k is 0 the
     drafter never hears.
@@ -81,8 +87,8 @@ def step(
     k = min(k, MOST_NODES) if any(seq.room > 1 for seq in seqs) else 0  # counts nodes; what is too deep is clipped
     drafts = _drafts(drafter, seqs, k, rule, runner.model.config.vocab_size)
     drafted = time.perf_counter()
-    output = runner.extend(seqs, drafts)
-    verdicts = verify(seqs, drafts, output.flat, rule)
+    output = runner.extend(seqs, drafts, reading or ())
+    verdicts = verify(seqs, drafts, output.flat, rule) if seqs else []
     runner.commit(seqs, output, verdicts)
     verified = time.perf_counter()
     for seq, verdict in zip(seqs, verdicts, strict=True):
@@ -94,7 +100,7 @@ def step(
         verdict.forced = draft.forced
     observing = time.perf_counter()
     told_of = [i for i, seq in enumerate(seqs) if seq.k != 0]
-    seen = [replace(v, path=v.path.copy(), tokens=v.tokens.copy(), logprobs=v.logprobs.copy()) for v in verdicts]
+    seen = [verdict.copy() for verdict in verdicts]
     try:
         if told_of:
             shown = [seqs[i].shown(rule) for i in told_of]
@@ -188,7 +194,9 @@ class Autoregressive(Drafter):
         forced: dict[int, set[int]] = {seq.id: set() for seq in seqs}
         starts = {seq.id: len(seq.tokens) for seq in seqs}
         context, readable = self.runner.max_len, self.runner.model.config.vocab_size
-        alive = forks if readable >= self.vocab else [f for f in forks if k and max(f.tokens) < readable]  # no padding
+        alive, late = self._late(forks)
+        if readable < self.vocab:  # what the target's vocabulary pads it with cannot be read
+            alive = [f for f in alive if k and max(f.tokens) < readable]
         for _ in range(k):
             for fork in alive:
                 if fork.constraint and not fork.finish_reason:  # what must come takes no forward
@@ -200,8 +208,8 @@ class Autoregressive(Drafter):
             alive = [f for f in alive if not f.finish_reason and f.room > 1 and len(f.tokens) < context]
             if not alive:
                 break
-            logits = torch.cat([own[-1:] for own in self.runner.extend(alive).logits])
-            logits = logits[:, : self.vocab]
+            logits = torch.cat([own[-1:] for own in self.runner.extend(alive, reading=late).logits])
+            logits, late = logits[:, : self.vocab], []
             if missing := self.vocab - logits.shape[1]:  # padding rows one model has and the other has not
                 logits = torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
             rows = [Row(f) for f in alive]
@@ -218,6 +226,16 @@ class Autoregressive(Drafter):
             draft.q = torch.stack([law.to(drawn[seq.id][-1]) for law in drawn[seq.id]]) if drawn[seq.id] else None
             draft.forced = frozenset(forced[seq.id])
         return drafts
+
+    def _late(self, forks: list[Sequence]) -> tuple[list[Sequence], list[tuple[Sequence, int]]]:
+        """Those to draft for; and, if there are any, the others, with new and long texts, and what to read of these."""
+        if not isinstance(self.runner.kv, View):  # which takes over, or skips, most of a text
+            ready = [fork for fork in forks if self.runner.pending(fork) <= LATE]
+            if ready and (late := [fork for fork in forks if fork not in ready]):
+                readable = self.runner.model.config.vocab_size
+                late = [fork for fork in late if max(fork.tokens) < readable]
+                return ready, [(fork, max(1, self.runner.chunk // 4 // len(late))) for fork in late]
+        return forks, []
 
     def forget(self, seq: Sequence) -> None:
         """Free the sequence's cache."""

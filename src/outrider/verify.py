@@ -56,16 +56,17 @@ def verify(seqs: list[Sequence], drafts: list[Draft], logits: Tensor, rule: Rule
 
     logits (rows, vocab) float32: of each sequence in turn, a row that follows its last token and one for each node.
     """
-    parts = list(torch.split(logits, [1 + len(draft) for draft in drafts]))
     stepwise = [_stepwise(seq, logits, rule) for seq in seqs]
     rows: list[Row] = []
-    asked: list[Tensor] = []
-    for seq, draft, own, alone in zip(seqs, drafts, parts, stepwise, strict=True):
+    for seq, draft, alone in zip(seqs, drafts, stepwise, strict=True):
         if not alone:
             rows.append(Row(seq))
             rows += [Row(seq, list(draft.words(i))) for i in range(draft.verifiable)]
-            asked.append(own[: 1 + draft.verifiable])
-    flat = logits if len(rows) == len(logits) else torch.cat(asked or [logits[:0]])
+    parts = torch.split(logits, [1 + len(draft) for draft in drafts])
+    flat = logits
+    if len(rows) < len(logits):
+        asked = zip(parts, drafts, stepwise, strict=True)
+        flat = torch.cat([logits[:0], *(own[: 1 + draft.verifiable] for own, draft, alone in asked if not alone)])
     chosen = [] if rule.flips_coins else choose(flat, rows)
     probs = flat if rule.method == "coupled" else distribution(flat, rows)
     verdicts, at = [], 0

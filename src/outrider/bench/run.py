@@ -89,10 +89,16 @@ class Conditions:
 
     def load(self, progress: Progress, **engine: Any) -> LLM:
         """The model, with the threads that are asked for."""
-        if self.threads:
-            torch.set_num_threads(self.threads)
-        own = {"dtype": self.dtype, "quantization": self.quantization, "device": self.device, "progress": progress}
-        return LLM(self.model, **own, **engine)  # type: ignore[arg-type]
+        return load_llm(self, progress, **engine)
+
+
+def load_llm(settings: Any, progress: Progress, **engine: Any) -> LLM:
+    """The model of settings that have model, dtype, quantization, device and threads."""
+    s = settings
+    if s.threads:
+        torch.set_num_threads(s.threads)
+    own = {"dtype": s.dtype, "quantization": s.quantization, "device": s.device, "progress": progress}
+    return LLM(s.model, **own, **engine)
 
 
 @dataclass(frozen=True)

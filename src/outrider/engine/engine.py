@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 import threading
@@ -22,6 +23,7 @@ from outrider.constraint import Constraint, read
 from outrider.control import Controller
 from outrider.draft import Verdict
 from outrider.engine.guard import Guard
+from outrider.engine.scheduler import Pace, shares
 from outrider.engine.text import TextStream
 from outrider.engine.turn import Turn
 from outrider.errors import ConfigError, EmptyPrompt, OutOfMemory, RequestError, RequestTooLong, brief
@@ -45,7 +47,8 @@ class Request:
     method: str = "none"
     index: int = 0
     ready: int = 0
-    priority: int = 0  # of those that wait, the lower is first
+    priority: int = 0  # the lower is first
+    number: int = field(default_factory=itertools.count().__next__)  # in the order of their arrival
     cached: int = 0  # prompt tokens that were found in the prefix cache
     drafter_error: str | None = None  # what the drafter was switched off by, if it was before the end
     finished: bool = False  # no more tokens will come, and what it held is given back
@@ -85,7 +88,9 @@ class Engine:
     ) -> None:
         self.runner, self.config, self.tokenizer, self.exactness = runner, config, tokenizer, exactness
         self.waiting: list[Request] = []  # by priority, then in the order of their arrival
-        self.running: list[Request] = []
+        self.running: list[Request] = []  # the same; those that read their prompt, too
+        self.pace = Pace(config.max_prefill_delay)
+        self._backlog = 0  # tokens of prompts to read, since there were none
         self.max_len = config.max_model_len or runner.max_len
         if self.max_len > runner.max_len:
             raise ConfigError(f"max_model_len {self.max_len} is over the model's context of {runner.max_len}; lower it")
@@ -149,7 +154,7 @@ class Engine:
         with _claiming:
             self._claim()
             for request in requests:
-                insort(self.waiting, request, key=lambda r: r.priority)
+                insort(self.waiting, request, key=_rank)
         return requests
 
     def _name(self, request: Request) -> None:
@@ -208,7 +213,8 @@ class Engine:
                 break
             request = self.waiting.pop(0)
             self._name(request)
-            self.running.append(request)
+            insort(self.running, request, key=_rank)
+            self._backlog += self.runner.pending(request.seq)
 
     # --- stepping -----------------------------------------------------------------------------------------------------
 
@@ -273,16 +279,19 @@ class Engine:
         if not self.running:
             return []
         times, running = StepTimes(), self.running
-        k = self.controller.plan(len(running)) if self.k is None else self.k
+        lacking = {request: self.runner.pending(request.seq) for request in running}
+        steady = all(r.timing.first_token and r.seq.k is None and lacking[r] == 1 for r in running)
+        through, reading, k = self._plan(lacking)
         try:
-            news = self._forward(running, 0 if self.guard.failure else k, times)
-            if (
-                times.rows
-                and len(news) == len(running)
-                and all(r.timing.first_token and r.seq.k is None for r in running)
-            ):  # not a step that reads prompts, was cut short, or has bounds of its own: those say nothing of the next
+            news = self._forward(through, reading, 0 if self.guard.failure else k, times)
+            read = sum(reading.values()) + sum(lacking[r] - 1 for r in through)
+            if times.rows or (not through and times.target):  # not a step that failed
+                self.pace.learn(times.rows + read, read, times.target)
+            if times.rows and len(news) == len(running) and steady:
+                # a step that reads prompts, was cut short, or has bounds of its own says nothing of the next
                 verdicts = [verdict for _, verdict in news]
                 self.controller.learn(k, verdicts, times.rows, times.draft, times.target)
+            self._report()
             now = time.perf_counter()
             for request, verdict in news:
                 self._account(request, verdict, times, now)
@@ -292,22 +301,48 @@ class Engine:
                 self._publish(request)
             self._sweep()
 
-    def _forward(self, requests: list[Request], k: int, times: StepTimes | None) -> list[tuple[Request, Verdict]]:
+    def _plan(self, lacking: dict[Request, int]) -> tuple[list[Request], dict[Request, int], int]:
+        """Which of the running requests get a new token, how much the others read of their prompts, and k."""
+        prompts = {r: lacks for r, lacks in lacking.items() if lacks > 1}
+        plain = len(lacking) - len(prompts)
+        left = max(1, self.runner.chunk - plain)
+        room = min(left, self.pace.beside(plain)) if plain else left
+        granted = dict(zip(prompts, shares([(r.priority, n) for r, n in prompts.items()], room), strict=True))
+        through = [r for r in lacking if r not in granted or granted[r] == prompts[r]]
+        reading = {r: n for r, n in granted.items() if 0 < n < prompts[r]}
+        k = self.controller.plan(len(through)) if self.k is None else self.k
+        left = 0 if len(through) < len(lacking) else left - sum(granted.values())  # drafts wait for prompts
+        return through, reading, min(k, left // max(1, len(through)))
+
+    def _report(self) -> None:
+        """Tell who wants to know how much is read, if it is more than one forward's."""
+        left = sum(lacks for r in self.running if (lacks := self.runner.pending(r.seq)) > 1)
+        if self._backlog > self.runner.chunk and self.runner.progress:
+            self.runner.progress(self._backlog - left, self._backlog)
+        self._backlog *= left > 0
+
+    def _forward(
+        self, requests: list[Request], reading: dict[Request, int], k: int, times: StepTimes | None
+    ) -> list[tuple[Request, Verdict]]:
         """One step for all of them; if that fails, one for each alone, and whose own fails ends with the error.
 
         By Laws 1 and 2 the others' tokens are the same in any company.
         """
-        lengths = [len(request.seq.tokens) for request in requests]
+        everyone = [*requests, *reading]
+        lengths, seqs = [len(r.seq.tokens) for r in everyone], [r.seq for r in requests]
         try:
             with torch.inference_mode():
-                verdicts = step(self.runner, self.guard, [request.seq for request in requests], k, times, self.rule)
+                parts = [(r.seq, n) for r, n in reading.items()]
+                verdicts = step(self.runner, self.guard, seqs, k, times, self.rule, parts)
         except Exception as error:
             news = []
-            for request, length in zip(requests, lengths, strict=True):
-                if len(requests) > 1 and len(request.seq.tokens) == length:
-                    news += self._forward([request], k, None)
-                else:
+            for request, length in zip(everyone, lengths, strict=True):
+                if len(everyone) == 1 or len(request.seq.tokens) != length:
                     self._fail(request, error)
+                elif request in reading:
+                    news += self._forward([], {request: reading[request]}, k, None)
+                else:
+                    news += self._forward([request], {}, k, None)
             return news
         for request, verdict in zip(requests, verdicts, strict=True):
             if verdict.error:
@@ -410,6 +445,10 @@ class Engine:
             logprobs=request.logprobs[:ready] if seq.params.logprobs is not None else None,
             index=request.index,
         )
+
+
+def _rank(request: Request) -> tuple[int, int]:
+    return request.priority, request.number
 
 
 _owners: WeakValueDictionary[int, Engine] = WeakValueDictionary()  # by id of the cache, which outlives its engine
