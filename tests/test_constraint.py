@@ -15,6 +15,7 @@ import torch
 from helpers import ScriptedDrafter, run, use
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_exactness import ACCEPTS_NOTHING, config_of, favour
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -26,7 +27,6 @@ from outrider.load import find, read_tokenizer
 from outrider.sampling import Row, distribution
 from outrider.sequence import Sequence
 from outrider.verify import rejection
-from tests.test_exactness import ACCEPTS_NOTHING, config_of, favour
 
 PERSON = {
     "type": "object",

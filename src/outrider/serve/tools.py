@@ -280,7 +280,7 @@ class Parser:
         self._held += text
         deltas = list[Delta]()
         while self._held:
-            before = len(self._held)
+            before = len(self._held), self._inside
             if self._call is not None:
                 self._held = self._call.feed(self._held)
                 deltas += self._heard(self._call)
@@ -288,7 +288,7 @@ class Parser:
                 deltas += self._between()
             else:
                 deltas += self._outside()
-            if len(self._held) == before:
+            if (len(self._held), self._inside) == before:
                 break
         return deltas
 
