@@ -88,8 +88,7 @@ def test_structured_outputs(run, tmp_path):
         code, out, _ = run(*flags, *asked)
         assert code == 0 and re.fullmatch(text, json.loads(out)["text"]), asked
     for wrong in (["--regex", "(a"], ["--json-schema", "{"], ["--choice", "a", "--regex", "b"], ["--compact"]):
-        code, _, err = run(*flags, *wrong)
-        assert code == 2 or (code and "Error" in err or "structured_outputs" in err or "JSON" in err), wrong
+        assert run(*flags, *wrong)[0] != 0, wrong
 
 
 def test_info(run):

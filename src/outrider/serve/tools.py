@@ -300,6 +300,8 @@ class Parser:
             held = self._lead + self._call.raw
         elif self._call is None and not (self._inside and self.calls):
             held = self._lead + self._held
+            if self.calls and self.mark.startswith(held.strip()):  # of another call, which was cut off
+                held = ""
         self._held, self._lead, self._call = "", "", None
         return deltas + ([{"content": held}] if held else [])
 
