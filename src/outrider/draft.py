@@ -115,12 +115,16 @@ class Draft:
                 merged.riders += 1
         return merged, where
 
-    def clip(self, depth: int, vocab: int = 2**63) -> Draft:
-        """Without nodes deeper than `depth` tokens after the sequence, or that are, or hang on, no token of `vocab`."""
+    def clip(self, depth: int, vocab: int = 2**63, nodes: int | None = None) -> Draft:
+        """Without nodes deeper than `depth` tokens after the sequence, or that are, or hang on, no token of `vocab`.
+
+        And without those that can be accepted from number `nodes` on, or hang on one of them.
+        """
         depths: list[float] = []
-        for token, parent in zip(self.tokens, self.parents, strict=True):
+        most = self.verifiable if nodes is None else min(nodes, self.verifiable)
+        for i, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
             below = depths[parent] if parent >= 0 else 0
-            depths.append(1 + below if 0 <= token < vocab else math.inf)
+            depths.append(1 + below if 0 <= token < vocab and not most <= i < self.verifiable else math.inf)
         if max(depths, default=0) <= depth:
             return self
         kept = [i for i, d in enumerate(depths) if d <= depth]

@@ -36,6 +36,14 @@ class Output:
     drafts: list[Draft]
     flat: Tensor  # (rows, vocab), the logits of all sequences
 
+    def of(self, which: list[int]) -> Output:
+        """Of some of the sequences only, but for `flat`."""
+        if len(which) == len(self.drafts):
+            return self
+        return Output(
+            [self.logits[i] for i in which], [self.hidden[i] for i in which], [self.drafts[i] for i in which], self.flat
+        )
+
 
 @dataclass
 class Slot:

@@ -54,6 +54,8 @@ class Sequence:
         self.branched = False  # whether a branch was accepted whose keys lay, and were summed, in another order
         self.metrics = SpecMetrics()
         self.memory: dict[str, Any] = {}  # what the sampler keeps about the settled tokens
+        self.k: int | None = None  # most draft nodes of a step that can be accepted; None: as many as the engine drafts
+        self.cache_salt: str | None = None  # prefixes are shared only between sequences of the same
         self.rule = Rule()  # by which its drafts will be verified, as drafters see it
         self.mirror: Mirror | None = None  # what drafters see of it
 

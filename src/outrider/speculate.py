@@ -71,6 +71,8 @@ def step(
 ) -> list[Verdict]:
     """Grow each sequence by at least one token, with one forward over all of them (and chunks of long prompts first).
 
+    Drafts have at most `k` nodes that can be accepted, and at most the sequence's own `k`; of one whose k is 0 the
+    drafter never hears.
     Each verdict's tokens are those really appended: a token that ends its sequence cuts what lies behind it. A sequence
     whose verdict has an error did not grow. Raises DrafterError, before anything has changed, if `propose` raises or
     gives what is no draft; and if `observe` raises, with the verdicts.
@@ -89,9 +91,12 @@ def step(
         taken = seq.accept(verdict.tokens)
         del verdict.tokens[taken:], verdict.path[taken:], verdict.logprobs[taken:]
     observing = time.perf_counter()
+    told_of = [i for i, seq in enumerate(seqs) if seq.k != 0]
     seen = [replace(v, path=v.path.copy(), tokens=v.tokens.copy(), logprobs=v.logprobs.copy()) for v in verdicts]
     try:
-        drafter.observe([seq.shown(rule) for seq in seqs], seen, output)
+        if told_of:
+            shown = [seqs[i].shown(rule) for i in told_of]
+            drafter.observe(shown, [seen[i] for i in told_of], output.of(told_of))
     except Exception as error:  # a drafter may be anybody's: it raises what it likes
         raise DrafterError(f"drafter {_name(drafter)}: observe raised {told(error)}", verdicts) from error
     ended = time.perf_counter()
@@ -103,7 +108,11 @@ def step(
 
 
 def _drafts(drafter: Drafter, seqs: list[Sequence], k: int, rule: Rule, vocab: int) -> list[Draft]:
-    """What the drafter proposes, checked, and clipped to what each sequence may still take. Raises DrafterError."""
+    """What the drafter proposes, checked, and clipped to what each sequence may take. Raises DrafterError."""
+    everyone, seqs = seqs, [seq for seq in seqs if seq.k != 0]
+    if not seqs:
+        return [Draft() for _ in everyone]
+    k = min(k, max(k if seq.k is None else seq.k for seq in seqs))
     shown = [seq.shown(rule) for seq in seqs]
     try:
         guesses = drafter.propose(shown, k)
@@ -116,7 +125,8 @@ def _drafts(drafter: Drafter, seqs: list[Sequence], k: int, rule: Rule, vocab: i
         if fault := _fault(guess, vocab, rule):
             raise DrafterError(f"drafter {_name(drafter)}: propose must return Drafts; {fault}")
         seq.metrics.inner = seen.metrics.inner
-    return [guess.clip(seq.room - 1, vocab) for seq, guess in zip(seqs, guesses, strict=True)]
+    clipped = iter([guess.clip(seq.room - 1, vocab, seq.k) for seq, guess in zip(seqs, guesses, strict=True)])
+    return [next(clipped) if seq.k != 0 else Draft() for seq in everyone]
 
 
 def _name(drafter: Drafter) -> str:

@@ -6,6 +6,7 @@ import os
 import secrets
 import threading
 import time
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,13 +17,13 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from outrider.config import EngineConfig, Rule, SamplingParams, promised
+from outrider.config import EngineConfig, Rule, SamplingParams, promised, whole
 from outrider.control import Controller
 from outrider.draft import Verdict
 from outrider.engine.guard import Guard
 from outrider.engine.text import TextStream
 from outrider.engine.turn import Turn
-from outrider.errors import ConfigError, EmptyPrompt, OutOfMemory, RequestError, RequestTooLong
+from outrider.errors import ConfigError, EmptyPrompt, OutOfMemory, RequestError, RequestTooLong, brief
 from outrider.outputs import GenerationOutput, Logprob, Timing
 from outrider.runner import Runner
 from outrider.sequence import Sequence
@@ -41,6 +42,8 @@ class Request:
     method: str = "none"
     index: int = 0
     ready: int = 0
+    priority: int = 0  # of those that wait, the lower is first
+    cached: int = 0  # prompt tokens that were found in the prefix cache
     drafter_error: str | None = None  # what the drafter was switched off by, if it was before the end
     finished: bool = False  # no more tokens will come, and what it held is given back
     drafted_by: list[str | None] = field(default_factory=list)  # per output token
@@ -78,7 +81,7 @@ class Engine:
         rule: Rule = COUPLED,
     ) -> None:
         self.runner, self.config, self.tokenizer, self.exactness = runner, config, tokenizer, exactness
-        self.waiting: deque[Request] = deque()
+        self.waiting: list[Request] = []  # by priority, then in the order of their arrival
         self.running: list[Request] = []
         self.max_len = config.max_model_len or runner.max_len
         if self.max_len > runner.max_len:
@@ -105,26 +108,49 @@ class Engine:
             yield
 
     def add(
-        self, prompt: list[int], params: SamplingParams, ends: Callable[[list[int]], bool] | None = None
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        ends: Callable[[list[int]], bool] | None = None,
+        *,
+        k: int | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
     ) -> list[Request]:
         """Queue a prompt; one request for each of the n outputs asked for.
 
-        `ends(tokens)`, in place of stop strings, is asked behind each new token whether the sequence ends there.
+        `ends(tokens)`, in place of stop strings, is asked behind each new token whether the sequence ends there. `k`
+        bounds its drafts: nodes per step that can be accepted, 0 for plain decoding, None for the engine's own number.
+        Of those that wait, the lower `priority` is first. Only requests of one `cache_salt` share prefixes.
 
         Raises EmptyPrompt, RequestError for impossible token ids, and RequestTooLong, before anything runs, if the
         context or the memory cannot hold prompt and output; ConfigError if another engine runs requests on this cache.
         """
         self._check(prompt, params)
+        if k is not None and whole(k, 0) is None:
+            raise ConfigError(f"k must be a whole number of draft nodes, at least 0, or None, not {brief(k)}")
+        if whole(priority, -(2**62)) is None:
+            raise ConfigError(f"priority must be a whole number (lower is first), not {brief(priority)}")
+        if not (cache_salt is None or isinstance(cache_salt, str)):
+            raise ConfigError(f"cache_salt must be a string or None, not {brief(cache_salt)}")
         seed = secrets.randbits(63) if params.seed is None else params.seed
         requests = []
         for i in range(params.n):
             seq = Sequence(prompt, params, (seed + i) % 2**64, eos=self.runner.model.config.eos, max_len=self.max_len)
-            seq.stop_check = self._stop_check(seq, ends)
-            requests.append(Request(seq, self.drafter.name, i))
+            seq.stop_check, seq.k, seq.cache_salt = self._stop_check(seq, ends), k, cache_salt
+            requests.append(Request(seq, index=i, priority=priority))
+            self._name(requests[-1])
         with _claiming:
             self._claim()
-            self.waiting.extend(requests)
+            for request in requests:
+                insort(self.waiting, request, key=lambda r: r.priority)
         return requests
+
+    def _name(self, request: Request) -> None:
+        """Note what will draft for a request, and how much at most."""
+        k, own = self.controller.limit if self.k is None else self.k, request.seq.k
+        request.method = "none" if own == 0 else self.drafter.name
+        request.seq.metrics.num_spec_tokens = k if own is None else min(k, own)
 
     def _claim(self) -> None:
         """Become the cache's engine: two that both count on all of its memory cannot run at once."""
@@ -174,9 +200,8 @@ class Engine:
             held += self._kv_bytes(self.waiting[0].seq.max_len)
             if self.running and held > self.kv_memory:
                 break
-            request = self.waiting.popleft()
-            request.method = self.drafter.name
-            request.seq.metrics.num_spec_tokens = self.controller.limit if self.k is None else self.k
+            request = self.waiting.pop(0)
+            self._name(request)
             self.running.append(request)
 
     # --- stepping -----------------------------------------------------------------------------------------------------
@@ -245,8 +270,11 @@ class Engine:
         k = self.controller.plan(len(running)) if self.k is None else self.k
         try:
             news = self._forward(running, 0 if self.guard.failure else k, times)
-            if times.rows and len(news) == len(running) and all(r.timing.first_token for r in running):
-                # not a step that reads prompts, or was cut short: those say nothing about the next
+            if (
+                times.rows
+                and len(news) == len(running)
+                and all(r.timing.first_token and r.seq.k is None for r in running)
+            ):  # not a step that reads prompts, was cut short, or has bounds of its own: those say nothing of the next
                 verdicts = [verdict for _, verdict in news]
                 self.controller.learn(k, verdicts, times.rows, times.draft, times.target)
             now = time.perf_counter()
