@@ -13,7 +13,7 @@ ROOT = Path(outrider.__file__).parent
 ORDER = (
     "errors, files, config, outputs -> draft -> sequence -> sampling, verify, ops -> kv | model -> quantize, parallel, "
     "gguf, load -> export -> corpus -> datastore -> runner -> speculate -> drafters -> control -> engine -> llm -> "
-    "hf -> serve, train, bench -> cli"
+    "async_llm, hf -> serve, train, bench -> cli"
 )
 TIERS = ORDER.replace(",", " -> ").replace("|", " -> ").replace(" ", "").split("->")
 APART = {("kv", "model"), ("model", "kv")}
