@@ -240,8 +240,8 @@ class LLM:
             raise ConfigError(f"{' and '.join(template)} belong to a conversation, a list of messages")
         return self.encode(prompt)  # type: ignore[arg-type]
 
-    def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt.
+    def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt; of text with the special tokens that the tokenizer adds, unless told not to.
 
         Raises EmptyPrompt, ConfigError for text without a tokenizer, and RequestTooLong for text that is far over the
         context, which is found out without tokenizing all of it.
@@ -249,7 +249,7 @@ class LLM:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ConfigError("this model has no tokenizer; give token ids instead of text")
-            ids = self._tokenize(prompt)
+            ids = self._tokenize(prompt, add_special_tokens=add_special_tokens)
             if not prompt or not ids:
                 raise EmptyPrompt("the prompt is empty; give at least one token")
             return ids
