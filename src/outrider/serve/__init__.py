@@ -1,1 +1,1 @@
-"""The server: an OpenAI-compatible API over the engine, and a chat page."""
+"""`outrider serve`: an OpenAI-compatible HTTP server, on fastapi and uvicorn (the extra `serve`)."""
