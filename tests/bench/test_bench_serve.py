@@ -103,6 +103,19 @@ def test_arrivals_and_prompts_follow_from_the_seed() -> None:
     assert fake.bodies[5]["speculative_config"] == {"method": "none"}
 
 
+def test_no_prompt_is_asked_twice_while_there_are_others(tmp_path: Path) -> None:
+    """What a server has seen, it may remember; and the levels are the same with any warm-up."""
+    file = tmp_path / "asked.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"prompt {i}"}) + "\n" for i in range(9)))
+    for warmup, repeats in ((0, 0), (1, 1)):
+        with Fake(good) as fake:
+            rows = measured(fake, file=file, levels=[Level(1), Level(2), Level(rate=500.0)], requests=3, warmup=warmup)
+        asked = [body["messages"][0]["content"] for body in fake.bodies]
+        assert sorted(asked[warmup:]) == [f"prompt {i}" for i in range(9)] and len(asked) - len(set(asked)) == repeats
+        assert sorted(body["seed"] for body in fake.bodies[warmup:]) == list(range(9))
+        assert ("9 different prompts for 10 requests" in "".join(serve.remarks(rows))) == bool(repeats)
+
+
 def hostile(body: dict[str, Any]) -> Iterator[Any]:
     """A server whose behaviour goes by the seed."""
     what = ["good", "refused", "html", "failing", "cut", "ended", "empty", "nonsense", "list", "deep", "silent"]

@@ -22,7 +22,7 @@ import numpy as np
 
 from outrider.bench.report import markdown_table, require_matplotlib
 from outrider.bench.run import at_least, provenance
-from outrider.bench.suites import SUITES, load_suite
+from outrider.bench.suites import load_suite
 from outrider.errors import ConfigError, brief
 from outrider.files import write_text
 
@@ -52,7 +52,7 @@ class Settings:
     api_key: str | None = None
     endpoint: str = "chat"
     suite: str = "chat"
-    prompts: int | None = None  # different ones; None: all, at most one per request
+    prompts: int | None = None  # different ones; None: as many as there are and are needed
     data: Path | None = None
     file: Path | None = None  # JSON lines with `prompt`, `messages` or `turns`, in place of a suite
     levels: list[Level] = field(default_factory=lambda: [Level(n) for n in (1, 4, 16)])
@@ -84,6 +84,11 @@ class Settings:
             raise ConfigError(f"--body must not set {', '.join(own)}: the benchmark does")
         if find_spec("aiohttp") is None:
             raise ConfigError("`bench serve` needs aiohttp, which is missing; pip install 'outrider[bench]'")
+
+    @property
+    def asks(self) -> int:
+        """Requests of the whole run, the warm-up's last."""
+        return len(self.levels) * self.requests + self.warmup
 
     @property
     def root(self) -> str:
@@ -140,7 +145,8 @@ class Row:
     model: str
     endpoint: str
     source: str
-    prompts: int  # different ones
+    prompts: int  # different ones, asked in turn
+    asks: int  # requests of the whole run, the warm-up included
     max_tokens: int
     temperature: float
     seed: int
@@ -159,15 +165,15 @@ class Row:
 def prompts(s: Settings) -> tuple[str, list[Any]]:
     """Where they are from, and what each request asks: text, messages or token ids. Raises ConfigError."""
     if s.file is None:
-        kind = SUITES.get(s.suite)
-        most = len(kind.own) if kind and kind.own and s.data is None else s.requests
-        suite = load_suite(s.suite, s.prompts or min(most, s.requests), s.data)
-        return f"{s.suite} ({suite.source})", list(suite.prompts)
+        suite = load_suite(s.suite, s.prompts, s.data)
+        need = min(s.asks, len(suite.prompts))
+        chosen = [suite.prompts[i * len(suite.prompts) // need] for i in range(need)]
+        return f"{s.suite} ({suite.source})", list(chosen)
     try:
         lines = [json.loads(line) for line in s.file.read_text("utf-8").splitlines() if line.strip()]
     except (OSError, ValueError) as error:
         raise ConfigError(f"{s.file} is not readable as JSON lines: {error}") from None
-    found = [_asked(line, f"{s.file}, line {i}") for i, line in enumerate(lines, 1)][: s.prompts or s.requests]
+    found = [_asked(line, f"{s.file}, line {i}") for i, line in enumerate(lines, 1)][: s.prompts or s.asks]
     if not found:
         raise ConfigError(f"{s.file} has no prompts; each line is an object with `prompt`, `messages` or `turns`")
     if s.endpoint == "completions" and any(_is_chat(asked) for asked in found):
@@ -191,7 +197,7 @@ def _asked(line: Any, where: str) -> Any:
 
 
 def request(s: Settings, model: str, asked: Any, number: int) -> dict[str, Any]:
-    """The body of request `number`. Each has a seed of its own, the same in every run."""
+    """The body of request `number` of the run. Each has a seed of its own, the same in every run."""
     what = {"prompt": asked}
     if s.endpoint == "chat":
         what = {"messages": asked if _is_chat(asked) else [{"role": "user", "content": asked}]}
@@ -367,7 +373,7 @@ def run(s: Settings, show: Show = lambda *_: None) -> Iterator[Row]:
     source, asked = prompts(s)
     model = s.model or asyncio.run(_model(s))
 
-    def measure(level: Level, count: int, what: str) -> tuple[float, list[Answer]]:
+    def measure(level: Level, begin: int, count: int, what: str) -> tuple[float, list[Answer]]:
         finished = 0
 
         def done() -> None:
@@ -376,17 +382,17 @@ def run(s: Settings, show: Show = lambda *_: None) -> Iterator[Row]:
             show(what, finished, count)
 
         show(what, 0, count)
-        bodies = [request(s, model, asked[i % len(asked)], i) for i in range(count)]
+        bodies = [request(s, model, asked[i % len(asked)], i) for i in range(begin, begin + count)]
         return asyncio.run(_level(s, level, bodies, done))
 
     if s.warmup:
-        _, answers = measure(Level(concurrency=s.warmup), s.warmup, "warm-up")
+        _, answers = measure(Level(concurrency=s.warmup), s.asks - s.warmup, s.warmup, "warm-up")
         if all(answer.error for answer in answers):
             why = f"{answers[0].error}: {answers[0].said}"
             raise ConfigError(f"the server at {s.root} answered no request of the warm-up: {why}")
-    for level in s.levels:
-        seconds, answers = measure(level, s.requests, str(level))
-        yield row(s, level, model, source, min(len(asked), s.requests), seconds, answers)
+    for i, level in enumerate(s.levels):
+        seconds, answers = measure(level, i * s.requests, s.requests, str(level))
+        yield row(s, level, model, source, len(asked), seconds, answers)
 
 
 def spread(values: list[float]) -> dict[str, float] | None:
@@ -426,7 +432,7 @@ def row(
         acceptance_length=sum(a.tokens for a in told) / sum(a.steps for a in told) if told else None,
         draft_acceptance_rate=sum(a.accepted for a in good) / drafted if drafted else None,
         finish=dict(Counter(str(a.finish) for a in good)), late=max((a.late for a in answers), default=0.0),
-        base_url=s.base_url, model=model, endpoint=s.endpoint, source=source, prompts=different,
+        base_url=s.base_url, model=model, endpoint=s.endpoint, source=source, prompts=different, asks=s.asks,
         max_tokens=s.max_tokens, temperature=s.temperature, seed=s.seed, ignore_eos=s.ignore_eos, body=s.body, **about,
     )  # fmt: skip
 
@@ -475,8 +481,11 @@ def remarks(rows: list[Row]) -> list[str]:
         f"Three figures are p50 / p95 / p99. Client: {h['cpu']}, {h['cores']} cores, load {h['load']:.1f}; outrider "
         f"{r.versions['outrider']} ({r.commit}), {r.date[:10]}.",
     ]
-    if r.requests > r.prompts:
-        lines.append(f"Prompts: {r.prompts}, asked in turn; a server with a prefix cache had read most of them before.")
+    if r.asks > r.prompts:
+        lines.append(
+            f"{r.prompts} different prompts for {r.asks} requests: a server that remembers what it has read or written "
+            "(a prefix cache, suffix drafts) is faster from the second time on."
+        )
     for x in rows:
         lines += [f"{x.load}: {n} x {kind}: {x.said[kind]}" for kind, n in x.errors.items()]
         if x.uncounted:
