@@ -10,6 +10,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "Draft",
     "Drafter",
     "GenerationOutput",
@@ -21,6 +22,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "llm",
+    "AsyncLLM": "async_llm",
     "Draft": "draft",
     "Drafter": "speculate",
     "GenerationOutput": "outputs",

@@ -1,4 +1,5 @@
 from outrider import hf as hf
+from outrider.async_llm import AsyncLLM as AsyncLLM
 from outrider.config import SamplingParams as SamplingParams
 from outrider.config import SpeculativeConfig as SpeculativeConfig
 from outrider.config import StructuredOutputsParams as StructuredOutputsParams
@@ -9,6 +10,7 @@ from outrider.speculate import Drafter as Drafter
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "Draft",
     "Drafter",
     "GenerationOutput",

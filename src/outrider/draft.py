@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -157,4 +157,4 @@ class Verdict:
     def copy(self) -> Verdict:
         """One of its own lists."""
         path, tokens, logprobs = self.path.copy(), self.tokens.copy(), self.logprobs.copy()
-        return Verdict(path, tokens, self.drafted, self.chain, logprobs, self.error)
+        return replace(self, path=path, tokens=tokens, logprobs=logprobs)

@@ -160,8 +160,8 @@ class Suite:
         return [llm.encode(text + "\n\nAnswer:\n" * self.chat) for text in self.prompts]
 
 
-def load_suite(name: str, count: int, data: Path | None = None, file: Path | None = None) -> Suite:
-    """`count` prompts, spread evenly over the suite's file in the folder `data`; `file` replaces spec-bench's.
+def load_suite(name: str, count: int | None, data: Path | None = None, file: Path | None = None) -> Suite:
+    """`count` prompts (None: all), spread evenly over the suite's file in the folder `data`; `file` is for spec-bench.
 
     Raises ConfigError for an unknown suite, a file that is missing or unreadable, and more prompts than there are.
     """
@@ -185,6 +185,7 @@ def load_suite(name: str, count: int, data: Path | None = None, file: Path | Non
         raise ConfigError(
             f"suite {name} needs {kind.file}, but {missing}; pass its folder with --data or OUTRIDER_DATA{also}"
         )
+    count = len(texts) if count is None else count
     if not 1 <= count <= len(texts):
         raise ConfigError(f"suite {name} has {len(texts)} prompts ({source}); prompts must be 1 to that, not {count}")
     chosen = [texts[i * len(texts) // count] for i in range(count)]

@@ -419,12 +419,14 @@ class Engine:
 
     # --- results ------------------------------------------------------------------------------------------------------
 
-    def output(self, request: Request) -> GenerationOutput:
-        """A request's result so far; it may go on."""
+    def output(self, request: Request, text: TextStream | None = None) -> GenerationOutput:
+        """A request's result so far; it may go on. `text`: what it is decoded by, if someone has done so already."""
         seq, ready, rule = request.seq, request.ready, self.rule.method
-        text = TextStream(self.tokenizer, seq.params, seq.tokens[: seq.prompt_len])
         tokens = seq.tokens[seq.prompt_len : seq.prompt_len + ready]
-        text.feed(tokens[: request.spoken], final=request.finished)
+        if text is None:
+            text = TextStream(self.tokenizer, seq.params, seq.tokens[: seq.prompt_len])
+            text.feed(tokens[: request.spoken], final=request.finished)
+        last = tokens[-1] if tokens and request.finished and seq.finish_reason == "stop" else None
         exactness = promised(rule, "law" if seq.branched else self.exactness)
         return GenerationOutput(
             text=text.text,
@@ -444,6 +446,7 @@ class Engine:
             },
             logprobs=request.logprobs[:ready] if seq.params.logprobs is not None else None,
             index=request.index,
+            stop_reason=last if last in (seq.params.stop_token_ids or ()) else text.stop_reason,
         )
 
 
