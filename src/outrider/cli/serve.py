@@ -116,6 +116,7 @@ def serve(
     from outrider.serve.settings import Settings, checked, generation_defaults
 
     overrides = checked(overrides, "--override-generation-config")
+    defaults = generation_defaults(generation_config, Path()) if generation_config != "auto" else None
     log_to_stderr(log_format, log_level)
     listening = None if uds is not None else _listen(host, port)  # before minutes are spent on loading
     with Reporter() as reporter:
@@ -130,7 +131,7 @@ def serve(
     settings = Settings(
         names=tuple(served_model_name or [model]),
         api_keys=tuple(keys),
-        defaults=generation_defaults(generation_config, llm.checkpoint.path) | overrides,
+        defaults=(generation_defaults("auto", llm.checkpoint.path) if defaults is None else defaults) | overrides,
         max_body=max_body,
         max_n=max_n,
         max_stop_strings=max_stop_strings,

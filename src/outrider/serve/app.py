@@ -48,13 +48,13 @@ def create_app(llm: AsyncLLM, settings: Settings) -> FastAPI:
     # the pages of FastAPI's documentation would load scripts from elsewhere
     app = FastAPI(title="Outrider", version=outrider.__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
 
-    def route(path: str, handler: Callable[..., Any], body: type[Body] | None = None, *methods: str) -> None:
+    def route(path: str, handler: Callable[..., Any], body: type[Body] | None = None, method: str = "") -> None:
         schema = None
         if body is not None:
             content = {"application/json": {"schema": body.model_json_schema()}}
             schema = {"requestBody": {"content": content, "required": True}}
-        verbs = list(methods) or ["GET" if body is None else "POST"]
-        app.add_api_route(path, handler, methods=verbs, response_model=None, openapi_extra=schema)
+        verb = method or ("GET" if body is None else "POST")
+        app.add_api_route(path, handler, methods=[verb], response_model=None, openapi_extra=schema)
 
     route("/v1/chat/completions", server.chat, ChatBody)
     route("/v1/completions", server.complete, CompletionBody)
@@ -63,7 +63,8 @@ def create_app(llm: AsyncLLM, settings: Settings) -> FastAPI:
     route("/tokenize", server.tokenize, TokenizeBody)
     route("/detokenize", server.detokenize, DetokenizeBody)
     route("/health", server.health)
-    route("/ping", server.health, None, "GET", "POST")
+    route("/ping", server.health)
+    route("/ping", server.health, None, "POST")
     route("/version", server.version)
     route("/metrics", server.metrics_text)
     route("/", server.page)
