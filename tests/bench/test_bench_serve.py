@@ -38,7 +38,13 @@ def good(body: dict[str, Any]) -> Iterator[Any]:
         yield text(body, piece)
         yield 0.005
     yield text(body, "d", "stop")
-    spec = {"num_spec_steps": 3, "num_draft_tokens": 5, "num_accepted_draft_tokens": 4, "per_step_drafted": [1] * 9000}
+    spec = {
+        "num_spec_steps": 3,
+        "mean_acceptance_length": 10 / 3,
+        "num_draft_tokens": 5,
+        "num_accepted_draft_tokens": 4,
+        "per_step_drafted": [1] * 9000,
+    }
     usage = {"prompt_tokens": 7, "completion_tokens": 10, "total_tokens": 17}
     yield {"choices": [], "usage": usage, "metrics": {"speculative_decoding": spec}}
     yield "[DONE]"
@@ -182,6 +188,22 @@ def test_missing_fields_are_no_errors() -> None:
     assert row.acceptance_length is None and row.draft_acceptance_rate == 0.75 and row.prompt_tokens is None
     assert any("2 answers came without usage" in line for line in serve.remarks([row]))
     assert serve.cells(row)[-2:] == ["-", "75%"]
+
+
+def test_tokens_a_forward_are_the_servers() -> None:
+    """vLLM counts only forwards with a draft: what its answers have more of tokens came without."""
+
+    def script(body: dict[str, Any]) -> Iterator[Any]:
+        yield text(body, "a", "length")
+        steps = body["seed"]
+        spec = {"num_spec_steps": steps, "mean_acceptance_length": 1.0 + steps, "num_draft_tokens": 4 * steps}
+        usage = {"completion_tokens": 48, "prompt_tokens": 3}
+        yield {"choices": [], "usage": usage, "metrics": {"speculative_decoding": spec}}
+        yield "[DONE]"
+
+    with Fake(script) as fake:
+        (row,) = measured(fake, requests=4)
+    assert row.acceptance_length == pytest.approx((1 * 2 + 2 * 3 + 3 * 4) / 6) and row.draft_acceptance_rate == 0
 
 
 def test_answers_without_text_have_no_first_token() -> None:

@@ -111,7 +111,8 @@ class Answer:
     finish: str | None = None
     error: str | None = None  # its kind
     said: str = ""  # an error's own words
-    steps: int = 0  # forwards that the server reports, and the drafts of them
+    steps: int = 0  # forwards that the server counts, the tokens that each brought, and their drafts
+    length: float = 0.0
     drafted: int | None = None
     accepted: int = 0
 
@@ -137,7 +138,7 @@ class Row:
     time_between_frames: dict[str, float] | None  # all gaps of all answers
     time_per_output_token: dict[str, float] | None  # (last text - first text) / (tokens - 1), one per answer
     end_to_end: dict[str, float] | None
-    acceptance_length: float | None  # tokens emitted / forwards, where the server tells
+    acceptance_length: float | None  # tokens a forward, where the server tells, and of the forwards that it counts
     draft_acceptance_rate: float | None
     finish: dict[str, int]
     late: float  # the most that the client sent a request after it was due
@@ -298,7 +299,8 @@ def _read(answer: Answer, data: str, now: float) -> bool:
         answer.tokens, answer.counted, answer.prompt_tokens = count, True, usage.get("prompt_tokens")
     spec = (frame.get("metrics") or {}).get("speculative_decoding") or {}
     if isinstance(steps := spec.get("num_spec_steps"), int):
-        answer.steps, answer.drafted = steps, int(spec.get("num_draft_tokens") or 0)
+        answer.steps, answer.length = steps, float(spec.get("mean_acceptance_length") or 0)
+        answer.drafted = int(spec.get("num_draft_tokens") or 0)
         answer.accepted = int(spec.get("num_accepted_draft_tokens") or 0)
     elif isinstance(drafted := (frame.get("timings") or {}).get("draft_n"), int):  # llama-server
         answer.drafted, answer.accepted = drafted, int(frame["timings"].get("draft_n_accepted") or 0)
@@ -411,7 +413,7 @@ def row(
 
     good = [a for a in answers if a.error is None]
     bad = [a for a in answers if a.error is not None]
-    told = [a for a in good if a.steps]
+    told = [a for a in good if a.steps and a.length]
     drafted = sum(a.drafted or 0 for a in good)
     read = [a.prompt_tokens for a in good if a.prompt_tokens is not None]
     about = provenance(torch.device("cpu"))
@@ -429,7 +431,7 @@ def row(
         time_between_frames=spread([gap for a in good for gap in a.gaps]),
         time_per_output_token=spread(per_token),
         end_to_end=spread([a.total for a in good]),
-        acceptance_length=sum(a.tokens for a in told) / sum(a.steps for a in told) if told else None,
+        acceptance_length=sum(a.length * a.steps for a in told) / sum(a.steps for a in told) if told else None,
         draft_acceptance_rate=sum(a.accepted for a in good) / drafted if drafted else None,
         finish=dict(Counter(str(a.finish) for a in good)), late=max((a.late for a in answers), default=0.0),
         base_url=s.base_url, model=model, endpoint=s.endpoint, source=source, prompts=different, asks=s.asks,
