@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -63,9 +62,8 @@ def likeliest(logits: Tensor) -> list[int]:
     """The argmax of each row of (rows, vocab), the first of equals; -1 where it is not finite (NaN counts as most)."""
     if logits.device.type == "cpu":  # where numpy is 5 to 15 times as fast
         values = logits.numpy()
-        best = values.argmax(-1)
-        good = np.isfinite(values[np.arange(len(values)), best])
-        tokens: list[int] = np.where(good, best, -1).tolist()
+        best = values.argmax(-1).tolist()
+        tokens: list[int] = [at if math.isfinite(row[at]) else -1 for row, at in zip(values, best, strict=True)]
     else:
         most, at = logits.max(-1)
         tokens = at.masked_fill(~most.isfinite(), -1).tolist()
@@ -92,6 +90,8 @@ def scores(logits: Tensor, rows: list[Row], stream: str = "") -> Tensor:
 
     May be `logits` itself.
     """
+    if not any(row.seq.params.temperature > 0 or _edits(row.seq.params) for row in rows):
+        return logits
     with few_threads(logits):
         logits, drawn = _shaped(logits, rows)
         for i in drawn:  # `_shaped` made a copy

@@ -145,9 +145,12 @@ def walk(draft: Draft, chosen: Callable[[int], int], ends: Container[int] = ()) 
         except OutriderError as error:
             return Verdict(path[:-1], tokens, draft.verifiable, draft.is_chain, error=None if tokens else error)
         tokens.append(token)
-        below = range(node + 1, draft.verifiable)
-        child = next((i for i in below if draft.parents[i] == node and draft.tokens[i] == token), None)
-        if child is None or token in ends:
+        for child in range(node + 1, draft.verifiable):
+            if draft.parents[child] == node and draft.tokens[child] == token:
+                break
+        else:
+            child = -1
+        if child < 0 or token in ends:
             return Verdict(path, tokens, draft.verifiable, draft.is_chain)
         path.append(child)
         node = child
