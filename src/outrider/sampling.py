@@ -25,6 +25,7 @@ from torch import Tensor
 from outrider.config import LogitsProcessor, SamplingParams
 from outrider.constraint import unpacked
 from outrider.errors import ConfigError, ConstraintError, OutriderError, RequestError, told
+from outrider.ops import argmax
 from outrider.outputs import Logprob
 from outrider.sequence import Sequence
 
@@ -60,14 +61,7 @@ def choose(logits: Tensor, rows: list[Row], stream: str = "") -> list[int]:
 
 def likeliest(logits: Tensor) -> list[int]:
     """The argmax of each row of (rows, vocab), the first of equals; -1 where it is not finite (NaN counts as most)."""
-    if logits.device.type == "cpu":  # where numpy is 5 to 15 times as fast
-        values = logits.numpy()
-        best = values.argmax(-1).tolist()
-        tokens: list[int] = [at if math.isfinite(row[at]) else -1 for row, at in zip(values, best, strict=True)]
-    else:
-        most, at = logits.max(-1)
-        tokens = at.masked_fill(~most.isfinite(), -1).tolist()
-    return tokens
+    return argmax(logits)
 
 
 def refusal(logits: Tensor, row: Row) -> OutriderError:
@@ -90,7 +84,7 @@ def scores(logits: Tensor, rows: list[Row], stream: str = "") -> Tensor:
 
     May be `logits` itself.
     """
-    if not any(row.seq.params.temperature > 0 or _edits(row.seq.params) for row in rows):
+    if rows and not any(row.seq.params.temperature > 0 or _edits(row.seq) for row in rows):
         return logits
     with few_threads(logits):
         logits, drawn = _shaped(logits, rows)
