@@ -62,7 +62,7 @@ def verify(seqs: list[Sequence], drafts: list[Draft], logits: Tensor, rule: Rule
         if not alone:
             rows.append(Row(seq))
             rows += [Row(seq, list(draft.words(i))) for i in range(draft.verifiable)]
-    parts = torch.split(logits, [1 + len(draft) for draft in drafts])
+    parts = torch.split(logits, [1 + len(draft) for draft in drafts]) if len(seqs) > 1 else [logits]
     flat = logits
     if len(rows) < len(logits):
         asked = zip(parts, drafts, stepwise, strict=True)

@@ -82,10 +82,12 @@ def rope(
 
 
 def argmax(x: Tensor) -> list[int]:
-    """Per row of x (rows, width) float32 where it is largest, the first of several; -1 if infinite (NaN counts most)."""
+    """Per row of x (rows, width) where it is largest, the first of equals; -1 if that is not finite (NaN counts most)."""
+    best: list[int]
     if native.runs(x.dtype, x.device) and x.dtype == torch.float32:
         x = x.contiguous()
-        best: list[int] = native.kernels.argmax(x.data_ptr(), *x.shape, torch.get_num_threads())
+        best = native.kernels.argmax(x.data_ptr(), *x.shape, torch.get_num_threads())
         return best
     most, at = x.max(-1)
-    return at.masked_fill(~most.isfinite(), -1).tolist()  # type: ignore[no-any-return]
+    best = at.masked_fill(~most.isfinite(), -1).tolist()
+    return best
