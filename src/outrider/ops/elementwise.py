@@ -82,7 +82,7 @@ def rope(
 
 
 def argmax(x: Tensor) -> list[int]:
-    """Per row of x (rows, width) where it is largest, the first of equals; -1 if that is not finite (NaN counts most)."""
+    """Per row of x (rows, width) where it is largest, the first of equals; -1 if that is not finite. NaN is largest."""
     best: list[int]
     if native.runs(x.dtype, x.device) and x.dtype == torch.float32:
         x = x.contiguous()
