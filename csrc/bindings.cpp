@@ -63,6 +63,14 @@ static void bind_elementwise(nb::module_ &m) {
     kernels().elementwise.rope(to(qkv), rows, stride, heads, queries, dim, at(cos), at(sin), at(q_norm), at(k_norm), eps,
                                half, threads);
   }, release);
+  m.def("argmax", [](uintptr_t x, int rows, int width, int threads) {
+    std::vector<int> best(rows);
+    {
+      nb::gil_scoped_release released;
+      kernels().elementwise.argmax(static_cast<const float *>(at(x)), rows, width, best.data(), threads);
+    }
+    return best;
+  });
 }
 
 NB_MODULE(_kernels, m) {

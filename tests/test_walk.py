@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -259,3 +264,46 @@ def test_what_does_not_fit():
     with pytest.raises(ValueError, match="norm is"):
         Walk(HEADS, KV_HEADS, DIM, 1e-5, [], model.norm[1:], model.head, None)
     del kept
+
+
+def test_many_threads_at_once():
+    """Forwards of one model from several threads share its weights and nothing else."""
+    model = make_model("Q4_1")
+    plain = life(make_runner(model))
+    with ThreadPoolExecutor(4) as threads:
+        for results in threads.map(lambda _: life(make_runner(model)), range(12)):
+            assert all(map(torch.equal, results, plain))
+
+
+STARVED = """
+import resource, sys
+sys.path.insert(0, sys.argv[1])
+import torch
+from test_walk import Stores, make_model
+model = make_model()
+model._walks()
+def go(rows):
+    turns, sines, kept = model.rotary.addresses([0] * rows, [1] * rows)
+    return model._walk([1] * rows, turns, sines, Stores([], torch.bfloat16), [], {})
+turns, sines, kept = model.rotary.addresses([0] * 2**19, [1] * 2**19)
+go(2)
+size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (size + 2**27, -1))
+for _ in range(3):
+    try:
+        model._walk([1] * 2**19, turns, sines, Stores([], torch.bfloat16), [], {})
+    except MemoryError:
+        go(2)
+    else:
+        sys.exit("there was memory after all")
+print("refused")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the address space is limited as Linux does it")
+def test_memory_runs_out():
+    """Scratch memory that cannot be had is a MemoryError, and the next walk works."""
+    env = {**os.environ, "LD_PRELOAD": ""}  # a sanitizer's own allocator would end the process
+    here = str(Path(__file__).parent)
+    done = subprocess.run([sys.executable, "-c", STARVED, here], env=env, capture_output=True, text=True)
+    assert done.stdout.strip() == "refused", done.stderr

@@ -75,6 +75,11 @@ class Model:
         linears = [m for layer in self.layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down)]
         return sum(m.nbytes for m in [*linears, self.head])
 
+    @property
+    def native_seconds(self) -> float | None:
+        """Seconds that forwards have spent in the kernels' walk so far; None where layers are called one by one."""
+        return self._walk.seconds if self._walks() and self._walk else None
+
     def forward(
         self,
         tokens: list[int],

@@ -134,6 +134,8 @@ class Runner:
                 slot.tokens += seq.tokens[start:] + (draft.tokens if draft.is_chain else [])
                 slot.settled = seq.settled
             assert wanted.logits is not None
+            if len(seqs) == 1:
+                return Output([wanted.logits], [hidden], drafts, wanted.logits)
             counts = [1 + len(draft) for draft in drafts]
             logits, states = torch.split(wanted.logits, counts), torch.split(hidden, counts)
             return Output(list(logits), list(states), drafts, wanted.logits)

@@ -62,7 +62,7 @@ def verify(seqs: list[Sequence], drafts: list[Draft], logits: Tensor, rule: Rule
         if not alone:
             rows.append(Row(seq))
             rows += [Row(seq, list(draft.words(i))) for i in range(draft.verifiable)]
-    parts = torch.split(logits, [1 + len(draft) for draft in drafts])
+    parts = torch.split(logits, [1 + len(draft) for draft in drafts]) if len(seqs) > 1 else [logits]
     flat = logits
     if len(rows) < len(logits):
         asked = zip(parts, drafts, stepwise, strict=True)
@@ -145,9 +145,12 @@ def walk(draft: Draft, chosen: Callable[[int], int], ends: Container[int] = ()) 
         except OutriderError as error:
             return Verdict(path[:-1], tokens, draft.verifiable, draft.is_chain, error=None if tokens else error)
         tokens.append(token)
-        below = range(node + 1, draft.verifiable)
-        child = next((i for i in below if draft.parents[i] == node and draft.tokens[i] == token), None)
-        if child is None or token in ends:
+        for child in range(node + 1, draft.verifiable):
+            if draft.parents[child] == node and draft.tokens[child] == token:
+                break
+        else:
+            child = -1
+        if child < 0 or token in ends:
             return Verdict(path, tokens, draft.verifiable, draft.is_chain)
         path.append(child)
         node = child

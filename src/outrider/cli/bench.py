@@ -294,9 +294,13 @@ def overhead(
     speculate: Speculates = None,
     history: Annotated[str, typer.Option(help="Tokens, with commas.")] = "1024,8192,32768",
 ) -> None:
-    """Measure what drafting costs beside the forwards, as a share of a forward of one token, as Markdown."""
+    """Measure what drafting costs beside the forwards, as a share of a forward of one token, as Markdown.
+
+    And what share of a plain step, of one sequence and of 16, is spent outside the kernels.
+    """
     import torch
 
+    from outrider.bench.overhead import plain
     from outrider.bench.overhead import run as costs
     from outrider.llm import LLM
 
@@ -307,6 +311,9 @@ def overhead(
     rows = [[c.method, str(c.history), f"{1e3 * c.first:.1f}", f"{1e3 * c.step:.2f}", f"{c.share:.1%}"] for c in found]
     print(report.markdown_table(["method", "history", "first step ms", "step ms", "of a forward"], rows))
     print(f"\nA forward of {model}, one token: {1e3 * found[0].forward:.1f} ms, {torch.get_num_threads()} threads.")
+    for p in plain(llm, list(range(16)), [1, 16]):
+        share = "called layer by layer" if p.outside is None else f"{p.outside / p.step:.1%} of it outside the kernels"
+        print(f"A plain step of {p.batch}: {1e3 * p.step:.2f} ms, {share}.")
 
 
 @bench_app.command()

@@ -5,7 +5,7 @@ not depend on how many rows ride along. `runner.check_exactness` tests that on t
 """
 
 from outrider.ops.attention import KEY_BLOCK, attend, attend_all, attention, attention_mask, follows_paths, write
-from outrider.ops.elementwise import rms_norm, rope, rotate, swiglu
+from outrider.ops.elementwise import argmax, rms_norm, rope, rotate, swiglu
 from outrider.ops.linear import Factors, Linear, Quantized, packs
 from outrider.ops.walk import Block, Stores, Walk
 
@@ -17,6 +17,7 @@ __all__ = [
     "Quantized",
     "Stores",
     "Walk",
+    "argmax",
     "attend",
     "attend_all",
     "attention",

@@ -6,6 +6,7 @@ the kernels do not take and for caches that attend in ways of their own.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -67,6 +68,7 @@ class Walk:
         head: Linear,
         embedding: Tensor | Linear | None,
     ) -> None:
+        self.seconds = 0.0  # spent in the native call so far
         self.hidden, self.vocab, self.dtype = head.in_features, head.out_features, head.dtype
         self.heads, self.dim, self.layers = heads, dim, len(blocks)
         self._kept: list[Any] = [blocks, head, embedding]  # whose addresses the kernels hold
@@ -126,11 +128,13 @@ class Walk:
         queries = torch.empty(self.layers, rows, self.heads, self.dim, dtype=self.dtype) if stores.queries else None
         out = torch.empty(len(wanted), self.hidden, dtype=self.dtype)
         logits = torch.empty(len(wanted) if head else 0, self.vocab)
+        began = time.perf_counter()
         self._native.forward(
             tokens, native.address(embedded), turns, sines, stores.runs, wanted,
             [(point, x.data_ptr()) for point, x in states.items()], native.address(queries), out.data_ptr(),
             logits.data_ptr() if head else 0, torch.get_num_threads(),
         )  # fmt: skip
+        self.seconds += time.perf_counter() - began
         if stores.queries and queries is not None:
             stores.queries(queries)
         return out, logits
