@@ -8,6 +8,7 @@
 namespace nb = nanobind;
 
 void bind_attention(nb::module_ &m);
+void bind_walk(nb::module_ &m);
 
 static const void *at(uintptr_t address) { return reinterpret_cast<const void *>(address); }
 static void *to(uintptr_t address) { return reinterpret_cast<void *>(address); }
@@ -38,6 +39,14 @@ static void bind_linear(nb::module_ &m) {
         (offsets ? w.offsets : w.scales).coarse = static_cast<const uint16_t *>(at(packed));
       })
       .def("set_bias", [](Weights &w, uintptr_t bias) { w.bias = at(bias); })
+      .def("rows", [](const Weights &w, const std::vector<int64_t> &outputs, uintptr_t to_) {
+        char *row = static_cast<char *>(to(to_));
+        for (int64_t output : outputs) {
+          if (output < 0 || output >= w.outputs) throw nb::index_error("there is no such row of weights");
+          unpack_row(w, int(output), row);
+          row += w.inputs * (w.format == kF32 ? 4 : 2);
+        }
+      })
       .def("multiply", [](const Weights &w, uintptr_t x, int rows, uintptr_t y, int stride, bool y_float,
                           uintptr_t residual, uintptr_t norm, float eps, int threads) {
         kernels().linear.linear(w, at(x), rows, to(y), stride, y_float, at(residual), at(norm), eps, threads);
@@ -54,6 +63,14 @@ static void bind_elementwise(nb::module_ &m) {
     kernels().elementwise.rope(to(qkv), rows, stride, heads, queries, dim, at(cos), at(sin), at(q_norm), at(k_norm), eps,
                                half, threads);
   }, release);
+  m.def("argmax", [](uintptr_t x, int rows, int width, int threads) {
+    std::vector<int> best(rows);
+    {
+      nb::gil_scoped_release released;
+      kernels().elementwise.argmax(static_cast<const float *>(at(x)), rows, width, best.data(), threads);
+    }
+    return best;
+  });
 }
 
 NB_MODULE(_kernels, m) {
@@ -79,4 +96,5 @@ NB_MODULE(_kernels, m) {
   bind_linear(m);
   bind_elementwise(m);
   bind_attention(m);
+  bind_walk(m);
 }

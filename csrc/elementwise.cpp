@@ -46,6 +46,37 @@ void turn_rows(A *qkv, int rows, int stride, int heads, int queries, int dim, co
   });
 }
 
+int best_of(const float *x, int width) {
+  vf most = splat(-__builtin_inff());
+  vi odd = {};
+  int k = 0;
+  for (; k + W <= width; k += W) {
+    const vf v = load(x + k);
+    odd |= v != v;
+    most = max(v, most);
+  }
+  float top = max(most);
+  bool fine = true;
+  for (int i = 0; i < W; i++) fine &= !odd[i];
+  for (; k < width; k++) {
+    fine &= x[k] == x[k];
+    if (x[k] > top) top = x[k];
+  }
+  if (!fine || __builtin_isinf(top)) return -1;
+  for (k = 0; k + W <= width; k += W) {
+    const vi here = load(x + k) == top;
+    for (int i = 0; i < W; i++)
+      if (here[i]) return k + i;
+  }
+  while (x[k] != top) k++;
+  return k;
+}
+
+void argmax(const float *x, int rows, int width, int *best, int threads) {
+  pool::parallel(rows, int64_t(rows) * width > 16 * kSerial ? threads : 1,
+                 [&](int r) { best[r] = width ? best_of(x + size_t(r) * width, width) : -1; });
+}
+
 template <class A>
 const A *as(const void *p) { return static_cast<const A *>(p); }
 
@@ -66,6 +97,6 @@ void rope(void *qkv, int rows, int stride, int heads, int queries, int dim, cons
 
 }  // namespace
 
-const ElementwiseKernels elementwise_kernels = {rms_norm, rope};
+const ElementwiseKernels elementwise_kernels = {rms_norm, rope, argmax};
 
 }  // namespace OUTRIDER_ISA

@@ -9,6 +9,8 @@ struct ElementwiseKernels {
   // the others by k_norm, each (dim).
   void (*rope)(void *qkv, int rows, int stride, int heads, int queries, int dim, const void *cos, const void *sin,
                const void *q_norm, const void *k_norm, float eps, bool half, int threads);
+  // best[r] = where row r of x (rows, width) is largest, the first place of several; -1 if that is infinite, or one is NaN.
+  void (*argmax)(const float *x, int rows, int width, int *best, int threads);
 };
 
 #ifdef OUTRIDER_ISA

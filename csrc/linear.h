@@ -73,6 +73,9 @@ struct LinearKernels {
 // quantised formats, within their bits. The second function packs factors (outputs, count), of `size` bytes each.
 void pack_weights(const Weights &w, const void *plain, void *packed, int threads);
 void pack_factors(const Weights &w, const void *plain, int count, int size, void *packed);
+// The weights of one output (inputs), as activations are stored: what the packed ones stand for, rounded once. Not of
+// gated weights.
+void unpack_row(const Weights &w, int output, void *to);
 
 #ifdef OUTRIDER_ISA
 namespace OUTRIDER_ISA {

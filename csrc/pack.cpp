@@ -39,7 +39,67 @@ void pack_bits(const Weights &w, const int8_t *plain, uint8_t *to, int panel) {
   }
 }
 
+float from_bits(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, 4);
+  return x;
+}
+
+float from_half(uint16_t x) {
+  const uint32_t magnitude = x & 0x7fff, infinite = magnitude >= 0x7c00 ? 0x7f800000 : 0;
+  uint32_t bits;
+  const float scaled = from_bits(magnitude << 13) * 0x1p112f;  // the exponent's bias; subnormal numbers become normal
+  memcpy(&bits, &scaled, 4);
+  return from_bits(bits | infinite | (x & 0x8000u) << 16);
+}
+
+// To nearest even.
+uint16_t to_bfloat(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  return x != x ? bits >> 16 | 0x40 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+// The integer that pack_bits, or pack_panel of bytes, put at k of place i.
+int code_at(const Weights &w, const uint8_t *panel, int i, int k) {
+  if (w.format == kI8) return int8_t(panel[size_t(k / 2) * 2 * kPanel + i / 16 * 32 + k % 2 * 16 + i % 16]);
+  const int bits = w.bits(), word = i % 16 * 2 + k % 2, j = k % 4 / 2 * 2 + i / 16;
+  const uint8_t *step = panel + size_t(k / 4) * (kPanel * 4 * bits / 8);
+  int code = step[2 * word + j / 2] >> j % 2 * 4 & 0xf;
+  if (bits == 5) code |= (step[64 + 4 * j + word / 8] >> word % 8 & 1) << 4;
+  if (bits == 6) code |= (step[64 + word] >> 2 * j & 3) << 4;
+  return code - (w.format == kI4 ? 8 : w.format == kI6 ? 32 : 0);
+}
+
+float factor_at(const Weights &w, const Factors &factors, int panel, int i, int k) {
+  const size_t each = (size_t(panel) * w.groups() + k / w.group) * kPanel + i;
+  if (factors.kind == Factors::kHalf) return from_half(static_cast<const uint16_t *>(factors.each)[each]);
+  if (factors.kind == Factors::kBfloat) return from_bits(uint32_t(static_cast<const uint16_t *>(factors.each)[each]) << 16);
+  const float coarse = from_half(factors.coarse[(size_t(panel) * w.supers() + k / kSuper) * kPanel + i]);
+  return coarse * static_cast<const int8_t *>(factors.each)[each];
+}
+
 }  // namespace
+
+void unpack_row(const Weights &w, int output, void *to) {
+  const int panel = output / kPanel, i = output % kPanel;
+  const uint8_t *data = static_cast<const uint8_t *>(w.data) + panel * w.panel_bytes();
+  const uint16_t *halves = reinterpret_cast<const uint16_t *>(data);
+  float scale = 0, offset = 0;
+  for (int k = 0; k < w.inputs; k++) {
+    if (w.format == kF32) {
+      static_cast<float *>(to)[k] = reinterpret_cast<const float *>(data)[size_t(k) * kPanel + i];
+    } else if (w.format == kBF16) {
+      static_cast<uint16_t *>(to)[k] = halves[size_t(k / 2) * 2 * kPanel + 2 * i + k % 2];
+    } else {
+      if (k % w.group == 0) {
+        scale = factor_at(w, w.scales, panel, i, k);
+        offset = w.offsets.each ? factor_at(w, w.offsets, panel, i, k) : 0;
+      }
+      static_cast<uint16_t *>(to)[k] = to_bfloat(code_at(w, data, i, k) * scale + offset);
+    }
+  }
+}
 
 void pack_weights(const Weights &w, const void *plain, void *packed, int threads) {
   pool::parallel(w.panels(), threads, [&](int panel) {

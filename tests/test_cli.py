@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -72,6 +73,22 @@ def test_prompt_from_file_and_stdin(run, tmp_path, monkeypatch):
     expected = run("generate", PROMPT, "--json", "--max-tokens", "5")[1]
     from_file = run("generate", "--prompt-file", str(path), "--json", "--max-tokens", "5")[1]
     assert json.loads(from_file)["token_ids"] == json.loads(expected)["token_ids"]
+
+
+def test_structured_outputs(run, tmp_path):
+    (tmp_path / "schema.json").write_text('{"type": "object", "properties": {"a": {"enum": [17]}}, "required": ["a"]}')
+    flags = ["generate", PROMPT, "--json", "--max-tokens", "20", "--speculate", "ngram"]
+    for asked, text in (
+        (["--choice", "Paris", "--choice", "Parma"], r"Par(is|ma)"),
+        (["--regex", "[0-9]{3}x"], r"[0-9]{3}x"),
+        (["--grammar", 'start: "a" "b"'], "ab"),
+        (["--json-schema", str(tmp_path / "schema.json"), "--compact", "--no-additional-properties"], r'\{"a":17\}'),
+        (["--json-schema", '{"const": 5}'], "5"),
+    ):
+        code, out, _ = run(*flags, *asked)
+        assert code == 0 and re.fullmatch(text, json.loads(out)["text"]), asked
+    for wrong in (["--regex", "(a"], ["--json-schema", "{"], ["--choice", "a", "--regex", "b"], ["--compact"]):
+        assert run(*flags, *wrong)[0] != 0, wrong
 
 
 def test_info(run):

@@ -146,6 +146,59 @@ def test_what_a_step_calls_cannot_step(random_llm):
     assert_released(random_llm)
 
 
+# --- a request's own bounds -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_request_bounds_its_own_drafts(random_llm, method):
+    expected = alone(random_llm)
+    random_llm.speculative_config = METHODS[method]
+    engine, bounds = random_llm.engine, [None, 0, 1, 2, 0, 99]
+    requests = [engine.add(prompt, SAMPLED, k=k)[0] for prompt, k in zip(PROMPTS, bounds, strict=True)]
+    for _ in engine.run():
+        pass
+    outputs = [engine.output(request) for request in requests]
+    assert [output.token_ids for output in outputs] == expected
+    for output, k in zip(outputs, bounds, strict=True):
+        spec = output.metrics["speculative_decoding"]
+        assert max(spec["per_step_drafted"]) <= (engine.k if k is None else min(k, engine.k)) >= spec["num_spec_tokens"]
+        assert output.metrics["method"] == ("none" if k == 0 else method)
+    assert_released(random_llm)
+
+
+def test_a_drafter_never_hears_of_plain_requests(random_llm):
+    expected = alone(random_llm)
+    drafter = ScriptedDrafter(oracle(dict(zip(map(tuple, PROMPTS), expected, strict=True))))
+    use(random_llm, drafter, 6)
+    heard, propose, observe = [], drafter.propose, drafter.observe
+    drafter.propose = lambda seqs, k: heard.extend((seq.id, k) for seq in seqs) or propose(seqs, k)
+    drafter.observe = lambda seqs, verdicts, output: (
+        heard.extend((seq.id, len(draft)) for seq, draft in zip(seqs, output.drafts, strict=True))
+        or observe(seqs, verdicts, output)
+    )
+    engine = random_llm.engine
+    plain, few, other = [engine.add(p, SAMPLED, k=k)[0] for p, k in zip(PROMPTS[:3], (0, 3, 2), strict=True)]
+    for _ in engine.run():
+        pass
+    assert [engine.output(r).token_ids for r in (plain, few, other)] == expected[:3]
+    assert plain.seq.id not in dict(heard) and max(k for _, k in heard) == 3
+    metrics = [engine.output(r).metrics["speculative_decoding"] for r in (few, other)]
+    assert [m["mean_acceptance_length"] for m in metrics] == [4, 3]
+
+
+def test_lower_priorities_go_first(make_llm):
+    llm = make_llm(engine={"max_num_seqs": 1})
+    engine, order = llm.engine, []
+    requests = [engine.add([1 + i], GREEDY, priority=p)[0] for i, p in enumerate([5, 0, -1, 0])]
+    for request, _ in engine.run():
+        order += [requests.index(request)] if requests.index(request) not in order else []
+    assert order == [2, 1, 3, 0]
+    for bad in ({"priority": 1.5}, {"k": -1}, {"k": True}, {"cache_salt": 3}):
+        with pytest.raises(ConfigError, match=next(iter(bad))):
+            engine.add([1], GREEDY, **bad)
+    assert_released(llm)
+
+
 # --- one request's failure is its own ---------------------------------------------------------------------------------
 
 

@@ -11,9 +11,9 @@ import outrider
 
 ROOT = Path(outrider.__file__).parent
 ORDER = (
-    "errors, files, config, outputs -> draft -> sequence -> sampling, verify, ops -> kv | model -> quantize, parallel, "
-    "gguf, load -> export -> corpus -> datastore -> runner -> speculate -> control -> drafters -> plan -> "
-    "engine -> llm -> hf -> serve, train, bench -> cli"
+    "errors, files, config, outputs -> draft -> constraint -> sequence -> ops, sampling, verify -> kv | model -> "
+    "quantize, gguf, load -> export -> corpus -> datastore -> runner -> speculate -> control -> drafters -> plan -> "
+    "engine -> llm -> async_llm, hf -> serve, train, bench -> cli"
 )
 TIERS = ORDER.replace(",", " -> ").replace("|", " -> ").replace(" ", "").split("->")
 APART = {("kv", "model"), ("model", "kv")}

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from outrider.config import ModelConfig
 from outrider.model import Rotary
-from outrider.ops import Linear, rotate, swiglu
+from outrider.ops import Linear, argmax, rotate, swiglu
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
@@ -79,3 +79,21 @@ def test_rotary_tables(dtype, kind):
         assert torch.equal(one[0][0], cos[i]) and torch.equal(one[1][0], sin[i])
     angle = torch.tensor(480.0) * rotary.inv
     assert torch.allclose(cos[0, 0, :20].double(), angle.cos().double(), atol=1e-2)
+
+
+@pytest.mark.parametrize("width", [1, 3, 16, 100, 4097])
+def test_argmax(width):
+    """As torch's, the first of several; -1 for what cannot be compared or is infinite, wherever it lies."""
+    x = torch.randn(9, width, generator=torch.Generator().manual_seed(width)).round(decimals=1)
+    assert argmax(x) == x.argmax(-1).tolist()
+    assert argmax(x[:, : max(1, width - 1)]) == x[:, : max(1, width - 1)].argmax(-1).tolist()
+    for odd in (torch.nan, torch.inf):
+        for at in {0, width // 2, width - 1}:
+            y = x.clone()
+            y[3, at] = odd
+            assert argmax(y) == [*argmax(x)[:3], -1, *argmax(x)[4:]]
+    x[5] = -torch.inf
+    assert argmax(x)[5] == -1
+    x[5, width - 1] = -3.0
+    assert argmax(x)[5] == width - 1
+    assert argmax(x[:0]) == []

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from outrider import cli
 from outrider.bench import run
-from outrider.cli.bench import Output, bar, bench
+from outrider.cli.bench import Output, bar, bench, exact
 from outrider.cli.options import Device, Reporter, Threads, read_ints
 from outrider.load import find, read_tokenizer
 from tools import docs as pages
@@ -23,6 +23,7 @@ app = typer.Typer(
     name="python -m tools", help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
 app.command(help="As `outrider bench`, with all peers.")(bench)
+app.command(help="As `outrider bench exact`, with all peers.")(exact)
 
 Data = Annotated[Path, typer.Option(envvar="OUTRIDER_DATA", help="Folder with the texts.")]
 Corpus = Annotated[Path, typer.Option(help="Folder of the tokenised texts; made if it is not there.")]

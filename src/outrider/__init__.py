@@ -8,16 +8,27 @@ from importlib.util import find_spec
 # the time slice of the very thread they wait for: 50-100x slower (docs/LOG.md). Read when torch is first imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
-__all__ = ["LLM", "Draft", "Drafter", "GenerationOutput", "SamplingParams", "SpeculativeConfig"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "Draft",
+    "Drafter",
+    "GenerationOutput",
+    "SamplingParams",
+    "SpeculativeConfig",
+    "StructuredOutputsParams",
+]
 __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "llm",
+    "AsyncLLM": "async_llm",
     "Draft": "draft",
     "Drafter": "speculate",
     "GenerationOutput": "outputs",
     "SamplingParams": "config",
     "SpeculativeConfig": "config",
+    "StructuredOutputsParams": "config",
 }
 
 

@@ -255,6 +255,62 @@ next token, as a tensor. It must depend on its arguments alone: it is also asked
 supposes."""
 
 
+STRUCTURES = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+
+@dataclass(frozen=True)
+class StructuredOutputsParams:
+    """What an output must be, from its first token to its last: exactly one of the first six. Names follow vLLM.
+
+    The whitespace options are for JSON. Raises ConfigError for values that cannot be; whether a schema or grammar can
+    be used is found when a request is made.
+    """
+
+    json: str | Mapping[str, Any] | None = None  # JSON that satisfies this schema, given as an object or as text
+    regex: str | None = None  # in Rust's syntax: Python's without look-around and back references
+    choice: list[str] | None = None  # one of these
+    grammar: str | None = None  # in Lark's syntax as llguidance has it, or llama.cpp's GBNF
+    json_object: bool | None = None  # any JSON object
+    structural_tag: str | Mapping[str, Any] | None = None  # free text, with JSON between the tags of `structures`
+    disable_any_whitespace: bool = False  # JSON on one line, without a space between its parts: all the more is forced
+    disable_additional_properties: bool = False  # where the schema names properties, no others
+    whitespace_pattern: str | None = None  # a regex for the space between JSON's parts; None: up to 32 characters
+
+    def __post_init__(self) -> None:
+        if len(self.asked) != 1:
+            given = f", not {' and '.join(self.asked)}" if self.asked else ""
+            raise ConfigError(f"structured_outputs take exactly one of {', '.join(STRUCTURES)}{given}")
+        ((name, value),) = self.asked.items()
+        if name == "choice":
+            words = list(value) if isinstance(value, (list, tuple)) else []
+            if not words or not all(isinstance(word, str) for word in words):
+                raise ConfigError(f"structured_outputs: choice is a list of texts, at least one, not {brief(value)}")
+            object.__setattr__(self, "choice", words)
+        elif name == "json_object":
+            if value is not True:
+                raise ConfigError(f"structured_outputs: json_object must be True or left out, not {brief(value)}")
+        elif name in ("regex", "grammar") and not isinstance(value, str):
+            raise ConfigError(f"structured_outputs: {name} must be text, not {brief(value)}")
+        elif name in ("json", "structural_tag") and not isinstance(value, (str, Mapping)):
+            raise ConfigError(f"structured_outputs: {name} must be an object or its text, not {brief(value)}")
+        if isinstance(value, str) and not value:
+            raise ConfigError(f"structured_outputs: {name} is empty")
+        for name in ("disable_any_whitespace", "disable_additional_properties"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"structured_outputs: {name} must be True or False, not {brief(getattr(self, name))}")
+        if not (self.whitespace_pattern is None or isinstance(self.whitespace_pattern, str)):
+            raise ConfigError(
+                f"structured_outputs: whitespace_pattern must be text, not {brief(self.whitespace_pattern)}"
+            )
+        if self.disable_any_whitespace and self.whitespace_pattern is not None:
+            raise ConfigError("structured_outputs: give disable_any_whitespace or whitespace_pattern, not both")
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """What was given of the six."""
+        return {name: value for name in STRUCTURES if (value := getattr(self, name)) is not None}
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How one request is sampled and when it stops. Names and defaults follow vLLM, `max_tokens` excepted.
@@ -281,6 +337,7 @@ class SamplingParams:
     logprobs: int | None = None  # this many likeliest tokens beside the chosen one, from the raw logits
     logits_processors: list[LogitsProcessor] | None = None
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = None  # or a mapping of its fields
 
     def __post_init__(self) -> None:
         def check(name: str, value: float | None, what: str) -> None:
@@ -330,6 +387,13 @@ class SamplingParams:
             if None in ids:
                 raise ConfigError(f"stop_token_ids must be token ids, not {brief(self.stop_token_ids)}")
             object.__setattr__(self, "stop_token_ids", ids)
+        if isinstance(asked := self.structured_outputs, Mapping):
+            if unknown := [key for key in asked if key not in {f.name for f in fields(StructuredOutputsParams)}]:
+                valid = ", ".join(f.name for f in fields(StructuredOutputsParams))
+                raise ConfigError(f"structured_outputs: unknown key {brief(unknown[0])}; valid: {valid}")
+            object.__setattr__(self, "structured_outputs", StructuredOutputsParams(**asked))
+        elif not (asked is None or isinstance(asked, StructuredOutputsParams)):
+            raise ConfigError(f"structured_outputs must be StructuredOutputsParams or None, not {brief(asked)}")
         if any(not callable(processor) for processor in self.logits_processors or ()):
             raise ConfigError("logits_processors must be functions of (token_ids, logits)")
         if self.logit_bias is not None:
@@ -453,7 +517,8 @@ class EngineConfig:
 
     max_model_len: int | None = None  # tokens of prompt and output together; None = the model's context
     max_num_seqs: int = 32  # sequences that share a forward
-    max_num_batched_tokens: int = 512  # prompt tokens in one forward
+    max_num_batched_tokens: int = 512  # in one forward: of prompts, of drafts, and one of each running sequence
+    max_prefill_delay: float = 0.05  # seconds that reading prompts adds to a step of running ones; nor is it doubled
     kv_memory: int | None = None  # bytes for keys and values; None = 90 % of what is free at the start
     kv_offload: bool = False  # keys and values live in host memory and stream through the device
     on_chip_layers: int = 0  # ... but for those of so many layers
@@ -466,6 +531,10 @@ class EngineConfig:
             if item.name == "kv_offload":
                 if not isinstance(value, bool):
                     raise ConfigError(f"kv_offload must be True or False, not {brief(value)}")
+                continue
+            if item.name == "max_prefill_delay":
+                if real(value, 0, 1e6) is None:
+                    raise ConfigError(f"max_prefill_delay must be a number of seconds, at least 0, not {brief(value)}")
                 continue
             least, most = int(item.name != "on_chip_layers"), 2**16 if item.name == "max_num_batched_tokens" else 2**62
             if (n := whole(value, least, most)) is None:

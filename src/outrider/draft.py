@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -22,14 +22,16 @@ class Draft:
     `q` (nodes, vocab) is the distribution each node was drawn from, given its ancestors and its earlier siblings
     (independent siblings carry the same one), by noise that no earlier step used; only the rules `rejection` and
     `block` look at it, and they are exact without it, too. A row of zeros is a node without one. The last `riders`
-    nodes share the forward but are never verified. `trust` says of each node how far the drafter believes in it once
-    its parent stands, from 0 to 1: `auto` learns what that is worth, and nobody else asks.
+    nodes share the forward but are never verified. `forced` are the nodes that a request's grammar put there. `trust`
+    says of each node how far the drafter believes in it once its parent stands, from 0 to 1: `auto` learns what that is
+    worth, and nobody else asks.
     """
 
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     q: Tensor | None = None
     riders: int = 0
+    forced: frozenset[int] = frozenset()
     trust: list[float] | None = None
 
     def __post_init__(self) -> None:
@@ -117,12 +119,16 @@ class Draft:
                 merged.riders += 1
         return merged, where
 
-    def clip(self, depth: int, vocab: int = 2**63) -> Draft:
-        """Without nodes deeper than `depth` tokens after the sequence, or that are, or hang on, no token of `vocab`."""
+    def clip(self, depth: int, vocab: int = 2**63, nodes: int | None = None) -> Draft:
+        """Without nodes deeper than `depth` tokens after the sequence, or that are, or hang on, no token of `vocab`.
+
+        And without those that can be accepted from number `nodes` on, or hang on one of them.
+        """
         depths: list[float] = []
-        for token, parent in zip(self.tokens, self.parents, strict=True):
+        most = self.verifiable if nodes is None else min(nodes, self.verifiable)
+        for i, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
             below = depths[parent] if parent >= 0 else 0
-            depths.append(1 + below if 0 <= token < vocab else math.inf)
+            depths.append(1 + below if 0 <= token < vocab and not most <= i < self.verifiable else math.inf)
         if max(depths, default=0) <= depth:
             return self
         kept = [i for i, d in enumerate(depths) if d <= depth]
@@ -132,6 +138,7 @@ class Draft:
             [index[self.parents[i]] for i in kept],
             None if self.q is None else self.q[kept],
             sum(i >= self.verifiable for i in kept),
+            frozenset(index[i] for i in self.forced & index.keys()),
             None if self.trust is None else [self.trust[i] for i in kept],
         )
 
@@ -147,5 +154,11 @@ class Verdict:
     tokens: list[int]
     drafted: int = 0  # nodes that could have been accepted
     chain: bool = True  # whether each followed the one before it
+    forced: frozenset[int] = frozenset()  # nodes that the request's grammar put into the draft
     logprobs: list[Logprob] = field(default_factory=list)  # per emitted token, if the request asks
     error: OutriderError | None = None
+
+    def copy(self) -> Verdict:
+        """One of its own lists."""
+        path, tokens, logprobs = self.path.copy(), self.tokens.copy(), self.logprobs.copy()
+        return replace(self, path=path, tokens=tokens, logprobs=logprobs)

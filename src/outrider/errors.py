@@ -8,9 +8,12 @@ OutriderError
 │   ├── CheckpointError                damaged, incomplete or mismatched weights
 │   └── VocabularyMismatch             a draft model that does not speak the target's tokens
 ├── DrafterError                   a drafter that raised, or proposed what is no draft
+├── EngineError                    the engine failed, or is closed
 └── RequestError (ValueError)      a request that cannot be served
     ├── EmptyPrompt                    nothing to continue
     ├── RequestTooLong                 longer than the context, or than memory allows
+    ├── ConstraintError                structured_outputs that lead nowhere
+    ├── QueueFull                      too much is waiting already; later it may be served
     └── OutOfMemory                    memory ran out under a running request
 
 Each message is one line that says what was wrong and what would be right.
@@ -75,6 +78,10 @@ class DrafterError(OutriderError):
         self.verdicts = verdicts
 
 
+class EngineError(OutriderError):
+    """The engine failed, or is closed: nothing is wrong with the request."""
+
+
 class RequestError(OutriderError, ValueError):
     """A request that cannot be served."""
 
@@ -85,6 +92,14 @@ class EmptyPrompt(RequestError):
 
 class RequestTooLong(RequestError):
     """Longer than the context, or than memory allows."""
+
+
+class ConstraintError(RequestError):
+    """structured_outputs that lead nowhere, or grow too complex, in the middle of an output."""
+
+
+class QueueFull(RequestError):
+    """Too much is waiting already; the same request may be served later."""
 
 
 class OutOfMemory(RequestError):

@@ -140,7 +140,7 @@ class LLM:
         the order of the prompts, n for each. Raises RequestError's kinds before anything runs, and, with no output, the
         error of the first request of this call that fails while it runs.
         """
-        params = self._params(sampling_params, sampling)
+        params = sampling_params_of(sampling_params, sampling)
         alone = isinstance(prompts, str) or _ids(prompts) is not None
         if not alone and not isinstance(prompts, (list, tuple)):
             raise _no_prompt(prompts)
@@ -178,7 +178,7 @@ class LLM:
 
         The other keywords are those of `render`.
         """
-        params = self._params(sampling_params, sampling)
+        params = sampling_params_of(sampling_params, sampling)
         if params.n != 1:
             raise ConfigError(f"chat gives one output; n must be 1, not {params.n}")
         many = _is_list(messages) and bool(messages) and all(map(_is_list, messages))
@@ -207,15 +207,10 @@ class LLM:
         `prompt` is text, token ids or a conversation, for which `render` explains the keywords. Closing the iterator,
         or dropping it, stops the request. Its error, if it fails, is raised behind the tokens it had.
         """
-        params = self._params(sampling_params, sampling)
+        params = sampling_params_of(sampling_params, sampling)
         if params.n != 1:
             raise ConfigError(f"stream gives one output; n must be 1, not {params.n}")
-        if _is_list(prompt) and len(prompt) and isinstance(prompt[0], Mapping):
-            ids = self.render(prompt, chat_template=chat_template, chat_template_kwargs=chat_template_kwargs)  # type: ignore[arg-type]
-        elif chat_template is not None or chat_template_kwargs is not None:
-            raise ConfigError("chat_template and chat_template_kwargs belong to a conversation, a list of messages")
-        else:
-            ids = self.encode(prompt)  # type: ignore[arg-type]
+        ids = self.read(prompt, chat_template=chat_template, chat_template_kwargs=chat_template_kwargs)
         (request,) = self.engine.add(ids, params)
         events = self._events(self.engine, request)
         next(events)  # enters its `try`: closing the iterator stops the request even if nothing was read from it
@@ -236,8 +231,16 @@ class LLM:
         finally:
             engine.abort(request)
 
-    def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt.
+    def read(self, prompt: Prompt | Sequence[Message], **template: Any) -> list[int]:
+        """Token ids of text, token ids or a conversation, for which `render` explains the keywords."""
+        if _is_list(prompt) and len(prompt) and isinstance(prompt[0], Mapping):
+            return self.render(prompt, **template)  # type: ignore[arg-type]
+        if any(value is not None for value in template.values()):
+            raise ConfigError(f"{' and '.join(template)} belong to a conversation, a list of messages")
+        return self.encode(prompt)  # type: ignore[arg-type]
+
+    def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt; of text with the special tokens that the tokenizer adds, unless told not to.
 
         Raises EmptyPrompt, ConfigError for text without a tokenizer, and RequestTooLong for text that is far over the
         context, which is found out without tokenizing all of it.
@@ -245,7 +248,7 @@ class LLM:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ConfigError("this model has no tokenizer; give token ids instead of text")
-            ids = self._tokenize(prompt)
+            ids = self._tokenize(prompt, add_special_tokens=add_special_tokens)
             if not prompt or not ids:
                 raise EmptyPrompt("the prompt is empty; give at least one token")
             return ids
@@ -319,13 +322,14 @@ class LLM:
                     f"over the context of {self.engine.max_len}; shorten the prompt"
                 )
 
-    @staticmethod
-    def _params(given: SamplingParams | None, sampling: dict[str, Any]) -> SamplingParams:
-        if given is not None and sampling:
-            raise ConfigError("give sampling_params or its fields, not both")
-        if given is not None and not isinstance(given, SamplingParams):
-            raise ConfigError(f"sampling_params must be SamplingParams, not {given!r}; or give its fields as keywords")
-        return given if given is not None else _make(SamplingParams, sampling)
+
+def sampling_params_of(given: SamplingParams | None, sampling: dict[str, Any]) -> SamplingParams:
+    """Parameters that are given as such, or as fields; not both. Raises ConfigError."""
+    if given is not None and sampling:
+        raise ConfigError("give sampling_params or its fields, not both")
+    if given is not None and not isinstance(given, SamplingParams):
+        raise ConfigError(f"sampling_params must be SamplingParams, not {given!r}; or give its fields as keywords")
+    return given if given is not None else _make(SamplingParams, sampling)
 
 
 def _is_list(given: Any) -> bool:

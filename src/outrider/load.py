@@ -458,6 +458,7 @@ class _Builder:
             head = self.linear("", {"lm_head": c.vocab_size}, c.hidden_size, False, scheme=scheme)
         elif stored and self.runs_stored([stored]) and not scheme:
             head = Linear(self.quantized([stored], [name]))
+            return head.rows, head
         else:
             weight = self.weights.mapped(name, *shape).detach().to(device=self.device, dtype=self.dtype)
             weight = _finite(weight, self.weights.path, name)

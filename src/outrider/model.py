@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.config import ModelConfig
-from outrider.ops import Linear, rms_norm, rope
+from outrider.ops import Block, Linear, Walk, follows_paths, rms_norm, rope
 
 BLOCK = 512  # positions whose rotations are computed together
 
@@ -37,10 +37,18 @@ class Layer:
 
 
 class Attends(Protocol):
-    """All that the model knows of a cache."""
+    """All that the model knows of a cache; one that also has `stores` (see KVCache) is not asked layer by layer."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Any) -> Tensor:
         """Store k and v (tokens, kv_heads, dim), let q (tokens, heads, dim) look; returns (tokens, heads * dim)."""
+
+
+@dataclass
+class Wanted:
+    """Rows of a forward that are asked for, ascending; the forward puts their logits (rows, vocab) float32 here."""
+
+    rows: list[int]
+    logits: Tensor | None = None
 
 
 @dataclass
@@ -67,6 +75,11 @@ class Model:
         linears = [m for layer in self.layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down)]
         return sum(m.nbytes for m in [*linears, self.head])
 
+    @property
+    def native_seconds(self) -> float | None:
+        """Seconds that forwards have spent in the kernels' walk so far; None where layers are called one by one."""
+        return self._walk.seconds if self._walks() and self._walk else None
+
     def forward(
         self,
         tokens: list[int],
@@ -75,12 +88,39 @@ class Model:
         kv: Attends,
         plan: Any,
         states: dict[int, Tensor] | None = None,
+        wanted: Wanted | None = None,
     ) -> Tensor:
-        """Final hidden states (n, hidden), normed, for n tokens at their positions.
+        """Final hidden states (n, hidden), normed, for n tokens at their positions; or of the rows `wanted` only.
 
         `lengths`: per token the sequence length by which `dynamic` rope scales it; `kv` is a KVCache and `plan` the
-        plan it understands. In `states` each key, a point as kv/rows.py has them, gets the states (n, hidden) there.
+        plan it understands. In `states` each key, a point as kv/rows.py has them, gets the states (n, hidden) there,
+        and `wanted` gets its logits. Where the kernels take the model and the cache, this is one call of theirs.
         """
+        stores = getattr(kv, "stores", None) if self._walks() else None
+        if stores is None or (at := stores(plan)) is None:
+            hidden = self._layers(tokens, positions, lengths, kv, plan, states)
+            if wanted is not None:
+                hidden = hidden if len(wanted.rows) == len(hidden) else hidden[wanted.rows]
+                wanted.logits = self.logits(hidden)
+            return hidden
+        assert self._walk is not None
+        turns, sines, _kept = self.rotary.addresses(positions, lengths)
+        given = tokens if self._walk.embeds else self.embed(torch.tensor(tokens))
+        rows = list(range(len(tokens))) if wanted is None else wanted.rows
+        hidden, logits = self._walk(given, turns, sines, at, rows, {} if states is None else states, wanted is not None)
+        if wanted is not None:
+            wanted.logits = logits
+        return hidden
+
+    def _layers(
+        self,
+        tokens: list[int],
+        positions: list[int],
+        lengths: list[int],
+        kv: Attends,
+        plan: Any,
+        states: dict[int, Tensor] | None,
+    ) -> Tensor:
         c = self.config
         x = self.embed(torch.tensor(tokens, device=self.device))
         cos, sin = self.rotary(positions, lengths)
@@ -97,6 +137,32 @@ class Model:
         if states is not None:
             states.update({point: y for point, y in ((c.num_layers, x), (-1, normed)) if point in states})
         return normed
+
+    def _walks(self) -> bool:
+        """Whether the kernels take this model whole, now."""
+        return follows_paths(self.dtype, self.device, self.config.head_dim) and self._walk is not None
+
+    @cached_property
+    def _walk(self) -> Walk | None:
+        """The layers as the kernels walk them; None if some weights are not packed."""
+        c, table = self.config, self.embedding
+        linears = [m for layer in self.layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+        if not all(linear.native for linear in [*linears, self.head]):
+            return None
+        blocks = [
+            Block(
+                layer.input_norm, layer.qkv, layer.q_norm, layer.k_norm, layer.o, layer.post_norm, layer.gate_up,
+                layer.down, window,
+            )
+            for layer, window in zip(self.layers, c.windows, strict=True)
+        ]  # fmt: skip
+        embedding: Tensor | Linear | None = None
+        if isinstance(table, Tensor):
+            embedding = table if table.dtype == self.dtype else None
+        elif getattr(table, "__self__", None) is self.head:
+            embedding = self.head
+        shape = c.num_heads, c.num_kv_heads, c.head_dim, c.rms_norm_eps
+        return Walk(*shape, blocks, self.norm, self.head, embedding)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """(n, hidden) in the model's dtype, for ids (n,)."""
@@ -179,6 +245,21 @@ class Rotary:
         at = [blocks[key] * BLOCK + p % BLOCK for key, p in zip(keys, positions, strict=True)]
         cos, sin = joined[:, torch.tensor(at, device=self.device)].unsqueeze(2)
         return cos, sin
+
+    def addresses(self, positions: list[int], lengths: list[int]) -> tuple[list[int], int, list[Tensor]]:
+        """For each of n positions where its cosines lie, how many bytes behind them its sines, and what to hold on to.
+
+        Only on a CPU.
+        """
+        blocks: dict[tuple[int, int], int] = {}
+        kept, found, row = list[Tensor](), list[int](), self.dim * self.dtype.itemsize
+        for p, n in zip(positions, lengths, strict=True):
+            key = p // BLOCK, n if self.kind == "dynamic" else 0
+            if (at := blocks.get(key)) is None:
+                kept.append(self._block(*key))
+                at = blocks[key] = kept[-1].data_ptr()
+            found.append(at + p % BLOCK * row)
+        return found, BLOCK * row, kept
 
     def turn(self, keys: Tensor, by: int) -> Tensor:
         """Rotated keys (heads, n, dim) as they would be `by` positions farther on: rotations add up."""

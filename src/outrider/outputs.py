@@ -110,6 +110,20 @@ class GenerationOutput:
     logprobs: list[Logprob] | None = None
     index: int = 0  # which of the request's n outputs
     prompt: str | None = None
+    stop_reason: int | str | None = None  # the stop token or stop string that ended it; None for end of sequence
+
+
+@dataclass(frozen=True)
+class StepEvent:
+    """What a step brought to one output; several steps, if its reader was slow. `text` may be empty, as a token's."""
+
+    index: int  # which output of the request
+    token_ids: list[int]
+    text: str
+    drafted_by: list[str | None]  # per token
+    logprobs: list[Logprob] | None = None  # per token, if asked for
+    finish_reason: str | None = None
+    output: GenerationOutput | None = None  # with the last
 
 
 @dataclass(frozen=True)

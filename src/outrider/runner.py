@@ -7,7 +7,7 @@ resync after a rejection and recomputation are this one operation.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from outrider.draft import Draft, Verdict
 from outrider.errors import CheckpointError, ConfigError
 from outrider.kv import DenseKV, Entry, KVCache, Plan, QuantizedView, View, parse
 from outrider.kv.rows import NORMED, Rows
-from outrider.model import Model
+from outrider.model import Model, Wanted
 from outrider.ops import KEY_BLOCK, follows_paths
 from outrider.sequence import Sequence
 
@@ -37,6 +37,15 @@ class Output:
     drafts: list[Draft]
     flat: Tensor  # (rows, vocab), the logits of all sequences
     read: int = 0  # tokens that were fed beside these rows: of prompts, or what the cache had given back
+
+    def of(self, which: list[int]) -> Output:
+        """Of some of the sequences only, but for `flat`."""
+        if len(which) == len(self.drafts):
+            return self
+        logits, hidden = ([own[i] for i in which] for own in (self.logits, self.hidden))
+        drafts = [self.drafts[i] for i in which]
+        others = sum(1 + len(draft) for draft in self.drafts) - sum(1 + len(draft) for draft in drafts)
+        return Output(logits, hidden, drafts, self.flat, self.read + others)
 
 
 @dataclass
@@ -85,9 +94,23 @@ class Runner:
         """Whether a tree's branch is computed bit for bit as plain decoding would (see ops.follows_paths)."""
         return follows_paths(self.model.dtype, self.model.device, self.model.config.head_dim)
 
-    def extend(self, seqs: list[Sequence], drafts: list[Draft] | None = None) -> Output:
-        """One forward over all sequences' pending and draft tokens (after chunks of what a long prompt leaves)."""
-        drafts = drafts or [Draft() for _ in seqs]
+    def pending(self, seq: Sequence) -> int:
+        """How many of a sequence's tokens the next forward has to read; the last one always."""
+        slot = self.slots.get(seq.id)
+        return max(1, len(seq.tokens) - (len(slot.tokens) if slot else 0))
+
+    def extend(
+        self,
+        seqs: list[Sequence],
+        drafts: list[Draft] | None = None,
+        reading: Iterable[tuple[Sequence, int]] = (),
+    ) -> Output:
+        """One forward over all sequences' pending and draft tokens (after chunks of what a long prompt leaves).
+
+        Of the sequences in `reading` it reads no more than so many of their pending tokens, and never the last; there
+        is no output for these.
+        """
+        drafts, reading = drafts or [Draft() for _ in seqs], list(reading)
         if self.base:
             self.base.read([seq.parent or seq for seq in seqs])
         with torch.inference_mode():
@@ -96,7 +119,7 @@ class Runner:
             starts = self._prefill(seqs, starts)
             entries: list[Entry] = []
             tokens: list[int] = []
-            rows: list[slice] = []
+            wanted = Wanted([])
             for seq, draft, start in zip(seqs, drafts, starts, strict=True):
                 pending = seq.tokens[start:]
                 parents = None
@@ -106,15 +129,22 @@ class Runner:
                 n = len(pending) + len(draft)
                 entries.append(Entry(seq.id, len(tokens), n, start, parents))
                 tokens += pending + draft.tokens
-                rows.append(slice(len(tokens) - len(draft) - 1, len(tokens)))
-            hidden = self._forward(seqs, tokens, entries)
-            wanted = [hidden[r] for r in rows]
-            logits = self.model.logits(wanted[0] if len(wanted) == 1 else torch.cat(wanted))
+                wanted.rows += range(len(tokens) - len(draft) - 1, len(tokens))
+            read += sum(min(n, self.pending(seq) - 1) for seq, n in reading)
+            parts = [self._part(seq, self._catch_up(seq), n, tokens, entries) for seq, n in reading]
+            hidden = self._forward([*seqs, *(seq for seq, _ in reading)], tokens, entries, wanted)
+            for (seq, _), part in zip(reading, parts, strict=True):
+                self._has_read(seq, part)
             for seq, draft, start in zip(seqs, drafts, starts, strict=True):
                 slot = self.slots[seq.id]
                 slot.tokens += seq.tokens[start:] + (draft.tokens if draft.is_chain else [])
                 slot.settled = seq.settled
-            return Output(list(torch.split(logits, [len(w) for w in wanted])), wanted, drafts, logits, read)
+            assert wanted.logits is not None
+            if len(seqs) == 1:
+                return Output([wanted.logits], [hidden], drafts, wanted.logits, read)
+            counts = [1 + len(draft) for draft in drafts]
+            logits, states = torch.split(wanted.logits, counts), torch.split(hidden, counts)
+            return Output(list(logits), list(states), drafts, wanted.logits, read)
 
     def read(self, seqs: list[Sequence]) -> None:
         """Bring the cache up to all tokens of the sequences but the last, which every `extend` feeds."""
@@ -139,13 +169,13 @@ class Runner:
 
     def commit(self, seqs: list[Sequence], output: Output, verdicts: list[Verdict]) -> None:
         """Keep the accepted path of each draft in the cache, drop the rest. Call before the sequences grow."""
-        for seq, draft, verdict in zip(seqs, output.drafts, verdicts, strict=True):
-            slot, length = self.slots[seq.id], len(seq.tokens)
-            with torch.inference_mode():
+        with torch.inference_mode():
+            for seq, draft, verdict in zip(seqs, output.drafts, verdicts, strict=True):
+                slot, length = self.slots[seq.id], len(seq.tokens)
                 self.kv.keep(seq.id, length, verdict.path)
-                for rows in self.taps:
+                for rows in self.taps or ():  # iterating over an empty WeakSet is dear
                     rows.keep(seq.id, length, verdict.path)
-            slot.tokens[length:] = [draft.tokens[i] for i in verdict.path]
+                slot.tokens[length:] = [draft.tokens[i] for i in verdict.path]
 
     def free(self, seq: Sequence) -> None:
         """Give back what a sequence holds."""
@@ -162,7 +192,7 @@ class Runner:
         while n < limit and known[n] == truth[n]:
             n += 1
         m = self.kv.catch_up(seq.id, n, seq.settled - 1)
-        for rows in self.taps:
+        for rows in self.taps or ():
             rows.catch_up(seq.id, n, min(m, seq.settled - 1))
         if len(known) != m:
             known[min(m, n) :] = truth[n:m]
@@ -174,10 +204,7 @@ class Runner:
 
         Or until no more than `leave` are left, if that is given.
         """
-        group = self.model.config.num_heads // self.model.config.num_kv_heads
-        fits = [max(16, MASK_ELEMENTS // (group * len(seq.tokens))) for seq in seqs]
-        if self.follows_paths:
-            fits = [self.chunk] * len(seqs)
+        fits = [self._fits(seq) for seq in seqs]
         left = [len(seq.tokens) - start for seq, start in zip(seqs, starts, strict=True)]
         by_id = {seq.id: seq for seq in seqs}
         total, long = sum(left), False
@@ -185,20 +212,13 @@ class Runner:
             entries: list[Entry] = []
             tokens: list[int] = []
             for i, seq in enumerate(seqs):
-                n = min(left[i] - 1, self.chunk - len(tokens), fits[i])
-                if n <= 0:
-                    continue
-                start = len(seq.tokens) - left[i]
-                entries.append(Entry(seq.id, len(tokens), n, start, final=len(seq.tokens)))
-                tokens += seq.tokens[start : start + n]
-                left[i] -= n
+                part = self._part(seq, len(seq.tokens) - left[i], self.chunk - len(tokens), tokens, entries)
+                left[i] -= part
             if not entries:  # more sequences than the chunk has rows: one token each is as little as there is
                 break
-            self._forward(seqs, tokens, entries)
+            self._forward(seqs, tokens, entries, Wanted([]))
             for entry in entries:
-                slot, seq = self.slots[entry.seq], by_id[entry.seq]
-                slot.tokens += seq.tokens[entry.start : entry.start + entry.n]
-                slot.settled = min(len(slot.tokens), seq.settled)
+                self._has_read(by_id[entry.seq], entry.n)
             long = True
             if self.progress:
                 self.progress(total - sum(left), total)
@@ -206,15 +226,40 @@ class Runner:
             self.progress(total, total)
         return [len(seq.tokens) - n for seq, n in zip(seqs, left, strict=True)]
 
-    def _forward(self, seqs: list[Sequence], tokens: list[int], entries: list[Entry]) -> Tensor:
+    def _fits(self, seq: Sequence) -> int:
+        """Rows of a sequence that one forward takes at most."""
+        if self.follows_paths:
+            return self.chunk
+        group = self.model.config.num_heads // self.model.config.num_kv_heads
+        return max(16, MASK_ELEMENTS // (group * len(seq.tokens)))
+
+    def _part(self, seq: Sequence, start: int, most: int, tokens: list[int], entries: list[Entry]) -> int:
+        """Put tokens of a sequence from place `start` on into a forward, but not the last; returns how many."""
+        n = max(0, min(len(seq.tokens) - 1 - start, most, self._fits(seq)))
+        if n:
+            entries.append(Entry(seq.id, len(tokens), n, start, final=len(seq.tokens)))
+            tokens += seq.tokens[start : start + n]
+        return n
+
+    def _has_read(self, seq: Sequence, n: int) -> None:
+        """Note that the cache holds n more of the sequence's tokens."""
+        slot = self.slots[seq.id]
+        slot.tokens += seq.tokens[len(slot.tokens) : len(slot.tokens) + n]
+        slot.settled = min(len(slot.tokens), seq.settled)
+
+    def _forward(self, seqs: list[Sequence], tokens: list[int], entries: list[Entry], wanted: Wanted) -> Tensor:
         plan = Plan(entries)
         self.kv.reserve(plan)
         prompts = {seq.id: seq.prompt_len for seq in seqs}
-        positions = [p for e in entries for p in e.positions()]
-        lengths = [max(p + 1, prompts[e.seq]) for e in entries for p in e.positions()]
-        states: dict[int, Any] = dict.fromkeys(point for rows in self.taps for point in rows.points)
-        hidden = self.model.forward(tokens, positions, lengths, self.kv, plan, states or None)
-        for rows in self.taps:
+        positions: list[int] = []
+        lengths: list[int] = []
+        for e in entries:
+            own = e.positions()
+            positions += own
+            lengths += [max(p + 1, prompts[e.seq]) for p in own]
+        states: dict[int, Any] = dict.fromkeys(point for rows in self.taps or () for point in rows.points)
+        hidden = self.model.forward(tokens, positions, lengths, self.kv, plan, states or None, wanted)
+        for rows in self.taps or ():
             for e in entries:
                 rows.add(e.seq, e.start, states, slice(e.row, e.row + e.n))
         return hidden

@@ -19,12 +19,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from outrider.config import LogitsProcessor, SamplingParams
-from outrider.errors import ConfigError, OutriderError, RequestError, told
+from outrider.constraint import unpacked
+from outrider.errors import ConfigError, ConstraintError, OutriderError, RequestError, told
+from outrider.ops import argmax
 from outrider.outputs import Logprob
 from outrider.sequence import Sequence
 
@@ -60,15 +61,7 @@ def choose(logits: Tensor, rows: list[Row], stream: str = "") -> list[int]:
 
 def likeliest(logits: Tensor) -> list[int]:
     """The argmax of each row of (rows, vocab), the first of equals; -1 where it is not finite (NaN counts as most)."""
-    if logits.device.type == "cpu":  # where numpy is 5 to 15 times as fast
-        values = logits.numpy()
-        best = values.argmax(-1)
-        good = np.isfinite(values[np.arange(len(values)), best])
-        tokens: list[int] = np.where(good, best, -1).tolist()
-    else:
-        most, at = logits.max(-1)
-        tokens = at.masked_fill(~most.isfinite(), -1).tolist()
-    return tokens
+    return argmax(logits)
 
 
 def refusal(logits: Tensor, row: Row) -> OutriderError:
@@ -77,6 +70,10 @@ def refusal(logits: Tensor, row: Row) -> OutriderError:
         return row.error
     most = float(logits.max())
     if math.isfinite(most):
+        if row.seq.constraint:
+            return ConstraintError(
+                "logit_bias, min_tokens or a processor ban every token that structured_outputs allow; leave one"
+            )
         return RequestError("logit_bias, stop_token_ids or min_tokens ban every token; leave at least one")
     what = "NaN" if math.isnan(most) else "infinite" if most > 0 else "all -inf"
     return RequestError(f"the model's logits after {row.position} tokens are {what}; no token can be chosen")
@@ -87,6 +84,8 @@ def scores(logits: Tensor, rows: list[Row], stream: str = "") -> Tensor:
 
     May be `logits` itself.
     """
+    if rows and not any(row.seq.params.temperature > 0 or _edits(row.seq) for row in rows):
+        return logits
     with few_threads(logits):
         logits, drawn = _shaped(logits, rows)
         for i in drawn:  # `_shaped` made a copy
@@ -149,7 +148,7 @@ def _shaped(logits: Tensor, rows: list[Row]) -> tuple[Tensor, list[int]]:
 
     The result is a copy if there are any of these; else it may be `logits` itself.
     """
-    edited = [i for i, row in enumerate(rows) if _edits(row.seq.params)]
+    edited = [i for i, row in enumerate(rows) if _edits(row.seq)]
     if edited:
         logits = logits.clone()
         for i in edited:
@@ -178,17 +177,20 @@ def _column(params: list[SamplingParams], name: str, like: Tensor) -> Tensor:
 # --- what a request's parameters do to its logits -------------------------------------------------------------------
 
 
-def _edits(p: SamplingParams) -> bool:
+def _edits(seq: Sequence) -> bool:
+    p = seq.params
     return (
         bool(p.logits_processors or p.logit_bias or p.min_tokens or p.presence_penalty or p.frequency_penalty)
         or p.repetition_penalty != 1
+        or seq.constraint is not None
     )
 
 
 def process(logits: Tensor, row: Row) -> Tensor:
-    """Penalties, bias, min_tokens and custom processors on one row (vocab,), for the prefix that the row supposes.
+    """Penalties, bias, min_tokens, custom processors and the grammar's mask on one row (vocab,), for its prefix.
 
-    Raises RequestError, naming the processor, for one that raises or returns anything but finite logits and -inf.
+    Raises RequestError, naming the processor, for one that raises or returns anything but finite logits and -inf, and
+    ConstraintError where the grammar leads nowhere.
     """
     p, seq = row.seq.params, row.seq
     logits = logits.clone()
@@ -203,10 +205,11 @@ def process(logits: Tensor, row: Row) -> Tensor:
         logits[token] = (logits[token] + min(bias, LARGEST)).clamp(max=LARGEST)
     if row.position - seq.prompt_len < p.min_tokens and seq.eos:
         logits[[t for t in seq.eos if t < len(logits)]] = float("-inf")
-    if not p.logits_processors or not math.isfinite(float(logits.max())):
-        return logits  # nobody's fault but the model's, or the bans'
-    for processor in p.logits_processors:
-        logits = _custom(processor, seq.tokens + row.path, logits)
+    if p.logits_processors and math.isfinite(float(logits.max())):  # else it is the model's fault, or the bans'
+        for processor in p.logits_processors:
+            logits = _custom(processor, seq.tokens + row.path, logits)
+    if seq.constraint and (mask := seq.constraint.mask(seq, row.path)) is not None:
+        logits = torch.where(unpacked(mask, len(logits)).to(logits.device), logits, float("-inf"))
     return logits
 
 

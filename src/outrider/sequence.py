@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from outrider.config import Rule, SamplingParams
+from outrider.constraint import Constraint
 from outrider.outputs import SpecMetrics
 
 _ids = itertools.count()
@@ -50,10 +51,13 @@ class Sequence:
         self.finish_reason: str | None = None
         self.error: Exception | None = None  # what ended it, if its finish_reason is "error"
         self.stop_check: Callable[[], bool] | None = None  # asked behind each appended token; True = it ends here
+        self.constraint: Constraint | None = None  # what the output must be; forks ask the same one
         self.parent: Sequence | None = None
         self.branched = False  # whether a branch was accepted whose keys lay, and were summed, in another order
         self.metrics = SpecMetrics()
         self.memory: dict[str, Any] = {}  # what the sampler keeps about the settled tokens
+        self.k: int | None = None  # most draft nodes of a step that can be accepted; None: as many as the engine drafts
+        self.cache_salt: str | None = None  # prefixes are shared only between sequences of the same
         self.rule = Rule()  # by which its drafts will be verified, as drafters see it
         self.mirror: Mirror | None = None  # what drafters see of it
 
@@ -106,7 +110,8 @@ class Sequence:
     def look_for_end(self) -> None:
         """Set `finish_reason` if the last token ends the sequence; a failing `stop_check` ends it, too."""
         try:
-            if self.tokens[-1] in self.eos or (self.stop_check and self.stop_check()):
+            done = self.constraint is not None and self.constraint.done(self)
+            if self.tokens[-1] in self.eos or done or (self.stop_check and self.stop_check()):
                 self.finish_reason = "stop"
             elif self.room <= 0:
                 self.finish_reason = "length"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -12,11 +12,14 @@ import torch
 from outrider.config import MOST_NODES, Rule, real
 from outrider.draft import Draft, Verdict
 from outrider.errors import DrafterError, brief, told
+from outrider.kv import View
 from outrider.outputs import SpecMetrics
 from outrider.runner import Output, Runner
 from outrider.sampling import Row, choose, distribution
 from outrider.sequence import Sequence
 from outrider.verify import COUPLED, verify
+
+LATE = 64  # tokens that a draft model lacks of a text, before others stop waiting for it to read them
 
 
 @dataclass
@@ -69,9 +72,14 @@ def step(
     k: int,
     times: StepTimes | None = None,
     rule: Rule = COUPLED,
+    reading: list[tuple[Sequence, int]] | None = None,
 ) -> list[Verdict]:
     """Grow each sequence by at least one token, with one forward over all of them (and chunks of long prompts first).
 
+    Of the sequences in `reading`, of which the drafter does not hear, so many more tokens are read along.
+
+    Drafts have at most `k` nodes that can be accepted, and at most the sequence's own `k`; of one whose k is 0 the
+    drafter never hears.
     Each verdict's tokens are those really appended: a token that ends its sequence cuts what lies behind it. A sequence
     whose verdict has an error did not grow. Raises DrafterError, before anything has changed, if `propose` raises or
     gives what is no draft; and if `observe` raises, with the verdicts.
@@ -80,8 +88,8 @@ def step(
     k = min(k, MOST_NODES) if any(seq.room > 1 for seq in seqs) else 0  # counts nodes; what is too deep is clipped
     drafts = _drafts(drafter, seqs, k, rule, runner.model.config.vocab_size)
     drafted = time.perf_counter()
-    output = runner.extend(seqs, drafts)
-    verdicts = verify(seqs, drafts, output.flat, rule)
+    output = runner.extend(seqs, drafts, reading or ())
+    verdicts = verify(seqs, drafts, output.flat, rule) if seqs else []
     runner.commit(seqs, output, verdicts)
     verified = time.perf_counter()
     for seq, verdict in zip(seqs, verdicts, strict=True):
@@ -89,10 +97,15 @@ def step(
         seq.branched = seq.branched or moved
         taken = seq.accept(verdict.tokens)
         del verdict.tokens[taken:], verdict.path[taken:], verdict.logprobs[taken:]
+    for draft, verdict in zip(drafts, verdicts, strict=True):
+        verdict.forced = draft.forced
     observing = time.perf_counter()
-    seen = [replace(v, path=v.path.copy(), tokens=v.tokens.copy(), logprobs=v.logprobs.copy()) for v in verdicts]
+    told_of = [i for i, seq in enumerate(seqs) if seq.k != 0]
+    seen = [verdict.copy() for verdict in verdicts]
     try:
-        drafter.observe([seq.shown(rule) for seq in seqs], seen, output)
+        if told_of:
+            shown = [seqs[i].shown(rule) for i in told_of]
+            drafter.observe(shown, [seen[i] for i in told_of], output.of(told_of))
     except Exception as error:  # a drafter may be anybody's: it raises what it likes
         raise DrafterError(f"drafter {_name(drafter)}: observe raised {told(error)}", verdicts) from error
     ended = time.perf_counter()
@@ -104,7 +117,11 @@ def step(
 
 
 def _drafts(drafter: Drafter, seqs: list[Sequence], k: int, rule: Rule, vocab: int) -> list[Draft]:
-    """What the drafter proposes, checked, and clipped to what each sequence may still take. Raises DrafterError."""
+    """What the drafter proposes, checked, and clipped to what each sequence may take. Raises DrafterError."""
+    everyone, seqs = seqs, [seq for seq in seqs if seq.k != 0]
+    if not seqs:
+        return [Draft() for _ in everyone]
+    k = min(k, max(k if seq.k is None else seq.k for seq in seqs))
     shown = [seq.shown(rule) for seq in seqs]
     try:
         guesses = drafter.propose(shown, k)
@@ -117,7 +134,16 @@ def _drafts(drafter: Drafter, seqs: list[Sequence], k: int, rule: Rule, vocab: i
         if fault := _fault(guess, vocab, rule):
             raise DrafterError(f"drafter {_name(drafter)}: propose must return Drafts; {fault}")
         seq.metrics.inner = seen.metrics.inner
-    return [guess.clip(seq.room - 1, vocab) for seq, guess in zip(seqs, guesses, strict=True)]
+    clipped = iter([_fitted(seq, guess, k, rule, vocab) for seq, guess in zip(seqs, guesses, strict=True)])
+    return [next(clipped) if seq.k != 0 else Draft() for seq in everyone]
+
+
+def _fitted(seq: Sequence, guess: Draft, k: int, rule: Rule, vocab: int) -> Draft:
+    """A guess clipped to what the sequence may take, and, if anything is drafted at all, fitted to its grammar."""
+    clipped = guess.clip(seq.room - 1, vocab, seq.k)
+    if seq.constraint is None or not k:
+        return clipped
+    return seq.constraint.fit(seq, clipped, seq.room - 1, rule.flips_coins)
 
 
 def _name(drafter: Drafter) -> str:
@@ -142,6 +168,8 @@ def _fault(guess: Any, vocab: int, rule: Rule) -> str | None:
         or not all(real(trust, 0, 1) is not None for trust in guess.trust)
     ):
         return f"trust is a list of {n} numbers from 0 to 1"
+    if not isinstance(guess.forced, frozenset):
+        return "forced is a frozenset of nodes"
     if max(guess.verifiable, guess.riders) > MOST_NODES:
         return f"it has {guess.verifiable} nodes and {guess.riders} riders; at most {MOST_NODES} of each are of use"
     if (q := guess.q) is not None:
@@ -170,15 +198,27 @@ class Autoregressive(Drafter):
         """One chain per sequence, up to k long; a fork that ends, or reaches the runner's context, stops early."""
         forks = [seq.fork() for seq in seqs]
         drawn: dict[int, list[torch.Tensor]] = {seq.id: [] for seq in seqs}
+        forced: dict[int, set[int]] = {seq.id: set() for seq in seqs}
+        starts = {seq.id: len(seq.tokens) for seq in seqs}
         trust: dict[int, list[float]] = {seq.id: [] for seq in seqs}
         context, readable = self.runner.max_len, self.runner.model.config.vocab_size
-        alive = forks if readable >= self.vocab else [f for f in forks if k and max(f.tokens) < readable]  # no padding
+        alive, late = self._late(forks)
+        if readable < self.vocab:  # what the target's vocabulary pads it with cannot be read
+            alive = [f for f in alive if k and max(f.tokens) < readable]
         for _ in range(k):
+            for fork in alive:
+                if fork.constraint and not fork.finish_reason:  # what must come takes no forward
+                    begin = len(fork.tokens)
+                    most = max(0, min(MOST_NODES - k - len(forced[fork.id]), fork.room - 1))
+                    taken = fork.accept(fork.constraint.forced(fork, [])[:most])
+                    forced[fork.id].update(range(begin - starts[fork.id], begin - starts[fork.id] + taken))
+                    drawn[fork.id] += [torch.zeros(self.vocab)] * (taken if fork.rule.flips_coins else 0)
+                    trust[fork.id] += [1.0] * taken
             alive = [f for f in alive if not f.finish_reason and f.room > 1 and len(f.tokens) < context]
             if not alive:
                 break
-            logits = torch.cat([own[-1:] for own in self.runner.extend(alive).logits])
-            logits = logits[:, : self.vocab]
+            logits = torch.cat([own[-1:] for own in self.runner.extend(alive, reading=late).logits])
+            logits, late = logits[:, : self.vocab], []
             if missing := self.vocab - logits.shape[1]:  # padding rows one model has and the other has not
                 logits = torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
             rows = [Row(f) for f in alive]
@@ -195,9 +235,20 @@ class Autoregressive(Drafter):
             alive = [f for f, token in zip(alive, chosen, strict=True) if token >= 0]
         drafts = [Draft.chain(f.tokens[len(s.tokens) :]) for f, s in zip(forks, seqs, strict=True)]
         for seq, draft in zip(seqs, drafts, strict=True):
-            draft.q = torch.stack(drawn[seq.id]) if drawn[seq.id] else None
+            draft.q = torch.stack([law.to(drawn[seq.id][-1]) for law in drawn[seq.id]]) if drawn[seq.id] else None
+            draft.forced = frozenset(forced[seq.id])
             draft.trust = trust[seq.id]
         return drafts
+
+    def _late(self, forks: list[Sequence]) -> tuple[list[Sequence], list[tuple[Sequence, int]]]:
+        """Those to draft for; and, if there are any, the others, with new and long texts, and what to read of these."""
+        if not isinstance(self.runner.kv, View):  # which takes over, or skips, most of a text
+            ready = [fork for fork in forks if self.runner.pending(fork) <= LATE]
+            if ready and (late := [fork for fork in forks if fork not in ready]):
+                readable = self.runner.model.config.vocab_size
+                late = [fork for fork in late if max(fork.tokens) < readable]
+                return ready, [(fork, max(1, self.runner.chunk // 4 // len(late))) for fork in late]
+        return forks, []
 
     def forget(self, seq: Sequence) -> None:
         """Free the sequence's cache."""

@@ -56,16 +56,17 @@ def verify(seqs: list[Sequence], drafts: list[Draft], logits: Tensor, rule: Rule
 
     logits (rows, vocab) float32: of each sequence in turn, a row that follows its last token and one for each node.
     """
-    parts = list(torch.split(logits, [1 + len(draft) for draft in drafts]))
     stepwise = [_stepwise(seq, logits, rule) for seq in seqs]
     rows: list[Row] = []
-    asked: list[Tensor] = []
-    for seq, draft, own, alone in zip(seqs, drafts, parts, stepwise, strict=True):
+    for seq, draft, alone in zip(seqs, drafts, stepwise, strict=True):
         if not alone:
             rows.append(Row(seq))
             rows += [Row(seq, list(draft.words(i))) for i in range(draft.verifiable)]
-            asked.append(own[: 1 + draft.verifiable])
-    flat = logits if len(rows) == len(logits) else torch.cat(asked or [logits[:0]])
+    parts = torch.split(logits, [1 + len(draft) for draft in drafts]) if len(seqs) > 1 else [logits]
+    flat = logits
+    if len(rows) < len(logits):
+        asked = zip(parts, drafts, stepwise, strict=True)
+        flat = torch.cat([logits[:0], *(own[: 1 + draft.verifiable] for own, draft, alone in asked if not alone)])
     chosen = [] if rule.flips_coins else choose(flat, rows)
     probs = flat if rule.method == "coupled" else distribution(flat, rows)
     verdicts, at = [], 0
@@ -86,12 +87,13 @@ def verify(seqs: list[Sequence], drafts: list[Draft], logits: Tensor, rule: Rule
 def _stepwise(seq: Sequence, logits: Tensor, rule: Rule) -> bool:
     """Whether only the rows along the walk are asked.
 
-    So it is with custom processors, which hear only of prefixes that the target itself has written, and on a CPU for
-    draws from a large vocabulary: each costs a millisecond or so, and most nodes of a draft are never reached.
+    So it is with custom processors, which hear only of prefixes that the target itself has written, with grammars, for
+    whose masks most nodes of a draft need not pay, and on a CPU for draws from a large vocabulary: each costs a
+    millisecond or so.
     """
     p = seq.params
     dear = p.temperature > 0 and logits.shape[1] >= LARGE and logits.device.type == "cpu"
-    return rule.method == "coupled" and (bool(p.logits_processors) or dear)
+    return rule.method == "coupled" and (bool(p.logits_processors) or dear or seq.constraint is not None)
 
 
 def _ask_along(seq: Sequence, draft: Draft, logits: Tensor) -> Verdict:
@@ -99,7 +101,7 @@ def _ask_along(seq: Sequence, draft: Draft, logits: Tensor) -> Verdict:
         row = Row(seq, list(draft.words(at - 1)))
         return _token(choose(logits[at : at + 1], [row])[0], logits[at], row)
 
-    return walk(draft, token, seq.eos if seq.params.logits_processors else ())
+    return walk(draft, token, seq.eos if seq.params.logits_processors or seq.constraint else ())
 
 
 def _judge(draft: Draft, logits: Tensor, rows: list[Row], chosen: list[int], p: Tensor, rule: Rule) -> Verdict:
@@ -143,9 +145,12 @@ def walk(draft: Draft, chosen: Callable[[int], int], ends: Container[int] = ()) 
         except OutriderError as error:
             return Verdict(path[:-1], tokens, draft.verifiable, draft.is_chain, error=None if tokens else error)
         tokens.append(token)
-        below = range(node + 1, draft.verifiable)
-        child = next((i for i in below if draft.parents[i] == node and draft.tokens[i] == token), None)
-        if child is None or token in ends:
+        for child in range(node + 1, draft.verifiable):
+            if draft.parents[child] == node and draft.tokens[child] == token:
+                break
+        else:
+            child = -1
+        if child < 0 or token in ends:
             return Verdict(path, tokens, draft.verifiable, draft.is_chain)
         path.append(child)
         node = child

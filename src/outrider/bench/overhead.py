@@ -3,6 +3,8 @@
 The history is a text, which is continued by itself, token by token, as if the target had refused every draft. The
 forward's outputs, which some drafters look at, are noise: no forward is needed but the one to compare with, of one
 token of the target behind a short history (it only grows with the history, so the shares are upper bounds).
+
+And what a plain step costs outside the kernels, all that the engine does included.
 """
 
 from __future__ import annotations
@@ -43,6 +45,31 @@ class Cost:
     def share(self) -> float:
         """Of a forward that a step costs."""
         return self.step / self.forward
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A plain step of so many sequences. Seconds; `outside` of the kernels, None where these run layer by layer."""
+
+    batch: int
+    step: float
+    outside: float | None
+
+
+def plain(llm: LLM, prompt: list[int], batches: list[int]) -> Iterator[Plain]:
+    """Measure plain steps behind a prompt, with so many sequences at once."""
+    llm.speculative_config = None
+    model, params = llm.runner.model, SamplingParams(temperature=0, max_tokens=STEPS + 2, ignore_eos=True)
+    for batch in batches:
+        requests = [request for _ in range(batch) for request in llm.engine.add(prompt, params)]
+        steps, outside = list[float](), list[float]()
+        while not all(request.finished for request in requests):
+            began, native = time.perf_counter(), model.native_seconds or 0.0
+            llm.engine.step()
+            steps.append(time.perf_counter() - began)
+            outside.append(steps[-1] - ((model.native_seconds or 0.0) - native))
+        walked = model.native_seconds is not None
+        yield Plain(batch, median(steps[1:]), median(outside[1:]) if walked else None)  # the first reads the prompts
 
 
 def run(llm: LLM, methods: list[SpeculativeConfig], text: Path, histories: list[int]) -> Iterator[Cost]:

@@ -1,12 +1,13 @@
 """The same prompts through another engine's own generation, on the same weights; or through ours, with quantised ones.
 
 Their tokens are our plain ones up to near-ties, and their times are taken as ours are: from when the first forward's
-tokens come to when the last ones do. Greedy and one prompt at a time.
+tokens come to when the last ones do, greedy and one prompt at a time. `answers` also samples, and runs some together.
 """
 
 from __future__ import annotations
 
 import importlib
+import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from outrider import drafters
 from outrider.bench.report import Sample
 from outrider.config import SpeculativeConfig
 from outrider.errors import ConfigError
+from outrider.export import export
 from outrider.llm import LLM
 from outrider.load import find
 
@@ -28,17 +30,37 @@ class Peer(ABC):
     """`methods` maps its counterparts of the given methods to their settings.
 
     What a method needs is loaded when it first generates; from then on `weight_bytes` is the size of the weights, and
-    `note` says how they were run.
+    `note` says how they were run. `batches`: whether it can run plain requests together.
     """
 
     name: str
     methods: dict[str, dict[str, Any]]
     weight_bytes: int
     note: str
+    batches = False
+    dense: tempfile.TemporaryDirectory[str] | None = None  # weights made for it, while it lives
 
     @abstractmethod
-    def generate(self, method: str, ids: list[int], max_tokens: int) -> tuple[list[int], list[float], list[int]]:
+    def generate(
+        self, method: str, ids: list[int], max_tokens: int, temperature: float = 0.0, seed: int = 0
+    ) -> tuple[list[int], list[float], list[int]]:
         """Tokens; the time of the start and of each forward's tokens, in seconds; the tokens of each forward."""
+
+    def together(
+        self, method: str, prompts: list[list[int]], max_tokens: int, temperature: float, seed: int
+    ) -> list[list[int]]:
+        """The tokens after each of several prompts that run at once."""
+        raise ConfigError(f"peer {self.name} runs one prompt at a time")
+
+    def answers(
+        self, method: str, prompts: list[list[int]], size: int, max_tokens: int, temperature: float, seed: int
+    ) -> tuple[list[list[int]], int | None]:
+        """Tokens per prompt, `size` of them at a time, and how many of them were drafted: None where nobody tells."""
+        if size > 1:
+            groups = [prompts[at : at + size] for at in range(0, len(prompts), size)]
+            return [ids for g in groups for ids in self.together(method, g, max_tokens, temperature, seed)], None
+        found = [self.generate(method, ids, max_tokens, temperature, seed) for ids in prompts]
+        return [tokens for tokens, _, _ in found], sum(len(tokens) - len(counts) for tokens, _, counts in found)
 
     def close(self) -> None:  # noqa: B027
         """End what runs apart, if anything does."""
@@ -83,12 +105,14 @@ class Transformers(Peer):
     """In this process: plain, prompt lookup and assisted."""
 
     name = "transformers"
+    batches = True
     note = (
-        "transformers ran after ours in the same process, in rounds with our plain again, the weights in memory twice."
+        "transformers ran after ours in the same process, in rounds with our plain again, the weights in memory twice"
+        " (those of a quantised file dense)."
     )
 
-    def __init__(self, weights: str, llm: LLM, configs: list[SpeculativeConfig], context: int) -> None:
-        self.path, self.dtype, self.device = llm.checkpoint.path, llm.runner.model.dtype, llm.runner.model.device
+    def __init__(self, path: Path, weights: str, llm: LLM, configs: list[SpeculativeConfig], context: int) -> None:
+        self.path, self.dtype, self.device = path, llm.runner.model.dtype, llm.runner.model.device
         self.weight_bytes = llm.runner.model.nbytes
         self.models: dict[str, Any] = {}
         self.methods = {"transformers plain": {}}
@@ -113,9 +137,14 @@ class Transformers(Peer):
         self.models[str(name)] = model
         return model
 
-    def generate(self, method: str, ids: list[int], max_tokens: int) -> tuple[list[int], list[float], list[int]]:
-        """By its `generate`, the streamer taking the times."""
+    def generate(
+        self, method: str, ids: list[int], max_tokens: int, temperature: float = 0.0, seed: int = 0
+    ) -> tuple[list[int], list[float], list[int]]:
+        """By its `generate`, the streamer taking the times. Its noise is torch's, seeded before each call."""
         options = dict(self.methods[method])
+        if temperature > 0:
+            torch.manual_seed(seed)
+            options |= {"do_sample": True, "temperature": temperature, "top_k": 0}
         if "assistant_model" in options:
             assistant = self._model(options.pop("assistant_model"))
             assistant.generation_config.update(**options)  # generate reads the draft length from there
@@ -126,6 +155,18 @@ class Transformers(Peer):
         )
         return output[0, len(ids) :].tolist(), [clock.times[0], *clock.times[2:]], clock.counts[2:]
 
+    def together(
+        self, method: str, prompts: list[list[int]], max_tokens: int, temperature: float, seed: int
+    ) -> list[list[int]]:
+        """Padded on the left, as its documentation has it. One seed is all that it knows, so greedy alone compares."""
+        if temperature > 0:
+            raise ConfigError("it has no seed for each request, so that sampling in company is another draw by design")
+        longest = max(map(len, prompts))
+        padded = torch.tensor([[0] * (longest - len(ids)) + ids for ids in prompts], device=self.device)
+        mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts], device=self.device)
+        output = self._model(self.path).generate(padded, attention_mask=mask, max_new_tokens=max_tokens)
+        return [row.tolist() for row in output[:, longest:]]
+
 
 class Ourselves(Peer):
     """Outrider's plain decoding with other weights, in this process."""
@@ -133,12 +174,14 @@ class Ourselves(Peer):
     name = "outrider"
     llm: LLM | None
 
-    def __init__(self, weights: str, llm: LLM, configs: list[SpeculativeConfig], context: int) -> None:
+    def __init__(self, path: Path, weights: str, llm: LLM, configs: list[SpeculativeConfig], context: int) -> None:
         self.weights, self.target, self.llm = weights, llm, None
         self.dtype = str(llm.runner.model.dtype).removeprefix("torch.")
         self.methods = {f"outrider {weights or self.dtype} plain": {}}
 
-    def generate(self, method: str, ids: list[int], max_tokens: int) -> tuple[list[int], list[float], list[int]]:
+    def generate(
+        self, method: str, ids: list[int], max_tokens: int, temperature: float = 0.0, seed: int = 0
+    ) -> tuple[list[int], list[float], list[int]]:
         """By our own generate, whose metrics have the times of the first and of the last token."""
         if self.llm is None:
             self.llm = LLM(
@@ -148,7 +191,7 @@ class Ourselves(Peer):
             self.weight_bytes = self.llm.runner.model.nbytes
             size = f"{self.weight_bytes / 1e6:,.1f} MB"
             self.note = f"Outrider's {self.weights or self.dtype} weights, {size}, took turns with ours."
-        (output,) = self.llm.generate([ids], max_tokens=max_tokens, temperature=0, ignore_eos=True)
+        (output,) = self.llm.generate([ids], max_tokens=max_tokens, ignore_eos=True, temperature=temperature, seed=seed)
         timing = output.metrics["timing"]
         times = [0.0, timing["time_to_first_token"], *[timing["total_seconds"]] * (max_tokens - 1)]
         return output.token_ids, times, [1] * max_tokens
@@ -156,15 +199,16 @@ class Ourselves(Peer):
 
 @dataclass(frozen=True)
 class Kind:
-    """How a peer is made: `load(weights, llm, configs, context)`; the quantised `weights` it has beside the target's;
-    `check` raises ConfigError if it cannot run here."""
+    """How a peer is made: `load(path, weights, llm, configs, context)`; the quantised `weights` it has beside the
+    target's; `check` raises ConfigError if it cannot run here."""
 
-    load: Callable[[str, LLM, list[SpeculativeConfig], int], Peer]
+    load: Callable[[Path, str, LLM, list[SpeculativeConfig], int], Peer]
     weights: tuple[str, ...] = ()
     check: Callable[[], None] = lambda: None
+    files: bool = False  # it reads a GGUF file as it is
 
 
-PEERS = {"transformers": Kind(Transformers), "outrider": Kind(Ourselves, ("int8", "int4"))}
+PEERS = {"transformers": Kind(Transformers), "outrider": Kind(Ourselves, ("int8", "int4"), files=True)}
 """By name. tools/peers.py, in a clone, has more."""
 
 
@@ -181,8 +225,15 @@ def check(spec: str) -> None:
 
 
 def make(spec: str, llm: LLM, configs: list[SpeculativeConfig], context: int) -> Peer:
-    """A peer with the model of `llm`, for `context` tokens. Raises ConfigError if that cannot be."""
+    """A peer with the model of `llm`, for `context` tokens. Raises ConfigError if that cannot be.
+
+    One that reads checkpoints only gets what a quantised file's weights are worth, dense, in a temporary folder.
+    """
     name, _, weights = spec.partition(":")
-    if name != Ourselves.name and not (path := llm.checkpoint.path).is_dir():
-        raise ConfigError(f"peer {name} reads a checkpoint's folder, and {path} is a file; `outrider export` makes one")
-    return PEERS[name].load(weights, llm, configs, context)
+    path, dense = llm.checkpoint.path, None
+    if path.is_file() and not PEERS[name].files:
+        dense = tempfile.TemporaryDirectory(prefix="outrider-")
+        path = export(path, Path(dense.name) / path.stem, str(llm.runner.model.dtype).removeprefix("torch."))
+    peer = PEERS[name].load(path, weights, llm, configs, context)
+    peer.dense = dense
+    return peer

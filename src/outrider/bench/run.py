@@ -89,10 +89,16 @@ class Conditions:
 
     def load(self, progress: Progress, **engine: Any) -> LLM:
         """The model, with the threads that are asked for."""
-        if self.threads:
-            torch.set_num_threads(self.threads)
-        own = {"dtype": self.dtype, "quantization": self.quantization, "device": self.device, "progress": progress}
-        return LLM(self.model, **own, **engine)  # type: ignore[arg-type]
+        return load_llm(self, progress, **engine)
+
+
+def load_llm(settings: Any, progress: Progress, **engine: Any) -> LLM:
+    """The model of settings that have model, dtype, quantization, device and threads."""
+    s = settings
+    if s.threads:
+        torch.set_num_threads(s.threads)
+    own = {"dtype": s.dtype, "quantization": s.quantization, "device": s.device, "progress": progress}
+    return LLM(s.model, **own, **engine)
 
 
 @dataclass(frozen=True)
@@ -112,6 +118,8 @@ class Settings(Conditions):
             peers.check(self.peer)
             if self.temperature > 0 or self.batch > 1:
                 raise ConfigError("--peer compares greedy decoding of one prompt: use --temperature 0 and --batch 1")
+            if "json" in self.suites:
+                raise ConfigError("--suite json is constrained, which peers are not asked to be; leave out --peer")
         if self.file and "spec-bench" not in self.suites:
             raise ConfigError("--file is for --suite spec-bench; pass both")
         if not self.suites or not all(self.suites):
@@ -165,30 +173,38 @@ def run(
     anything is measured.
     """
     report = progress or (lambda *_: None)
-    params = settings.params
     suites = [load_suite(name, settings.prompts, settings.data, settings.file) for name in settings.suites]
     llm = settings.load(report, max_num_seqs=settings.batch)
     llm.runner.progress = None  # a bar that moves while a long prompt is read would be part of its time
     methods = {label(config): config for config in (PLAIN, *settings.methods)}
     prompts = {suite.name: suite.encode(llm) for suite in suites}
+    ends = {suite.name: suite.ends(llm) for suite in suites}
+    params = {
+        suite.name: replace(
+            settings.params,
+            ignore_eos=not ends[suite.name],
+            structured_outputs=suite.structured,  # type: ignore[arg-type]
+        )
+        for suite in suites
+    }
     for config in methods.values():  # what cannot run is known before the first hour is spent
         llm.speculative_config = config
-        for request in [r for ids in prompts.values() for each in ids for r in llm.engine.add(each, params)]:
-            llm.engine.abort(request)
+        for suite in suites:
+            for request in [r for ids in prompts[suite.name] for r in llm.engine.add(ids, params[suite.name])]:
+                llm.engine.abort(request)
     context = max(len(each) for ids in prompts.values() for each in ids) + settings.max_tokens
     peer = peers.make(settings.peer, llm, settings.methods, context) if settings.peer else None
     kv_bytes: dict[str, int] = {}
-
-    ends = {suite.name: suite.answered(llm) for suite in suites}
 
     def measure(suite: Suite, method: str) -> Sample:
         llm.speculative_config, ids = methods[method], prompts[suite.name]
         longest = max(map(len, ids)) + settings.max_tokens
         each = llm.runner.kv.nbytes(longest) + llm.engine.drafter.kv_bytes(longest)
         kv_bytes[method] = each * min(settings.batch, len(ids))
-        llm.generate(ids[: settings.batch], replace(params, max_tokens=min(WARM_UP_TOKENS, settings.max_tokens)))
+        own = params[suite.name]
+        llm.generate(ids[: settings.batch], replace(own, max_tokens=min(WARM_UP_TOKENS, settings.max_tokens)))
         together = len(ids) if suite.stream else settings.batch  # of a stream the engine takes as many as it may
-        return sample(llm, ids, replace(params, ignore_eos=not ends[suite.name]), together)
+        return sample(llm, ids, own, together)
 
     for suite in suites:
         samples, _ = rounds(suite, list(methods), settings.repeats, measure, report)

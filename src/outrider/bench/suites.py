@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import outrider
 from outrider.errors import ConfigError
@@ -91,6 +91,41 @@ PASSAGES = [  # the beginnings of Alice in Wonderland, A Tale of Two Cities, Wal
     "flashed and passed in our glasses. Our chairs, being his patents, embraced and caressed us rather than "
     "submitted to be sat upon.",
 ]
+CHARACTERS = [
+    "Invent a ranger who lives in a northern forest, for a story.",
+    "Invent the captain of a ship that trades in spices, for a story.",
+    "Invent a clockmaker who keeps a secret, for a story.",
+    "Invent the youngest teacher of a village school, for a story.",
+]
+WORDS = {"type": "string", "maxLength": 60}
+SHEET = {
+    "type": "object",
+    "properties": {
+        "full_name": WORDS,
+        "age_in_years": {"type": "integer", "minimum": 1, "maximum": 120},
+        "occupation": WORDS,
+        "home": {
+            "type": "object",
+            "properties": {"country": WORDS, "settlement_type": {"enum": ["village", "town", "city", "wilderness"]}},
+            "required": ["country", "settlement_type"],
+            "additionalProperties": False,
+        },
+        "strengths_and_weaknesses": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {"description": WORDS, "is_strength": {"type": "boolean"}},
+                "required": ["description", "is_strength"],
+                "additionalProperties": False,
+            },
+            "minItems": 2,
+            "maxItems": 3,
+        },
+    },
+    "required": ["full_name", "age_in_years", "occupation", "home", "strengths_and_weaknesses"],
+    "additionalProperties": False,
+}
+FORM = "{} Answer with a character sheet as JSON: full name, age, occupation, home, strengths and weaknesses."
 FUNCTION = "Complete this Python code and show all of it.\n\n```python\n{}```"
 SUMMARY = "Summarise this text in two or three sentences.\n\n{}"
 EDITS = (
@@ -108,6 +143,7 @@ class Suite:
     source: str
     prompts: list[str]
     chat: bool  # they are a user's messages
+    structured: dict[str, Any] | None = None  # what the outputs must be
 
     @property
     def stream(self) -> bool:
@@ -118,6 +154,10 @@ class Suite:
         """Whether these are messages that the model answers, and ends by itself."""
         return self.chat and bool(getattr(llm.tokenizer, "chat_template", None))
 
+    def ends(self, llm: outrider.LLM) -> bool:
+        """Whether outputs end by themselves: as answers, or when all is said that must be."""
+        return self.structured is not None or self.answered(llm)
+
     def encode(self, llm: outrider.LLM) -> list[list[int]]:
         """Token ids: messages through the model's chat template, or as plain text if it has none."""
         if self.answered(llm):
@@ -125,8 +165,8 @@ class Suite:
         return [llm.encode(text + "\n\nAnswer:\n" * self.chat) for text in self.prompts]
 
 
-def load_suite(name: str, count: int, data: Path | None = None, file: Path | None = None) -> Suite:
-    """`count` prompts, spread evenly over the suite's file in the folder `data`; `file` replaces spec-bench's.
+def load_suite(name: str, count: int | None, data: Path | None = None, file: Path | None = None) -> Suite:
+    """`count` prompts (None: all), spread evenly over the suite's file in the folder `data`; `file` is for spec-bench.
 
     Raises ConfigError for an unknown suite, a file that is missing or unreadable, and more prompts than there are.
     """
@@ -152,19 +192,21 @@ def load_suite(name: str, count: int, data: Path | None = None, file: Path | Non
         raise ConfigError(
             f"suite {name} needs {kind.file}, but {missing}; pass its folder with --data or OUTRIDER_DATA{also}"
         )
+    count = len(texts) if count is None else count
     if not 1 <= count <= len(texts):
         raise ConfigError(f"suite {name} has {len(texts)} prompts ({source}); prompts must be 1 to that, not {count}")
     chosen = [texts[i * len(texts) // count] for i in range(count)]
-    return Suite(name, source, [kind.forms[i % len(kind.forms)].format(t) for i, t in enumerate(chosen)], kind.chat)
+    prompts = [kind.forms[i % len(kind.forms)].format(text) for i, text in enumerate(chosen)]
+    return Suite(name, source, prompts, kind.chat, kind.structured)
 
 
-def _mixed(count: int, data: Path | None) -> Suite:
+def _mixed(count: int | None, data: Path | None) -> Suite:
     """A stream of requests that changes its kind with each: a message of every suite of KINDS, then the first again."""
-    each = -(-count // (len(KINDS) + 1))
-    suites = [load_suite(name, each, data) for name in KINDS] if count > 0 else []
-    if not suites:
+    if count is not None and count < 1:
         raise ConfigError(f"suite mixed: prompts must be at least 1, not {count}")
-    turns = zip(*(suite.prompts for suite in suites), strict=True)
+    each = None if count is None else -(-count // (len(KINDS) + 1))
+    suites = [load_suite(name, each, data) for name in KINDS]
+    turns = zip(*(suite.prompts for suite in suites), strict=False)  # the shortest ends it
     prompts = [prompt for turn in turns for prompt in (*turn, turn[0])][:count]
     return Suite("mixed", "+".join(dict.fromkeys(suite.source for suite in suites)), prompts, chat=True)
 
@@ -173,6 +215,10 @@ def _text(path: Path) -> str:
     data = path.read_bytes()
     unpack = {".gz": gzip.decompress, ".xz": lzma.decompress}.get(path.suffix)
     return (unpack(data) if unpack else data).decode()
+
+
+def _lines(path: Path) -> list[str]:
+    return _text(path).splitlines()
 
 
 def _stories(path: Path) -> list[str]:
@@ -222,6 +268,7 @@ class _Kind(NamedTuple):
     chat: bool
     forms: tuple[str, ...] = ("{}",)  # taken in turn
     own: list[str] | None = None  # built-in prompts
+    structured: dict[str, Any] | None = None
 
 
 SUITES = {
@@ -230,6 +277,7 @@ SUITES = {
     "maths": _Kind("gsm8k_test200.jsonl", _sums, True, own=SUMS),
     "summarise": _Kind("spec_bench_half.jsonl", _summaries, True, own=[SUMMARY.format(text) for text in PASSAGES]),
     "edit": _Kind("books_eval.tar.xz", _passages, True, EDITS, PASSAGES),
+    "json": _Kind("characters.txt", _lines, True, (FORM,), CHARACTERS, {"json": SHEET, "disable_any_whitespace": True}),
     "spec-bench": _Kind("spec_bench_half.jsonl", _questions, True),
     "stories": _Kind("tinystories.txt.xz", _stories, False, own=OPENINGS),
     "functions": _Kind("HumanEval.jsonl.gz", _code, False, own=FUNCTIONS),

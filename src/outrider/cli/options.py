@@ -7,6 +7,7 @@ import inspect
 import json
 from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Any
 
@@ -16,8 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import outrider
 from outrider.cli.output import tell
-from outrider.config import SamplingParams, SpeculativeConfig
-from outrider.errors import ConfigError
+from outrider.config import SamplingParams, SpeculativeConfig, StructuredOutputsParams
+from outrider.errors import ConfigError, brief
 
 HELP = {
     "n": "Outputs per prompt; output i uses seed + i.",
@@ -38,6 +39,17 @@ HELP = {
     "include_stop_str_in_output": "Keep the stop string in the text.",
     "logprobs": "Report this many likeliest tokens per position (with --json).",
     "skip_special_tokens": "Leave special tokens out of the text.",
+}
+STRUCTURED = {  # a field of StructuredOutputsParams: its flag, and what it means
+    "json": ("--json-schema", "The output is JSON of this schema: its text, or a file."),
+    "json_object": ("--json-object", "The output is a JSON object."),
+    "regex": ("--regex", "The output matches this."),
+    "choice": ("--choice", "The output is one of these; repeat it."),
+    "grammar": ("--grammar", "The output follows this grammar (Lark or GBNF): its text, or a file."),
+    "structural_tag": ("--structural-tag", "JSON between tags, as vLLM describes it: its text, or a file."),
+    "disable_any_whitespace": ("--compact", "JSON without spaces between its parts."),
+    "disable_additional_properties": ("--no-additional-properties", "Where a schema names properties, no others."),
+    "whitespace_pattern": ("--whitespace-pattern", "A regex for the space between JSON's parts."),
 }
 
 
@@ -108,12 +120,23 @@ def sampling_flags(*without: str, **defaults: Any) -> Callable[[Callable[..., No
                     item.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
                 )
             )
+        for item in fields(StructuredOutputsParams) if "structured_outputs" not in without else ():
+            flag, meaning = STRUCTURED[item.name]
+            switch = item.default is False or item.name == "json_object"
+            kind = bool if switch else list[str] | None if item.name == "choice" else str | None
+            extra.append(
+                inspect.Parameter(
+                    item.name, inspect.Parameter.KEYWORD_ONLY, default=False if switch else None,
+                    annotation=Annotated[kind, typer.Option(flag, help=meaning)],
+                )
+            )  # fmt: skip
         signature = inspect.signature(command, eval_str=True)
         own = [p for p in signature.parameters.values() if p.name != "sampling"]
 
         @functools.wraps(command)
         def run(**given: Any) -> None:
             sampling = {item.name: given.pop(item.name) for item in extra}
+            sampling["structured_outputs"] = structured({name: sampling.pop(name, None) for name in STRUCTURED})
             SamplingParams(**clean(sampling))
             command(sampling=sampling, **given)
 
@@ -122,6 +145,24 @@ def sampling_flags(*without: str, **defaults: Any) -> Callable[[Callable[..., No
         return run
 
     return decorate
+
+
+def structured(given: dict[str, Any]) -> StructuredOutputsParams | None:
+    """The constraint that flags ask for. Raises ConfigError."""
+    given = {name: value for name, value in given.items() if value not in (None, False, [])}
+    if not given:
+        return None
+    for name in ("json", "grammar", "structural_tag"):
+        text = given.get(name)
+        if text and (name == "grammar" or not text.lstrip().startswith("{")) and "\n" not in text:
+            try:
+                if Path(text).is_file():
+                    given[name] = Path(text).read_text("utf-8")
+            except (OSError, UnicodeDecodeError, ValueError) as error:
+                raise ConfigError(f"{STRUCTURED[name][0]} {brief(text)} cannot be read: {error}") from None
+        if text and name != "grammar":
+            given[name] = read_json(given[name], STRUCTURED[name][0], '{"type": "object"}')
+    return StructuredOutputsParams(**given)
 
 
 def clean(sampling: dict[str, Any], flag: str = "--logit-bias") -> dict[str, Any]:
@@ -144,6 +185,14 @@ def read_ints(text: str, option: str) -> list[int]:
     if min(found) < 1:
         raise ConfigError(f"{option} must be whole numbers of at least 1, not {text}")
     return found
+
+
+def read_floats(text: str, option: str) -> list[float]:
+    """Numbers, with commas between them. Raises ConfigError, naming the option."""
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"{option} must be numbers with commas, such as 0,0.8, not {text!r}") from None
 
 
 def read_json(text: str, flag: str, example: str = '{"method": "ngram"}') -> dict[str, Any]:

@@ -307,10 +307,11 @@ class Auto(Drafter):
             plain = self.costs.at(n, keys)
             extra = max(0.0, self.costs.at(rows, keys) - plain) + self.proposing + self.observing
             shares = sum(case.nodes for case in cases)
-            for case, verdict in zip(cases, verdicts, strict=True):
+            for case, verdict, draft in zip(cases, verdicts, output.drafts, strict=True):
                 share = case.nodes / shares if shares else 1 / n
                 account = case.asks if case.ran else case.rows
-                account.enter(len(verdict.path), extra * share * n / plain)
+                accepted = sum(node not in draft.forced for node in verdict.path)
+                account.enter(accepted, extra * share * n / plain)
                 case.rows.credit, case.asks.credit = case.rows.credit + TOP_UP, case.asks.credit + TOP_UP
         for seq, case in zip(seqs, cases, strict=True):
             for name in [*case.probes]:

@@ -35,7 +35,8 @@ from outrider.errors import CheckpointError, ConfigError, VocabularyMismatch, to
 from outrider.kv import DenseKV, Entry, Plan
 from outrider.load import find
 from outrider.model import Rotary
-from outrider.ops import Linear, rms_norm, rope
+from outrider.ops import Linear, native, rms_norm, rope
+from outrider.quantize import quantize
 from outrider.runner import Runner
 from outrider.sampling import Row, few_threads, scores
 from outrider.sequence import Sequence
@@ -62,6 +63,8 @@ class Head:
         self.points = _points(path, about, model.config.num_layers)
         self.norm_before_residual = bool(about.get("norm_before_residual"))
 
+        rounds = self.dtype == torch.bfloat16 and native.runs(self.dtype, self.device)
+
         def take(name: str, *shape: int) -> Tensor:
             found = tensors.pop(name, None)
             if found is None or tuple(found.shape) != shape:
@@ -74,7 +77,9 @@ class Head:
         def linear(names: list[str], sizes: list[int], inputs: int, bias: bool = False, gated: bool = False) -> Linear:
             weight = torch.cat([take(f"{n}.weight", size, inputs) for n, size in zip(names, sizes, strict=True)])
             added = torch.cat([take(f"{n}.bias", size) for n, size in zip(names, sizes, strict=True)]) if bias else None
-            return Linear(weight, added, gated=gated)
+            # a guess need not be as exact as the target: half the bytes, where there are kernels for them
+            packed = quantize(weight, "int8") if rounds else weight
+            return Linear(packed, added, gated=gated)
 
         q, kv, wide = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.intermediate_size
         attn, mlp = "midlayer.self_attn", "midlayer.mlp"
@@ -309,7 +314,7 @@ def _shapes(row: Row) -> bool:
     """Whether a request's parameters change the order of its logits."""
     p = row.seq.params
     plain = p.repetition_penalty == 1 and not (p.presence_penalty or p.frequency_penalty or p.logit_bias)
-    return p.temperature > 0 or not plain or bool(p.min_tokens or p.logits_processors)
+    return p.temperature > 0 or not plain or bool(p.min_tokens or p.logits_processors or p.structured_outputs)
 
 
 def _points(path: Path, about: dict[str, Any], layers: int) -> tuple[int, ...]:

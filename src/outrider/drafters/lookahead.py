@@ -101,8 +101,8 @@ class Lookahead(Drafter):
             before.memory = {}
             first, *others = memory.levels
             places = [Row(before, first[1 : i + 1] + [level[i] for level in others]) for i in range(width)]
-            # Custom processors are not asked: they may refuse the prefixes that a window supposes.
-            plain = bool(seq.params.logits_processors)
+            # Custom processors and grammars are not asked: they may refuse the prefixes that a window supposes.
+            plain = bool(seq.params.logits_processors or seq.constraint)
             with few_threads(logits):
                 top = logits[rows]
             levels = [*memory.levels, likeliest(top) if plain else choose(top, places)]

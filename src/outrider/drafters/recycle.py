@@ -13,6 +13,8 @@ import heapq
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+
 from outrider.config import MOST_NODES, option
 from outrider.draft import Draft, Verdict
 from outrider.drafters import check
@@ -44,8 +46,9 @@ class Recycle(Drafter):
         tokens = list[int]()
         for seq, verdict, draft in zip(seqs, verdicts, output.drafts, strict=True):
             tokens += [seq.tokens[len(seq.tokens) - len(verdict.tokens) - 1], *draft.tokens]
-        with few_threads(output.flat):
-            best = output.flat.topk(min(self.recycled, output.flat.shape[-1]))
+        flat = output.flat if len(output.flat) == len(tokens) else torch.cat(output.logits)
+        with few_threads(flat):
+            best = flat.topk(min(self.recycled, flat.shape[-1]))
             chances = (best.values - best.values[:, :1]).float().softmax(-1)
         for token, ids, own in zip(tokens, best.indices.tolist(), chances.tolist(), strict=True):
             self.table[str(token)] = ids, own

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 import threading
 import time
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,17 +18,21 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from outrider.config import EngineConfig, Rule, SamplingParams, promised
+from outrider.config import EngineConfig, Rule, SamplingParams, promised, whole
+from outrider.constraint import Constraint, read
 from outrider.draft import Verdict
 from outrider.engine.guard import Guard
+from outrider.engine.scheduler import Pace, shares
 from outrider.engine.text import TextStream
 from outrider.engine.turn import Turn
-from outrider.errors import ConfigError, EmptyPrompt, OutOfMemory, RequestError, RequestTooLong
+from outrider.errors import ConfigError, EmptyPrompt, OutOfMemory, RequestError, RequestTooLong, brief
 from outrider.outputs import GenerationOutput, Logprob, Timing
 from outrider.runner import Runner
 from outrider.sequence import Sequence
 from outrider.speculate import Drafter, StepTimes, step
 from outrider.verify import COUPLED
+
+GRAMMAR = "grammar"  # who drafted what a request's structured_outputs force
 
 
 @dataclass(eq=False)
@@ -40,6 +46,9 @@ class Request:
     method: str = "none"
     index: int = 0
     ready: int = 0
+    priority: int = 0  # the lower is first
+    number: int = field(default_factory=itertools.count().__next__)  # in the order of their arrival
+    cached: int = 0  # prompt tokens that were found in the prefix cache
     drafter_error: str | None = None  # what the drafter was switched off by, if it was before the end
     finished: bool = False  # no more tokens will come, and what it held is given back
     drafted_by: list[str | None] = field(default_factory=list)  # per output token
@@ -77,8 +86,10 @@ class Engine:
         rule: Rule = COUPLED,
     ) -> None:
         self.runner, self.config, self.tokenizer, self.exactness = runner, config, tokenizer, exactness
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []
+        self.waiting: list[Request] = []  # by priority, then in the order of their arrival
+        self.running: list[Request] = []  # the same; those that read their prompt, too
+        self.pace = Pace(config.max_prefill_delay)
+        self._backlog = 0  # tokens of prompts to read, since there were none
         self.max_len = config.max_model_len or runner.max_len
         if self.max_len > runner.max_len:
             raise ConfigError(f"max_model_len {self.max_len} is over the model's context of {runner.max_len}; lower it")
@@ -104,26 +115,52 @@ class Engine:
             yield
 
     def add(
-        self, prompt: list[int], params: SamplingParams, ends: Callable[[list[int]], bool] | None = None
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        ends: Callable[[list[int]], bool] | None = None,
+        *,
+        k: int | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
     ) -> list[Request]:
         """Queue a prompt; one request for each of the n outputs asked for.
 
-        `ends(tokens)`, in place of stop strings, is asked behind each new token whether the sequence ends there.
+        `ends(tokens)`, in place of stop strings, is asked behind each new token whether the sequence ends there. `k`
+        bounds its drafts: nodes per step that can be accepted, 0 for plain decoding, None for the engine's own number.
+        Of those that wait, the lower `priority` is first. Only requests of one `cache_salt` share prefixes.
 
         Raises EmptyPrompt, RequestError for impossible token ids, and RequestTooLong, before anything runs, if the
         context or the memory cannot hold prompt and output; ConfigError if another engine runs requests on this cache.
         """
         self._check(prompt, params)
+        if k is not None and whole(k, 0) is None:
+            raise ConfigError(f"k must be a whole number of draft nodes, at least 0, or None, not {brief(k)}")
+        if whole(priority, -(2**62)) is None:
+            raise ConfigError(f"priority must be a whole number (lower is first), not {brief(priority)}")
+        if not (cache_salt is None or isinstance(cache_salt, str)):
+            raise ConfigError(f"cache_salt must be a string or None, not {brief(cache_salt)}")
+        asked, config = params.structured_outputs, self.runner.model.config
+        grammar = None if asked is None else read(asked, self.tokenizer, config.vocab_size)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         requests = []
         for i in range(params.n):
-            seq = Sequence(prompt, params, (seed + i) % 2**64, eos=self.runner.model.config.eos, max_len=self.max_len)
-            seq.stop_check = self._stop_check(seq, ends)
-            requests.append(Request(seq, self.drafter.name, i))
+            seq = Sequence(prompt, params, (seed + i) % 2**64, eos=config.eos, max_len=self.max_len)
+            seq.constraint = Constraint(grammar, seq.eos, not seq.eos & set(config.eos)) if grammar else None
+            seq.stop_check, seq.k, seq.cache_salt = self._stop_check(seq, ends), k, cache_salt
+            requests.append(Request(seq, index=i, priority=priority))
+            self._name(requests[-1])
         with _claiming:
             self._claim()
-            self.waiting.extend(requests)
+            for request in requests:
+                insort(self.waiting, request, key=_rank)
         return requests
+
+    def _name(self, request: Request) -> None:
+        """Note what will draft for a request, and how much at most."""
+        k, own = self.k, request.seq.k
+        request.method = "none" if own == 0 else self.drafter.name
+        request.seq.metrics.num_spec_tokens = k if own is None else min(k, own)
 
     def _claim(self) -> None:
         """Become the cache's engine: two that both count on all of its memory cannot run at once."""
@@ -173,10 +210,10 @@ class Engine:
             held += self._kv_bytes(self.waiting[0].seq.max_len)
             if self.running and held > self.kv_memory:
                 break
-            request = self.waiting.popleft()
-            request.method = self.drafter.name
-            request.seq.metrics.num_spec_tokens = self.k
-            self.running.append(request)
+            request = self.waiting.pop(0)
+            self._name(request)
+            insort(self.running, request, key=_rank)
+            self._backlog += self.runner.pending(request.seq)
 
     # --- stepping -----------------------------------------------------------------------------------------------------
 
@@ -241,8 +278,14 @@ class Engine:
         if not self.running:
             return []
         times, running = StepTimes(), self.running
+        lacking = {request: self.runner.pending(request.seq) for request in running}
+        through, reading, k = self._plan(lacking)
         try:
-            news = self._forward(running, 0 if self.guard.failure else self.k, times)
+            news = self._forward(through, reading, 0 if self.guard.failure else k, times)
+            read = sum(reading.values()) + sum(lacking[r] - 1 for r in through)
+            if times.rows or (not through and times.target):  # not a step that failed
+                self.pace.learn(times.rows + read, read, times.target)
+            self._report()
             now = time.perf_counter()
             for request, verdict in news:
                 self._account(request, verdict, times, now)
@@ -252,22 +295,47 @@ class Engine:
                 self._publish(request)
             self._sweep()
 
-    def _forward(self, requests: list[Request], k: int, times: StepTimes | None) -> list[tuple[Request, Verdict]]:
+    def _plan(self, lacking: dict[Request, int]) -> tuple[list[Request], dict[Request, int], int]:
+        """Which of the running requests get a new token, how much the others read of their prompts, and k."""
+        prompts = {r: lacks for r, lacks in lacking.items() if lacks > 1}
+        plain = len(lacking) - len(prompts)
+        left = max(1, self.runner.chunk - plain)
+        room = min(left, self.pace.beside(plain)) if plain else left
+        granted = dict(zip(prompts, shares([(r.priority, n) for r, n in prompts.items()], room), strict=True))
+        through = [r for r in lacking if r not in granted or granted[r] == prompts[r]]
+        reading = {r: n for r, n in granted.items() if 0 < n < prompts[r]}
+        left = 0 if len(through) < len(lacking) else left - sum(granted.values())  # drafts wait for prompts
+        return through, reading, min(self.k, left // max(1, len(through)))
+
+    def _report(self) -> None:
+        """Tell who wants to know how much is read, if it is more than one forward's."""
+        left = sum(lacks for r in self.running if (lacks := self.runner.pending(r.seq)) > 1)
+        if self._backlog > self.runner.chunk and self.runner.progress:
+            self.runner.progress(self._backlog - left, self._backlog)
+        self._backlog *= left > 0
+
+    def _forward(
+        self, requests: list[Request], reading: dict[Request, int], k: int, times: StepTimes | None
+    ) -> list[tuple[Request, Verdict]]:
         """One step for all of them; if that fails, one for each alone, and whose own fails ends with the error.
 
         By Laws 1 and 2 the others' tokens are the same in any company.
         """
-        lengths = [len(request.seq.tokens) for request in requests]
+        everyone = [*requests, *reading]
+        lengths, seqs = [len(r.seq.tokens) for r in everyone], [r.seq for r in requests]
         try:
             with torch.inference_mode():
-                verdicts = step(self.runner, self.guard, [request.seq for request in requests], k, times, self.rule)
+                parts = [(r.seq, n) for r, n in reading.items()]
+                verdicts = step(self.runner, self.guard, seqs, k, times, self.rule, parts)
         except Exception as error:
             news = []
-            for request, length in zip(requests, lengths, strict=True):
-                if len(requests) > 1 and len(request.seq.tokens) == length:
-                    news += self._forward([request], k, None)
-                else:
+            for request, length in zip(everyone, lengths, strict=True):
+                if len(everyone) == 1 or len(request.seq.tokens) != length:
                     self._fail(request, error)
+                elif request in reading:
+                    news += self._forward([], {request: reading[request]}, k, None)
+                else:
+                    news += self._forward([request], {}, k, None)
             return news
         for request, verdict in zip(requests, verdicts, strict=True):
             if verdict.error:
@@ -277,7 +345,8 @@ class Engine:
     def _account(self, request: Request, verdict: Verdict, times: StepTimes, now: float) -> None:
         accepted, t = len(verdict.path), request.timing
         request.seq.metrics.add(verdict.drafted, accepted, len(verdict.tokens))
-        request.drafted_by += [self.drafter.name] * accepted + [None] * (len(verdict.tokens) - accepted)
+        request.drafted_by += [GRAMMAR if node in verdict.forced else self.drafter.name for node in verdict.path]
+        request.drafted_by += [None] * (len(verdict.tokens) - accepted)
         request.logprobs += verdict.logprobs
         if t.first_token:  # the first step is prefill: reported as time to first token
             t.decode, t.draft, t.target = t.decode + times.total, t.draft + times.draft, t.target + times.target
@@ -338,17 +407,19 @@ class Engine:
             self.guard.forget(request.seq)
         finally:
             request.seq.memory.clear()
-            request.seq.stop_check = None
+            request.seq.stop_check = request.seq.constraint = None
             request.finished = True
 
     # --- results ------------------------------------------------------------------------------------------------------
 
-    def output(self, request: Request) -> GenerationOutput:
-        """A request's result so far; it may go on."""
+    def output(self, request: Request, text: TextStream | None = None) -> GenerationOutput:
+        """A request's result so far; it may go on. `text`: what it is decoded by, if someone has done so already."""
         seq, ready, rule = request.seq, request.ready, self.rule.method
-        text = TextStream(self.tokenizer, seq.params, seq.tokens[: seq.prompt_len])
         tokens = seq.tokens[seq.prompt_len : seq.prompt_len + ready]
-        text.feed(tokens[: request.spoken], final=request.finished)
+        if text is None:
+            text = TextStream(self.tokenizer, seq.params, seq.tokens[: seq.prompt_len])
+            text.feed(tokens[: request.spoken], final=request.finished)
+        last = tokens[-1] if tokens and request.finished and seq.finish_reason == "stop" else None
         exactness = promised(rule, "law" if seq.branched else self.exactness)
         return GenerationOutput(
             text=text.text,
@@ -368,7 +439,12 @@ class Engine:
             },
             logprobs=request.logprobs[:ready] if seq.params.logprobs is not None else None,
             index=request.index,
+            stop_reason=last if last in (seq.params.stop_token_ids or ()) else text.stop_reason,
         )
+
+
+def _rank(request: Request) -> tuple[int, int]:
+    return request.priority, request.number
 
 
 _owners: WeakValueDictionary[int, Engine] = WeakValueDictionary()  # by id of the cache, which outlives its engine

@@ -30,11 +30,11 @@ class Guard(Drafter):
 
     def propose(self, seqs: list[Sequence], k: int) -> list[Draft]:
         """Its drafts; empty ones once it is switched off."""
-        return self._ask(seqs, self.drafter.propose, seqs, k, otherwise=[Draft() for _ in seqs])
+        return self._ask(seqs, self.drafter.propose, seqs, k, otherwise=lambda: [Draft() for _ in seqs])
 
     def observe(self, seqs: list[Sequence], verdicts: list[Verdict], output: Output) -> None:
         """Let it see what became of them."""
-        self._ask(seqs, self.drafter.observe, seqs, verdicts, output, otherwise=None)
+        self._ask(seqs, self.drafter.observe, seqs, verdicts, output, otherwise=lambda: None)
 
     def forget(self, seq: Sequence) -> None:
         """Let it give back what it held; it is asked even when switched off."""
@@ -45,19 +45,19 @@ class Guard(Drafter):
 
     def kv_bytes(self, tokens: int) -> int:
         """What it says it will hold."""
-        return self._ask([], self.drafter.kv_bytes, tokens, otherwise=0)
+        return self._ask([], self.drafter.kv_bytes, tokens, otherwise=lambda: 0)
 
-    def _ask(self, seqs: list[Sequence], call: Callable[..., T], *args: Any, otherwise: T) -> T:
+    def _ask(self, seqs: list[Sequence], call: Callable[..., T], *args: Any, otherwise: Callable[[], T]) -> T:
         if self.failure is not None:
-            return otherwise
+            return otherwise()
         try:
             return call(*args)
         except OutriderError:
-            return otherwise
+            return otherwise()
         except Exception as error:
             if not any(seq.params.logits_processors for seq in seqs):
                 self._switch_off(error, seqs)
-            return otherwise
+            return otherwise()
 
     def _switch_off(self, error: Exception, seqs: list[Sequence]) -> None:
         if self.failure is None:

@@ -25,7 +25,7 @@ class TextStream:
         self.hold = max((len(s) for s in self.stops), default=1) - 1
         self.min_tokens = params.min_tokens  # stop strings count only behind these
         self.count = 0  # tokens fed
-        self.stopped = False
+        self.stop_reason: str | None = None  # the stop string that has ended it
         self._window = self._context(prompt)
         self._base = self._decode(self._window) if self._window else ""  # text of the window that is out
         self._chunk, self._known = 0, len(self._window)  # where the window's last whole piece begins, ends
@@ -61,6 +61,11 @@ class TextStream:
         self._taken = len(self._parts)
         return taken
 
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has ended the text."""
+        return self.stop_reason is not None
+
     def _read(self, final: bool = False) -> None:
         """Bring the text up to the window, short of the bytes of a character that are still coming."""
         late = len(self._window) - self._known > PATIENCE
@@ -86,7 +91,7 @@ class TextStream:
         self._tail += fresh
         if found := [(at, stop) for stop in self.stops if (at := self._tail.find(stop)) >= 0]:
             at, stop = min(found)
-            safe, self.stopped = at + len(stop) * self.include, True
+            safe, self.stop_reason = at + len(stop) * self.include, stop
         else:
             safe = max(0, len(self._tail) - self.hold)
         self._parts.append(self._tail[:safe])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider.config import ModelConfig
+from outrider.ops import Stores
 
 
 @dataclass
@@ -59,6 +60,9 @@ class KVCache(Protocol):
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
         """Store k and v (tokens, kv_heads, dim), let q (tokens, heads, dim) look; returns (tokens, heads * dim)."""
+
+    def stores(self, plan: Plan) -> Stores | None:
+        """Where the keys of a forward lie, for kernels that attend to all layers; None if only `attend` knows."""
 
     def keep(self, seq: int, start: int, path: list[int]) -> None:
         """Of the tree stored from slot `start`, keep the nodes of `path`, in order, right behind the prefix."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from outrider.config import ModelConfig
 from outrider.errors import OutOfMemory
 from outrider.kv.base import Plan, QueryLog
-from outrider.ops import KEY_BLOCK, attend_all, follows_paths, native
+from outrider.ops import KEY_BLOCK, Stores, attend_all, follows_paths, native
 
 
 class DenseKV:
@@ -87,6 +87,20 @@ class DenseKV:
                 self.log.add(e.seq, layer, e.start, q[e.row : e.row + e.n])
         own = [stores[e.seq] for e in plan.entries]
         return attend_all(q, k, v, plan.entries, own, self.config.windows[layer], self.scale, plan.scratch)
+
+    def stores(self, plan: Plan) -> Stores | None:
+        """Where the keys of a forward lie; None if only `attend` knows."""
+        runs = []
+        for e in plan.entries:
+            layers = self.store[e.seq]
+            runs.append((e.row, e.n, e.start, layers[-1].shape[2], e.parents, [own.data_ptr() for own in layers]))
+
+        def log(queries: Tensor) -> None:
+            for e in plan.entries:
+                for layer, q in enumerate(queries[:, e.row : e.row + e.n]):
+                    self.log.add(e.seq, layer, e.start, q)
+
+        return Stores(runs, self.dtype, log if self.log.size else None)
 
     def keep(self, seq: int, start: int, path: list[int]) -> None:
         """Compact an accepted branch: nodes of `path`, stored from slot `start`, move behind the prefix in order."""

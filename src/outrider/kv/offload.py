@@ -79,6 +79,9 @@ class OffloadKV(DenseKV):
             self.fresh.append((layer, plan, home.copy_(new, non_blocking=True)))
         return super().attend(layer, q, k, v, plan)
 
+    def stores(self, plan: Plan) -> None:
+        """Layers come and go: only `attend` knows where they are."""
+
     def _write_back(self) -> None:
         if self.side and self.fresh:
             torch.cuda.current_stream(self.device).synchronize()

@@ -28,7 +28,7 @@ from torch import Tensor
 from outrider.config import ModelConfig, whole
 from outrider.errors import ConfigError, brief
 from outrider.kv.base import Entry, Plan, Storage
-from outrider.ops import KEY_BLOCK, attend, write
+from outrider.ops import KEY_BLOCK, Stores, attend, write
 
 MOST = {"window": 256, "kernel": 255, "chunk": 2**20}  # the last queries are kept, which is memory; the rest 2**30
 
@@ -365,6 +365,10 @@ class View:
         """Attention over the buffers."""
         return self.slab.attend(layer, q, k, v, plan.scratch["slots"])
 
+    def stores(self, plan: Plan) -> Stores | None:
+        """Where the buffers lie."""
+        return self.slab.stores(plan.scratch["slots"])
+
     def keep(self, seq: int, start: int, path: list[int]) -> None:
         """Compact an accepted branch of the private tail, and forget what lies behind."""
         h = self.held[seq]
@@ -404,6 +408,9 @@ class QuantizedView(View):
             if tails:
                 own[:, :, h.synced - first : h.length - first] = tails[layer]
         h.first, h.built = first, h.length
+
+    def stores(self, plan: Plan) -> None:
+        """Keys are decoded layer by layer: only `attend` has them."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
         """Attention over the decoded keys and the buffers."""

@@ -79,3 +79,15 @@ def rope(
             qk = torch.cat([rms_norm(qk[:, :heads], norms[0], eps), rms_norm(qk[:, heads:], norms[1], eps)], 1)
         qk = rotate(qk, cos, sin)
     return qk[:, :heads], qk[:, heads:], v
+
+
+def argmax(x: Tensor) -> list[int]:
+    """Per row of x (rows, width) where it is largest, the first of equals; -1 if that is not finite. NaN is largest."""
+    best: list[int]
+    if native.runs(x.dtype, x.device) and x.dtype == torch.float32:
+        x = x.contiguous()
+        best = native.kernels.argmax(x.data_ptr(), *x.shape, torch.get_num_threads())
+        return best
+    most, at = x.max(-1)
+    best = at.masked_fill(~most.isfinite(), -1).tolist()
+    return best

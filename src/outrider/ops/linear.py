@@ -199,6 +199,17 @@ class Linear:
             added += w.width * x.itemsize if added else 0
         return y
 
+    def rows(self, at: Tensor) -> Tensor:
+        """The weights (n, in) of some outputs, by their indices (n,), of a packed linear of one part, in its dtype.
+
+        A quantised one's are rounded. Raises IndexError for an output that is none.
+        """
+        if not self.native or len(self.packed) > 1 or self.gated:
+            raise ValueError("rows are read from packed weights of one part that are not gated")
+        out = torch.empty(len(at), self.in_features, dtype=self.dtype)
+        self.packed[0].rows(at.tolist(), out.data_ptr())
+        return out
+
     def _multiply(self, x: Tensor) -> Tensor:
         if not self.fixed:
             return F.linear(x, self.weight, self.bias)

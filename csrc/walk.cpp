@@ -1,0 +1,154 @@
+#include "walk.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+
+#include "scratch.h"
+
+namespace {
+
+constexpr int kSlot = 8;      // of scratch memory
+constexpr int kNormed = -1;   // the point behind the final norm
+
+class Step {
+ public:
+  Step(const Walk &w, const WalkPlan &plan)
+      : w_(w), plan_(plan), size_(w.type == Type::f32 ? 4 : 2), width_((w.heads + 2 * w.kv_heads) * w.dim) {
+    size_t wide = 0;
+    for (const WalkLayer &layer : w.layers) wide = std::max<size_t>(wide, layer.gate_up[0]->width());
+    const size_t sizes[] = {size_t(w.hidden), size_t(width_), size_t(w.heads) * w.dim, wide, size_t(w.dim), size_t(w.dim)};
+    const size_t rows = std::max<size_t>(plan.rows, plan.wanted.size());
+    size_t total = 0;
+    for (size_t size : sizes) total += room(rows * size);
+    char *at = static_cast<char *>(scratch(kSlot, total));
+    char **places[] = {&x_, &qkv_, &seen_, &gated_, &cos_, &sin_};
+    for (int i = 0; i < 6; i++) *places[i] = at, at += room(rows * sizes[i]);
+  }
+
+  void run() {
+    embed();
+    turns();
+    const int last = int(w_.layers.size()) - 1;
+    bool all = false;  // whether what leaves the last layer is asked for of all rows
+    for (const auto &[point, at] : plan_.states) all |= point == kNormed || point > last;
+    for (int i = 0; i <= last; i++) {
+      keep(i);
+      attend(i);
+      if (i < last || all) rest(w_.layers[i], x_, seen_, plan_.rows);
+    }
+    char *out = static_cast<char *>(plan_.out);
+    const int wanted = int(plan_.wanted.size());
+    gather(x_, w_.hidden, out);
+    if (all) {
+      keep(last + 1);
+      for (const auto &[point, at] : plan_.states)
+        if (point == kNormed) norm(x_, plan_.rows, reinterpret_cast<void *>(at));
+    } else if (wanted) {
+      gather(seen_, w_.heads * w_.dim, qkv_);
+      rest(w_.layers[last], out, qkv_, wanted);
+    }
+    norm(out, wanted, out);
+    if (plan_.logits) multiply(w_.head, out, wanted, plan_.logits, w_.vocab, true, nullptr, nullptr);
+  }
+
+ private:
+  size_t room(size_t count) const { return (count * size_ + 63) / 64 * 64; }
+
+  void embed() {
+    const size_t row = size_ * w_.hidden;
+    if (plan_.embedded) {
+      memcpy(x_, plan_.embedded, row * plan_.rows);
+      return;
+    }
+    for (int64_t token : plan_.tokens)
+      if (token < 0 || token >= w_.vocab) throw std::out_of_range("a token is beyond the vocabulary");
+    for (int r = 0; r < plan_.rows; r++) {
+      const int64_t token = plan_.tokens[r];
+      if (w_.packed)
+        unpack_row(*w_.packed, int(token), x_ + r * row);
+      else
+        memcpy(x_ + r * row, static_cast<const char *>(w_.embedding) + token * row, row);
+    }
+  }
+
+  void turns() {
+    const size_t row = size_ * w_.dim;
+    for (int r = 0; r < plan_.rows; r++) {
+      memcpy(cos_ + r * row, reinterpret_cast<const char *>(plan_.turns[r]), row);
+      memcpy(sin_ + r * row, reinterpret_cast<const char *>(plan_.turns[r]) + plan_.sines, row);
+    }
+  }
+
+  void attend(int i) {
+    const WalkLayer &layer = w_.layers[i];
+    const bool half = w_.type != Type::f32;
+    multiply(layer.qkv, x_, plan_.rows, qkv_, width_, !half, nullptr, layer.input_norm);
+    kernels().elementwise.rope(qkv_, plan_.rows, width_, w_.heads + w_.kv_heads, w_.heads, w_.dim, cos_, sin_,
+                               layer.q_norm, layer.k_norm, w_.eps, half, plan_.threads);
+    const size_t q_bytes = size_ * w_.heads * w_.dim;
+    if (plan_.queries) {
+      char *to = static_cast<char *>(plan_.queries) + i * plan_.rows * q_bytes;
+      for (int r = 0; r < plan_.rows; r++) memcpy(to + r * q_bytes, qkv_ + r * size_ * width_, q_bytes);
+    }
+    const AttentionShape shape{w_.heads,     w_.kv_heads, w_.dim,  width_,  width_,       width_,
+                               layer.window, w_.scale,    w_.type, w_.type, plan_.threads};
+    jobs_.clear();
+    for (const WalkRun &run : plan_.runs) jobs_.push_back(job(run, i));
+    kernels().attention.attend(shape, jobs_.data(), int(jobs_.size()));
+  }
+
+  AttentionJob job(const WalkRun &run, int layer) const {
+    char *q = qkv_ + run.row * size_ * width_, *keys = q + size_ * w_.heads * w_.dim;
+    return {q, keys, keys + size_ * w_.kv_heads * w_.dim, seen_ + run.row * size_ * w_.heads * w_.dim,
+            reinterpret_cast<void *>(run.stores[layer]), nullptr, run.capacity, run.start, run.n,
+            run.tree ? run.parents.data() : nullptr};
+  }
+
+  // What follows attention, in place: x (rows, hidden).
+  void rest(const WalkLayer &layer, char *x, const char *seen, int rows) {
+    const bool floats = w_.type == Type::f32;
+    multiply(layer.o, seen, rows, x, w_.hidden, floats, x, nullptr);
+    multiply(layer.gate_up, x, rows, gated_, layer.gate_up[0]->width(), floats, nullptr, layer.post_norm);
+    multiply(layer.down, gated_, rows, x, w_.hidden, floats, x, nullptr);
+  }
+
+  void multiply(const Product &product, const void *x, int rows, void *y, int stride, bool y_float,
+                const void *residual, const void *norm) const {
+    char *to = static_cast<char *>(y);
+    const char *added = static_cast<const char *>(residual);
+    for (const Weights *part : product) {
+      kernels().linear.linear(*part, x, rows, to, stride, y_float, added, norm, w_.eps, plan_.threads);
+      to += part->width() * (y_float ? 4 : size_);
+      if (added) added += part->width() * size_;
+    }
+  }
+
+  void norm(const void *x, int rows, void *y) const {
+    kernels().elementwise.rms_norm(x, rows, w_.hidden, w_.norm, w_.eps, y, w_.type != Type::f32, plan_.threads);
+  }
+
+  // The rows that are wanted, of so many numbers.
+  void gather(const char *from, int width, char *to) const {
+    const size_t row = size_ * width;
+    for (int r : plan_.wanted) memcpy(to, from + r * row, row), to += row;
+  }
+
+  void keep(int point) const {
+    for (const auto &[asked, at] : plan_.states)
+      if (asked == point) memcpy(reinterpret_cast<void *>(at), x_, size_ * w_.hidden * plan_.rows);
+  }
+
+  const Walk &w_;
+  const WalkPlan &plan_;
+  const size_t size_;
+  const int width_;  // of qkv
+  char *x_, *qkv_, *seen_, *gated_, *cos_, *sin_;
+  std::vector<AttentionJob> jobs_;
+};
+
+}  // namespace
+
+void walk(const Walk &w, const WalkPlan &plan) {
+  if (plan.rows) Step(w, plan).run();
+}

@@ -1,0 +1,54 @@
+// One forward of a decoder in one call: from tokens to logits, with no Python between the layers. It calls the same
+// kernels with the same numbers as model.py does layer by layer, so that it has the same bits.
+#pragma once
+
+#include <utility>
+#include <vector>
+
+#include "kernels.h"
+
+using Product = std::vector<const Weights *>;  // with the same inputs; their outputs lie side by side
+
+struct WalkLayer {
+  const void *input_norm, *post_norm, *q_norm, *k_norm;  // the last two may be null
+  Product qkv, o, gate_up, down;
+  int64_t window;  // as in AttentionShape
+};
+
+// A decoder: addresses of memory that its maker keeps alive.
+struct Walk {
+  int heads, kv_heads, dim, hidden, vocab;
+  float eps, scale;
+  Type type;                // of activations, keys and values: f32 or bf16
+  const void *embedding;    // (vocab, hidden) of that type, or
+  const Weights *packed;    // ... its rows are these weights', or neither: rows come embedded
+  std::vector<WalkLayer> layers;
+  const void *norm;
+  Product head;
+};
+
+// One sequence's rows [row, row + n); see AttentionJob.
+struct WalkRun {
+  int64_t row, n, start, capacity;
+  bool tree;
+  std::vector<int32_t> parents;
+  std::vector<uintptr_t> stores;  // of each layer
+};
+
+struct WalkPlan {
+  int rows;
+  std::vector<int64_t> tokens;   // none if the rows come embedded
+  const void *embedded;          // (rows, hidden)
+  std::vector<uintptr_t> turns;  // per row its cosines (dim); the sines lie `sines` bytes behind
+  int64_t sines;
+  std::vector<WalkRun> runs;
+  std::vector<int> wanted;                            // rows that are asked for
+  std::vector<std::pair<int, uintptr_t>> states;      // point: where (rows, hidden) go; -1 is behind the final norm
+  void *queries;                                      // (layers, rows, heads, dim), or null
+  void *out;                                          // (wanted, hidden), normed
+  float *logits;                                      // (wanted, vocab), or null
+  int threads;
+};
+
+// Throws std::bad_alloc; std::out_of_range, before anything is stored, for a token that is none.
+void walk(const Walk &w, const WalkPlan &plan);

@@ -1,0 +1,347 @@
+"""The async front door: `async for event in AsyncLLM("tiny").generate("Once upon a time")`.
+
+One thread steps the engine while there is work. After each step it tells every event loop once, for all requests that
+have news; a request's tokens stay where they are until somebody reads them, so a slow reader costs nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+import threading
+import time
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet
+
+from outrider.config import SamplingParams
+from outrider.engine import Request, TextStream
+from outrider.errors import ConfigError, EngineError, QueueFull, told
+from outrider.llm import LLM, Message, Prompt, sampling_params_of
+from outrider.load import Checkpoint
+from outrider.outputs import StepEvent
+
+log = logging.getLogger(__name__)
+LAST_STEP = 10.0  # seconds that closing waits for a step that is under way
+LINGER = 5.0  # seconds that the engine's thread waits for work before it ends; the next request starts another
+
+
+_open: WeakSet[AsyncLLM] = WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """A thread that steps must not outlive what it steps with."""
+    for llm in list(_open):
+        llm.close()
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a step brought to a request, as `AsyncLLM.watch` is told."""
+
+    request: Request
+    tokens: int
+    finished: bool
+    at: float  # time.perf_counter()
+
+
+class AsyncLLM:
+    """An LLM for asyncio, with the same tokens: any number of requests at once, from any number of event loops.
+
+    model: what LLM takes, with LLM's keywords; or an LLM, which goes on working beside this.
+    max_queued_requests, max_queued_tokens: outputs, and tokens of their prompts, that may wait beyond those that run;
+        more are refused with QueueFull. None: any number.
+    watch: called in the event loop, once a step, with the Progress of its requests.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | Checkpoint | LLM,
+        *,
+        max_queued_requests: int | None = None,
+        max_queued_tokens: int | None = None,
+        watch: Callable[[list[Progress]], None] | None = None,
+        **options: Any,
+    ) -> None:
+        if isinstance(model, LLM) and options:
+            raise ConfigError(f"{next(iter(options))} belongs to the LLM that is given")
+        self.llm = model if isinstance(model, LLM) else LLM(model, **options)
+        self.max_queued_requests, self.max_queued_tokens, self.watch = max_queued_requests, max_queued_tokens, watch
+        self.closed = False
+        self._changed = threading.Condition()  # guards what follows
+        self._answers: set[Answer] = set()  # all that have not ended, also those whose prompts are still being read
+        self._thread: threading.Thread | None = None
+        self._turned = 0.0  # when the thread's loop came round last
+        _open.add(self)
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def generate(
+        self,
+        prompt: Prompt | Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        k: int | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **sampling: Any,
+    ) -> AsyncGenerator[StepEvent, None]:
+        """Tokens of the n outputs as they come; the last event of each carries the whole output.
+
+        `prompt` is text, token ids or a conversation, for which LLM.render explains the keywords; `k`, `priority` and
+        `cache_salt` are explained by Engine.add. Leaving the loop, or cancelling the task, stops the request at the
+        next step. Raises, before anything runs, what LLM.generate raises, QueueFull and EngineError; later the error
+        of the first output that fails.
+        """
+        params = sampling_params_of(sampling_params, sampling)
+        template = {"chat_template": chat_template, "chat_template_kwargs": chat_template_kwargs}
+        self._check_room(params.n)
+        ids = await self.off_loop(lambda: self.llm.read(prompt, **template))
+        answer = await self.start([(ids, params)], k=k, priority=priority, cache_salt=cache_salt)
+        async with aclosing(answer.events()) as events:
+            async for event in events:
+                yield event
+
+    @staticmethod
+    async def off_loop(work: Callable[[], Any]) -> Any:
+        """What `work()` gives, in a thread: tokenizing and templating must not hold the event loop up."""
+        return await asyncio.get_running_loop().run_in_executor(None, work)
+
+    async def start(
+        self,
+        prompts: list[tuple[list[int], SamplingParams]],
+        *,
+        k: int | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> Answer:
+        """Queue prompts; their outputs are one Answer's, in the order of the prompts, n for each.
+
+        Close it, unless its events are read to their end. Raises as `generate` does before anything runs.
+        """
+        answer = Answer(self, asyncio.get_running_loop())
+        weight = sum(params.n for _, params in prompts)
+        with self._changed:
+            self._check_room(weight)
+            answer.weight = weight
+            self._answers.add(answer)
+        try:
+            options: dict[str, Any] = {"k": k, "priority": priority, "cache_salt": cache_salt}
+            await self.off_loop(lambda: self._add(answer, prompts, options))
+        except BaseException:  # cancelled, too: then the thread may not have come to it yet
+            answer.close()
+            raise
+        return answer
+
+    def _check_room(self, weight: int) -> None:
+        if self.closed:
+            raise EngineError("the engine is closed; no further requests are taken")
+        if (limit := self.max_queued_requests) is None:
+            return
+        with self._changed:
+            there = sum(answer.weight for answer in self._answers)
+        if there and there + weight > limit + self.llm.engine_config.max_num_seqs:
+            raise QueueFull(f"{there} outputs are running or waiting, as many as are taken; try again later")
+
+    def _add(self, answer: Answer, prompts: list[tuple[list[int], SamplingParams]], options: dict[str, Any]) -> None:
+        engine = self.llm.engine
+        requests: list[Request] = []
+        try:
+            if (limit := self.max_queued_tokens) is not None:
+                there = sum(request.seq.prompt_len for request in list(engine.waiting))
+                if there and there + sum(len(ids) * params.n for ids, params in prompts) > limit:
+                    raise QueueFull(f"prompts of {there} tokens are waiting, as many as are taken; try again later")
+            for ids, params in prompts:
+                requests += engine.add(ids, params, **options)
+        except BaseException:
+            for request in requests:
+                engine.abort(request)
+            raise
+        with self._changed:
+            answer.take(engine, requests)
+            if self._thread is None:
+                self._turned = time.monotonic()
+                self._thread = threading.Thread(target=self._drive, name="outrider-engine", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    # --- the engine's thread ------------------------------------------------------------------------------------------
+
+    def _drive(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self.closed or any(a.requests for a in self._answers), LINGER)
+                if not any(answer.requests for answer in self._answers):
+                    self._thread = None
+                    return
+                answers = [answer for answer in self._answers if answer.requests]
+            self._turned = time.monotonic()
+            try:
+                # another thread may be stepping, for an LLM's own caller; what it brings to ours is news, too
+                self.llm.engine.step(unless=lambda among=answers: any(a.has_news() for a in among))  # type: ignore[misc]
+            except Exception as error:  # a bug; nobody shall wait for what will not come
+                log.exception("a step of the engine failed")
+                for answer in answers:
+                    answer.fail(EngineError(f"a step of the engine failed: {told(error)}"))
+            self._hand_over(answers)
+
+    def _hand_over(self, answers: list[Answer]) -> None:
+        now = time.perf_counter()
+        news: dict[asyncio.AbstractEventLoop, list[tuple[Answer, list[Progress]]]] = defaultdict(list)
+        for answer in answers:
+            if progress := answer.progress(now):
+                news[answer.loop].append((answer, progress))
+        for loop, batch in news.items():
+            try:
+                loop.call_soon_threadsafe(self._deliver, batch)
+            except RuntimeError:  # the loop is closed, and with it all that read there
+                for answer, _ in batch:
+                    answer.close()
+        for answer in answers:
+            if all(request.finished for request in answer.requests):
+                self._forget(answer)
+
+    def _deliver(self, batch: list[tuple[Answer, list[Progress]]]) -> None:
+        for answer, _ in batch:
+            answer.wake.set()
+        if self.watch is not None:
+            self.watch([progress for _, each in batch for progress in each])
+
+    def _forget(self, answer: Answer) -> None:
+        with self._changed:
+            self._answers.discard(answer)
+            self._changed.notify_all()
+
+    # --- its state ----------------------------------------------------------------------------------------------------
+
+    @property
+    def stalled(self) -> float:
+        """Seconds since the engine's loop came round, if it has work; else 0."""
+        with self._changed:
+            busy = any(answer.requests for answer in self._answers)
+            return time.monotonic() - self._turned if busy else 0.0
+
+    def close(self, drain: float = 0.0) -> None:
+        """Take no more requests, let those there are go on for `drain` seconds, then end the others: EngineError."""
+        with self._changed:
+            self.closed = True
+            self._changed.wait_for(lambda: not self._answers, drain)
+            rest, thread = list(self._answers), self._thread
+            self._changed.notify_all()
+        for answer in rest:
+            answer.fail(EngineError("the engine was closed before the answer was complete"))
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(LAST_STEP)
+
+    async def aclose(self, drain: float = 0.0) -> None:
+        """`close`, while the event loop goes on."""
+        await self.off_loop(lambda: self.close(drain))
+
+
+class Answer:
+    """The outputs of one call. Belongs to the event loop in which it was started."""
+
+    def __init__(self, llm: AsyncLLM, loop: asyncio.AbstractEventLoop) -> None:
+        self._llm, self.loop = llm, loop
+        self.requests: list[Request] = []
+        self.weight = 0  # outputs
+        self.wake = asyncio.Event()
+        self.failure: Exception | None = None
+        self._closed = False
+        self._told: list[tuple[int, bool]] = []  # per request, the state that was handed over last
+
+    def take(self, engine: Any, requests: list[Request]) -> None:
+        """The requests are there, in a thread; the answer may have been closed meanwhile."""
+        self._engine, self._told, self.requests = engine, [(0, False)] * len(requests), requests
+        if self._closed:
+            self.close()
+
+    def _state(self, i: int) -> tuple[int, bool]:
+        """How many tokens of a request may be read, and whether they are all. A step may be under way.
+
+        What ends a sequence is noted before its last tokens are shown, and `finished` comes after: between the two
+        nobody could tell that the last token has no text.
+        """
+        request = self.requests[i]
+        finished, ready = request.finished, request.ready
+        if not finished and request.seq.finish_reason is not None:
+            return self._told[i][0], False
+        return ready, finished
+
+    def has_news(self) -> bool:
+        """Whether there is anything that `progress` has not told."""
+        return any(self._state(i) != known for i, known in enumerate(self._told))
+
+    def progress(self, now: float) -> list[Progress]:
+        """What has come since this was last asked."""
+        found = []
+        for i, (request, known) in enumerate(zip(self.requests, self._told, strict=True)):
+            if (state := self._state(i)) != known:
+                found.append(Progress(request, state[0] - known[0], state[1], now))
+                self._told[i] = state
+        return found
+
+    async def events(self) -> AsyncGenerator[StepEvent, None]:
+        """What comes, to the end of all outputs. Closes the answer when it is left, however."""
+        llm, outputs = self._llm.llm, range(len(self.requests))
+        texts = [TextStream(llm.tokenizer, r.seq.params, r.seq.tokens[: r.seq.prompt_len]) for r in self.requests]
+        read, alive = [0 for _ in outputs], set(outputs)
+        try:
+            while alive:
+                await self.wake.wait()
+                self.wake.clear()
+                if self.failure:
+                    raise self.failure
+                for i in sorted(alive):
+                    request = self.requests[i]
+                    (ready, finished), begin, offset = self._told[i], read[i], request.seq.prompt_len
+                    if ready == begin and not finished:
+                        continue
+                    if finished and request.error:
+                        raise request.error
+                    read[i] = ready
+                    tokens = request.seq.tokens[offset + begin : offset + ready]
+                    spoken = request.spoken if finished else ready
+                    texts[i].feed(tokens[: spoken - begin], final=finished)
+                    output = self._engine.output(request, texts[i]) if finished else None
+                    if output is not None:
+                        output.index = i
+                        alive.discard(i)
+                    yield StepEvent(
+                        i,
+                        tokens,
+                        texts[i].take(final=finished),
+                        request.drafted_by[begin:ready],
+                        request.logprobs[begin:ready] if request.seq.params.logprobs is not None else None,
+                        output.finish_reason if output else None,
+                        output,
+                    )
+        finally:
+            self.close()
+
+    def fail(self, error: Exception) -> None:
+        """End it with an error, from any thread."""
+        self.failure = error
+        with suppress(RuntimeError):  # its loop is closed
+            self.loop.call_soon_threadsafe(self.wake.set)
+        self.close()
+
+    def close(self) -> None:
+        """Stop what still runs, at the next step; from any thread. Closing twice does nothing."""
+        self._closed = True
+        for request in self.requests:
+            self._engine.abort(request)
+        if all(request.finished for request in self.requests):
+            self._llm._forget(self)

@@ -1,0 +1,167 @@
+"""`outrider serve`: an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from outrider.cli.options import (
+    Device,
+    Dtype,
+    KvOffload,
+    MaxModelLen,
+    OnChipLayers,
+    Quantization,
+    Reporter,
+    Speculate,
+    SpeculativeJson,
+    check_model,
+    load_llm,
+    read_json,
+    speculative,
+)
+from outrider.cli.output import tell
+from outrider.errors import ConfigError
+
+LEVELS = ("debug", "info", "warning", "error")
+
+
+def serve(
+    model: Annotated[
+        str, typer.Argument(callback=check_model, help="Folder, GGUF file, hub id, smollm2, or embedded: tiny.")
+    ],
+    *,
+    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 = any that is free.", min=0, max=65535)] = 8000,
+    uds: Annotated[Path | None, typer.Option(help="Listen at this Unix socket instead.")] = None,
+    api_key: Annotated[
+        list[str] | None, typer.Option(help="Key that requests must carry, repeatable. Default: $OUTRIDER_API_KEY.")
+    ] = None,
+    served_model_name: Annotated[
+        list[str] | None, typer.Option(help="Name in the API, repeatable. Default: MODEL as given.")
+    ] = None,
+    speculate: Speculate = None,
+    speculative_config: SpeculativeJson = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    quantization: Quantization = None,
+    max_model_len: MaxModelLen = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Outputs that share a forward.")] = 32,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Prompt tokens in one forward.")] = 512,
+    kv_offload: KvOffload = False,
+    on_chip_layers: OnChipLayers = 0,
+    generation_config: Annotated[
+        str, typer.Option(help="Where defaults of sampling come from: auto (the model's), vllm (none), or a folder.")
+    ] = "auto",
+    override_generation_config: Annotated[
+        str | None, typer.Option(help="Defaults of sampling as JSON: '{\"temperature\": 0.7}'.")
+    ] = None,
+    max_queued_requests: Annotated[
+        int, typer.Option(help="Outputs that may wait; more are answered 503.", min=0)
+    ] = 256,
+    max_queued_tokens: Annotated[
+        int | None, typer.Option(help="Prompt tokens that may wait; more are answered 503.", min=1)
+    ] = None,
+    max_body: Annotated[int, typer.Option(help="Most bytes of a request's body.", min=1)] = 16 * 2**20,
+    max_n: Annotated[int, typer.Option(help="Most outputs of a prompt.", min=1)] = 128,
+    max_stop_strings: Annotated[int, typer.Option(help="Most stop strings of a request.", min=1)] = 4,
+    max_logprobs: Annotated[int, typer.Option(help="Most logprobs of a request.", min=0)] = 20,
+    keep_alive: Annotated[float, typer.Option(help="Seconds of silence until a stream says it lives.", min=0.1)] = 15,
+    drain: Annotated[float, typer.Option(help="Seconds that requests may go on after SIGTERM or Ctrl-C.", min=0)] = 30,
+    cors_origin: Annotated[
+        list[str] | None, typer.Option(help="Origin whose pages may call, repeatable; * for all. Default: none.")
+    ] = None,
+    trust_request_chat_template: Annotated[
+        bool,
+        typer.Option("--trust-request-chat-template", help="Let requests bring chat templates."),
+    ] = False,
+    ssl_keyfile: Annotated[Path | None, typer.Option(help="TLS key.")] = None,
+    ssl_certfile: Annotated[Path | None, typer.Option(help="TLS certificate.")] = None,
+    ssl_ca_certs: Annotated[Path | None, typer.Option(help="Authorities of clients' certificates.")] = None,
+    root_path: Annotated[str, typer.Option(help="Path under which a proxy shows the server.")] = "",
+    log_format: Annotated[str, typer.Option(help="text or json.")] = "text",
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+) -> None:
+    """Serve a model as OpenAI's API: completions, chat, models, metrics, and a chat page."""
+    config = speculative(speculate, speculative_config)
+    if log_format not in ("text", "json"):
+        raise ConfigError(f"--log-format must be text or json, not {log_format!r}")
+    if log_level not in LEVELS:
+        raise ConfigError(f"--log-level must be one of {', '.join(LEVELS)}, not {log_level!r}")
+    keys = api_key or [key for key in [os.environ.get("OUTRIDER_API_KEY", "")] if key]
+    if not all(key.strip() for key in keys):
+        raise ConfigError("--api-key is empty; give a key, or leave it out")
+    if (ssl_keyfile is None) != (ssl_certfile is None):
+        raise ConfigError("give --ssl-keyfile and --ssl-certfile together")
+    for name, file in (("keyfile", ssl_keyfile), ("certfile", ssl_certfile), ("ca-certs", ssl_ca_certs)):
+        if file is not None and not file.is_file():
+            raise ConfigError(f"--ssl-{name} {file} is not there")
+    overrides = (
+        read_json(override_generation_config, "--override-generation-config", '{"temperature": 0.7}')
+        if (override_generation_config is not None)
+        else {}
+    )
+    try:
+        from outrider.serve.app import create_app
+        from outrider.serve.server import log_to_stderr, server
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"serving needs {error.name}; pip install 'outrider[serve]'") from None
+    import ssl
+
+    from outrider.async_llm import AsyncLLM
+    from outrider.serve.settings import Settings, checked, generation_defaults
+
+    overrides = checked(overrides, "--override-generation-config")
+    defaults = generation_defaults(generation_config, Path()) if generation_config != "auto" else None
+    log_to_stderr(log_format, log_level)
+    listening = None if uds is not None else _listen(host, port)  # before minutes are spent on loading
+    with Reporter() as reporter:
+        limits = {
+            "max_model_len": max_model_len, "kv_offload": kv_offload, "on_chip_layers": on_chip_layers,
+            "max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens,
+        }  # fmt: skip
+        llm = load_llm(model, config, dtype, device, reporter, quantization=quantization, **limits)
+        reporter.close()
+        llm.runner.progress = None
+    engine = AsyncLLM(llm, max_queued_requests=max_queued_requests, max_queued_tokens=max_queued_tokens)
+    settings = Settings(
+        names=tuple(served_model_name or [model]),
+        api_keys=tuple(keys),
+        defaults=(generation_defaults("auto", llm.checkpoint.path) if defaults is None else defaults) | overrides,
+        max_body=max_body,
+        max_n=max_n,
+        max_stop_strings=max_stop_strings,
+        max_logprobs=max_logprobs,
+        keep_alive=keep_alive,
+        drain=drain,
+        cors_origins=tuple(cors_origin or ()),
+        trust_chat_template=trust_request_chat_template,
+    )
+    where: dict[str, Any] = {"uds": str(uds)} if uds is not None else {"host": host, "port": port}
+    tls: dict[str, Any] = {}
+    if ssl_certfile is not None:
+        tls = {"ssl_keyfile": ssl_keyfile, "ssl_certfile": ssl_certfile, "ssl_ca_certs": ssl_ca_certs}
+        tls |= {"ssl_cert_reqs": ssl.CERT_REQUIRED} if ssl_ca_certs is not None else {}
+    running = server(create_app(engine, settings), engine, drain, root_path=root_path, **where, **tls)
+    at = f"unix:{uds}" if listening is None else _url(listening, secure=bool(tls))
+    tell(f"{settings.names[0]} at {at} ({llm.exactness}, {config.method}); Ctrl-C ends it")
+    running.run(sockets=None if listening is None else [listening])
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(
+            f"cannot listen at {host}, port {port}: {getattr(error, 'strerror', None) or error}"
+        ) from None
+
+
+def _url(listening: socket.socket, secure: bool) -> str:
+    host, port = listening.getsockname()[:2]
+    return f"http{'s' * secure}://{f'[{host}]' if ':' in host else host}:{port}"

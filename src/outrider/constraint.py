@@ -1,0 +1,411 @@
+"""What an output must be (`SamplingParams.structured_outputs`): the tokens that may follow each prefix, by llguidance.
+
+A `Constraint` belongs to one sequence, its forks and its mirror, and holds a matcher that catches up (Law 3): asked
+about a place, it rolls back to what it has read in common with that prefix and reads the rest. What it says depends on
+the tokens alone, so the masks of a draft's nodes are those that plain decoding would meet there. They are kept until
+the sequence grows: a draft model that guessed under them has paid for the target, too.
+
+Where the grammar forces text, llguidance allows one token at a time, the one that its tokenizer would write: those are
+drafted for free (`fit`), whoever drafts beside them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol, TypeVar
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.config import MOST_NODES, StructuredOutputsParams
+from outrider.draft import Draft
+from outrider.errors import ConfigError, ConstraintError, told
+
+MOST_TEXT = 2**16  # characters of a schema or grammar: by these the time to read it is bounded
+MOST_FORCED = 64  # tokens that are drafted behind one node
+LONGEST_FORCED = 4096  # tokens that a grammar may force in a row: some would go on for ever
+KEPT = 64  # grammars for which a tokenizer keeps what was read
+STACK = 2**28  # bytes, while a grammar is read: its rules may follow one another deeply (address space, mostly)
+LIMITS = {"initial_lexer_fuel": 300_000, "max_lexer_states": 50_000, "verbose_errors": False}
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"  # between the parts of JSON: without a bound some models write nothing else
+END = "<|end of the structured output|>"
+SPECIAL = r"\.+*?()|[]{}^$#&-~"  # what a regex reads as more than itself
+Bits = NDArray[np.uint8]  # one a token, eight in a byte, the lowest first
+T = TypeVar("T")
+
+
+class Text(Protocol):
+    """A sequence, as far as a constraint looks at it."""
+
+    tokens: list[int]
+    prompt_len: int
+
+    @property
+    def settled(self) -> int:
+        """How many tokens will never change."""
+
+
+@dataclass
+class Grammar:
+    """What was read of a request's constraint, for a tokenizer."""
+
+    matcher: Any  # at the beginning; copied for each sequence
+    end: int  # the token that stands for the end of the output
+    guess: int | None  # the token that the tokenizer ends texts with
+
+
+@dataclass
+class Place:
+    """What is known of the place behind a prefix; None where nobody has asked."""
+
+    mask: Bits | None = None
+    forced: list[int] | None = None
+    complete: bool = False  # with the mask: only the end may follow
+
+
+@dataclass(eq=False)
+class Constraint:
+    """A grammar, followed along one sequence. `ends` are the tokens that end it, wherever the grammar lets it end.
+
+    `silent`: none of them is the model's own end of text, so the sequence ends by itself where nothing may follow.
+    """
+
+    grammar: Grammar
+    ends: frozenset[int]
+    silent: bool
+    read: list[int] = field(default_factory=list)  # output tokens that the matcher stands behind
+    known: int = 0  # so many of these are settled
+    places: dict[tuple[int, ...], Place] = field(default_factory=dict)  # by what stands behind the settled text, ...
+    settled: int = 0  # ... which is as long as this
+
+    def __post_init__(self) -> None:
+        self.matcher = self.grammar.matcher.deep_copy()
+
+    def mask(self, seq: Text, path: list[int]) -> Bits | None:
+        """Which tokens may follow the sequence and then `path`; None where nothing is asked of them.
+
+        So it is behind what ends the output, and behind what it cannot be. Raises ConstraintError if no token may
+        follow, or the grammar grows too complex to tell.
+        """
+        place = self._place(seq, path)
+        if place.mask is None:
+            if not self._go(seq, path):
+                return None
+            bits = np.frombuffer(self.matcher.compute_bitmask(), np.uint8).copy()
+            self._look()
+            at, bit = divmod(self.grammar.end, 8)
+            ends = bool(bits[at] >> bit & 1)
+            bits[at] &= ~np.uint8(1 << bit)
+            place.complete = not bits.any()
+            if np.count_nonzero(bits) == 1:  # it may be forced, and without end
+                self._forced()
+            if ends:
+                for token in self.ends:
+                    bits[token // 8] |= np.uint8(1 << token % 8)
+            elif place.complete:
+                raise ConstraintError("structured_outputs: nothing may follow what the output has come to")
+            place.mask = bits
+        return None if place.complete and self.silent else place.mask
+
+    def done(self, seq: Text) -> bool:
+        """Whether the output is complete and no token will say so. Raises ConstraintError as `mask` does."""
+        return self.silent and (self.mask(seq, []) is None)
+
+    def forced(self, seq: Text, path: list[int]) -> list[int]:
+        """The tokens that must follow the sequence and `path`, and a guess at the one that ends it."""
+        place = self._place(seq, path)
+        if place.forced is None:
+            place.forced = []
+            try:
+                if self._go(seq, path):
+                    found = self._forced()[:MOST_FORCED]
+                    if self._go(seq, path + found) and self.matcher.is_stopped() and not self.silent:
+                        guess = self.grammar.guess
+                        found.append(guess if guess in self.ends else min(self.ends))
+                    place.forced = found
+            except ConstraintError:
+                pass  # `mask` says so where it matters
+        return place.forced
+
+    def fit(self, seq: Text, draft: Draft, depth: int, coins: bool) -> Draft:
+        """A draft without what cannot be, and with what is forced behind its leaves; `depth` tokens deep at most.
+
+        Where coins are flipped, the law of each node that is left is the one it had, given that it is there.
+        """
+        kept, leaves = {-1: -1}, {-1: list[int]()}
+        tokens, parents, laws = list[int](), list[int](), list[Tensor]()
+        for node in range(draft.verifiable):  # parents come first
+            parent, token = draft.parents[node], draft.tokens[node]
+            if parent in kept and self._allows(seq, path := list(draft.words(parent)), token):
+                kept[node] = len(tokens)
+                leaves.pop(kept[parent], None)
+                leaves[kept[node]] = [*path, token]
+                tokens.append(token)
+                parents.append(kept[parent])
+                if draft.q is not None:
+                    laws.append(self._given(seq, path, draft.q[node]) if coins else draft.q[node])
+        forced = {kept[node] for node in draft.forced & kept.keys()}
+        for leaf, path in leaves.items():
+            for token in self.forced(seq, path)[: min(depth - len(path), MOST_NODES - len(tokens))]:
+                forced.add(len(tokens))
+                tokens.append(token)
+                parents.append(leaf)
+                leaf = len(tokens) - 1
+        if draft.q is not None:
+            laws += [torch.zeros_like(draft.q[0])] * (len(tokens) + draft.riders - len(laws))
+        for node in range(draft.verifiable, len(draft)):  # riders: nobody verifies them
+            kept[node] = len(tokens)
+            tokens.append(draft.tokens[node])
+            parents.append(kept.get(draft.parents[node], -1))
+        return Draft(tokens, parents, torch.stack(laws) if laws else None, draft.riders, forced=frozenset(forced))
+
+    def _allows(self, seq: Text, path: list[int], token: int) -> bool:
+        try:
+            if token in self.ends:
+                mask = self.mask(seq, path)
+                return mask is not None and bool(mask[token // 8] >> token % 8 & 1)
+            if forced := self.forced(seq, path):
+                return token == forced[0]
+            return self._go(seq, path) and self.matcher.validate_tokens([token]) == 1
+        except ConstraintError:
+            return False
+
+    def _given(self, seq: Text, path: list[int], law: Tensor) -> Tensor:
+        """A distribution (vocab,), given that the token may stand here."""
+        mask = self.mask(seq, path)
+        law = law * unpacked(mask, len(law)).to(law.device) if mask is not None else law
+        return law / law.sum().clamp(min=torch.finfo(law.dtype).tiny)
+
+    def _place(self, seq: Text, path: list[int]) -> Place:
+        if seq.settled != self.settled:
+            self.places.clear()
+            self.settled = seq.settled
+        key = (*seq.tokens[seq.settled :], *path)
+        return self.places.setdefault(key, Place())
+
+    def _go(self, seq: Text, path: list[int]) -> bool:
+        """Bring the matcher behind the output and `path`. False, where it was, if the output cannot go on like this."""
+        self.known = min(self.known, len(seq.tokens) - seq.prompt_len)
+        wanted = seq.tokens[seq.prompt_len + self.known :] + path
+        read = self.read[self.known :]
+        same = next((i for i, (a, b) in enumerate(zip(read, wanted, strict=False)) if a != b), None)
+        same = min(len(read), len(wanted)) if same is None else same
+        if any(token in self.ends for token in wanted[same:]):
+            return False
+        if back := len(read) - same:
+            self.matcher.rollback(back)
+            del self.read[self.known + same :]
+        fresh = wanted[same:]
+        if fresh:
+            if self.matcher.validate_tokens(fresh) < len(fresh):
+                return False
+            self.matcher.consume_tokens(fresh)
+            self.read += fresh
+        self._look()
+        self.known = min(seq.settled, len(seq.tokens)) - seq.prompt_len
+        return True
+
+    def _forced(self) -> list[int]:
+        found: list[int] = self.matcher.compute_ff_tokens()
+        self._look()
+        if len(found) > LONGEST_FORCED:
+            raise ConstraintError(f"structured_outputs: more than {LONGEST_FORCED} tokens in a row can only be these")
+        return found
+
+    def _look(self) -> None:
+        """Raise ConstraintError if something went wrong with the matcher, which then begins again."""
+        if self.matcher.is_error():
+            error = _line(self.matcher.get_error())
+            self.matcher, self.known = self.grammar.matcher.deep_copy(), 0
+            self.read.clear()
+            raise ConstraintError(f"structured_outputs: the output cannot go on: {error}")
+
+
+def unpacked(mask: Bits, vocab: int) -> Tensor:
+    """A mask as (vocab,) bool."""
+    return torch.from_numpy(np.unpackbits(mask, count=vocab, bitorder="little").view(np.bool_))
+
+
+# --- reading constraints ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Binding:
+    """A tokenizer as llguidance sees it, and the grammars that were read for it, the last ones."""
+
+    tokenizer: Any
+    end: int
+    grammars: dict[str, Grammar] = field(default_factory=dict)
+
+
+_bindings: WeakKeyDictionary[Any, dict[int, Binding]] = WeakKeyDictionary()  # by tokenizer, then by vocabulary
+_binding = threading.Lock()
+_stacking = threading.Lock()
+
+
+def read(given: StructuredOutputsParams, tokenizer: Any, vocab: int) -> Grammar:
+    """A request's constraint, for a model with `vocab` logits.
+
+    Raises ConfigError for what is no schema, regex or grammar, asks too much, or that no text satisfies; without a
+    tokenizer; and without llguidance.
+    """
+    if tokenizer is None:
+        raise ConfigError("structured_outputs need a tokenizer, and this model has none")
+    library = _library()
+    with _binding:
+        own = _bindings.setdefault(tokenizer, {})
+        if vocab not in own:
+            own[vocab] = _bind(library, tokenizer, vocab)
+        binding = own[vocab]
+    key = repr(given)
+    if (grammar := binding.grammars.pop(key, None)) is None:
+        text = _text(given)
+        if len(text) > MOST_TEXT:
+            raise ConfigError(f"structured_outputs has {len(text)} characters; at most {MOST_TEXT}")
+        matcher = _deeply(partial(_compile, library, binding, given, text))
+        eos = getattr(tokenizer, "eos_token_id", None)
+        grammar = Grammar(matcher, binding.end, eos if isinstance(eos, int) else None)
+    binding.grammars[key] = grammar
+    while len(binding.grammars) > KEPT:
+        binding.grammars.pop(next(iter(binding.grammars)), None)
+    return grammar
+
+
+def _library() -> Any:
+    try:
+        return importlib.import_module("llguidance")
+    except ImportError:
+        raise ConfigError("structured_outputs need llguidance: pip install 'outrider[grammar]'") from None
+
+
+def _bind(library: Any, tokenizer: Any, vocab: int) -> Binding:
+    """The end of the output is a token of its own, which nobody writes: which tokens end a text is the request's."""
+    try:
+        backend = type(tokenizer.backend_tokenizer).from_str(tokenizer.backend_tokenizer.to_str())
+        backend.no_padding()
+        backend.no_truncation()
+        backend.add_special_tokens([END])
+        end, known = backend.token_to_id(END), tokenizer.get_vocab().values()
+        if end in known:
+            raise ValueError("its ids are not consecutive")
+        size = max(vocab, end + 1, *known)
+        return Binding(library.LLTokenizer(backend.to_str(), n_vocab=size, eos_token=end), end)
+    except Exception as error:  # whatever a tokenizer lacks
+        raise ConfigError(f"structured_outputs cannot be used with this model's tokenizer: {told(error)}") from None
+
+
+def _text(given: StructuredOutputsParams) -> str:
+    """What has to be read, as text."""
+    (value,) = given.asked.values()
+    if isinstance(value, str):
+        return value
+    try:
+        return json.dumps({"type": "object"} if value is True else value, ensure_ascii=False, default=dict)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"structured_outputs: no JSON can be made of it: {told(error)}") from None
+
+
+def _compile(library: Any, binding: Binding, given: StructuredOutputsParams, text: str) -> Any:
+    (kind,) = given.asked
+    try:
+        text.encode()  # no surrogates
+        source = _source(library, binding, given, kind, text)
+        limits = library.LLParserLimits(**LIMITS)
+        matcher = library.LLMatcher(binding.tokenizer, source, log_level=0, limits=limits)
+    except RecursionError:
+        raise ConfigError(f"structured_outputs: {kind} is nested too deeply") from None
+    except Exception as error:  # its conversions raise what they like
+        raise ConfigError(f"structured_outputs: {kind} cannot be used: {_line(str(error))}") from None
+    probe = matcher.deep_copy()  # what goes wrong at the beginning is told before anything runs
+    for _ in range(3):
+        some = not probe.is_error() and np.frombuffer(probe.compute_bitmask(), np.uint8).any()
+        if probe.is_error() or not some:
+            too_much = probe.is_error() and "NoExtension" not in probe.get_error()
+            why = _line(probe.get_error()) if too_much else "no text can satisfy it"
+            raise ConfigError(f"structured_outputs: {kind} cannot be used: {why}")
+        forced = probe.compute_ff_tokens()
+        if len(forced) > LONGEST_FORCED:
+            raise ConfigError(f"structured_outputs: {kind} forces more than {LONGEST_FORCED} tokens in a row")
+        probe.consume_tokens(forced[:1])
+    return matcher
+
+
+def _source(library: Any, binding: Binding, given: StructuredOutputsParams, kind: str, text: str) -> str:
+    """A constraint as llguidance writes them."""
+    if kind in ("json", "json_object"):
+        schema = json.loads(text)
+        if given.disable_additional_properties:
+            _close(schema)
+        spaces: dict[str, Any] = {"whitespace_pattern": given.whitespace_pattern or WHITESPACE}
+        if given.disable_any_whitespace:
+            spaces = {"whitespace_flexible": False}
+        asked = given.disable_any_whitespace or given.whitespace_pattern
+        spaces = {"overrides" if asked else "defaults": spaces}
+        return str(library.LLMatcher.grammar_from_json_schema(json.dumps(schema), **spaces))
+    if kind == "choice":
+        words = ("".join("\\" * (c in SPECIAL) + c for c in word) for word in given.choice or ())
+        return str(library.LLMatcher.grammar_from_regex("|".join(words)))
+    if kind == "regex":
+        return str(library.LLMatcher.grammar_from_regex(text))
+    if kind == "grammar":
+        return str(library.grammar_from("grammar", text))
+    tag = json.loads(text)
+    tags = []
+    for part in tag["structures"]:
+        trigger = next((t for t in tag["triggers"] if part["begin"].startswith(t)), None)
+        if trigger is None:
+            raise ValueError(f"no trigger begins {part['begin']!r}")
+        schema = part["schema"]
+        if given.disable_additional_properties:
+            _close(schema)
+        tags.append(library.StructTag(trigger=trigger, begin=part["begin"], grammar=schema, end=part["end"]))
+    return str(library.StructTag.to_grammar(tags, assume_special=False))
+
+
+def _close(schema: Any) -> None:
+    """Refuse properties that a schema does not name, wherever it says nothing about them."""
+    parts = [schema]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, dict):
+            if "properties" in part and "additionalProperties" not in part and "patternProperties" not in part:
+                part["additionalProperties"] = False
+            parts += part.values()
+        elif isinstance(part, list):
+            parts += part
+
+
+def _line(message: str) -> str:
+    return " ".join(message.replace("<non-verbose/>", "").split())[:200]
+
+
+def _deeply(work: Callable[[], T]) -> T:
+    """What `work()` gives, on a thread with a large stack."""
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.append((work(), None))
+        except BaseException as error:
+            outcome.append((None, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    with _stacking:
+        before = threading.stack_size(STACK)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    thread.join()
+    result, error = outcome[0]
+    if error is not None:
+        raise error
+    return result  # type: ignore[no-any-return]

@@ -1,0 +1,60 @@
+"""Who gets how much of the next forward.
+
+A forward has room for so many tokens. Sequences that wait for their next token come first, with one each. Prompts get
+what reading them may take: beside running sequences, as many tokens as lengthen the step by no more than a promised
+delay, and never to more than its double, as measured; else all there is room for. Draft nodes get what is left. So
+speculation shrinks before a prompt waits, and no prompt stops those that run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import groupby
+
+GRAIN = 16  # tokens of prompts: reading fewer takes about as long
+LEAST = 4  # tokens of one prompt
+
+
+@dataclass
+class Pace:
+    """Seconds of a forward by its rows, as measured: a line."""
+
+    delay: float  # seconds by which reading may lengthen a step
+    fixed: float = 0.0
+    row: float = 0.0
+
+    def learn(self, rows: int, read: int, seconds: float) -> None:
+        """One forward of so many rows, `read` of them a prompt's. Hiccups count as twice what was expected."""
+        if not read:
+            seconds = min(seconds, 2 * (self.fixed + self.row * rows) or seconds)
+            self.fixed += 0.2 * (max(0.0, seconds - self.row * rows) - self.fixed)
+        else:
+            row = max(seconds - self.fixed, seconds / 4) / rows
+            self.row += 0.3 * (min(row, 2 * self.row) - self.row) if self.row else row
+
+    def beside(self, rows: int) -> int:
+        """Tokens of prompts that may be read in a forward beside so many rows."""
+        if not self.row:
+            return GRAIN
+        return max(GRAIN, int(min(self.delay, self.fixed + self.row * rows) / self.row))
+
+
+def shares(lacking: Iterable[tuple[int, int]], room: int) -> list[int]:
+    """How many tokens each prompt may read, given its priority and the tokens it lacks, in the order they came.
+
+    The lowest priority is served first. Prompts of one priority get equal shares, and what some do not need goes to the
+    others; where there would be less than LEAST for each, the first ones are served.
+    """
+    found: list[int] = []
+    for _, group in groupby(lacking, lambda prompt: prompt[0]):
+        needs = [lacks for _, lacks in group]
+        given, first = [0] * len(needs), range(min(len(needs), max(1, room // LEAST)))
+        for rivals, i in zip(reversed(first), sorted(first, key=needs.__getitem__), strict=True):
+            given[i] = min(needs[i], room // (1 + rivals))
+            room -= given[i]
+        for i in range(len(first), len(needs)):
+            given[i] = min(needs[i], room)
+            room -= given[i]
+        found += given
+    return found

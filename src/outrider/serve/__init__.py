@@ -1,0 +1,1 @@
+"""`outrider serve`: an OpenAI-compatible HTTP server, on fastapi and uvicorn (the extra `serve`)."""

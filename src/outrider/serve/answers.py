@@ -1,0 +1,266 @@
+"""Answers of the two endpoints, whole or as frames, from the same events: a stream's frames regrouped are the whole."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.async_llm import Answer
+from outrider.errors import EngineError
+from outrider.outputs import GenerationOutput, Logprob, StepEvent
+from outrider.serve.http import DONE, frame, refusal
+from outrider.serve.protocol import ChatBody, CompletionBody, Sampled
+from outrider.serve.vocabulary import Vocabulary
+
+FLOOR = -9999.0  # JSON has no -inf
+
+
+@dataclass
+class Job:
+    """A request under way."""
+
+    body: Sampled
+    answer: Answer
+    head: dict[str, Any]  # id, created, model, fingerprint
+    vocabulary: Vocabulary
+    prompts: list[list[int]]
+    log: dict[str, Any]  # what the log line of the request will say
+
+
+class Reply:
+    """How one endpoint writes. Subclasses say what a choice looks like."""
+
+    kinds: tuple[str, str]  # of the whole answer, of a frame
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.body = job, job.body
+        self.n = job.body.n or 1
+        self.outputs: list[GenerationOutput] = []
+        self.count = 0  # tokens of all outputs
+
+    # --- what subclasses write ---
+
+    def choice(self, event: StepEvent) -> dict[str, Any]:
+        """A whole choice, from all of an output as one event."""
+        raise NotImplementedError
+
+    def choices(self, event: StepEvent, first: bool) -> list[dict[str, Any]]:
+        """Choices, each for a frame of its own, of an event, which is the output's `first` or not."""
+        raise NotImplementedError
+
+    # --- whole ---
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer, when all outputs have ended."""
+        events: dict[int, list[StepEvent]] = {}
+        async for event in self._events():
+            events.setdefault(event.index, []).append(event)
+        choices = [self.choice(_joined(events[i])) for i in sorted(events)]
+        return {**self._head(self.kinds[0]), "choices": choices, "usage": self.usage(), **self._metrics()}
+
+    # --- as a stream ---
+
+    async def frames(self) -> AsyncGenerator[bytes, None]:
+        """Server-sent events, to [DONE]. What goes wrong on the way is a frame as well."""
+        head, options = self._head(self.kinds[1]), self.body.stream_options
+        wanted = options is not None and bool(options.include_usage)
+        always = options is not None and bool(options.continuous_usage_stats)
+        seen: set[int] = set()
+        try:
+            async for event in self._events():
+                for choice in self.choices(event, event.index not in seen):
+                    usage = {"usage": self.usage() if always else None} if wanted or always else {}
+                    yield frame({**head, "choices": [choice], **usage, **self._lead(not seen)})
+                    seen.add(event.index)
+            if wanted:
+                yield frame({**head, "choices": [], "usage": self.usage(), **self._metrics()})
+        except Exception as error:
+            yield frame(refusal(error).body)
+        yield DONE
+
+    async def _events(self) -> AsyncGenerator[StepEvent, None]:
+        async for event in self.job.answer.events():
+            self.count += len(event.token_ids)
+            self.job.log["completion_tokens"] = self.count
+            if event.output is not None:
+                self.outputs.append(event.output)
+                if event.finish_reason == "abort":
+                    raise EngineError("the request was aborted")
+            yield event
+
+    # --- parts ---
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.job.head["id"], "object": kind, **{k: v for k, v in self.job.head.items() if k != "id"}}
+
+    def _lead(self, first: bool) -> dict[str, Any]:
+        """What only the first frame carries beside its choice."""
+        return {}
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens so far; a prompt counts once, whatever n."""
+        read = sum(map(len, self.job.prompts))
+        cached = sum(request.cached for request in self.job.answer.requests[:: self.n])
+        return {
+            "prompt_tokens": read,
+            "completion_tokens": self.count,
+            "total_tokens": read + self.count,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    def _metrics(self) -> dict[str, Any]:
+        return {"metrics": metrics_of(self.outputs[0])} if len(self.job.answer.requests) == 1 else {}
+
+    def _extras(self, event: StepEvent) -> dict[str, Any]:
+        if not self.body.return_token_ids:
+            return {}
+        return {"token_ids": event.token_ids, "drafted_by": event.drafted_by}
+
+    def _text(self, token: int) -> str:
+        return self.job.vocabulary.text(token, bool(self.body.return_tokens_as_token_ids))
+
+    @staticmethod
+    def _end(event: StepEvent) -> dict[str, Any]:
+        output = event.output
+        return {"finish_reason": event.finish_reason, "stop_reason": output.stop_reason if output else None}
+
+
+class Completion(Reply):
+    """`/v1/completions`."""
+
+    kinds = ("text_completion", "text_completion")
+    body: CompletionBody
+
+    def __init__(self, job: Job, echoes: list[str] | None) -> None:
+        super().__init__(job)
+        self.echoes = echoes  # per prompt, if asked for
+        self.offsets: dict[int, int] = {}
+
+    async def _events(self) -> AsyncGenerator[StepEvent, None]:
+        async for event in super()._events():
+            if self.body.max_tokens == 0:  # with echo; the engine has read the prompt and written one token
+                self.count, reason = 0, event.finish_reason and "length"
+                event = StepEvent(event.index, [], "", [], event.logprobs and [], reason)
+            yield event
+
+    def choice(self, event: StepEvent) -> dict[str, Any]:
+        return self._choice(event, True)
+
+    def choices(self, event: StepEvent, first: bool) -> list[dict[str, Any]]:
+        nothing = not event.text and event.finish_reason is None and not first
+        if nothing and not self.body.return_token_ids and event.logprobs is None:
+            return []
+        return [self._choice(event, first)]
+
+    def _choice(self, event: StepEvent, first: bool) -> dict[str, Any]:
+        echo = self.echoes[event.index // self.n] if first and self.echoes is not None else ""
+        lead = {}
+        if first and self.body.return_token_ids:
+            lead = {"prompt_token_ids": self.job.prompts[event.index // self.n]}
+        logprobs = None if event.logprobs is None else self._logprobs(event.index, event.logprobs, len(echo))
+        return {
+            "index": event.index,
+            "text": echo + event.text,
+            "logprobs": logprobs,
+            **self._end(event),
+            **lead,
+            **self._extras(event),
+        }
+
+    def _logprobs(self, index: int, given: list[Logprob], echoed: int) -> dict[str, Any]:
+        tokens, offsets = [self._text(each.token_id) for each in given], []
+        at = self.offsets.get(index, echoed)
+        for token in tokens:
+            offsets.append(at)
+            at += len(token)
+        self.offsets[index] = at
+        return {
+            "tokens": tokens,
+            "token_logprobs": [max(each.logprob, FLOOR) for each in given],
+            "top_logprobs": [self._top(each) for each in given],
+            "text_offset": offsets,
+        }
+
+    def _top(self, given: Logprob) -> dict[str, float]:
+        every = given.top | {given.token_id: given.logprob}
+        return {self._text(token): max(value, FLOOR) for token, value in every.items()}
+
+
+class Chat(Reply):
+    """`/v1/chat/completions`."""
+
+    kinds = ("chat.completion", "chat.completion.chunk")
+    body: ChatBody
+
+    def choice(self, event: StepEvent) -> dict[str, Any]:
+        message = {"role": "assistant", "content": event.text}
+        return {
+            "index": event.index,
+            "message": message,
+            "logprobs": self._logprobs(event),
+            **self._end(event),
+            **self._extras(event),
+        }
+
+    def choices(self, event: StepEvent, first: bool) -> list[dict[str, Any]]:
+        def of(delta: dict[str, Any], **more: Any) -> dict[str, Any]:
+            return {"index": event.index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
+
+        found = [of({"role": "assistant", "content": ""})] if first else []
+        if event.text or (event.token_ids and (self.body.return_token_ids or event.logprobs is not None)):
+            found.append(of({"content": event.text}, logprobs=self._logprobs(event), **self._extras(event)))
+        if event.finish_reason is not None:
+            found.append(of({}, **self._end(event)))
+        return found
+
+    def _lead(self, first: bool) -> dict[str, Any]:
+        return {"prompt_token_ids": self.job.prompts[0]} if first and self.body.return_token_ids else {}
+
+    async def whole(self) -> dict[str, Any]:
+        return {**await super().whole(), **self._lead(True)}
+
+    def _logprobs(self, event: StepEvent) -> dict[str, Any] | None:
+        if event.logprobs is None:
+            return None
+        content = []
+        for each in event.logprobs:
+            top = [self._token(token, value) for token, value in each.top.items()]
+            content.append({**self._token(each.token_id, each.logprob), "top_logprobs": top})
+        return {"content": content}
+
+    def _token(self, token: int, value: float) -> dict[str, Any]:
+        spelt = list(self.job.vocabulary.bytes(token))
+        return {"token": self._text(token), "logprob": max(value, FLOOR), "bytes": spelt}
+
+
+def _joined(events: list[StepEvent]) -> StepEvent:
+    last = events[-1]
+    return StepEvent(
+        last.index,
+        [token for event in events for token in event.token_ids],
+        "".join(event.text for event in events),
+        [by for event in events for by in event.drafted_by],
+        None if last.logprobs is None else [*itertools.chain.from_iterable(e.logprobs or () for e in events)],
+        last.finish_reason,
+        last.output,
+    )
+
+
+def metrics_of(output: GenerationOutput) -> dict[str, Any]:
+    """Root `metrics` of an answer: vLLM's `speculative_decoding` in its detailed form, its times, and our promise."""
+    about, timing, tokens = output.metrics, output.metrics["timing"], len(output.token_ids)
+    spec = dict(about["speculative_decoding"])
+    lacking = spec["num_spec_tokens"] + 1 - len(spec["acceptance_histogram"])
+    spec["acceptance_histogram"] = spec["acceptance_histogram"] + [0] * lacking
+    rest = timing["total_seconds"] - timing["time_to_first_token"]
+    return {
+        "speculative_decoding": spec,
+        "time_to_first_token_ms": 1000 * timing["time_to_first_token"],
+        "generation_time_ms": 1000 * rest,
+        "mean_itl_ms": 1000 * rest / (tokens - 1) if tokens > 1 else None,
+        "tokens_per_second": timing["tokens_per_second"],
+        **{key: about[key] for key in ("method", "exactness", "acceptance_method", "drafter_error")},
+        "seed": output.seed,
+    }

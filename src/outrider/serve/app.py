@@ -1,0 +1,280 @@
+"""The routes of the server, over one AsyncLLM."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from importlib.resources import files
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+
+import outrider
+from outrider.async_llm import AsyncLLM
+from outrider.errors import OutriderError, RequestTooLong, brief
+from outrider.serve.answers import Chat, Completion, Job, Reply
+from outrider.serve.http import EventStream, Gate, Refusal, json_response, read, refusal, while_connected
+from outrider.serve.metrics import Metrics
+from outrider.serve.protocol import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    Sampled,
+    TokenizeBody,
+    bound_of_drafts,
+)
+from outrider.serve.settings import Settings
+from outrider.serve.vocabulary import Vocabulary
+
+PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; connect-src 'self'"
+
+
+def create_app(llm: AsyncLLM, settings: Settings) -> FastAPI:
+    """An ASGI application that serves one model. It closes `llm` when it is shut down."""
+    server = Server(llm, settings)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await llm.aclose()
+
+    # the pages of FastAPI's documentation would load scripts from elsewhere
+    app = FastAPI(title="Outrider", version=outrider.__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
+
+    def route(path: str, handler: Callable[..., Any], body: type[Body] | None = None, method: str = "") -> None:
+        schema = None
+        if body is not None:
+            content = {"application/json": {"schema": body.model_json_schema()}}
+            schema = {"requestBody": {"content": content, "required": True}}
+        verb = method or ("GET" if body is None else "POST")
+        app.add_api_route(path, handler, methods=[verb], response_model=None, openapi_extra=schema)
+
+    route("/v1/chat/completions", server.chat, ChatBody)
+    route("/v1/completions", server.complete, CompletionBody)
+    route("/v1/models", server.models)
+    route("/v1/models/{model:path}", server.model)
+    route("/tokenize", server.tokenize, TokenizeBody)
+    route("/detokenize", server.detokenize, DetokenizeBody)
+    route("/health", server.health)
+    route("/ping", server.health)
+    route("/ping", server.health, None, "POST")
+    route("/version", server.version)
+    route("/metrics", server.metrics_text)
+    route("/", server.page)
+
+    async def refuse(_: Request, error: Exception) -> Response:
+        return refusal(error).response()
+
+    for kind in (HTTPException, Refusal, OutriderError):
+        app.add_exception_handler(kind, refuse)
+    app.add_middleware(Gate, api_keys=settings.api_keys, max_body=settings.max_body, seen=server.metrics.done)
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(settings.cors_origins), allow_methods=["*"], allow_headers=["*"],
+            expose_headers=["x-request-id"],
+        )  # fmt: skip
+    return app
+
+
+class Server:
+    """What the routes do."""
+
+    def __init__(self, llm: AsyncLLM, settings: Settings) -> None:
+        self.llm, self.settings, self.started = llm, settings, int(time.time())
+        self.vocabulary = Vocabulary(llm.llm.tokenizer)
+        self.metrics = Metrics(settings.names[0], llm)
+        llm.watch = self.metrics.progress
+
+    # --- the two that generate ---
+
+    async def complete(self, request: Request) -> Response:
+        """`/v1/completions`."""
+        body = await read(request, CompletionBody)
+        self._check(body)
+        prompts: list[Any] = list(body.prompts)
+        special = body.add_special_tokens is not False
+
+        def ids() -> list[list[int]]:
+            return [self.llm.llm.encode(prompt, add_special_tokens=special) for prompt in prompts]
+
+        def reply(job: Job) -> Reply:
+            echoes = None
+            if body.echo:
+                echoes = [p if isinstance(p, str) else self._decode(p) for p in prompts]
+            return Completion(job, echoes)
+
+        return await self._generate(request, body, "cmpl", ids, body.logprobs, reply)
+
+    async def chat(self, request: Request) -> Response:
+        """`/v1/chat/completions`."""
+        body = await read(request, ChatBody)
+        self._check(body)
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        return await self._generate(request, body, "chatcmpl", lambda: [self._rendered(body)], logprobs, Chat)
+
+    async def _generate(
+        self,
+        request: Request,
+        body: Sampled,
+        kind: str,
+        read_prompts: Callable[[], list[list[int]]],
+        logprobs: int | None,
+        reply: Callable[[Job], Reply],
+    ) -> Response:
+        k = bound_of_drafts(body.speculative_config, self.llm.llm)
+
+        async def begin() -> Job:
+            prompts = [self._truncated(ids, body) for ids in await self.llm.off_loop(read_prompts)]
+            rooms = [self._room(ids) for ids in prompts]
+            params = [body.sampling(self.settings, room, logprobs) for room in rooms]
+            answer = await self.llm.start(
+                list(zip(prompts, params, strict=True)), k=k, priority=body.priority or 0, cache_salt=body.cache_salt
+            )
+            state = request.scope["state"]
+            state["log"]["prompt_tokens"] = sum(map(len, prompts))
+            head = {
+                "id": f"{kind}-{state['request_id']}",
+                "created": int(time.time()),
+                "model": self.settings.names[0],
+                "system_fingerprint": f"outrider-{outrider.__version__}",
+            }
+            return Job(body, answer, head, self.vocabulary, prompts, state["log"])
+
+        async def whole() -> dict[str, Any]:
+            job = await begin()
+            try:
+                return await reply(job).whole()
+            finally:
+                job.answer.close()
+
+        if not body.stream:
+            return json_response(await while_connected(request.receive, whole()))
+        job = await while_connected(request.receive, begin())
+        return EventStream(reply(job).frames(), self.settings.keep_alive, job.answer.close)
+
+    def _check(self, body: Sampled) -> None:
+        self._known(body.model)
+        body.check(self.settings)
+
+    def _known(self, model: str | None) -> None:
+        if model is not None and model not in self.settings.names:
+            own = self.settings.names[0]
+            raise Refusal(404, f"the model {brief(model)} does not exist; this server has {own!r}", "model")
+
+    def _room(self, ids: list[int]) -> int:
+        most = self.llm.llm.engine.max_len
+        if (room := most - len(ids)) < 1:
+            raise RequestTooLong(f"the prompt has {len(ids)} tokens, the context {most}; leave room for one token")
+        return room
+
+    def _truncated(self, ids: list[int], body: Sampled) -> list[int]:
+        if (keep := body.truncate_prompt_tokens) is None:
+            return ids
+        if keep < -1 or keep == 0:
+            raise Refusal(400, f"truncate_prompt_tokens must be -1 or at least 1, not {keep}", "truncate_prompt_tokens")
+        if keep == -1:  # as many as leave room for what is asked for
+            keep = max(1, self.llm.llm.engine.max_len - (body.most(None) or 1))
+        return ids[:keep] if body.truncation_side == "right" else ids[-keep:]
+
+    def _rendered(self, body: ChatBody | TokenizeBody) -> list[int]:
+        generate = body.add_generation_prompt
+        if generate is None:
+            generate = not body.continue_final_message
+        return self.llm.llm.render(
+            [_as_known(message) for message in body.messages or []],
+            chat_template=body.chat_template if isinstance(body, ChatBody) else None,
+            chat_template_kwargs=body.chat_template_kwargs,
+            add_generation_prompt=generate,
+            continue_final_message=bool(body.continue_final_message),
+        )
+
+    def _decode(self, ids: list[int]) -> str:
+        tokenizer = self.llm.llm.tokenizer
+        return "" if tokenizer is None else str(tokenizer.decode(ids))
+
+    # --- tokens ---
+
+    async def tokenize(self, request: Request) -> Response:
+        """`/tokenize`."""
+        body = await read(request, TokenizeBody)
+        self._known(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise Refusal(400, "give prompt or messages, one of them", "prompt")
+        special = body.add_special_tokens is not False
+
+        def work() -> list[int]:
+            if body.prompt is None:
+                return self._rendered(body)
+            return self.llm.llm.encode(body.prompt, add_special_tokens=special) if body.prompt else []
+
+        tokens = await self.llm.off_loop(work)
+        strings = [self.vocabulary.text(token) for token in tokens] if body.return_token_strs else None
+        most = self.llm.llm.engine.max_len
+        return json_response({"count": len(tokens), "max_model_len": most, "tokens": tokens, "token_strs": strings})
+
+    async def detokenize(self, request: Request) -> Response:
+        """`/detokenize`."""
+        body = await read(request, DetokenizeBody)
+        self._known(body.model)
+        vocab = self.llm.llm.runner.model.config.vocab_size
+        if bad := [token for token in body.tokens if not 0 <= token < vocab]:
+            raise Refusal(400, f"tokens: {bad[0]} is not a token id below {vocab}", "tokens")
+        return json_response({"prompt": await self.llm.off_loop(lambda: self._decode(body.tokens))})
+
+    # --- about the server ---
+
+    async def models(self) -> Response:
+        """`/v1/models`."""
+        return json_response({"object": "list", "data": [self._about(name) for name in self.settings.names]})
+
+    async def model(self, model: str) -> Response:
+        """`/v1/models/{model}`."""
+        self._known(model)
+        return json_response(self._about(model))
+
+    def _about(self, name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self.started,
+            "owned_by": "outrider",
+            "root": str(self.llm.llm.checkpoint.path),
+            "parent": None,
+            "max_model_len": self.llm.llm.engine.max_len,
+        }
+
+    async def health(self) -> Response:
+        """`/health` and `/ping`: 503 when the engine's loop has not come round, or is closed."""
+        if self.llm.closed:
+            raise Refusal(503, "the server is shutting down", retry_after="5")
+        if (stalled := self.llm.stalled) > self.settings.stall:
+            raise Refusal(503, f"the engine has not come to the end of a step for {stalled:.0f} seconds")
+        return Response(status_code=200)
+
+    async def version(self) -> Response:
+        """`/version`."""
+        return json_response({"version": outrider.__version__})
+
+    async def metrics_text(self) -> Response:
+        """`/metrics`."""
+        return Response(self.metrics.text(), media_type=PROMETHEUS)
+
+    async def page(self) -> Response:
+        """The chat page."""
+        page = files("outrider.serve") / "page.html"
+        if not page.is_file():
+            raise Refusal(404, "this installation has no chat page")
+        headers = {"content-security-policy": POLICY, "content-type": "text/html; charset=utf-8"}
+        return Response(page.read_bytes(), headers=headers)
+
+
+def _as_known(message: dict[str, Any]) -> dict[str, Any]:
+    """Templates know no developer: OpenAI's newer name for who writes the system message."""
+    return {**message, "role": "system"} if message.get("role") == "developer" else message

@@ -1,0 +1,318 @@
+"""HTTP's own: JSON bodies within limits, errors in OpenAI's shape, server-sent events, the gate before all routes."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hashlib
+import hmac
+import json
+import logging
+import re
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing, suppress
+from dataclasses import fields
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from outrider.config import SamplingParams
+from outrider.errors import ConfigError, EngineError, OutOfMemory, QueueFull, RequestError, brief
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+B = TypeVar("B", bound=BaseModel)
+
+KINDS = {  # vLLM's names
+    400: "BadRequestError", 401: "AuthenticationError", 404: "NotFoundError", 405: "MethodNotAllowedError",
+    413: "RequestTooLargeError", 500: "InternalServerError", 501: "NotImplementedError", 503: "ServiceUnavailableError",
+}  # fmt: skip
+OPEN = ("/health", "/metrics")  # to those without a key, too
+DONE = b"data: [DONE]\n\n"
+COMMENT = b": keep-alive\n\n"
+PARAMETERS = {item.name for item in fields(SamplingParams)}
+REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class Refusal(Exception):
+    """A request that is not served, as its client will read it."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, **headers: str) -> None:
+        super().__init__(message)
+        self.status, self.param = status, param
+        self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """In OpenAI's shape."""
+        kind = KINDS.get(self.status, "InternalServerError" if self.status >= 500 else "BadRequestError")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.status}}
+
+    def response(self) -> Response:
+        """As an answer of its own."""
+        return json_response(self.body, self.status, self.headers)
+
+
+def refusal(error: BaseException) -> Refusal:
+    """How any error reads outside. What is nobody's fault but ours is logged, and says nothing of the inside."""
+    if isinstance(error, Refusal):
+        return error
+    if isinstance(error, (QueueFull, OutOfMemory)):
+        return Refusal(503, str(error), retry_after="1")
+    if isinstance(error, EngineError):
+        return Refusal(503, str(error), retry_after="5")
+    if isinstance(error, (ConfigError, RequestError)):
+        name = str(error).partition(" ")[0].rstrip(":")
+        return Refusal(400, str(error), name if name in PARAMETERS else None)
+    if isinstance(error, HTTPException):
+        what = {404: "no such route", 405: "this route has no such method"}
+        return Refusal(error.status_code, what.get(error.status_code, str(error.detail)), **dict(error.headers or {}))
+    log.error("a request failed", exc_info=error)
+    return Refusal(500, "the server failed on this request; its log says why")
+
+
+# --- JSON -----------------------------------------------------------------------------------------------------------
+
+
+def dumps(data: Any) -> bytes:
+    """JSON in ASCII: no line separator of Unicode's in it can end a client's line, no lone surrogate our encoder."""
+    return json.dumps(data, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+def json_response(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """An answer in JSON."""
+    return Response(dumps(data), status, headers, "application/json")
+
+
+def _no_number(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+async def read(request: Request, kind: type[B]) -> B:
+    """The body of a request. Raises Refusal 400, naming the field that is wrong."""
+    media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media != "application/json":
+        raise Refusal(400, f"the content type must be application/json, not {brief(media) if media else 'missing'}")
+    try:
+        data = json.loads((await request.body()).decode("utf-8"), parse_constant=_no_number)
+    except RecursionError:
+        raise Refusal(400, "the body is nested too deeply") from None
+    except ValueError as error:
+        raise Refusal(400, f"the body is not JSON: {str(error)[:200]}") from None
+    if not isinstance(data, dict):
+        raise Refusal(400, f"the body must be a JSON object, not {brief(data)}")
+    return parse(kind, data)
+
+
+def parse(kind: type[B], data: dict[str, Any]) -> B:
+    """A request's fields, checked. Raises Refusal 400."""
+    for key in data:
+        if key not in kind.model_fields:
+            raise Refusal(400, f"unknown field {brief(key)}{_instead(key, kind)}", key)
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        name = str(first["loc"][0]) if first["loc"] else None
+        reason = str(first["msg"])[:200]
+        message = f"{name}: {reason}, not {brief(first['input'])}" if name and first["type"] != "missing" else reason
+        raise Refusal(400, f"the field {name} is missing" if first["type"] == "missing" else message, name) from None
+    except RecursionError:
+        raise Refusal(400, "the body is nested too deeply") from None
+
+
+def _instead(key: str, kind: type[BaseModel]) -> str:
+    import difflib
+
+    if key.startswith("guided_"):
+        return "; it was removed, use 'structured_outputs'"
+    near = difflib.get_close_matches(key[:64], kind.model_fields, 1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+# --- answers that end with their readers -----------------------------------------------------------------------------
+
+
+class Gone(Exception):
+    """The client has gone, and nobody is left to answer."""
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """What the work gives; it is cancelled when the client goes, which raises Gone. The body must have been read."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Gone
+        return task.result()
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+class EventStream(Response):
+    """Server-sent events. Frames stop when the client goes; where there are none for a while, comments say we live.
+
+    `close` is called when it is over, however, and even if it never began.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, frames: AsyncGenerator[bytes, None], keep_alive: float, close: Callable[[], None]) -> None:
+        self.frames, self.keep_alive, self.close = frames, keep_alive, close
+        self.status_code, self.background = 200, None
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The answer."""
+        try:
+            async with aclosing(self.frames):
+                await while_connected(receive, self._write(send))
+        finally:
+            self.close()
+
+    async def _write(self, send: Send) -> None:
+        wrote = time.monotonic()
+
+        async def put(chunk: bytes, more: bool = True) -> None:
+            nonlocal wrote
+            wrote = time.monotonic()
+            await send({"type": "http.response.body", "body": chunk, "more_body": more})
+
+        async def comment() -> None:
+            while True:
+                await asyncio.sleep(max(0.01, wrote + self.keep_alive - time.monotonic()))
+                if time.monotonic() >= wrote + self.keep_alive:
+                    await put(COMMENT)
+
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        comments = asyncio.ensure_future(comment())
+        try:
+            async for chunk in self.frames:
+                await put(chunk)
+        finally:
+            comments.cancel()
+            with suppress(asyncio.CancelledError, OSError):
+                await comments
+        await put(b"", more=False)
+
+
+def frame(data: Any, event: str | None = None) -> bytes:
+    """One server-sent event."""
+    return (b"event: %b\n" % event.encode() if event else b"") + b"data: %b\n\n" % dumps(data)
+
+
+# --- the gate --------------------------------------------------------------------------------------------------------
+
+
+class Gate:
+    """Before all routes: request ids, API keys, the limit on bodies; errors answered, each request logged and counted.
+
+    seen(method, route, status, seconds): told about each request once it is over; 499 for clients that went.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        api_keys: tuple[str, ...],
+        max_body: int,
+        seen: Callable[[str, str, int, float], None],
+    ) -> None:
+        self.app, self.max_body, self.seen = app, max_body, seen
+        self.keys = [hashlib.sha256(key.encode()).digest() for key in api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] != "http":
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1003})
+                return
+            await self.app(scope, receive, send)
+            return
+        began, status = time.perf_counter(), 0
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        given = headers.get(b"x-request-id", b"").decode("latin-1")
+        request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        state = scope.setdefault("state", {})
+        state |= {"request_id": request_id, "log": {}}
+
+        async def answer(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode("ascii"))]
+            await send(message)
+
+        try:
+            self._admit(scope, headers)
+            await self.app(scope, self._limited(receive), answer)
+        except (Gone, ClientDisconnect):
+            status = 499
+        except Exception as error:
+            failed = refusal(error)
+            if status:  # an answer has begun: it can only break off
+                log.error("an answer broke off: %s", failed)
+                status = 500
+                raise
+            with suppress(OSError):
+                await failed.response()(scope, receive, answer)
+        except asyncio.CancelledError:
+            status = status or 499
+            raise
+        finally:
+            seconds, route = time.perf_counter() - began, getattr(scope.get("route"), "path", "none")
+            self.seen(scope["method"], route, status, seconds)
+            about = {"request_id": request_id, "method": scope["method"], "path": scope["path"], "status": status}
+            about |= {"seconds": round(seconds, 4), **state["log"]}
+            level = logging.DEBUG if route in (*OPEN, "/ping") else logging.INFO
+            log.log(level, "%s %s %s", scope["method"], scope["path"], status, extra={"fields": about})
+
+    def _admit(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+        if self.keys and scope["path"] not in OPEN and not self._knows(headers):
+            # a browser asks for name and password at the page; elsewhere its prompt would be in a program's way
+            challenge = 'Basic realm="outrider: the API key is the password"' if scope["path"] == "/" else "Bearer"
+            raise Refusal(
+                401, "a valid API key is missing; send it as 'Authorization: Bearer KEY'", WWW_Authenticate=challenge
+            )
+        length = headers.get(b"content-length", b"")
+        if length.isdigit() and int(length[:20]) > self.max_body:
+            raise self._too_large()
+
+    def _too_large(self) -> Refusal:
+        return Refusal(413, f"the body is over the limit of {self.max_body} bytes")
+
+    def _knows(self, headers: dict[bytes, bytes]) -> bool:
+        kind, _, given = headers.get(b"authorization", b"").partition(b" ")
+        key = given.strip() if kind.lower() == b"bearer" else headers.get(b"x-api-key", b"")
+        if kind.lower() == b"basic":
+            with suppress(binascii.Error, ValueError):
+                key = base64.b64decode(given.strip(), validate=True).partition(b":")[2]
+        digest = hashlib.sha256(key).digest()
+        return any([hmac.compare_digest(digest, each) for each in self.keys])  # all of them, in constant time
+
+    def _limited(self, receive: Receive) -> Receive:
+        size = 0
+
+        async def limited() -> Message:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > self.max_body:
+                raise self._too_large()
+            return message
+
+        return limited

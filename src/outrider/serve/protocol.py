@@ -1,0 +1,249 @@
+"""What requests may say: OpenAI's fields and vLLM's. Unknown ones are refused, those that are ignored stand here."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from outrider.config import SamplingParams
+from outrider.llm import LLM
+from outrider.serve.http import Refusal
+from outrider.serve.settings import SAMPLED_BY, Settings
+
+SALT = re.compile(r"[^@/\\]{1,128}")
+TOKEN_ID = re.compile(r"-?\d{1,18}")
+
+
+class Body(BaseModel):
+    """Strict: a number is no text, a text no number; null is as good as nothing said."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+
+class StreamOptions(Body):
+    """`include_usage`: a last frame with usage and metrics; `continuous_usage_stats`: usage in every frame."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Ignored(Body):
+    """Fields that change no token and are taken without a word."""
+
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+
+
+class Sampled(Ignored):
+    """What completions and chats have in common."""
+
+    model: str | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None  # ignored
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    speculative_config: dict[str, Any] | bool | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+
+    def check(self, settings: Settings) -> None:
+        """Refuse what the server's limits or the fields' relations do not allow."""
+        if self.stream_options is not None and not self.stream:
+            raise Refusal(400, "stream_options belongs to a stream; set stream to true", "stream_options")
+        if (self.n or 1) > settings.max_n:
+            raise Refusal(400, f"n must be at most {settings.max_n}, not {self.n}", "n")
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if len(stops) > settings.max_stop_strings:
+            raise Refusal(400, f"stop has {len(stops)} strings; at most {settings.max_stop_strings}", "stop")
+        if any(len(stop) > 1000 for stop in stops):
+            raise Refusal(400, "stop has a string of more than 1000 characters", "stop")
+        if self.cache_salt is not None and not SALT.fullmatch(self.cache_salt):
+            raise Refusal(400, "cache_salt must be 1 to 128 characters without @, / and \\", "cache_salt")
+        for name in ("response_format", "structured_outputs"):
+            value = getattr(self, name)
+            if value is not None and value.get("type") != "text":
+                raise Refusal(501, f"{name}: constrained output is not served yet", name)
+
+    def sampling(self, settings: Settings, room: int, logprobs: int | None) -> SamplingParams:
+        """For a prompt that leaves `room` tokens. Raises ConfigError, naming the field."""
+        if logprobs is not None and not 0 <= logprobs <= settings.max_logprobs:
+            name = "logprobs" if isinstance(self, CompletionBody) else "top_logprobs"
+            raise Refusal(400, f"{name} must be 0 to {settings.max_logprobs}, not {logprobs}", name)
+        given = {name: getattr(self, name) for name in (*SAMPLED_BY, *PLAIN) if getattr(self, name) is not None}
+        if given.get("seed") == -1:  # as in vLLM: none
+            del given["seed"]
+        if self.logit_bias is not None:
+            given["logit_bias"] = _bias(self.logit_bias)
+        defaults = {name: value for name, value in settings.defaults.items() if name not in ("max_tokens", *given)}
+        asked = self.most(settings.defaults.get("max_tokens"))
+        most = room if asked is None else min(max(1, asked), room)
+        return SamplingParams(**defaults, **given, max_tokens=most, logprobs=logprobs)
+
+    def most(self, default: int | None) -> int | None:
+        """Tokens asked for; None for as many as there is room."""
+        raise NotImplementedError
+
+
+PLAIN = (
+    "n", "presence_penalty", "frequency_penalty", "seed", "min_tokens", "stop", "stop_token_ids", "ignore_eos",
+    "include_stop_str_in_output", "skip_special_tokens",
+)  # fmt: skip
+
+
+def _bias(given: dict[str, float]) -> dict[int, float]:
+    for key in given:
+        if not TOKEN_ID.fullmatch(key):
+            raise Refusal(400, f"logit_bias maps token ids to numbers; {key[:40]!r} is no token id", "logit_bias")
+    return {int(key): max(-100.0, min(100.0, bias)) for key, bias in given.items()}
+
+
+class CompletionBody(Sampled):
+    """`/v1/completions`."""
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+    logprobs: int | None = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+
+    def check(self, settings: Settings) -> None:
+        """Also what is OpenAI's and not ours."""
+        super().check(settings)
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise Refusal(400, "best_of was removed; ask for n outputs and choose", "best_of")
+        if self.suffix:
+            raise Refusal(400, "suffix is not supported: the model does not fill in the middle", "suffix")
+        if self.echo and self.logprobs is not None:
+            raise Refusal(501, "echo with logprobs is not served yet", "echo")
+        if self.max_tokens is not None and self.max_tokens < (0 if self.echo else 1):
+            raise Refusal(400, f"max_tokens must be at least 1, not {self.max_tokens}", "max_tokens")
+        if len(self.prompts) * (self.n or 1) > settings.max_prompts:
+            raise Refusal(400, f"prompt and n ask for more than {settings.max_prompts} outputs", "prompt")
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """One or many, as a list."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if not self.prompt:
+            raise Refusal(400, "the prompt is empty; give at least one token", "prompt")
+        return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt
+
+    def most(self, default: int | None) -> int | None:
+        """16 where nobody says."""
+        return self.max_tokens if self.max_tokens is not None else default or 16
+
+
+class ChatBody(Sampled):
+    """`/v1/chat/completions`."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: Any = None  # ignored, as the next four
+    include_reasoning: Any = None
+    reasoning_effort: Any = None
+    verbosity: Any = None
+    prediction: Any = None
+    modalities: list[str] | None = None
+
+    def check(self, settings: Settings) -> None:
+        """Also what belongs to conversations."""
+        super().check(settings)
+        if self.tools or self.tool_choice not in (None, "none"):
+            name = "tools" if self.tools else "tool_choice"
+            raise Refusal(501, f"{name}: tools are not served yet", name)
+        if self.top_logprobs is not None and not self.logprobs:
+            raise Refusal(400, "top_logprobs needs logprobs to be true", "top_logprobs")
+        if self.chat_template is not None and not settings.trust_chat_template:
+            raise Refusal(400, "chat_template is not taken from requests by this server", "chat_template")
+        if self.modalities not in (None, ["text"]):
+            raise Refusal(400, 'modalities: the model writes text; give ["text"] or leave it out', "modalities")
+        if (most := self.most(None)) is not None and most < 1:
+            name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+            raise Refusal(400, f"{name} must be at least 1, not {most}", name)
+
+    def most(self, default: int | None) -> int | None:
+        """max_completion_tokens goes before max_tokens."""
+        said = (self.max_completion_tokens, self.max_tokens, default)
+        return next((most for most in said if most is not None), None)
+
+
+class TokenizeBody(Body):
+    """`/tokenize`: a prompt, or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Body):
+    """`/detokenize`."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+def bound_of_drafts(given: dict[str, Any] | bool | None, llm: LLM) -> int | None:
+    """A request's `speculative_config` as a bound on its drafts: 0 for none, None for the server's own."""
+    name = "speculative_config"
+    if given is None or given is True:
+        return None
+    if given is False:
+        return 0
+    if unknown := sorted(given.keys() - {"method", "num_speculative_tokens"}):
+        raise Refusal(400, f"{name} of a request has method and num_speculative_tokens, not {unknown[0][:40]!r}", name)
+    method, k = given.get("method"), given.get("num_speculative_tokens")
+    if method == "none":
+        return 0
+    own = llm.speculative_config.method
+    if method not in (None, own):
+        raise Refusal(400, f"{name}: method must be {own!r}, which this server was started with, or 'none'", name)
+    if k is None:
+        return None
+    most = llm.engine.k
+    if isinstance(k, bool) or not isinstance(k, int) or not 0 <= k <= most:
+        raise Refusal(400, f"{name}: num_speculative_tokens must be 0 to {most}, as this server was started", name)
+    return k

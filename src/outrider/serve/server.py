@@ -1,0 +1,81 @@
+"""A uvicorn server that lets its requests end: for a bounded time, and the others with an error that they can read."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import time
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from outrider.async_llm import AsyncLLM
+
+LAST_WORDS = 5  # seconds for answers to end once their requests have been aborted
+
+
+class Uvicorn(uvicorn.Server):
+    """Stops taking requests at SIGTERM and Ctrl-C, waits `drain` seconds for those there are, then ends them."""
+
+    def __init__(self, config: uvicorn.Config, llm: AsyncLLM, drain: float) -> None:
+        super().__init__(config)
+        self.llm, self.drain = llm, drain
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End."""
+        closing = asyncio.ensure_future(self.llm.aclose(self.drain))
+        await super().shutdown(sockets)
+        await closing
+
+
+def server(app: ASGIApp, llm: AsyncLLM, drain: float, **options: Any) -> Uvicorn:
+    """A server, ready to `run()`; `options` as uvicorn.Config's."""
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, server_header=False, ws="none",
+        timeout_graceful_shutdown=int(drain) + LAST_WORDS, **options,
+    )  # fmt: skip
+    return Uvicorn(config, llm, drain)
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line, with the fields that our own records carry."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """A record."""
+        about = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            about["exception"] = self.formatException(record.exc_info)
+        return json.dumps(about, default=str)
+
+
+class Lines(logging.Formatter):
+    """For people; what another sends cannot begin a line of its own."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """A record."""
+        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+        about = " ".join(f"{k}={v}" for k, v in getattr(record, "fields", {}).items() if k not in SHOWN)
+        line = " ".join(f"{clock} {record.levelname.lower()} {record.getMessage()} {about}".split())
+        line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+        return line + (f"\n{self.formatException(record.exc_info)}" if record.exc_info else "")
+
+
+SHOWN = ("method", "path", "status")  # in the message
+
+
+def log_to_stderr(form: str, level: str) -> None:
+    """Send the log of this process there, as `text` or `json` lines."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonLines() if form == "json" else Lines())
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    for noisy in ("httpx", "asyncio"):
+        logging.getLogger(noisy).setLevel("WARNING")

@@ -1,0 +1,69 @@
+"""What one server is told at its start, beside the model: names, keys, limits, defaults of sampling."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from outrider.config import SamplingParams
+from outrider.errors import CheckpointError, ConfigError
+
+SAMPLED_BY = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Limits are refused with 400, a body over `max_body` with 413, what does not fit the queue with 503."""
+
+    names: tuple[str, ...]  # that requests may call the model by; answers use the first
+    api_keys: tuple[str, ...] = ()  # none: everybody may
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of sampling, where a request says nothing
+    max_body: int = 16 * 2**20  # bytes
+    max_prompts: int = 1024  # of one request
+    max_n: int = 128
+    max_stop_strings: int = 4
+    max_logprobs: int = 20
+    keep_alive: float = 15.0  # seconds of silence in a stream, until a comment says that we are there
+    stall: float = 60.0  # seconds without a turn of the engine's loop, until /health says so
+    drain: float = 30.0  # seconds that requests may go on after SIGTERM
+    cors_origins: tuple[str, ...] = ()
+    trust_chat_template: bool = False  # whether a request may bring its own
+
+
+def generation_defaults(source: str, model: Path) -> dict[str, Any]:
+    """Defaults of sampling as vLLM's --generation-config finds them.
+
+    source: `auto` for the model's generation_config.json, if it has one; `vllm` for none; or the folder of another.
+    """
+    if source == "vllm":
+        return {}
+    path = (model if source == "auto" else Path(source).expanduser()) / "generation_config.json"
+    if not path.is_file():
+        if source != "auto":
+            raise ConfigError(
+                f"--generation-config is auto, vllm or a folder with a generation_config.json, not {source}"
+            )
+        return {}
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} should hold an object")
+    return checked({"max_tokens" if k == "max_new_tokens" else k: v for k, v in found.items()}, str(path), strict=False)
+
+
+def checked(given: Mapping[str, Any], where: str, strict: bool = True) -> dict[str, Any]:
+    """Those of them that sampling has, once it has taken them. Raises ConfigError, if strict for others as well."""
+    known = (*SAMPLED_BY, "max_tokens")
+    if strict and (unknown := [key for key in given if key not in known]):
+        raise ConfigError(f"{where}: unknown key {unknown[0]!r}; valid: {', '.join(known)}")
+    found = {key: given[key] for key in known if given.get(key) is not None}
+    try:
+        SamplingParams(**found)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    return found

@@ -1,0 +1,368 @@
+"""The routes, field by field: what comes back is what the engine alone gives, in OpenAI's shapes."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from outrider import LLM
+from tests.serve.conftest import Client
+
+PROMPT = "Once upon a time there was a little girl who"
+TALK = [{"role": "user", "content": "Tell me of the sea, the sea."}]
+
+# What a body says, and what that means to LLM.generate: every field of sampling at least once.
+MIXED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"temperature": 0}, {}),
+    ({"temperature": 0, "max_tokens": 1}, {}),
+    ({"temperature": 0.7, "seed": 1}, {}),
+    ({"seed": 2, "top_p": 0.8}, {}),
+    ({"seed": 3, "top_k": 5}, {}),
+    ({"seed": 4, "min_p": 0.1}, {}),
+    ({"seed": 5, "repetition_penalty": 1.3}, {}),
+    ({"seed": 6, "presence_penalty": 1.5, "frequency_penalty": -0.5}, {}),
+    ({"seed": 7, "logit_bias": {"300": 5.0, "301": -100, "302": 1000}}, {"logit_bias": {300: 5, 301: -100, 302: 100}}),
+    ({"seed": 8, "n": 3}, {}),
+    ({"seed": 9, "stop": "a"}, {}),
+    ({"seed": 10, "stop": ["the", "e "], "include_stop_str_in_output": True}, {}),
+    ({"seed": 11, "stop_token_ids": list(range(300, 2000))}, {}),
+    ({"seed": 12, "ignore_eos": True, "max_tokens": 60}, {}),
+    ({"seed": 13, "min_tokens": 20, "max_tokens": 30, "stop": "e"}, {}),
+    ({"seed": 14, "logprobs": 3}, {}),
+    ({"seed": 15, "logprobs": 0, "temperature": 0.5}, {}),
+    ({"seed": 16, "skip_special_tokens": False, "ignore_eos": True}, {}),
+    ({"seed": -5}, {}),
+    ({"temperature": 0, "repetition_penalty": 1.2, "top_k": -1, "n": None, "stop": None, "user": "me"}, {}),
+]
+OPTIONS = {"n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"}
+OPTIONS |= {"logit_bias", "seed", "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "logprobs"}
+OPTIONS |= {"include_stop_str_in_output", "skip_special_tokens"}
+
+
+def plainly(llm: LLM, body: dict[str, Any], other: dict[str, Any]) -> Any:
+    given = {key: value for key, value in body.items() if key in OPTIONS and value is not None}
+    return llm.generate(PROMPT, **({"max_tokens": 16} | given | other))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_all_fields_at_once_are_plain_decoding_alone(tiny_llm, stream):
+    expected = [plainly(tiny_llm, body, other) for body, other in MIXED]
+    tiny_llm.speculative_config = {"method": "ngram", "num_speculative_tokens": 4}
+    client = Client(tiny_llm)
+    bodies = [{"prompt": PROMPT, "return_token_ids": True, **body} for body, _ in MIXED]
+    if stream:
+        from tests.serve.conftest import frames_of
+
+        answers = client.send(*(("POST", "/v1/completions", {"json": {**b, "stream": True}}) for b in bodies))
+        found = [regrouped(frames_of(answer.text)) for answer in answers]
+    else:
+        found = [answer["choices"] for answer in client.complete(*bodies)]
+    for (body, _), outputs, choices in zip(MIXED, expected, found, strict=True):
+        assert [c["index"] for c in choices] == list(range(len(outputs))), body
+        for output, choice in zip(outputs, choices, strict=True):
+            assert choice["token_ids"] == output.token_ids, body
+            assert choice["text"] == output.text, body
+            assert choice["finish_reason"] == output.finish_reason, body
+            assert choice["stop_reason"] == output.stop_reason, body
+            assert len(choice["drafted_by"]) == len(output.token_ids)
+            if "logprobs" in body:
+                assert choice["logprobs"]["token_logprobs"] == [p.logprob for p in output.logprobs]
+            else:
+                assert choice["logprobs"] is None
+    assert any(by == "ngram" for choices in found for c in choices for by in c["drafted_by"])
+    client.llm.close()
+
+
+def regrouped(frames: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Choices of a completion's frames, put together."""
+    found: dict[int, dict[str, Any]] = {}
+    for frame in frames:
+        assert "error" not in frame, frame
+        for choice in frame["choices"]:
+            whole = found.setdefault(choice["index"], {"index": choice["index"], "text": "", "logprobs": None})
+            assert "finish_reason" not in whole or whole["finish_reason"] is None
+            whole["text"] += choice["text"]
+            for key in ("token_ids", "drafted_by"):
+                whole[key] = whole.get(key, []) + choice.get(key, [])
+            if choice["logprobs"] is not None:
+                mine = whole["logprobs"] = whole["logprobs"] or {key: [] for key in choice["logprobs"]}
+                for key, values in choice["logprobs"].items():
+                    mine[key] += values
+            whole |= {key: choice[key] for key in ("finish_reason", "stop_reason")}
+    return [found[i] for i in sorted(found)]
+
+
+def test_shape_of_a_completion(client):
+    answer = client.complete({"model": "alias", "prompt": PROMPT, "max_tokens": 5, "temperature": 0, "logprobs": 2})[0]
+    Completion.model_validate(answer, strict=True)
+    assert answer["object"] == "text_completion" and answer["id"].startswith("cmpl-") and answer["model"] == "tiny"
+    usage = answer["usage"]
+    assert usage["completion_tokens"] == 5 and usage["total_tokens"] == usage["prompt_tokens"] + 5
+    logprobs = answer["choices"][0]["logprobs"]
+    assert "".join(logprobs["tokens"]) == answer["choices"][0]["text"]
+    assert logprobs["text_offset"] == [len("".join(logprobs["tokens"][:i])) for i in range(5)]
+    assert all(
+        len(top) in (2, 3) and token in top
+        for token, top in zip(logprobs["tokens"], logprobs["top_logprobs"], strict=True)
+    )
+
+
+def test_shape_of_a_chat(client, tiny_llm):
+    body = {"messages": TALK, "max_tokens": 6, "temperature": 0, "logprobs": True, "top_logprobs": 2}
+    answer = client.chat(body)[0]
+    ChatCompletion.model_validate(answer, strict=True)
+    expected = tiny_llm.chat(TALK, max_tokens=6, temperature=0)
+    choice = answer["choices"][0]
+    assert choice["message"] == {"role": "assistant", "content": expected.text}
+    assert answer["object"] == "chat.completion" and answer["id"].startswith("chatcmpl-")
+    content = choice["logprobs"]["content"]
+    spelt = [token for token in content if not token["token"].startswith("<|")]
+    assert b"".join(bytes(token["bytes"]) for token in spelt).decode() == expected.text
+    assert all(len(token["top_logprobs"]) == 2 for token in content)
+    assert (
+        client.chat({"messages": TALK, "max_tokens": 6, "logprobs": True})[0]["choices"][0]["logprobs"]["content"][0][
+            "top_logprobs"
+        ]
+        == []
+    )
+
+
+def test_frames_of_a_chat(client):
+    body = {"messages": TALK, "max_tokens": 12, "seed": 4, "n": 2, "return_token_ids": True, "logprobs": True}
+    whole = client.chat(body)[0]
+    frames = client.frames({**body, "stream_options": {"include_usage": True}}, "/v1/chat/completions")
+    for frame in frames:
+        ChatCompletionChunk.model_validate(frame, strict=True)
+    assert len({frame["id"] for frame in frames}) == len({frame["created"] for frame in frames}) == 1
+    *frames, last = frames
+    assert last["choices"] == [] and last["usage"] == whole["usage"] and all(f["usage"] is None for f in frames)
+    assert frames[0]["prompt_token_ids"] == whole["prompt_token_ids"]
+    assert not any("prompt_token_ids" in frame for frame in frames[1:])
+    for choice in whole["choices"]:
+        mine = [f["choices"][0] for f in frames if f["choices"][0]["index"] == choice["index"]]
+        assert mine[0]["delta"] == {"role": "assistant", "content": ""} and mine[-1]["delta"] == {}
+        assert all(set(c["delta"]) == {"content"} and c["finish_reason"] is None for c in mine[1:-1])
+        assert (mine[-1]["finish_reason"], mine[-1]["stop_reason"]) == (choice["finish_reason"], choice["stop_reason"])
+        assert "".join(c["delta"]["content"] for c in mine[:-1]) == choice["message"]["content"]
+        assert [t for c in mine[1:-1] for t in c["token_ids"]] == choice["token_ids"]
+        assert [t for c in mine[1:-1] for t in c["logprobs"]["content"]] == choice["logprobs"]["content"]
+
+
+def test_continuous_usage(client):
+    body = {"prompt": PROMPT, "max_tokens": 9, "temperature": 0, "ignore_eos": True}
+    frames = client.frames({**body, "stream_options": {"continuous_usage_stats": True, "include_usage": True}})
+    counts = [frame["usage"]["completion_tokens"] for frame in frames]
+    assert counts == sorted(counts) and counts[-1] == 9 and frames[-1]["choices"] == []
+    assert "usage" not in client.frames(body)[0]
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_prompts_of_all_kinds_in_order(client, tiny_llm, echo):
+    texts = [PROMPT, "The dog and the cat and"]
+    ids = [tiny_llm.encode(text) for text in texts]
+    body = {"max_tokens": 4, "seed": 5, "n": 2, "echo": echo}
+    prompts: list[Any] = [texts[0], texts, ids[0], ids]
+    answers = client.complete(*({**body, "prompt": prompt} for prompt in prompts))
+    one, two = ([c["text"] for c in answer["choices"]] for answer in answers[:2])
+    assert [c["index"] for c in answers[1]["choices"]] == [0, 1, 2, 3]
+    expected = [o.text for text in texts for o in tiny_llm.generate(text, max_tokens=4, seed=5, n=2)]
+    assert two == [(texts[i // 2] if echo else "") + text for i, text in enumerate(expected)] and one == two[:2]
+    for answer, strings in zip(answers[2:], (one, two), strict=True):
+        found = [c["text"] for c in answer["choices"]]
+        assert found == [
+            tiny_llm.tokenizer.decode(ids[i // 2]) + expected[i] if echo else s for i, s in enumerate(strings)
+        ]
+    assert answers[1]["usage"]["prompt_tokens"] == sum(map(len, ids)) and answers[1]["usage"]["completion_tokens"] == 16
+    assert "metrics" not in answers[1]
+
+
+def test_echo_of_the_prompt_alone(client):
+    body = {"prompt": PROMPT, "max_tokens": 0, "echo": True}
+    answer = client.complete(body)[0]
+    choice = answer["choices"][0]
+    assert choice["text"] == PROMPT and choice["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == 0
+    assert regrouped(client.frames(body))[0]["text"] == PROMPT
+
+
+def test_how_many_tokens_by_default(client, tiny_llm):
+    assert client.complete({"prompt": PROMPT, "ignore_eos": True})[0]["usage"]["completion_tokens"] == 16
+    assert (
+        client.complete({"prompt": PROMPT, "ignore_eos": True, "max_tokens": None})[0]["usage"]["completion_tokens"]
+        == 16
+    )
+    small = Client(LLM("tiny", device="cpu", dtype="float32", max_model_len=64))
+    chat = {"messages": TALK, "ignore_eos": True}
+    for body in (chat, {**chat, "max_tokens": 1000}, {**chat, "max_completion_tokens": 1000, "max_tokens": 2}):
+        assert small.chat(body)[0]["usage"]["total_tokens"] == 64
+    assert small.chat({**chat, "max_completion_tokens": 3, "max_tokens": 9})[0]["usage"]["completion_tokens"] == 3
+    refused = small.post("/v1/completions", {"prompt": [5] * 64})
+    assert refused.status_code == 400 and "64" in refused.json()["error"]["message"]
+    assert small.complete({"prompt": [5] * 63})[0]["usage"]["completion_tokens"] == 1
+    cut = small.complete(
+        {"prompt": list(range(5, 105)), "truncate_prompt_tokens": 3, "return_token_ids": True},
+        {
+            "prompt": list(range(5, 105)),
+            "truncate_prompt_tokens": 3,
+            "truncation_side": "right",
+            "return_token_ids": True,
+        },
+        {"prompt": list(range(5, 105)), "truncate_prompt_tokens": -1, "max_tokens": 4, "return_token_ids": True},
+    )
+    prompts = [answer["choices"][0]["prompt_token_ids"] for answer in cut]
+    assert prompts == [[102, 103, 104], [5, 6, 7], list(range(45, 105))]
+    small.llm.close()
+
+
+def test_defaults_of_the_model(tiny_llm):
+    given = {"temperature": 0.5, "top_k": 3, "max_tokens": 7}
+    client = Client(tiny_llm, defaults=given)
+    answer = client.complete({"prompt": PROMPT, "seed": 6, "return_token_ids": True})[0]
+    assert answer["choices"][0]["token_ids"] == tiny_llm.generate(PROMPT, seed=6, **given)[0].token_ids
+    said = {"temperature": 1.0, "top_k": 0, "max_tokens": 9}
+    answer = client.complete({"prompt": PROMPT, "seed": 6, "return_token_ids": True, **said})[0]
+    assert answer["choices"][0]["token_ids"] == tiny_llm.generate(PROMPT, seed=6, **said)[0].token_ids
+    client.llm.close()
+
+
+# --- speculation ----------------------------------------------------------------------------------------------------
+
+
+def test_a_request_chooses_its_drafts(client):
+    body = {"prompt": "the cat and the dog and the cat and the dog and", "temperature": 0, "max_tokens": 40}
+    body["ignore_eos"] = True
+    chosen: list[Any] = [
+        None,
+        {"method": "ngram", "num_speculative_tokens": 2},
+        {"num_speculative_tokens": 0},
+        {"method": "none"},
+        False,
+        True,
+    ]
+    answers = client.complete(*({**body, "speculative_config": each} for each in chosen))
+    assert len({answer["choices"][0]["text"] for answer in answers}) == 1
+    specs = [answer["metrics"]["speculative_decoding"] for answer in answers]
+    assert [spec["num_spec_tokens"] for spec in specs] == [4, 2, 0, 0, 0, 4]
+    assert [bool(spec["num_draft_tokens"]) for spec in specs] == [True, True, False, False, False, True]
+    for spec in specs:
+        histogram = spec["acceptance_histogram"]
+        assert len(histogram) == spec["num_spec_tokens"] + 1 and sum(histogram) == spec["num_spec_steps"]
+        assert (
+            sum(i * n for i, n in enumerate(histogram))
+            == spec["num_accepted_draft_tokens"]
+            == sum(spec["per_step_accepted"])
+        )
+        assert sum(spec["per_step_drafted"]) == spec["num_draft_tokens"]
+        assert spec["num_accepted_draft_tokens"] + spec["num_spec_steps"] == 40
+    frames = client.frames({**body, "stream_options": {"include_usage": True}})
+    assert frames[-1]["metrics"]["speculative_decoding"] == specs[0]
+    assert not any("metrics" in frame for frame in frames[:-1])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"method": "suffix"}, {"num_speculative_tokens": 5}, {"num_speculative_tokens": -1},
+        {"num_speculative_tokens": "2"}, {"num_speculative_tokens": True}, {"model": "/etc/passwd"},
+        {"method": "ngram", "prompt_lookup_max": 3}, {"method": 3}, "ngram", [],
+    ],
+)  # fmt: skip
+def test_drafts_that_the_server_was_not_started_with(client, given):
+    answer = client.post("/v1/completions", {"prompt": "x", "speculative_config": given})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "speculative_config"
+
+
+# --- the other routes -----------------------------------------------------------------------------------------------
+
+
+def test_models(client):
+    models = client.get("/v1/models").json()
+    assert models["object"] == "list" and [model["id"] for model in models["data"]] == ["tiny", "alias"]
+    assert client.get("/v1/models/alias").json() == models["data"][1]
+    assert models["data"][0]["max_model_len"] == client.llm.llm.engine.max_len
+    missing = client.get("/v1/models/some/other")
+    assert missing.status_code == 404 and missing.json()["error"]["param"] == "model"
+
+
+def test_tokens_there_and_back(client, tiny_llm):
+    text = "Once upon a time, é and 日本 🙂."
+    answer = client.post("/tokenize", {"prompt": text, "return_token_strs": True}).json()
+    assert answer["tokens"] == tiny_llm.encode(text) and answer["count"] == len(answer["tokens"])
+    assert len(answer["token_strs"]) == answer["count"]
+    bare = client.post("/tokenize", {"prompt": text, "add_special_tokens": False}).json()
+    assert client.post("/detokenize", {"tokens": bare["tokens"]}).json() == {"prompt": text}
+    chat = client.post("/tokenize", {"messages": TALK}).json()
+    assert chat["tokens"] == tiny_llm.render(TALK) and chat["token_strs"] is None
+    for body in ({}, {"prompt": "x", "messages": TALK}, {"prompt": 3}):
+        assert client.post("/tokenize", body).status_code == 400
+    for tokens in ([-1], [10**12], ["a"], None, [True]):
+        assert client.post("/detokenize", {"tokens": tokens}).status_code == 400
+    assert client.post("/detokenize", {"tokens": []}).json() == {"prompt": ""}
+
+
+def test_health_and_version(client, monkeypatch):
+    import outrider
+
+    assert (
+        client.get("/health").status_code
+        == client.get("/ping").status_code
+        == client.post("/ping", None).status_code
+        == 200
+    )
+    assert client.get("/health").content == b""
+    assert client.get("/version").json() == {"version": outrider.__version__}
+    with monkeypatch.context() as patch:
+        patch.setattr(type(client.llm), "stalled", 61.0)
+        assert client.get("/health").status_code == 503
+    client.llm.close()
+    assert client.get("/health").status_code == 503
+    refused = client.post("/v1/completions", {"prompt": "x"})
+    assert refused.status_code == 503 and refused.headers["retry-after"]
+
+
+def test_metrics(client):
+    def value(name: str, labels: str = "") -> float:
+        found = re.findall(rf"^{re.escape(name)}{{([^}}]*)}} (\S+)$", client.get("/metrics").text, re.M)
+        mine = [float(number) for given, number in found if labels in given]
+        assert mine, name
+        assert all('model_name="tiny"' in given and 'engine="0"' in given for given, _ in found)
+        return sum(mine)
+
+    body = {"prompt": "the cat and the dog and the cat and the dog and", "temperature": 0, "max_tokens": 40}
+    answer = client.complete({**body, "ignore_eos": True}, {"prompt": PROMPT, "n": 2, "max_tokens": 3, "seed": 1})[0]
+    spec = answer["metrics"]["speculative_decoding"]
+    generated = value("vllm:generation_tokens_total")
+    assert 41 < generated <= 46
+    assert value("vllm:prompt_tokens_total") == answer["usage"]["prompt_tokens"] + 2 * len(
+        client.llm.llm.encode(PROMPT)
+    )
+    assert value("vllm:spec_decode_num_accepted_tokens_total") >= spec["num_accepted_draft_tokens"] > 0
+    assert value("vllm:spec_decode_num_draft_tokens_total") >= spec["num_draft_tokens"]
+    assert value("vllm:spec_decode_num_drafts_total") >= sum(n > 0 for n in spec["per_step_drafted"])
+    per_position = value("vllm:spec_decode_num_accepted_tokens_per_pos_total")
+    assert per_position == value("vllm:spec_decode_num_accepted_tokens_total")
+    assert value("vllm:spec_decode_num_accepted_tokens_per_pos_total", 'position="0"') > 0
+    assert value("vllm:request_success_total") == 3
+    assert value("vllm:num_requests_running") == value("vllm:num_requests_waiting") == 0
+    for histogram in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_generation_tokens"):
+        assert value(f"vllm:{histogram}_count") == 3
+    assert value("vllm:request_generation_tokens_sum") == generated
+    assert value("vllm:inter_token_latency_seconds_bucket", 'le="0.0025"') >= 0
+    text = client.get("/metrics").text
+    assert 'http_requests_total{handler="/v1/completions",method="POST",status="200"} 2.0' in text
+
+
+def test_a_page_or_none(client):
+    answer = client.get("/")
+    assert answer.status_code in (200, 404)
+
+
+def test_what_the_schema_says(client):
+    schema = client.get("/openapi.json").json()
+    assert "/v1/chat/completions" in schema["paths"]
+    fields = schema["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert {"prompt", "min_p", "speculative_config"} <= fields["properties"].keys()

@@ -1,0 +1,262 @@
+"""AsyncLLM: the tokens of LLM, from event loops; whoever leaves gives back what was held."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from outrider import LLM, AsyncLLM, SamplingParams
+from outrider.async_llm import Progress
+from outrider.errors import ConfigError, EmptyPrompt, EngineError, QueueFull, RequestError, RequestTooLong
+from outrider.outputs import StepEvent
+from tests.helpers import assert_released
+
+PROMPT = "Once upon a time there was a little girl who"
+
+
+async def collect(llm: AsyncLLM, prompt: Any, **options: Any) -> dict[int, list[StepEvent]]:
+    found: dict[int, list[StepEvent]] = {}
+    async for event in llm.generate(prompt, **options):
+        found.setdefault(event.index, []).append(event)
+    return found
+
+
+def run(coroutine: Any) -> Any:
+    return asyncio.run(asyncio.wait_for(coroutine, 60))
+
+
+def released(llm: LLM) -> None:
+    """What was cancelled is taken away at the next step."""
+    deadline = time.monotonic() + 10
+    while llm.engine.running or llm.engine.waiting:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert_released(llm)
+
+
+def test_events_are_the_output(tiny_llm):
+    requests = [
+        (PROMPT, {"max_tokens": 20, "temperature": 0}),
+        (PROMPT, {"max_tokens": 30, "seed": 7, "stop": ["e", "th"]}),
+        ([5, 9, 70, 80], {"max_tokens": 12, "seed": 3, "n": 3, "logprobs": 2}),
+        (PROMPT, {"max_tokens": 12, "seed": 1, "stop_token_ids": list(range(300, 3000))}),
+        (PROMPT, {"max_tokens": 12, "seed": 2, "stop": "a", "include_stop_str_in_output": True}),
+    ]
+    plain = [tiny_llm.generate(prompt, **options) for prompt, options in requests]
+    tiny_llm.speculative_config = {"method": "ngram", "num_speculative_tokens": 3}
+    llm = AsyncLLM(tiny_llm)
+
+    async def all_at_once() -> list[dict[int, list[StepEvent]]]:
+        return await asyncio.gather(*(collect(llm, prompt, **options) for prompt, options in requests))
+
+    for outputs, events, (_, options) in zip(plain, run(all_at_once()), requests, strict=True):
+        assert sorted(events) == list(range(len(outputs)))
+        for i, output in enumerate(outputs):
+            mine = events[i]
+            assert [t for e in mine for t in e.token_ids] == output.token_ids == mine[-1].output.token_ids
+            assert "".join(e.text for e in mine) == output.text == mine[-1].output.text
+            assert len([by for e in mine for by in e.drafted_by]) == len(output.token_ids)
+            assert mine[-1].finish_reason == output.finish_reason and mine[-1].output.index == i
+            assert mine[-1].output.stop_reason == output.stop_reason
+            assert all(e.finish_reason is None and e.output is None for e in mine[:-1])
+            if "logprobs" in options:
+                assert [p for e in mine for p in e.logprobs or ()] == output.logprobs
+            else:
+                assert all(e.logprobs is None for e in mine)
+    assert plain[1][0].stop_reason in ("e", "th") and plain[3][0].stop_reason == plain[3][0].token_ids[-1]
+    assert plain[0][0].stop_reason is None
+    llm.close()
+    assert_released(tiny_llm)
+
+
+def test_conversations_and_k(tiny_llm):
+    tiny_llm.speculative_config = {"method": "ngram", "num_speculative_tokens": 3}
+    llm = AsyncLLM(tiny_llm)
+    messages = [{"role": "user", "content": "Tell me about the sea, the sea and the sea."}]
+    expected = tiny_llm.chat(messages, max_tokens=24, temperature=0)
+    events = run(collect(llm, messages, max_tokens=24, temperature=0, k=0))[0]
+    assert events[-1].output.token_ids == expected.token_ids
+    assert events[-1].output.metrics["speculative_decoding"]["num_draft_tokens"] == 0
+    llm.close()
+
+
+def test_errors_come_before_anything_runs(tiny_llm):
+    llm = AsyncLLM(tiny_llm)
+    for prompt, options, kind in [
+        ("", {}, EmptyPrompt),
+        ([], {}, EmptyPrompt),
+        ([10**9], {}, RequestError),
+        ("x", {"max_tokens": 10**9}, RequestTooLong),
+        ("x", {"temprature": 1}, ConfigError),
+        ("x", {"temperature": -1}, ConfigError),
+        ("x", {"k": -1}, ConfigError),
+        ("x", {"chat_template": "{{ 1 }}"}, ConfigError),
+        ("x", {"sampling_params": SamplingParams(), "n": 2}, ConfigError),
+        (3.5, {}, ConfigError),
+    ]:
+        with pytest.raises(kind):
+            run(collect(llm, prompt, **options))
+    with pytest.raises(ConfigError, match="belongs to the LLM"):
+        AsyncLLM(tiny_llm, dtype="float32")
+    assert_released(tiny_llm)
+    llm.close()
+
+
+def test_an_error_under_way_ends_that_one(tiny_llm):
+    llm = AsyncLLM(tiny_llm)
+
+    def fails(tokens, logits):
+        if len(tokens) > 20:
+            raise ValueError("no more")
+        return logits
+
+    async def both() -> list[Any]:
+        bad = collect(llm, PROMPT, max_tokens=40, logits_processors=[fails])
+        return await asyncio.gather(bad, collect(llm, PROMPT, max_tokens=40, seed=4), return_exceptions=True)
+
+    error, good = run(both())
+    assert isinstance(error, RequestError) and "no more" in str(error)
+    assert good[0][-1].output.token_ids == tiny_llm.generate(PROMPT, max_tokens=40, seed=4)[0].token_ids
+    llm.close()
+
+
+def test_leaving_and_cancelling_give_all_back(tiny_llm):
+    llm = AsyncLLM(tiny_llm)
+
+    async def leave() -> None:
+        async for _ in llm.generate(PROMPT, max_tokens=2000, n=3, seed=1, ignore_eos=True):
+            break
+
+    async def cancel() -> None:
+        tasks = [
+            asyncio.ensure_future(collect(llm, PROMPT, max_tokens=2000, seed=i, ignore_eos=True)) for i in range(6)
+        ]
+        for i, task in enumerate(tasks):
+            await asyncio.sleep(0.004 * i)  # in the tokenizer, in the queue, under way
+            task.cancel()
+        assert all(isinstance(e, asyncio.CancelledError) for e in await asyncio.gather(*tasks, return_exceptions=True))
+
+    run(leave())
+    released(tiny_llm)
+    run(cancel())
+    released(tiny_llm)
+    assert llm.stalled == 0.0
+    llm.close()
+
+
+def test_a_full_queue_refuses(tiny_llm):
+    llm = AsyncLLM(tiny_llm, max_queued_requests=2)
+    room = tiny_llm.engine_config.max_num_seqs + 2
+
+    async def flood() -> list[Any]:
+        calls = (collect(llm, PROMPT, max_tokens=8, seed=i) for i in range(room + 5))
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    answers = run(flood())
+    refused = [a for a in answers if isinstance(a, QueueFull)]
+    assert len(refused) == 5 and all("try again" in str(a) for a in refused)
+    assert run(collect(llm, PROMPT, max_tokens=4))[0]
+    llm.close()
+
+    tight = AsyncLLM(tiny_llm, max_queued_tokens=30)
+    assert len(run(collect(tight, "word " * 100, max_tokens=2))) == 1  # a queue that is empty takes anything
+    tight.close()
+
+
+def test_closing_drains_or_ends(tiny_llm):
+    async def scenario(drain: float) -> Any:
+        llm = AsyncLLM(tiny_llm)
+        tokens = 20 if drain else 3000
+        call = asyncio.ensure_future(collect(llm, PROMPT, max_tokens=tokens, seed=1, ignore_eos=True))
+        while not tiny_llm.engine.running:
+            await asyncio.sleep(0.001)
+        await llm.aclose(drain)
+        with pytest.raises(EngineError, match="closed"):
+            await collect(llm, PROMPT)
+        return (await asyncio.gather(call, return_exceptions=True))[0]
+
+    assert len(run(scenario(30.0))[0][-1].output.token_ids) == 20
+    ended = run(scenario(0.0))
+    assert isinstance(ended, EngineError) and "before the answer was complete" in str(ended)
+    released(tiny_llm)
+
+
+def test_beside_the_callers_of_the_llm(tiny_llm):
+    """Both step the one engine; each has its own tokens."""
+    llm = AsyncLLM(tiny_llm)
+    expected = [tiny_llm.generate(PROMPT, max_tokens=30, seed=i)[0].token_ids for i in range(6)]
+    found: dict[int, list[int]] = {}
+
+    def caller(i: int) -> None:
+        found[i] = tiny_llm.generate(PROMPT, max_tokens=30, seed=i)[0].token_ids
+
+    threads = [threading.Thread(target=caller, args=(i,)) for i in range(3)]
+
+    async def asynchronous() -> None:
+        for thread in threads:
+            thread.start()
+        answers = await asyncio.gather(*(collect(llm, PROMPT, max_tokens=30, seed=i) for i in range(3, 6)))
+        found.update({i: a[0][-1].output.token_ids for i, a in enumerate(answers, 3)})
+
+    run(asynchronous())
+    for thread in threads:
+        thread.join()
+    assert [found[i] for i in range(6)] == expected
+    llm.close()
+
+
+def test_a_slow_reader_holds_nobody_up(tiny_llm):
+    """What it missed comes in one event; news are told once a step, whatever is read."""
+    seen: list[Progress] = []
+    llm = AsyncLLM(tiny_llm, watch=seen.extend)
+
+    async def slow() -> list[StepEvent]:
+        events = []
+        async for event in llm.generate(PROMPT, max_tokens=60, seed=1, ignore_eos=True):
+            events.append(event)
+            if len(events) == 1:
+                while not seen or not seen[-1].finished:
+                    await asyncio.sleep(0.01)
+        return events
+
+    events = run(slow())
+    assert len(events) == 2 and len(events[1].token_ids) >= 58
+    assert sum(p.tokens for p in seen) == 60 and sum(p.finished for p in seen) == 1
+    assert len(seen) > 50  # plainly decoded: a token a step
+    llm.close()
+
+
+def test_a_broken_engine_lets_nobody_wait(tiny_llm, monkeypatch):
+    llm = AsyncLLM(tiny_llm)
+
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tiny_llm.engine, "step", broken)
+        with pytest.raises(EngineError, match="a bug"):
+            run(collect(llm, PROMPT, max_tokens=5))
+    assert len(run(collect(llm, PROMPT, max_tokens=5))) == 1
+    released(tiny_llm)
+    llm.close()
+
+
+def test_several_loops(tiny_llm):
+    llm = AsyncLLM(tiny_llm)
+    expected = [tiny_llm.generate(PROMPT, max_tokens=20, seed=i)[0].token_ids for i in range(4)]
+    found: dict[int, list[int]] = {}
+
+    def loop(i: int) -> None:
+        found[i] = run(collect(llm, PROMPT, max_tokens=20, seed=i))[0][-1].output.token_ids
+
+    threads = [threading.Thread(target=loop, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[i] for i in range(4)] == expected
+    llm.close()

@@ -1,0 +1,324 @@
+"""Whatever is sent, the answer is an error in OpenAI's shape or a right one: never 500, and the next request works."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.serve.server import JsonLines, Lines
+from tests.serve.conftest import Client
+
+PROMPT = "Once upon a time"
+TALK = [{"role": "user", "content": "hi"}]
+
+
+def refused(answer: Any, status: int = 400, param: str | None = None) -> dict[str, Any]:
+    assert answer.status_code == status, answer.text
+    body = answer.json()
+    assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}
+    error = body["error"]
+    assert error["message"] and "\n" not in error["message"] and len(error["message"]) < 1000
+    assert "Traceback" not in answer.text and error["code"] == status
+    if param is not None:
+        assert error["param"] == param and param in error["message"]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -1), ("temperature", "1"), ("temperature", [1]), ("temperature", 1e300), ("temperature", True),
+        ("top_p", 0), ("top_p", 2), ("top_k", -2), ("top_k", 1.5), ("min_p", -0.1), ("n", 0), ("n", 10**9), ("n",
+        "two"),
+        ("n", 10**400), ("seed", 2**64), ("seed", "x"), ("seed", 1.5), ("max_tokens", 0), ("max_tokens", -5),
+        ("max_tokens", "many"), ("min_tokens", -1), ("min_tokens", 17), ("stop", 3), ("stop", ["a"] * 5),
+        ("stop", [""]),
+        ("stop", "x" * 1001), ("stop_token_ids", "5"), ("stop_token_ids", [-1]), ("stop_token_ids", [10**9]),
+        ("stop_token_ids", [10**400]), ("logit_bias", {"x": 1}), ("logit_bias", {"5": "a"}), ("logit_bias", {"-3": 1}),
+        ("logit_bias", {"99999999": 1}), ("logit_bias", {"9" * 5000: 1}), ("logit_bias", [1]), ("logprobs", -1),
+        ("logprobs", 21), ("logprobs", True), ("repetition_penalty", 0), ("presence_penalty", 3), ("ignore_eos", "yes"),
+        ("frequency_penalty", -3), ("stream", "true"), ("stream_options", {"include_usage": True}), ("priority",
+        "high"),
+        ("cache_salt", ""), ("cache_salt", "a/b"), ("cache_salt", "x" * 129), ("priority", 2**70), ("best_of", 3),
+        ("suffix", "x"), ("truncate_prompt_tokens", 0), ("truncate_prompt_tokens", -2), ("truncation_side", "middle"),
+        ("prompt", None), ("prompt", ""), ("prompt", []), ("prompt", [""]), ("prompt", [[]]), ("prompt", {}),
+        ("prompt", 5),
+        ("prompt", [1.5]), ("prompt", [[1], "a"]), ("prompt", [-1]), ("prompt", [10**9]), ("prompt", [True]),
+        ("prompt", ["a"] * 1025), ("prompt", "\ud800"), ("echo", "yes"), ("guided_json", {}), ("use_beam_search", True),
+        ("\ud800", 1), ("__class__", {}), ("add_special_tokens", 1), ("return_token_ids", "yes"),
+    ],
+)  # fmt: skip
+def test_a_wrong_field_is_named(client, field, value):
+    body = json.dumps({"prompt": PROMPT, field: value}).encode()
+    answer = client.send(
+        ("POST", "/v1/completions", {"content": body, "headers": {"content-type": "application/json"}})
+    )
+    error = refused(answer[0])
+    if field != "\ud800":
+        assert field in error["message"], error
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("messages", None), ("messages", []), ("messages", "hi"), ("messages", [1]), ("messages", [{}]),
+        ("messages", [{"role": "user"}]), ("messages", [{"role": 3, "content": "x"}]),
+        ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]),
+        ("messages", [{"role": "user", "content": "\udfff"}]), ("top_logprobs", 2), ("logprobs", 1),
+        ("max_completion_tokens", 0), ("chat_template", "{{ 1 }}"), ("chat_template_kwargs", 3),
+        ("modalities", ["audio"]),
+        ("functions", []), ("continue_final_message", "x"), ("n", -1), ("prompt", "x"),
+    ],
+)  # fmt: skip
+def test_a_wrong_field_of_a_chat(client, field, value):
+    body = json.dumps({"messages": TALK, field: value}).encode()
+    kind = {"content-type": "application/json"}
+    refused(client.send(("POST", "/v1/chat/completions", {"content": body, "headers": kind}))[0])
+
+
+def test_a_missing_field_a_near_miss_and_a_removed_one(client):
+    assert refused(client.post("/v1/completions", {}), param="prompt")["message"] == "the field prompt is missing"
+    assert "max_tokens" in refused(client.post("/v1/completions", {"prompt": "x", "max_token": 3}))["message"]
+    removed = refused(client.post("/v1/completions", {"prompt": "x", "guided_choice": ["a"]}), param="guided_choice")
+    assert "structured_outputs" in removed["message"]
+    assert refused(client.post("/v1/completions", {"prompt": "x", "model": "gpt-9"}), 404)["param"] == "model"
+
+
+def test_fields_that_are_ignored(client):
+    quiet = {"user": "me", "metadata": {"a": [1]}, "store": False, "service_tier": "auto", "safety_identifier": "x"}
+    quiet |= {"prompt_cache_key": "k", "prompt_cache_retention": "24h"}
+    chat = {"parallel_tool_calls": True, "reasoning_effort": "low", "verbosity": "low", "prediction": None}
+    assert client.complete({"prompt": PROMPT, "max_tokens": 1, **quiet})
+    assert client.chat(
+        {"messages": TALK, "max_tokens": 1, **quiet, **chat, "tools": None, "response_format": {"type": "text"}}
+    )
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"{", b"[]", b"3", b"null", b'"x"', b"\xff\xfe", b'{"prompt": "\xff"}', b'{"prompt": NaN}',
+        b"[" * 100_000, b'{"prompt": ' + b"[" * 100_000,
+        b'{"prompt": "x", "metadata": ' + b'{"a":' * 50_000 + b"1" + b"}" * 50_001,
+        b'{"prompt": "x", "temperature": ' + b"9" * 5000 + b"}", b'{"prompt": "x", "temperature": Infinity}',
+        '{"prompt": "x"}'.encode("utf-16"), b"\x00", b'{"prompt": "x",}', b"prompt=x",
+    ],
+    ids=range(18),
+)  # fmt: skip
+def test_bodies_that_are_no_json(client, body):
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+        headers = {"content-type": "application/json; charset=utf-8"}
+        refused(client.send(("POST", path, {"content": body, "headers": headers}))[0])
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "", "application/x-www-form-urlencoded", "application/jsonx", "\x00"])
+def test_content_types(client, kind):
+    answer = client.send(
+        ("POST", "/v1/completions", {"content": b'{"prompt": "x"}', "headers": {"content-type": kind}})
+    )
+    assert "content type" in refused(answer[0])["message"]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
+FIELDS = [
+    "n", "temperature", "top_p", "top_k", "min_p", "logit_bias", "seed", "max_tokens", "min_tokens", "stop", "logprobs",
+    "stop_token_ids", "stream", "stream_options", "speculative_config", "truncate_prompt_tokens", "cache_salt",
+    "priority",
+    "echo", "messages", "prompt", "model", "chat_template_kwargs", "top_logprobs", "tools", "response_format",
+]  # fmt: skip
+
+
+@settings(max_examples=30)
+@given(
+    more=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=3),
+    path=st.sampled_from(["completions", "chat/completions"]),
+)
+def test_junk_is_never_our_failure(client, more, path):
+    start = {"prompt": PROMPT} if path == "completions" else {"messages": TALK}
+    body = json.dumps({**start, "max_tokens": 2, **more}).encode()
+    answer = client.send(("POST", f"/v1/{path}", {"content": body, "headers": {"content-type": "application/json"}}))[0]
+    if answer.status_code != 200:
+        refused(answer, answer.status_code)
+        assert answer.status_code in (400, 404, 501)
+
+
+# --- limits -----------------------------------------------------------------------------------------------------------
+
+
+def test_limits(tiny_llm):
+    client = Client(tiny_llm, max_body=2000, max_n=2, max_stop_strings=1, max_logprobs=1, max_prompts=3)
+    refused(client.post("/v1/completions", {"prompt": "x" * 3000}), 413)
+    refused(client.post("/v1/completions", {"prompt": "x", "n": 3}), param="n")
+    refused(client.post("/v1/completions", {"prompt": "x", "stop": ["a", "b"]}), param="stop")
+    refused(client.post("/v1/completions", {"prompt": "x", "logprobs": 2}), param="logprobs")
+    refused(client.post("/v1/completions", {"prompt": ["x", "y"], "n": 2}))
+
+    async def endless():
+        for _ in range(100):
+            yield b" " * 100
+
+    kind = {"content-type": "application/json"}
+    refused(client.send(("POST", "/v1/completions", {"content": endless(), "headers": kind}))[0], 413)
+    client.llm.close()
+
+
+def test_a_full_queue_says_when_to_come_again(tiny_llm):
+    client = Client(tiny_llm, max_queued_requests=0)
+    room = tiny_llm.engine_config.max_num_seqs
+    body = {"prompt": PROMPT, "max_tokens": 8, "seed": 1}
+    answers = client.send(*(("POST", "/v1/completions", {"json": body}) for _ in range(room + 4)))
+    full = [answer for answer in answers if answer.status_code != 200]
+    assert len(full) == 4
+    for answer in full:
+        assert refused(answer, 503)["type"] == "ServiceUnavailableError" and int(answer.headers["retry-after"]) > 0
+    client.llm.close()
+
+
+def test_keys(tiny_llm):
+    client = Client(tiny_llm, api_keys=("first", "sécond"))
+    body = {"prompt": PROMPT, "max_tokens": 1}
+    for path in ("/v1/models", "/v1/models/tiny", "/version", "/ping", "/", "/openapi.json", "/nothing"):
+        answer = client.get(path)
+        refused(answer, 401)
+        assert answer.headers["www-authenticate"].startswith("Basic" if path == "/" else "Bearer")
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+        refused(client.post(path, body), 401)
+    assert client.get("/health").status_code == client.get("/metrics").status_code == 200
+    for value in ("Bearer first", "bearer  first", "Bearer sécond", "Basic dTpmaXJzdA=="):
+        assert client.post("/v1/completions", body, headers={"authorization": value.encode()}).status_code == 200
+    assert client.get("/v1/models", headers={"x-api-key": "first"}).status_code == 200
+    for value in (
+        "first",
+        "Bearer",
+        "Bearer second",
+        "Bearer firstt",
+        "Bearer FIRST",
+        "Basic first",
+        "Basic Zmlyc3Q=",
+        "Token first",
+    ):
+        refused(client.post("/v1/completions", body, headers={"authorization": value}), 401)
+    client.llm.close()
+
+
+def test_no_origin_unless_told(tiny_llm):
+    asked = {"origin": "http://evil.example", "access-control-request-method": "POST"}
+    client = Client(tiny_llm)
+    answer = client.send(("OPTIONS", "/v1/completions", {"headers": asked}))[0]
+    assert answer.status_code == 405 and "access-control-allow-origin" not in answer.headers
+    client.llm.close()
+    client = Client(tiny_llm, cors_origins=("http://good.example",), api_keys=("k",))
+    good = client.send(("OPTIONS", "/v1/completions", {"headers": {**asked, "origin": "http://good.example"}}))[0]
+    assert good.status_code == 200 and good.headers["access-control-allow-origin"] == "http://good.example"
+    evil = client.send(("OPTIONS", "/v1/completions", {"headers": asked}))[0]
+    assert "access-control-allow-origin" not in evil.headers
+    client.llm.close()
+
+
+def test_request_ids(client):
+    answer = client.post("/v1/completions", {"prompt": "x", "max_tokens": 1}, headers={"x-request-id": "mine-1"})
+    assert answer.headers["x-request-id"] == "mine-1" and answer.json()["id"] == "cmpl-mine-1"
+    for bad in ("a b", "x" * 200, "", "\xe9"):
+        answer = client.send(("GET", "/version", {"headers": {"x-request-id": bad.encode("latin-1")}}))[0]
+        assert len(answer.headers["x-request-id"]) == 32
+    same = [
+        (
+            "POST",
+            "/v1/completions",
+            {"json": {"prompt": PROMPT, "seed": i, "max_tokens": 4}, "headers": {"x-request-id": "one"}},
+        )
+        for i in range(3)
+    ]
+    assert [answer.status_code for answer in client.send(*same)] == [200] * 3
+
+
+def test_what_is_nobodys_fault_but_ours(client, monkeypatch, caplog):
+    """A bug is 500 without a word of the inside; its trace is in the log."""
+    monkeypatch.setattr(client.llm.llm, "encode", lambda *_, **__: 1 / 0)
+    error = refused(client.post("/v1/completions", {"prompt": PROMPT}), 500)
+    assert "division" not in error["message"] and "ZeroDivisionError" in caplog.text
+
+
+def test_errors_in_the_stream(client, tiny_llm, monkeypatch):
+    """HTTP has said 200: the error is a frame, and [DONE] comes behind it."""
+
+    def fails(seq: Any) -> None:
+        raise RuntimeError("secret")
+
+    real = tiny_llm.engine.step
+
+    def step(*args: Any, **options: Any) -> Any:
+        if any(request.ready > 5 for request in tiny_llm.engine.running):
+            fails(None)
+        return real(*args, **options)
+
+    monkeypatch.setattr(tiny_llm.engine, "step", step)
+    frames = client.frames({"prompt": PROMPT, "max_tokens": 50, "ignore_eos": True})
+    assert set(frames[-1]) == {"error"} and frames[-1]["error"]["code"] == 503
+    assert len(frames) > 1 and all("choices" in frame for frame in frames[:-1])
+
+
+# --- logs -------------------------------------------------------------------------------------------------------------
+
+
+def test_log_lines(client, caplog):
+    caplog.set_level(logging.INFO, "outrider.serve")
+    client.post(
+        "/v1/completions",
+        {"prompt": "a secret prompt", "max_tokens": 2, "ignore_eos": True},
+        headers={"x-request-id": "r1"},
+    )
+    client.get("/evil%0Ainjected")
+    one, two = (record for record in caplog.records if hasattr(record, "fields"))
+    about = json.loads(JsonLines().format(one))
+    assert about["request_id"] == "r1" and about["status"] == 200 and about["completion_tokens"] == 2
+    assert about["prompt_tokens"] > 0 and about["path"] == "/v1/completions" and about["level"] == "info"
+    assert "secret" not in json.dumps(about)
+    assert "\n" not in Lines().format(two) and "\n" not in JsonLines().format(two)
+
+
+def test_clients_that_go_are_not_waited_for(client):
+    """A handler that awaits is cancelled when its client disconnects, whole answer or stream."""
+
+    async def leave(stream: bool) -> list[Any]:
+        body = json.dumps({"prompt": PROMPT, "max_tokens": 5000, "ignore_eos": True, "stream": stream}).encode()
+        sent: list[Any] = []
+        gone = asyncio.Event()
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> Any:
+            if messages:
+                return messages.pop()
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        headers = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "raw_path": b"/v1/completions"}
+        scope |= {"headers": headers, "query_string": b"", "asgi": {"version": "3.0"}, "http_version": "1.1"}
+        scope |= {"scheme": "http", "server": ("test", 80), "client": ("test", 1), "root_path": ""}
+        call = asyncio.ensure_future(client.app(scope, receive, send))
+        while not client.llm.llm.engine.running:
+            await asyncio.sleep(0.001)
+        gone.set()
+        await asyncio.wait_for(call, 5)
+        while client.llm.llm.engine.running:
+            await asyncio.sleep(0.001)
+        return sent
+
+    assert asyncio.run(leave(False)) == []
+    stream = asyncio.run(leave(True))
+    assert not any(b"[DONE]" in message.get("body", b"") for message in stream)
+    assert 'status="499"' in client.get("/metrics").text

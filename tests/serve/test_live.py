@@ -1,0 +1,166 @@
+"""A real server, a real socket, OpenAI's own client."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from outrider.cli import main
+from tests.serve.conftest import frames_of
+
+PROMPT = "Once upon a time there was a little girl who"
+TALK: Any = [{"role": "user", "content": "Tell me of the sea."}]
+
+
+def test_openais_client(live, tiny_llm):
+    url = live(api_keys=("key",))
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="key", max_retries=0)
+    assert [model.id for model in client.models.list()] == ["tiny"] == [client.models.retrieve("tiny").id]
+    expected = tiny_llm.chat(TALK, max_tokens=12, seed=3)
+    answer = client.chat.completions.create(model="tiny", messages=TALK, max_completion_tokens=12, seed=3)
+    assert answer.choices[0].message.content == expected.text
+    stream = client.chat.completions.create(
+        model="tiny", messages=TALK, max_tokens=12, seed=3, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == expected.text
+    assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == len(expected.token_ids)
+    completion = client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=8, temperature=0, extra_body={"min_p": 0.1}
+    )
+    assert completion.choices[0].text == tiny_llm.generate(PROMPT, max_tokens=8, temperature=0)[0].text
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        client.completions.create(model="tiny", prompt=PROMPT, temperature=-1)
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="other", prompt=PROMPT)
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=f"{url}/v1", api_key="wrong").models.list()
+
+
+def wait_until(true: Any) -> None:
+    deadline = time.monotonic() + 120
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_goes_is_not_written_for(live, tiny_llm, stream):
+    url = live()
+    connection = http.client.HTTPConnection(url.removeprefix("http://"))
+    body = {"prompt": PROMPT, "max_tokens": 100_000, "ignore_eos": True, "stream": stream}
+    connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+    wait_until(lambda: tiny_llm.engine.running)
+    connection.sock.close()
+    connection.close()
+    wait_until(lambda: not tiny_llm.engine.running)
+
+
+def test_silence_is_filled(live, monkeypatch, tiny_llm):
+    real = tiny_llm.engine.step
+
+    def slow(*args: Any, **options: Any) -> Any:
+        time.sleep(0.15)
+        return real(*args, **options)
+
+    monkeypatch.setattr(tiny_llm.engine, "step", slow)
+    url = live(keep_alive=0.05)
+    answer = httpx.post(f"{url}/v1/completions", json={"prompt": PROMPT, "max_tokens": 3, "stream": True}, timeout=30)
+    assert ": keep-alive\n\n" in answer.text and len(frames_of(answer.text)) >= 3
+
+
+def test_a_shutdown_lets_requests_end(live, tiny_llm):
+    url, found = live(drain=20.0), []
+    body = {"prompt": PROMPT, "max_tokens": 60, "seed": 1, "ignore_eos": True}
+    thread = threading.Thread(target=lambda: found.append(httpx.post(f"{url}/v1/completions", json=body, timeout=60)))
+    thread.start()
+    wait_until(lambda: tiny_llm.engine.running)
+    live.end()
+    thread.join()
+    assert found[0].json()["usage"]["completion_tokens"] == 60
+
+
+def test_a_shutdown_does_not_wait_for_ever(live, tiny_llm):
+    url, found = live(drain=0.0), []
+    body = {"prompt": PROMPT, "max_tokens": 100_000, "seed": 1, "ignore_eos": True, "stream": True}
+    thread = threading.Thread(target=lambda: found.append(httpx.post(f"{url}/v1/completions", json=body, timeout=60)))
+    thread.start()
+    wait_until(lambda: tiny_llm.engine.running)
+    live.end()
+    thread.join()
+    frames = frames_of(found[0].text)
+    assert frames[-1]["error"]["code"] == 503 and "closed" in frames[-1]["error"]["message"]
+
+
+@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT])
+def test_the_command(tmp_path, by):
+    """`outrider serve`, at a Unix socket, with a key from the environment and JSON logs; it ends when it is told to."""
+    at = tmp_path / "socket"
+    command = [sys.executable, "-m", "outrider", "serve", "tiny", "--uds", str(at), "--log-format", "json"]
+    command += [
+        "--speculate",
+        "ngram",
+        "--served-model-name",
+        "mine",
+        "--override-generation-config",
+        '{"temperature": 0}',
+    ]
+    environment = {**os.environ, "OUTRIDER_API_KEY": "secret", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        wait_until(at.exists)
+        transport = httpx.HTTPTransport(uds=str(at), retries=10)
+        with httpx.Client(
+            transport=transport, base_url="http://x", headers={"authorization": "Bearer secret"}
+        ) as client:
+            one, two = (
+                client.post("/v1/completions", json={"prompt": PROMPT, "model": "mine"}).json()["choices"]
+                for _ in range(2)
+            )
+            assert one == two and one[0]["text"]  # greedy, as overridden
+        process.send_signal(by)
+        errors = process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
+    lines = [json.loads(line) for line in errors.splitlines() if line.startswith("{")]
+    assert [line["status"] for line in lines if "status" in line] == [200, 200]
+    assert "Traceback" not in errors and "leaked" not in errors
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--port", "70000"], "--port"), (["--log-format", "xml"], "--log-format"), (["--api-key", ""], "--api-key"),
+        (["--ssl-keyfile", "x"], "--ssl-certfile"), (["--override-generation-config", '{"top_q": 1}'], "top_q"),
+        (["--override-generation-config", '{"top_p": 7}'], "top_p"), (["--generation-config", "/nowhere"], "/nowhere"),
+        (["--host", "no.such.host.invalid"], "cannot listen"), (["--speculate", "magic"], "magic"),
+        (["--log-level", "loud"], "--log-level"), (["--ssl-ca-certs", "/nowhere"], "--ssl-ca-certs"),
+    ],
+)  # fmt: skip
+def test_options_that_cannot_be(options, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["outrider", "serve", "tiny", *options])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr().err.strip()
+    assert ended.value.code == 2 and message in said and "\n" not in said
+
+
+def test_without_the_extra(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["outrider", "serve", "tiny"])
+    for name in [name for name in sys.modules if name.startswith("outrider.serve")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    with pytest.raises(SystemExit):
+        main()
+    assert "pip install 'outrider[serve]'" in capsys.readouterr().err

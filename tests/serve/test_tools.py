@@ -1,0 +1,223 @@
+"""Tool calls: what the three families write is found in any pieces, and what is forced is what they would write."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken
+
+from outrider import LLM, SamplingParams
+from outrider.errors import ConfigError
+from outrider.load import find, read_tokenizer
+from outrider.serve.tools import HERMES, LLAMA, MISTRAL, Parser, check, constraint, conversation, family_of, parse
+
+CITY, DAYS = {"enum": ["Paris", "Oslo"]}, {"type": "integer", "maximum": 9}
+WEATHER = {"type": "object", "properties": {"city": CITY, "days": DAYS},
+           "required": ["city"], "additionalProperties": False}  # fmt: skip
+TREE = {"type": "object", "properties": {"left": {"$ref": "#/$defs/leaf"}}, "required": ["left"],
+        "additionalProperties": False, "$defs": {"leaf": {"type": "boolean"}}}  # fmt: skip
+
+
+def tool(name: str, schema: Any = None) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **({"parameters": schema} if schema is not None else {})}}
+
+
+TOOLS = [tool("get_weather", WEATHER), tool("grow", TREE), tool("now")]
+FAMILIES = [HERMES, LLAMA, MISTRAL]
+
+
+def written(family, calls: list[tuple[str, Any]]) -> str:
+    """Calls as a family's models write them."""
+    parts = [json.dumps({"name": name, family.arguments: args}, ensure_ascii=False) for name, args in calls]
+    return family.begin + family.between.join(parts) + family.end
+
+
+def heard(parser: Parser, pieces: list[str]) -> tuple[str, list[dict[str, Any]]]:
+    """Deltas put together as a client does, each of them checked."""
+    content, calls = "", list[dict[str, Any]]()
+    for delta in [d for piece in pieces for d in parser.feed(piece)] + parser.finish():
+        assert len(delta) == 1 and next(iter(delta.values()))
+        content += delta.get("content", "")
+        for part in delta.get("tool_calls", ()):
+            if part["index"] == len(calls):
+                assert part["type"] == "function" and part["id"] and part["function"]["arguments"] == ""
+                calls.append({"name": part["function"]["name"], "arguments": "", "id": part["id"]})
+            else:
+                assert part["index"] == len(calls) - 1 and set(part) == {"index", "function"}
+                calls[-1]["arguments"] += part["function"]["arguments"]
+    return content, calls
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text('ab"\\{}[]<>,:é\n', max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text('x"{', max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(
+    st.sampled_from(FAMILIES),
+    st.lists(
+        st.tuples(st.sampled_from(["get_weather", "now"]), st.dictionaries(st.text("ab", max_size=2), values)),
+        min_size=1, max_size=3,
+    ),
+    st.sampled_from(["", "Let me see. ", "a < b, [x] "]),
+    st.lists(st.integers(1, 9), min_size=1, max_size=9),
+)  # fmt: skip
+@settings(max_examples=150)
+def test_calls_are_found_in_any_pieces(family, calls, before, sizes):
+    before = "" if family is LLAMA else before
+    text, pieces, at = before + written(family, calls), [], 0
+    while at < len(text):
+        pieces.append(text[at : at + sizes[len(pieces) % len(sizes)]])
+        at += len(pieces[-1])
+    for cut in (pieces, [text], list(text)):
+        content, found = heard(Parser(family, ["get_weather", "now"]), cut)
+        assert content == before
+        assert [(c["name"], json.loads(c["arguments"])) for c in found] == calls
+    whole, found = parse(text, family, ["get_weather", "now"])
+    assert whole == (before or None) and [json.loads(c["function"]["arguments"]) for c in found] == [
+        a for _, a in calls
+    ]
+    assert len({c["id"] for c in found}) == len(calls)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
+def test_arguments_come_as_they_are_written(family):
+    """The name first, then the arguments piece by piece: nobody waits for the end of a call."""
+    text = written(family, [("get_weather", {"city": "Paris", "note": "a" * 50})])
+    parser, seen = Parser(family, ["get_weather"]), []
+    for c in text:
+        seen.append(len(parser.feed(c)))
+    assert sum(seen) > 50 and sum(seen[: text.index("Paris")]) > 3
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
+@given(st.text('<>tool_cal/[]TOLS {}":,nameb1\\\n', max_size=40), st.integers(1, 5))
+@settings(max_examples=80)
+def test_what_is_no_call_is_content(family, text, size):
+    """Nothing is lost, invented or raised, whatever comes."""
+    content, calls = heard(Parser(family, ["get_weather"]), [text[i : i + size] for i in range(0, len(text), size)])
+    assert not calls and content.split() == text.split()
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "content", "calls"),
+    [
+        (HERMES, '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>', None, 0),
+        (HERMES, '<tool_call>{"arguments": {"a": 1}, "name": "now"}</tool_call> done', " done", 1),
+        (HERMES, '<tool_call>\n{"name": "now"}\n</tool_call>', "", 1),
+        (HERMES, '<tool_call>\n{"name": "now", "arguments": {"a": ', "", 1),
+        (HERMES, "a <tool_cal", "a <tool_cal", 0),
+        (HERMES, '<tool_call>{"name": "now", "arguments": {}}</tool_call>\n<tool', "", 1),
+        (LLAMA, '<|python_tag|>{"name": "now", "parameters": {}}; {"name": "now", "parameters": {"x": "{"}}', "", 2),
+        (LLAMA, '{"name": "now", "arguments": {}}', "", 1),
+        (LLAMA, '{"answer": 42}', '{"answer": 42}', 0),
+        (LLAMA, 'Well: {"name": "now", "parameters": {}}', 'Well: {"name": "now", "parameters": {}}', 0),
+        (MISTRAL, '[TOOL_CALLS][{"name":"now","arguments":"{\\"a\\": 1}"}]', "", 1),
+        (MISTRAL, "see [TOOL_CALLS] nothing", "see [TOOL_CALLS] nothing", 0),
+    ],
+)
+def test_how_models_write_otherwise(family, text, content, calls):
+    got, found = heard(Parser(family, ["now"]), [text])
+    assert len(found) == calls and (content is None or got.strip() == content.strip())
+    if content is None:
+        assert got.replace("</tool_call>", "") in text
+    for call in found:
+        if text.endswith(": "):
+            assert call["arguments"] == '{"a": '  # cut by max_tokens
+        else:
+            json.loads(call["arguments"])
+
+
+def test_families_are_told_by_the_template():
+    assert family_of("{% if tools %}<tool_call>") is HERMES
+    assert family_of("{% if tools %}[AVAILABLE_TOOLS][TOOL_CALLS]") is MISTRAL
+    assert family_of('{% if tools %}<|python_tag|> "parameters"') is LLAMA
+    assert family_of("{{ messages }}") is None and family_of(None) is None and family_of("tools") is None
+
+
+BAD = [
+    ({"tools": []}, "tools"), ({"tools": "x"}, "tools"), ({"tools": [{"type": "function"}]}, "tools"),
+    ({"tools": [tool("a b")]}, "tools"), ({"tools": [tool("a"), tool("a")]}, "twice"),
+    ({"tools": [tool("a", [1])]}, "parameters"), ({"tools": [tool("a")], "tool_choice": "some"}, "tool_choice"),
+    ({"tools": [tool("a")], "tool_choice": {"type": "function", "function": {"name": "b"}}}, "tool_choice"),
+    ({"tools": None, "tool_choice": "required"}, "tool_choice"),
+    ({"tools": [tool("a")], "parallel_tool_calls": 1}, "parallel_tool_calls"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "word"), BAD)
+def test_fields_that_cannot_be(fields, word):
+    with pytest.raises(ConfigError, match=word) as caught:
+        check(**fields)
+    assert "\n" not in str(caught.value)
+
+
+def test_conversations_for_templates():
+    call = {"id": "c", "type": "function", "function": {"name": "now", "arguments": '{"a": 1}'}}
+    said = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "5"},
+    ]
+    shown = conversation(said)
+    assert shown[0]["content"] == "" and shown[0]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    assert call["function"]["arguments"] == '{"a": 1}' and shown[1] == said[1]
+    for wrong in ({"function": {"name": "now", "arguments": "{"}}, {"function": 1}, 5):
+        with pytest.raises(ConfigError, match="messages"):
+            conversation([{"role": "assistant", "tool_calls": [wrong]}])
+
+
+@pytest.fixture(scope="module")
+def tagged() -> LLM:
+    """The embedded model, whose tokenizer has the marks as tokens of their own."""
+    llm = LLM("tiny", device="cpu", dtype="float32")
+    tokenizer = read_tokenizer(find("tiny"))
+    spare = [i for i in range(llm.runner.model.config.vocab_size) if i >= len(tokenizer)]
+    if len(spare) < 2:
+        return llm
+    marks = [AddedToken(mark, normalized=False) for mark in ("<tool_call>", "</tool_call>")]
+    tokenizer.add_tokens(marks)
+    llm.tokenizer = llm.engine.tokenizer = tokenizer
+    return llm
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
+@pytest.mark.parametrize("choice", ["required", "get_weather", "grow"])
+def test_forced_calls_are_calls(tagged, family, choice):
+    """Whatever the model would say: calls of these functions, arguments of their schemas; the same when drafted."""
+    named = {"type": "function", "function": {"name": choice}}
+    tools = check(TOOLS, choice if choice == "required" else named)
+    asked = constraint(tools, family, tagged.tokenizer)
+    params = SamplingParams(
+        structured_outputs=asked, temperature=1.0, seed=3, max_tokens=160, skip_special_tokens=False
+    )
+    tagged.speculative_config = None
+    (plain,) = tagged.generate("What now?", params)
+    tagged.speculative_config = {"method": "ngram"}
+    (fast,) = tagged.generate("What now?", params)
+    assert fast.token_ids == plain.token_ids and fast.drafted_by.count("grammar") > len(fast.token_ids) / 4
+    content, calls = parse(plain.text, family, tools.callable)
+    assert content is None and calls and (choice == "required" or [c["function"]["name"] for c in calls] == [choice])
+    for call in calls if plain.finish_reason == "stop" else calls[:-1]:
+        function = call["function"]
+        jsonschema.validate(json.loads(function["arguments"]), tools.functions[function["name"]])
+
+
+def test_free_choices_ask_nothing_of_the_output(tagged):
+    for choice in ("auto", "none", None):
+        assert constraint(check(TOOLS, choice), HERMES, tagged.tokenizer) is None
+    single = constraint(check(TOOLS, "required", False), HERMES, tagged.tokenizer)
+    assert single is not None and "*" not in str(single.grammar).splitlines()[0]
+
+
+def test_marks_that_are_tokens_are_forced_as_such():
+    tokenizer = read_tokenizer(find("tiny"))
+    tokenizer.add_tokens([AddedToken("<tool_call>", normalized=False)])
+    asked = constraint(check([tool("now")], "required"), HERMES, tokenizer)
+    assert asked is not None and f"<[{len(tokenizer) - 1}]>" in str(asked.grammar)

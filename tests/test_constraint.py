@@ -1,0 +1,506 @@
+"""structured_outputs: what comes out is what was asked for, and the same with speculation on or off."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import replace
+
+import jsonschema
+import pytest
+import torch
+from helpers import ScriptedDrafter, run, use
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_exactness import ACCEPTS_NOTHING, config_of, favour
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from outrider import LLM, Draft, SamplingParams, StructuredOutputsParams, drafters
+from outrider.config import Rule
+from outrider.constraint import END, Constraint, read, unpacked
+from outrider.errors import ConfigError, ConstraintError
+from outrider.load import find, read_tokenizer
+from outrider.sampling import Row, distribution
+from outrider.sequence import Sequence
+from outrider.verify import rejection
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "city": {"enum": ["Paris", "Berlin"]},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 6}, "maxItems": 2},
+    },
+    "required": ["name", "age", "city", "tags"],
+    "additionalProperties": False,
+}  # fmt: skip
+ASKED = {
+    "json": {"json": PERSON, "whitespace_pattern": " ?"},
+    "compact": {"json": json.dumps(PERSON), "disable_any_whitespace": True},
+    "regex": {"regex": r"(ab|abc)*d[0-9]{2,5}(\.[0-9]+)?"},
+    "choice": {"choice": ["Paris", "Berlin (Germany)", "a+b"]},
+    "lark": {"grammar": 'start: "hello " /[a-z]{2,9}/ ("!" | "?")'},
+    "gbnf": {"grammar": 'root ::= "yes" | "no" [0-9]+ " times"'},
+}
+SAMPLINGS = {
+    "greedy": SamplingParams(temperature=0, max_tokens=48),
+    "sampled": SamplingParams(temperature=0.8, top_p=0.95, seed=7, max_tokens=48),
+    "everything": SamplingParams(
+        temperature=0.9, top_k=60, min_p=0.01, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.2,
+        logit_bias={5: 2.5, 300: 3.0}, seed=12, min_tokens=2, stop=["z"], ignore_eos=True, max_tokens=48,
+        logits_processors=[favour],
+    ),
+}  # fmt: skip
+PROMPTS = ["Once upon a time", "Tom had a red ball. Tom had a red", "The answer is"]
+
+
+def asked(**given) -> SamplingParams:
+    more = {"temperature": 0, "max_tokens": 64} | {
+        k: given.pop(k) for k in list(given) if k in SamplingParams.__match_args__
+    }
+    return SamplingParams(structured_outputs=StructuredOutputsParams(**given), **more)
+
+
+def valid(text: str, given: dict) -> bool:
+    """Whether a finished text is what was asked for."""
+    if "json" in given:
+        jsonschema.validate(json.loads(text), PERSON)
+        return "\n" not in text and (" " not in text.split('"')[0::2] or "whitespace_pattern" in given)
+    if "regex" in given:
+        return re.fullmatch(given["regex"], text) is not None
+    if "choice" in given:
+        return text in given["choice"]
+    return re.fullmatch(r"hello [a-z]{2,9}[!?]|yes|no[0-9]+ times", text) is not None
+
+
+def batch(sampling: str) -> list[tuple[str, SamplingParams]]:
+    """Every kind of constraint beside requests without one."""
+    own = [(p, replace(SAMPLINGS[sampling], structured_outputs=s)) for s in ASKED.values() for p in PROMPTS[:2]]
+    return [*own, (PROMPTS[0], SAMPLINGS[sampling])]
+
+
+_plain: dict[str, list] = {}
+
+
+def plain_of(llm: LLM, sampling: str) -> list:
+    if sampling not in _plain:
+        llm.speculative_config = None
+        _plain[sampling] = [run(llm, [(llm.encode(p), params)])[0] for p, params in batch(sampling)]
+    return _plain[sampling]
+
+
+def alike(a, b) -> bool:
+    return (a.token_ids, a.text, a.finish_reason) == (b.token_ids, b.text, b.finish_reason)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("method", drafters.methods())
+def test_same_tokens(tiny_llm, make_checkpoint, method, sampling):
+    plain = plain_of(tiny_llm, sampling)
+    tiny_llm.speculative_config = config_of(method, "tiny", make_checkpoint, 5 if method != "none" else None)
+    outputs = run(tiny_llm, [(tiny_llm.encode(p), params) for p, params in batch(sampling)])
+    for (_, params), output, expected in zip(batch(sampling), outputs, plain, strict=True):
+        assert alike(output, expected), f"{params.structured_outputs}: {output.text!r}, not {expected.text!r}"
+        assert output.metrics["drafter_error"] is None
+        if params.structured_outputs and output.finish_reason == "stop" and "z" not in output.text:
+            given = next(g for g in ASKED.values() if StructuredOutputsParams(**g) == params.structured_outputs)
+            assert valid(output.text, given), output.text
+    forced = [by for output in outputs[:-1] for by in output.drafted_by].count("grammar")
+    assert (forced > 0) == (method != "none")
+    if method not in ACCEPTS_NOTHING:
+        fewer = sum(o.metrics["speculative_decoding"]["num_spec_steps"] for o in outputs[2:4])
+        assert fewer < 0.8 * sum(len(o.token_ids) for o in outputs[2:4])
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "sampled"])
+@pytest.mark.parametrize("rule", ["rejection", "block", "typical"])
+def test_other_rules_keep_to_the_grammar(tiny_llm, rule, sampling):
+    for config in ({"method": "ngram"}, {"method": "draft_model", "model": "tiny-draft"}):
+        tiny_llm.speculative_config = config | {"acceptance_method": rule}
+        for own in (ASKED["compact"], ASKED["regex"]):
+            params = replace(SAMPLINGS[sampling], structured_outputs=own)
+            (output,) = run(tiny_llm, [(tiny_llm.encode(PROMPTS[0]), params)])
+            assert output.finish_reason == "length" or valid(output.text, own)
+            if sampling == "greedy":
+                tiny_llm.speculative_config = None
+                assert alike(run(tiny_llm, [(tiny_llm.encode(PROMPTS[0]), params)])[0], output)
+                tiny_llm.speculative_config = config | {"acceptance_method": rule}
+
+
+def test_outputs_and_streams(tiny_llm):
+    """n outputs are n seeds; the forced tokens say who drafted them; the end is a token unless it is ignored."""
+    params = asked(**ASKED["compact"], temperature=1.0, seed=40, n=3)
+    plain = tiny_llm.generate(PROMPTS[0], params)
+    tiny_llm.speculative_config = {"method": "ngram"}
+    outputs = tiny_llm.generate(PROMPTS[0], params)
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in plain] and len({o.text for o in outputs}) == 3
+    eos = tiny_llm.runner.model.config.eos
+    for output in outputs:
+        assert output.finish_reason == "length" or (
+            output.token_ids[-1] in eos and valid(output.text, ASKED["compact"])
+        )
+    events = list(tiny_llm.stream(PROMPTS[0], replace(params, n=1)))
+    assert "".join(e.text for e in events) == outputs[0].text and "grammar" in {e.drafted_by for e in events}
+    (silent,) = tiny_llm.generate(PROMPTS[0], replace(params, n=1, ignore_eos=True))
+    assert silent.text == outputs[0].text and silent.token_ids == outputs[0].token_ids[:-1]
+    assert silent.finish_reason == "stop"
+
+
+def test_method_none_drafts_nothing(tiny_llm):
+    (output,) = tiny_llm.generate(PROMPTS[0], asked(**ASKED["compact"]))
+    assert set(output.drafted_by) == {None}
+    assert output.metrics["speculative_decoding"]["num_draft_tokens"] == 0
+
+
+def test_ends(tiny_llm):
+    """Stop tokens are legal wherever the grammar accepts; eos is not before; min_tokens hold as long as they can."""
+    (newline,) = tiny_llm.encode("\n")[-1:]
+    (output,) = tiny_llm.generate("1 2 3", asked(regex="[0-9]+", stop_token_ids=[newline], logit_bias={newline: 100}))
+    assert output.finish_reason == "stop" and output.token_ids[-1] == newline and output.text.isdigit()
+    (longer,) = tiny_llm.generate("1 2 3", asked(regex="[0-9]+", min_tokens=5, max_tokens=9))
+    assert len(longer.token_ids) >= 5 and longer.text.isdigit()
+    with pytest.raises(ConstraintError, match="min_tokens"):
+        tiny_llm.generate("1 2 3", asked(choice=["a", "b"], min_tokens=20))
+    (free,) = tiny_llm.generate("1 2 3", asked(regex="(?s:.*)", max_tokens=5))
+    assert free.finish_reason == "length"
+
+
+def test_a_dead_end_is_one_requests_error(tiny_llm):
+    """Left recursion without an end: nothing may follow sooner or later, and only its own request hears of it."""
+    dead = asked(grammar='start: /[ab]/ tail\ntail: "a" tail')
+    other = tiny_llm.generate("The", max_tokens=8, temperature=0)[0].token_ids
+    for config in (None, {"method": "ngram"}):
+        tiny_llm.speculative_config = config
+        requests = [r for p in (dead, SamplingParams(max_tokens=8, temperature=0))
+                    for r in tiny_llm.engine.add(tiny_llm.encode("The"), p)]  # fmt: skip
+        for _ in tiny_llm.engine.run():
+            pass
+        assert isinstance(requests[0].error, ConstraintError) and requests[1].seq.output == other
+    assert "\n" not in str(requests[0].error)
+
+
+# --- masks ------------------------------------------------------------------------------------------------------------
+
+
+def followed(llm: LLM, given: dict, prompt: int = 3) -> tuple[Sequence, Constraint]:
+    params = asked(**given)
+    vocab, eos = llm.runner.model.config.vocab_size, llm.runner.model.config.eos
+    seq = Sequence([5] * prompt, params, 0, eos=eos)
+    assert params.structured_outputs is not None
+    seq.constraint = Constraint(read(params.structured_outputs, llm.tokenizer, vocab), seq.eos, False)
+    return seq, seq.constraint
+
+
+@given(data=st.data())
+@settings(max_examples=15)
+def test_masks_depend_on_the_tokens_alone(tiny_llm, data):
+    """Asked about places in any order, with illegal drafts between them, masks are those of a fresh matcher."""
+    given_ = data.draw(st.sampled_from(list(ASKED.values())))
+    seq, constraint = followed(tiny_llm, given_)
+    vocab = tiny_llm.runner.model.config.vocab_size
+    text: list[int] = []
+    for _ in range(data.draw(st.integers(1, 12))):
+        mask = constraint.mask(seq, text)
+        assert mask is not None
+        legal = unpacked(mask, vocab).nonzero()[:, 0].tolist()
+        text.append(legal[data.draw(st.integers(0, len(legal) - 1))])
+        if text[-1] in seq.eos:
+            assert constraint.mask(seq, text) is None
+            text.pop()
+            break
+    for _ in range(12):
+        grown = data.draw(st.integers(0, len(text)))
+        seq.tokens[seq.prompt_len :] = text[:grown]
+        path = data.draw(st.sampled_from([text[grown : grown + 3], text[grown : grown + 1], [7, 9], []]))
+        if data.draw(st.booleans()):
+            constraint.fit(seq, Draft.chain([*path, 700, 3]), 9, coins=False)
+        constraint.settled = -1  # as if it had grown meanwhile: nothing is remembered
+        fresh = followed(tiny_llm, given_)
+        fresh[0].tokens[:] = seq.tokens
+        got, expected = constraint.mask(seq, path), fresh[1].mask(fresh[0], path)
+        assert (got is None) == (expected is None) and (got is None or bool((got == expected).all()))
+
+
+def test_fit(tiny_llm):
+    """Illegal nodes go, with all that hangs on them; what is forced comes behind the leaves; riders stay last."""
+    seq, constraint = followed(tiny_llm, ASKED["choice"])
+    tok = tiny_llm.tokenizer
+    p, berlin = tok("Paris", add_special_tokens=False)["input_ids"], tok("Berlin (Germany)")["input_ids"]
+    draft = Draft([berlin[-1], p[0], 700, 701, 40, 41], [-1, -1, -1, 2, -1, 4], riders=2)
+    fitted = constraint.fit(seq, draft, 20, coins=False)
+    words = [fitted.words(i) for i in range(fitted.verifiable)]
+    assert fitted.tokens[0] == p[0] and fitted.riders == 2 and fitted.tokens[-2:] == [40, 41]
+    assert fitted.parents[-2:] == [-1, len(fitted) - 2]
+    assert words[-1] == (*p, next(iter(seq.eos))) and fitted.forced == frozenset(range(1, len(words)))
+    assert len(constraint.fit(seq, draft, 1, coins=False)) == 3  # no deeper than there is room
+    nothing = constraint.fit(seq, Draft(), 9, coins=False)
+    assert nothing.tokens == []  # P or B: nothing is forced
+
+
+def test_padding_and_foreign_tokens(tmp_path):
+    """A model with more logits than tokens, ids that no text has, and one whose tokenizer knows more than it."""
+    tok = read_tokenizer(find("tiny"))
+    for vocab in (len(tok) - 100, len(tok), len(tok) + 77):
+        grammar = read(StructuredOutputsParams(regex="[a-z ]+"), tok, vocab)
+        seq = Sequence([1], asked(regex="[a-z ]+"), 0, eos=[1])
+        mask = Constraint(grammar, seq.eos, False).mask(seq, [])
+        assert mask is not None
+        allowed = unpacked(mask, vocab)
+        assert len(allowed) == vocab and 0 < int(allowed.sum()) < vocab and not allowed[len(tok) :].any()
+        assert not allowed[list(seq.eos)].any()
+    assert END not in tok.get_vocab()
+
+
+def letters(size: int = 128) -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer of single characters."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=lambda c: (c not in "ĠĊ", c))[:size]
+    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+def sentencepiece() -> PreTrainedTokenizerFast:
+    """One as Llama 2 and Mistral have: pieces with a visible space, and bytes for what has none."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", *"abcdefgh0123456789", "▁a", "ab"]
+    backend = Tokenizer(models.BPE(
+        vocab={p: i for i, p in enumerate(pieces)}, merges=[("▁", "a"), ("a", "b")], byte_fallback=True,
+        unk_token="<unk>", fuse_unk=True,
+    ))  # fmt: skip
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
+
+
+@pytest.mark.parametrize("make", [letters, sentencepiece])
+def test_tokenizers(make_llm, make, make_checkpoint):
+    """Of other kinds, on a random model without an end of text: every output is what was asked for."""
+    tok = make()
+    llm = make_llm(vocab_size=len(tok) + 9)
+    llm.tokenizer = llm.engine.tokenizer = tok
+    pattern = "[ab]{3}(c d|7)+e"
+    for given_ in ({"regex": pattern}, {"choice": ["abc a", "bad\ncafe"]}):
+        params = asked(**given_, temperature=1.0, seed=2, max_tokens=200)
+        llm.speculative_config = None
+        plain = run(llm, [([3, 4], replace(params, seed=i)) for i in range(6)])
+        llm.speculative_config = {"method": "ngram"}
+        fast = run(llm, [([3, 4], replace(params, seed=i)) for i in range(6)])
+        for a, b in zip(plain, fast, strict=True):
+            assert alike(a, b) and a.finish_reason == "stop" and len(b.token_ids) == len(a.token_ids)
+            assert re.fullmatch(pattern, a.text) if "regex" in given_ else a.text in given_["choice"]
+
+
+@given(
+    st.recursive(
+        st.one_of(
+            st.just({"type": "boolean"}), st.just({"type": "null"}),
+            st.integers(-50, 50).map(lambda n: {"type": "integer", "minimum": n, "maximum": n + 30}),
+            st.lists(st.text("abc é\"\\", max_size=5), min_size=1, max_size=3, unique=True).map(lambda e: {"enum": e}),
+            st.integers(0, 4).map(lambda n: {"type": "string", "maxLength": n}),
+        ),
+        lambda inner: st.one_of(
+            st.dictionaries(st.text("xyz", min_size=1, max_size=3), inner, max_size=3).map(
+                lambda p: {"type": "object", "properties": p, "required": list(p)[:2], "additionalProperties": False}
+            ),
+            inner.map(lambda i: {"type": "array", "items": i, "maxItems": 2}),
+        ),
+        max_leaves=5,
+    ),
+    st.sampled_from([m for m in drafters.methods() if m in ("ngram", "suffix", "draft_model", "medusa", "lookahead")]),
+    st.integers(0, 99),
+    st.booleans(),
+)  # fmt: skip
+@settings(max_examples=12)
+def test_any_schema(tiny_llm, make_checkpoint, schema, method, seed, compact):
+    params = asked(json=schema, disable_any_whitespace=compact, temperature=1.0, seed=seed, max_tokens=80)
+    tiny_llm.speculative_config = None
+    (plain,) = tiny_llm.generate(PROMPTS[0], params)
+    tiny_llm.speculative_config = config_of(method, "tiny", make_checkpoint)
+    (fast,) = tiny_llm.generate(PROMPTS[0], params)
+    assert alike(plain, fast)
+    if plain.finish_reason == "stop":
+        jsonschema.validate(json.loads(plain.text), schema)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["[a-f]", "(xy|z)", r"\d", "é", " ", "(?:[A-C]|qu)"]),
+                  st.sampled_from(["", "?", "+", "{2}", "{1,3}"])),
+        min_size=1, max_size=5,
+    ).map(lambda parts: "".join(a + b for a, b in parts)),
+    st.integers(0, 99),
+)  # fmt: skip
+@settings(max_examples=12)
+def test_any_regex(tiny_llm, pattern, seed):
+    params = asked(regex=pattern, temperature=1.0, seed=seed, max_tokens=40)
+    tiny_llm.speculative_config = None
+    (plain,) = tiny_llm.generate(PROMPTS[0], params)
+    tiny_llm.speculative_config = {"method": "draft_model", "model": "tiny-draft"}
+    assert alike(tiny_llm.generate(PROMPTS[0], params)[0], plain)
+    assert plain.finish_reason == "length" or re.fullmatch(pattern, plain.text)
+
+
+@given(
+    st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=8), min_size=1, max_size=5), st.integers(0, 9)
+)
+@settings(max_examples=12)
+def test_any_choice(tiny_llm, words, seed):
+    tiny_llm.speculative_config = {"method": "ngram"}
+    params = asked(choice=words, temperature=1.0, seed=seed, max_tokens=120)
+    (output,) = tiny_llm.generate(PROMPTS[0], params)
+    decoded = tiny_llm.tokenizer.decode(output.token_ids[:-1])
+    assert decoded in words and output.finish_reason == "stop"
+
+
+# --- the law ----------------------------------------------------------------------------------------------------------
+
+
+def test_rejection_is_exact_where_drafts_are_pruned():
+    """Over all that a drafter may draw, illegal tokens among them: emitted is what the target says under the mask."""
+    tok = letters(8)
+    alphabet = "".join(tok.decode([i]) for i in range(8))
+    grammar = read(StructuredOutputsParams(regex=f"[{re.escape(alphabet[1:6])}]{{3}}"), tok, 8)
+    seq = Sequence([0], asked(regex="x", temperature=1.0), 0)
+    seq.constraint = Constraint(grammar, seq.eos, True)
+    noise = torch.Generator().manual_seed(0)
+    logits, law = torch.randn(2, 8, generator=noise), torch.randn(8, generator=noise).softmax(-1).double()
+    target = distribution(logits[:1], [Row(seq)])[0]
+    assert target[0] == target[6] == target[7] == 0
+    emitted = torch.zeros(8, dtype=torch.double)
+    for token in range(8):
+        fitted = seq.constraint.fit(seq, Draft([token], [-1], law[None].clone()), 1, coins=True)
+        assert len(fitted) == (0 < token < 6)
+        p = torch.stack([target, target])[: 1 + len(fitted)]
+        if not len(fitted):
+            emitted += law[token] * target
+            continue
+        accepted = torch.zeros(2, dtype=torch.double)
+        for lands in (True, False):
+            chance: list[float] = []
+            path, left = rejection(fitted, p, lambda _, c, lands=lands, chance=chance: chance.append(c) or lands)
+            weight = chance[0] if lands else 1 - chance[0]
+            emitted += law[token] * weight * (torch.eye(8, dtype=torch.double)[token] if path else left)
+            accepted[int(lands)] = weight
+    assert float((emitted - target).abs().sum()) < 1e-6
+
+
+# --- what cannot be ---------------------------------------------------------------------------------------------------
+
+BAD = {
+    "two": ({"regex": "a", "choice": ["b"]}, "exactly one"), "none": ({}, "exactly one"),
+    "no choice": ({"choice": []}, "at least one"), "numbers": ({"choice": [1]}, "texts"),
+    "a word": ({"choice": "ab"}, "texts"), "empty": ({"regex": ""}, "empty"),
+    "empty grammar": ({"grammar": ""}, "empty"),
+    "not text": ({"regex": 5}, "text"), "list": ({"json": [1]}, "object"), "false": ({"json_object": False}, "True"),
+    "yes": ({"json": {}, "disable_any_whitespace": 1}, "True or False"),
+    "both": ({"json": {}, "disable_any_whitespace": True, "whitespace_pattern": " "}, "not both"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_values_that_cannot_be(name):
+    given_, word = BAD[name]
+    with pytest.raises(ConfigError, match=word) as caught:
+        StructuredOutputsParams(**given_)
+    assert "\n" not in str(caught.value)
+
+
+def test_mappings_are_taken_and_their_keys_checked():
+    assert asked(regex="a") == SamplingParams(structured_outputs={"regex": "a"}, temperature=0, max_tokens=64)
+    with pytest.raises(ConfigError, match="guided_regex"):
+        SamplingParams(structured_outputs={"guided_regex": "a"})
+    with pytest.raises(ConfigError, match="structured_outputs"):
+        SamplingParams(structured_outputs="json")
+
+
+def deep(n: int) -> dict:
+    return {"$ref": "#/$defs/d0", "$defs": {f"d{i}": {"properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}}
+                                            for i in range(n)} | {f"d{n}": {"type": "string"}}}  # fmt: skip
+
+
+HOSTILE = {
+    "look-around": {"regex": "(?=a)ab"}, "reference": {"regex": r"(a)\1"}, "unclosed": {"regex": "(a"},
+    "never": {"regex": r"[^\s\S]"}, "repeats": {"regex": "(a{1000}){1000}"},
+    "nested": {"regex": "(" * 9999 + ")" * 9999},
+    "long": {"regex": "a" * 2**17}, "million": {"choice": ["word"] * 10**5}, "lark": {"grammar": "start: b"},
+    "gbnf": {"grammar": "root ::= (" * 3000}, "deep lark": {"grammar": "start: " + "(" * 20000},
+    "endless": {"grammar": "start: start"}, "token": {"grammar": "start: A\nA: A"}, "surrogate": {"regex": "\ud800"},
+    "no json": {"json": "{"}, "no schema": {"json": "[1]"}, "false": {"json": "false"}, "type": {"json": {"type": "x"}},
+    "bounds": {"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "not": {"json": {"not": {"type": "null"}}},
+    "unique": {"json": {"type": "array", "uniqueItems": True}}, "away": {"json": {"$ref": "http://localhost/x"}},
+    "cycle": {"json": {"$ref": "#"}}, "object": {"json": {"type": object}}, "deep json": {"json": '{"items":' * 9999},
+    "product": {"json": {"allOf": [{"anyOf": [{"properties": {f"p{i}{j}": {"type": "null"}}} for j in range(6)]}
+                                   for i in range(8)]}},
+    "tag": {"structural_tag": {"structures": []}}, "tags": {"structural_tag": {"structures": [{"begin": "<a>"}],
+                                                                             "triggers": ["<b"]}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_constraints_are_refused_at_once(tiny_llm, name):
+    with pytest.raises(ConfigError, match="structured_outputs") as caught:
+        tiny_llm.generate("The", asked(**HOSTILE[name]))
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+def test_deep_rules_do_not_overflow_the_stack(tiny_llm):
+    """As many as the limit of characters lets through: read, and followed, or refused."""
+    rules = "\n".join(f'r{i}: r{i + 1} "a" | "b"' for i in range(2200))
+    for given_ in ({"grammar": f'start: r0\n{rules}\nr2200: "b"'}, {"json": deep(1200)}):
+        tiny_llm.speculative_config = {"method": "ngram"}
+        with suppress(ConfigError, ConstraintError):
+            tiny_llm.generate("The", asked(**given_, max_tokens=4))
+
+
+def test_without_llguidance_or_tokenizer(tiny_llm, random_llm, monkeypatch):
+    with pytest.raises(ConfigError, match="tokenizer"):
+        random_llm.generate([1, 2], asked(regex="a"))
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ConfigError, match=r"pip install 'outrider\[grammar\]'"):
+        tiny_llm.generate("The", asked(regex="a"))
+
+
+def test_imported_only_when_asked_for():
+    code = "import sys, outrider.llm, outrider.engine, outrider.constraint; print('llguidance' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "False", done.stderr
+
+
+def test_structural_tags(tiny_llm):
+    """Free text until a tag begins; then JSON of its schema."""
+    tag = {"begin": "<call>", "schema": {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"],
+                                        "additionalProperties": False}, "end": "</call>"}  # fmt: skip
+    asks = {"structural_tag": {"structures": [tag], "triggers": ["<call"]}}
+    seq, constraint = followed(tiny_llm, asks)
+    opening = tiny_llm.tokenizer("Well. <call>", add_special_tokens=False)["input_ids"]
+    assert not constraint.forced(seq, opening[:3])
+    assert tiny_llm.tokenizer.decode(constraint.forced(seq, opening)) == "{"
+    (output,) = tiny_llm.generate(PROMPTS[0], asked(**asks, max_tokens=8))
+    assert output.text == tiny_llm.generate(PROMPTS[0], temperature=0, max_tokens=8)[0].text
+
+
+def test_a_scripted_drafter_cannot_break_out(tiny_llm):
+    """Nonsense, ends of text, duplicates, and all of that as trees: the tokens stay the same."""
+    expected = tiny_llm.generate(PROMPTS[0], asked(**ASKED["compact"]))[0]
+    eos = next(iter(tiny_llm.runner.model.config.eos))
+    right = expected.token_ids
+    scripts = [
+        lambda seq, k: Draft.chain([eos, eos, 5]),
+        lambda seq, k: Draft([*right[len(seq.output) : len(seq.output) + 2], 9, eos, 9], [-1, 0, 0, -1, -1][: 5])
+        if len(right) - len(seq.output) > 2 else Draft(),
+        lambda seq, k: Draft.chain(right[len(seq.output) :]),
+        lambda seq, k: Draft([7, 7, 7], [-1, -1, 1], riders=1),
+    ]  # fmt: skip
+    prompt = tiny_llm.encode(PROMPTS[0])
+    for script in scripts:
+        for rule in (Rule(), Rule("rejection"), Rule("block")):
+            use(tiny_llm, ScriptedDrafter(script), 8, rule)
+            (output,) = run(tiny_llm, [(prompt, asked(**ASKED["compact"]))])
+            assert alike(output, expected)
+    tiny_llm.speculative_config = None

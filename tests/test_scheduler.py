@@ -1,0 +1,153 @@
+"""One budget for each forward: who waits for a token first, prompts side by side, drafts from what is left."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from helpers import ScriptedDrafter, assert_released, oracle, use
+
+from outrider import SamplingParams
+from outrider.engine.scheduler import GRAIN, LEAST, Pace, shares
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0)
+
+
+def text(n, seed=0):
+    return random.Random(seed).choices(range(128), k=n)
+
+
+def watch(llm):
+    """The rows of each forward from now on, per sequence, as the runner is asked for them."""
+    forwards, forward = [], llm.runner._forward
+
+    def seen(seqs, tokens, entries, *more):
+        forwards.append({e.seq: e.n for e in entries})
+        return forward(seqs, tokens, entries, *more)
+
+    llm.runner._forward = seen
+    return forwards
+
+
+@pytest.mark.parametrize(
+    "lacking, room, expected",
+    [
+        ([(0, 100), (0, 100)], 100, [50, 50]),
+        ([(0, 300), (0, 20), (0, 300)], 120, [50, 20, 50]),
+        ([(0, 10), (0, 10)], 100, [10, 10]),
+        ([(0, 100)] * 5, 2 * LEAST, [LEAST, LEAST, 0, 0, 0]),
+        ([(0, 1)] * 5, LEAST, [1, 1, 1, 1, 0]),
+        ([(-1, 70), (0, 100), (0, 100)], 100, [70, 15, 15]),
+        ([(0, 9)], 0, [0]),
+        ([], 50, []),
+    ],
+)
+def test_shares(lacking, room, expected):
+    assert shares(lacking, room) == expected
+
+
+def test_shares_waste_nothing():
+    rng = random.Random(1)
+    for _ in range(500):
+        lacking = sorted((rng.randrange(3), rng.randrange(1, 200)) for _ in range(rng.randrange(8)))
+        room = rng.randrange(400)
+        given = shares(lacking, room)
+        assert sum(given) == min(room, sum(n for _, n in lacking))
+        assert all(0 <= share <= n for share, (_, n) in zip(given, lacking, strict=True))
+
+
+@pytest.mark.parametrize("fixed, row", [(0.010, 0.001), (0.002, 0.0001), (0.5, 0.01)])
+@pytest.mark.parametrize("delay", [0.0, 0.05])
+def test_the_pace_follows_what_steps_take(fixed, row, delay):
+    """Neither a delay over the promise, but for a grain, nor a crawl; and one hiccup is soon forgotten."""
+    pace, taken = Pace(delay), []
+    pace.learn(512, 512, fixed + 512 * row)  # the first prompt, alone
+    for i in range(120):
+        read = min(pace.beside(4), 2000) if i % 3 else 0
+        seconds = fixed + (4 + read) * row
+        pace.learn(4 + read, read, 20 * seconds if i == 70 else seconds)
+        taken.append(read)
+    allowed = max(GRAIN, min(2000, min(delay, fixed + 4 * row) / row))
+    assert all(0.7 * allowed - 1 < read <= 1.3 * allowed + 1 for i, read in enumerate(taken[100:], 100) if i % 3)
+
+
+def test_long_prompts_stop_nobody_and_short_ones_do_not_wait(make_llm):
+    llm = make_llm(engine={"max_num_batched_tokens": 64})
+    alone = [llm.generate(p, GREEDY)[0].token_ids for p in (text(900), text(30, 2))]
+    (first,) = llm.engine.add([5, 6], replace(GREEDY, max_tokens=30))
+    llm.engine.step()
+    forwards = watch(llm)
+    (long,), (short,) = llm.engine.add(text(900), GREEDY), llm.engine.add(text(30, 2), GREEDY)
+    ended, steps = [], 0
+    while not long.finished:
+        news = dict(llm.engine.step())
+        steps += 1
+        assert first.finished or first in news, "a running sequence has a token from every step"
+        ended += [(r, steps) for r in (first, short, long) if r.finished and r not in dict(ended)]
+    assert [r for r, _ in ended] == [short, first, long]
+    assert max(sum(rows.values()) for rows in forwards) <= 64
+    assert any(len(rows) == 3 for rows in forwards)
+    assert [r.seq.output for r in (long, short)] == alone
+    assert_released(llm)
+
+
+def test_priorities_and_arrivals_share_prompts(make_llm):
+    llm = make_llm(engine={"max_num_batched_tokens": 32})
+    forwards = watch(llm)
+    low, early, late = (
+        llm.engine.add(text(64, i), SamplingParams(max_tokens=1), priority=p)[0] for i, p in enumerate((1, 0, 0))
+    )
+    order = []
+    while llm.engine.waiting or llm.engine.running:
+        order += [r for r, _ in llm.engine.step()]
+    assert order == [early, late, low]
+    assert forwards[0] == {early.seq.id: 16, late.seq.id: 16}
+    assert_released(llm)
+
+
+def test_drafts_shrink_before_prompts_wait(make_llm):
+    llm = make_llm(engine={"max_num_batched_tokens": 40})
+    prompts, params = [[1, 2, 3], [4, 5, 6], text(300)], replace(GREEDY, max_tokens=100)
+    expected = [llm.generate(p, params)[0].token_ids for p in prompts]
+    use(llm, ScriptedDrafter(oracle(dict(zip(map(tuple, prompts), expected, strict=True)))), 30)
+    running = [llm.engine.add(p, params)[0] for p in prompts[:2]]
+    llm.engine.step()
+    (long,) = llm.engine.add(prompts[2], params)
+    forwards = watch(llm)
+    llm.engine.step()
+    assert [forwards[0][r.seq.id] for r in running] == [1, 1] and forwards[0][long.seq.id] >= 16
+    for _ in llm.engine.run():
+        pass
+    assert max(sum(rows.values()) for rows in forwards) <= 40
+    assert [r.seq.output for r in (*running, long)] == expected
+    assert any(r.seq.metrics.accepted for r in running)
+    assert_released(llm)
+
+
+def test_progress_over_steps(make_llm):
+    llm, seen = make_llm(engine={"max_num_batched_tokens": 32}), []
+    llm.runner.progress = lambda done, total: seen.append((done, total))
+    llm.generate(text(100), GREEDY)
+    assert seen == [(32, 100), (64, 100), (96, 100), (100, 100)]
+    seen.clear()
+    llm.generate([text(20), text(8)], GREEDY)
+    assert not seen
+
+
+def test_a_draft_model_reads_a_long_prompt_beside(make_llm, make_checkpoint):
+    """It does not stop a running sequence for a whole prompt, and drafts for it once it has read it."""
+    llm = make_llm()
+    expected = [llm.generate(p, SamplingParams(max_tokens=60, temperature=0))[0].token_ids for p in ([3], text(400))]
+    llm.speculative_config = {"method": "draft_model", "model": str(make_checkpoint(noise=0.002))}
+    params = SamplingParams(max_tokens=60, temperature=0)
+    (running,) = llm.engine.add([3], params)
+    llm.engine.step()
+    draft = llm.engine.drafter.runner
+    rows, forward = [], draft._forward
+    draft._forward = lambda seqs, tokens, *more: rows.append(len(tokens)) or forward(seqs, tokens, *more)
+    (long,) = llm.engine.add(text(400), params)
+    llm.engine.finish([running, long])
+    assert [r.seq.output for r in (running, long)] == expected
+    assert max(rows) <= 200 and long.seq.metrics.drafted[0] == 0 < sum(long.seq.metrics.drafted)
+    assert_released(llm)
