@@ -116,7 +116,8 @@ class Reply:
     def _extras(self, event: StepEvent) -> dict[str, Any]:
         if not self.body.return_token_ids:
             return {}
-        return {"token_ids": event.token_ids, "drafted_by": event.drafted_by}
+        texts = [self.job.vocabulary.text(token) for token in event.token_ids]
+        return {"token_ids": event.token_ids, "token_texts": texts, "drafted_by": event.drafted_by}
 
     def _text(self, token: int) -> str:
         return self.job.vocabulary.text(token, bool(self.body.return_tokens_as_token_ids))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI
@@ -20,6 +19,7 @@ from outrider.errors import OutriderError, RequestTooLong, brief
 from outrider.serve.answers import Chat, Completion, Job, Reply
 from outrider.serve.http import EventStream, Gate, Refusal, json_response, read, refusal, while_connected
 from outrider.serve.metrics import Metrics
+from outrider.serve.page import page
 from outrider.serve.protocol import (
     Body,
     ChatBody,
@@ -33,7 +33,6 @@ from outrider.serve.settings import Settings
 from outrider.serve.vocabulary import Vocabulary
 
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
-POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; connect-src 'self'"
 
 
 def create_app(llm: AsyncLLM, settings: Settings) -> FastAPI:
@@ -268,11 +267,8 @@ class Server:
 
     async def page(self) -> Response:
         """The chat page."""
-        page = files("outrider.serve") / "page.html"
-        if not page.is_file():
-            raise Refusal(404, "this installation has no chat page")
-        headers = {"content-security-policy": POLICY, "content-type": "text/html; charset=utf-8"}
-        return Response(page.read_bytes(), headers=headers)
+        body, headers = page()
+        return Response(body, headers=headers)
 
 
 def _as_known(message: dict[str, Any]) -> dict[str, Any]:
