@@ -314,7 +314,12 @@ class Answer:
                     read[i] = ready
                     tokens = request.seq.tokens[offset + begin : offset + ready]
                     spoken = request.spoken if finished else ready
-                    texts[i].feed(tokens[: spoken - begin], final=finished)
+                    pieces = []
+                    for at, token in enumerate(tokens, begin):
+                        texts[i].feed([token] if at < spoken else [], final=finished and at == ready - 1)
+                        pieces.append(texts[i].take(final=finished and at == ready - 1))
+                    if finished and not tokens:
+                        texts[i].feed([], final=True)
                     output = self._engine.output(request, texts[i]) if finished else None
                     if output is not None:
                         output.index = i
@@ -322,11 +327,12 @@ class Answer:
                     yield StepEvent(
                         i,
                         tokens,
-                        texts[i].take(final=finished),
+                        pieces,
                         request.drafted_by[begin:ready],
                         request.logprobs[begin:ready] if request.seq.params.logprobs is not None else None,
                         output.finish_reason if output else None,
                         output,
+                        texts[i].take(final=True) if finished else "",
                     )
         finally:
             self.close()

@@ -115,15 +115,21 @@ class GenerationOutput:
 
 @dataclass(frozen=True)
 class StepEvent:
-    """What a step brought to one output; several steps, if its reader was slow. `text` may be empty, as a token's."""
+    """What a step brought to one output; several steps, if its reader was slow."""
 
     index: int  # which output of the request
     token_ids: list[int]
-    text: str
+    texts: list[str]  # per token; empty while a character or a stop string is incomplete
     drafted_by: list[str | None]  # per token
     logprobs: list[Logprob] | None = None  # per token, if asked for
     finish_reason: str | None = None
     output: GenerationOutput | None = None  # with the last
+    rest: str = ""  # text that was held back, where an output ends without another token
+
+    @property
+    def text(self) -> str:
+        """What is new of the output's text."""
+        return "".join(self.texts) + self.rest
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,7 @@ def test_events_are_the_output(tiny_llm):
             assert [t for e in mine for t in e.token_ids] == output.token_ids == mine[-1].output.token_ids
             assert "".join(e.text for e in mine) == output.text == mine[-1].output.text
             assert len([by for e in mine for by in e.drafted_by]) == len(output.token_ids)
+            assert len([text for e in mine for text in e.texts]) == len(output.token_ids)
             assert mine[-1].finish_reason == output.finish_reason and mine[-1].output.index == i
             assert mine[-1].output.stop_reason == output.stop_reason
             assert all(e.finish_reason is None and e.output is None for e in mine[:-1])

@@ -116,8 +116,7 @@ class Reply:
     def _extras(self, event: StepEvent) -> dict[str, Any]:
         if not self.body.return_token_ids:
             return {}
-        texts = [self.job.vocabulary.text(token) for token in event.token_ids]
-        return {"token_ids": event.token_ids, "token_texts": texts, "drafted_by": event.drafted_by}
+        return {"token_ids": event.token_ids, "drafted_by": event.drafted_by, "token_texts": event.texts}
 
     def _text(self, token: int) -> str:
         return self.job.vocabulary.text(token, bool(self.body.return_tokens_as_token_ids))
@@ -143,7 +142,7 @@ class Completion(Reply):
         async for event in super()._events():
             if self.body.max_tokens == 0:  # with echo; the engine has read the prompt and written one token
                 self.count, reason = 0, event.finish_reason and "length"
-                event = StepEvent(event.index, [], "", [], event.logprobs and [], reason)
+                event = StepEvent(event.index, [], [], [], event.logprobs and [], reason)
             yield event
 
     def choice(self, event: StepEvent) -> dict[str, Any]:
@@ -241,11 +240,12 @@ def _joined(events: list[StepEvent]) -> StepEvent:
     return StepEvent(
         last.index,
         [token for event in events for token in event.token_ids],
-        "".join(event.text for event in events),
+        [text for event in events for text in event.texts],
         [by for event in events for by in event.drafted_by],
         None if last.logprobs is None else [*itertools.chain.from_iterable(e.logprobs or () for e in events)],
         last.finish_reason,
         last.output,
+        last.rest,
     )
 
 

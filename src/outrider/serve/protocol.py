@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from outrider.config import SamplingParams
+from outrider.errors import brief
 from outrider.llm import LLM
 from outrider.serve.http import Refusal
 from outrider.serve.settings import SAMPLED_BY, Settings
@@ -88,10 +89,7 @@ class Sampled(Ignored):
             raise Refusal(400, "stop has a string of more than 1000 characters", "stop")
         if self.cache_salt is not None and not SALT.fullmatch(self.cache_salt):
             raise Refusal(400, "cache_salt must be 1 to 128 characters without @, / and \\", "cache_salt")
-        for name in ("response_format", "structured_outputs"):
-            value = getattr(self, name)
-            if value is not None and value.get("type") != "text":
-                raise Refusal(501, f"{name}: constrained output is not served yet", name)
+        self.constraint()
 
     def sampling(self, settings: Settings, room: int, logprobs: int | None) -> SamplingParams:
         """For a prompt that leaves `room` tokens. Raises ConfigError, naming the field."""
@@ -106,7 +104,15 @@ class Sampled(Ignored):
         defaults = {name: value for name, value in settings.defaults.items() if name not in ("max_tokens", *given)}
         asked = self.most(settings.defaults.get("max_tokens"))
         most = room if asked is None else min(max(1, asked), room)
+        given["structured_outputs"] = self.constraint()
         return SamplingParams(**defaults, **given, max_tokens=most, logprobs=logprobs)
+
+    def constraint(self) -> dict[str, Any] | None:
+        """What the output must be, as `structured_outputs`, which `response_format` is another way to say."""
+        asked = _constraint_of(self.response_format)
+        if asked is not None and self.structured_outputs is not None:
+            raise Refusal(400, "response_format and structured_outputs cannot both be given", "response_format")
+        return self.structured_outputs if asked is None else asked
 
     def most(self, default: int | None) -> int | None:
         """Tokens asked for; None for as many as there is room."""
@@ -117,6 +123,26 @@ PLAIN = (
     "n", "presence_penalty", "frequency_penalty", "seed", "min_tokens", "stop", "stop_token_ids", "ignore_eos",
     "include_stop_str_in_output", "skip_special_tokens",
 )  # fmt: skip
+
+
+def _constraint_of(given: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A `response_format`, OpenAI's or llama.cpp's (the schema beside the type), as `structured_outputs`."""
+    name = "response_format"
+    kind = None if given is None else given.get("type")
+    if given is None or kind == "text":
+        return None
+    if kind == "structural_tag":
+        return {"structural_tag": given}
+    if kind not in ("json_object", "json_schema"):
+        valid = "text, json_object, json_schema or structural_tag"
+        raise Refusal(400, f"{name}: type must be {valid}, not {brief(kind)}", name)
+    inner = given.get("json_schema")
+    schema = inner.get("schema") if isinstance(inner, dict) else given.get("schema")
+    if kind == "json_object" and schema is None:
+        return {"json_object": True}
+    if not isinstance(schema, dict):
+        raise Refusal(400, f"{name}: json_schema must be an object whose 'schema' is one, not {brief(schema)}", name)
+    return {"json": schema}
 
 
 def _bias(given: dict[str, float]) -> dict[int, float]:
