@@ -9,9 +9,9 @@ namespace nb = nanobind;
 
 using Strides = std::tuple<int64_t, int64_t, int64_t>;
 
-// A job is (q, new keys or 0, new values or 0, out, store, scales or 0, capacity, start, n, parents or None), tensors
-// as addresses; ops/attention.py checks them.
-static void attend(const nb::list &list, int heads, int kv_heads, int dim, Strides strides, int64_t window, float scale,
+// A job is (q, new keys or 0, new values or 0, out, store or 0, scales or 0, capacity, start, n, parents or None, table
+// or 0), tensors as addresses; `slabs` is that of the slabs' addresses. ops/attention.py checks them.
+static void attend(const nb::list &list, uintptr_t slabs, int heads, int kv_heads, int dim, Strides strides, int64_t window, float scale,
                    std::tuple<int, int> types, int threads) {
   std::vector<AttentionJob> jobs;
   std::vector<std::vector<int32_t>> trees(nb::len(list));
@@ -29,7 +29,8 @@ static void attend(const nb::list &list, int heads, int kv_heads, int dim, Strid
       if (int64_t(parents.size()) != number(8)) throw nb::value_error("parents must be one for each row");
     }
     jobs.push_back({address(0), address(1), address(2), address(3), address(4), static_cast<float *>(address(5)),
-                    number(6), number(7), number(8), parents.empty() ? nullptr : parents.data()});
+                    number(6), number(7), number(8), parents.empty() ? nullptr : parents.data(),
+                    reinterpret_cast<void *const *>(slabs), static_cast<const int32_t *>(address(10))});
   }
   const auto [q_stride, k_stride, v_stride] = strides;
   const AttentionShape shape{heads,  kv_heads, dim,   q_stride,           k_stride,           v_stride,
@@ -38,4 +39,7 @@ static void attend(const nb::list &list, int heads, int kv_heads, int dim, Strid
   kernels().attention.attend(shape, jobs.data(), int(jobs.size()));
 }
 
-void bind_attention(nb::module_ &m) { m.def("attend", attend, "Attention of new rows of several sequences."); }
+void bind_attention(nb::module_ &m) {
+  m.def("attend", attend, "Attention of new rows of several sequences.");
+  m.attr("PAGE") = kPage;
+}

@@ -21,7 +21,7 @@
 namespace OUTRIDER_ISA {
 namespace {
 
-constexpr int kBlock = 32;    // keys
+constexpr int kBlock = kPage;  // keys
 constexpr int kSpan = 1024;   // positions, a multiple of kBlock
 constexpr int kRows = 6;      // rows of a register tile
 constexpr int kPanel = 48;    // rows whose scores are all taken before they are weighed
@@ -377,7 +377,9 @@ class Worker {
  public:
   Worker(const AttentionShape &shape, const Piece &piece)
       : shape_(shape), piece_(piece), run_(*piece.run), job_(*piece.run->job), group_(shape.heads / shape.kv_heads),
-        depth_(shape.dim / M::kPer), width_((shape.dim + W - 1) / W * W), factor_(shape.scale * 1.4426950408889634f) {}
+        depth_(shape.dim / M::kPer), width_((shape.dim + W - 1) / W * W),
+        ahead_((kAhead / (shape.dim * int(sizeof(S))) + kBlock - 1) / kBlock * kBlock),
+        factor_(shape.scale * 1.4426950408889634f) {}
 
   void work() {
     const int64_t rows = (piece_.last - piece_.first) * group_;
@@ -450,12 +452,12 @@ class Worker {
       if (first == last) continue;
       const int64_t straight = run_.tree() ? run_.base : job_.start + run_.last;  // slots are positions up to here
       if (at + kBlock <= straight) {
-        const int64_t to_values = shape_.kv_heads * job_.capacity;
-        const int64_t key = piece_.head * job_.capacity + at;
-        const S *keys = static_cast<S *>(job_.store) + key * shape_.dim;
-        const float *scales = sizeof(S) == 1 ? job_.scales + key : nullptr;
-        block(at, keys, keys + to_values * shape_.dim, scales, sizeof(S) == 1 ? scales + to_values : nullptr, first,
-              last, state);
+        const int64_t to_values = shape_.kv_heads * job_.capacity * shape_.dim;
+        const S *keys = lies(at);
+        const float *scales = sizeof(S) == 1 ? job_.scales + piece_.head * job_.capacity + at : nullptr;
+        const int64_t later = at + ahead_;
+        block(at, keys, keys + to_values, scales, sizeof(S) == 1 ? scales + shape_.kv_heads * job_.capacity : nullptr,
+              job_.table && later < straight ? lies(later) : keys + ahead_ * shape_.dim, to_values, first, last, state);
         continue;
       }
       for (int j = 0; j < kBlock; j++) slots[j] = at + j < straight ? at + j : -1;
@@ -475,27 +477,35 @@ class Worker {
     }
   }
 
+  // The key of the piece's head in a slot.
+  const S *lies(int64_t slot) const {
+    const AttentionJob::Place place = job_.place(slot);
+    return reinterpret_cast<S *>(place.store) + (piece_.head * job_.capacity + place.slot) * shape_.dim;
+  }
+
   // A block whose keys lie in these slots; -1: there is none.
   void gather(int64_t at, const int64_t *slots, int64_t first, int64_t last, const State &state) {
     float scales[2][kBlock];
     for (int side = 0; side < 2; side++)
       for (int j = 0; j < kBlock; j++) {
-        const int64_t from = (side * shape_.kv_heads + piece_.head) * job_.capacity + slots[j];
+        const int64_t to_side = side * shape_.kv_heads * job_.capacity;
         S *to = gathered_ + (side * kBlock + j) * shape_.dim;
         if (slots[j] < 0)
           memset(to, 0, shape_.dim * sizeof(S));
         else
-          memcpy(to, static_cast<S *>(job_.store) + from * shape_.dim, shape_.dim * sizeof(S));
-        if (sizeof(S) == 1) scales[side][j] = slots[j] < 0 ? 0 : job_.scales[from];
+          memcpy(to, lies(slots[j]) + to_side * shape_.dim, shape_.dim * sizeof(S));
+        if (sizeof(S) == 1)
+          scales[side][j] = slots[j] < 0 ? 0 : job_.scales[to_side + piece_.head * job_.capacity + slots[j]];
       }
-    block(at, gathered_, gathered_ + kBlock * shape_.dim, scales[0], scales[1], first, last, state);
+    const S *values = gathered_ + kBlock * shape_.dim;
+    block(at, gathered_, values, scales[0], scales[1], gathered_, kBlock * shape_.dim, first, last, state);
   }
 
-  // Rows [first, last) over a block of keys and values, the first at position `at`.
+  // Rows [first, last) over a block of keys and values, the first at position `at`; `later` are keys to ask for.
   void block(int64_t at, const S *keys, const S *values, const float *key_scales, const float *value_scales,
-             int64_t first, int64_t last, const State &state) {
-    Ahead later_keys{reinterpret_cast<const char *>(keys) + kAhead, 64};
-    Ahead later_values{reinterpret_cast<const char *>(values) + kAhead, 64};
+             const S *later, int64_t to_values, int64_t first, int64_t last, const State &state) {
+    Ahead later_keys{reinterpret_cast<const char *>(later), 64};
+    Ahead later_values{reinterpret_cast<const char *>(later + to_values), 64};
     switch (shape_.dim) {
       case 64: pack<64>(keys, values, later_keys, later_values); break;
       case 128: pack<128>(keys, values, later_keys, later_values); break;
@@ -599,7 +609,7 @@ class Worker {
   const Piece &piece_;
   const Run &run_;
   const AttentionJob &job_;
-  const int group_, depth_, width_;
+  const int group_, depth_, width_, ahead_;
   const float factor_;
   int64_t begin_ = 0, end_ = INT64_MAX;  // positions that all rows see
   Unit *queries_, *key_tile_, *value_tile_;
@@ -622,12 +632,13 @@ void write(const AttentionShape &shape, const AttentionJob &job) {
   const size_t size = shape.q_type == Type::f32 ? 4 : 2;
   for (int side = 0; side < 2; side++)
     for (int64_t i = 0; i < job.n; i++) {
+      const AttentionJob::Place place = job.place(job.start + i);
       const char *from = static_cast<const char *>(side ? job.values : job.keys);
       from += i * (side ? shape.v_stride : shape.k_stride) * size;
       for (int64_t head = 0; head < shape.kv_heads; head++) {
-        const int64_t slot = (side * shape.kv_heads + head) * job.capacity + job.start + i;
+        const int64_t slot = (side * shape.kv_heads + head) * job.capacity + place.slot;
         const size_t bytes = shape.dim * size;
-        memcpy(static_cast<char *>(job.store) + slot * bytes, from + head * bytes, bytes);
+        memcpy(place.store + slot * bytes, from + head * bytes, bytes);
       }
     }
 }

@@ -5,15 +5,30 @@
 
 enum class Type : int { f32, bf16, int8 };
 
-// One sequence: slots [0, start) of the store are its prefix, [start, start + n) the new rows.
+constexpr int kPage = 32;  // slots that lie together wherever they lie
+
+// One sequence: slots [0, start) of the store are its prefix, [start, start + n) the new rows. The store is in one piece,
+// or in pages: those of slots [i * kPage, (i + 1) * kPage) are number table[i], counted through all the slabs.
 struct AttentionJob {
   const void *q;               // (n, heads, dim)
   const void *keys, *values;   // (n, kv_heads, dim), to be stored first; null if they are there already
   void *out;                   // (n, heads, dim)
-  void *store;                 // (2, kv_heads, capacity, dim): keys, values
+  void *store;                 // (2, kv_heads, capacity, dim): keys, values; null if there is a table
   const float *scales;         // (2, kv_heads, capacity) if the store is int8
   int64_t capacity, start, n;
   const int32_t *parents;  // null for a run of tokens; else per row the row before it, -1 = the prefix
+  void *const *slabs;      // each as the store in one piece; their capacity is a multiple of kPage
+  const int32_t *table;    // null if there are no pages; not for int8
+
+  struct Place {
+    char *store;
+    int64_t slot;
+  };
+  Place place(int64_t slot) const {
+    if (!table) return {static_cast<char *>(store), slot};
+    const int64_t page = table[slot / kPage], pages = capacity / kPage;
+    return {static_cast<char *>(slabs[page / pages]), page % pages * kPage + slot % kPage};
+  }
 };
 
 struct AttentionShape {

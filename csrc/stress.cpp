@@ -76,7 +76,7 @@ void attention(int caller) {
     AttentionShape shape{kHeads, kKvHeads, kDim, kHeads * kDim, kKvHeads * kDim, kKvHeads * kDim, 0, 0.125f,
                          Type::bf16, Type::bf16, 1};
     AttentionJob job{q.data(), fresh.data(), fresh.data() + fresh.size() / 2, alone.data(), store.data(), nullptr,
-                     kCapacity, start, kNew, nullptr};
+                     kCapacity, start, kNew, nullptr, nullptr, nullptr};
     kernels().attention.attend(shape, &job, 1);
     shape.threads = 4, job.out = out.data();
     kernels().attention.attend(shape, &job, 1);

@@ -101,8 +101,8 @@ class Step {
   AttentionJob job(const WalkRun &run, int layer) const {
     char *q = qkv_ + run.row * size_ * width_, *keys = q + size_ * w_.heads * w_.dim;
     return {q, keys, keys + size_ * w_.kv_heads * w_.dim, seen_ + run.row * size_ * w_.heads * w_.dim,
-            reinterpret_cast<void *>(run.stores[layer]), nullptr, run.capacity, run.start, run.n,
-            run.tree ? run.parents.data() : nullptr};
+            run.table ? nullptr : reinterpret_cast<void *>(run.stores[layer]), nullptr, run.capacity, run.start, run.n,
+            run.tree ? run.parents.data() : nullptr, plan_.slabs + layer * plan_.slab_count, run.table};
   }
 
   // What follows attention, in place: x (rows, hidden).

@@ -27,12 +27,13 @@ struct Walk {
   Product head;
 };
 
-// One sequence's rows [row, row + n); see AttentionJob.
+// One sequence's rows [row, row + n); see AttentionJob. It has a table, or the stores.
 struct WalkRun {
   int64_t row, n, start, capacity;
   bool tree;
   std::vector<int32_t> parents;
   std::vector<uintptr_t> stores;  // of each layer
+  const int32_t *table;
 };
 
 struct WalkPlan {
@@ -42,6 +43,8 @@ struct WalkPlan {
   std::vector<uintptr_t> turns;  // per row its cosines (dim); the sines lie `sines` bytes behind
   int64_t sines;
   std::vector<WalkRun> runs;
+  void *const *slabs;                                 // (layers, slab_count), if runs have tables
+  int64_t slab_count;
   std::vector<int> wanted;                            // rows that are asked for
   std::vector<std::pair<int, uintptr_t>> states;      // point: where (rows, hidden) go; -1 is behind the final norm
   void *queries;                                      // (layers, rows, heads, dim), or null

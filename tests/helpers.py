@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from outrider import LLM, Draft, Drafter, GenerationOutput, SamplingParams
 from outrider.config import Rule
 from outrider.engine import Engine
+from outrider.kv import PagedKV
 from outrider.load import find
 from outrider.sequence import Sequence
 from outrider.verify import COUPLED
@@ -76,7 +77,11 @@ def assert_released(llm: LLM) -> None:
         assert not by_sequence, f"{drafter.name} still holds {by_sequence}"
     for runner in runners:
         kv = runner.kv
-        assert not runner.slots and not kv.store and not getattr(kv, "held", None) and not getattr(kv, "slab", kv).store
+        assert not runner.slots and not getattr(kv, "held", None)
+        if isinstance(kv, PagedKV):
+            assert not kv.tables and not kv.pool.used and kv.pool.free + len(kv.pool.cached) == len(kv.pool.holders)
+        else:
+            assert not kv.slab.store
         assert not getattr(kv, "log", llm.runner.kv.log).held and not any(getattr(kv, "stages", ()))
         assert not any(rows.held or rows.synced for rows in runner.taps)
 

@@ -208,7 +208,7 @@ def test_sequences_side_by_side(isa):
     assert torch.equal(together, alone)
     start, n, _ = sizes[2]  # and the new keys and values lie where they belong
     assert torch.equal(
-        kv.keys(2, 0)[:, :, start : start + n].transpose(1, 2), new[2][:, 6:].unflatten(1, (2, 2)).transpose(0, 1)
+        kv.store[2][0][:, :, start : start + n].transpose(1, 2), new[2][:, 6:].unflatten(1, (2, 2)).transpose(0, 1)
     )
 
 

@@ -146,7 +146,7 @@ def test_ctrl_c_stops_the_answer_not_the_chat(run, monkeypatch):
                 raise KeyboardInterrupt
             finally:
                 events.close()
-                seen.append((self.runner.slots, self.runner.kv.store))
+                seen.append((self.runner.slots, self.runner.kv.tables))
 
         return some()
 

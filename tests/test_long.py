@@ -41,10 +41,10 @@ def test_offloaded_is_dense_bit_for_bit(make_llm, on_chip):
                 seq.tokens += [draft.tokens[node] for node in taken] + [3]
         llm.runner.free(short)
         seen += llm.runner.extend([long]).logits
-        seen += [llm.runner.kv.keys(long.id, layer)[:, :, : len(long.tokens) - 1] for layer in range(4)]
+        seen += [llm.runner.kv.span(long.id, layer, 0, len(long.tokens) - 1) for layer in range(4)]
         llm.runner.free(long)
         results.append(seen)
-        assert not llm.runner.kv.store
+        assert not llm.runner.kv.tables
     assert not any(offloaded.runner.kv.stages)
     assert len(results[0]) == len(results[1]) and all(map(torch.equal, *results))
 

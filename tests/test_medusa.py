@@ -127,7 +127,7 @@ def test_guesses_follow_the_formula(random_llm, make_checkpoint, tied):
         for request in requests:
             llm.engine.abort(request)
         llm.runner.slots.clear()
-        for seq in list(llm.runner.kv.store):
+        for seq in list(llm.runner.kv.tables):
             llm.runner.kv.free(seq)
         assert not drafter.seen
 

@@ -178,7 +178,7 @@ def test_all_kinds_together(tiny_llm, sampling):
     assert steps() <= min(alone) + len(requests)  # where a request's room ends, they share what is left of the budget
     merge = tiny_llm.engine.drafter
     assert merge.kv_bytes(100) == sum(part.kv_bytes(100) for part in merge.parts) > 0
-    assert not merge.parts[-1].runner.slots and not merge.parts[-1].runner.kv.store
+    assert not merge.parts[-1].runner.slots and not merge.parts[-1].runner.kv.tables
     assert_released(tiny_llm)
 
 

@@ -73,7 +73,7 @@ def test_the_pace_follows_what_steps_take(fixed, row, delay):
 
 
 def test_long_prompts_stop_nobody_and_short_ones_do_not_wait(make_llm):
-    llm = make_llm(engine={"max_num_batched_tokens": 64})
+    llm = make_llm(engine={"max_num_batched_tokens": 64, "enable_prefix_caching": False})
     alone = [llm.generate(p, GREEDY)[0].token_ids for p in (text(900), text(30, 2))]
     (first,) = llm.engine.add([5, 6], replace(GREEDY, max_tokens=30))
     llm.engine.step()
@@ -93,7 +93,7 @@ def test_long_prompts_stop_nobody_and_short_ones_do_not_wait(make_llm):
 
 
 def test_priorities_and_arrivals_share_prompts(make_llm):
-    llm = make_llm(engine={"max_num_batched_tokens": 32})
+    llm = make_llm(engine={"max_num_batched_tokens": 32, "enable_prefix_caching": False})
     forwards = watch(llm)
     low, early, late = (
         llm.engine.add(text(64, i), SamplingParams(max_tokens=1), priority=p)[0] for i, p in enumerate((1, 0, 0))
@@ -107,7 +107,7 @@ def test_priorities_and_arrivals_share_prompts(make_llm):
 
 
 def test_drafts_shrink_before_prompts_wait(make_llm):
-    llm = make_llm(engine={"max_num_batched_tokens": 40})
+    llm = make_llm(engine={"max_num_batched_tokens": 40, "enable_prefix_caching": False})
     prompts, params = [[1, 2, 3], [4, 5, 6], text(300)], replace(GREEDY, max_tokens=100)
     expected = [llm.generate(p, params)[0].token_ids for p in prompts]
     use(llm, ScriptedDrafter(oracle(dict(zip(map(tuple, prompts), expected, strict=True)))), 30)
@@ -116,7 +116,8 @@ def test_drafts_shrink_before_prompts_wait(make_llm):
     (long,) = llm.engine.add(prompts[2], params)
     forwards = watch(llm)
     llm.engine.step()
-    assert [forwards[0][r.seq.id] for r in running] == [1, 1] and forwards[0][long.seq.id] >= 16
+    drafted = [forwards[0][r.seq.id] - 1 for r in running]
+    assert 0 < drafted[0] == drafted[1] and 3 * sum(drafted) <= forwards[0][long.seq.id]
     for _ in llm.engine.run():
         pass
     assert max(sum(rows.values()) for rows in forwards) <= 40
@@ -126,7 +127,7 @@ def test_drafts_shrink_before_prompts_wait(make_llm):
 
 
 def test_progress_over_steps(make_llm):
-    llm, seen = make_llm(engine={"max_num_batched_tokens": 32}), []
+    llm, seen = make_llm(engine={"max_num_batched_tokens": 32, "enable_prefix_caching": False}), []
     llm.runner.progress = lambda done, total: seen.append((done, total))
     llm.generate(text(100), GREEDY)
     assert seen == [(32, 100), (64, 100), (96, 100), (100, 100)]
@@ -137,10 +138,10 @@ def test_progress_over_steps(make_llm):
 
 def test_a_draft_model_reads_a_long_prompt_beside(make_llm, make_checkpoint):
     """It does not stop a running sequence for a whole prompt, and drafts for it once it has read it."""
-    llm = make_llm()
-    expected = [llm.generate(p, SamplingParams(max_tokens=60, temperature=0))[0].token_ids for p in ([3], text(400))]
+    llm = make_llm(engine={"enable_prefix_caching": False})
+    params = SamplingParams(max_tokens=400, temperature=0)
+    expected = [llm.generate(p, params)[0].token_ids for p in ([3], text(400))]
     llm.speculative_config = {"method": "draft_model", "model": str(make_checkpoint(noise=0.002))}
-    params = SamplingParams(max_tokens=60, temperature=0)
     (running,) = llm.engine.add([3], params)
     llm.engine.step()
     draft = llm.engine.drafter.runner

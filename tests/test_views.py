@@ -10,7 +10,7 @@ from helpers import logits_after, run
 
 from outrider import Draft, SamplingParams
 from outrider.errors import ConfigError, RequestTooLong
-from outrider.kv import DenseKV, parse
+from outrider.kv import PagedKV, parse
 from outrider.kv.base import QueryLog
 from outrider.kv.views import Codes
 from outrider.sequence import Sequence
@@ -96,13 +96,13 @@ def test_a_view_of_everything_guesses_everything_right(random_llm, plain, view):
 class Brute:
     """Attention over the positions `visible(length)`: of another cache before `first`, from there its own."""
 
-    def __init__(self, base: DenseKV, seq: int, first: int, visible) -> None:
+    def __init__(self, base: PagedKV, seq: int, first: int, visible) -> None:
         self.base, self.seq, self.first, self.visible, self.tail = base, seq, first, visible, {}
 
     def attend(self, layer, q, k, v, plan):
         (start,) = plan
         positions = [p for p in self.visible(start) if p < self.first]
-        stored = self.base.store[self.seq][layer][:, :, positions]
+        stored = self.base.span(self.seq, layer, 0, self.first)[:, :, positions]
         self.tail.setdefault(start, {})[layer] = torch.stack([k[0], v[0]])[:, :, None]
         drafted = [self.tail[p][layer] for p in sorted(self.tail) if p in self.visible(start)]
         keys, values = torch.cat([stored, *drafted], 2).double()
@@ -174,17 +174,21 @@ def test_the_tail_never_reaches_the_base(random_llm):
     view = base.view("retrieval:budget=40,chunk=4,recent=4,rebuild=12")
     seq = Sequence(tokens[:60], SamplingParams(max_tokens=50), 0)
     fork = seq.fork()
+
+    def stored(runner, n):
+        return [runner.kv.span(seq.id, layer, 0, n).clone() for layer in range(2)]
+
     view.extend([fork], [Draft.chain(text(5, 1))])
-    before = [store.clone() for store in base.kv.store[seq.id]]
+    before = stored(base, 59)
     fork.tokens += text(3, 2)
     view.extend([fork], [Draft([1, 2, 3, 4], [-1, -1, 0, 1])])
-    assert all(map(torch.equal, before, base.kv.store[seq.id])) and len(base.slots[seq.id].tokens) == 59
+    assert all(map(torch.equal, before, stored(base, 59))) and len(base.slots[seq.id].tokens) == 59
     base.extend([seq])
     seq.tokens += tokens[60:64]
     view.extend([seq])
     h = view.kv.held[seq.id]
     assert h.synced == 63 and h.kept
-    for own, exact in zip(view.kv.store[seq.id], base.kv.store[seq.id], strict=True):
+    for own, exact in zip(view.kv.store[seq.id], stored(base, 63), strict=True):
         assert torch.equal(own[:, :, h.slot(h.first) : h.slot(63)], exact[:, :, h.first : 63])
     base.free(seq)
     view.free(seq)
@@ -329,7 +333,7 @@ def test_memory_is_the_budget(random_llm, view):
         seq.tokens += text(3)
         random_llm.runner.extend([seq])
     held = sum(store.numel() * store.element_size() for store in runner.kv.store[seq.id])
-    assert held == runner.kv.nbytes(2000) == random_llm.runner.kv.nbytes(480) < random_llm.runner.kv.nbytes(2000) / 3
+    assert held == runner.kv.nbytes(2000) == random_llm.runner.kv.nbytes(512) < random_llm.runner.kv.nbytes(2000) / 3
     runner.free(seq)
     random_llm.runner.free(seq)
     assert not runner.kv.store and not runner.kv.held and not random_llm.runner.kv.log.held
@@ -350,7 +354,7 @@ def test_what_cannot_fit_is_refused_with_the_numbers(make_llm, make_checkpoint):
         with pytest.raises(RequestTooLong, match=r"1024 tokens .* need \d+ MiB for keys and values, over the \d+"):
             llm.generate(text(1000), max_tokens=24)
     llm.speculative_config = {"method": "triforce", "model": draft, "retrieval_budget": 256}
-    assert llm.engine.drafter.kv_bytes(10**6) == llm.engine.drafter.kv_bytes(1000) == 2 * llm.runner.kv.nbytes(480)
+    assert llm.engine.drafter.kv_bytes(10**6) == llm.engine.drafter.kv_bytes(1000) == 2 * llm.runner.kv.nbytes(512)
     llm.speculative_config = {"method": "self", "view": "retrieval:budget=256"}
     assert len(llm.generate(text(1000), max_tokens=24, temperature=0)[0].token_ids) == 24
 

@@ -15,7 +15,7 @@ from test_native import FORMATS, ISAS, QUANTIZED, isa, make_quantized, rand  # n
 
 from outrider import Draft, SamplingParams
 from outrider.config import ModelConfig
-from outrider.kv import DenseKV, OffloadKV
+from outrider.kv import OffloadKV, PagedKV
 from outrider.model import Layer, Model
 from outrider.ops import Block, Linear, Stores, Walk
 from outrider.runner import Runner
@@ -118,7 +118,8 @@ def life(runner, points=(), base=None):
         base.extend([seq])
     results.append(runner.extend([seq]).flat)
     for s in (seq, other):
-        results += [own.clone()[:, :, : len(s.tokens)] for own in runner.kv.store[s.id] if not base]
+        layers = range(runner.model.config.num_layers if isinstance(runner.kv, PagedKV) else 0)
+        results += [runner.kv.span(s.id, layer, 0, len(s.tokens)).clone() for layer in layers]
         results += [rows.read(s.id, 0, len(s.tokens))[1].clone()] if rows else []
         for each in (runner, base) if base else (runner,):
             each.free(s)
@@ -136,7 +137,7 @@ def compare(runner, walks, **how):
     assert all(map(torch.equal, walked, plain))
 
 
-def make_runner(model, kind=DenseKV, **options):
+def make_runner(model, kind=PagedKV, **options):
     return Runner(model, kind(model.config, model.dtype, CPU, **options), chunk=32)
 
 
@@ -243,13 +244,13 @@ def test_what_does_not_fit():
     stores = [0] * LAYERS
     turns, sines, kept = model.rotary.addresses([0, 1], [2, 2])
     for runs, tokens, wanted, what in (
-        ([(0, 3, 0, 512, None, stores)], [1, 2], [], "does not fit"),
-        ([(1, 2, 0, 512, None, stores)], [1, 2], [], "does not fit"),
-        ([(0, 2, 511, 512, None, stores)], [1, 2], [], "does not fit"),
-        ([(0, 2, -1, 512, None, stores)], [1, 2], [], "does not fit"),
-        ([(0, 2, 0, 512, None, stores[1:])], [1, 2], [], "does not fit"),
-        ([(0, 2, 0, 512, [-1], stores)], [1, 2], [], "one for each row"),
-        ([(0, 2, 0, 512, [-1, 1], stores)], [1, 2], [], "before their rows"),
+        ([(0, 3, 0, 512, None, stores, 0, 0)], [1, 2], [], "does not fit"),
+        ([(1, 2, 0, 512, None, stores, 0, 0)], [1, 2], [], "does not fit"),
+        ([(0, 2, 511, 512, None, stores, 0, 0)], [1, 2], [], "does not fit"),
+        ([(0, 2, -1, 512, None, stores, 0, 0)], [1, 2], [], "does not fit"),
+        ([(0, 2, 0, 512, None, stores[1:], 0, 0)], [1, 2], [], "does not fit"),
+        ([(0, 2, 0, 512, [-1], stores, 0, 0)], [1, 2], [], "one for each row"),
+        ([(0, 2, 0, 512, [-1, 1], stores, 0, 0)], [1, 2], [], "before their rows"),
         ([], [1], [], "a token for each row"),
         ([], [1, 2], [2], "is not there"),
     ):

@@ -520,6 +520,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 512  # in one forward: of prompts, of drafts, and one of each running sequence
     max_prefill_delay: float = 0.05  # seconds that reading prompts adds to a step of running ones; nor is it doubled
     kv_memory: int | None = None  # bytes for keys and values; None = 90 % of what is free at the start
+    enable_prefix_caching: bool = True  # keep what ended requests have read, as long as there is room, for others
     kv_offload: bool = False  # keys and values live in host memory and stream through the device
     on_chip_layers: int = 0  # ... but for those of so many layers
 
@@ -528,9 +529,9 @@ class EngineConfig:
             value = getattr(self, item.name)
             if value is None and item.default is None:
                 continue
-            if item.name == "kv_offload":
+            if isinstance(item.default, bool):
                 if not isinstance(value, bool):
-                    raise ConfigError(f"kv_offload must be True or False, not {brief(value)}")
+                    raise ConfigError(f"{item.name} must be True or False, not {brief(value)}")
                 continue
             if item.name == "max_prefill_delay":
                 if real(value, 0, 1e6) is None:

@@ -104,3 +104,7 @@ class QueueFull(RequestError):
 
 class OutOfMemory(RequestError):
     """Memory ran out under a running request: somebody else took what was free at the start."""
+
+
+class PoolFull(OutOfMemory):
+    """All memory for keys and values that was allowed is in use."""

@@ -19,7 +19,8 @@ from outrider import drafters
 from outrider.config import EngineConfig, SamplingParams, SpeculativeConfig, promised
 from outrider.engine import Engine, Request, TextStream, free_memory
 from outrider.errors import ConfigError, EmptyPrompt, RequestError, RequestTooLong, brief
-from outrider.kv import DenseKV, OffloadKV
+from outrider.kv import OffloadKV, PagedKV
+from outrider.kv.paged import MODEST
 from outrider.load import Checkpoint, Progress, check_vocabulary, load
 from outrider.outputs import GenerationOutput, TokenEvent
 from outrider.runner import Runner, check_exactness
@@ -71,6 +72,7 @@ class LLM:
         self.tokenizer = self.checkpoint.tokenizer
         self.runner = self._runner(self.checkpoint, self.engine_config.kv_offload)
         self._measured = check_exactness(self.runner.model, self.runner.kv)
+        self.runner.prefixes = self.engine_config.enable_prefix_caching
         if self.engine_config.kv_memory is None:  # measured once, so that every method gets the same
             home = torch.device("cpu") if self.engine_config.kv_offload else self.runner.model.device
             memory = int(0.9 * free_memory(home))
@@ -84,7 +86,8 @@ class LLM:
 
     def _runner(self, checkpoint: Checkpoint, offload: bool = False) -> Runner:
         model, config = checkpoint.model, self.engine_config
-        kv, chunk = DenseKV(model.config, model.dtype, model.device), config.max_num_batched_tokens
+        chunk = config.max_num_batched_tokens
+        kv = PagedKV(model.config, model.dtype, model.device)
         if offload:  # every forward copies all that came before: few large ones
             kv, chunk = OffloadKV(model.config, model.dtype, model.device, config.on_chip_layers), max(chunk, 4096)
         runner = Runner(model, kv, chunk=chunk)
@@ -103,6 +106,9 @@ class LLM:
             check_vocabulary(self.checkpoint, draft)
             self._drafts[name] = self._runner(draft)
             self._drafts[name].progress = None
+            self._drafts[name].prefixes = self.engine_config.enable_prefix_caching
+            if isinstance(kv := self._drafts[name].kv, PagedKV):
+                kv.modest = min(MODEST, (self.engine_config.kv_memory or 0) // 16)
         return self._drafts[name]
 
     @property

@@ -7,7 +7,7 @@ resync after a rejection and recomputation are this one operation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor
 from outrider.config import SamplingParams
 from outrider.draft import Draft, Verdict
 from outrider.errors import CheckpointError, ConfigError
-from outrider.kv import DenseKV, Entry, KVCache, Plan, QuantizedView, View, parse
+from outrider.kv import DenseKV, Entry, KVCache, PagedKV, Plan, QuantizedView, View, parse
 from outrider.kv.rows import NORMED, Rows
 from outrider.model import Model, Wanted
 from outrider.ops import KEY_BLOCK, follows_paths
@@ -54,6 +54,7 @@ class Slot:
 
     tokens: list[int] = field(default_factory=list)
     settled: int = 0
+    pure: int = 2**62  # of these, what lies as plain decoding would have put it
 
 
 class Runner:
@@ -69,9 +70,11 @@ class Runner:
         self.model, self.kv, self.chunk = model, kv, chunk
         self.base = base  # whose verified keys this one's view shares
         self.max_len = max_len or model.config.context
+        self._dynamic = model.config.rope["rope_type"] == "dynamic"
         self.progress: Callable[[int, int], None] | None = None
         self.path: Path | None = None  # the model's, likewise: what comes with it lies there
         self.tokenizer: Any = None  # the model's, set by who loads it: what holds token ids can check that it fits
+        self.prefixes = False  # whether to look for, and to leave, blocks that begin other sequences of the same tokens
         self.slots: dict[int, Slot] = {}
         self.taps = WeakSet[Rows]()  # kept up as long as a drafter holds them
 
@@ -98,6 +101,26 @@ class Runner:
         """How many of a sequence's tokens the next forward has to read; the last one always."""
         slot = self.slots.get(seq.id)
         return max(1, len(seq.tokens) - (len(slot.tokens) if slot else 0))
+
+    def begin(self, seq: Sequence, like: Sequence | None = None) -> int:
+        """Take over what is there of a new sequence's tokens; returns how many need not be fed.
+
+        That is what another sequence has left in whole blocks, if `prefixes`, or all that the sequence `like` shares.
+        """
+        if seq.id in self.slots:
+            return 0
+        slot, n = self.slots.setdefault(seq.id, Slot()), 0
+        if isinstance(self.kv, PagedKV):
+            if like is not None and like.id in self.slots:
+                known, most = self.slots[like.id], min(len(seq.tokens) - 1, seq.settled)
+                most = min(most, len(known.tokens), known.settled, known.pure)
+                while n < most and known.tokens[n] == seq.tokens[n]:
+                    n += 1
+                self.kv.share(like.id, seq.id, n)
+            elif self.prefixes:
+                n = self.kv.adopt(seq.id, seq.tokens[: seq.settled], self._root(seq))
+            slot.tokens, slot.settled = seq.tokens[:n], n
+        return n
 
     def extend(
         self,
@@ -161,7 +184,8 @@ class Runner:
         slab = DenseKV(model.config, model.dtype, model.device, policy.budget)
         if not alone:
             kind = QuantizedView if policy.name == "quantized" else View
-            return Runner(model, kind(slab, policy, base.kv), self.max_len, self.chunk, base)
+            home: Any = base.kv
+            return Runner(model, kind(slab, policy, home), self.max_len, self.chunk, base)
         if policy.name != "streaming":
             raise ConfigError(f"a cache of its own can only be streaming, not {policy.name}, which looks at all keys")
         chunk = min(self.chunk, max(1, policy.budget // 4))
@@ -175,11 +199,14 @@ class Runner:
                 self.kv.keep(seq.id, length, verdict.path)
                 for rows in self.taps or ():  # iterating over an empty WeakSet is dear
                     rows.keep(seq.id, length, verdict.path)
+                if not self.follows_paths and verdict.path != list(range(len(verdict.path))):
+                    slot.pure = min(slot.pure, length)
                 slot.tokens[length:] = [draft.tokens[i] for i in verdict.path]
 
     def free(self, seq: Sequence) -> None:
         """Give back what a sequence holds."""
-        self.slots.pop(seq.id, None)
+        if slot := self.slots.pop(seq.id, None):
+            self._publish(seq, slot, self._common(seq, slot, len(seq.tokens)))
         self.kv.free(seq.id)
         for rows in self.taps:
             rows.free(seq.id)
@@ -188,9 +215,8 @@ class Runner:
         """Truncate the cache to what it shares with the sequence; at least the last token is fed again."""
         slot = self.slots.setdefault(seq.id, Slot())
         known, truth = slot.tokens, seq.tokens
-        n, limit = min(slot.settled, len(truth) - 1), min(len(known), len(truth) - 1)
-        while n < limit and known[n] == truth[n]:
-            n += 1
+        n = self._common(seq, slot, len(truth) - 1)
+        self._publish(seq, slot, n)
         m = self.kv.catch_up(seq.id, n, seq.settled - 1)
         for rows in self.taps or ():
             rows.catch_up(seq.id, n, min(m, seq.settled - 1))
@@ -198,6 +224,25 @@ class Runner:
             known[min(m, n) :] = truth[n:m]
             slot.settled = min(slot.settled, m)
         return m
+
+    def _common(self, seq: Sequence, slot: Slot, most: int) -> int:
+        """How many of its first tokens the cache holds, at most `most`."""
+        known, truth = slot.tokens, seq.tokens
+        n, limit = min(slot.settled, most), min(len(known), most)
+        while n < limit and known[n] == truth[n]:
+            n += 1
+        return n
+
+    def _root(self, seq: Sequence) -> Hashable:
+        """What sequences of the same tokens must share to have the same keys: `dynamic` rope knows the prompt's end."""
+        return seq.cache_salt, self._dynamic and seq.prompt_len
+
+    def _publish(self, seq: Sequence, slot: Slot, n: int) -> None:
+        """Let others find the first n tokens, of which the settled ones are verified."""
+        if self.prefixes and isinstance(self.kv, PagedKV):
+            n = min(n, seq.settled, slot.pure)
+            n = min(n, seq.prompt_len) if self._dynamic else n
+            self.kv.publish(seq.id, seq.tokens, n, self._root(seq))
 
     def _prefill(self, seqs: list[Sequence], starts: list[int], leave: int = 0) -> list[int]:
         """Feed pending tokens in chunks until what is left of each sequence, and of all together, fits one forward.

@@ -202,6 +202,8 @@ class Autoregressive(Drafter):
         starts = {seq.id: len(seq.tokens) for seq in seqs}
         trust: dict[int, list[float]] = {seq.id: [] for seq in seqs}
         context, readable = self.runner.max_len, self.runner.model.config.vocab_size
+        for fork in forks:
+            self.runner.begin(fork)
         alive, late = self._late(forks)
         if readable < self.vocab:  # what the target's vocabulary pads it with cannot be read
             alive = [f for f in alive if k and max(f.tokens) < readable]

@@ -187,6 +187,7 @@ class Ourselves(Peer):
             self.llm = LLM(
                 self.target.checkpoint.path, dtype=self.dtype, device=str(self.target.runner.model.device),
                 quantization=self.weights or None, max_model_len=self.target.engine_config.max_model_len,
+                enable_prefix_caching=False,
             )  # fmt: skip
             self.weight_bytes = self.llm.runner.model.nbytes
             size = f"{self.weight_bytes / 1e6:,.1f} MB"

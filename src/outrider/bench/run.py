@@ -98,6 +98,7 @@ def load_llm(settings: Any, progress: Progress, **engine: Any) -> LLM:
     if s.threads:
         torch.set_num_threads(s.threads)
     own = {"dtype": s.dtype, "quantization": s.quantization, "device": s.device, "progress": progress}
+    own["enable_prefix_caching"] = False  # what one method has read is not to speed up the next
     return LLM(s.model, **own, **engine)
 
 

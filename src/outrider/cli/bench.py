@@ -306,7 +306,7 @@ def overhead(
 
     methods = [SpeculativeConfig.parse(spoken) for spoken in speculate or ("ngram", "suffix", "lookahead", "auto")]
     histories = read_ints(history, "--history")
-    llm = LLM(model, dtype=dtype, device=device)
+    llm = LLM(model, dtype=dtype, device=device, enable_prefix_caching=False)
     found = list(costs(llm, methods, text, histories))
     rows = [[c.method, str(c.history), f"{1e3 * c.first:.1f}", f"{1e3 * c.step:.2f}", f"{c.share:.1%}"] for c in found]
     print(report.markdown_table(["method", "history", "first step ms", "step ms", "of a forward"], rows))

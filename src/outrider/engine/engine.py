@@ -25,7 +25,9 @@ from outrider.engine.guard import Guard
 from outrider.engine.scheduler import Pace, shares
 from outrider.engine.text import TextStream
 from outrider.engine.turn import Turn
-from outrider.errors import ConfigError, EmptyPrompt, OutOfMemory, RequestError, RequestTooLong, brief
+from outrider.errors import ConfigError, EmptyPrompt, OutOfMemory, PoolFull, RequestError, RequestTooLong, brief
+from outrider.kv import PagedKV
+from outrider.kv.blocks import BLOCK
 from outrider.outputs import GenerationOutput, Logprob, Timing
 from outrider.runner import Runner
 from outrider.sequence import Sequence
@@ -48,7 +50,8 @@ class Request:
     ready: int = 0
     priority: int = 0  # the lower is first
     number: int = field(default_factory=itertools.count().__next__)  # in the order of their arrival
-    cached: int = 0  # prompt tokens that were found in the prefix cache
+    cached: int = 0  # prompt tokens that another request had read
+    first: Request | None = None  # of the n outputs of a prompt: the others wait until it has read that
     drafter_error: str | None = None  # what the drafter was switched off by, if it was before the end
     finished: bool = False  # no more tokens will come, and what it held is given back
     drafted_by: list[str | None] = field(default_factory=list)  # per output token
@@ -94,6 +97,11 @@ class Engine:
         if self.max_len > runner.max_len:
             raise ConfigError(f"max_model_len {self.max_len} is over the model's context of {runner.max_len}; lower it")
         self.kv_memory = config.kv_memory or int(0.9 * free_memory(runner.model.device))
+        if not isinstance(runner.kv, PagedKV):
+            raise ConfigError(f"an engine needs a runner with a paged cache, not {type(runner.kv).__name__}")
+        self.kv = runner.kv
+        self.preemptions = 0  # so far; and tokens of prompts, and those of them that others had read
+        self.prefix_queries = self.prefix_hits = 0
         self._turn = Turn()
         self._doomed: deque[Request] = deque()  # aborted; taken away between two steps
         self.draft_with(drafter, k, rule)
@@ -143,12 +151,12 @@ class Engine:
         asked, config = params.structured_outputs, self.runner.model.config
         grammar = None if asked is None else read(asked, self.tokenizer, config.vocab_size)
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        requests = []
+        requests: list[Request] = []
         for i in range(params.n):
             seq = Sequence(prompt, params, (seed + i) % 2**64, eos=config.eos, max_len=self.max_len)
             seq.constraint = Constraint(grammar, seq.eos, not seq.eos & set(config.eos)) if grammar else None
             seq.stop_check, seq.k, seq.cache_salt = self._stop_check(seq, ends), k, cache_salt
-            requests.append(Request(seq, index=i, priority=priority))
+            requests.append(Request(seq, index=i, priority=priority, first=requests[0] if requests else None))
             self._name(requests[-1])
         with _claiming:
             self._claim()
@@ -205,15 +213,52 @@ class Engine:
         return self.runner.kv.nbytes(tokens) + self.guard.kv_bytes(tokens)
 
     def _admit(self) -> None:
-        held = sum(self._kv_bytes(r.seq.max_len) for r in self.running)
-        while self.waiting and len(self.running) < self.config.max_num_seqs:
-            held += self._kv_bytes(self.waiting[0].seq.max_len)
-            if self.running and held > self.kv_memory:
+        """Let those in, in their order, whose tokens so far there is room for, and for everybody to grow a little."""
+        promised = sum(self._lacks(r) for r in self.running)
+        while len(self.running) < self.config.max_num_seqs and (request := next(filter(_ready, self.waiting), None)):
+            first = request.first.seq if request.first else None
+            found = self.runner.begin(request.seq, first)
+            self._bound([*self.running, request])
+            promised += self._lacks(request)
+            if self.running and self.kv.room < promised + 2 * len(self.running):
+                self.runner.free(request.seq)
                 break
-            request = self.waiting.pop(0)
+            self.waiting.remove(request)
             self._name(request)
             insort(self.running, request, key=_rank)
             self._backlog += self.runner.pending(request.seq)
+            if not request.timing.first_token:
+                request.cached = min(found, request.seq.prompt_len)
+                self.prefix_queries += request.seq.prompt_len
+                self.prefix_hits += request.cached
+
+    def _lacks(self, request: Request) -> int:
+        """Blocks that a request still needs for its tokens so far and one more."""
+        held, tokens = self.kv.tables.get(request.seq.id), len(request.seq.tokens) + 1
+        return max(0, -(-tokens // BLOCK) - (len(held.blocks) if held else 0))
+
+    def _bound(self, requests: list[Request]) -> None:
+        """Let the cache have what the drafter's do not take of the memory."""
+        drafts = sum(self.guard.kv_bytes(len(r.seq.tokens)) for r in requests)
+        self.kv.most = max(0, self.kv_memory - drafts) // self.kv.nbytes(BLOCK)
+
+    def _preempt(self, request: Request) -> None:
+        """Take what a request holds; it waits, and then reads its tokens again, which brings the same bits."""
+        self.running.remove(request)
+        insort(self.waiting, request, key=_rank)
+        self.runner.free(request.seq)
+        self.guard.forget(request.seq)
+        self.preemptions += 1
+
+    @property
+    def kv_usage(self) -> float:
+        """The share of the memory for keys and values that running requests hold."""
+        return self.kv.pool.used * self.kv.nbytes(BLOCK) / self.kv_memory
+
+    @property
+    def leaked(self) -> int:
+        """Blocks of the cache that are neither free nor cached though nothing runs: 0, or something is broken."""
+        return 0 if self.running else self.kv.pool.used
 
     # --- stepping -----------------------------------------------------------------------------------------------------
 
@@ -277,11 +322,14 @@ class Engine:
         self._admit()
         if not self.running:
             return []
-        times, running = StepTimes(), self.running
-        lacking = {request: self.runner.pending(request.seq) for request in running}
-        through, reading, k = self._plan(lacking)
+        running, news = self.running, None
         try:
-            news = self._forward(through, reading, 0 if self.guard.failure else k, times)
+            while news is None and self.running:
+                times, lacking = StepTimes(), {r: self.runner.pending(r.seq) for r in self.running}
+                through, reading, k = self._plan(lacking)
+                news = self._try(through, reading, k, times)
+            if news is None:
+                return []
             read = sum(reading.values()) + sum(lacking[r] - 1 for r in through)
             if times.rows or (not through and times.target):  # not a step that failed
                 self.pace.learn(times.rows + read, read, times.target)
@@ -295,17 +343,41 @@ class Engine:
                 self._publish(request)
             self._sweep()
 
+    def _try(
+        self, through: list[Request], reading: dict[Request, int], k: int, times: StepTimes
+    ) -> list[tuple[Request, Verdict]] | None:
+        """One step, without drafts if there is no room for them; None if it has to be another one for want of room."""
+        self._bound(self.running)
+        try:
+            return self._forward(through, reading, 0 if self.guard.failure else k, times)
+        except PoolFull:
+            self.guard.quiet = True
+            try:
+                return self._forward(through, reading, 0, times)
+            except PoolFull as error:
+                last = self.running[-1]
+                if len(self.running) > 1:
+                    self._preempt(last)
+                else:
+                    self._fail(last, error)
+                return None
+            finally:
+                self.guard.quiet = False
+
     def _plan(self, lacking: dict[Request, int]) -> tuple[list[Request], dict[Request, int], int]:
         """Which of the running requests get a new token, how much the others read of their prompts, and k."""
         prompts = {r: lacks for r, lacks in lacking.items() if lacks > 1}
         plain = len(lacking) - len(prompts)
         left = max(1, self.runner.chunk - plain)
         room = min(left, self.pace.beside(plain)) if plain else left
+        k = self.k
+        if plain and sum(prompts.values()) > room:  # some prompt has to wait: drafts shrink to a part of the room
+            k = min(k, room // 4 // plain)
+            room -= k * plain
         granted = dict(zip(prompts, shares([(r.priority, n) for r, n in prompts.items()], room), strict=True))
         through = [r for r in lacking if r not in granted or granted[r] == prompts[r]]
         reading = {r: n for r, n in granted.items() if 0 < n < prompts[r]}
-        left = 0 if len(through) < len(lacking) else left - sum(granted.values())  # drafts wait for prompts
-        return through, reading, min(self.k, left // max(1, len(through)))
+        return through, reading, min(k, (left - sum(granted.values())) // max(1, len(through)))
 
     def _report(self) -> None:
         """Tell who wants to know how much is read, if it is more than one forward's."""
@@ -327,6 +399,8 @@ class Engine:
             with torch.inference_mode():
                 parts = [(r.seq, n) for r, n in reading.items()]
                 verdicts = step(self.runner, self.guard, seqs, k, times, self.rule, parts)
+        except PoolFull:
+            raise
         except Exception as error:
             news = []
             for request, length in zip(everyone, lengths, strict=True):
@@ -445,6 +519,12 @@ class Engine:
 
 def _rank(request: Request) -> tuple[int, int]:
     return request.priority, request.number
+
+
+def _ready(request: Request) -> bool:
+    """Whether nobody else is about to read the same prompt."""
+    first = request.first
+    return first is None or first.finished or bool(first.timing.first_token)
 
 
 _owners: WeakValueDictionary[int, Engine] = WeakValueDictionary()  # by id of the cache, which outlives its engine

@@ -27,9 +27,12 @@ class Guard(Drafter):
     def __init__(self, drafter: Drafter) -> None:
         self.drafter, self.name = drafter, drafter.name  # type: ignore[misc]
         self.failure: str | None = None  # what switched it off
+        self.quiet = False  # nothing is to be drafted for now
 
     def propose(self, seqs: list[Sequence], k: int) -> list[Draft]:
         """Its drafts; empty ones once it is switched off."""
+        if self.quiet:
+            return [Draft() for _ in seqs]
         return self._ask(seqs, self.drafter.propose, seqs, k, otherwise=lambda: [Draft() for _ in seqs])
 
     def observe(self, seqs: list[Sequence], verdicts: list[Verdict], output: Output) -> None:

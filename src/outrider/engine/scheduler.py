@@ -2,8 +2,8 @@
 
 A forward has room for so many tokens. Sequences that wait for their next token come first, with one each. Prompts get
 what reading them may take: beside running sequences, as many tokens as lengthen the step by no more than a promised
-delay, and never to more than its double, as measured; else all there is room for. Draft nodes get what is left. So
-speculation shrinks before a prompt waits, and no prompt stops those that run.
+delay, and never to more than its double, as measured; else all there is room for. Draft nodes get what is left, and a
+quarter of that room where some prompt has to wait. So speculation shrinks first, and no prompt stops those that run.
 """
 
 from __future__ import annotations

@@ -3,6 +3,18 @@
 from outrider.kv.base import Entry, KVCache, Plan, Storage
 from outrider.kv.dense import DenseKV
 from outrider.kv.offload import OffloadKV
+from outrider.kv.paged import PagedKV
 from outrider.kv.views import QuantizedView, View, parse
 
-__all__ = ["DenseKV", "Entry", "KVCache", "OffloadKV", "Plan", "QuantizedView", "Storage", "View", "parse"]
+__all__ = [
+    "DenseKV",
+    "Entry",
+    "KVCache",
+    "OffloadKV",
+    "PagedKV",
+    "Plan",
+    "QuantizedView",
+    "Storage",
+    "View",
+    "parse",
+]

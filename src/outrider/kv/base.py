@@ -8,7 +8,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from outrider.config import ModelConfig
 from outrider.ops import Stores
 
 
@@ -111,10 +110,10 @@ class QueryLog:
 class Storage(KVCache, Protocol):
     """A cache that holds all keys of its sequences, which views read."""
 
-    config: ModelConfig
-    scale: float
-    store: dict[int, list[Tensor]]  # per sequence, per layer (2, kv_heads, capacity, dim)
     log: QueryLog
 
-    def keys(self, seq: int, layer: int) -> Tensor:
-        """Keys and values (2, kv_heads, capacity, dim) of a sequence, in its tokens' order; where they are stored."""
+    def span(self, seq: int, layer: int, begin: int, end: int, side: slice = slice(None)) -> Tensor:
+        """Keys and values (2, kv_heads, end - begin, dim) of slots [begin, end), to be read; or one `side` of them."""
+
+    def chosen(self, seq: int, layer: int, index: Tensor) -> Tensor:
+        """Keys and values (2, kv_heads, n, dim) of slots index (kv_heads, n)."""

@@ -1,4 +1,4 @@
-"""Dense storage: per sequence and layer one tensor that grows in whole key blocks."""
+"""Dense storage for what stays short: per sequence and layer one tensor that grows in whole key blocks."""
 
 from __future__ import annotations
 
@@ -38,12 +38,6 @@ class DenseKV:
         self.log.truncate(seq, length)  # keys and values are overwritten before they are seen
         return length
 
-    def keys(self, seq: int, layer: int) -> Tensor:
-        """Keys and values (2, kv_heads, capacity, dim) of a sequence; of one that was never read, none."""
-        if layers := self.store.get(seq):
-            return layers[layer]
-        return torch.empty(2, self.config.num_kv_heads, 0, self.config.head_dim, dtype=self.dtype, device=self.device)
-
     def reserve(self, plan: Plan) -> None:
         """Grow each sequence's tensors to hold the tokens of this forward."""
         c = self.config
@@ -53,39 +47,34 @@ class DenseKV:
                 continue
             size = (2, c.num_kv_heads, self._capacity(max(needed, e.final)), c.head_dim)
             if layers is None:
-                self.store[e.seq] = [self._new(size, layer) for layer in range(c.num_layers)]
+                self.store[e.seq] = [self._new(size) for _ in range(c.num_layers)]
                 continue
             for i, old in enumerate(layers):  # layer by layer: never two whole copies at once
-                new = self._new(size, i)
+                new = self._new(size)
                 new[:, :, : e.start] = old[:, :, : e.start]
                 layers[i] = new
 
-    def _new(self, size: tuple[int, ...], layer: int) -> Tensor:
+    def _new(self, size: tuple[int, ...]) -> Tensor:
         try:
-            return self._empty(size, layer)
+            return self._empty(size)
         except RuntimeError as error:  # torch's OutOfMemoryError is one, and so is what the CPU allocator raises
             size_mb = math.prod(size) * self.dtype.itemsize / 2**20
             raise OutOfMemory(
                 f"no {size_mb:.0f} MiB left for keys and values; lower max_tokens or kv_memory"
             ) from error
 
-    def _empty(self, size: tuple[int, ...], layer: int) -> Tensor:
+    def _empty(self, size: tuple[int, ...]) -> Tensor:
         if follows_paths(self.dtype, self.device, size[3]):
             return native.memory(math.prod(size) * self.dtype.itemsize).view(self.dtype).view(size)
         # zeros: masked keys weigh 0, but 0 * nan would be nan
         return torch.zeros(size, dtype=self.dtype, device=self.device)
 
-    def _layer(self, layer: int, plan: Plan) -> dict[int, Tensor]:
-        """Per sequence, where a layer's keys and values are read."""
-        return {e.seq: self.store[e.seq][layer] for e in plan.entries}
-
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
         """Store k and v (tokens, kv_heads, dim), let q (tokens, heads, dim) look; returns (tokens, heads * dim)."""
-        stores = self._layer(layer, plan)
         if self.log.size:
             for e in plan.entries:
                 self.log.add(e.seq, layer, e.start, q[e.row : e.row + e.n])
-        own = [stores[e.seq] for e in plan.entries]
+        own = [self.store[e.seq][layer] for e in plan.entries]
         return attend_all(q, k, v, plan.entries, own, self.config.windows[layer], self.scale, plan.scratch)
 
     def stores(self, plan: Plan) -> Stores | None:
@@ -93,7 +82,7 @@ class DenseKV:
         runs = []
         for e in plan.entries:
             layers = self.store[e.seq]
-            runs.append((e.row, e.n, e.start, layers[-1].shape[2], e.parents, [own.data_ptr() for own in layers]))
+            runs.append((e.row, e.n, e.start, layers[-1].shape[2], e.parents, [own.data_ptr() for own in layers], 0, 0))
 
         def log(queries: Tensor) -> None:
             for e in plan.entries:
@@ -110,7 +99,7 @@ class DenseKV:
         self.log.keep(seq, start, path)
         index = torch.tensor(path, device=self.device) + start
         for store in self.store[seq]:
-            store[:, :, start : start + len(path)] = store[:, :, index.to(store.device)]
+            store[:, :, start : start + len(path)] = store[:, :, index]
 
     def free(self, seq: int) -> None:
         """Give a sequence's memory back."""

@@ -16,12 +16,12 @@ from torch import Tensor
 from outrider.config import ModelConfig
 from outrider.errors import ConfigError
 from outrider.kv.base import Plan
-from outrider.kv.dense import DenseKV
-from outrider.ops import write
+from outrider.kv.paged import PagedKV
+from outrider.ops import KEY_BLOCK, attend_all
 
 
-class OffloadKV(DenseKV):
-    """A DenseKV whose layers from `on_chip_layers` on live in host memory. Raises ConfigError for too many layers."""
+class OffloadKV(PagedKV):
+    """A PagedKV whose layers from `on_chip_layers` on live in host memory. Raises ConfigError for too many layers."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, on_chip_layers: int = 0) -> None:
         super().__init__(config, dtype, device)
@@ -36,21 +36,27 @@ class OffloadKV(DenseKV):
         """Bytes that a sequence of so many tokens takes: all layers, and the two on their way."""
         return super().nbytes(tokens) * (self.config.num_layers + 2) // self.config.num_layers
 
+    def _slab(self, size: tuple[int, ...]) -> list[Tensor]:
+        pinned = self.side is not None
+        host = [torch.zeros(size[1:], dtype=self.dtype, pin_memory=pinned) for _ in range(size[0] - self.on_chip)]
+        return [*super()._slab((self.on_chip, *size[1:])), *host] if self.on_chip else host
+
+    def catch_up(self, seq: int, length: int, settled: int) -> int:
+        """As PagedKV's."""
+        self._write_back()
+        return super().catch_up(seq, length, settled)
+
     def reserve(self, plan: Plan) -> None:
         """Write back the last forward's keys, make room, and send for the first layer."""
         self._write_back()
         super().reserve(plan)
         for e in plan.entries:
-            needed = self.store[e.seq][-1].shape
+            needed = -(-max(e.start + e.n, e.final) // KEY_BLOCK) * KEY_BLOCK
             for stage in self.stages:
-                if e.seq not in stage or stage[e.seq].shape != needed:
-                    stage[e.seq] = torch.zeros(needed, dtype=self.dtype, device=self.device)
+                if e.seq not in stage or stage[e.seq].shape[2] < needed:
+                    size = 2, self.config.num_kv_heads, needed + needed // 16 // KEY_BLOCK * KEY_BLOCK
+                    stage[e.seq] = torch.zeros(*size, self.config.head_dim, dtype=self.dtype, device=self.device)
         self._fetch(self.on_chip, plan)
-
-    def _empty(self, size: tuple[int, ...], layer: int) -> Tensor:
-        if layer < self.on_chip:
-            return super()._empty(size, layer)
-        return torch.zeros(size, dtype=self.dtype, pin_memory=self.side is not None)
 
     def _fetch(self, layer: int, plan: Plan) -> None:
         """Start copying a layer's cached keys; the stage it goes to was read two layers ago."""
@@ -58,51 +64,54 @@ class OffloadKV(DenseKV):
             self.side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.side) if self.side else nullcontext():
             for e in plan.entries:
-                stage, home = self.stages[layer % 2][e.seq].flatten(0, 1), self.store[e.seq][layer].flatten(0, 1)
-                for to, keys in zip(stage, home, strict=True):  # each of them contiguous
-                    to[: e.start].copy_(keys[: e.start], non_blocking=True)
+                stage, at = self.stages[layer % 2][e.seq].flatten(0, 1), 0
+                for piece in super().pieces(e.seq, layer, 0, e.start):
+                    n = piece.shape[2]
+                    for to, keys in zip(stage, piece.flatten(0, 1), strict=True):  # each of them contiguous
+                        to[at : at + n].copy_(keys, non_blocking=True)
+                    at += n
 
-    def _layer(self, layer: int, plan: Plan) -> dict[int, Tensor]:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
+        """As PagedKV's; what is new goes home later."""
         if layer < self.on_chip:
-            return super()._layer(layer, plan)
+            return super().attend(layer, q, k, v, plan)
+        self._note(layer, q, plan)
+        new = torch.stack([k, v])
+        home = torch.empty(new.shape, dtype=self.dtype, pin_memory=self.side is not None)
+        self.fresh.append((layer, plan, home.copy_(new, non_blocking=True)))
         if self.side:
             torch.cuda.current_stream(self.device).wait_stream(self.side)
         if layer + 1 < self.config.num_layers:
             self._fetch(layer + 1, plan)
-        return self.stages[layer % 2]
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
-        """As DenseKV's; what is new goes home later."""
-        if layer >= self.on_chip:
-            new = torch.stack([k, v])
-            home = torch.empty(new.shape, dtype=self.dtype, pin_memory=self.side is not None)
-            self.fresh.append((layer, plan, home.copy_(new, non_blocking=True)))
-        return super().attend(layer, q, k, v, plan)
+        own = [self.stages[layer % 2][e.seq] for e in plan.entries]
+        return attend_all(q, k, v, plan.entries, own, self.config.windows[layer], self.scale, plan.scratch)
 
     def stores(self, plan: Plan) -> None:
         """Layers come and go: only `attend` knows where they are."""
 
+    @torch.inference_mode()
     def _write_back(self) -> None:
         if self.side and self.fresh:
             torch.cuda.current_stream(self.device).synchronize()
-        for layer, plan, new in self.fresh:
+        fresh, self.fresh = self.fresh, []
+        for layer, plan, new in fresh:
             for e in plan.entries:
-                if e.seq in self.store:
-                    write(self.store[e.seq][layer], e.start, *new[:, e.row : e.row + e.n])
-        self.fresh = []
+                if e.seq in self.tables:
+                    self.write(e.seq, layer, e.start, *new[:, e.row : e.row + e.n])
 
-    def keys(self, seq: int, layer: int) -> Tensor:
-        """Keys and values (2, kv_heads, capacity, dim) of a sequence, in host memory but for the layers on chip."""
+    def pieces(self, seq: int, layer: int, begin: int, end: int) -> list[Tensor]:
+        """As PagedKV's, in host memory but for the layers on chip."""
         self._write_back()
-        return super().keys(seq, layer)
+        return super().pieces(seq, layer, begin, end)
 
-    def keep(self, seq: int, start: int, path: list[int]) -> None:
-        """Compact an accepted branch."""
+    def chosen(self, seq: int, layer: int, index: Tensor) -> Tensor:
+        """As PagedKV's."""
         self._write_back()
-        super().keep(seq, start, path)
+        return super().chosen(seq, layer, index)
 
     def free(self, seq: int) -> None:
-        """Give a sequence's memory back, on both sides."""
+        """Give a sequence's blocks back, on both sides."""
+        self._write_back()
         super().free(seq)
         for stage in self.stages:
             stage.pop(seq, None)

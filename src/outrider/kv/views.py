@@ -28,6 +28,7 @@ from torch import Tensor
 from outrider.config import ModelConfig, whole
 from outrider.errors import ConfigError, brief
 from outrider.kv.base import Entry, Plan, Storage
+from outrider.kv.dense import DenseKV
 from outrider.ops import KEY_BLOCK, Stores, attend, write
 
 MOST = {"window": 256, "kernel": 255, "chunk": 2**20}  # the last queries are kept, which is memory; the rest 2**30
@@ -258,10 +259,14 @@ class View:
     """
 
     def __init__(
-        self, slab: Storage, policy: Policy, base: Any = None, turn: Callable[[Tensor, int], Tensor] | None = None
+        self,
+        slab: DenseKV,
+        policy: Policy,
+        base: Storage | None = None,
+        turn: Callable[[Tensor, int], Tensor] | None = None,
     ) -> None:
         self.slab, self.policy, self.turn = slab, policy, turn
-        self.base: Any = base  # a Storage, or None
+        self.base: Any = base
         self.config: ModelConfig = slab.config
         self.reach = self.config.num_layers * policy.budget  # no farther back does a token feel what it never saw
         self.held: dict[int, Held] = {}
@@ -303,7 +308,7 @@ class View:
             return
         self._room(seq, h.slot(old), h.slot(settled))
         for layer, own in enumerate(self.slab.store[seq]):
-            own[:, :, h.slot(old) : h.slot(settled)] = self.base.keys(seq, layer)[:, :, old:settled]
+            own[:, :, h.slot(old) : h.slot(settled)] = self.base.span(seq, layer, old, settled)
 
     def _room(self, seq: int, filled: int, needed: int) -> None:
         self.slab.reserve(Plan([Entry(seq, 0, needed - filled, filled)]))
@@ -330,17 +335,15 @@ class View:
         self._room(seq, 0, kept + h.length - first)
         h.kept, h.first, h.built = kept, first, h.length
         for layer, own in enumerate(self.slab.store[seq]):
-            base = self.base.keys(seq, layer)
-            keys, queries = base[0, :, :first], self.base.log.last(seq, layer).to(base.device)
+            queries = self.base.log.last(seq, layer)
             windowed = self.config.windows[layer] is not None
             if windowed or not kept or (p.queries and not len(queries)):  # slots must tell distances
-                own[:, :, :kept] = base[:, :, first - kept : first]
+                own[:, :, :kept] = self.base.span(seq, layer, first - kept, first)
             else:
-                index = p.choose(queries, keys, kept, self.slab.scale)
-                for part in range(2):
-                    for head, chosen in enumerate(index):
-                        own[part, head, :kept] = base[part, head].index_select(0, chosen)
-            own[:, :, kept : h.slot(h.synced)] = base[:, :, first : h.synced]
+                keys = self.base.span(seq, layer, 0, first, slice(1))[0]
+                index = p.choose(queries.to(keys.device), keys, kept, self.slab.scale)
+                own[:, :, :kept] = self.base.chosen(seq, layer, index)
+            own[:, :, kept : h.slot(h.synced)] = self.base.span(seq, layer, first, h.synced)
             if tails:
                 own[:, :, h.slot(h.synced) : h.slot(h.length)] = tails[layer]
 
@@ -401,10 +404,10 @@ class QuantizedView(View):
         self._room(seq, 0, h.length - first)
         h.codes = h.codes or [[] for _ in range(self.config.num_layers)]
         for layer, own in enumerate(self.slab.store[seq]):
-            base = self.base.keys(seq, layer)
             if first > h.first:
-                h.codes[layer].append(Codes.of(base[:, :, h.first : first].to(own.device), p.bits, p.grain))
-            own[:, :, : h.synced - first] = base[:, :, first : h.synced]
+                exact = self.base.span(seq, layer, h.first, first).to(own.device)
+                h.codes[layer].append(Codes.of(exact, p.bits, p.grain))
+            own[:, :, : h.synced - first] = self.base.span(seq, layer, first, h.synced)
             if tails:
                 own[:, :, h.synced - first : h.length - first] = tails[layer]
         h.first, h.built = first, h.length

@@ -4,22 +4,36 @@ All are *row-invariant* by construction where the libraries below allow it (Law 
 not depend on how many rows ride along. `runner.check_exactness` tests that on the loaded model.
 """
 
-from outrider.ops.attention import KEY_BLOCK, attend, attend_all, attention, attention_mask, follows_paths, write
+from outrider.ops.attention import (
+    KEY_BLOCK,
+    PAGE,
+    Pages,
+    attend,
+    attend_all,
+    attend_pages,
+    attention,
+    attention_mask,
+    follows_paths,
+    write,
+)
 from outrider.ops.elementwise import argmax, rms_norm, rope, rotate, swiglu
 from outrider.ops.linear import Factors, Linear, Quantized, packs
 from outrider.ops.walk import Block, Stores, Walk
 
 __all__ = [
     "KEY_BLOCK",
+    "PAGE",
     "Block",
     "Factors",
     "Linear",
+    "Pages",
     "Quantized",
     "Stores",
     "Walk",
     "argmax",
     "attend",
     "attend_all",
+    "attend_pages",
     "attention",
     "attention_mask",
     "follows_paths",

@@ -14,6 +14,7 @@ numbers. A tree's keys are taken in the order of their slots.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +26,18 @@ from outrider.ops import native
 KEY_BLOCK = 512
 ROW_BLOCK = 8
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # as csrc/attention.h has them
+
+
+PAGE: int = native.kernels.PAGE if native.kernels else 32  # slots that the kernels read in one piece
+
+
+@dataclass
+class Pages:
+    """Keys and values of one layer in pages of PAGE slots, for the kernels."""
+
+    slabs: Tensor  # (slabs,) int64: addresses of (2, kv_heads, capacity, dim) each, which live as long as this
+    capacity: int  # slots of a slab
+    tables: list[Tensor]  # for each sequence, where its pages are: (pages,) int32, counted through the slabs
 
 
 class Rows(Protocol):
@@ -94,25 +107,45 @@ def attend_all(
     q (tokens, heads, dim); k and v (tokens, kv_heads, dim).
     """
     if follows_paths(q.dtype, q.device, q.shape[2]):
-        shape = (q.shape[0], stores[0].shape[1], q.shape[2])
-        for name, new in (("keys", k), ("values", v)):
-            if new.shape != shape or new.dtype != q.dtype or new.device != q.device:
-                raise ValueError(f"{name} {tuple(new.shape)} {new.dtype} on {new.device}, not {shape} {q.dtype} on cpu")
-        out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype)
-        k, v = _dense_rows(k), _dense_rows(v)
-        keys, values, k_row, v_row = k.data_ptr(), v.data_ptr(), _row_bytes(k), _row_bytes(v)
-        jobs = [
-            (r.row, keys + r.row * k_row, values + r.row * v_row, store, r.start, r.n, r.parents, None)
-            for r, store in zip(rows, stores, strict=True)
-        ]
-        _run(q, out, jobs, k.stride(0), v.stride(0), window, scale)
-        return out
+        return _attend_all(q, k, v, rows, stores, None, window, scale)
     outs = []
     for r, store in zip(rows, stores, strict=True):
         own = slice(r.row, r.row + r.n)
         write(store, r.start, k[own], v[own])
         outs.append(attend(q[own], store, r.start, r.parents, window, scale, scratch))
     return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+def attend_pages(
+    q: Tensor, k: Tensor, v: Tensor, rows: Sequence[Rows], pages: Pages, window: int | None, scale: float
+) -> Tensor:
+    """`attend_all` for keys in pages; only where the kernels run (`follows_paths`)."""
+    return _attend_all(q, k, v, rows, pages.tables, pages, window, scale)
+
+
+def _attend_all(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: Sequence[Rows],
+    stores: Sequence[Tensor],
+    pages: Pages | None,
+    window: int | None,
+    scale: float,
+) -> Tensor:
+    shape = (q.shape[0], k.shape[1] if pages else stores[0].shape[1], q.shape[2])
+    for name, new in (("keys", k), ("values", v)):
+        if new.shape != shape or new.dtype != q.dtype or new.device != q.device:
+            raise ValueError(f"{name} {tuple(new.shape)} {new.dtype} on {new.device}, not {shape} {q.dtype} on cpu")
+    out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype)
+    k, v = _dense_rows(k), _dense_rows(v)
+    keys, values, k_row, v_row = k.data_ptr(), v.data_ptr(), _row_bytes(k), _row_bytes(v)
+    jobs = [
+        (r.row, keys + r.row * k_row, values + r.row * v_row, store, r.start, r.n, r.parents, None)
+        for r, store in zip(rows, stores, strict=True)
+    ]
+    _run(q, out, jobs, k.stride(0), v.stride(0), window, scale, pages, k.shape[1])
+    return out
 
 
 def write(store: Tensor, start: int, k: Tensor, v: Tensor) -> None:
@@ -131,31 +164,50 @@ def _row_bytes(x: Tensor) -> int:
 
 
 def _run(
-    q: Tensor, out: Tensor, jobs: list[tuple[Any, ...]], k_stride: int, v_stride: int, window: int | None, scale: float
+    q: Tensor,
+    out: Tensor,
+    jobs: list[tuple[Any, ...]],
+    k_stride: int,
+    v_stride: int,
+    window: int | None,
+    scale: float,
+    pages: Pages | None = None,
+    kv_heads: int = 0,
 ) -> None:
-    """Jobs are (row, address of new keys or 0, of new values or 0, store, start, n, parents, scales)."""
+    """Jobs are (row, address of new keys or 0, of new values or 0, store, start, n, parents, scales).
+
+    If there are pages, a table takes the place of each store.
+    """
     q = _dense_rows(q)
     rows, heads, dim = q.shape
     at, to, q_row, out_row = q.data_ptr(), out.data_ptr(), _row_bytes(q), _row_bytes(out)
-    kv_heads, kind = jobs[0][3].shape[1], jobs[0][3].dtype
+    kind = q.dtype if pages else jobs[0][3].dtype
+    kv_heads = kv_heads or jobs[0][3].shape[1]
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads do not share {kv_heads} key-value heads evenly")
     known, kept = [], []
     for row, new_keys, new_values, store, start, n, parents, scales in jobs:
-        capacity = store.shape[2]
-        if store.shape != (2, kv_heads, capacity, dim) or store.dtype != kind or not store.is_contiguous():
-            raise ValueError(f"store {tuple(store.shape)} {store.dtype}, want (2, {kv_heads}, capacity, {dim}) {kind}")
-        if not 0 <= start <= capacity - n or (kind != q.dtype and (kind != torch.int8 or scales is None)):
-            raise ValueError(f"a store of {capacity} x {kind} takes no rows {start} ... {start + n - 1} of {q.dtype}")
+        if pages:
+            capacity = room = len(store) * PAGE
+        else:
+            capacity = room = store.shape[2]
+            if store.shape != (2, kv_heads, capacity, dim) or store.dtype != kind or not store.is_contiguous():
+                want = f"(2, {kv_heads}, capacity, {dim}) {kind}"
+                raise ValueError(f"store {tuple(store.shape)} {store.dtype}, want {want}")
+        if not 0 <= start <= room - n or (kind != q.dtype and (kind != torch.int8 or scales is None)):
+            raise ValueError(f"a store of {room} x {kind} takes no rows {start} ... {start + n - 1} of {q.dtype}")
         if not 0 <= row <= rows - n:
             raise ValueError(f"{rows} rows of queries hold no rows {row} ... {row + n - 1}")
         if scales is not None:
             scales = native.fitting("scales", scales, store.shape[:3], torch.float32, q.device)
             kept.append(scales)
         rows_at = (at + row * q_row, new_keys, new_values, to + row * out_row)
-        known.append((*rows_at, store.data_ptr(), native.address(scales), capacity, start, n, parents))
+        own, table = (0, store.data_ptr()) if pages else (store.data_ptr(), 0)
+        capacity = pages.capacity if pages else capacity
+        known.append((*rows_at, own, native.address(scales), capacity, start, n, parents, table))
     strides, types = (q.stride(0), k_stride, v_stride), (CODES[q.dtype], CODES[kind])
-    native.kernels.attend(known, heads, kv_heads, dim, strides, window or 0, scale, types, torch.get_num_threads())
+    slabs, threads = pages.slabs.data_ptr() if pages else 0, torch.get_num_threads()
+    native.kernels.attend(known, slabs, heads, kv_heads, dim, strides, window or 0, scale, types, threads)
 
 
 def visible(

@@ -18,7 +18,7 @@ from outrider.ops import native
 from outrider.ops.attention import CODES
 from outrider.ops.linear import CPU, Linear
 
-Run = tuple[int, int, int, int, list[int] | None, list[int]]
+Run = tuple[int, int, int, int, list[int] | None, list[int], int, int]
 
 
 @dataclass
@@ -26,13 +26,16 @@ class Stores:
     """Where a cache wants the keys of one forward, for kernels that attend to all layers by themselves.
 
     Each run is one sequence's rows [row, row + n): row, n, start, capacity, parents, and for each layer the address of
-    its store (2, kv_heads, capacity, dim) in `dtype`, as `attend` takes them; they live until the forward has ended.
-    `queries`, if not None, is then called with all queries (layers, tokens, heads, dim).
+    its store (2, kv_heads, capacity, dim) in `dtype`, as `attend` takes them, and 0 and 0. Where keys lie in pages, the
+    run has no stores, but the address of a table and how many pages it has (see `Pages`); capacity is that of `slabs`,
+    whose addresses (layers, slabs) are given once. All live until the forward has ended. `queries`, if not None, is
+    then called with all queries (layers, tokens, heads, dim).
     """
 
     runs: list[Run]
     dtype: torch.dtype
     queries: Callable[[Tensor], None] | None = None
+    slabs: Tensor | None = None
 
 
 @dataclass
@@ -130,7 +133,8 @@ class Walk:
         logits = torch.empty(len(wanted) if head else 0, self.vocab)
         began = time.perf_counter()
         self._native.forward(
-            tokens, native.address(embedded), turns, sines, stores.runs, wanted,
+            tokens, native.address(embedded), turns, sines, stores.runs, native.address(stores.slabs),
+            0 if stores.slabs is None else stores.slabs.shape[1], wanted,
             [(point, x.data_ptr()) for point, x in states.items()], native.address(queries), out.data_ptr(),
             logits.data_ptr() if head else 0, torch.get_num_threads(),
         )  # fmt: skip

@@ -313,7 +313,7 @@ class Trainer:
         if missing := [path for path in data if not path.is_file()]:
             raise ConfigError(f"no file of conversations at {missing[0]}; `outrider train data` writes one")
         self.llm = llm or LLM(s.model, dtype=s.dtype, device="cpu", max_num_seqs=32, progress=progress)
-        self.llm.runner.progress = None
+        self.llm.runner.progress, self.llm.runner.prefixes = None, False
         self.head = Head(self.llm, s)
         self.rows = self.llm.runner.tap((*self.head.taps, NORMED))
         self.states = output / "states"

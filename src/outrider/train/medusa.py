@@ -72,7 +72,7 @@ def train(
     make_folder(keep, "output")
     try:
         llm = LLM(s.model, dtype=s.dtype, device=s.device, max_num_seqs=32, progress=progress)
-        llm.runner.progress = None
+        llm.runner.progress, llm.runner.prefixes = None, False
         heads = Heads(llm, s)
         optimizer = torch.optim.AdamW(heads.parameters(), lr=s.lr, weight_decay=0.01)
         if resume:

@@ -1,0 +1,273 @@
+"""Paged storage: a pool of blocks on one device, and for each sequence a table of those it holds.
+
+The pool grows by slabs, whose blocks lie as in one long sequence: a text that gets neighbouring blocks is read in one
+piece. Growing copies nothing. A block that somebody else holds, too, or that is published, is copied before it is
+written to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.config import ModelConfig
+from outrider.errors import OutOfMemory, PoolFull
+from outrider.kv.base import Plan, QueryLog
+from outrider.kv.blocks import BLOCK, Pool
+from outrider.ops import KEY_BLOCK, Pages, Stores, attend, attend_pages, follows_paths, native, write
+
+SLAB = 1024  # slots that the pool grows by
+MODEST = 2**29  # bytes
+
+
+@dataclass
+class Table:
+    """What a sequence holds: block i has slots [i * BLOCK, (i + 1) * BLOCK)."""
+
+    blocks: list[int] = field(default_factory=list)
+    published: int = 0  # of the blocks
+    before: Hashable = None  # by what the next one to be published is known, if some are
+    ids: Tensor = field(default_factory=lambda: torch.empty(16, dtype=torch.int32))  # the blocks, for kernels
+
+    def put(self, at: int, block: int) -> None:
+        """Another block in a place, or behind the last."""
+        if at == len(self.blocks):
+            self.blocks.append(block)
+        self.blocks[at] = block
+        if at >= len(self.ids):
+            self.ids = torch.cat([self.ids, torch.empty_like(self.ids)])
+        self.ids[at] = block
+
+    def pieces(self, begin: int, end: int, blocks: int) -> Iterator[tuple[int, int, int]]:
+        """Slots [begin, end) as (slab, first slot there, how many), where `blocks` are a slab's."""
+        while begin < end:
+            first, n = self.blocks[begin // BLOCK], BLOCK - begin % BLOCK
+            for block in self.blocks[begin // BLOCK + 1 : -(-end // BLOCK)]:
+                if block != first + (n + begin % BLOCK) // BLOCK or block % blocks == 0:
+                    break
+                n += BLOCK
+            n = min(n, end - begin)
+            yield first // blocks, first % blocks * BLOCK + begin % BLOCK, n
+            begin += n
+
+
+class PagedKV:
+    """Keys and values of every token of every sequence, in blocks, in the model's dtype on its device.
+
+    `most` is how many blocks there may be at most; None: as many as there is memory.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, most: int | None = None) -> None:
+        self.config, self.dtype, self.device, self.most = config, dtype, device, most
+        self.modest = MODEST  # bytes that the pool may grow to before what is cached must go
+        self.log = QueryLog()
+        self.scale = config.head_dim**-0.5
+        self.pool = Pool()
+        self.tables: dict[int, Table] = {}
+        self.slabs: list[Any] = []  # each has, per layer, (2, kv_heads, SLAB, dim)
+        self._pointers = torch.empty(config.num_layers, 0, dtype=torch.int64)  # of the slabs
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block in all layers."""
+        c = self.config
+        return 2 * c.num_layers * c.num_kv_heads * c.head_dim * self.dtype.itemsize * BLOCK
+
+    def nbytes(self, tokens: int) -> int:
+        """Bytes that a sequence of so many tokens takes."""
+        return -(-tokens // BLOCK) * self.block_bytes
+
+    @property
+    def room(self) -> int:
+        """Blocks that can be had: free, cached or not made yet."""
+        return (2**62 if self.most is None else self.most) - self.pool.used
+
+    # --- who holds what -----------------------------------------------------------------------------------------------
+
+    def catch_up(self, seq: int, length: int, settled: int) -> int:
+        """All that was stored right is there; blocks behind it are given back."""
+        self.log.truncate(seq, length)  # keys and values are overwritten before they are seen
+        if table := self.tables.get(seq):
+            needed = -(-length // BLOCK)
+            self.pool.release(table.blocks[needed:])
+            del table.blocks[needed:]
+            table.published *= table.published <= needed
+        return length
+
+    def adopt(self, seq: int, tokens: list[int], root: Hashable) -> int:
+        """Give a new sequence the published blocks of its tokens, but for the last; returns how many tokens."""
+        table = self.tables[seq] = Table()
+        found, table.before = self.pool.find(root, tokens, len(tokens) - 1)
+        for block in found:
+            self.pool.hold(block)
+            table.put(len(table.blocks), block)
+        table.published = len(found)
+        return len(found) * BLOCK
+
+    def publish(self, seq: int, tokens: list[int], length: int, root: Hashable) -> None:
+        """Let others of the same root find what is full of the first `length` tokens, which are verified."""
+        table = self.tables.get(seq)
+        while table and (end := (table.published + 1) * BLOCK) <= length:
+            before = table.before if table.published else root
+            table.before = self.pool.publish(table.blocks[table.published], before, tokens[end - BLOCK : end])
+            table.published += 1
+
+    def share(self, seq: int, other: int, length: int) -> None:
+        """Give a new sequence the blocks of another's first `length` tokens."""
+        table = self.tables[other] = Table()
+        for block in self.tables[seq].blocks[: -(-length // BLOCK)]:
+            self.pool.hold(block)
+            table.put(len(table.blocks), block)
+
+    def reserve(self, plan: Plan) -> None:
+        """Give each sequence blocks of its own for the tokens of this forward. Raises PoolFull, OutOfMemory."""
+        for e in plan.entries:
+            table = self.tables.setdefault(e.seq, Table())
+            for at in range(e.start // BLOCK, -(-(e.start + e.n) // BLOCK)):
+                if at >= len(table.blocks):
+                    table.put(at, self._take())
+                elif not self.pool.writable(old := table.blocks[at]):
+                    new = self._take()
+                    for layer in range(self.config.num_layers):
+                        self._block(layer, new).copy_(self._block(layer, old))
+                    table.put(at, new)
+                    self.pool.release([old])
+                    table.published = 0
+
+    def _take(self) -> int:
+        pool = self.pool
+        whole = self.most is not None and pool.used + len(pool.cached) >= self.most
+        if whole and not pool.cached:
+            raise PoolFull(f"all {self.most} blocks of keys and values are in use; lower the load or raise kv_memory")
+        small = len(pool.holders) * self.block_bytes < self.modest
+        if not whole and not pool.free and (small or not pool.cached):
+            try:
+                self._grow()
+            except OutOfMemory:
+                if not pool.cached:
+                    raise
+        return pool.take(again=whole or not pool.free)
+
+    def _grow(self) -> None:
+        c = self.config
+        try:
+            self.slabs.append(self._slab((c.num_layers, 2, c.num_kv_heads, SLAB, c.head_dim)))
+        except RuntimeError as error:  # torch's OutOfMemoryError is one, and so is what the CPU allocator raises
+            size_mb = SLAB // BLOCK * self.block_bytes / 2**20
+            raise OutOfMemory(
+                f"no {size_mb:.0f} MiB left for keys and values; lower max_tokens or kv_memory"
+            ) from error
+        self.pool.grow(SLAB // BLOCK)
+        self._point()
+
+    def _point(self) -> None:
+        layers = range(self.config.num_layers)
+        self._pointers = torch.tensor([[slab[layer].data_ptr() for slab in self.slabs] for layer in layers])
+
+    def _slab(self, size: tuple[int, ...]) -> Any:
+        if follows_paths(self.dtype, self.device, size[-1]):
+            return native.memory(torch.Size(size).numel() * self.dtype.itemsize).view(self.dtype).view(size)
+        return torch.zeros(size, dtype=self.dtype, device=self.device)
+
+    def free(self, seq: int) -> None:
+        """Give a sequence's blocks back: what is published of them can still be found."""
+        if table := self.tables.pop(seq, None):
+            self.pool.release(table.blocks)
+            while len(self.slabs) > 1 and self.pool.shrink(SLAB // BLOCK):
+                self.slabs.pop()
+                self._point()
+        self.log.held.pop(seq, None)
+
+    # --- what lies there ----------------------------------------------------------------------------------------------
+
+    def _block(self, layer: int, block: int) -> Tensor:
+        blocks = SLAB // BLOCK
+        at = block % blocks * BLOCK
+        own: Tensor = self.slabs[block // blocks][layer]
+        return own[:, :, at : at + BLOCK]
+
+    def pieces(self, seq: int, layer: int, begin: int, end: int) -> list[Tensor]:
+        """Keys and values (2, kv_heads, n, dim) of slots [begin, end), where they are stored, piece by piece."""
+        slabs: list[list[Tensor]] = self.slabs
+        found = self.tables[seq].pieces(begin, end, SLAB // BLOCK) if begin < end else ()
+        return [slabs[slab][layer][:, :, at : at + n] for slab, at, n in found]
+
+    def span(self, seq: int, layer: int, begin: int, end: int, side: slice = slice(None)) -> Tensor:
+        """Keys and values (2, kv_heads, end - begin, dim) of slots [begin, end), to be read; or one `side` of them."""
+        parts: list[Tensor] = [piece[side] for piece in self.pieces(seq, layer, begin, end)]
+        if not parts:
+            c = self.config
+            return torch.empty(2, c.num_kv_heads, 0, c.head_dim, dtype=self.dtype, device=self.device)[side]
+        return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
+
+    def chosen(self, seq: int, layer: int, index: Tensor) -> Tensor:
+        """Keys and values (2, kv_heads, n, dim) of slots index (kv_heads, n)."""
+        blocks = SLAB // BLOCK
+        places = self.tables[seq].ids[index.cpu() // BLOCK].long() * BLOCK + index.cpu() % BLOCK
+        slabs = [slab[layer] for slab in self.slabs]
+        found = torch.empty(2, *index.shape, slabs[0].shape[3], dtype=self.dtype, device=slabs[0].device)
+        for head, own in enumerate(places.to(found.device)):
+            for number in own.div(blocks * BLOCK, rounding_mode="floor").unique().tolist():
+                here = (own // (blocks * BLOCK) == number).nonzero()[:, 0]
+                found[:, head, here] = slabs[number][:, head, own[here] % (blocks * BLOCK)]
+        return found
+
+    def write(self, seq: int, layer: int, start: int, k: Tensor, v: Tensor) -> None:
+        """Put keys and values (n, kv_heads, dim) at slots [start, start + n)."""
+        at = 0
+        for piece in self.pieces(seq, layer, start, start + len(k)):
+            n = piece.shape[2]
+            write(piece, 0, k[at : at + n], v[at : at + n])
+            at += n
+
+    def keep(self, seq: int, start: int, path: list[int]) -> None:
+        """Compact an accepted branch: nodes of `path`, stored from slot `start`, move behind the prefix in order."""
+        if path == list(range(len(path))):
+            self.log.truncate(seq, start + len(path))
+            return
+        self.log.keep(seq, start, path)
+        for layer in range(self.config.num_layers):
+            nodes = [self.span(seq, layer, start + node, start + node + 1) for node in path]
+            if nodes:
+                self.write(seq, layer, start, *torch.cat(nodes, 2).transpose(1, 2))
+
+    # --- attention ----------------------------------------------------------------------------------------------------
+
+    def stores(self, plan: Plan) -> Stores | None:
+        """Where the keys of a forward lie; None if only `attend` knows."""
+        runs: list[Any] = []
+        for e in plan.entries:
+            table = self.tables[e.seq]
+            runs.append((e.row, e.n, e.start, SLAB, e.parents, [], table.ids.data_ptr(), len(table.blocks)))
+
+        def note(queries: Tensor) -> None:
+            for layer, q in enumerate(queries):
+                self._note(layer, q, plan)
+
+        return Stores(runs, self.dtype, note if self.log.size else None, self._pointers)
+
+    def _note(self, layer: int, q: Tensor, plan: Plan) -> None:
+        if self.log.size:
+            for e in plan.entries:
+                self.log.add(e.seq, layer, e.start, q[e.row : e.row + e.n])
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
+        """Store k and v (tokens, kv_heads, dim), let q (tokens, heads, dim) look; returns (tokens, heads * dim)."""
+        window = self.config.windows[layer]
+        self._note(layer, q, plan)
+        if follows_paths(q.dtype, q.device, q.shape[2]):
+            tables = [self.tables[e.seq] for e in plan.entries]
+            pages = Pages(self._pointers[layer], SLAB, [table.ids[: len(table.blocks)] for table in tables])
+            return attend_pages(q, k, v, plan.entries, pages, window, self.scale)
+        outs = []
+        for e in plan.entries:
+            rows = slice(e.row, e.row + e.n)
+            self.write(e.seq, layer, e.start, k[rows], v[rows])
+            whole = q.new_zeros(2, k.shape[1], -(-(e.start + e.n) // KEY_BLOCK) * KEY_BLOCK, k.shape[2])
+            whole[:, :, : e.start + e.n] = self.span(e.seq, layer, 0, e.start + e.n)
+            outs.append(attend(q[rows], whole, e.start, e.parents, window, self.scale, plan.scratch))
+        return outs[0] if len(outs) == 1 else torch.cat(outs)

@@ -1,0 +1,398 @@
+"""The pool of blocks: shared, copied before writing, preempted, cached; whole at the end, and no bit different."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import ScriptedDrafter, assert_released, oracle, run, use
+
+from outrider import Draft, SamplingParams
+from outrider.draft import Verdict
+from outrider.errors import PoolFull
+from outrider.kv.blocks import BLOCK, Pool
+from outrider.kv.paged import SLAB, PagedKV
+from outrider.sequence import Sequence
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0)
+METHODS = {
+    "none": None,
+    "ngram": {"method": "ngram", "num_speculative_tokens": 6},
+    "suffix": {"method": "suffix"},
+    "lookahead": {"method": "lookahead", "window_size": 3, "ngram_size": 3},
+    "snapkv": {"method": "self", "view": "snapkv:budget=64,window=8,recent=8,rebuild=16"},
+    "quantized": {"method": "self", "view": "quantized:bits=8"},
+    "cascade": {"method": "cascade", "view": "streaming:budget=64"},
+}
+
+
+def text(n, seed=0):
+    return random.Random(seed).choices(range(128), k=n)
+
+
+def shuffle(kv, seed=0):
+    """Make the pool's free blocks come in any order."""
+    free = kv.pool._free
+    order = random.Random(seed)
+
+    class Heap(list):
+        pass
+
+    def take(again, take=kv.pool.take):
+        if again:
+            return take(again)
+        block = free.pop(order.randrange(len(free)))
+        kv.pool.holders[block] = 1
+        free.sort()
+        return block
+
+    kv.pool.take = take
+
+
+def blocks_of(llm, tokens):
+    """kv_memory for so many blocks."""
+    return tokens * llm.runner.kv.block_bytes
+
+
+# --- the books -------------------------------------------------------------------------------------------------------
+
+
+def test_the_books_of_a_pool():
+    pool, rng, held, tokens = Pool(), random.Random(0), [], {}
+    pool.grow(40)
+    for _ in range(3000):
+        if held and rng.random() < 0.5:
+            blocks = held.pop(rng.randrange(len(held)))
+            pool.release(blocks)
+        else:
+            own = [rng.randrange(3) for _ in range(rng.randrange(6) * BLOCK)]
+            own = [own[i // BLOCK * BLOCK] for i in range(len(own))]  # three kinds of blocks: prefixes meet
+            found, before = pool.find("root", own, len(own))
+            for block in found:
+                assert tokens[block] == own[: (found.index(block) + 1) * BLOCK]
+                pool.hold(block)
+            blocks = list(found)
+            for end in range((len(found) + 1) * BLOCK, len(own) + 1, BLOCK):
+                if not pool.free and not pool.cached:
+                    break
+                blocks.append(pool.take(again=not pool.free))
+                before = pool.publish(blocks[-1], before, own[end - BLOCK : end])
+                tokens[blocks[-1]] = own[:end]
+            held.append(blocks)
+        counted = [sum(block in blocks for blocks in held) for block in range(40)]
+        assert counted == pool.holders and pool.used + pool.free + len(pool.cached) == 40
+        assert not set(pool.cached) & set(pool._free)
+    for blocks in held:
+        pool.release(blocks)
+    assert not pool.used
+    pool.clear()
+    assert pool.free == 40 and not pool.named
+
+
+def test_the_oldest_go_first_and_the_last_blocks_before_the_first():
+    pool = Pool()
+    pool.grow(4)
+    for name in ("a", "b"):
+        blocks, before = [], name
+        for i in range(2):
+            blocks.append(pool.take(again=False))
+            before = pool.publish(blocks[-1], before, [i] * BLOCK)
+        pool.release(blocks)
+    assert pool.find("a", [0] * BLOCK, BLOCK)[0] == [0]
+    pool.hold(0)
+    pool.release([0])  # used just now
+    assert [pool.take(again=True) for _ in range(4)] == [1, 3, 2, 0]
+
+
+# --- bits ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@torch.inference_mode()
+def test_rows_do_not_know_their_blocks(make_checkpoint, dtype):
+    """Prefill, decoding, trees and rejections, over slabs, with tables in order and shuffled."""
+    from outrider import LLM
+
+    results, params = [], SamplingParams(max_tokens=99)
+    for seed in (None, 1, 2):
+        llm = LLM(make_checkpoint(), device="cpu", dtype=dtype)
+        if seed is not None:
+            shuffle(llm.runner.kv, seed)
+        llm.runner.chunk = 200
+        long, short, seen = Sequence(text(SLAB + 90), params, 0), Sequence(text(7), params, 0), []
+        trees = [Draft([5, 6, 7, 8], [-1, -1, 0, 1]), Draft.chain(text(3, 2))]
+        for i, path in enumerate(([1, 3], [0], [], [0, 2]) * 12):
+            group = [long, short][: 2 - i % 2]
+            output = llm.runner.extend(group, trees[: len(group)])
+            seen += output.logits
+            paths = [path, [0]][: len(group)]
+            llm.runner.commit(group, output, [Verdict(taken, []) for taken in paths])
+            for seq, draft, taken in zip(group, trees, paths, strict=False):
+                seq.tokens += [draft.tokens[node] for node in taken] + [3]
+        seen += [llm.runner.kv.span(long.id, layer, 0, len(long.tokens) - 1) for layer in range(2)]
+        ids = llm.runner.kv.tables[long.id].blocks
+        assert (ids == sorted(ids)) is (seed is None)
+        llm.runner.free(long)
+        llm.runner.free(short)
+        assert_released(llm)
+        results.append(seen)
+    assert all(map(torch.equal, results[0], results[1])) and all(map(torch.equal, results[0], results[2]))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_shuffled_blocks_give_the_same_tokens(make_llm, method):
+    requests = [(text(n, n), SamplingParams(temperature=0.7, seed=n, max_tokens=24)) for n in (300, 20, 95, 64)]
+    llm = make_llm(engine={"enable_prefix_caching": False})
+    expected = [o.token_ids for o in run(llm, requests)]
+    llm.speculative_config = METHODS[method]
+    shuffle(llm.runner.kv)
+    assert [o.token_ids for o in run(llm, requests)] == expected
+
+
+@torch.inference_mode()
+def test_spans_and_choices(make_llm):
+    kv: PagedKV = make_llm().runner.kv
+    shuffle(kv)
+    kv.most = None
+    from outrider.kv import Entry, Plan
+
+    n = SLAB + 300
+    k, v = torch.randn(2, n, 2, 16)
+    kv.reserve(Plan([Entry(5, 0, n, 0)]))
+    kv.write(5, 1, 0, k, v)
+    whole = torch.stack([k, v]).transpose(1, 2)
+    assert torch.equal(kv.span(5, 1, 0, n), whole)
+    for begin, end in ((0, 0), (3, 4), (31, 33), (100, 1200), (n - 1, n)):
+        assert torch.equal(kv.span(5, 1, begin, end), whole[:, :, begin:end])
+    assert torch.equal(kv.span(5, 1, 9, 99, slice(1)), whole[:1, :, 9:99])
+    index = torch.stack([torch.randperm(n)[:200], torch.randperm(n)[:200]])
+    expected = torch.stack([whole[:, head, own] for head, own in enumerate(index)], 1)
+    assert torch.equal(kv.chosen(5, 1, index), expected)
+    kv.free(5)
+
+
+# --- sharing ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("length", [5, 63, 64, 65, 100])
+def test_outputs_of_one_prompt_share_its_blocks(make_llm, caching, length):
+    params = SamplingParams(n=5, temperature=0.9, seed=3, max_tokens=40)
+    llm, prompt = make_llm(engine={"enable_prefix_caching": caching}), text(length)
+    expected = [llm.generate(prompt, replace(params, n=1, seed=3 + i))[0].token_ids for i in range(5)]
+    llm = make_llm(engine={"enable_prefix_caching": caching})
+    requests, most = llm.engine.add(prompt, params), 0
+    rows, forward = [], llm.runner._forward
+    llm.runner._forward = lambda seqs, tokens, *more: rows.append(len(tokens)) or forward(seqs, tokens, *more)
+    while llm.engine.waiting or llm.engine.running:
+        llm.engine.step()
+        most = max(most, llm.runner.kv.pool.used)
+    assert [r.seq.output for r in requests] == expected
+    assert sum(rows) == length + 4 + 5 * 39  # the prompt once, its last token for each
+    shared, own = (length - 1) // BLOCK, -(-(length + 39) // BLOCK) - (length - 1) // BLOCK
+    assert most <= shared + 5 * own
+    assert [r.cached for r in requests] == [0] + [length - 1] * 4
+    assert_released(llm)
+
+
+# --- preemption ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_small_pool_preempts_and_changes_no_bit(make_llm, make_checkpoint, method, caching):
+    """Random arrivals and aborts; each answer is what plain decoding alone gives."""
+    rng = random.Random(7)
+    shared = text(70, 9)
+    wanted = [
+        (shared[: rng.choice((0, 40, 70))] + text(rng.randrange(1, 30), i),
+         SamplingParams(temperature=rng.choice((0, 0.8)), seed=i, max_tokens=rng.randrange(20, 100)), rng.randrange(3))
+        for i in range(12)
+    ]  # fmt: skip
+    plain = make_llm(engine={"enable_prefix_caching": False})
+    expected = [plain.generate(prompt, params)[0].token_ids for prompt, params, _ in wanted]
+    plain.speculative_config = METHODS[method]
+    memory = blocks_of(plain, 8) + 2 * plain.engine.guard.kv_bytes(200)
+    llm = make_llm(engine={"kv_memory": memory, "enable_prefix_caching": caching, "max_num_batched_tokens": 48})
+    llm.speculative_config = METHODS[method]
+    engine, requests, doomed = llm.engine, [], {3, 8}
+    steps = 0
+    while len(requests) < len(wanted) or engine.waiting or engine.running:
+        if len(requests) < len(wanted) and rng.random() < 0.4:
+            prompt, params, priority = wanted[len(requests)]
+            requests += engine.add(prompt, params, priority=priority)
+        for i in doomed & set(range(len(requests))):
+            if len(requests[i].seq.output) > 5 and rng.random() < 0.2:
+                engine.abort(requests[i])
+        engine.step()
+        steps += 1
+        assert llm.runner.kv.pool.used * llm.runner.kv.block_bytes <= memory and steps < 5000
+    assert engine.preemptions > 0 or method not in ("none", "ngram")
+    assert engine.leaked == 0
+    for i, (request, tokens) in enumerate(zip(requests, expected, strict=True)):
+        if request.seq.finish_reason == "abort" and i in doomed:
+            tokens = tokens[: len(request.seq.output)]
+        assert request.seq.output == tokens and request.error is None
+    assert_released(llm)
+
+
+def test_the_newest_of_the_lowest_priority_goes_first(make_llm):
+    llm = make_llm()
+    params = SamplingParams(temperature=0, max_tokens=100)
+    expected = [llm.generate(text(20, i), params)[0].token_ids for i in range(3)]
+    llm = make_llm(engine={"kv_memory": blocks_of(llm, 8), "enable_prefix_caching": False})
+    gone, preempt = [], llm.engine._preempt
+    llm.engine._preempt = lambda request: gone.append(request) or preempt(request)
+    requests = [llm.engine.add(text(20, i), params, priority=p)[0] for i, p in enumerate((0, 1, 1))]
+    llm.engine.finish(requests)
+    assert [r.seq.output for r in requests] == expected
+    assert gone[0] is requests[2] and requests[0] not in gone and llm.engine.preemptions == len(gone)
+    assert_released(llm)
+
+
+def test_a_pool_nearly_full_while_verifying(make_llm):
+    """A draft that does not fit is not worth a preemption; alone, it goes without."""
+    llm, params = make_llm(), SamplingParams(temperature=0, max_tokens=43)
+    prompts = [text(20), text(21, 1)]
+    expected = [llm.generate(p, params)[0].token_ids for p in prompts]
+    llm = make_llm(engine={"kv_memory": blocks_of(llm, 4)})
+    wrong = ScriptedDrafter(lambda seq, k: Draft([1] * 40, [-1] * 40))
+    for drafter in (wrong, ScriptedDrafter(oracle(dict(zip(map(tuple, prompts), expected, strict=True))))):
+        use(llm, drafter, 40)
+        requests = [llm.engine.add(p, params)[0] for p in prompts]
+        llm.engine.finish(requests)
+        assert [r.seq.output for r in requests] == expected and not llm.engine.preemptions
+        assert llm.runner.kv.most == 4
+        assert_released(llm)
+
+
+def test_a_full_pool_says_so(make_llm):
+    runner = make_llm().runner
+    runner.kv.most = 2
+    seq = Sequence(text(100), GREEDY, 0)
+    with pytest.raises(PoolFull, match="all 2 blocks"):
+        runner.extend([seq])
+    runner.free(seq)
+
+
+def test_idle_memory_is_small(make_llm):
+    """A long text's slabs go with it; the first stays."""
+    llm = make_llm(engine={"enable_prefix_caching": False}, max_position_embeddings=8 * SLAB)
+    llm.generate(text(5 * SLAB), max_tokens=1)
+    assert len(llm.runner.kv.slabs) == 1 and llm.runner.kv.pool.free == SLAB // BLOCK
+
+
+# --- prefixes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_warm_is_cold(make_llm, method):
+    """Another's prefix, one's own answer, a hit up to the last token, a draft over a block's edge."""
+    cold, warm = make_llm(engine={"enable_prefix_caching": False}), make_llm()
+    warm.speculative_config = METHODS[method]
+    base = text(130)
+    params = [SamplingParams(temperature=t, seed=4, max_tokens=40) for t in (0, 0.9)]
+    prompts = [base, base, base[:96], base[:97], base[:95], [*base, 5, 6], [*base[:64], *text(40, 2)], [9, *base[1:]]]
+    found = []
+    for i, prompt in enumerate(prompts):
+        for p in params:
+            expected = cold.generate(prompt, p)[0].token_ids
+            (request,) = warm.engine.add(prompt, p)
+            warm.engine.finish([request])
+            assert request.seq.output == expected, i
+            found.append(request.cached)
+            again = [*prompt, *expected]
+            if len(expected) > 30 and i < 3:
+                (request,) = warm.engine.add(again, p)
+                warm.engine.finish([request])
+                assert request.seq.output == cold.generate(again, p)[0].token_ids
+                assert request.cached == (len(again) - 1) // BLOCK * BLOCK
+    assert found == [0, 128, 128, 128, 64, 64, 96, 96, 64, 64, 128, 128, 64, 96, 0, 128]
+    assert_released(warm)
+
+
+def test_logits_are_the_same_bits_behind_a_cached_prefix(make_llm):
+    llm = make_llm()
+    assert llm.exactness in ("bitwise", "law")
+    seqs = [Sequence(text(100), GREEDY, 0) for _ in range(2)]
+    logits = []
+    for seq in seqs:
+        found = llm.runner.begin(seq)
+        logits.append(llm.runner.extend([seq], [Draft.chain(text(40, 1))]).flat)
+        llm.runner.free(seq)
+    assert (torch.equal(*logits) or llm.exactness == "law") and found == 96
+
+
+def test_salts_keep_prefixes_apart(make_llm):
+    llm, prompt = make_llm(), text(100)
+
+    def cached(**options):
+        (request,) = llm.engine.add(prompt, GREEDY, **options)
+        llm.engine.finish([request])
+        return request.cached
+
+    assert [cached(), cached(), cached(cache_salt="a"), cached(cache_salt="a"), cached(cache_salt="b")] == [
+        0, 96, 0, 96, 0
+    ]  # fmt: skip
+    assert cached() == cached(cache_salt="b") == 96
+    assert (llm.engine.prefix_queries, llm.engine.prefix_hits) == (700, 4 * 96)
+
+
+def test_only_verified_tokens_are_found(make_llm):
+    """Rejected drafts, and what a fork supposed, are nobody's prefix."""
+    llm = make_llm()
+    prompt, params = text(60), SamplingParams(temperature=0, max_tokens=6)
+    (expected,) = (o.token_ids for o in make_llm().generate(prompt, params))
+    wrong = [(t + 1) % 128 for t in expected]
+    use(llm, ScriptedDrafter(lambda seq, k: Draft.chain(wrong[:5])), 5)
+    llm.engine.finish(llm.engine.add(prompt, params))
+    for tail, hit in ((wrong, 32), (expected, 64)):
+        (request,) = llm.engine.add([*prompt, *tail, 1], params)
+        llm.engine.finish([request])
+        assert request.cached == hit
+    assert_released(llm)
+
+
+def test_a_prompt_under_way_is_found_block_by_block(make_llm):
+    llm = make_llm(engine={"max_num_batched_tokens": 40})
+    (first,) = llm.engine.add(text(200), GREEDY)
+    for _ in range(4):
+        llm.engine.step()
+    (second,) = llm.engine.add([*text(150), 3], GREEDY)
+    llm.engine.finish([first, second])
+    assert 96 <= second.cached <= 128
+    plain = make_llm(engine={"enable_prefix_caching": False})
+    assert second.seq.output == plain.generate([*text(150), 3], GREEDY)[0].token_ids
+    assert_released(llm)
+
+
+def test_dynamic_rope_shares_only_what_is_the_same(make_checkpoint):
+    """There, a prompt's keys depend on its length."""
+    from outrider import LLM
+
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    path = make_checkpoint(max_position_embeddings=48, rope_parameters=rope)
+    warm = LLM(path, device="cpu", dtype="float32")
+    for n in (100, 140, 100, 66):
+        cold = LLM(path, device="cpu", dtype="float32", enable_prefix_caching=False)
+        prompt = text(140)[:n]
+        (request,) = warm.engine.add(prompt, GREEDY)
+        warm.engine.finish([request])
+        assert request.seq.output == cold.generate(prompt, GREEDY)[0].token_ids
+    assert warm.engine.prefix_hits == 96
+
+
+def test_the_cache_gives_way(make_llm):
+    """Cached blocks are taken when they are wanted, and count as free."""
+    llm = make_llm()
+    llm = make_llm(engine={"kv_memory": blocks_of(llm, 6)})
+    for i in range(5):
+        llm.generate(text(100, i), GREEDY)
+        assert len(llm.runner.kv.pool.cached) <= 6 and llm.engine.kv_usage == 0
+    (request,) = llm.engine.add(text(100, 4), GREEDY)
+    llm.engine.finish([request])
+    assert request.cached == 96 and not llm.engine.preemptions
+    llm.runner.kv.pool.clear()
+    assert_released(llm)
