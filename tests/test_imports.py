@@ -13,7 +13,7 @@ ROOT = Path(outrider.__file__).parent
 ORDER = (
     "errors, files, config, outputs -> draft -> constraint -> sequence -> ops, sampling, verify -> kv | model -> "
     "quantize, gguf, load -> export -> corpus -> datastore -> runner -> speculate -> control -> drafters -> plan -> "
-    "engine -> llm -> async_llm, hf -> serve, train, bench -> cli"
+    "engine -> llm -> async_llm, hf, vllm -> serve, train, bench -> cli"
 )
 TIERS = ORDER.replace(",", " -> ").replace("|", " -> ").replace(" ", "").split("->")
 APART = {("kv", "model"), ("model", "kv")}

@@ -1,0 +1,120 @@
+"""The proposer for vLLM: rows are known by their tokens, drafts are legal chains, and nothing stops the engine."""
+
+import json
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from outrider.draft import Draft
+from outrider.drafters.suffix import Suffix
+from outrider.errors import ConfigError, OutriderError
+from outrider.vllm import PATIENCE, VARIABLE, Proposer
+
+VOCAB, LONGEST = 50, 64
+
+
+def make(monkeypatch: pytest.MonkeyPatch, k: int = 4, method: str | None = None) -> Proposer:
+    if method is None:
+        monkeypatch.delenv(VARIABLE, raising=False)
+    else:
+        monkeypatch.setenv(VARIABLE, method)
+    model = SimpleNamespace(get_vocab_size=lambda: VOCAB, max_model_len=LONGEST)
+    proposer = Proposer(
+        SimpleNamespace(speculative_config=SimpleNamespace(num_speculative_tokens=k), model_config=model)
+    )
+    proposer.load_model(object())  # vLLM calls it on CPUs
+    return proposer
+
+
+def batch(*rows: tuple[list[int], int]) -> tuple[list[list[int]], np.ndarray, np.ndarray]:
+    """What vLLM hands over of texts, of which so many tokens are new; what lies behind them is anything."""
+    tokens = np.full((len(rows) + 2, LONGEST), 7, np.int32)
+    for i, (text, _) in enumerate(rows):
+        tokens[i, : len(text)] = text
+    lengths = np.array([len(text) for text, _ in rows] + [0, 0])
+    return [text[len(text) - fresh :] for text, fresh in rows], lengths, tokens
+
+
+def test_it_repeats_what_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    proposer = make(monkeypatch)
+    sampled, lengths, tokens = batch(([1, 2, 3, 4, 5, 6, 1, 2], 1), ([9, 8], 1), ([3, 4], 0))
+    drafts = proposer.propose(sampled, lengths, tokens, slot_mappings={})
+    assert drafts[0][:2] == [3, 4] and len(drafts[0]) <= 4 and drafts[1:] == [[], []]
+    assert all(type(token) is int for token in drafts[0])
+
+
+def test_rows_move_and_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests keep what was learnt of them wherever their rows go; an ended one is remembered, and another starts."""
+    proposer = make(monkeypatch)
+    one, two = [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3], [11, 12, 13, 14, 11, 12, 13]
+    proposer.propose(*batch((one, 1), (two, 1)))
+    ids = {id(known.seq): known.seq.tokens[0] for known in proposer.known}
+    proposer.propose(*batch(([*two, 14, 11], 2), ([*one, 4], 1)))  # they have changed places
+    assert {id(known.seq): known.seq.tokens[0] for known in proposer.known} == ids
+    assert [known.seq.tokens for known in proposer.known] == [[*two, 14, 11], [*one, 4]]
+    drafts = [proposer.propose(*batch(([20 + i, 21 + i], 1)))[0] for i in range(PATIENCE + 2)]
+    assert not any(id(known.seq) in ids for known in proposer.known) and not any(drafts)
+    assert proposer.drafter.lengths  # type: ignore[attr-defined]  # they were told to be over, and are remembered
+    same = [5, 6, 5]
+    proposer.propose(*batch((same, 1), (same, 1)))  # the same request twice, side by side
+    assert proposer.propose(*batch(([*same, 6], 1), ([*same, 9], 1)))[0][:1] == [5]
+
+
+def test_any_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over random lives of requests, drafts are of ids that there are, short enough, and one list for each row."""
+    for method in ("suffix", "suffix:tree=true", "ngram:prompt_lookup_min=1", json.dumps(
+        {"method": "merge", "drafters": [{"method": "suffix", "tree": True}, {"method": "ngram"}]}
+    )):  # fmt: skip
+        dice, proposer, live = random.Random(0), make(monkeypatch, 3, method), list[list[int]]()
+        drafted = 0
+        for _ in range(150):
+            live = [text for text in live if len(text) < LONGEST and dice.random() > 0.05]
+            if len(live) < 5:
+                live.append([dice.randrange(6) for _ in range(dice.randint(1, 12))])
+            dice.shuffle(live)
+            rows = []
+            for text in live:
+                fresh = min(dice.choice([0, 1, 1, 2, 3]), LONGEST - len(text))
+                text += [dice.randrange(4) for _ in range(fresh)]
+                rows.append((text, fresh))
+            drafts = proposer.propose(*batch(*rows))
+            assert len(drafts) == len(rows)
+            for (text, fresh), draft in zip(rows, drafts, strict=True):
+                assert len(draft) <= min(3, max(0, LONGEST - len(text) - 1)) and not (draft and not fresh)
+                assert all(0 <= token < VOCAB for token in draft)
+                drafted += len(draft)
+        assert drafted > 100 and len(proposer.known) < 40
+
+
+def test_whatever_a_drafter_does(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    proposer = make(monkeypatch)
+    rows = batch(([1, 2], 1), ([3, 4], 1))
+    monkeypatch.setattr(Suffix, "propose", lambda self, seqs, k: [Draft.chain([1, VOCAB, 2]), Draft.chain([5] * 99)])
+    assert proposer.propose(*rows) == [[1], [5] * 4]
+    tree = Draft([1, 2, 3, 4], [-1, 0, -1, 2], trust=[0.4, 0.9, 0.6, 0.9])
+    monkeypatch.setattr(Suffix, "propose", lambda self, seqs, k: [tree, Draft()])
+    assert proposer.propose(*rows) == [[3, 4], []]
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("no luck")
+
+    monkeypatch.setattr(Suffix, "propose", fail)
+    assert proposer.propose(*rows) == [[], []] and "no luck" in caplog.text
+    assert proposer.propose([[1]], None, None) == [[]]
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["medusa", "draft_model:model=tiny-draft", "recycle", "lookahead", "nonsense", "{", '{"method": 3}', "suffix:x=1"],
+)
+def test_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    with pytest.raises(OutriderError):
+        make(monkeypatch, method=method)
+    with pytest.raises(ConfigError, match="needs more than tokens"):
+        make(
+            monkeypatch,
+            method=json.dumps({"method": "merge", "drafters": [{"method": "suffix"}, {"method": "recycle"}]}),
+        )
