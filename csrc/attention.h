@@ -26,8 +26,8 @@ struct AttentionJob {
   };
   Place place(int64_t slot) const {
     if (!table) return {static_cast<char *>(store), slot};
-    const int64_t page = table[slot / kPage], pages = capacity / kPage;
-    return {static_cast<char *>(slabs[page / pages]), page % pages * kPage + slot % kPage};
+    const uint32_t page = table[slot / kPage], pages = uint32_t(capacity) / kPage;  // short numbers divide fast
+    return {static_cast<char *>(slabs[page / pages]), int64_t(page % pages) * kPage + slot % kPage};
   }
 };
 

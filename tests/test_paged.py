@@ -8,37 +8,37 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import ScriptedDrafter, assert_released, oracle, run, use
+from test_exactness import config_of
 
-from outrider import Draft, SamplingParams
+from outrider import LLM, Draft, SamplingParams, drafters
 from outrider.draft import Verdict
 from outrider.errors import PoolFull
+from outrider.kv import Entry, Plan
 from outrider.kv.blocks import BLOCK, Pool
 from outrider.kv.paged import SLAB, PagedKV
 from outrider.sequence import Sequence
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
-METHODS = {
-    "none": None,
-    "ngram": {"method": "ngram", "num_speculative_tokens": 6},
-    "suffix": {"method": "suffix"},
-    "lookahead": {"method": "lookahead", "window_size": 3, "ngram_size": 3},
-    "snapkv": {"method": "self", "view": "snapkv:budget=64,window=8,recent=8,rebuild=16"},
-    "quantized": {"method": "self", "view": "quantized:bits=8"},
-    "cascade": {"method": "cascade", "view": "streaming:budget=64"},
-}
+METHODS = [*drafters.methods(), "snapkv", "quantized"]
 
 
 def text(n, seed=0):
     return random.Random(seed).choices(range(128), k=n)
 
 
+def speculate(llm, method, make_checkpoint):
+    """Let it draft by a method, or through a view of that name."""
+    views = {"snapkv": "snapkv:budget=64,window=8,recent=8,rebuild=16", "quantized": "quantized:bits=8"}
+    if method in views:
+        llm.speculative_config = {"method": "self", "view": views[method]}
+    else:
+        llm.speculative_config = config_of(method, "random", make_checkpoint)
+
+
 def shuffle(kv, seed=0):
     """Make the pool's free blocks come in any order."""
     free = kv.pool._free
     order = random.Random(seed)
-
-    class Heap(list):
-        pass
 
     def take(again, take=kv.pool.take):
         if again:
@@ -113,8 +113,6 @@ def test_the_oldest_go_first_and_the_last_blocks_before_the_first():
 @torch.inference_mode()
 def test_rows_do_not_know_their_blocks(make_checkpoint, dtype):
     """Prefill, decoding, trees and rejections, over slabs, with tables in order and shuffled."""
-    from outrider import LLM
-
     results, params = [], SamplingParams(max_tokens=99)
     for seed in (None, 1, 2):
         llm = LLM(make_checkpoint(), device="cpu", dtype=dtype)
@@ -142,11 +140,11 @@ def test_rows_do_not_know_their_blocks(make_checkpoint, dtype):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_shuffled_blocks_give_the_same_tokens(make_llm, method):
+def test_shuffled_blocks_give_the_same_tokens(make_llm, make_checkpoint, method):
     requests = [(text(n, n), SamplingParams(temperature=0.7, seed=n, max_tokens=24)) for n in (300, 20, 95, 64)]
     llm = make_llm(engine={"enable_prefix_caching": False})
     expected = [o.token_ids for o in run(llm, requests)]
-    llm.speculative_config = METHODS[method]
+    speculate(llm, method, make_checkpoint)
     shuffle(llm.runner.kv)
     assert [o.token_ids for o in run(llm, requests)] == expected
 
@@ -156,8 +154,6 @@ def test_spans_and_choices(make_llm):
     kv: PagedKV = make_llm().runner.kv
     shuffle(kv)
     kv.most = None
-    from outrider.kv import Entry, Plan
-
     n = SLAB + 300
     k, v = torch.randn(2, n, 2, 16)
     kv.reserve(Plan([Entry(5, 0, n, 0)]))
@@ -213,10 +209,10 @@ def test_a_small_pool_preempts_and_changes_no_bit(make_llm, make_checkpoint, met
     ]  # fmt: skip
     plain = make_llm(engine={"enable_prefix_caching": False})
     expected = [plain.generate(prompt, params)[0].token_ids for prompt, params, _ in wanted]
-    plain.speculative_config = METHODS[method]
+    speculate(plain, method, make_checkpoint)
     memory = blocks_of(plain, 8) + 2 * plain.engine.guard.kv_bytes(200)
     llm = make_llm(engine={"kv_memory": memory, "enable_prefix_caching": caching, "max_num_batched_tokens": 48})
-    llm.speculative_config = METHODS[method]
+    speculate(llm, method, make_checkpoint)
     engine, requests, doomed = llm.engine, [], {3, 8}
     steps = 0
     while len(requests) < len(wanted) or engine.waiting or engine.running:
@@ -288,10 +284,10 @@ def test_idle_memory_is_small(make_llm):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_warm_is_cold(make_llm, method):
+def test_warm_is_cold(make_llm, make_checkpoint, method):
     """Another's prefix, one's own answer, a hit up to the last token, a draft over a block's edge."""
     cold, warm = make_llm(engine={"enable_prefix_caching": False}), make_llm()
-    warm.speculative_config = METHODS[method]
+    speculate(warm, method, make_checkpoint)
     base = text(130)
     params = [SamplingParams(temperature=t, seed=4, max_tokens=40) for t in (0, 0.9)]
     prompts = [base, base, base[:96], base[:97], base[:95], [*base, 5, 6], [*base[:64], *text(40, 2)], [9, *base[1:]]]
@@ -370,8 +366,6 @@ def test_a_prompt_under_way_is_found_block_by_block(make_llm):
 
 def test_dynamic_rope_shares_only_what_is_the_same(make_checkpoint):
     """There, a prompt's keys depend on its length."""
-    from outrider import LLM
-
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
     path = make_checkpoint(max_position_embeddings=48, rope_parameters=rope)
     warm = LLM(path, device="cpu", dtype="float32")
