@@ -8,6 +8,7 @@
 `lines FOLDER ... columns="method|tokens/s"` has a row for each line, as the folder's table.md has it, in these columns;
 `model`, `weights` and `suite` are columns, too. In both, `only="a|b*"` names the methods wanted, in their order, and
 `suites="a|b"` the columns or suites. `options KIND ...` lists what drafters, or views, can be told.
+`changes FOLDER` counts, by engine, the answers that `bench exact` saw change.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider import drafters
-from outrider.bench import long, report
+from outrider.bench import exact, long, report
 from outrider.bench.report import markdown_table
 from outrider.errors import ConfigError
 from outrider.files import write_text
@@ -65,6 +66,8 @@ def table(asked: str, up: str = "") -> str:
         raise ConfigError(f"table {kind!r} is unknown; valid: {', '.join(KINDS)}")
     if kind == "options":
         return options(names)
+    if kind == "changes":
+        return changes(names, up)
     rows = [row for name in names for row in read(ROOT / name)]
     wanted = given.pop("only", "*").split("|")
     rows = [row for pattern in wanted for row in rows if fnmatchcase(row.method, pattern)]
@@ -75,6 +78,34 @@ def table(asked: str, up: str = "") -> str:
     made = speedups(rows, **given) if kind == "speedups" else lines(rows, **given)
     sources = ", ".join(f"[{Path(name).name}]({up}{name}/results.jsonl)" for name in names)
     return "\n".join([made, "", *about(rows), f"Lines: {sources}."])
+
+
+def changes(names: list[str], up: str) -> str:
+    """A row for each engine and how it drafts; a column for each temperature, alone and together. Raises ConfigError."""
+    rows = []
+    for name in names:
+        if not (path := ROOT / name / "results.jsonl").is_file():
+            raise ConfigError(f"{path} is not there")
+        rows += exact.read(path)
+    columns = sorted({(row.together, row.temperature) for row in rows})
+
+    def title(together: int, temperature: float) -> str:
+        law = "greedy" if temperature == 0 else f"T = {temperature:g}"
+        return law if together == 1 else f"{law}, {together} together"
+
+    def cell(row: exact.Row | None) -> str:
+        if row is None or row.changed is None:
+            return "" if row is None else "failed"
+        return f"**{len(row.changed)}** of {row.prompts}" if row.changed else f"0 of {row.prompts}"
+
+    found = {(row.engine, row.drafts, row.together, row.temperature): row for row in rows}
+    out = []
+    for engine, drafts in dict.fromkeys((row.engine, row.drafts) for row in rows):
+        kind = drafts.removeprefix(f"{engine} ")
+        out.append([engine, kind, *(cell(found.get((engine, drafts, *column))) for column in columns)])
+    table = markdown_table(["engine", "drafts", *(title(*column) for column in columns)], out)
+    sources = ", ".join(f"[{Path(name).name}]({up}{name}/results.jsonl)" for name in names)
+    return "\n".join([table, "", *exact.remarks(rows)[:2], f"Lines: {sources}."])
 
 
 def read(folder: Path) -> list[Any]:
@@ -184,4 +215,4 @@ def meaning(kind: type, item: Field[Any]) -> str:
 
 
 DRAFTERS = Path(inspect.getfile(drafters)).parent
-KINDS: Iterable[str] = ("speedups", "lines", "options")
+KINDS: Iterable[str] = ("speedups", "lines", "options", "changes")
