@@ -81,7 +81,7 @@ def table(asked: str, up: str = "") -> str:
 
 
 def changes(names: list[str], up: str) -> str:
-    """A row for each engine and how it drafts; a column for each temperature, alone and together. Raises ConfigError."""
+    """A row for each engine and way to draft; a column for each temperature, alone and together. Raises ConfigError."""
     rows = []
     for name in names:
         if not (path := ROOT / name / "results.jsonl").is_file():
