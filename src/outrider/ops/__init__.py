@@ -6,7 +6,7 @@ not depend on how many rows ride along. `runner.check_exactness` tests that on t
 
 from outrider.ops.attention import KEY_BLOCK, attend, attend_all, attention, attention_mask, follows_paths, write
 from outrider.ops.elementwise import argmax, rms_norm, rope, rotate, swiglu
-from outrider.ops.linear import Factors, Linear, Quantized, packs
+from outrider.ops.linear import Factors, Linear, Quantized, join, packs
 from outrider.ops.walk import Block, Stores, Walk
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "attention",
     "attention_mask",
     "follows_paths",
+    "join",
     "packs",
     "rms_norm",
     "rope",
