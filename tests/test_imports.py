@@ -12,7 +12,7 @@ import outrider
 ROOT = Path(outrider.__file__).parent
 ORDER = (
     "errors, files, config, outputs -> draft -> constraint -> sequence -> ops, sampling, verify -> kv | model -> "
-    "quantize, gguf, load -> export -> corpus -> datastore -> runner -> speculate -> drafters -> control -> engine -> "
+    "quantize, gguf, packed, load -> export -> corpus -> datastore -> runner -> speculate -> drafters -> control -> engine -> "
     "llm -> async_llm, hf -> serve, train, bench -> cli"
 )
 TIERS = ORDER.replace(",", " -> ").replace("|", " -> ").replace(" ", "").split("->")

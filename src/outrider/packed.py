@@ -18,6 +18,7 @@ from torch import Tensor
 from outrider.config import whole
 from outrider.errors import CheckpointError, UnsupportedArchitecture, brief
 from outrider.ops import Quantized
+from outrider.quantize import symmetric
 
 GROUP = 128  # inputs that share a scale in our kernels, where the checkpoint has one for all inputs
 NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)  # AWQ: where in a word the outputs lie
@@ -460,6 +461,39 @@ class _Spread:
         return stored.repeat_interleave(self.rows, 0)[: self.shape_of[0]].contiguous()
 
 
+def packed(codes: Tensor, bits: int) -> Tensor:
+    """(rows, n) int32 from integers (rows, count) int8 with a sign, of 4 or 8 bits, as compressed-tensors packs."""
+    each = 32 // bits
+    whole = torch.nn.functional.pad(codes.int() + 2 ** (bits - 1), (0, -codes.shape[1] % each)).to(torch.uint8)
+    if bits == 4:
+        whole = whole[:, ::2] | whole[:, 1::2] << 4
+    return whole.contiguous().view(torch.int32)
+
+
+def compress(name: str, weight: Tensor, bits: int, group: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors of a weight (out, in) in compressed-tensors' pack-quantized format; group -1: a scale a row."""
+    size = weight.shape[1] if group == -1 else group
+    values, scales = symmetric(weight, bits, size, dtype)
+    return {
+        f"{name}_packed": packed(values, bits),
+        f"{name}_scale": scales,
+        f"{name}_shape": torch.tensor(weight.shape),
+    }
+
+
+def config(bits: int, group: int, ignore: list[str]) -> dict[str, Any]:
+    """The quantization_config of what `compress` makes."""
+    weights = {
+        "num_bits": bits, "type": "int", "symmetric": True, "strategy": "channel" if group == -1 else "group",
+        "group_size": None if group == -1 else group, "dynamic": False,
+    }  # fmt: skip
+    scheme = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
+        "config_groups": {"group_0": scheme}, "ignore": ignore, "kv_cache_scheme": None,
+    }  # fmt: skip
+
+
 def from_mxfp4(blocks: Tensor, exponents: Tensor) -> Quantized:
     """MXFP4 of the OCP's specification: blocks (out, in / 2) uint8, the lower nibble first; exponents (out, in / 32)
     uint8, of which none is 255: that is NaN."""
@@ -470,7 +504,9 @@ def from_mxfp4(blocks: Tensor, exponents: Tensor) -> Quantized:
 
 def powers(exponents: Tensor, bias: int) -> Tensor:
     """2 ^ (exponent - bias) in bfloat16, exactly: from 2 ^ -128 on, of which the first two are subnormal."""
-    return torch.ldexp(torch.ones(()), exponents.int() - bias).bfloat16()
+    biased = exponents.int() - bias + 127
+    bits = torch.where(biased > 0, biased << 7, 64 >> -biased.clamp(max=0))
+    return bits.short().view(torch.bfloat16)
 
 
 def unpacked(words: Tensor, bits: int, count: int | None = None) -> Tensor:
