@@ -17,7 +17,7 @@ static void bind_linear(nb::module_ &m) {
   const auto release = nb::call_guard<nb::gil_scoped_release>();
   nb::class_<Weights>(m, "Weights", "Packed weights: addresses of memory that its maker keeps alive.")
       .def("__init__", [](Weights *w, int format, int outputs, int inputs, int group, bool gated) {
-        new (w) Weights{Format(format), outputs, inputs, group, gated, nullptr, {}, {}, nullptr};
+        new (w) Weights{Format(format), outputs, inputs, group, gated, nullptr, {}, {}, nullptr, nullptr};
       })
       .def_prop_ro("format", [](const Weights &w) { return int(w.format); })
       .def_prop_ro("width", &Weights::width)
@@ -39,6 +39,7 @@ static void bind_linear(nb::module_ &m) {
         (offsets ? w.offsets : w.scales).coarse = static_cast<const uint16_t *>(at(packed));
       })
       .def("set_bias", [](Weights &w, uintptr_t bias) { w.bias = at(bias); })
+      .def("set_place", [](Weights &w, uintptr_t place) { w.place = static_cast<const int32_t *>(at(place)); })
       .def("rows", [](const Weights &w, const std::vector<int64_t> &outputs, uintptr_t to_) {
         char *row = static_cast<char *>(to(to_));
         for (int64_t output : outputs) {

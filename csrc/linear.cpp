@@ -161,6 +161,64 @@ struct I6 : Nibbles<32> {
 #endif
 };
 
+struct FP4 : Nibbles<0> {
+  INLINE vf number(vu code) {
+    const vu m = code & 7, twice = ((2 | (m & 1)) << (m >> 1) >> 1) - ((vu)(m == 0) & 1);
+    return (vf)((vu)__builtin_convertvector((vi)twice, vf) | (code & 8) << 28);
+  }
+  INLINE void weights(const uint8_t *w, int a, int v, vf &even, vf &odd) {
+    vu e, o;
+    codes(w, a, v, e, o);
+    even = number(e), odd = number(o);
+  }
+#if defined(__AVX512BF16__)
+  INLINE __m512bh pairs(const uint8_t *w, int a, int v) {
+    static constexpr struct Signed {
+      alignas(64) bf16 at[32];
+      constexpr Signed() : at() {
+        const Table<13> whole(0, 13);
+        for (int i = 0; i < 32; i++) at[i] = bf16(whole.at[kE2M1[i & 7]] | (i & 8) << 12);
+      }
+    } kTable;
+    return (__m512bh)_mm512_permutexvar_epi16(words(w, a, v), _mm512_load_si512(kTable.at));
+  }
+#endif
+};
+
+struct FP8 {
+  using X = Half;
+  static constexpr int kBytes = 32;  // of a panel for each k
+  static constexpr bool kScaled = true;
+  INLINE vf number(vu code) {
+    const vu m = code & 0x7f, normal = (m << 20) + (120u << 23);
+    const vf small = __builtin_convertvector((vi)m, vf) * 0x1p-9f;
+    return (vf)((m < 8 ? (vu)small : normal) | (code & 0x80) << 24);
+  }
+  INLINE void weights(const uint8_t *w, int a, int v, vf &even, vf &odd) {
+    const vu u = __builtin_convertvector(load_as<vh>(w + 2 * (a * kPanel + v * W)), vu);
+    even = number(u & 0xff), odd = number(u >> 8);
+  }
+#if defined(__AVX512BF16__)
+  INLINE __m512bh pairs(const uint8_t *w, int a, int v) {  // exact, too
+    static constexpr struct Small {
+      alignas(64) bf16 at[32];
+      constexpr Small() : at() {
+        const Table<8> whole(0, 8);
+        for (int i = 0; i < 32; i++) at[i] = bf16(whole.at[i % 8] ? whole.at[i % 8] - (9 << 7) : 0);
+      }
+    } kTable;
+    const __m512i code = _mm512_cvtepu8_epi16(load_as<__m256i>(w + 32 * (2 * a + v)));
+    const __m512i m = _mm512_slli_epi16(_mm512_and_si512(code, _mm512_set1_epi16(0x7f)), 4);
+    const __m512i normal = _mm512_add_epi16(m, _mm512_set1_epi16(120 << 7));
+    // The lookup takes the low 5 bits, which for a small number are its mantissa.
+    const __m512i number = _mm512_mask_permutexvar_epi16(normal, _mm512_testn_epi16_mask(code, _mm512_set1_epi16(0x78)),
+                                                         code, _mm512_load_si512(kTable.at));
+    const __m512i sign = _mm512_slli_epi16(code, 8);
+    return (__m512bh)_mm512_ternarylogic_epi32(number, sign, _mm512_set1_epi16(short(0x8000)), 0xf8);  // a | b & c
+  }
+#endif
+};
+
 // acc += the products of kStep k: R rows of x with a panel of w.
 template <class F, int R>
 INLINE void step(const typename F::X *x, size_t ldx, const uint8_t *w, vf (&acc)[R][NV]) {
@@ -189,7 +247,13 @@ INLINE void step(const typename F::X *x, size_t ldx, const uint8_t *w, vf (&acc)
 INLINE vf factor(const Factors &factors, size_t each, size_t coarse) {
   if (factors.kind == Factors::kHalf) return load_half(static_cast<const uint16_t *>(factors.each) + each);
   if (factors.kind == Factors::kBfloat) return load(static_cast<const bf16 *>(factors.each) + each);
+  if (factors.kind == Factors::kFloat) return load(static_cast<const float *>(factors.each) + each);
   return load_half(factors.coarse + coarse) * load(static_cast<const int8_t *>(factors.each) + each);  // exact
+}
+
+INLINE vf offset_of(const Weights &w, vf scale, size_t each, size_t coarse) {
+  if (w.offsets.kind != Factors::kZeros) return factor(w.offsets, each, coarse);
+  return -(scale * load(static_cast<const int8_t *>(w.offsets.each) + each));
 }
 
 // out[r] += the sums of the group that begins at k, scaled, and its offset.
@@ -200,7 +264,7 @@ INLINE void scale(const Weights &w, const float *sums, int panel, int k, int gro
 #pragma GCC unroll 8
   for (int v = 0; v < NV; v++) {
     const vf scale = factor(w.scales, each + v * W, coarse + v * W);
-    const vf offset = sums ? factor(w.offsets, each + v * W, coarse + v * W) : vf{};
+    const vf offset = sums ? offset_of(w, scale, each + v * W, coarse + v * W) : vf{};
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
       vf total = fma(scale, acc[r][v], load(out[r] + v * W));
@@ -363,7 +427,8 @@ void tile_rows(const Weights &w, const Rows<bf16> &rows, int n, const Chunk &chu
         for (int v = 0; v < NV; v++) {
           const size_t each = (size_t(chunk.panel) * w.groups() + begin / w.group) * kPanel + v * W;
           const size_t coarse = (size_t(chunk.panel) * w.supers() + begin / kSuper) * kPanel + v * W;
-          const vf scale = factor(w.scales, each, coarse), offset = rows.sums ? factor(w.offsets, each, coarse) : vf{};
+          const vf scale = factor(w.scales, each, coarse);
+          const vf offset = rows.sums ? offset_of(w, scale, each, coarse) : vf{};
           for (int r = 0; r < upper + lower; r++) {
             vf total = fma(scale, load(part[r] + v * W), load(out[r] + v * W));
             if (rows.sums)
@@ -412,7 +477,7 @@ INLINE void finish(const Weights &w, const Result &result, const float *out, int
 template <class X, class A>
 Rows<X> prepare(const Weights &w, const A *x, int rows, const A *norm, float eps, int threads) {
   const int inputs = w.inputs, depth = w.padded();
-  const bool copy = norm || inputs != depth || !std::is_same_v<X, A>, sum_up = w.offsets.each;
+  const bool copy = norm || w.place || inputs != depth || !std::is_same_v<X, A>, sum_up = w.offsets.each;
   const int groups = sum_up ? w.groups() : 0;
   X *to = copy ? static_cast<X *>(scratch(0, sizeof(X) * rows * depth)) : nullptr;
   float *sums = sum_up ? static_cast<float *>(scratch(1, sizeof(float) * rows * groups)) : nullptr;
@@ -428,7 +493,14 @@ Rows<X> prepare(const Weights &w, const A *x, int rows, const A *norm, float eps
         store(rounded, normed(from, norm, k, inputs, factor));
         v = load(rounded);
       }
-      store(to + size_t(r) * depth + k, v);
+      X *here = to + size_t(r) * depth;
+      if (!w.place || k >= inputs) {
+        store(here + k, v);
+        continue;
+      }
+      X lane[W];
+      store(lane, v);
+      for (int j = 0; j < W; j++) here[k + j < inputs ? w.place[k + j] : k + j] = lane[j];
     }
     for (int g = 0; g < groups; g++) {
       const int start = g * w.group, end = start + w.group < depth ? start + w.group : depth;
@@ -518,6 +590,8 @@ void linear(const Weights &w, const void *x, int rows, void *y, int stride, bool
     case kU4: return multiply<U4, bf16>(w, x, rows, result, norm, eps, threads);
     case kU5: return multiply<U5, bf16>(w, x, rows, result, norm, eps, threads);
     case kI6: return multiply<I6, bf16>(w, x, rows, result, norm, eps, threads);
+    case kFp4: return multiply<FP4, bf16>(w, x, rows, result, norm, eps, threads);
+    case kFp8: return multiply<FP8, bf16>(w, x, rows, result, norm, eps, threads);
   }
 }
 

@@ -10,21 +10,26 @@
 //   uint5 [k / 4]          the nibbles of the lower bits, as 64 bytes of uint4, then 4 numbers of 32 bits: bit `word` of
 //                          number j is the fifth bit of what nibble j of that word has
 //   int6  [k / 4]          of weight + 32, the nibbles, then 32 bytes: bits 2j, 2j + 1 of byte `word` are the upper bits
+//   fp4   as uint4, a nibble is a sign (8) and one of kE2M1
+//   fp8   [k / 2][32][2]   E4M3 as OCP has it, without infinities; NaN is none of the weights
 // K is padded with zeros to a multiple of 32 and outputs to a multiple of 32. A quantised weight is q * scale + offset
 // with a scale and, unless it is symmetric, an offset per output and group of k; see Factors.
+// With `place` the packed weights stand in another order than the inputs, so that those of a group are neighbours.
 #pragma once
 
 #include <cstdint>
 
-enum Format { kF32, kBF16, kI8, kI4, kU4, kU5, kI6 };
+enum Format { kF32, kBF16, kI8, kI4, kU4, kU5, kI6, kFp4, kFp8 };
 
 constexpr int kPanel = 32;   // outputs
 constexpr int kDepth = 32;   // k is padded to a multiple of this
 constexpr int kSuper = 256;  // k that share a coarse factor
+constexpr int kE2M1[8] = {0, 1, 2, 3, 4, 6, 8, 12};  // twice the numbers of E2M1
 
-// Scales or offsets [panel][k / group][32]: bfloat16, float16, or int8 times a coarse float16 [panel][k / kSuper][32].
+// Scales or offsets [panel][k / group][32]: bfloat16, float16, float, or int8 times a coarse float16
+// [panel][k / kSuper][32]. Offsets may be zeros, int8: each times its scale is taken away.
 struct Factors {
-  enum Kind { kBfloat, kHalf, kCoarse } kind;
+  enum Kind { kBfloat, kHalf, kCoarse, kFloat, kZeros } kind;
   const void *each;  // null: there are none
   const uint16_t *coarse;
 };
@@ -37,6 +42,7 @@ struct Weights {
   const void *data;
   Factors scales, offsets;
   const void *bias;     // null, or in the dtype of the activations
+  const int32_t *place; // null, or where each input stands among the packed k
 
   int padded() const { return (inputs + kDepth - 1) / kDepth * kDepth; }
   int groups() const { return (padded() + group - 1) / group; }
@@ -46,7 +52,7 @@ struct Weights {
   }
   int width() const { return gated ? outputs / 2 : outputs; }  // of the result
   int bits() const {
-    static constexpr int kBits[] = {32, 16, 8, 4, 4, 5, 6};
+    static constexpr int kBits[] = {32, 16, 8, 4, 4, 5, 6, 4, 8};
     return kBits[format];
   }
   int64_t panel_bytes() const { return int64_t(padded()) * kPanel * bits() / 8; }

@@ -20,6 +20,11 @@ void pack_panel(const Weights &w, const T *plain, T *to, int panel) {
   }
 }
 
+int fp4_code(int plain) {
+  const int size = plain < 0 ? -plain : plain;
+  return int(std::find(kE2M1, kE2M1 + 7, size) - kE2M1) | (plain < 0 ? 8 : 0);
+}
+
 // Formats of 4 to 6 bits.
 void pack_bits(const Weights &w, const int8_t *plain, uint8_t *to, int panel) {
   const int depth = w.padded(), bits = w.bits(), bytes = kPanel * 4 * bits / 8;
@@ -29,7 +34,8 @@ void pack_bits(const Weights &w, const int8_t *plain, uint8_t *to, int panel) {
     const int output = w.output(panel, i);
     const int8_t *row = plain + size_t(output < 0 ? 0 : output) * w.inputs;
     for (int k = 0; k < depth; k++) {
-      const int code = zero + (output < 0 || k >= w.inputs ? 0 : row[k]), upper = code >> 4;
+      const int plain = output < 0 || k >= w.inputs ? 0 : row[k];
+      const int code = w.format == kFp4 ? fp4_code(plain) : zero + plain, upper = code >> 4;
       uint8_t *step = to + size_t(k / 4) * bytes;
       const int word = i % 16 * 2 + k % 2, j = k % 4 / 2 * 2 + i / 16;
       step[2 * word + j / 2] |= uint8_t((code & 0xf) << j % 2 * 4);
@@ -60,14 +66,22 @@ uint16_t to_bfloat(float x) {
   return x != x ? bits >> 16 | 0x40 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
-// The integer that pack_bits, or pack_panel of bytes, put at k of place i.
-int code_at(const Weights &w, const uint8_t *panel, int i, int k) {
+float from_fp8(uint8_t x) {
+  const int size = x & 0x7f;
+  const float number = size < 8 ? float(size) * 0x1p-9f : from_bits((uint32_t(size) << 20) + (120u << 23));
+  return x & 0x80 ? -number : number;
+}
+
+// The number that pack_bits, or pack_panel of bytes, put at k of place i.
+float value_at(const Weights &w, const uint8_t *panel, int i, int k) {
   if (w.format == kI8) return int8_t(panel[size_t(k / 2) * 2 * kPanel + i / 16 * 32 + k % 2 * 16 + i % 16]);
+  if (w.format == kFp8) return from_fp8(panel[size_t(k / 2) * 2 * kPanel + 2 * i + k % 2]);
   const int bits = w.bits(), word = i % 16 * 2 + k % 2, j = k % 4 / 2 * 2 + i / 16;
   const uint8_t *step = panel + size_t(k / 4) * (kPanel * 4 * bits / 8);
   int code = step[2 * word + j / 2] >> j % 2 * 4 & 0xf;
   if (bits == 5) code |= (step[64 + 4 * j + word / 8] >> word % 8 & 1) << 4;
   if (bits == 6) code |= (step[64 + word] >> 2 * j & 3) << 4;
+  if (w.format == kFp4) return code & 8 ? -kE2M1[code & 7] : kE2M1[code];
   return code - (w.format == kI4 ? 8 : w.format == kI6 ? 32 : 0);
 }
 
@@ -75,6 +89,8 @@ float factor_at(const Weights &w, const Factors &factors, int panel, int i, int 
   const size_t each = (size_t(panel) * w.groups() + k / w.group) * kPanel + i;
   if (factors.kind == Factors::kHalf) return from_half(static_cast<const uint16_t *>(factors.each)[each]);
   if (factors.kind == Factors::kBfloat) return from_bits(uint32_t(static_cast<const uint16_t *>(factors.each)[each]) << 16);
+  if (factors.kind == Factors::kFloat) return static_cast<const float *>(factors.each)[each];
+  if (factors.kind == Factors::kZeros) return -factor_at(w, w.scales, panel, i, k) * static_cast<const int8_t *>(factors.each)[each];
   const float coarse = from_half(factors.coarse[(size_t(panel) * w.supers() + k / kSuper) * kPanel + i]);
   return coarse * static_cast<const int8_t *>(factors.each)[each];
 }
@@ -92,11 +108,12 @@ void unpack_row(const Weights &w, int output, void *to) {
     } else if (w.format == kBF16) {
       static_cast<uint16_t *>(to)[k] = halves[size_t(k / 2) * 2 * kPanel + 2 * i + k % 2];
     } else {
-      if (k % w.group == 0) {
-        scale = factor_at(w, w.scales, panel, i, k);
-        offset = w.offsets.each ? factor_at(w, w.offsets, panel, i, k) : 0;
+      const int at = w.place ? w.place[k] : k;
+      if (w.place || k % w.group == 0) {
+        scale = factor_at(w, w.scales, panel, i, at);
+        offset = w.offsets.each ? factor_at(w, w.offsets, panel, i, at) : 0;
       }
-      static_cast<uint16_t *>(to)[k] = to_bfloat(code_at(w, data, i, k) * scale + offset);
+      static_cast<uint16_t *>(to)[k] = to_bfloat(value_at(w, data, i, at) * scale + offset);
     }
   }
 }
@@ -107,7 +124,7 @@ void pack_weights(const Weights &w, const void *plain, void *packed, int threads
     switch (w.format) {
       case kF32: return pack_panel(w, static_cast<const float *>(plain), reinterpret_cast<float *>(to), panel);
       case kBF16: return pack_panel(w, static_cast<const uint16_t *>(plain), reinterpret_cast<uint16_t *>(to), panel);
-      case kI8: return pack_panel(w, static_cast<const int8_t *>(plain), reinterpret_cast<int8_t *>(to), panel);
+      case kI8: case kFp8: return pack_panel(w, static_cast<const int8_t *>(plain), reinterpret_cast<int8_t *>(to), panel);
       default: return pack_bits(w, static_cast<const int8_t *>(plain), reinterpret_cast<uint8_t *>(to), panel);
     }
   });

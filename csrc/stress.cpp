@@ -53,7 +53,7 @@ void linear(int caller) {
   constexpr int kOutputs = 640, kInputs = 96, kRows = 70;
   static const std::vector<uint16_t> plain = numbers(kOutputs * kInputs), x = numbers(kRows * kInputs);
   static const std::vector<uint16_t> norm = numbers(kInputs);
-  Weights w{kBF16, kOutputs, kInputs, 32, false, nullptr, {}, {}, nullptr};
+  Weights w{kBF16, kOutputs, kInputs, 32, false, nullptr, {}, {}, nullptr, nullptr};
   std::vector<char> packed(w.panels() * w.panel_bytes());
   pack_weights(w, plain.data(), packed.data(), 3);
   w.data = packed.data();

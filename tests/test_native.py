@@ -205,7 +205,7 @@ def test_linear_refuses(isa):
         with pytest.raises(ValueError, match="bias is"):
             Linear(rand(8, 16, dtype=torch.bfloat16), bad)
     values, good = torch.zeros(4, 64, dtype=torch.int8), rand(4, 2, dtype=torch.bfloat16)
-    for bad in (good[:, :1], good[:3], good.float(), good.char(), (good.char(), good), (good, good[:, :1].half())):
+    for bad in (good[:, :1], good[:3], good.double(), good.char(), (good.char(), good), (good, good[:, :1].half())):
         with pytest.raises(ValueError, match="scales "):
             Linear(Quantized(8, 32, values, bad))
     for group in (16, 48, 0, 256):

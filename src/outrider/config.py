@@ -155,8 +155,6 @@ class ModelConfig:
         if family is None:
             known = ", ".join(ARCHITECTURES)
             raise UnsupportedArchitecture(f"architecture {name} is not supported; supported: {known}")
-        if hf.get("quantization_config"):
-            raise UnsupportedArchitecture("quantised checkpoints are not supported; use the float one")
         if (act := hf.get("hidden_act", "silu")) not in ("silu", "swish"):
             raise UnsupportedArchitecture(f"hidden_act {act!r} is not supported; supported: silu")
         heads, layers = _whole(hf, "num_attention_heads"), _whole(hf, "num_hidden_layers")

@@ -1,9 +1,10 @@
-"""Any checkpoint that can be loaded, as a folder that others read: safetensors, config.json, tokenizer."""
+"""Any checkpoint that can be loaded, as a folder that others read: safetensors, config, tokenizer; dense or quantised."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from outrider import packed
 from outrider.config import ARCHITECTURES, DTYPES, ModelConfig
-from outrider.errors import ConfigError, UnsupportedArchitecture
+from outrider.errors import CheckpointError, ConfigError, UnsupportedArchitecture, brief
 from outrider.files import expand, new_folder, replacing, write_text
 from outrider.load import Progress, Source, open_source
 from outrider.model import Rotary
@@ -31,17 +33,53 @@ def export(name: str | Path, target: str | Path, dtype: str = "auto", progress: 
         raise ConfigError(f"dtype {dtype!r} is unknown; valid: auto, {', '.join(DTYPES)}")
     target, source = expand(target), open_source(name)
     kind = source.config.dtype if dtype == "auto" else dtype
-    config = json.dumps(_config(source) | {"dtype": kind}, indent=2)
+    plain: torch.dtype = getattr(torch, kind)
     with new_folder(target) as folder:
-        _describe(source, folder)
-        write_text(folder / "config.json", config + "\n")
-        _write(source, folder, getattr(torch, kind), progress)
+        _describe(source, folder, {"dtype": kind})
+        _write(source, folder, lambda name, tensor: {name: tensor.to(plain).contiguous()}, plain, progress)
+    return target
+
+
+def quantize(name: str | Path, target: str | Path, bits: int = 4, progress: Progress | None = None) -> Path:
+    """Write a checkpoint as compressed-tensors W4A16 or W8A16, which vLLM and transformers load; returns the folder.
+
+    The linears of the layers get `bits`, 4 or 8: of 4 bits a scale for each group of inputs (128, 64 or 32: the largest
+    that divides them all, else all), of 8 one for each output. The rest stays, in bfloat16, or float16 if it was that.
+    Raises as `export`.
+    """
+    if bits not in (4, 8) or isinstance(bits, bool):
+        raise ConfigError(f"bits must be 4 or 8, not {brief(bits)}")
+    target, source = expand(target), open_source(name)
+    kind = "float16" if source.config.dtype == "float16" else "bfloat16"
+    plain: torch.dtype = getattr(torch, kind)
+    shapes = {
+        name: shape for name, shape in source.weights.shapes.items() if name.endswith(".weight") and len(shape) == 2
+    }
+    linears = {name for name in shapes if name.endswith("_proj.weight")}
+    if not linears:
+        raise UnsupportedArchitecture(f"{source.path} has no linears named *_proj: nothing that would be quantised")
+    sizes = (128, 64, 32) if bits == 4 else ()
+    group = next((n for n in sizes if all(shapes[name][1] % n == 0 for name in linears)), -1)
+    outside = ("model.embed_tokens.weight",)
+    ignore = sorted({"lm_head", *(name[: -len(".weight")] for name in shapes.keys() - linears - {*outside})})
+
+    def convert(name: str, tensor: Tensor) -> dict[str, Tensor]:
+        if name not in linears:
+            return {name: tensor.to(plain).contiguous()}
+        if not tensor.isfinite().all():
+            raise CheckpointError(f"{source.path}: {name} is not finite: it holds NaN or infinite numbers")
+        return packed.compress(name, tensor, bits, group, plain)
+
+    with new_folder(target) as folder:
+        _describe(source, folder, {"dtype": kind, "quantization_config": packed.config(bits, group, ignore)})
+        _write(source, folder, convert, plain, progress)
     return target
 
 
 def _config(source: Source) -> dict[str, Any]:
     """What config.json says."""
-    config = {key: value for key, value in source.hf.items() if key != "torch_dtype" and value != []}
+    left = ("torch_dtype", "quantization_config")
+    config = {key: value for key, value in source.hf.items() if key not in left and value != []}
     if source.path.is_dir():
         return config
     rope = dict(config["rope_parameters"])
@@ -63,21 +101,28 @@ def _llama3(config: ModelConfig) -> dict[str, Any]:
     raise UnsupportedArchitecture("this file's rope factors are none of Llama 3's: no config.json can say them")
 
 
-def _describe(source: Source, folder: Path) -> None:
-    """Tokenizer and generation config."""
+def _describe(source: Source, folder: Path, says: dict[str, Any]) -> None:
+    """Config, which also `says` this, tokenizer and generation config."""
+    config = json.dumps(_config(source) | says, indent=2) + "\n"
     if source.path.is_dir():
         for pattern in ("*.json", "*.jinja", "*.model"):
             for file in source.path.glob(pattern):
                 if not file.name.endswith(".index.json"):
                     shutil.copyfile(file, folder / file.name)
+        write_text(folder / "config.json", config)
         return
+    write_text(folder / "config.json", config)
     if (tokenizer := source.tokenizer()) is not None:
         tokenizer.save_pretrained(folder)
     if ends := list(source.config.eos):
         write_text(folder / "generation_config.json", json.dumps({"eos_token_id": ends}) + "\n")
 
 
-def _write(source: Source, folder: Path, dtype: torch.dtype, progress: Progress | None) -> None:
+Convert = Callable[[str, Tensor], dict[str, Tensor]]
+"""`convert(name, tensor)`: what is written for a tensor, by its names; no larger than it is in the dtype."""
+
+
+def _write(source: Source, folder: Path, convert: Convert, dtype: torch.dtype, progress: Progress | None) -> None:
     """All tensors, in files of bounded size."""
     names = sorted(source.weights.shapes)
     sizes = {name: dtype.itemsize * torch.Size(source.weights.shapes[name]).numel() for name in names}
@@ -88,19 +133,21 @@ def _write(source: Source, folder: Path, dtype: torch.dtype, progress: Progress 
             room = SHARD
         shards[-1].append(name)
         room -= sizes[name]
-    where, done = dict[str, str](), 0
+    where, done, total = dict[str, str](), 0, 0
     for i, shard in enumerate(shards):
         file = "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
         tensors: dict[str, Tensor] = {}
         for name in shard:
             if progress:
                 progress("writing weights", done, len(names))
-            tensors[name] = source.weights.mapped(name, *source.weights.shapes[name]).to(dtype).contiguous()
-            where[name], done = file, done + 1
+            tensors |= convert(name, source.weights.mapped(name, *source.weights.shapes[name]))
+            done += 1
+        where |= dict.fromkeys(tensors, file)
+        total += sum(tensor.nbytes for tensor in tensors.values())
         with replacing(folder / file) as partial:
             save_file(tensors, partial, metadata={"format": "pt"})
     if len(shards) > 1:
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
+        index = {"metadata": {"total_size": total}, "weight_map": where}
         write_text(folder / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
     if progress:
         progress("writing weights", len(names), len(names))

@@ -21,7 +21,9 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf import dequantize as expand
 from torch import Tensor
 
+from outrider import quantize
 from outrider.errors import CheckpointError, UnsupportedArchitecture
+from outrider.ops import Quantized
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
@@ -66,6 +68,10 @@ class Stored:
             raise UnsupportedArchitecture(
                 f"tensors of type {self.kind} cannot be expanded by the gguf package"
             ) from None
+
+    def quantized(self) -> Quantized | None:
+        """For the kernels, nothing rounded; None if they do not know such blocks."""
+        return quantize.from_gguf(self.blocks, self.kind) if self.kind in quantize.GGUF else None
 
     def rows(self, at: Tensor) -> Tensor:
         """The numbers (n, inputs) of some rows of a matrix, by their indices (n,)."""

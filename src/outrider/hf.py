@@ -20,7 +20,7 @@ from transformers import GenerationConfig, StopStringCriteria
 
 from outrider.config import ModelConfig, SamplingParams, SpeculativeConfig
 from outrider.engine import Request
-from outrider.errors import ConfigError, RequestError, told
+from outrider.errors import ConfigError, RequestError, UnsupportedArchitecture, told
 from outrider.llm import LLM
 from outrider.load import Checkpoint, adopt
 
@@ -62,6 +62,10 @@ def accelerate(
     """
     if not hasattr(model, "generation_config") or not hasattr(model, "named_parameters"):
         raise ConfigError(f"accelerate takes a loaded transformers causal LM, not {type(model).__name__}")
+    if getattr(model.config, "quantization_config", None):
+        raise UnsupportedArchitecture(
+            "a quantised transformers model cannot be shared; give its folder to outrider.LLM"
+        )
     held = dict(model.named_parameters())
     kinds = {(p.dtype, p.device) for p in held.values()}
     tied = "lm_head.weight" not in held  # tied parameters are listed once

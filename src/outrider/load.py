@@ -8,12 +8,11 @@ a token touches one row.
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import json
 import logging
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from outrider import gguf, quantize
+from outrider import gguf, packed, quantize
 from outrider.config import DTYPES, ModelConfig
 from outrider.errors import CheckpointError, ConfigError, ModelNotFound, VocabularyMismatch
 from outrider.model import Layer, Model
-from outrider.ops import Linear, Quantized, native, packs
+from outrider.ops import Linear, Quantized, join, native, packs
 
 logger = logging.getLogger(__name__)
 PACKAGED = "smollm2"
@@ -83,9 +82,11 @@ def open_source(name: str | Path) -> Source:
     """Open what `find` takes: a folder's safetensors or a GGUF file. Raises as `load` does."""
     path = find(name)
     if path.is_dir():
-        return Source(
-            path, read_config(path), _Weights(path), lambda: read_tokenizer(path), _json(path / "config.json")
-        )
+        hf, config = _json(path / "config.json"), read_config(path)
+        weights = _Weights(path)
+        if hf.get("quantization_config"):
+            weights, config = _Packed(weights, hf), replace(config, dtype="bfloat16")  # which is what the kernels take
+        return Source(path, config, weights, lambda: read_tokenizer(path), hf)
     file = gguf.File(path)
     hf = file.config()
     config = ModelConfig.from_hf(hf, tuple(hf["eos_token_id"]))
@@ -288,18 +289,20 @@ class _Weights:
             raise CheckpointError(f"{path} has no safetensors weights{hint}")
         self.files: dict[str, Path] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.kinds: dict[str, str] = {}  # dtypes, as safetensors names them
         for name in names:
             try:
                 with safe_open(path / name, "pt") as file:
                     for key in file.keys():  # noqa: SIM118 - not a dict
                         self.files[key] = path / name
                         self.shapes[key] = tuple(file.get_slice(key).get_shape())
+                        self.kinds[key] = file.get_slice(key).get_dtype()
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{path / name} is missing, truncated or damaged: {error}") from None
         self.unused = set(self.files)
 
-    def stored(self, name: str, *shape: int) -> gguf.Stored | None:
-        """A matrix in quantised blocks, or None if it is of floats. Raises as `mapped`."""
+    def stored(self, name: str, *shape: int) -> gguf.Stored | packed.Packed | None:
+        """A quantised matrix, or None if it is of floats. Raises as `mapped`."""
         self._claim(name, shape)
         return None
 
@@ -341,6 +344,38 @@ class _Held(_Weights):
 
     def _read(self, name: str) -> Tensor:
         return self.tensors[name]
+
+
+class _Packed(_Weights):
+    """The tensors of a folder whose config.json has a quantization_config: a quantised weight under its plain name."""
+
+    def __init__(self, plain: _Weights, hf: Mapping[str, Any]) -> None:
+        self.path, self.plain, self.files = plain.path, plain, dict(plain.files)
+        about = {name: (shape, plain.kinds[name]) for name, shape in plain.shapes.items()}
+        self.reader = packed.Reader(hf["quantization_config"], about, plain._read, plain.path)
+        replaced = {part for parts in self.reader.parts.values() for part in parts}
+        self.shapes = {name: s for name, s in plain.shapes.items() if name not in {*replaced, *self.reader.extra}}
+        for name, linear in self.reader.packed.items():
+            self.shapes[name], self.files[name] = linear.shape, plain.files[self.reader.parts[name][0]]
+        self.unused = set(self.shapes)
+
+    def stored(self, name: str, *shape: int) -> packed.Packed | None:
+        super().stored(name, *shape)
+        return self.reader.packed.get(name)
+
+    def _read(self, name: str) -> Tensor:
+        linear = self.reader.packed.get(name)
+        return self.plain._read(name) if linear is None else linear.dense()
+
+    def check_unused(self) -> None:
+        for name in [name for name in self.unused if name.endswith(".bias")]:
+            if f"{name[:-5]}.weight" in self.reader.packed and not self._read(name).any():
+                self.unused.discard(name)  # GPTQ's tools have written biases of zeros where there are none
+        super().check_unused()
+        if rounded := self.reader.rounded:
+            logger.warning(
+                "%s: activations stay bfloat16, where the config would round them to %s", self.path.name, rounded
+            )
 
 
 class _Blocks(_Weights):
@@ -428,7 +463,7 @@ class _Builder:
             progress("loading weights", c.num_layers, c.num_layers)
         if self.widened:
             logger.warning(
-                "%s: no kernel here reads %s blocks as they are; they are held as %s, all weights in %.0f MB",
+                "%s: no kernel here reads %s as stored; such weights are held as %s, all weights in %.0f MB",
                 self.weights.path.name, ", ".join(sorted(self.widened)), self.dtype, model.nbytes / 1e6,
             )  # fmt: skip
         return model
@@ -456,8 +491,8 @@ class _Builder:
         stored = self.weights.stored(name, *shape)
         if not c.tied:
             head = self.linear("", {"lm_head": c.vocab_size}, c.hidden_size, False, scheme=scheme)
-        elif stored and self.runs_stored([stored]) and not scheme:
-            head = Linear(self.quantized([stored], [name]))
+        elif stored and not scheme and (found := self.quantized(stored, name)):
+            head = Linear(found)
             return head.rows, head
         else:
             weight = self.weights.mapped(name, *shape).detach().to(device=self.device, dtype=self.dtype)
@@ -469,21 +504,15 @@ class _Builder:
         embedding = self.weights.mapped(name, *shape).detach()  # anew: pages that packing the head has read can go
         return embedding if self.device.type == "cpu" else embedding.to(device=self.device, dtype=self.dtype), head
 
-    def runs_stored(self, parts: list[gguf.Stored], gated: bool = False) -> bool:
-        """Whether the kernels read these blocks as they are."""
-        kinds = {part.kind for part in parts}
-        runs = native.runs(self.dtype, self.device) and self.dtype == torch.bfloat16
-        return runs and kinds <= quantize.GGUF.keys() and not (gated and len(kinds) > 1)
-
-    def quantized(self, parts: list[gguf.Stored], names: list[str]) -> list[Quantized]:
-        """Matrices of one product as they are stored: neighbours of the same type in one piece."""
-        found: list[Quantized] = []
-        for kind, run in itertools.groupby(parts, key=lambda part: part.kind):
-            found.append(quantize.from_gguf(torch.cat([part.blocks for part in run]), kind))
-            for factors in (found[-1].scales, found[-1].offsets):
+    def quantized(self, stored: gguf.Stored | packed.Packed, name: str) -> Quantized | None:
+        """A matrix as it is stored, if the kernels read it so; else None."""
+        if self.dtype != torch.bfloat16 or not native.runs(self.dtype, self.device):
+            return None
+        if (found := stored.quantized()) is not None:
+            for factors in (found.scales, found.offsets):
                 for numbers in factors if isinstance(factors, tuple) else (factors,):
                     if numbers is not None and numbers.is_floating_point():
-                        _finite(numbers, self.weights.path, ", ".join(names))
+                        _finite(numbers, self.weights.path, name)
         return found
 
     def tensor(self, name: str, *shape: int) -> Tensor:
@@ -505,11 +534,19 @@ class _Builder:
         biases = [self.tensor(f"{prefix}{name}.bias", rows) for name, rows in parts.items()] if bias else []
         added = torch.cat(biases) if biases else None
         stored = [self.weights.stored(name, rows, inputs) for name, rows in zip(names, parts.values(), strict=True)]
-        blocks = [part for part in stored if part is not None]
-        if len(blocks) == len(parts) and not scheme and self.runs_stored(blocks, gated):
-            return Linear(self.quantized(blocks, names), added, gated=gated)
-        if blocks and not scheme:
-            self.widened |= {part.kind for part in blocks}
+        found = [
+            self.quantized(part, name) if part and not scheme else None
+            for part, name in zip(stored, names, strict=True)
+        ]  # fmt: skip
+        pieces: list[Tensor | Quantized] = []
+        if any(found):
+            each = zip(found, names, parts.values(), strict=True)
+            pieces = join([self.tensor(name, rows, inputs) if q is None else q for q, name, rows in each])
+        kept = bool(pieces) and not (gated and len(pieces) > 1)
+        if not scheme:  # what becomes dense is said, once for all
+            self.widened |= {part.kind for part, q in zip(stored, found, strict=True) if part and not (q and kept)}
+        if kept:
+            return Linear(pieces, added, gated=gated)
         size = sum(parts.values()) * inputs
         if not packs(self.dtype, self.device):
             out = torch.empty(size, dtype=self.dtype, device=self.device).view(-1, inputs)

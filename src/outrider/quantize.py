@@ -66,6 +66,36 @@ def quantize(weight: Tensor, scheme: str) -> Quantized:
     return Quantized(bits, group, values, scales, offsets)
 
 
+CLIPS = [1 - 0.025 * i for i in range(13)]  # of a group's largest weight, tried as the end of its range
+
+
+def symmetric(weight: Tensor, bits: int, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Integers (out, in) int8 and scales (out, groups) for weights (out, in), in groups that divide the inputs.
+
+    Of some ranges up to the largest weight, each group gets that of the least squared error; scales are rounded to
+    dtype before weights are.
+    """
+    rows, inputs = weight.shape
+    half = 2 ** (bits - 1)
+    values = torch.empty(rows, inputs, dtype=torch.int8)
+    scales = torch.empty(rows, inputs // group, dtype=dtype)
+    step = max(1, BLOCK // inputs)
+    for at in range(0, rows, step):
+        w = weight[at : at + step].float().reshape(-1, inputs // group, group)
+        largest = w.abs().amax(-1)
+        least = torch.full_like(largest, torch.inf)
+        for clip in CLIPS:
+            scale = (largest * (clip / (half - 0.5))).to(dtype)
+            divisor = torch.where(scale == 0, 1.0, scale.float())[..., None]
+            q = (w / divisor).round_().clamp_(-half, half - 1)
+            error = (q * divisor - w).square_().sum(-1)
+            better = error < least
+            least = torch.where(better, error, least)
+            scales[at : at + step][better] = torch.where(scale == 0, 1.0, scale)[better].to(dtype)
+            values[at : at + step].view(len(w), -1, group)[better] = q[better].char()
+    return values, scales
+
+
 def from_gguf(blocks: Tensor, kind: str) -> Quantized:
     """Rows of weights as a GGUF file stores them, (out, bytes) uint8, with nothing lost; `kind` is one of GGUF.
 

@@ -18,7 +18,7 @@ import outrider
 from outrider.cli.bench import bench_app
 from outrider.cli.chat import chat
 from outrider.cli.datastore import datastore_app
-from outrider.cli.export import export
+from outrider.cli.export import export, quantize
 from outrider.cli.generate import generate
 from outrider.cli.info import info
 from outrider.cli.output import as_line
@@ -75,6 +75,7 @@ app.add_typer(bench_app, name="bench", cls=Group)
 app.add_typer(datastore_app, name="datastore", cls=Group)
 app.add_typer(train_app, name="train", cls=Group)
 app.command()(export)
+app.command()(quantize)
 app.command()(info)
 app.command()(plan)
 

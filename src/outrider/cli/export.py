@@ -1,4 +1,4 @@
-"""`outrider export`: a checkpoint as a folder that other engines read."""
+"""`outrider export` and `outrider quantize`: a checkpoint as a folder that other engines read."""
 
 from __future__ import annotations
 
@@ -21,5 +21,19 @@ def export(
 
     with Reporter() as reporter:
         write(model, folder, dtype, reporter)
+    size = sum(path.stat().st_size for path in folder.expanduser().glob("*.safetensors"))
+    tell(f"{folder}: {size / 1e6:,.0f} MB of weights")
+
+
+def quantize(
+    model: Annotated[str, typer.Argument(callback=check_model, help="Folder, GGUF file, hub id or embedded model.")],
+    folder: Annotated[Path, typer.Argument(help="New or empty folder.")],
+    bits: Annotated[int, typer.Option(help="Bits of a weight: 4 or 8.")] = 4,
+) -> None:
+    """Write a checkpoint with weights of 4 or 8 bits, as compressed-tensors W4A16 or W8A16, which others load, too."""
+    from outrider.export import quantize as write
+
+    with Reporter() as reporter:
+        write(model, folder, bits, reporter)
     size = sum(path.stat().st_size for path in folder.expanduser().glob("*.safetensors"))
     tell(f"{folder}: {size / 1e6:,.0f} MB of weights")

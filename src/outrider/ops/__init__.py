@@ -17,7 +17,7 @@ from outrider.ops.attention import (
     write,
 )
 from outrider.ops.elementwise import argmax, rms_norm, rope, rotate, swiglu
-from outrider.ops.linear import Factors, Linear, Quantized, packs
+from outrider.ops.linear import Factors, Linear, Quantized, join, packs
 from outrider.ops.walk import Block, Stores, Walk
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "attention",
     "attention_mask",
     "follows_paths",
+    "join",
     "packs",
     "rms_norm",
     "rope",

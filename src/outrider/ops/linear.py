@@ -8,7 +8,7 @@ single row takes another path there; it is therefore computed as two. Elsewhere 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -22,17 +22,19 @@ CPU = torch.device("cpu")
 
 
 Factors: TypeAlias = Tensor | tuple[Tensor, Tensor]
-"""A number for each output and group of inputs: (out, groups) bfloat16 or float16; or (out, groups) int8, and coarse
-ones (out, supers) float16 by which these are multiplied, one for 256 inputs."""
+"""A number for each output and group of inputs: (out, groups) bfloat16, float16 or float32; or (out, groups) int8, and
+coarse ones (out, supers) float16 by which these are multiplied, one for 256 inputs."""
 
 
 @dataclass
 class Quantized:
-    """Weights (out, in) as integers times a scale, plus an offset, for each group of inputs.
+    """Weights (out, in) as numbers of few bits times a scale, plus an offset, for each group of inputs.
 
-    values (out, in) int8, of so many bits: 8, 6 or 4 with a sign, or 5 or 4 without one (`signed` false). offsets are
-    None if they are all zero. A group is 32, 64 or 128 inputs, of which the last may be short; or 16, if there are a
-    multiple of 32 inputs.
+    values (out, in) int8, of so many bits: 8, 6 or 4 with a sign, or 5 or 4 without one (`signed` false). With `floats`
+    they are E4M3 of 8 bits, as float8_e4m3fn, or E2M1 of 4, as int8 that hold twice the number. offsets are None if
+    they are all zero; in their place there may be zeros (out, groups) int8, taken away before values are scaled. A
+    group is 32, 64 or 128 inputs, of which the last may be short; or 16, if there are a multiple of 32 inputs. With
+    `order` (in,) int32, column i is the weight of input order[i]: those of a group are neighbours.
     """
 
     bits: int
@@ -41,11 +43,23 @@ class Quantized:
     scales: Factors
     offsets: Factors | None = None
     signed: bool = True
+    zeros: Tensor | None = None
+    order: Tensor | None = None
+    floats: bool = False
+
+    @property
+    def fits(self) -> bool:
+        """Whether the kernels take groups of this size."""
+        return self.group in (32, 64, 128) or (self.group == 16 and self.values.shape[1] % 32 == 0)
 
     def dense(self) -> Tensor:
         """The weights that these stand for, (out, in) float32."""
-        dense = self.values * self._spread(self.scales)
-        return dense if self.offsets is None else dense + self._spread(self.offsets)
+        values = self.values.float()
+        if self.zeros is not None:
+            values = values - self._spread(self.zeros)
+        dense = values * self._spread(self.scales)
+        dense = dense if self.offsets is None else dense + self._spread(self.offsets)
+        return dense if self.order is None else dense[:, self.order.argsort()]
 
     def _spread(self, factors: Factors) -> Tensor:
         """(out, in) float32."""
@@ -57,6 +71,46 @@ class Quantized:
         )
         return fine[:, :inputs] * coarse[:, :inputs]
 
+    def like(self, other: object) -> bool:
+        """Whether the rows of the other one can lie below these."""
+        if not isinstance(other, Quantized) or self._kind() != other._kind():
+            return False
+        if self.order is None or other.order is None:
+            return self.order is other.order
+        return torch.equal(self.order, other.order)
+
+    def _kind(self) -> tuple[object, ...]:
+        factors = [[y.dtype for y in (x if isinstance(x, tuple) else (x,)) if y is not None] for x in self._factors()]
+        return self.bits, self.group, self.signed, self.floats, self.values.dtype, self.values.shape[1], factors
+
+    def _factors(self) -> list[Factors | None]:
+        return [self.scales, self.offsets, self.zeros]
+
+
+def join(parts: list[Tensor | Quantized]) -> list[Tensor | Quantized]:
+    """Parts of a weight that lie one below the other, with neighbours that are alike in one piece."""
+    runs: list[list[Tensor | Quantized]] = []
+    for part in parts:
+        first = runs[-1][0] if runs else None
+        alike = isinstance(part, Tensor) if isinstance(first, Tensor) else first is not None and first.like(part)
+        runs[-1].append(part) if alike else runs.append([part])
+    return [run[0] if len(run) == 1 else _stack(run) for run in runs]
+
+
+def _stack(parts: list[Any]) -> Tensor | Quantized:
+    if isinstance(parts[0], Tensor):
+        return torch.cat(parts)
+    first: Quantized = parts[0]
+
+    def all_of(name: str) -> Any:
+        some = [getattr(part, name) for part in parts]
+        if isinstance(some[0], tuple):
+            return tuple(torch.cat(each) for each in zip(*some, strict=True))
+        return None if some[0] is None else torch.cat(some)
+
+    values = torch.cat([part.values.view(torch.int8) for part in parts]).view(first.values.dtype)
+    return replace(first, values=values, scales=all_of("scales"), offsets=all_of("offsets"), zeros=all_of("zeros"))
+
 
 CODES = {  # of Quantized's bits and sign
     (8, True): native.INT8,
@@ -65,7 +119,13 @@ CODES = {  # of Quantized's bits and sign
     (4, True): native.INT4,
     (4, False): native.UINT4,
 }
-KINDS = {torch.bfloat16: native.BFLOAT, torch.float16: native.HALF, torch.int8: native.COARSE}
+FLOATS = {8: native.FP8, 4: native.FP4}  # of Quantized's bits, if these are floats
+KINDS = {
+    torch.bfloat16: native.BFLOAT,
+    torch.float16: native.HALF,
+    torch.float32: native.FLOAT,
+    torch.int8: native.COARSE,
+}
 
 
 def packs(dtype: torch.dtype, device: torch.device) -> bool:
@@ -87,13 +147,13 @@ class Linear:
 
     `gated`: the weight is a gate and an up, one below the other, and y = silu(gate) * up (rows, out / 2). With `pack`
     false the weight given is used as it is, shared with whoever holds it. Quantised weights take bfloat16 activations
-    and need the kernels; a list of them lies one below the other, each part as it is stored (not if `gated`). `kernel`
-    says what computes the products.
+    and need the kernels; a list, of which some may be plain, lies one below the other, each part as it is stored (not
+    if `gated`). `kernel` says what computes the products.
     """
 
     def __init__(
         self,
-        weight: Tensor | Quantized | list[Quantized],
+        weight: Tensor | Quantized | list[Tensor | Quantized],
         bias: Tensor | None = None,
         pack: bool = True,
         gated: bool = False,
@@ -128,9 +188,11 @@ class Linear:
         self.nbytes = weight.nbytes + (bias.nbytes if bias is not None else 0)
 
     def _pack(self, plain: Tensor, quantized: Quantized | None) -> Any:
-        code = native.FORMATS[self.dtype] if quantized is None else CODES[quantized.bits, quantized.signed]
-        group = quantized.group if quantized else 32
-        if group not in (16, 32, 64, 128) or (group == 16 and plain.shape[1] % 32):
+        group, code = 32, native.FORMATS[self.dtype]
+        if quantized:
+            floats, bits = quantized.floats, quantized.bits
+            group, code = quantized.group, FLOATS[bits] if floats else CODES[bits, quantized.signed]
+        if quantized and not quantized.fits:
             raise ValueError(
                 f"groups of {group} of {plain.shape[1]} inputs: a group is 32, 64 or 128, or 16 of whole 32"
             )
@@ -142,18 +204,26 @@ class Linear:
             self._pack_factors(w, "scales", quantized.scales, plain, group)
             if quantized.offsets is not None:
                 self._pack_factors(w, "offsets", quantized.offsets, plain, group)
+            if quantized.zeros is not None:
+                self._pack_each(w, "offsets", quantized.zeros, (len(plain), -(-plain.shape[1] // group)), native.ZEROS)
+            if quantized.order is not None:
+                place = native.fitting("order", quantized.order.argsort().int(), (plain.shape[1],), torch.int32, CPU)
+                w.set_place(place.data_ptr())
+                self._kept.append(place)
         return w
+
+    def _pack_each(self, w: Any, name: str, each: Tensor, shape: tuple[int, int], kind: int) -> None:
+        each = native.fitting(name, each, shape, each.dtype, CPU)
+        packed = torch.empty(w.room(shape[1]), dtype=each.dtype)
+        w.pack_scales(name == "offsets", kind, each.data_ptr(), shape[1], each.itemsize, packed.data_ptr())
+        self._kept.append(packed)
 
     def _pack_factors(self, w: Any, name: str, factors: Factors, plain: Tensor, group: int) -> None:
         each, coarse = (factors, None) if isinstance(factors, Tensor) else factors
         if each.dtype not in KINDS or (each.dtype == torch.int8) != (coarse is not None):
-            raise ValueError(f"{name} of {each.dtype}: bfloat16, float16, or int8 with coarse ones")
+            raise ValueError(f"{name} of {each.dtype}: bfloat16, float16, float32, or int8 with coarse ones")
         rows, inputs = plain.shape
-        each = native.fitting(name, each, (rows, -(-inputs // group)), each.dtype, CPU)
-        packed = torch.empty(w.room(each.shape[1]), dtype=each.dtype)
-        shape = each.shape[1], each.itemsize
-        w.pack_scales(name == "offsets", KINDS[each.dtype], each.data_ptr(), *shape, packed.data_ptr())
-        self._kept.append(packed)
+        self._pack_each(w, name, each, (rows, -(-inputs // group)), KINDS[each.dtype])
         if coarse is not None:
             coarse = native.fitting(f"coarse {name}", coarse, (rows, -(-inputs // native.SUPER)), torch.float16, CPU)
             packed = torch.empty(w.room(coarse.shape[1]), dtype=torch.float16)

@@ -16,8 +16,8 @@ from torch import Tensor
 from outrider.errors import ConfigError
 
 REFERENCE = "reference"
-F32, BF16, INT8, INT4, UINT4, UINT5, INT6 = range(7)  # formats of weights, as csrc/linear.h has them
-BFLOAT, HALF, COARSE = range(3)  # kinds of factors
+F32, BF16, INT8, INT4, UINT4, UINT5, INT6, FP4, FP8 = range(9)  # formats of weights, as csrc/linear.h has them
+BFLOAT, HALF, COARSE, FLOAT, ZEROS = range(5)  # kinds of factors
 SUPER = 256  # inputs that share a coarse factor
 HUGE = 2**21  # bytes of a large page
 FORMATS = {torch.float32: F32, torch.bfloat16: BF16}
@@ -81,9 +81,11 @@ def computes_right() -> bool:
     """Whether small products of all formats agree with float64 on the instruction set in use."""
     x, weight = torch.linspace(-2, 2, 3 * 72).view(3, 72).cos(), torch.arange(40 * 72).view(40, 72) % 15
     scales, coarse = torch.arange(1, 41).view(40, 1).repeat(1, 3) % 60, torch.full((40, 1), 1 / 64, dtype=torch.float16)
-    for code in range(7):
+    for code in range(9):
         plain = weight - (0 if code in (UINT4, UINT5) else 7)
-        plain = plain.to({F32: torch.float32, BF16: torch.bfloat16}.get(code, torch.int8))
+        plain = torch.where(plain.abs() % 2 * plain.abs() > 4, plain.sign() * 6, plain) if code == FP4 else plain
+        kinds = {F32: torch.float32, BF16: torch.bfloat16, FP8: torch.float8_e4m3fn}
+        plain = plain.to(kinds.get(code, torch.int8))
         a, y = x.to(torch.float32 if code == F32 else torch.bfloat16), torch.empty(3, 40)
         w = kernels.Weights(code, 40, 72, 32, False)
         data, factors = torch.empty(w.nbytes, dtype=torch.uint8), torch.empty(w.room(3), dtype=torch.int16)

@@ -1,0 +1,459 @@
+"""Quantised checkpoints in safetensors, written by hand from their formats' descriptions."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import run
+from safetensors.torch import load_file, save_file
+
+from outrider import LLM, SamplingParams
+from outrider.errors import CheckpointError, UnsupportedArchitecture
+from outrider.load import load, open_source
+from outrider.ops import Linear, native
+from outrider.packed import from_mxfp4
+
+needs_kernels = pytest.mark.skipif(native.active == native.REFERENCE, reason="the kernels are not built")
+SIZES = {"hidden_size": 128, "intermediate_size": 192}
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def words(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Rows of codes as int32, the first in the lowest bits."""
+    each = 32 // bits
+    codes = torch.nn.functional.pad(codes.long(), (0, -codes.shape[1] % each)).view(len(codes), -1, each)
+    packed = (codes << torch.arange(0, 32, bits)).sum(-1)
+    return torch.where(packed >= 2**31, packed - 2**32, packed).int()
+
+
+def spread(factors: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+    """Factors (out, groups) for each input, by the group that it is in."""
+    return factors.float()[:, of]
+
+
+class Case:
+    """Random quantised weights of one linear: `tensors` as a file has them, `dense` what they stand for."""
+
+    def __init__(self, out: int, inputs: int, seed: int, group: int = 32, bits: int = 4, **options) -> None:
+        self.out, self.inputs, self.group, self.bits, self.options = out, inputs, group, bits, options
+        self.noise = torch.Generator().manual_seed(seed)
+        self.groups = inputs // group if group > 0 else 1
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def codes(self, *shape: int, low: int = 0, high: int | None = None) -> torch.Tensor:
+        return torch.randint(low, 2**self.bits if high is None else high, shape, generator=self.noise)
+
+    def scales(self, *shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+        return ((torch.rand(shape, generator=self.noise) + 0.5) / 2**self.bits).to(dtype)
+
+    def of(self) -> torch.Tensor:
+        return torch.arange(self.inputs) // (self.inputs // self.groups)
+
+
+def gptq(case: Case, v2: bool = False, desc_act: bool = False, symmetric: bool = False) -> dict:
+    half = 2 ** (case.bits - 1)
+    q = case.codes(case.out, case.inputs)
+    z = case.codes(case.out, case.groups, low=1, high=2 * half - 1)  # a stored maximum has two meanings in v1
+    z = torch.full_like(z, half) if symmetric else z
+    s, of = case.scales(case.out, case.groups), case.of()
+    if desc_act:
+        of = of[torch.randperm(case.inputs, generator=torch.Generator().manual_seed(case.inputs))]
+        case.tensors["g_idx"] = of.int()
+    case.dense = spread(s, of) * (q - spread(z, of))
+    case.tensors |= {
+        "qweight": words(q, case.bits).T.contiguous(),
+        "qzeros": words((z - (0 if v2 else 1)).T, case.bits),
+        "scales": s.T.contiguous(),
+    }
+    return {
+        "quant_method": "gptq", "bits": case.bits, "group_size": case.group, "desc_act": desc_act, "sym": symmetric,
+        "checkpoint_format": "gptq_v2" if v2 else "gptq", "lm_head": False,
+    }  # fmt: skip
+
+
+def awq(case: Case) -> dict:
+    q, z, s = case.codes(case.inputs, case.out), case.codes(case.groups, case.out), case.scales(case.groups, case.out)
+    order = [0, 2, 4, 6, 1, 3, 5, 7]  # nibble i of a word holds this column
+    nibbles = lambda x: words(x.view(len(x), -1, 8)[..., order].reshape(len(x), -1), 4)  # noqa: E731
+    case.dense = (s.float()[case.of()] * (q - z[case.of()])).T
+    case.tensors = {"qweight": nibbles(q), "qzeros": nibbles(z), "scales": s}
+    return {"quant_method": "awq", "bits": 4, "group_size": case.group, "zero_point": True, "version": "gemm"}
+
+
+def compressed(case: Case, symmetric: bool = True, packed: bool = True, strategy: str = "group", **more) -> dict:
+    half = 2 ** (case.bits - 1)
+    q = case.codes(case.out, case.inputs, low=-half, high=half)
+    s = case.scales(1, 1) if strategy == "tensor" else case.scales(case.out, case.groups)
+    s = s.bfloat16() if packed else s.float()
+    z = case.codes(case.out, case.groups, low=-half, high=half)
+    z = torch.zeros_like(z) if symmetric else z
+    case.dense = spread(s.expand(case.out, -1), case.of()) * (q - spread(z, case.of()))
+    if packed:
+        shape = torch.tensor([case.out, case.inputs])
+        case.tensors = {"weight_packed": words(q + half, case.bits), "weight_shape": shape, "weight_scale": s}
+        if not symmetric:
+            case.tensors["weight_zero_point"] = words((z + half).T, case.bits).T.contiguous()
+    else:
+        case.tensors = {"weight": q.char(), "weight_scale": s[0] if strategy == "tensor" else s}
+        case.tensors |= {} if symmetric else {"weight_zero_point": z.char()}
+    weights = {
+        "num_bits": case.bits, "type": "int", "symmetric": symmetric, "strategy": strategy,
+        "group_size": case.group if strategy == "group" else None,
+    }  # fmt: skip
+    return ct_config(weights, "pack-quantized" if packed else "int-quantized", **more)
+
+
+def ct_config(weights: dict, form: str, **more) -> dict:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None} | more
+    return {
+        "quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group},
+        "ignore": ["lm_head"], "quantization_status": "compressed", "kv_cache_scheme": None,
+    }  # fmt: skip
+
+
+def fp8_codes(case: Case) -> torch.Tensor:
+    codes = case.codes(case.out, case.inputs, high=256).to(torch.uint8)
+    codes[codes & 0x7F == 0x7F] = 3
+    codes[codes & 0x7F > 0x60] &= 0x9F  # of a sane size
+    return codes.view(torch.float8_e4m3fn)
+
+
+def fp8(case: Case, block: bool = False, strategy: str = "channel", ours: bool = False) -> dict:
+    q = fp8_codes(case)
+    if block:
+        s = case.scales(-(-case.out // 128), -(-case.inputs // 128), dtype=torch.float32)
+        full = s.repeat_interleave(128, 0)[: case.out].repeat_interleave(128, 1)[:, : case.inputs]
+        strategy = "block"
+    else:
+        s = case.scales(*((case.out, 1) if strategy == "channel" else ()), dtype=torch.float32)
+        full = s
+    case.dense = q.float() * full
+    case.tensors = {"weight": q, "weight_scale" if ours or not block else "weight_scale_inv": s}
+    if ours:
+        case.tensors["input_scale"] = torch.tensor(0.5)
+        return ct_config(
+            {"num_bits": 8, "type": "float", "strategy": strategy, "block_structure": [128, 128] if block else None},
+            "float-quantized", input_activations={"num_bits": 8, "type": "float", "dynamic": False},
+        )  # fmt: skip
+    config = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+    return config | ({"weight_block_size": [128, 128]} if block else {})
+
+
+def mxfp4(case: Case) -> dict:
+    q, e = case.codes(case.out, case.inputs), case.codes(case.out, case.inputs // 32, low=118, high=125)
+    case.dense = E2M1[q] * torch.exp2(e.float() - 127).repeat_interleave(32, 1)
+    packed = (q[:, ::2] | q[:, 1::2] << 4).to(torch.uint8)
+    case.tensors = {"weight_packed": packed, "weight_scale": e.to(torch.uint8)}
+    weights = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+    return ct_config(weights, "mxfp4-pack-quantized")
+
+
+def mxfp8(case: Case) -> dict:
+    q, e = fp8_codes(case), case.codes(case.out, case.inputs // 32, low=115, high=120)
+    case.dense = q.float() * torch.exp2(e.float() - 127).repeat_interleave(32, 1)
+    case.tensors = {"weight": q, "weight_scale": e.to(torch.uint8)}
+    return ct_config({"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32}, "mxfp8-quantized")
+
+
+W8A8 = {"input_activations": {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}}
+# name: maker, its options, options of the case
+LAYOUTS = {
+    "gptq": (gptq, {}, {}),
+    "gptq symmetric": (gptq, {"symmetric": True}, {"group": 64}),
+    "gptq v2": (gptq, {"v2": True}, {"group": 64}),
+    "gptq 8 bits": (gptq, {}, {"bits": 8}),
+    "gptq column": (gptq, {"v2": True}, {"group": -1}),
+    "gptq desc_act": (gptq, {"desc_act": True}, {}),
+    "gptq desc_act symmetric": (gptq, {"desc_act": True, "symmetric": True, "v2": True}, {}),
+    "awq": (awq, {}, {"group": 64}),
+    "awq column": (awq, {}, {"group": -1}),
+    "w4a16": (compressed, {}, {}),
+    "w4a16 asymmetric": (compressed, {"symmetric": False}, {"group": 64}),
+    "w4a16 channel": (compressed, {"strategy": "channel"}, {"group": -1}),
+    "w4a16 channel asymmetric": (compressed, {"strategy": "channel", "symmetric": False}, {"group": -1}),
+    "w8a16 channel": (compressed, {"strategy": "channel"}, {"group": -1, "bits": 8}),
+    "w8a16 group asymmetric": (compressed, {"symmetric": False}, {"bits": 8}),
+    "w8a8": (compressed, {"packed": False, "strategy": "channel", **W8A8}, {"group": -1, "bits": 8}),
+    "w8a8 asymmetric": (
+        compressed, {"packed": False, "strategy": "channel", "symmetric": False}, {"group": -1, "bits": 8}),
+    "w8a8 tensor": (compressed, {"packed": False, "strategy": "tensor", **W8A8}, {"group": -1, "bits": 8}),
+    "fp8 block": (fp8, {"block": True}, {}),
+    "fp8 tensor": (fp8, {"strategy": "tensor"}, {}),
+    "fp8 channel": (fp8, {"strategy": "channel"}, {}),
+    "compressed fp8 block": (fp8, {"block": True, "ours": True}, {}),
+    "compressed fp8 channel": (fp8, {"ours": True}, {}),
+    "mxfp4": (mxfp4, {}, {}),
+    "mxfp8": (mxfp8, {}, {}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def write(make_checkpoint, tmp_path_factory):
+    """`write(layout)`: a random model whose layers' linears are quantised so; its folder and the dense weights."""
+    made: dict[str, tuple[Path, dict[str, torch.Tensor]]] = {}
+
+    def write(layout: str) -> tuple[Path, dict[str, torch.Tensor]]:
+        if layout not in made:
+            maker, options, shape = LAYOUTS[layout]
+            plain = make_checkpoint(**SIZES, dtype=torch.float16)
+            folder = tmp_path_factory.mktemp("packed")
+            tensors, dense, about = {}, {}, {}
+            for i, (name, value) in enumerate(sorted(load_file(plain / "model.safetensors").items())):
+                if not name.endswith("_proj.weight"):
+                    tensors[name] = value
+                    continue
+                case = Case(*value.shape, seed=i, **shape)
+                about = maker(case, **options)
+                dense[name] = case.dense
+                tensors |= {f"{name[: -len('weight')]}{own}": tensor for own, tensor in case.tensors.items()}
+            save_file(tensors, folder / "model.safetensors")
+            config = json.loads((plain / "config.json").read_text()) | {"quantization_config": about}
+            (folder / "config.json").write_text(json.dumps(config))
+            made[layout] = folder, dense
+        return made[layout]
+
+    return write
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_read_as_stored(write, layout):
+    """Every weight is, to the last bit of float32, what the format's description says; the kernels take all of it."""
+    folder, dense = write(layout)
+    source = open_source(folder)
+    assert source.config.dtype == "bfloat16"
+    for name, exact in dense.items():
+        found = source.weights.mapped(name, *exact.shape)
+        assert torch.equal(found, exact), name
+        assert source.weights.stored(name, *exact.shape).quantized() is not None
+    assert source.weights.stored("lm_head.weight", 128, SIZES["hidden_size"]) is None
+
+
+@needs_kernels
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_products_and_promise(write, layout, caplog):
+    """Products are those of the dequantised weights to 2e-6 of the largest; tokens are the same with speculation."""
+    folder, dense = write(layout)
+    with caplog.at_level(logging.WARNING):
+        llm = LLM(folder, device="cpu")
+    assert "held as" not in caplog.text  # nothing became dense
+    rounds = layout in ("w8a8", "w8a8 tensor") or (layout != "mxfp8" and "fp8" in layout)
+    assert ("activations stay bfloat16" in caplog.text) == rounds
+    assert llm.exactness == "bitwise" and llm.runner.model.dtype == torch.bfloat16
+    layer, at = llm.runner.model.layers[1], "model.layers.1."
+    x = torch.randn(40, SIZES["hidden_size"], generator=torch.Generator().manual_seed(2)).bfloat16()
+    wide = torch.randn(40, SIZES["intermediate_size"], generator=torch.Generator().manual_seed(3)).bfloat16()
+    qkv = torch.cat([dense[f"{at}self_attn.{p}_proj.weight"] for p in "qkv"])
+    for linear, given, weight in ((layer.qkv, x, qkv), (layer.down, wide, dense[f"{at}mlp.down_proj.weight"])):
+        exact = given.double() @ weight.double().T
+        full = linear(given, dtype=torch.float32)
+        assert (full.double() - exact).abs().max() < 2e-6 * exact.abs().max() + 1e-12
+        assert all(torch.equal(linear(given[:n], dtype=torch.float32), full[:n]) for n in range(1, 40))
+    gate, up = (x.double() @ dense[f"{at}mlp.{p}_proj.weight"].double().T for p in ("gate", "up"))
+    exact = torch.nn.functional.silu(gate) * up
+    assert (layer.gate_up(x, dtype=torch.float32).double() - exact).abs().max() < 1e-5 * exact.abs().max()
+    for params in (
+        SamplingParams(temperature=0, max_tokens=24),
+        SamplingParams(temperature=0.8, seed=4, max_tokens=24),
+    ):
+        batch = [([5, 9, 5, 9, 5, 9, 5], params), ([3], params), (list(range(20)), params)]
+        llm.speculative_config = None
+        plain = [run(llm, [request])[0].token_ids for request in batch]
+        llm.speculative_config = {"method": "ngram", "prompt_lookup_min": 1}
+        assert [o.token_ids for o in run(llm, batch)] == plain
+
+
+@needs_kernels
+def test_memory_is_the_files(write):
+    """Packed weights take no more than the file's, up to panels of 32 outputs and zeros that become bytes."""
+    for layout, most in (
+        ("gptq", 1.1),
+        ("awq", 1.05),
+        ("w4a16", 1.02),
+        ("w8a8", 1.05),
+        ("fp8 block", 1.05),
+        ("mxfp4", 1.07),
+    ):
+        folder, _ = write(layout)
+        stored = sum(
+            t.nbytes
+            for name, t in load_file(folder / "model.safetensors").items()
+            if "_proj." in name and "g_idx" not in name
+        )
+        model = LLM(folder, device="cpu").runner.model
+        assert model.nbytes - model.head.nbytes < most * stored, layout
+
+
+def test_dense_where_no_kernel_fits(write, caplog):
+    """In float32 the same weights are held dense, which one line says; they are the very ones."""
+    folder, dense = write("gptq desc_act")
+    with caplog.at_level(logging.WARNING):
+        model = load(folder, dtype="float32", device="cpu").model
+    assert (
+        "no kernel here reads GPTQ 4-bit as stored; such weights are held as torch.float32, all weights in"
+        in caplog.text
+    )
+    x = torch.randn(3, SIZES["hidden_size"])
+    weight = torch.cat([dense[f"model.layers.0.self_attn.{p}_proj.weight"] for p in "qkv"])
+    assert torch.allclose(model.layers[0].qkv(x), x @ weight.T, rtol=1e-4, atol=1e-4)
+
+
+def edited(write, layout: str, tmp_path: Path, change) -> Path:
+    """The layout's checkpoint after `change(tensors, quantization_config)`."""
+    folder, _ = write(layout)
+    tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    change(tensors, config["quantization_config"])
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+Q = "model.layers.0.self_attn.q_proj."
+
+
+@needs_kernels
+def test_ignored_and_mixed_linears_stay(write, make_checkpoint, tmp_path, caplog):
+    """A linear that is not quantised stays as it is, also beside quantised ones in one product."""
+    plain = load_file(make_checkpoint(**SIZES, dtype=torch.float16) / "model.safetensors")
+
+    def change(tensors, config):
+        for own in ("weight_packed", "weight_scale", "weight_shape"):
+            del tensors[Q + own]
+        tensors[Q + "weight"] = plain[Q + "weight"]
+        config["ignore"] += [Q[:-1]]
+
+    folder = edited(write, "w4a16", tmp_path, change)
+    with caplog.at_level(logging.WARNING):
+        model = LLM(folder, device="cpu").runner.model
+    assert "held as" not in caplog.text and [w.format for w in model.layers[0].qkv.packed] == [native.BF16, native.INT4]
+    x = torch.eye(SIZES["hidden_size"]).bfloat16()
+    assert torch.equal(model.layers[0].qkv(x)[:, :64].T.float(), plain[Q + "weight"].bfloat16().float())
+
+
+def test_zero_biases_of_gptq_are_none(write, tmp_path):
+    def zeros(tensors, _):
+        tensors[Q + "bias"] = torch.zeros(64, dtype=torch.float16)
+
+    load(edited(write, "gptq", tmp_path, zeros), device="cpu")
+
+    def ones(tensors, _):
+        tensors[Q + "bias"] = torch.ones(64, dtype=torch.float16)
+
+    with pytest.raises(CheckpointError, match=r"no place for 1 tensors, such as .*q_proj\.bias"):
+        load(edited(write, "gptq", tmp_path, ones), device="cpu")
+
+
+def drop(name):
+    return lambda tensors, _: tensors.pop(Q + name)
+
+
+def put(name, make):
+    def change(tensors, _):
+        tensors[Q + name] = make(tensors[Q + name])
+
+    return change
+
+
+def say(**keys):
+    return lambda _, config: config.update(keys)
+
+
+def weights(**keys):
+    return lambda _, config: config["config_groups"]["group_0"]["weights"].update(keys)
+
+
+WRONG = [
+    ("gptq", drop("scales"), CheckpointError, r"tensor .*q_proj\.scales is missing"),
+    ("gptq", drop("qweight"), CheckpointError, r"q_proj\.weight is missing"),
+    ("gptq", drop("qzeros"), CheckpointError, r"q_proj\.qzeros is missing"),
+    ("gptq", put("scales", lambda s: s[:-1]), CheckpointError, r"scales has shape \(3, 64\), not \(4, 64\)"),
+    ("gptq", put("scales", lambda s: s * float("nan")), CheckpointError, "not finite"),
+    ("gptq", put("qweight", lambda q: q[:-1]), CheckpointError, "groups of 32 do not divide the 120 inputs"),
+    ("gptq", put("qweight", lambda q: q[:12]), CheckpointError, r"scales has shape \(4, 64\), not \(3, 64\)"),
+    ("gptq", put("qweight", lambda q: q.float()), CheckpointError, "qweight is f32, not i32"),
+    ("gptq", put("qweight", lambda q: q[0]), CheckpointError, "no matrix"),
+    ("gptq", put("qzeros", lambda z: z | 15), CheckpointError, "may mean 0 or 16: convert it to gptq_v2"),
+    ("gptq", say(group_size=48), CheckpointError, "scales has shape .6, 128., not .4, 128."),
+    ("gptq", say(group_size=0), CheckpointError, "group_size must be a whole number above 0, or -1, not 0"),
+    ("gptq", say(bits=3), UnsupportedArchitecture, "gptq with bits 3 is not supported; supported: 4, 8"),
+    ("gptq", say(bits=[4]), UnsupportedArchitecture, "bits"),
+    ("gptq", say(checkpoint_format="marlin"), UnsupportedArchitecture, "'marlin' is not supported; supported: gptq, "),
+    ("gptq", say(dynamic={"(": {}}), CheckpointError, "is no regex"),
+    ("gptq", say(dynamic=[1]), CheckpointError, "dynamic should be an object"),
+    ("gptq", say(desc_act=True), CheckpointError, r"g_idx is missing"),
+    ("gptq", say(quant_method="bitsandbytes"), UnsupportedArchitecture, "'bitsandbytes' is not supported; supported: "),
+    ("gptq", lambda t, _: t.update({"model.layers.0.mlp.extra": torch.ones(2)}), CheckpointError, "no place for 1"),
+    ("gptq desc_act", put("g_idx", lambda g: g + 1), CheckpointError, "names a group that is none of the 4"),
+    ("gptq desc_act", put("g_idx", lambda g: g * 0), CheckpointError, "groups of another size than group_size 32"),
+    ("gptq desc_act", put("g_idx", lambda g: g[:-1]), CheckpointError, r"g_idx has shape \(127,\), not \(128,\)"),
+    ("awq", say(bits=8), UnsupportedArchitecture, "awq with bits 8"),
+    ("awq", say(version="gemv"), UnsupportedArchitecture, "supported: gemm"),
+    ("awq", say(zero_point=False), UnsupportedArchitecture, "zero_point False"),
+    ("awq", put("qweight", lambda q: q[:, :-1]), CheckpointError, r"scales has shape \(2, 64\), not \(2, 56\)"),
+    ("w4a16", drop("weight_scale"), CheckpointError, "weight_scale is missing"),
+    ("w4a16", drop("weight_shape"), CheckpointError, "weight_shape is missing"),
+    ("w4a16", put("weight_shape", lambda s: s * 2), CheckpointError, r"weight_shape says \[128, 256\]"),
+    ("w4a16", put("weight_shape", lambda s: -s), CheckpointError, "weight_shape says"),
+    ("w4a16", weights(symmetric=False), CheckpointError, "weight_zero_point is missing"),
+    ("w4a16", weights(num_bits=3), UnsupportedArchitecture, "weights of 'int 3' is not supported"),
+    ("w4a16", weights(strategy="token"), UnsupportedArchitecture, "strategy 'token'"),
+    ("w4a16", weights(group_size=48), CheckpointError, r"weight_scale has shape \(128, 6\), not \(128, 4\)"),
+    ("w4a16", weights(group_size=64), CheckpointError, r"weight_scale has shape \(128, 6\), not \(128, 3\)"),
+    ("w4a16", say(format="marlin-24"), UnsupportedArchitecture, "format 'marlin-24' is not supported"),
+    ("w4a16", say(ignore=["re:.*q_proj"]), CheckpointError, "is quantised, and the config's ignore names it"),
+    ("w4a16", say(ignore=["re:("]), CheckpointError, "is no regex"),
+    ("w4a16", say(config_groups={}), CheckpointError, "no group of the config has it as a target"),
+    ("w4a16", say(config_groups=[1]), CheckpointError, "config_groups should be an object of objects"),
+    ("w4a16", say(sparsity_config={"format": "sparse-24-bitmask"}), UnsupportedArchitecture, "sparsity_config"),
+    ("w4a16", say(transform_config={"config_groups": {"a": {}}}), UnsupportedArchitecture, "transform_config"),
+    ("w8a8", drop("weight_scale"), CheckpointError, "int8"),
+    ("w8a8", put("weight_scale", lambda s: s[:-1]), CheckpointError, r"has shape \(63, 1\), not \(64, 1\)"),
+    ("fp8 block", drop("weight_scale_inv"), CheckpointError, "is of f8_e4m3 and has no scale beside it"),
+    ("fp8 block", put("weight_scale_inv", lambda s: s[:, :0]), CheckpointError, r"has shape \(1, 0\), not \(1, 1\)"),
+    ("fp8 block", say(weight_block_size=[128, 0]), CheckpointError, "two whole numbers above 0"),
+    ("fp8 block", put("weight", lambda w: (w.view(torch.uint8) | 0x7F).view(w.dtype)), CheckpointError, "not finite"),
+    ("fp8 block", put("weight", lambda w: w.float()), CheckpointError, "weight is f32, not f8_e4m3"),
+    ("fp8 tensor", put("weight_scale", lambda s: s * float("inf")), CheckpointError, "not finite"),
+    ("mxfp4", put("weight_scale", lambda s: s | 255), CheckpointError, "not finite"),
+    ("mxfp4", put("weight_packed", lambda w: w[:, :-1]), CheckpointError, "groups of 32 do not divide the 126 inputs"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("layout", "change", "error", "message"), WRONG)
+def test_refused_with_the_reason(write, tmp_path, layout, change, error, message):
+    folder = edited(write, layout, tmp_path, change)
+    with pytest.raises(error, match=message) as raised:
+        load(folder, device="cpu")
+    assert "\n" not in str(raised.value)
+
+
+def test_mxfp4_to_the_ends_of_its_range():
+    """All numbers at all exponents, exactly, down to what is subnormal."""
+    exponents = torch.arange(250, dtype=torch.uint8)[:, None]  # beyond, 6 is infinite in float32
+    blocks = torch.arange(16, dtype=torch.uint8).repeat(250, 1)
+    blocks = (blocks | blocks.flip(1) << 4).contiguous()
+    q = from_mxfp4(blocks, exponents)
+    values = E2M1.double()[torch.stack([blocks & 15, blocks >> 4], -1).view(250, 32).long()]
+    assert torch.equal(q.dense().double(), values * torch.exp2(exponents.double() - 127))
+
+
+@needs_kernels
+def test_every_number_of_fp8_on_every_instruction_set():
+    """A product with one input that is 1 gives the weight itself."""
+    from outrider.ops import Quantized
+
+    codes = torch.tensor([n for n in range(256) if n & 0x7F != 0x7F], dtype=torch.uint8)
+    values = codes.repeat(32, 1).T.contiguous().view(torch.float8_e4m3fn)
+    before = native.active
+    try:
+        for isa in native.available()[:-1]:
+            native.use(isa)
+            linear = Linear(Quantized(8, 32, values, torch.ones(254, 1), floats=True))
+            for rows in (1, 40):
+                products = linear(torch.eye(32)[:1].repeat(rows, 1).bfloat16(), dtype=torch.float32)
+                assert torch.equal(products, values[:, 0].float().repeat(rows, 1)), isa
+    finally:
+        native.use(before)
