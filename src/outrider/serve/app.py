@@ -29,6 +29,7 @@ from outrider.serve.protocol import (
     TokenizeBody,
     bound_of_drafts,
 )
+from outrider.serve.responses import Respond, ResponsesBody, in_its_words
 from outrider.serve.settings import Settings
 from outrider.serve.tools import Parser, check, constraint, conversation, family_of
 from outrider.serve.vocabulary import Vocabulary
@@ -58,6 +59,7 @@ def create_app(llm: AsyncLLM, settings: Settings) -> FastAPI:
 
     route("/v1/chat/completions", server.chat, ChatBody)
     route("/v1/completions", server.complete, CompletionBody)
+    route("/v1/responses", server.respond, ResponsesBody)
     route("/v1/models", server.models)
     route("/v1/models/{model:path}", server.model)
     route("/tokenize", server.tokenize, TokenizeBody)
@@ -110,7 +112,7 @@ class Server:
                 echoes = [p if isinstance(p, str) else self._decode(p) for p in prompts]
             return Completion(job, echoes)
 
-        return await self._generate(request, body, "cmpl", ids, body.logprobs, reply)
+        return await self._generate(request, body, "cmpl-", ids, body.logprobs, reply)
 
     async def chat(self, request: Request) -> Response:
         """`/v1/chat/completions`."""
@@ -119,7 +121,26 @@ class Server:
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         parser, more = self._tools(body)
         return await self._generate(
-            request, body, "chatcmpl", lambda: [self._rendered(body)], logprobs, lambda job: Chat(job, parser), **more
+            request, body, "chatcmpl-", lambda: [self._rendered(body)], logprobs, lambda job: Chat(job, parser), **more
+        )
+
+    async def respond(self, request: Request) -> Response:
+        """`/v1/responses`."""
+        asked = await read(request, ResponsesBody)
+        try:
+            body = asked.as_chat()
+            self._check(body)
+            parser, more = self._tools(body)
+        except Refusal as error:
+            raise in_its_words(error) from None
+        return await self._generate(
+            request,
+            body,
+            "resp_",
+            lambda: [self._rendered(body)],
+            None,
+            lambda job: Respond(job, parser, asked),
+            **more,
         )
 
     async def _generate(
@@ -144,7 +165,7 @@ class Server:
             state = request.scope["state"]
             state["log"]["prompt_tokens"] = sum(map(len, prompts))
             head = {
-                "id": f"{kind}-{state['request_id']}",
+                "id": f"{kind}{state['request_id']}",
                 "created": int(time.time()),
                 "model": self.settings.names[0],
                 "system_fingerprint": f"outrider-{outrider.__version__}",
