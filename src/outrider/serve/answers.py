@@ -284,6 +284,7 @@ def metrics_of(output: GenerationOutput) -> dict[str, Any]:
     rest = timing["total_seconds"] - timing["time_to_first_token"]
     return {
         "speculative_decoding": spec,
+        "queue_time_ms": 1000 * timing["queued_seconds"],
         "time_to_first_token_ms": 1000 * timing["time_to_first_token"],
         "generation_time_ms": 1000 * rest,
         "mean_itl_ms": 1000 * rest / (tokens - 1) if tokens > 1 else None,
