@@ -76,6 +76,7 @@ class Timing:
     """Seconds of one request. `draft`, `target` and the rest of `total` after the first token add up to it."""
 
     started: float = field(default_factory=time.perf_counter)
+    queued: float = 0.0  # from the start, until the engine began with it
     first_token: float = 0.0  # from the start, queueing and prefill included
     first_tokens: int = 0  # how many came with it: a draft may have been accepted right behind the prompt
     total: float = 0.0
@@ -86,6 +87,7 @@ class Timing:
     def as_dict(self, tokens: int) -> dict[str, float]:
         """As reported: seconds, and tokens per second after the first forward."""
         return {
+            "queued_seconds": self.queued,
             "time_to_first_token": self.first_token,
             "first_tokens": self.first_tokens,
             "total_seconds": self.total,

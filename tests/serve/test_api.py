@@ -351,10 +351,20 @@ def test_metrics(client):
     assert value("vllm:spec_decode_num_accepted_tokens_per_pos_total", 'position="0"') > 0
     assert value("vllm:request_success_total") == 3
     assert value("vllm:num_requests_running") == value("vllm:num_requests_waiting") == 0
-    for histogram in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_generation_tokens"):
+    times = ("queue", "prefill", "inference", "decode")
+    named = ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_generation_tokens")
+    for histogram in (*named, *(f"request_{name}_time_seconds" for name in times)):
         assert value(f"vllm:{histogram}_count") == 3
     assert value("vllm:request_generation_tokens_sum") == generated
     assert value("vllm:inter_token_latency_seconds_bucket", 'le="0.0025"') >= 0
+    parts = {name: value(f"vllm:request_{name}_time_seconds_sum") for name in times}
+    whole = value("vllm:e2e_request_latency_seconds_sum")
+    assert parts["queue"] + parts["inference"] == pytest.approx(whole)
+    assert parts["prefill"] + parts["decode"] == pytest.approx(parts["inference"])
+    engine = client.llm.llm.engine
+    assert value("vllm:kv_cache_usage_perc") == 0 and value("vllm:num_preemptions_total") == engine.preemptions
+    assert value("vllm:prefix_cache_queries_total") == engine.prefix_queries > 0
+    assert value("vllm:prefix_cache_hits_total") == engine.prefix_hits
     text = client.get("/metrics").text
     assert 'http_requests_total{handler="/v1/completions",method="POST",status="200"} 2.0' in text
 

@@ -227,7 +227,9 @@ class Engine:
             self._name(request)
             insort(self.running, request, key=_rank)
             self._backlog += self.runner.pending(request.seq)
-            if not request.timing.first_token:
+            timing = request.timing
+            timing.queued = timing.queued or time.perf_counter() - timing.started
+            if not timing.first_token:
                 request.cached = min(found, request.seq.prompt_len)
                 self.prefix_queries += request.seq.prompt_len
                 self.prefix_hits += request.cached

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from outrider.errors import EngineError
 from outrider.outputs import GenerationOutput, Logprob, StepEvent
 from outrider.serve.http import DONE, frame, refusal
 from outrider.serve.protocol import ChatBody, CompletionBody, Sampled
+from outrider.serve.tools import Parser, regrouped
 from outrider.serve.vocabulary import Vocabulary
 
 FLOOR = -9999.0  # JSON has no -inf
@@ -121,8 +122,7 @@ class Reply:
     def _text(self, token: int) -> str:
         return self.job.vocabulary.text(token, bool(self.body.return_tokens_as_token_ids))
 
-    @staticmethod
-    def _end(event: StepEvent) -> dict[str, Any]:
+    def _end(self, event: StepEvent) -> dict[str, Any]:
         output = event.output
         return {"finish_reason": event.finish_reason, "stop_reason": output.stop_reason if output else None}
 
@@ -189,13 +189,29 @@ class Completion(Reply):
 
 
 class Chat(Reply):
-    """`/v1/chat/completions`."""
+    """`/v1/chat/completions`. `parser`: makes what finds an output's calls of tools, if they are looked for."""
 
     kinds = ("chat.completion", "chat.completion.chunk")
     body: ChatBody
 
+    def __init__(self, job: Job, parser: Callable[[], Parser] | None = None) -> None:
+        super().__init__(job)
+        self._parser = parser
+        self._parsers: dict[int, Parser] = {}  # per output
+
+    def deltas(self, event: StepEvent) -> list[dict[str, Any]]:
+        """What an event brings to the message: its content, and its calls."""
+        if self._parser is None:
+            return [{"content": event.text}] if event.text else []
+        parser = self._parsers.get(event.index) or self._parsers.setdefault(event.index, self._parser())
+        found = parser.feed(event.text) + (parser.finish() if event.finish_reason is not None else [])
+        if self.body.parallel_tool_calls is False:
+            found = [delta for delta in found if not any(call["index"] for call in delta.get("tool_calls", ()))]
+        return found
+
     def choice(self, event: StepEvent) -> dict[str, Any]:
-        message = {"role": "assistant", "content": event.text}
+        content, calls = regrouped(self.deltas(event))
+        message = {"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})}
         return {
             "index": event.index,
             "message": message,
@@ -208,12 +224,22 @@ class Chat(Reply):
         def of(delta: dict[str, Any], **more: Any) -> dict[str, Any]:
             return {"index": event.index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
 
-        found = [of({"role": "assistant", "content": ""})] if first else []
-        if event.text or (event.token_ids and (self.body.return_token_ids or event.logprobs is not None)):
-            found.append(of({"content": event.text}, logprobs=self._logprobs(event), **self._extras(event)))
+        found, deltas = [of({"role": "assistant", "content": ""})] if first else [], self.deltas(event)
+        if not deltas and event.token_ids and (self.body.return_token_ids or event.logprobs is not None):
+            deltas = [{"content": ""}]
+        about = {"logprobs": self._logprobs(event), **self._extras(event)}
+        for delta in deltas:
+            found.append(of(delta, **about))
+            about = {}
         if event.finish_reason is not None:
             found.append(of({}, **self._end(event)))
         return found
+
+    def _end(self, event: StepEvent) -> dict[str, Any]:
+        end, parser = super()._end(event), self._parsers.get(event.index)
+        if parser and parser.calls and event.finish_reason == "stop":
+            end["finish_reason"] = "tool_calls"
+        return end
 
     def _lead(self, first: bool) -> dict[str, Any]:
         return {"prompt_token_ids": self.job.prompts[0]} if first and self.body.return_token_ids else {}
@@ -258,6 +284,7 @@ def metrics_of(output: GenerationOutput) -> dict[str, Any]:
     rest = timing["total_seconds"] - timing["time_to_first_token"]
     return {
         "speculative_decoding": spec,
+        "queue_time_ms": 1000 * timing["queued_seconds"],
         "time_to_first_token_ms": 1000 * timing["time_to_first_token"],
         "generation_time_ms": 1000 * rest,
         "mean_itl_ms": 1000 * rest / (tokens - 1) if tokens > 1 else None,

@@ -29,7 +29,9 @@ from outrider.serve.protocol import (
     TokenizeBody,
     bound_of_drafts,
 )
+from outrider.serve.responses import Respond, ResponsesBody, in_its_words
 from outrider.serve.settings import Settings
+from outrider.serve.tools import Parser, check, constraint, conversation, family_of
 from outrider.serve.vocabulary import Vocabulary
 
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
@@ -57,6 +59,7 @@ def create_app(llm: AsyncLLM, settings: Settings) -> FastAPI:
 
     route("/v1/chat/completions", server.chat, ChatBody)
     route("/v1/completions", server.complete, CompletionBody)
+    route("/v1/responses", server.respond, ResponsesBody)
     route("/v1/models", server.models)
     route("/v1/models/{model:path}", server.model)
     route("/tokenize", server.tokenize, TokenizeBody)
@@ -109,14 +112,36 @@ class Server:
                 echoes = [p if isinstance(p, str) else self._decode(p) for p in prompts]
             return Completion(job, echoes)
 
-        return await self._generate(request, body, "cmpl", ids, body.logprobs, reply)
+        return await self._generate(request, body, "cmpl-", ids, body.logprobs, reply)
 
     async def chat(self, request: Request) -> Response:
         """`/v1/chat/completions`."""
         body = await read(request, ChatBody)
         self._check(body)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        return await self._generate(request, body, "chatcmpl", lambda: [self._rendered(body)], logprobs, Chat)
+        parser, more = self._tools(body)
+        return await self._generate(
+            request, body, "chatcmpl-", lambda: [self._rendered(body)], logprobs, lambda job: Chat(job, parser), **more
+        )
+
+    async def respond(self, request: Request) -> Response:
+        """`/v1/responses`."""
+        asked = await read(request, ResponsesBody)
+        try:
+            body = asked.as_chat()
+            self._check(body)
+            parser, more = self._tools(body)
+        except Refusal as error:
+            raise in_its_words(error) from None
+        return await self._generate(
+            request,
+            body,
+            "resp_",
+            lambda: [self._rendered(body)],
+            None,
+            lambda job: Respond(job, parser, asked),
+            **more,
+        )
 
     async def _generate(
         self,
@@ -126,20 +151,21 @@ class Server:
         read_prompts: Callable[[], list[list[int]]],
         logprobs: int | None,
         reply: Callable[[Job], Reply],
+        **more: Any,
     ) -> Response:
         k = bound_of_drafts(body.speculative_config, self.llm.llm)
 
         async def begin() -> Job:
             prompts = [self._truncated(ids, body) for ids in await self.llm.off_loop(read_prompts)]
             rooms = [self._room(ids) for ids in prompts]
-            params = [body.sampling(self.settings, room, logprobs) for room in rooms]
+            params = [body.sampling(self.settings, room, logprobs, **more) for room in rooms]
             answer = await self.llm.start(
                 list(zip(prompts, params, strict=True)), k=k, priority=body.priority or 0, cache_salt=body.cache_salt
             )
             state = request.scope["state"]
             state["log"]["prompt_tokens"] = sum(map(len, prompts))
             head = {
-                "id": f"{kind}-{state['request_id']}",
+                "id": f"{kind}{state['request_id']}",
                 "created": int(time.time()),
                 "model": self.settings.names[0],
                 "system_fingerprint": f"outrider-{outrider.__version__}",
@@ -186,13 +212,35 @@ class Server:
         generate = body.add_generation_prompt
         if generate is None:
             generate = not body.continue_final_message
+        variables = (body.chat_template_kwargs or {}) | ({"tools": body.tools} if body.tools else {})
         return self.llm.llm.render(
             [_as_known(message) for message in body.messages or []],
             chat_template=body.chat_template if isinstance(body, ChatBody) else None,
-            chat_template_kwargs=body.chat_template_kwargs,
+            chat_template_kwargs=variables,
             add_generation_prompt=generate,
             continue_final_message=bool(body.continue_final_message),
         )
+
+    def _tools(self, body: ChatBody) -> tuple[Callable[[], Parser] | None, dict[str, Any]]:
+        """What finds calls in an output, if they are looked for, and what that asks of sampling."""
+        asked = check(body.tools, body.tool_choice, body.parallel_tool_calls)
+        if asked is None:
+            return None, {}
+        own = getattr(self.llm.llm.tokenizer, "chat_template", None)
+        own = own.get("tool_use", own.get("default")) if isinstance(own, dict) else own
+        family = family_of(body.chat_template or own)
+        if family is None:
+            raise Refusal(
+                400, "tools: the chat template has none, or its models write calls in an unknown way", "tools"
+            )
+        if asked.choice == "none":
+            return None, {}
+        more: dict[str, Any] = {"skip_special_tokens": False}  # in some vocabularies, what marks a call is special
+        if forced := constraint(asked, family, self.llm.llm.tokenizer):
+            if body.constraint() is not None:
+                raise Refusal(400, "tool_choice and response_format cannot both say what the output is", "tool_choice")
+            more["structured_outputs"] = forced
+        return lambda: Parser(family, asked.callable), more
 
     def _decode(self, ids: list[int]) -> str:
         tokenizer = self.llm.llm.tokenizer
@@ -272,5 +320,7 @@ class Server:
 
 
 def _as_known(message: dict[str, Any]) -> dict[str, Any]:
-    """Templates know no developer: OpenAI's newer name for who writes the system message."""
+    """As templates know it: no developer, OpenAI's newer name for who writes the system message; calls as objects."""
+    if message.get("role") in ("assistant", "tool"):
+        return conversation([message])[0]
     return {**message, "role": "system"} if message.get("role") == "developer" else message

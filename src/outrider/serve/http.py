@@ -37,7 +37,7 @@ KINDS = {  # vLLM's names
 OPEN = ("/health", "/metrics")  # to those without a key, too
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": keep-alive\n\n"
-PARAMETERS = {item.name for item in fields(SamplingParams)}
+PARAMETERS = {item.name for item in fields(SamplingParams)} | {"messages", "tools", "tool_choice"}
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 

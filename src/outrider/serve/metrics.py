@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 from outrider.async_llm import AsyncLLM, Progress
 from outrider.engine import Request
@@ -29,6 +31,25 @@ def counts(most: int) -> list[int]:
     return [n for n in found if n <= most]
 
 
+class Counted(Collector):
+    """What the engine counts itself."""
+
+    def __init__(self, llm: AsyncLLM, labels: dict[str, str]) -> None:
+        self._llm, self._labels = llm, labels
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """As it stands."""
+        engine = self._llm.llm.engine
+        for name, what, value in (
+            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", engine.prefix_queries),
+            ("prefix_cache_hits", "Prompt tokens found there.", engine.prefix_hits),
+            ("num_preemptions", "Times that an output gave its memory back, to go on later.", engine.preemptions),
+        ):
+            family = CounterMetricFamily(f"vllm:{name}", what, labels=list(self._labels))
+            family.add_metric(list(self._labels.values()), value)
+            yield family
+
+
 class Metrics:
     """Of one server. `progress` is told what each step brought, `done` about each HTTP request."""
 
@@ -48,6 +69,10 @@ class Metrics:
         llm = self._llm.llm
         self._gauge("num_requests_running", "Outputs that share forwards.", lambda: len(llm.engine.running))
         self._gauge("num_requests_waiting", "Outputs that wait.", lambda: len(llm.engine.waiting))
+        self._gauge(
+            "kv_cache_usage_perc", "Share (0 to 1) of the memory for keys and values.", lambda: llm.engine.kv_usage
+        )
+        self.registry.register(Counted(self._llm, self._labels))
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens read.")
         self._cached = self._counter("prompt_tokens_cached", "Prompt tokens found in the prefix cache.")
         self._generated = self._counter("generation_tokens", "Tokens generated.")
@@ -70,6 +95,9 @@ class Metrics:
             "request_time_per_output_token_seconds", "Per token after the first, mean of a request.", BETWEEN
         )
         self._e2e = self._histogram("e2e_request_latency_seconds", "From arrival to end.", WHOLE)
+        self._queue = self._histogram("request_queue_time_seconds", "Until the engine began with it.", WHOLE)
+        self._prefill = self._histogram("request_prefill_time_seconds", "From there to the first token.", WHOLE)
+        self._inference = self._histogram("request_inference_time_seconds", "From there to the end.", WHOLE)
         self._decode = self._histogram("request_decode_time_seconds", "From the first token to the end.", WHOLE)
         sizes = counts(most)
         self._prompt_size = self._histogram("request_prompt_tokens", "Tokens of a prompt.", sizes)
@@ -128,7 +156,11 @@ class Metrics:
         self._asked_size.observe(seq.params.max_tokens)
         if request.index == 0:
             self._asked_n.observe(seq.params.n)
+        self._queue.observe(timing.queued or timing.total)
+        if timing.queued:
+            self._inference.observe(timing.total - timing.queued)
         if timing.first_token:
+            self._prefill.observe(timing.first_token - timing.queued)
             self._decode.observe(rest := timing.total - timing.first_token)
             if request.ready > 1:
                 self._per_token.observe(rest / (request.ready - 1))

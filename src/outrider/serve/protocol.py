@@ -91,8 +91,8 @@ class Sampled(Ignored):
             raise Refusal(400, "cache_salt must be 1 to 128 characters without @, / and \\", "cache_salt")
         self.constraint()
 
-    def sampling(self, settings: Settings, room: int, logprobs: int | None) -> SamplingParams:
-        """For a prompt that leaves `room` tokens. Raises ConfigError, naming the field."""
+    def sampling(self, settings: Settings, room: int, logprobs: int | None, **more: Any) -> SamplingParams:
+        """For a prompt that leaves `room` tokens; `more` goes before what is said. Raises ConfigError, naming it."""
         if logprobs is not None and not 0 <= logprobs <= settings.max_logprobs:
             name = "logprobs" if isinstance(self, CompletionBody) else "top_logprobs"
             raise Refusal(400, f"{name} must be 0 to {settings.max_logprobs}, not {logprobs}", name)
@@ -105,7 +105,7 @@ class Sampled(Ignored):
         asked = self.most(settings.defaults.get("max_tokens"))
         most = room if asked is None else min(max(1, asked), room)
         given["structured_outputs"] = self.constraint()
-        return SamplingParams(**defaults, **given, max_tokens=most, logprobs=logprobs)
+        return SamplingParams(**defaults, **(given | more), max_tokens=most, logprobs=logprobs)
 
     def constraint(self) -> dict[str, Any] | None:
         """What the output must be, as `structured_outputs`, which `response_format` is another way to say."""
@@ -203,8 +203,8 @@ class ChatBody(Sampled):
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: Any = None  # ignored, as the next four
-    include_reasoning: Any = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: Any = None  # ignored, as the next three
     reasoning_effort: Any = None
     verbosity: Any = None
     prediction: Any = None
@@ -213,9 +213,6 @@ class ChatBody(Sampled):
     def check(self, settings: Settings) -> None:
         """Also what belongs to conversations."""
         super().check(settings)
-        if self.tools or self.tool_choice not in (None, "none"):
-            name = "tools" if self.tools else "tool_choice"
-            raise Refusal(501, f"{name}: tools are not served yet", name)
         if self.top_logprobs is not None and not self.logprobs:
             raise Refusal(400, "top_logprobs needs logprobs to be true", "top_logprobs")
         if self.chat_template is not None and not settings.trust_chat_template:
@@ -242,6 +239,7 @@ class TokenizeBody(Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
     return_token_strs: bool | None = None
 
 

@@ -297,7 +297,7 @@ class Parser:
         deltas = self.feed("")
         held = ""
         if self._call is not None and self._call.index < 0:
-            held = self._lead + self._call.raw
+            held = "" if self.calls else self._lead + self._call.raw  # behind calls: another, which was cut off
         elif self._call is None and not (self._inside and self.calls):
             held = self._lead + self._held
             if self.calls and self.mark.startswith(held.strip()):  # of another call, which was cut off
@@ -378,11 +378,10 @@ def _delta(index: int, what: dict[str, Any]) -> Delta:
     return {"tool_calls": [{"index": index, **what}]}
 
 
-def parse(text: str, family: Family, names: Sequence[str]) -> tuple[str | None, list[dict[str, Any]]]:
-    """A whole answer: its content (None if there is nothing but calls), and its calls as OpenAI has them."""
-    parser = Parser(family, names)
+def regrouped(deltas: Sequence[Delta]) -> tuple[str | None, list[dict[str, Any]]]:
+    """Deltas put together: the content (None if there is nothing but calls), and the calls as OpenAI has them."""
     content, calls = "", list[dict[str, Any]]()
-    for delta in [*parser.feed(text), *parser.finish()]:
+    for delta in deltas:
         content += delta.get("content", "")
         for part in delta.get("tool_calls", ()):
             if part["index"] == len(calls):
@@ -390,3 +389,9 @@ def parse(text: str, family: Family, names: Sequence[str]) -> tuple[str | None, 
             else:
                 calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
     return content if content.strip() or not calls else None, calls
+
+
+def parse(text: str, family: Family, names: Sequence[str]) -> tuple[str | None, list[dict[str, Any]]]:
+    """A whole answer, as `regrouped` gives it."""
+    parser = Parser(family, names)
+    return regrouped([*parser.feed(text), *parser.finish()])

@@ -1,0 +1,288 @@
+"""`/v1/responses`, without a memory: a conversation in OpenAI's newer words, answered as a chat is."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from typing import Any
+
+from outrider.errors import brief
+from outrider.outputs import StepEvent
+from outrider.serve.answers import Chat, Job
+from outrider.serve.http import Refusal, frame, parse, refusal
+from outrider.serve.protocol import Body, ChatBody
+from outrider.serve.tools import Parser
+
+STATELESS = "this server keeps nothing of an answer; send the whole conversation as input"
+AS_CHAT = {"max_output_tokens": "max_tokens", "text": "response_format", "input": "messages"}
+SAME = (
+    "model", "temperature", "top_p", "stream", "parallel_tool_calls", "top_k", "min_p", "repetition_penalty",
+    "presence_penalty", "frequency_penalty", "logit_bias", "seed", "stop", "priority", "cache_salt",
+    "speculative_config", "structured_outputs", "chat_template_kwargs",
+)  # fmt: skip
+Item = dict[str, Any]
+
+
+class ResponsesBody(Body):
+    """`/v1/responses`."""
+
+    input: str | list[dict[str, Any]]
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    text: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    stream: bool | None = None
+    metadata: dict[str, str] | None = None
+    # vLLM's and ours, as in chats
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    speculative_config: dict[str, Any] | bool | None = None
+    structured_outputs: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    # refused, unless they say nothing
+    store: bool | None = None
+    background: bool | None = None
+    previous_response_id: Any = None
+    conversation: Any = None
+    prompt: Any = None
+    # ignored
+    include: Any = None
+    reasoning: Any = None
+    truncation: Any = None
+    stream_options: Any = None
+    max_tool_calls: Any = None
+    user: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    client_metadata: Any = None
+
+    def as_chat(self) -> ChatBody:
+        """The same, asked of `/v1/chat/completions`. Raises Refusal."""
+        for name in ("store", "background", "previous_response_id", "conversation", "prompt"):
+            if getattr(self, name):
+                raise Refusal(400, f"{name} is not supported: {STATELESS}", name)
+        given = {name: getattr(self, name) for name in SAME}
+        messages = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else _messages(self.input)
+        if self.instructions is not None:
+            messages.insert(0, {"role": "system", "content": self.instructions})
+        choice: Any = self.tool_choice
+        if isinstance(choice, dict) and choice.get("type") == "function":
+            choice = {"type": "function", "function": {"name": choice.get("name")}}
+        functions = [{"type": "function", "function": _without(tool, "type")} for tool in self.functions]
+        if not functions and choice == "auto":
+            choice = None
+        said = {"messages": messages, "tools": functions or None, "tool_choice": choice}
+        form = (self.text or {}).get("format")
+        return parse(
+            ChatBody, given | said | {"max_completion_tokens": self.max_output_tokens, "response_format": form}
+        )
+
+    @property
+    def functions(self) -> list[dict[str, Any]]:
+        """The tools that a model can call. What OpenAI's own server would do by itself is left out."""
+        return [tool for tool in self.tools or [] if tool.get("type") == "function"]
+
+
+def _without(given: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {key: value for key, value in given.items() if key not in names}
+
+
+def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Items as messages; the calls of one turn are one message's."""
+    messages: list[dict[str, Any]] = []
+    for item in items:
+        kind = item.get("type", "message")
+        if kind == "message":
+            messages.append({"role": item.get("role"), "content": _content(item.get("content"))})
+        elif kind == "function_call":
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": None})
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            messages[-1].setdefault("tool_calls", []).append(call)
+        elif kind == "function_call_output":
+            output = {"role": "tool", "tool_call_id": item.get("call_id"), "content": _content(item.get("output"))}
+            messages.append(output)
+        elif kind != "reasoning":  # that is not read again
+            valid = "message, function_call, function_call_output or reasoning"
+            raise Refusal(400, f"input: an item's type must be {valid}, not {brief(kind)}", "input")
+    return messages
+
+
+def _content(given: Any) -> Any:
+    if not isinstance(given, list):
+        return given
+    parts = []
+    for part in given:
+        if not isinstance(part, dict) or part.get("type") not in ("input_text", "output_text", "text"):
+            raise Refusal(400, f"input: the parts of a content must be text, not {brief(part)}", "input")
+        parts.append({"type": "text", "text": part.get("text")})
+    return parts
+
+
+def in_its_words(error: Refusal) -> Refusal:
+    """A chat's refusal, with the names that fields have here."""
+    for here, there in AS_CHAT.items():
+        if error.param in (there, "max_completion_tokens" if there == "max_tokens" else there):
+            return Refusal(error.status, str(error).replace(str(error.param), here), here)
+    return error
+
+
+class Respond(Chat):
+    """The answer as items: a message, and calls; as events under their names, the last of which has all of it."""
+
+    def __init__(self, job: Job, parser: Callable[[], Parser] | None, asked: ResponsesBody) -> None:
+        super().__init__(job, parser)
+        self.asked = asked
+        self.items: list[Item] = []  # the last may still be written
+        self.made = {"id": job.head["id"], "object": "response", "created_at": job.head["created"]}
+
+    async def whole(self) -> dict[str, Any]:
+        """What the last event says."""
+        response: dict[str, Any] = {}
+        async for event in self._told():
+            response = event.get("response", response)
+        return response
+
+    async def frames(self) -> AsyncGenerator[bytes, None]:
+        """Server-sent events, each under its name."""
+        count = 0
+        try:
+            async for event in self._told():
+                yield frame({**event, "sequence_number": count}, event["type"])
+                count += 1
+        except Exception as error:
+            said = {"code": "server_error", "message": str(refusal(error))}
+            event = {"type": "response.failed", "response": self._response("failed", error=said)}
+            yield frame({**event, "sequence_number": count}, event["type"])
+
+    async def _told(self) -> AsyncGenerator[dict[str, Any], None]:
+        last: StepEvent | None = None
+        for kind in ("created", "in_progress"):
+            yield {"type": f"response.{kind}", "response": self._response("in_progress")}
+        async for last in self._events():
+            for delta in self.deltas(last):
+                if text := delta.get("content"):
+                    for event in self._say(text):
+                        yield event
+                for call in delta.get("tool_calls", ()):
+                    for event in self._call(call):
+                        yield event
+        if not self.items:
+            for event in self._begin(self._message()):
+                yield event
+        cut = last is not None and last.finish_reason == "length"
+        status = "incomplete" if cut else "completed"
+        for event in self._end_item(status):
+            yield event
+        more = {"incomplete_details": {"reason": "max_output_tokens"}} if cut else {}
+        response = self._response(status, usage=self._used(), **more, **self._metrics())
+        yield {"type": f"response.{status}", "response": response}
+
+    # --- items --------------------------------------------------------------------------------------------------------
+
+    def _say(self, text: str) -> Iterator[dict[str, Any]]:
+        if not self.items or self.items[-1]["type"] != "message":
+            yield from self._begin(self._message())
+        self.items[-1]["content"][0]["text"] += text
+        yield {"type": "response.output_text.delta", **self._place(), "delta": text, "logprobs": []}
+
+    def _call(self, part: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        if "id" in part:
+            call = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "status": "in_progress"}
+            yield from self._begin({**call, "call_id": part["id"], **part["function"]})
+        if arguments := part["function"]["arguments"]:
+            self.items[-1]["arguments"] += arguments if "id" not in part else ""
+            yield {"type": "response.function_call_arguments.delta", **self._place(), "delta": arguments}
+
+    @staticmethod
+    def _message() -> Item:
+        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        about = {"type": "message", "role": "assistant", "status": "in_progress"}
+        return {"id": f"msg_{uuid.uuid4().hex}", **about, "content": [part]}
+
+    def _begin(self, item: Item) -> Iterator[dict[str, Any]]:
+        yield from self._end_item("completed")
+        self.items.append(item)
+        at, shown = {"output_index": len(self.items) - 1}, _copy(item)
+        if item["type"] == "message":
+            yield {"type": "response.output_item.added", **at, "item": {**shown, "content": []}}
+            yield {"type": "response.content_part.added", **self._place(), "part": shown["content"][0]}
+        else:
+            yield {"type": "response.output_item.added", **at, "item": shown}
+
+    def _end_item(self, status: str) -> Iterator[dict[str, Any]]:
+        if not self.items:
+            return
+        item = self.items[-1]
+        item["status"] = status
+        if item["type"] == "message":
+            part = dict(item["content"][0])
+            yield {"type": "response.output_text.done", **self._place(), "text": part["text"], "logprobs": []}
+            yield {"type": "response.content_part.done", **self._place(), "part": part}
+        else:
+            said = {"name": item["name"], "arguments": item["arguments"]}
+            yield {"type": "response.function_call_arguments.done", **self._place(), **said}
+        yield {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": _copy(item)}
+
+    def _place(self) -> dict[str, Any]:
+        inside = {"content_index": 0} if self.items[-1]["type"] == "message" else {}
+        return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, **inside}
+
+    # --- the whole ----------------------------------------------------------------------------------------------------
+
+    def _used(self) -> dict[str, Any]:
+        usage = self.usage()
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage["total_tokens"],
+        }
+
+    def _response(self, status: str, **more: Any) -> dict[str, Any]:
+        asked, params = self.asked, self.job.answer.requests[0].seq.params
+        functions = [{"strict": None, "parameters": None, "description": None, **tool} for tool in asked.functions]
+        return {
+            **self.made,
+            "status": status,
+            "model": self.job.head["model"],
+            "output": [_copy(item) for item in self.items],
+            "error": None,
+            "incomplete_details": None,
+            "instructions": asked.instructions,
+            "max_output_tokens": asked.max_output_tokens,
+            "metadata": asked.metadata or {},
+            "parallel_tool_calls": asked.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "store": False,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "text": {"format": (asked.text or {}).get("format") or {"type": "text"}},
+            "tool_choice": asked.tool_choice or "auto",
+            "tools": functions,
+            "truncation": "disabled",
+            "usage": None,
+            **more,
+        }
+
+
+def _copy(item: Item) -> Item:
+    """As it is now; it may grow."""
+    return {**item, "content": [dict(part) for part in item["content"]]} if "content" in item else dict(item)

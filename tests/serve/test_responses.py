@@ -1,0 +1,151 @@
+"""`/v1/responses`: the answers are those of chats, in items and under the names of its events."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pydantic
+import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+
+from tests.serve.test_tools import TOOLS
+from tests.serve.test_tools_served import CITY, hermes  # noqa: F401
+
+ROUTE = "/v1/responses"
+FLAT: Any = [{"type": "function", **tool["function"]} for tool in TOOLS]
+EVENT: Any = pydantic.TypeAdapter(ResponseStreamEvent)
+TALK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Tell me of the sea."}]
+
+
+def events_of(client, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """A stream's events, each checked; their numbers and names, to the letter."""
+    answer = client.post(ROUTE, {**body, "stream": True})
+    assert answer.status_code == 200, answer.text
+    blocks, events = answer.text.removesuffix("\n\n").split("\n\n"), []
+    for i, block in enumerate(blocks):
+        name, data = block.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        EVENT.validate_python(event)
+        assert name == f"event: {event['type']}" and event["sequence_number"] == i
+        events.append(event)
+    assert [e["type"] for e in events[:2]] == ["response.created", "response.in_progress"]
+    return events
+
+
+def without_ids(response: dict[str, Any]) -> dict[str, Any]:
+    items = [{k: v for k, v in item.items() if k not in ("id", "call_id")} for item in response["output"]]
+    return {**response, "id": "", "created_at": 0, "metrics": None, "output": items}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"input": "Tell me of the sea.", "instructions": "Be brief."},
+        {"input": TALK},
+        {"input": [{"role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]},
+                   {"type": "message", "role": "user", "content": [{"type": "input_text", "text": TALK[1]["content"]}]},
+                   {"type": "reasoning", "id": "r", "summary": []}]},
+    ],
+)  # fmt: skip
+def test_text(client, tiny_llm, given):
+    body = {**given, "max_output_tokens": 12, "seed": 3, "temperature": 0.8, "top_p": 0.9, "store": False}
+    answer = client.post(ROUTE, body).json()
+    Response.model_validate(answer)
+    expected = tiny_llm.chat(TALK, max_tokens=12, seed=3, temperature=0.8, top_p=0.9)
+    (item,) = answer["output"]
+    assert item["content"][0]["text"] == expected.text and item["role"] == "assistant"
+    ended = "completed" if expected.finish_reason == "stop" else "incomplete"
+    assert answer["status"] == item["status"] == ended and answer["id"].startswith("resp_")
+    assert answer["usage"]["output_tokens"] == len(expected.token_ids)
+    assert (answer["temperature"], answer["top_p"], answer["max_output_tokens"]) == (0.8, 0.9, 12)
+    events = events_of(client, body)
+    assert "".join(e["delta"] for e in events if e["type"] == "response.output_text.delta") == expected.text
+    last = events[-1]["response"]
+    assert events[-1]["type"] == f"response.{ended}"
+    about = {"input_tokens_details": None}  # the second found the prompt in the cache
+    assert without_ids(last) | {"usage": last["usage"] | about} == without_ids(answer) | {
+        "usage": answer["usage"] | about
+    }
+
+
+def test_json(client):
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    form = {"format": {"type": "json_schema", "name": "x", "schema": schema, "strict": True}, "verbosity": "low"}
+    answer = client.post(ROUTE, {"input": "x", "text": form, "seed": 1, "max_output_tokens": 60}).json()
+    assert json.loads(answer["output"][0]["content"][0]["text"])["a"] in (1, 2)
+    assert answer["text"] == {"format": form["format"]} and answer["incomplete_details"] is None
+
+
+@pytest.mark.usefixtures("hermes")
+def test_calls(client):
+    body = {
+        "input": "x", "tools": [*FLAT, {"type": "web_search"}], "structured_outputs": {"choice": [f"See. {CITY}"]},
+        "max_output_tokens": 100,
+    }  # fmt: skip
+    answer = client.post(ROUTE, body).json()
+    Response.model_validate(answer)
+    message, call = answer["output"]
+    assert message["content"][0]["text"] == "See. " and call["name"] == "get_weather"
+    assert json.loads(call["arguments"]) == {"city": "Oslo"} and call["call_id"] and answer["status"] == "completed"
+    assert [tool["name"] for tool in answer["tools"]] == ["get_weather", "grow", "now"]
+    events = events_of(client, {**body, "speculative_config": False})
+    deltas = [e["delta"] for e in events if e["type"] == "response.function_call_arguments.delta"]
+    assert "".join(deltas) == call["arguments"] and len(deltas) > 2
+    assert without_ids(events[-1]["response"])["output"] == without_ids(answer)["output"]
+    talk = [{"role": "user", "content": "x"}, *answer["output"]]
+    talk.append({"type": "function_call_output", "call_id": call["call_id"], "output": "rain"})
+    named = {"type": "function", "name": "now"}
+    again = client.post(ROUTE, {"input": talk, "tools": FLAT, "tool_choice": named, "seed": 1, "max_output_tokens": 99})
+    assert [item["name"] for item in again.json()["output"]] == ["now"], again.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"store": True}, "store"), ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"background": True}, "background"), ({"conversation": "c"}, "conversation"), ({"n": 2}, "n"),
+        ({"prompt": {"id": "p"}}, "prompt"), ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"text": {"format": {"type": "xml"}}}, "text"), ({"temperature": -1}, "temperature"),
+        ({"input": [{"type": "item_reference", "id": "m"}]}, "input"), ({"input": 3}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
+        ({"tools": FLAT}, "tools"), ({"tool_choice": "required"}, "tool_choice"), ({"model": "other"}, "model"),
+        ({"tool_choice": {"type": "file_search"}}, "tool_choice"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be(client, fields, param):
+    answer = client.post(ROUTE, {"input": "x", **fields})
+    assert answer.status_code == (404 if param == "model" else 400), answer.text
+    assert answer.json()["error"]["param"] == param
+
+
+def test_an_error_on_the_way(client, monkeypatch, tiny_llm):
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("inside")
+
+    monkeypatch.setattr(tiny_llm.runner.model, "forward", fail)
+    events = events_of(client, {"input": "x", "max_output_tokens": 4})
+    assert events[-1]["type"] == "response.failed" and events[-1]["response"]["error"]["code"] == "server_error"
+    assert client.post(ROUTE, {"input": "x", "max_output_tokens": 4}).status_code == 500
+
+
+@pytest.mark.usefixtures("hermes")
+def test_openais_client(live, tiny_llm):
+    made = openai.OpenAI(base_url=f"{live()}/v1", api_key="none", max_retries=0)
+    asked: Any = {"model": "tiny", "input": "Tell me of the sea.", "max_output_tokens": 12, "extra_body": {"seed": 3}}
+    expected = tiny_llm.chat([{"role": "user", "content": "Tell me of the sea."}], max_tokens=12, seed=3).text
+    assert made.responses.create(**asked).output_text == expected
+    parts = [e.delta for e in made.responses.create(**asked, stream=True) if e.type == "response.output_text.delta"]
+    assert "".join(parts) == expected
+    asked |= {"max_output_tokens": 100, "tools": FLAT, "tool_choice": {"type": "function", "name": "get_weather"}}
+    with made.responses.stream(**asked) as stream:
+        kinds = {event.type for event in stream}
+        assert "response.function_call_arguments.done" in kinds
+        assert stream.get_final_response().output[0].type == "function_call"
+
+    class Sea(pydantic.BaseModel):
+        deep: bool
+
+    parsed = made.responses.parse(model="tiny", input="The sea?", text_format=Sea, max_output_tokens=60)
+    assert isinstance(parsed.output_parsed, Sea)

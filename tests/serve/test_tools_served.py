@@ -1,0 +1,182 @@
+"""Tools through the routes: what is asked of the prompt and the output, and what clients see of calls."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from outrider import SamplingParams
+from outrider.serve.tools import HERMES, LLAMA, MISTRAL, check, constraint
+from tests.serve.test_tools import TOOLS
+
+MARK = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "llama3_json": '"parameters" <|python_tag|>'}
+TEMPLATE = """{%% if tools %%}%s {%% for t in tools %%}{{ t.function.name }}{%% endfor %%}{%% endif %%}
+{%%- for m in messages %%}<|{{ m.role }}|>{{ m.content }}{%% for c in m.tool_calls or [] %%}
+{{- c.function.name }}:{%% for k, v in c.function.arguments.items() %%}{{ k }}={{ v }};{%% endfor %%}
+{%%- endfor %%}<|end|>{%% endfor %%}<|assistant|>"""
+TALK: Any = [{"role": "user", "content": "What now?"}]
+ROUTE = "/v1/chat/completions"
+CITY = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+
+
+@pytest.fixture(params=[HERMES, LLAMA, MISTRAL], ids=lambda family: family.name)
+def family(request, tiny_llm, monkeypatch):
+    """The embedded model with a template of each family."""
+    monkeypatch.setattr(tiny_llm.tokenizer, "chat_template", TEMPLATE % MARK[request.param.name])
+    return request.param
+
+
+@pytest.fixture
+def hermes(tiny_llm, monkeypatch):
+    monkeypatch.setattr(tiny_llm.tokenizer, "chat_template", TEMPLATE % MARK["hermes"])
+
+
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def message_of(frames: list[dict[str, Any]], index: int = 0) -> tuple[str, list[dict[str, Any]], str | None]:
+    """Content, calls and end of a stream's choice, put together as clients do."""
+    content, calls, reasons = "", list[dict[str, Any]](), list[str]()
+    for frame in frames:
+        ChatCompletionChunk.model_validate(frame, strict=True)
+        for choice in frame["choices"]:
+            if choice["index"] != index:
+                continue
+            content += choice["delta"].get("content") or ""
+            for part in choice["delta"].get("tool_calls", ()):
+                if part["index"] == len(calls):
+                    calls.append({"id": part["id"], "type": part["type"], "function": {**part["function"]}})
+                else:
+                    calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
+            if choice["finish_reason"]:
+                reasons.append(choice["finish_reason"])
+    assert len(reasons) == 1
+    return content, calls, reasons[0]
+
+
+@pytest.mark.parametrize("choice", ["required", "get_weather"])
+def test_forced_calls(client, tiny_llm, family, choice):
+    asked = choice if choice == "required" else named(choice)
+    body = {"messages": TALK, "tools": TOOLS, "tool_choice": asked, "max_tokens": 200, "seed": 3, "n": 2}
+    body |= {"return_token_ids": True}
+    answer = client.chat(body)[0]
+    ChatCompletion.model_validate(answer, strict=True)
+    tools = check(TOOLS, asked)
+    tiny_llm.speculative_config = None
+    expected = tiny_llm.generate(
+        tiny_llm.render(TALK, chat_template_kwargs={"tools": TOOLS}),
+        SamplingParams(
+            structured_outputs=constraint(tools, family, tiny_llm.tokenizer),
+            skip_special_tokens=False, seed=3, max_tokens=200, n=2,
+        ),
+    )  # fmt: skip
+    tiny_llm.speculative_config = {"method": "ngram", "num_speculative_tokens": 4}
+    frames = client.frames(body, ROUTE)
+    for output, given in zip(expected, answer["choices"], strict=True):
+        assert given["token_ids"] == output.token_ids
+        message = given["message"]
+        ended = "tool_calls" if output.finish_reason == "stop" else "length"
+        assert message["content"] is None and given["finish_reason"] == ended
+        calls = [call["function"] for call in message["tool_calls"]]
+        assert all(call["name"] in tools.callable for call in calls)
+        assert json.loads(calls[0]["arguments"]) is not None
+        assert all(call["id"] and call["type"] == "function" for call in message["tool_calls"])
+        content, streamed, reason = message_of(frames, given["index"])
+        assert not content and reason == given["finish_reason"]
+        assert [call["function"] for call in streamed] == calls
+    assert len({c["id"] for f in answer["choices"] for c in f["message"]["tool_calls"]}) >= 2
+
+
+def said(text: str, **more: Any) -> dict[str, Any]:
+    """A body under which the model says this, of itself as far as tools are concerned."""
+    return {"messages": TALK, "tools": TOOLS, "structured_outputs": {"choice": [text]}, "max_tokens": 200, **more}
+
+
+@pytest.mark.parametrize("more", [{}, {"tool_choice": "auto"}, {"return_token_ids": True, "logprobs": True}])
+def test_free_calls_are_found(client, hermes, more):
+    text = f"Let me see. {CITY}\n{CITY.replace('Oslo', 'Paris')}"
+    answer = client.chat(said(text, **more))[0]["choices"][0]
+    assert answer["finish_reason"] == "tool_calls" and answer["message"]["content"] == "Let me see. "
+    cities = [json.loads(call["function"]["arguments"])["city"] for call in answer["message"]["tool_calls"]]
+    assert cities == ["Oslo", "Paris"]
+    frames = client.frames(said(text, **more, speculative_config=False), ROUTE)
+    content, calls, reason = message_of(frames)
+    assert content == "Let me see. " and reason == "tool_calls"
+    assert [call["function"] for call in calls] == [c["function"] for c in answer["message"]["tool_calls"]]
+    assert len([f for f in frames if "tool_calls" in f["choices"][0]["delta"]]) > 4  # as they are written
+    if "logprobs" in more:
+        tokens = [t for f in frames for t in f["choices"][0].get("token_ids", [])]
+        assert tokens == answer["token_ids"]
+        spelt = [t for f in frames for t in (f["choices"][0]["logprobs"] or {"content": []})["content"]]
+        assert spelt == answer["logprobs"]["content"]
+
+
+def test_one_call_or_none(client, hermes):
+    single = client.chat(said(CITY + "\n" + CITY, parallel_tool_calls=False))[0]["choices"][0]
+    assert len(single["message"]["tool_calls"]) == 1
+    for more in ({"tool_choice": "none"}, {"tools": None}):
+        answer = client.chat(said(CITY, **more))[0]["choices"][0]
+        assert answer["message"] == {"role": "assistant", "content": CITY} and answer["finish_reason"] == "stop"
+    answer = client.chat(said("It is noon."))[0]["choices"][0]
+    assert answer["message"] == {"role": "assistant", "content": "It is noon."} and answer["finish_reason"] == "stop"
+    other = client.chat(said(CITY, tool_choice="auto", tools=TOOLS[1:]))[0]["choices"][0]
+    assert "tool_calls" not in other["message"] and "get_weather" in other["message"]["content"]
+
+
+def test_the_conversation_goes_on(client, tiny_llm, hermes):
+    call = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Oslo"}'}}
+    talk = [
+        *TALK,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+    ]
+    answer = client.post("/tokenize", {"messages": talk, "tools": TOOLS}).json()
+    text = tiny_llm.tokenizer.decode(answer["tokens"])
+    assert "get_weather:city=Oslo;" in text and "rain" in text and "now" in text.split("What")[0]
+    done = client.chat({"messages": talk, "tools": TOOLS, "max_tokens": 1})[0]
+    assert done["usage"]["prompt_tokens"] == answer["count"]
+    talk[1] = {"role": "assistant", "tool_calls": [call]}  # as some clients write it
+    assert client.post("/tokenize", {"messages": talk, "tools": TOOLS}).json()["tokens"] == answer["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": []}, "tools"), ({"tools": [{"type": "web_search"}]}, "tools"), ({"tools": "x"}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"), ({"tools": TOOLS, "tool_choice": "some"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": named("nobody")}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
+        ({"tools": TOOLS, "parallel_tool_calls": 1}, "parallel_tool_calls"),
+        ({"messages": [{"role": "assistant", "tool_calls": [5]}]}, "messages"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "thing"}}}],
+          "tool_choice": "required"}, "structured_outputs"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be(client, hermes, fields, param):
+    answer = client.post(ROUTE, {"messages": TALK, "max_tokens": 1, **fields})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
+
+
+def test_a_template_without_tools_says_so(client):
+    answer = client.post(ROUTE, {"messages": TALK, "tools": TOOLS, "max_tokens": 1})
+    assert answer.status_code == 400 and "template" in answer.json()["error"]["message"]
+
+
+def test_openais_helpers(live, tiny_llm, hermes):
+    url = live()
+    tools = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    asked: Any = {"messages": TALK, "tools": TOOLS, "model": "tiny", "max_tokens": 200, "seed": 3}
+    asked |= {"tool_choice": named("get_weather")}
+    whole = tools.chat.completions.create(**asked).choices[0]
+    assert whole.finish_reason == "tool_calls" and whole.message.tool_calls
+    with tools.chat.completions.stream(**asked) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_completion().choices[0]
+    assert "tool_calls.function.arguments.delta" in kinds and "tool_calls.function.arguments.done" in kinds
+    assert final.message.tool_calls is not None
+    assert final.message.tool_calls[0].function.arguments == whole.message.tool_calls[0].function.arguments
