@@ -1,4 +1,4 @@
-"""Any checkpoint that can be loaded, as a folder that others read: safetensors, config, tokenizer; dense or quantised."""
+"""Any checkpoint that loads, as a folder that others read: safetensors, config, tokenizer; dense or quantised."""
 
 from __future__ import annotations
 
