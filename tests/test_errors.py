@@ -238,7 +238,7 @@ BAD_SAMPLING = {
     "logit_bias": (5, [1], {"a": 1}, {-1: 1}, {1: NAN}, {1: "x"}, {1: None}, {True: 1}, {1.5: 1}),
     "logprobs": (-1, 1.5, "x", True), "logits_processors": (5, [5], ["x"], print),
     "ignore_eos": ("yes", None, 1), "include_stop_str_in_output": ("yes", None, 1),
-    "skip_special_tokens": ("yes", None, 1),
+    "skip_special_tokens": ("yes", None, 1), "structured_outputs": (5, "x", [], {"jsn": {}}, {}),
 }  # fmt: skip
 
 
