@@ -25,6 +25,7 @@ from outrider import LLM, Draft, SamplingParams, drafters
 from outrider.config import SpeculativeConfig
 from outrider.datastore import fingerprint, write
 from outrider.errors import OutriderError
+from outrider.export import quantize
 from outrider.load import find, read_tokenizer
 from outrider.sampling import Row, choose, gumbel
 from outrider.sequence import Sequence
@@ -163,6 +164,12 @@ def bf16_llm() -> LLM:
     return LLM("tiny", device="cpu", dtype="bfloat16")
 
 
+@pytest.fixture(scope="module")
+def packed_llm(make_checkpoint, tmp_path_factory) -> LLM:
+    """The random model with weights of 4 bits, from a quantised checkpoint."""
+    return LLM(quantize(make_checkpoint(), tmp_path_factory.mktemp("w4a16") / "model"), device="cpu")
+
+
 @pytest.mark.parametrize("sampling", [SamplingParams(temperature=0), SamplingParams(temperature=0.8, seed=5)])
 @pytest.mark.parametrize("method", drafters.methods())
 def test_bfloat16(bf16_llm, make_checkpoint, method, sampling):
@@ -183,6 +190,16 @@ def test_bfloat16(bf16_llm, make_checkpoint, method, sampling):
         if params.temperature:
             scores = scores + gumbel(expected.seed, len(prefix), len(scores))
         assert abs(scores[ours] - scores[theirs]) < 0.5, f"token {at} of {prompt}: no near-tie"
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("method", drafters.methods())
+def test_quantised_checkpoint(packed_llm, make_checkpoint, method, sampling):
+    llm = packed_llm
+    promised(llm)
+    plain = plain_of(llm, sampling)
+    llm.speculative_config = config_of(method, "random", make_checkpoint)
+    assert all(map(alike, run(llm, batch_of(llm, sampling, 8)), plain))
 
 
 def promised(llm: LLM) -> None:

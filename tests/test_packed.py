@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import run
+from helpers import logits_after, run
 from safetensors.torch import load_file, save_file
 
 from outrider import LLM, SamplingParams
-from outrider.errors import CheckpointError, UnsupportedArchitecture
+from outrider.errors import CheckpointError, ConfigError, UnsupportedArchitecture
+from outrider.export import export, quantize
 from outrider.load import load, open_source
 from outrider.ops import Linear, native
-from outrider.packed import from_mxfp4
+from outrider.packed import Reader, from_mxfp4
 
 needs_kernels = pytest.mark.skipif(native.active == native.REFERENCE, reason="the kernels are not built")
 SIZES = {"hidden_size": 128, "intermediate_size": 192}
@@ -312,6 +313,105 @@ def edited(write, layout: str, tmp_path: Path, change) -> Path:
 
 
 Q = "model.layers.0.self_attn.q_proj."
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantize_round_trip(make_checkpoint, tmp_path, bits):
+    """What `quantize` writes is what we read: no weight farther than a step, the rest untouched, and exact decoding."""
+    plain = make_checkpoint(**SIZES, dtype=torch.bfloat16)
+    folder = quantize(plain, tmp_path / "q", bits)
+    before, source = open_source(plain), open_source(folder)
+    stored = load_file(folder / "model.safetensors")
+    assert stored[Q + "weight_packed"].shape == (64, 128 * bits // 32)
+    assert stored[Q + "weight_scale"].shape == ((64, 2) if bits == 4 else (64, 1))  # 192 inputs want groups of 64
+    for name, shape in before.weights.shapes.items():
+        old, new = before.weights.mapped(name, *shape), source.weights.mapped(name, *shape)
+        if not name.endswith("_proj.weight"):
+            assert torch.equal(old, new), name
+            continue
+        scales = stored[name + "_scale"].float().repeat_interleave(64 if bits == 4 else shape[1], 1)
+        off = (new - old.float()).abs()
+        assert (off <= scales * 0.5001).float().mean() > 0.97 and off.mean() < old.float().abs().mean() / (
+            8 if bits == 4 else 90
+        )
+    if native.active != native.REFERENCE:
+        assert LLM(folder, device="cpu").exactness == "bitwise"
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantize_is_read_by_transformers(make_checkpoint, tmp_path, bits):
+    """compressed-tensors unpacks the very weights that we run on, in transformers' model."""
+    pytest.importorskip("compressed_tensors")
+    from transformers import AutoModelForCausalLM
+
+    folder = quantize(make_checkpoint(**SIZES, dtype=torch.bfloat16), tmp_path / "q", bits)
+    model, source = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), open_source(folder)
+    with torch.no_grad():
+        logits = model(torch.tensor([[5, 9, 3]])).logits
+    for name, parameter in model.named_parameters():
+        if name.endswith("_proj.weight"):
+            assert torch.equal(parameter, source.weights.mapped(name, *parameter.shape)), name
+    ours = load(folder, dtype="float32", device="cpu")
+    assert torch.allclose(logits_after(LLM(ours), [5, 9, 3]), logits[0, -1], rtol=1e-4, atol=1e-3)
+
+
+SCHEMES = [("W4A16", 32), ("W4A16", 64), ("W4A16_ASYM", 64), ("W8A16", None), ("W8A8", None), ("FP8_DYNAMIC", None),
+           ("FP8_BLOCK", None)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("preset", "group"), SCHEMES)
+def test_compressed_tensors_own_writer(preset, group):
+    """What compressed-tensors compresses by its presets we read to the bit as it decompresses it."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import preset_name_to_scheme
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    scheme = preset_name_to_scheme(preset, ["Linear"])
+    args = scheme.weights
+    if group:
+        args.group_size = group
+    form = {"int": "pack-quantized", "float": "float-quantized"}[args.type]
+    form = "int-quantized" if preset == "W8A8" else form
+    weight = torch.randn(128, 256, generator=torch.Generator().manual_seed(1))
+    cut = (
+        weight.view(1, 128, 2, 128).transpose(1, 2).reshape(1, 2, -1)
+        if args.strategy == "block"
+        else (weight.view(128, -1, args.group_size or 256))
+    )
+    scale, zero = calculate_qparams(cut.amin(-1), cut.amax(-1), args)
+    state = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero}
+    stored = BaseCompressor.get_value_from_registry(form).compress(state, scheme)
+    back = BaseCompressor.get_value_from_registry(form).decompress(dict(stored), scheme)["weight"]
+    config = {
+        "quant_method": "compressed-tensors", "format": form, "ignore": [],
+        "config_groups": {"group_0": json.loads(scheme.model_dump_json())},
+    }  # fmt: skip
+    names = {
+        torch.int32: "I32",
+        torch.int64: "I64",
+        torch.int8: "I8",
+        torch.float8_e4m3fn: "F8_E4M3",
+        torch.float32: "F32",
+    }
+    tensors = {f"a.{name}": tensor for name, tensor in stored.items() if tensor is not None}
+    about = {name: (tuple(tensor.shape), names[tensor.dtype]) for name, tensor in tensors.items()}
+    found = Reader(config, about, tensors.__getitem__, "here").packed["a.weight"]
+    assert found.shape == (128, 256) and torch.equal(found.dense(), back)
+
+
+def test_quantize_refuses(tmp_path):
+    with pytest.raises(ConfigError, match="bits must be 4 or 8, not 5"):
+        quantize("tiny", tmp_path / "q", 5)
+    assert not (tmp_path / "q").exists()
+
+
+def test_quantised_checkpoints_are_exported_dense(write, tmp_path):
+    folder, dense = write("gptq desc_act")
+    source = open_source(export(folder, tmp_path / "dense", "float32"))
+    assert "quantization_config" not in source.hf
+    for name, exact in dense.items():
+        assert torch.equal(source.weights.mapped(name, *exact.shape), exact)
 
 
 @needs_kernels

@@ -1,4 +1,4 @@
-"""Any checkpoint that loads, as a folder that others read: safetensors, config, tokenizer; dense or quantised."""
+"""Any checkpoint that loads, as a folder that others read, dense or quantised: safetensors, config, tokenizer."""
 
 from __future__ import annotations
 
