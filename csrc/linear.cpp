@@ -335,9 +335,9 @@ __attribute__((noinline)) void product(const Weights &w, const Rows<typename F::
     vf acc[1][R][NV];
     for (int r = 0; r < R; r++)
       for (int v = 0; v < NV; v++) acc[0][r][v] = load(out[r] + v * W);
-    for (int k = chunk.begin; k < chunk.end; k += kDepth, advance(kDepth)) {
-      fetch(kDepth);
-      run<F, R, 1, kDepth>(x, data, kDepth, acc);
+    for (int k = chunk.begin; k < chunk.end; k += 2 * kStep, advance(2 * kStep)) {
+      fetch(2 * kStep);
+      run<F, R, 1, 2 * kStep>(x, data, kDepth, acc);
     }
     for (int r = 0; r < R; r++)
       for (int v = 0; v < NV; v++) store(out[r] + v * W, acc[0][r][v]);
