@@ -14,7 +14,7 @@ namespace {
 constexpr int NV = kPanel / W;  // vectors of a panel
 constexpr int kStep = 4;        // k that one step of a product takes
 constexpr int kChunkBytes = 1 << 16, kUnpackedBytes = 1 << 14, kTaskBytes = 1 << 19;
-constexpr int kNear = 4096;  // bytes that few rows fetch ahead
+constexpr int kNear = 4096;  // bytes that few rows fetch ahead, beyond the groups that they take at once
 
 // How bfloat16 activations enter a product, and how many rows' sums fit the registers.
 #if defined(__AVX512BF16__)
@@ -219,28 +219,49 @@ struct FP8 {
 #endif
 };
 
-// acc += the products of kStep k: R rows of x with a panel of w.
+// R rows of x. Three rows share a pointer, lest a loop over many runs out of registers for them.
+template <class X, int R>
+struct Lines {
+  const X *at[(R + 2) / 3];
+  size_t ldx;
+  INLINE Lines from(const X *x, size_t ldx) {
+    Lines lines;
+    for (int i = 0; i < (R + 2) / 3; i++) lines.at[i] = x + 3 * i * ldx;
+    lines.ldx = ldx;
+    return lines;
+  }
+  const X *operator[](int r) const { return at[r / 3] + r % 3 * ldx; }
+  void advance(int k) {
+    for (auto &x : at) x += k;
+  }
+};
+
+// acc += the products of the kStep k that begin at k of x: R rows of x with a panel of w.
 template <class F, int R>
-INLINE void step(const typename F::X *x, size_t ldx, const uint8_t *w, vf (&acc)[R][NV]) {
-  for (int a = 0; a < kStep / 2; a++)
-    for (int v = 0; v < NV; v++) {
+INLINE void step(const Lines<typename F::X, R> &x, int k, const uint8_t *w, vf (&acc)[R][NV]) {
+#pragma GCC unroll 2
+  for (int a = 0; a < kStep / 2; a++, k += 2) {
 #if defined(__AVX512BF16__)
-      if constexpr (!std::is_same_v<F, F32>) {
-        const __m512bh pairs = F::pairs(w, a, v);
-        for (int r = 0; r < R; r++) {
-          const __m512bh both = (__m512bh)_mm512_set1_epi32(load_as<int32_t>(x + r * ldx + 2 * a));
-          acc[r][v] = (vf)_mm512_dpbf16_ps((__m512)acc[r][v], pairs, both);
-        }
-        continue;
+    if constexpr (!std::is_same_v<F, F32>) {
+      const __m512bh low = F::pairs(w, a, 0), high = F::pairs(w, a, 1);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; r++) {
+        const __m512bh both = (__m512bh)_mm512_set1_epi32(load_as<int32_t>(x[r] + k));
+        acc[r][0] = (vf)_mm512_dpbf16_ps((__m512)acc[r][0], low, both);
+        acc[r][1] = (vf)_mm512_dpbf16_ps((__m512)acc[r][1], high, both);
       }
+      continue;
+    }
 #endif
+    for (int v = 0; v < NV; v++) {
       vf even, odd;
       F::weights(w, a, v, even, odd);
       for (int r = 0; r < R; r++) {
-        acc[r][v] = fma(splat(float(x[r * ldx + 2 * a])), even, acc[r][v]);
-        acc[r][v] = fma(splat(float(x[r * ldx + 2 * a + 1])), odd, acc[r][v]);
+        acc[r][v] = fma(splat(float(x[r][k])), even, acc[r][v]);
+        acc[r][v] = fma(splat(float(x[r][k + 1])), odd, acc[r][v]);
       }
     }
+  }
 }
 
 // The factors that begin at `each` and `coarse`, in numbers.
@@ -291,50 +312,75 @@ struct Chunk {
   int64_t pace;
 };
 
-// acc[g] += the products of `depth` k from the first one of each of G groups, fetching ahead.
-template <class F, int R, int G>
-INLINE void run(const typename F::X *x, size_t ldx, const uint8_t *data, int depth, const uint8_t *ahead, int64_t pace,
-                vf (&acc)[G][R][NV]) {
-  for (int k = 0; k < depth; k += kStep, ahead += G * pace) {
-    for (int64_t line = 0; line < G * pace; line += 64) __builtin_prefetch(ahead + line, 0, 2);
+// acc[g] += the products of K k from the first one of each of G groups of `size`.
+template <class F, int R, int G, int K>
+INLINE void run(const Lines<typename F::X, R> &x, const uint8_t *data, int size, vf (&acc)[G][R][NV]) {
 #pragma GCC unroll 2
-    for (int g = 0; g < G; g++) step<F, R>(x + g * depth + k, ldx, data + size_t(g * depth + k) * F::kBytes, acc[g]);
-  }
+  for (int k = 0; k < K; k += kStep)
+#pragma GCC unroll 2
+    for (int g = 0; g < G; g++) step<F, R>(x, g * size + k, data + size_t(g * size + k) * F::kBytes, acc[g]);
 }
 
-// out[r] += the chunk's products for R rows.
+// out[r] += the chunk's products for R rows. The chunk has whole groups, or one that is short.
 template <class F, int R>
 __attribute__((noinline)) void product(const Weights &w, const Rows<typename F::X> &rows, int row, const Chunk &chunk, float (*out)[kPanel]) {
-  const typename F::X *x = rows.x + row * rows.stride + chunk.begin;
+  auto x = Lines<typename F::X, R>::from(rows.x + row * rows.stride + chunk.begin, rows.stride);
+  const uint8_t *data = chunk.data, *ahead = chunk.ahead;
+  const int64_t pace = chunk.pace;
+  const auto advance = [&](int by) { x.advance(by), data += size_t(by) * F::kBytes; };
+  const auto fetch = [&](int k) {
+    for (const uint8_t *end = ahead + k / kStep * pace; ahead < end; ahead += 64) __builtin_prefetch(ahead, 0, 2);
+  };
   if constexpr (!F::kScaled) {
     vf acc[1][R][NV];
     for (int r = 0; r < R; r++)
       for (int v = 0; v < NV; v++) acc[0][r][v] = load(out[r] + v * W);
-    run<F, R, 1>(x, rows.stride, chunk.data, chunk.end - chunk.begin, chunk.ahead, chunk.pace, acc);
+    for (int k = chunk.begin; k < chunk.end; k += 2 * kStep, advance(2 * kStep)) {
+      fetch(2 * kStep);
+      run<F, R, 1, 2 * kStep>(x, data, kDepth, acc);
+    }
     for (int r = 0; r < R; r++)
       for (int v = 0; v < NV; v++) store(out[r] + v * W, acc[0][r][v]);
     return;
   }
-  // Few rows take two groups at once, lest they wait for their own sums.
+  // Few rows take more groups at once, lest they wait for their own sums.
   constexpr int kTogether = R <= 2 ? 2 : 1;
   const int groups = w.groups(), size = w.group;
+  if (chunk.ahead == chunk.data + kNear) ahead += kTogether * size * F::kBytes;
   const float *sums = rows.sums ? rows.sums + size_t(row) * groups : nullptr;
-  const uint8_t *data = chunk.data, *ahead = chunk.ahead;
   int k = chunk.begin, group = k / size;
-  const auto advance = [&](int by) {
-    k += by, x += by, data += size_t(by) * F::kBytes, ahead += by / kStep * chunk.pace;
-  };
-  for (; k + kTogether * size <= chunk.end; advance(kTogether * size), group += kTogether) {
-    vf acc[kTogether][R][NV] = {};
-    run<F, R, kTogether>(x, rows.stride, data, size, ahead, chunk.pace, acc);
+  for (; k + kTogether * size <= chunk.end; k += kTogether * size, group += kTogether) {
+    vf acc[kTogether][R][NV];
+#pragma GCC unroll 2
+    for (int g = 0; g < kTogether; g++)
+#pragma GCC unroll 16
+      for (int r = 0; r < R; r++)
+        for (int v = 0; v < NV; v++) acc[g][r][v] = vf{};
+    if (size < kDepth) {
+      fetch(kTogether * size);
+      run<F, R, kTogether, kDepth / 2>(x, data, size, acc), advance(size);
+    } else {
+      for (int done = 0; done < size; done += kDepth, advance(kDepth)) {
+        fetch(kTogether * kDepth);
+        run<F, R, kTogether, kDepth>(x, data, size, acc);
+      }
+    }
+    advance((kTogether - 1) * size);
+#pragma GCC unroll 2
     for (int g = 0; g < kTogether; g++) scale<R>(w, sums, chunk.panel, k + g * size, group + g, groups, acc[g], out);
   }
   while (k < chunk.end) {
-    const int length = chunk.end - k < size ? chunk.end - k : size;
+    const int length = chunk.end - k < size ? chunk.end - k : size, part = length < kDepth ? length : kDepth;
     vf acc[1][R][NV] = {};
-    run<F, R, 1>(x, rows.stride, data, length, ahead, chunk.pace, acc);
+    fetch(length);
+    for (int done = 0; done < length; done += part, advance(part))
+      for (int half = 0; half < part; half += kDepth / 2) {
+        auto here = x;
+        here.advance(half);
+        run<F, R, 1, kDepth / 2>(here, data + half * F::kBytes, size, acc);
+      }
     scale<R>(w, sums, chunk.panel, k, group++, groups, acc[0], out);
-    advance(length);
+    k += length;
   }
 }
 
