@@ -14,8 +14,8 @@ from rich.text import Text
 import outrider
 from outrider.cli.options import MISSING, Device, Dtype, Quantization, Reporter, check_model, load_llm
 from outrider.cli.output import put_json, visible
-from outrider.config import ARCHITECTURES
 from outrider.errors import ConfigError
+from outrider.families import FAMILIES
 
 EXACTNESS = {
     "bitwise": "the self-check found no bit that depends on what shares a forward",
@@ -98,7 +98,7 @@ def _installation() -> dict[str, Any]:
         "kernels": kernels(),
         **devices,
         "embedded_models": list(embedded()),
-        "architectures": list(ARCHITECTURES),
+        "architectures": list(FAMILIES),
         "methods": methods,
     }
 

@@ -16,7 +16,7 @@ from outrider.ops.attention import (
     follows_paths,
     write,
 )
-from outrider.ops.elementwise import argmax, rms_norm, rope, rotate, swiglu
+from outrider.ops.elementwise import argmax, gated, rms_norm, rope, rotate, softcap, swiglu
 from outrider.ops.linear import Factors, Linear, Quantized, packs
 from outrider.ops.walk import Block, Stores, Walk
 
@@ -37,10 +37,12 @@ __all__ = [
     "attention",
     "attention_mask",
     "follows_paths",
+    "gated",
     "packs",
     "rms_norm",
     "rope",
     "rotate",
+    "softcap",
     "swiglu",
     "write",
 ]
