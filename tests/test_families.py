@@ -165,7 +165,7 @@ def test_what_cannot_be_is_named(make_checkpoint, tmp_path, arch, changes, words
         LLM(folder, device="cpu")
 
 
-@pytest.mark.parametrize("name", families.MISSING)
+@pytest.mark.parametrize("name", families.UNSUPPORTED)
 def test_known_and_not_supported(name):
     with pytest.raises(UnsupportedArchitecture, match=f"{name} is not supported: it needs .*; supported: Llama"):
         families.read({"architectures": [name]})

@@ -20,7 +20,7 @@ ROPE_NUMBERS = (  # of any type, where they are given
     "factor", "original_max_position_embeddings", "attention_factor", "mscale", "mscale_all_dim", "beta_fast",
     "beta_slow", "low_freq_factor", "high_freq_factor", "partial_rotary_factor",
 )  # fmt: skip
-NEEDED = {  # parameters of a rope type
+ROPE_NEEDS = {  # parameters of a rope type
     "default": (),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "longrope": ("original_max_position_embeddings",),
@@ -31,7 +31,7 @@ OUTER = {  # models of text and pictures whose text part is read: what its model
     "Mistral3ForConditionalGeneration": {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
 }
 PICTURES = ("vision_tower.", "multi_modal_projector.")  # where their other tensors lie
-MISSING = {  # architectures that are known and not supported: what they would need
+UNSUPPORTED = {  # architectures that are known and not supported: what they would need
     "GptOssForCausalLM": "experts and attention sinks",
     "Qwen3MoeForCausalLM": "experts",
     "Qwen2MoeForCausalLM": "experts",
@@ -71,7 +71,7 @@ class Family:
 
     @property
     def differs(self) -> str:
-        """From a Llama, in one line."""
+        """In what from a Llama, in one line."""
         return " ".join((self.read.__doc__ or "").split())
 
 
@@ -252,7 +252,7 @@ def check(hf: Hf) -> Family:
     """The family of a config. Raises UnsupportedArchitecture for another one, and for quantised weights."""
     name = _architecture(hf)
     if (found := FAMILIES.get(name)) is None:
-        needs = f": it needs {MISSING[name]}" if name in MISSING else ""
+        needs = f": it needs {UNSUPPORTED[name]}" if name in UNSUPPORTED else ""
         raise UnsupportedArchitecture(f"architecture {name} is not supported{needs}; supported: {', '.join(FAMILIES)}")
     if hf.get("quantization_config"):
         raise UnsupportedArchitecture("quantised checkpoints are not supported; use the float one")
@@ -271,7 +271,8 @@ def read(hf: Hf, eos: tuple[int, ...] = ()) -> ModelConfig:
     """
     hf = text_part(hf)
     found = check(hf)
-    if (act := hf.get("hidden_act") or hf.get("hidden_activation") or "silu") not in ACTIVATIONS:
+    act = str(hf.get("hidden_act") or hf.get("hidden_activation") or "silu")
+    if act not in ACTIVATIONS:
         raise UnsupportedArchitecture(f"hidden_act {act!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
     heads, layers = _whole(hf, "num_attention_heads"), _whole(hf, "num_hidden_layers")
     sizes = {key: _whole(hf, key) for key in ("vocab_size", "hidden_size", "intermediate_size")}
@@ -337,9 +338,11 @@ def _rope(hf: Hf, partial: bool = False) -> dict[str, Any]:
     """The rope of a config, or of its layers without windows if they differ; `partial`: it may turn part of a head."""
     rope: dict[str, Any] = {}
     for key in ("rope_scaling", "rope_parameters"):
-        if not isinstance(given := hf.get(key) or {}, Mapping):
-            raise CheckpointError(f"config.json: {key} must be an object, not {given!r}")
-        rope |= given.get(FULL, given) or {}
+        given = hf.get(key) or {}
+        own = given.get(FULL, given) or {} if isinstance(given, Mapping) else given
+        if not isinstance(own, Mapping):
+            raise CheckpointError(f"config.json: {key} must be an object, not {own!r}")
+        rope |= own
     rope = _checked_rope(rope, hf)
     if not partial and "partial_rotary_factor" in rope:
         raise UnsupportedArchitecture("partial_rotary_factor other than 1 is not supported in this architecture")
@@ -350,7 +353,7 @@ def _local_rope(hf: Hf, theta: float) -> dict[str, Any]:
     """`rope` and `local_rope` where layers with windows have a rope of their own, unstretched, of base `theta`."""
     given = hf.get("rope_parameters")
     own = given.get(SLIDING) if isinstance(given, Mapping) else None
-    local = _checked_rope(dict(own or {"rope_theta": theta}), {})
+    local = _checked_rope(dict(own) if isinstance(own, Mapping) else {"rope_theta": theta}, {})
     if "dynamic" in (local["rope_type"], (rope := _rope(hf))["rope_type"]):
         raise UnsupportedArchitecture("rope type 'dynamic' is not supported in a model of two ropes")
     return {"rope": rope, "local_rope": None if local == rope else local}
@@ -358,14 +361,15 @@ def _local_rope(hf: Hf, theta: float) -> dict[str, Any]:
 
 def _checked_rope(rope: dict[str, Any], hf: Hf) -> dict[str, Any]:
     given = rope.pop("type", None)
-    rope["rope_type"] = kind = {"su": "longrope"}.get(found := rope.get("rope_type") or given or "default", found)
+    kind = str(rope.get("rope_type") or given or "default")
+    rope["rope_type"] = kind = "longrope" if kind == "su" else kind
     rope["rope_theta"] = _number(rope, "rope_theta", _number(hf, "rope_theta", 10000.0))
     for key in ("partial_rotary_factor", *["original_max_position_embeddings"] * (kind == "longrope")):
         if hf.get(key) is not None:
             rope.setdefault(key, hf[key])
     if kind not in ROPE_TYPES:
         raise UnsupportedArchitecture(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
-    for key in NEEDED.get(kind, ("factor",)):
+    for key in ROPE_NEEDS.get(kind, ("factor",)):
         if key not in rope:
             raise CheckpointError(f"config.json: rope type {kind!r} needs {key!r}")
         _number(rope, key)
