@@ -45,6 +45,13 @@ VARIANTS = {
     "granite": ("granite", {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1,
                             "logits_scaling": 8.0, "tie_word_embeddings": True}),
     "granite-biases": ("granite", {"attention_bias": True, "mlp_bias": True, "attention_multiplier": 0.2}),
+    "granite4": ("granitemoehybrid", {
+        "layer_types": ["full_attention"] * 2, "num_local_experts": 0, "num_experts_per_tok": 0,
+        "shared_intermediate_size": 80, "position_embedding_type": "rope", "attention_multiplier": 0.1,
+        "residual_multiplier": 0.22}),
+    "granite4-no-rope": ("granitemoehybrid", {
+        "layer_types": ["full_attention"] * 2, "num_local_experts": 0, "num_experts_per_tok": 0,
+        "attention_multiplier": 0.1, "logits_scaling": 3.0}),
     "glm4": ("glm4", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0,
                                           "partial_rotary_factor": 0.5}}),
     "glm4-no-bias": ("glm4", {"attention_bias": False}),
@@ -153,12 +160,15 @@ def test_text_part_of_a_model_of_pictures(tmp_path, outer, inner, tied, new_name
         ("glm4", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 2.0}}, "32"),
         ("llama", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ("granite", {"logits_scaling": -1.0}, "logits_scaling"),
+        ("granitemoehybrid", {"layer_types": ["full_attention", "linear_attention"]}, "Mamba-2"),
+        ("granitemoehybrid", {"layer_types": ["attention"] * 2, "num_local_experts": 4}, "experts"),
         ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers"),
         ("smollm3", {"hidden_act": "relu"}, "relu"),
     ],
 )
 def test_what_cannot_be_is_named(make_checkpoint, tmp_path, arch, changes, words):
-    folder = copytree(make_checkpoint(arch, **VARIANTS.get(arch, ("", {}))[1]), tmp_path / "model")
+    made = next((made for kind, made in VARIANTS.values() if kind == arch), {})
+    folder = copytree(make_checkpoint(arch, **made), tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changes))
     with pytest.raises(OutriderError, match=words):

@@ -113,7 +113,9 @@ class Names:
     before_mlp: str | None = "post_attention_layernorm"
     after_mlp: str | None = None
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    mlp: str = "mlp"  # below which are
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    down: str = "down_proj"
 
 
 @dataclass(frozen=True)

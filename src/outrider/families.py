@@ -51,7 +51,6 @@ UNSUPPORTED = {  # architectures that are known and not supported: what they wou
     "DeepseekV2ForCausalLM": "latent attention and experts",
     "DeepseekV3ForCausalLM": "latent attention and experts",
     "Llama4ForConditionalGeneration": "experts and chunked attention",
-    "GraniteMoeHybridForCausalLM": "Mamba-2 layers",
     "MambaForCausalLM": "state-space layers",
     "Lfm2ForCausalLM": "short convolutions",
     "GPT2LMHeadModel": "learned positions and LayerNorm",
@@ -199,7 +198,7 @@ def olmo3(hf: Hf) -> dict[str, Any]:
     return {**olmo2(hf), **_local_rope(hf, _number(hf, "rope_theta", 500000.0)), "windows": windows}
 
 
-@family("GraniteForCausalLM", "granite", "Granite 3 and 4 dense")
+@family("GraniteForCausalLM", "granite", "Granite 3 dense")
 def granite(hf: Hf) -> dict[str, Any]:
     """Multipliers of embedding, branches, attention and logits."""
     return {
@@ -208,6 +207,23 @@ def granite(hf: Hf) -> dict[str, Any]:
         "residual_multiplier": _number(hf, "residual_multiplier", 1.0),
         "attention_scale": _number(hf, "attention_multiplier", 1.0),
         "logit_scale": 1 / _number(hf, "logits_scaling", 1.0),
+    }
+
+
+@family("GraniteMoeHybridForCausalLM", "granitemoehybrid", "Granite 4 dense (micro, 350M, 1B)")
+def granite4(hf: Hf) -> dict[str, Any]:
+    """As Granite 3, with a fused gate and up in the checkpoint, and rope if asked for; no experts, no Mamba layers."""
+    layers, kinds = _whole(hf, "num_hidden_layers"), hf.get("layer_types")
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (FULL, "attention") for kind in kinds):
+        raise UnsupportedArchitecture("GraniteMoeHybridForCausalLM with Mamba-2 layers is not supported; without is")
+    if hf.get("num_local_experts", 8):
+        raise UnsupportedArchitecture("GraniteMoeHybridForCausalLM with experts is not supported; without is")
+    return {
+        **granite(hf),
+        "intermediate_size": _whole(hf, "shared_intermediate_size"),
+        "mlp_bias": False,
+        "unrotated": () if hf.get("position_embedding_type") == "rope" else tuple(range(layers)),
+        "names": Names(mlp="shared_mlp", gate_up=("input_linear",), down="output_linear"),
     }
 
 

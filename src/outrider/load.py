@@ -449,7 +449,7 @@ class _Builder:
     def layer(self, i: int) -> Layer:
         """One decoder layer."""
         c, names, at = self.config, self.config.names, f"model.layers.{i}."
-        attn, mlp, gated = f"{at}self_attn.", f"{at}mlp.", self.config.activation == "silu"
+        attn, mlp, gated = f"{at}self_attn.", f"{at}{names.mlp}.", self.config.activation == "silu"
         hidden, wide, q, kv = c.hidden_size, c.intermediate_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
         qkv = dict(zip(names.qkv, (q, kv, kv), strict=True)) if len(names.qkv) > 1 else {names.qkv[0]: q + 2 * kv}
         gate_up = dict.fromkeys(names.gate_up, 2 * wide // len(names.gate_up))
@@ -460,7 +460,7 @@ class _Builder:
             o=self.linear(attn, {"o_proj": hidden}, q, c.o_bias),
             post_norm=self.norm(at, names.before_mlp, hidden),
             gate_up=self.linear(mlp, gate_up, hidden, c.mlp_bias, gated=gated),
-            down=self.linear(mlp, {"down_proj": hidden}, wide, c.mlp_bias),
+            down=self.linear(mlp, {names.down: hidden}, wide, c.mlp_bias),
             q_norm=self.turned(self.norm(attn, "q_norm", normed[0])) if normed else None,
             k_norm=self.turned(self.norm(attn, "k_norm", normed[1])) if normed else None,
             attention_norm=self.norm(at, names.after_attention, hidden),
