@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from outrider.config import ModelConfig
+from outrider import families
 from outrider.kv import DenseKV, Entry, Plan
 from outrider.ops import KEY_BLOCK, attend, native
 
@@ -177,7 +177,7 @@ def test_sequences_side_by_side(isa):
         "architectures": ["LlamaForCausalLM"], "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64,
         "num_hidden_layers": 1, "vocab_size": 8, "hidden_size": 80, "intermediate_size": 8,
     }  # fmt: skip
-    config = ModelConfig.from_hf(shape)
+    config = families.read(shape)
     g = torch.Generator().manual_seed(0)
     sizes = [(1300, 1, None), (0, 9, None), (40, 9, some_tree(9, 3)), (700, 20, None)]
 

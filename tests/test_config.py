@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy
 import pytest
 
-from outrider import SamplingParams, drafters
-from outrider.config import FOREIGN, MOST_LOGPROBS, EngineConfig, ModelConfig, SpeculativeConfig
+from outrider import SamplingParams, drafters, families
+from outrider.config import FOREIGN, MOST_LOGPROBS, EngineConfig, SpeculativeConfig
 from outrider.errors import CheckpointError, ConfigError
 
 SHAPE = {
@@ -36,7 +36,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
     ],
 )
 def test_context(rope, positions, context):
-    config = ModelConfig.from_hf({**SHAPE, "max_position_embeddings": positions, "rope_scaling": rope})
+    config = families.read({**SHAPE, "max_position_embeddings": positions, "rope_scaling": rope})
     assert config.context == context
 
 
@@ -54,7 +54,7 @@ def test_context(rope, positions, context):
 ])  # fmt: skip
 def test_numbers_of_a_checkpoint_are_bounded(change):
     with pytest.raises(CheckpointError, match=r"config\.json: .*(number|below|above)"):
-        ModelConfig.from_hf({**SHAPE, **change})
+        families.read({**SHAPE, **change})
 
 
 def test_numpy_numbers():

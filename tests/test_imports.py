@@ -11,9 +11,9 @@ import outrider
 
 ROOT = Path(outrider.__file__).parent
 ORDER = (
-    "errors, files, config, outputs -> draft -> constraint -> sequence -> ops, sampling, verify -> kv | model -> "
-    "quantize, gguf, packed, load -> export -> corpus -> datastore -> runner -> speculate -> control -> drafters -> "
-    "plan -> engine -> llm -> async_llm, hf, vllm -> serve, train, bench -> cli"
+    "errors, files, config, families, outputs -> draft -> constraint -> sequence -> ops, sampling, verify -> "
+    "kv | model -> quantize, gguf, packed, load -> export -> corpus -> datastore -> runner -> speculate -> control -> "
+    "drafters -> plan -> engine -> llm -> async_llm, hf, vllm -> serve, train, bench -> cli"
 )
 TIERS = ORDER.replace(",", " -> ").replace("|", " -> ").replace(" ", "").split("->")
 APART = {("kv", "model"), ("model", "kv")}

@@ -262,6 +262,10 @@ def test_info_says_what_runs_and_what_options_mean(run, monkeypatch):
     assert "prompt_lookup_max (int, default 4): longest" in " ".join(run("info")[1].split())
     facts = json.loads(run("info", "--model", "tiny", "--json")[1])
     assert facts["exactness"] in ("bitwise", "law")
+    assert facts["family"].startswith("Llama") and "norm before attention" in facts["switches"]
+    assert facts["format"] == "safetensors" and facts["context"] == 131072 and facts["bytes_per_forward"] > 2**20
+    assert facts["drafters"]["draft_model"].startswith("tiny-draft or") and "tiny-medusa" in facts["drafters"]["medusa"]
+    assert "ngram" in facts["drafters"]["without more"] and "rest" not in facts["drafters"]["without more"]
     from outrider.ops import native
 
     if native.active != "reference":

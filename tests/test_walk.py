@@ -13,8 +13,7 @@ import pytest
 import torch
 from test_native import FORMATS, ISAS, QUANTIZED, isa, make_quantized, rand  # noqa: F401 - a fixture
 
-from outrider import Draft, SamplingParams
-from outrider.config import ModelConfig
+from outrider import Draft, SamplingParams, families
 from outrider.kv import OffloadKV, PagedKV
 from outrider.model import Layer, Model
 from outrider.ops import Block, Linear, Stores, Walk
@@ -43,7 +42,7 @@ FAMILIES = {
 
 def make_model(kind="bfloat16", family="llama", embedding="table"):
     """A random model whose linears are of one kind, or whose queries, keys and values are of three ("mixed")."""
-    c = ModelConfig.from_hf({"architectures": ["LlamaForCausalLM"], **SHAPE, **FAMILIES[family]})
+    c = families.read({"architectures": ["LlamaForCausalLM"], **SHAPE, **FAMILIES[family]})
     dtype = torch.float32 if kind == "float32" else torch.bfloat16
 
     def linear(outputs, inputs, bias=False, gated=False, seed=0, parts=None):

@@ -7,7 +7,8 @@
 `speedups FOLDER ...` has a row for each method and a column for each suite, or context, of the folders' results.jsonl.
 `lines FOLDER ... columns="method|tokens/s"` has a row for each line, as the folder's table.md has it, in these columns;
 `model`, `weights` and `suite` are columns, too. In both, `only="a|b*"` names the methods wanted, in their order, and
-`suites="a|b"` the columns or suites. `options KIND ...` lists what drafters, or views, can be told.
+`suites="a|b"` the columns or suites. `options KIND ...` lists what drafters, or views, can be told. `families` has a
+row for each family of models, `missing` one for each that is known and not supported.
 `changes FOLDER` counts, by engine, the answers that `bench exact` saw change.
 """
 
@@ -16,7 +17,7 @@ from __future__ import annotations
 import inspect
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, Field, fields
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -26,6 +27,7 @@ from outrider import drafters
 from outrider.bench import exact, long, report
 from outrider.bench.report import markdown_table
 from outrider.errors import ConfigError
+from outrider.families import FAMILIES, UNSUPPORTED
 from outrider.files import write_text
 from outrider.kv.views import POLICIES
 
@@ -64,10 +66,10 @@ def table(asked: str, up: str = "") -> str:
     names = [word for word in words if "=" not in word]
     if kind not in KINDS:
         raise ConfigError(f"table {kind!r} is unknown; valid: {', '.join(KINDS)}")
-    if kind == "options":
-        return options(names)
     if kind == "changes":
         return changes(names, up)
+    if kind in FROM_CODE:
+        return FROM_CODE[kind](names)
     rows = [row for name in names for row in read(ROOT / name)]
     wanted = given.pop("only", "*").split("|")
     rows = [row for pattern in wanted for row in rows if fnmatchcase(row.method, pattern)]
@@ -197,6 +199,17 @@ def options(kinds: list[str]) -> str:
     return markdown_table(["", "option", "default", "meaning"], out)
 
 
+def families(_: list[str]) -> str:
+    """A row for each family of models that can be read."""
+    rows = ([f"`{name}`", found.title, found.differs] for name, found in FAMILIES.items())
+    return markdown_table(["architecture", "models", "beside a Llama"], rows)
+
+
+def missing(_: list[str]) -> str:
+    """A row for each architecture that an error can say something about."""
+    return markdown_table(["architecture", "needs"], ([f"`{name}`", needs] for name, needs in UNSUPPORTED.items()))
+
+
 def _default(item: Field[Any]) -> str:
     value = item.default_factory() if item.default_factory is not MISSING else item.default
     return "" if value is MISSING or value in (None, "", []) else f"`{value}`".replace("|", "\\|")
@@ -215,4 +228,5 @@ def meaning(kind: type, item: Field[Any]) -> str:
 
 
 DRAFTERS = Path(inspect.getfile(drafters)).parent
-KINDS: Iterable[str] = ("speedups", "lines", "options", "changes")
+FROM_CODE: dict[str, Callable[[list[str]], str]] = {"options": options, "families": families, "missing": missing}
+KINDS: Iterable[str] = ("speedups", "lines", "changes", *FROM_CODE)

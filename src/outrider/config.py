@@ -8,19 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from outrider.errors import CheckpointError, ConfigError, UnsupportedArchitecture, brief
+from outrider.errors import ConfigError, brief
 
-ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
-ROPE_NUMBERS = (  # of any type, where they are given
-    "factor", "original_max_position_embeddings", "attention_factor", "mscale", "mscale_all_dim", "beta_fast",
-    "beta_slow", "low_freq_factor", "high_freq_factor",
-)  # fmt: skip
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}  # as configs say
 DTYPES = ("float32", "bfloat16", "float16")  # names only: this file needs no torch, for `--help` reads it
 ACCEPTANCE_METHODS = {  # what decides which drafted tokens stay (verify.py), and what it promises
     "coupled": "plain decoding's very tokens, whatever the drafter",
@@ -112,8 +102,25 @@ class Rule:
 
 
 @dataclass(frozen=True)
+class Names:
+    """What a checkpoint calls the tensors of a layer, below `model.layers.N.`; a norm that is None is not there.
+
+    Parts of qkv are the products of queries, keys and values, each its own or all in one; of gate_up, gate and up.
+    """
+
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    mlp: str = "mlp"  # below which are
+    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    down: str = "down_proj"
+
+
+@dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a decoder, read from a Hugging Face config. All sizes are in elements."""
+    """The shape of a decoder, as its family's function in families.py reads it. All sizes are in elements."""
 
     architecture: str
     vocab_size: int
@@ -127,13 +134,25 @@ class ModelConfig:
     rms_norm_eps: float
     rope: Mapping[str, Any]  # rope_type, rope_theta and the parameters of that type
     windows: tuple[int | None, ...]  # per layer: how many keys a query sees, itself included; None = all
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
     tied: bool
     dtype: str  # of the checkpoint, one of DTYPES
     eos: tuple[int, ...]
+    attention_scale: float  # of a query's product with a key
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: str | None = None  # of queries and keys: "head", each by itself, or "full", all heads in one
+    norm_offset: float = 0.0  # added to the weight of every norm
+    activation: str = "silu"  # of the gate, one of ACTIVATIONS' values
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0  # of what attention and MLP add
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None  # c: logits become c * tanh(logits / c)
+    local_rope: Mapping[str, Any] | None = None  # of the layers with windows, if it is another one
+    unrotated: tuple[int, ...] = ()  # layers without rope
+    interleaved: bool = False  # whether rope turns neighbours, and not dimensions half a head apart
+    query_growth: tuple[float, int] | None = None  # (b, n): queries at p are multiplied by 1 + b * ln(1 + p // n)
+    names: Names = Names()
 
     @property
     def context(self) -> int:
@@ -141,110 +160,13 @@ class ModelConfig:
         kind, factor = self.rope["rope_type"], float(self.rope.get("factor") or 1.0)
         if kind == "yarn":  # may be written into max_position_embeddings already, or not
             return max(self.max_positions, int(self.rope.get("original_max_position_embeddings", 0) * factor))
-        return int(self.max_positions * factor) if kind in ("linear", "dynamic") else self.max_positions
+        stretched = kind in ("linear", "dynamic") and self.local_rope is None  # Gemma 3's factor is written in
+        return int(self.max_positions * factor) if stretched else self.max_positions
 
-    @staticmethod
-    def from_hf(hf: Mapping[str, Any], eos: tuple[int, ...] = ()) -> ModelConfig:
-        """Read a `config.json` as transformers >= 5 normalises it (`PretrainedConfig.to_dict()`).
-
-        Raises UnsupportedArchitecture for another family and CheckpointError for a config that contradicts itself.
-        """
-        names = hf.get("architectures")
-        name = str(names[0]) if isinstance(names, list) and names else "?"
-        family = ARCHITECTURES.get(name)
-        if family is None:
-            known = ", ".join(ARCHITECTURES)
-            raise UnsupportedArchitecture(f"architecture {name} is not supported; supported: {known}")
-        if (act := hf.get("hidden_act", "silu")) not in ("silu", "swish"):
-            raise UnsupportedArchitecture(f"hidden_act {act!r} is not supported; supported: silu")
-        heads, layers = _whole(hf, "num_attention_heads"), _whole(hf, "num_hidden_layers")
-        sizes = {key: _whole(hf, key) for key in ("vocab_size", "hidden_size", "intermediate_size")}
-        kv_heads = _whole(hf, "num_key_value_heads", heads)
-        if heads % kv_heads:
-            raise CheckpointError(f"config.json: {heads} query heads cannot share {kv_heads} key-value heads evenly")
-        dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
-        if dtype not in DTYPES:
-            raise CheckpointError(f"config.json: dtype {dtype} is not supported; supported: {', '.join(DTYPES)}")
-        return ModelConfig(
-            architecture=name,
-            **sizes,
-            num_layers=layers,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=_whole(hf, "head_dim", sizes["hidden_size"] // heads),
-            max_positions=_whole(hf, "max_position_embeddings", 2048),
-            rms_norm_eps=_number(hf, "rms_norm_eps", 1e-6),
-            rope=_rope(hf),
-            windows=_windows(hf, family, layers),
-            qkv_bias=family == "qwen2" or bool(hf.get("attention_bias")),
-            o_bias=family in ("llama", "qwen3") and bool(hf.get("attention_bias")),
-            mlp_bias=bool(hf.get("mlp_bias")),
-            qk_norm=family == "qwen3",
-            tied=bool(hf.get("tie_word_embeddings", False)),
-            dtype=dtype,
-            eos=eos,
-        )
-
-
-def _whole(hf: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = default if hf.get(key) is None else hf[key]
-    most = 2**12 if key == "num_hidden_layers" else 2**31
-    if (n := whole(value, 1, most)) is None:
-        raise CheckpointError(f"config.json: {key} must be a whole number of 1 to {most}, not {brief(value)}")
-    return n
-
-
-def _number(hf: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    value = default if hf.get(key) is None else hf[key]
-    if not (n := real(value, 0, 1e38)):
-        raise CheckpointError(f"config.json: {key} must be a number above 0 and at most 1e38, not {brief(value)}")
-    return float(n)
-
-
-def _rope(hf: Mapping[str, Any]) -> dict[str, Any]:
-    rope: dict[str, Any] = {}
-    for key in ("rope_scaling", "rope_parameters"):
-        if not isinstance(given := hf.get(key) or {}, Mapping):
-            raise CheckpointError(f"config.json: {key} must be an object, not {given!r}")
-        rope |= given
-    rope["rope_type"] = kind = rope.get("rope_type") or rope.pop("type", None) or "default"
-    rope["rope_theta"] = _number(rope, "rope_theta", _number(hf, "rope_theta", 10000.0))
-    if kind not in ROPE_TYPES:
-        raise UnsupportedArchitecture(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedArchitecture("partial_rotary_factor other than 1 is not supported")
-    needed = {"llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
-    for key in needed.get(kind, () if kind == "default" else ("factor",)):
-        if key not in rope:
-            raise CheckpointError(f"config.json: rope type {kind!r} needs {key!r}")
-        _number(rope, key)
-    if (factors := rope.get("freq_factors")) is not None:
-        half = (hf.get("head_dim") or 0) // 2
-        if len(factors) != half or not all(math.isfinite(f) and f > 0 for f in factors):
-            raise CheckpointError(f"the rope's frequency factors should be {half} numbers above 0")
-    for key in ROPE_NUMBERS:
-        if rope.get(key) is not None:
-            _number(rope, key)
-    if kind == "llama3" and not rope["low_freq_factor"] < rope["high_freq_factor"]:
-        raise CheckpointError("config.json: rope's low_freq_factor must be below its high_freq_factor")
-    if kind == "yarn" and rope["rope_theta"] <= 1:
-        raise CheckpointError(f"config.json: rope type 'yarn' needs a rope_theta above 1, not {rope['rope_theta']}")
-    return rope
-
-
-def _windows(hf: Mapping[str, Any], family: str, layers: int) -> tuple[int | None, ...]:
-    window = hf.get("sliding_window")
-    if family == "llama" or not window:
-        return (None,) * layers
-    window, kinds = _whole(hf, "sliding_window"), hf.get("layer_types")
-    if not kinds:  # Mistral windows every layer; Qwen those from max_window_layers on, if asked to
-        use = family == "mistral" or bool(hf.get("use_sliding_window"))
-        first = 0 if family == "mistral" else int(hf.get("max_window_layers") or 0)
-        kinds = ["sliding_attention" if use and i >= first else "full_attention" for i in range(layers)]
-    valid = ("sliding_attention", "full_attention")
-    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in valid for kind in kinds):
-        raise UnsupportedArchitecture(f"layer_types {kinds!r} for {layers} layers are not supported")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    @property
+    def border(self) -> int | None:
+        """The length, in tokens, beyond which all of a sequence is rotated otherwise (LongRoPE), if there is one."""
+        return int(self.rope["original_max_position_embeddings"]) if self.rope["rope_type"] == "longrope" else None
 
 
 LogitsProcessor = Callable[[list[int], Any], Any]

@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from outrider import packed
-from outrider.config import ARCHITECTURES, DTYPES, ModelConfig
+from outrider.config import DTYPES, ModelConfig
 from outrider.errors import CheckpointError, ConfigError, UnsupportedArchitecture, brief
+from outrider.families import FAMILIES
 from outrider.files import expand, new_folder, replacing, write_text
 from outrider.load import Progress, Source, open_source
 from outrider.model import Rotary
@@ -85,7 +86,7 @@ def _config(source: Source) -> dict[str, Any]:
     rope = dict(config["rope_parameters"])
     if rope.pop("freq_factors", None) is not None:
         rope |= _llama3(source.config)
-    return config | {"model_type": ARCHITECTURES[source.config.architecture], "rope_parameters": rope}
+    return config | {"model_type": FAMILIES[source.config.architecture].model_type, "rope_parameters": rope}
 
 
 def _llama3(config: ModelConfig) -> dict[str, Any]:

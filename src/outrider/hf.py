@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, StopStringCriteria
 
-from outrider.config import ModelConfig, SamplingParams, SpeculativeConfig
+from outrider import families
+from outrider.config import SamplingParams, SpeculativeConfig
 from outrider.engine import Request
 from outrider.errors import ConfigError, RequestError, UnsupportedArchitecture, told
 from outrider.llm import LLM
@@ -48,8 +49,8 @@ def accelerate(
 ) -> Accelerated:
     """Let `model.generate` run through Outrider: the same tokens, drafted ahead.
 
-    model: a loaded LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM or Qwen3ForCausalLM, on one device in one
-        dtype. tokenizer: needed for stop strings and to check a draft model's vocabulary.
+    model: a loaded causal LM of a supported architecture (docs/models.md), on one device in one dtype.
+    tokenizer: needed for stop strings and to check a draft model's vocabulary.
     speculative_config: as for LLM.  engine: the fields of EngineConfig.
     share: the weights are held once: query, key and value, and gate and up, are fused layer by layer, and the model's
         parameters become views into the fused tensors; it stays a working, trainable transformers model. On a CPU
@@ -70,7 +71,7 @@ def accelerate(
     kinds = {(p.dtype, p.device) for p in held.values()}
     tied = "lm_head.weight" not in held  # tied parameters are listed once
     says = {"architectures": [type(model).__name__], "dtype": str(next(iter(kinds))[0]), "tie_word_embeddings": tied}
-    config = ModelConfig.from_hf(model.config.to_dict() | says, tuple(_eos(model.generation_config.eos_token_id)))
+    config = families.read(model.config.to_dict() | says, tuple(_eos(model.generation_config.eos_token_id)))
     if len(kinds) != 1 or next(iter(kinds))[1].type not in ("cpu", "cuda"):
         found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
         raise ConfigError(f"accelerate needs all weights in one dtype on one CPU or CUDA device, not {found}")

@@ -1,8 +1,8 @@
 """From a folder, a GGUF file, an embedded model's name or a Hugging Face id to a model in memory.
 
-Weights come from safetensors or GGUF only, are fused as they are read (one qkv and one gate-up product per layer) and
-are held once: on a CPU the linears keep only their packed form and the embedding stays a mapping of the file, of which
-a token touches one row.
+Weights come from safetensors or GGUF only, are fused as they are read (one qkv and one gate-up product per layer, the
+dimensions of its heads in the order that rope wants) and are held once: on a CPU the linears keep only their packed
+form and the embedding stays a mapping of the file, of which a token touches one row.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from outrider import gguf, packed, quantize
+from outrider import families, gguf, packed, quantize
 from outrider.config import DTYPES, ModelConfig
 from outrider.errors import CheckpointError, ConfigError, ModelNotFound, VocabularyMismatch
-from outrider.model import Layer, Model
+from outrider.model import Layer, Model, head_order
 from outrider.ops import Linear, Quantized, join, native, packs
 
 logger = logging.getLogger(__name__)
@@ -82,14 +82,17 @@ def open_source(name: str | Path) -> Source:
     """Open what `find` takes: a folder's safetensors or a GGUF file. Raises as `load` does."""
     path = find(name)
     if path.is_dir():
-        hf, config = _json(path / "config.json"), read_config(path)
-        weights = _Weights(path)
-        if hf.get("quantization_config"):
-            weights, config = _Packed(weights, hf), replace(config, dtype="bfloat16")  # which is what the kernels take
-        return Source(path, config, weights, lambda: read_tokenizer(path), hf)
+        config, hf = read_config(path), _json(path / "config.json")
+        inner = families.text_part(hf)
+        weights = _Weights(path, None if inner is hf else families.text_name)
+        if inner is not hf and "lm_head.weight" in weights.files:
+            config = replace(config, tied=False)  # what is around a text part does not say it reliably
+        if inner.get("quantization_config"):
+            weights, config = _Packed(weights, inner), replace(config, dtype="bfloat16")  # what the kernels take
+        return Source(path, config, weights, lambda: read_tokenizer(path), dict(inner))
     file = gguf.File(path)
     hf = file.config()
-    config = ModelConfig.from_hf(hf, tuple(hf["eos_token_id"]))
+    config = families.read(hf, tuple(hf["eos_token_id"]))
     return Source(path, config, _Blocks(file), lambda: _gguf_tokenizer(file), hf)
 
 
@@ -224,7 +227,8 @@ def read_config(path: Path) -> ModelConfig:
     raw = _json(path / "config.json")
     if "model_type" not in raw and "architectures" not in raw:
         raise CheckpointError(f"{path / 'config.json'} names neither model_type nor architectures")
-    ModelConfig.from_hf(raw)  # our own words for an unknown architecture, before transformers tries
+    inner = families.text_part(raw)  # our own words for an unknown architecture, before transformers tries
+    families.read(raw) if inner is raw else families.check(inner)
     from transformers import AutoConfig
 
     try:
@@ -236,7 +240,7 @@ def read_config(path: Path) -> ModelConfig:
     eos = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if any(not isinstance(token, int) for token in eos):
         raise CheckpointError(f"{path}: eos_token_id must be a token id or a list of them, not {eos!r}")
-    return ModelConfig.from_hf(hf, tuple(eos))
+    return families.read(hf, tuple(eos))
 
 
 def _reason(error: Exception) -> str:
@@ -271,7 +275,8 @@ def read_tokenizer(path: Path) -> Any:
 class _Weights:
     """The tensors of a checkpoint. Every file's header is checked before anything is read."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, rename: Callable[[str], str | None] | None = None) -> None:
+        """`rename`: what the model calls a tensor of the files; None if it has no use for it."""
         self.path = path
         index = path / "model.safetensors.index.json"
         if index.exists():
@@ -288,15 +293,17 @@ class _Weights:
             hint = "; pickled weights are not read: convert them to safetensors" if pickled else ""
             raise CheckpointError(f"{path} has no safetensors weights{hint}")
         self.files: dict[str, Path] = {}
+        self.inside: dict[str, str] = {}  # what the files call them
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.kinds: dict[str, str] = {}  # dtypes, as safetensors names them
         for name in names:
             try:
                 with safe_open(path / name, "pt") as file:
-                    for key in file.keys():  # noqa: SIM118 - not a dict
-                        self.files[key] = path / name
-                        self.shapes[key] = tuple(file.get_slice(key).get_shape())
-                        self.kinds[key] = file.get_slice(key).get_dtype()
+                    for inside in file.keys():  # noqa: SIM118 - not a dict
+                        if (key := rename(inside) if rename else inside) is not None:
+                            self.files[key], self.inside[key] = path / name, inside
+                            self.shapes[key] = tuple(file.get_slice(inside).get_shape())
+                            self.kinds[key] = file.get_slice(inside).get_dtype()
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{path / name} is missing, truncated or damaged: {error}") from None
         self.unused = set(self.files)
@@ -323,7 +330,7 @@ class _Weights:
 
     def _read(self, name: str) -> Tensor:
         with safe_open(self.files[name], "pt") as file:  # opened anew: the pages read go when the tensor goes
-            tensor: Tensor = file.get_tensor(name)
+            tensor: Tensor = file.get_tensor(self.inside[name])
         return tensor
 
     def check_unused(self) -> None:
@@ -442,6 +449,11 @@ class _Builder:
     ) -> None:
         self.config, self.weights, self.dtype, self.device = config, weights, dtype, device
         self.scheme, self.share = scheme, share
+        order = torch.tensor(head_order(config))
+        moves = not torch.equal(order, torch.arange(config.head_dim))
+        self.order = order if moves else None  # of the dimensions of a query or key, where the checkpoint has another
+        if share and (moves or config.norm_offset):
+            raise ConfigError(f"{config.architecture}: weights change as they load and cannot be shared; share=False")
         self.widened: set[str] = set()  # types of blocks that are held dense
         self.staging = torch.empty(
             0, dtype=dtype
@@ -456,7 +468,8 @@ class _Builder:
                     progress("loading weights", i, c.num_layers)
                 layers.append(self.layer(i))
             embedding, head = self.ends()
-            norm = self.tensor("model.norm.weight", c.hidden_size)
+            norm = self.norm("model.", "norm", c.hidden_size)
+            assert norm is not None
             model = Model(c, embedding, layers, norm, head, self.dtype, self.device)
         self.weights.check_unused()
         if progress:
@@ -470,19 +483,46 @@ class _Builder:
 
     def layer(self, i: int) -> Layer:
         """One decoder layer."""
-        c, at = self.config, f"model.layers.{i}"
-        attn, mlp = f"{at}.self_attn.", f"{at}.mlp."
+        c, names, at = self.config, self.config.names, f"model.layers.{i}."
+        attn, mlp, gated = f"{at}self_attn.", f"{at}{names.mlp}.", self.config.activation == "silu"
         hidden, wide, q, kv = c.hidden_size, c.intermediate_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        qkv = dict(zip(names.qkv, (q, kv, kv), strict=True)) if len(names.qkv) > 1 else {names.qkv[0]: q + 2 * kv}
+        gate_up = dict.fromkeys(names.gate_up, 2 * wide // len(names.gate_up))
+        normed = {"head": (c.head_dim, c.head_dim), "full": (q, kv)}.get(c.qk_norm or "")
         return Layer(
-            input_norm=self.tensor(f"{at}.input_layernorm.weight", hidden),
-            qkv=self.linear(attn, {"q_proj": q, "k_proj": kv, "v_proj": kv}, hidden, c.qkv_bias),
+            input_norm=self.norm(at, names.before_attention, hidden),
+            qkv=self.linear(attn, qkv, hidden, c.qkv_bias, order=self.qkv_order()),
             o=self.linear(attn, {"o_proj": hidden}, q, c.o_bias),
-            post_norm=self.tensor(f"{at}.post_attention_layernorm.weight", hidden),
-            gate_up=self.linear(mlp, {"gate_proj": wide, "up_proj": wide}, hidden, c.mlp_bias, gated=True),
-            down=self.linear(mlp, {"down_proj": hidden}, wide, c.mlp_bias),
-            q_norm=self.tensor(f"{attn}q_norm.weight", c.head_dim) if c.qk_norm else None,
-            k_norm=self.tensor(f"{attn}k_norm.weight", c.head_dim) if c.qk_norm else None,
+            post_norm=self.norm(at, names.before_mlp, hidden),
+            gate_up=self.linear(mlp, gate_up, hidden, c.mlp_bias, gated=gated),
+            down=self.linear(mlp, {names.down: hidden}, wide, c.mlp_bias),
+            q_norm=self.turned(self.norm(attn, "q_norm", normed[0])) if normed else None,
+            k_norm=self.turned(self.norm(attn, "k_norm", normed[1])) if normed else None,
+            attention_norm=self.norm(at, names.after_attention, hidden),
+            mlp_norm=self.norm(at, names.after_mlp, hidden),
         )
+
+    def norm(self, at: str, name: str | None, width: int) -> Tensor | None:
+        """The weight of a norm, if there is one of that name."""
+        if name is None:
+            return None
+        weight = self.tensor(f"{at}{name}.weight", width)
+        return weight + self.config.norm_offset if self.config.norm_offset else weight
+
+    def turned(self, norm: Tensor | None) -> Tensor | None:
+        """The weight of queries' or keys' norm in the model's order of their dimensions."""
+        if norm is None or self.order is None:
+            return norm
+        return norm.view(-1, len(self.order))[:, self.order].reshape(-1)
+
+    def qkv_order(self) -> Tensor | None:
+        """Where the rows of qkv are in the checkpoint's, if its heads have another order than the model's."""
+        if self.order is None:
+            return None
+        c, dim = self.config, self.config.head_dim
+        heads = torch.arange(c.num_heads + c.num_kv_heads)[:, None] * dim
+        values = torch.arange(c.num_kv_heads * dim) + (c.num_heads + c.num_kv_heads) * dim
+        return torch.cat([(heads + self.order).flatten(), values])
 
     def ends(self) -> tuple[Tensor | Callable[[Tensor], Tensor], Linear]:
         """The embedding (vocab, hidden) and the head, which may be one."""
@@ -522,9 +562,19 @@ class _Builder:
         return _finite(found, self.weights.path, name)
 
     def linear(
-        self, prefix: str, parts: dict[str, int], inputs: int, bias: bool, gated: bool = False, scheme: str | None = ""
+        self,
+        prefix: str,
+        parts: dict[str, int],
+        inputs: int,
+        bias: bool,
+        gated: bool = False,
+        scheme: str | None = "",
+        order: Tensor | None = None,
     ) -> Linear:
-        """The parts (name: rows), each (rows, inputs), fused into one product; `scheme` "" means the model's."""
+        """The parts (name: rows), each (rows, inputs), fused into one product, its rows in this `order`.
+
+        `scheme` "" means the model's.
+        """
         if self.share:
             held = [self.weights.mapped(f"{prefix}{name}.weight", rows, inputs) for name, rows in parts.items()]
             also = [self.weights.mapped(f"{prefix}{name}.bias", rows) for name, rows in parts.items()] if bias else []
@@ -535,7 +585,7 @@ class _Builder:
         added = torch.cat(biases) if biases else None
         stored = [self.weights.stored(name, rows, inputs) for name, rows in zip(names, parts.values(), strict=True)]
         found = [
-            self.quantized(part, name) if part and not scheme else None
+            self.quantized(part, name) if part and not scheme and order is None else None
             for part, name in zip(stored, names, strict=True)
         ]  # fmt: skip
         pieces: list[Tensor | Quantized] = []
@@ -560,6 +610,9 @@ class _Builder:
             own.copy_(self.weights.mapped(f"{prefix}{name}.weight", rows, inputs))
             _finite(own, self.weights.path, f"{prefix}{name}.weight")
             at += rows
+        if order is not None:
+            out.copy_(out[order])
+            added = None if added is None else added[order]
         weight = quantize.quantize(out, scheme) if scheme else out
         return Linear(weight, added, gated=gated)
 

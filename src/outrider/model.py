@@ -1,4 +1,4 @@
-"""One decoder for Llama, Mistral, Qwen2 and Qwen3: they differ in a few flags of `ModelConfig`.
+"""One decoder for all families (families.py): they differ in the switches of `ModelConfig`.
 
 A forward is *flat*: the tokens of all sequences one after another, with their positions; nothing is padded. The model
 knows neither caches nor masks, it calls `kv.attend` (Law 4).
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.config import ModelConfig
-from outrider.ops import Block, Linear, Walk, follows_paths, rms_norm, rope
+from outrider.ops import Block, Linear, Walk, follows_paths, gated, rms_norm, rope, softcap
 
 BLOCK = 512  # positions whose rotations are computed together
 
@@ -26,14 +26,16 @@ BLOCK = 512  # positions whose rotations are computed together
 class Layer:
     """One decoder layer. qkv and gate_up are fused: one product each."""
 
-    input_norm: Tensor  # (hidden,)
+    input_norm: Tensor | None  # (hidden,), before attention
     qkv: Linear  # hidden -> (heads + 2 * kv_heads) * dim
     o: Linear
-    post_norm: Tensor
-    gate_up: Linear  # hidden -> intermediate, gated
+    post_norm: Tensor | None  # before the MLP
+    gate_up: Linear  # hidden -> intermediate, gated; or, of another activation than SiLU, -> 2 * intermediate
     down: Linear
-    q_norm: Tensor | None = None  # (dim,), Qwen3
+    q_norm: Tensor | None = None  # (dim,), or of all heads (heads * dim,)
     k_norm: Tensor | None = None
+    attention_norm: Tensor | None = None  # (hidden,), after attention
+    mlp_norm: Tensor | None = None  # after the MLP
 
 
 class Attends(Protocol):
@@ -67,7 +69,13 @@ class Model:
     device: torch.device
 
     def __post_init__(self) -> None:
-        self.rotary = Rotary(self.config, self.dtype, self.device)
+        c, kind = self.config, (self.dtype, self.device)
+        self.rotary = Rotary(c, *kind)
+        local = Rotary(replace(c, rope=c.local_rope), *kind) if c.local_rope else self.rotary
+        self.rotaries = [
+            None if i in c.unrotated else local if window else self.rotary for i, window in enumerate(c.windows)
+        ]
+        self.multiplier = float(torch.tensor(c.embedding_multiplier, dtype=self.dtype))  # rounded, as others have it
 
     @property
     def nbytes(self) -> int:
@@ -96,7 +104,8 @@ class Model:
         plan it understands. In `states` each key, a point as kv/rows.py has them, gets the states (n, hidden) there,
         and `wanted` gets its logits. Where the kernels take the model and the cache, this is one call of theirs.
         """
-        stores = getattr(kv, "stores", None) if self._walks() else None
+        grown = self.config.query_growth is not None and max(positions, default=0) >= self.config.query_growth[1]
+        stores = getattr(kv, "stores", None) if not grown and self._walks() else None
         if stores is None or (at := stores(plan)) is None:
             hidden = self._layers(tokens, positions, lengths, kv, plan, states)
             if wanted is not None:
@@ -109,7 +118,7 @@ class Model:
         rows = list(range(len(tokens))) if wanted is None else wanted.rows
         hidden, logits = self._walk(given, turns, sines, at, rows, {} if states is None else states, wanted is not None)
         if wanted is not None:
-            wanted.logits = logits
+            wanted.logits = self._finish(logits)
         return hidden
 
     def _layers(
@@ -123,20 +132,52 @@ class Model:
     ) -> Tensor:
         c = self.config
         x = self.embed(torch.tensor(tokens, device=self.device))
-        cos, sin = self.rotary(positions, lengths)
-        eps = c.rms_norm_eps
+        turns = {r: r(positions, lengths) if r else still(len(tokens), c.head_dim, x) for r in set(self.rotaries)}
+        growth, eps = self._growth(positions), c.rms_norm_eps
         for i, layer in enumerate(self.layers):
             if states is not None and i in states:
                 states[i] = x
-            norms = (layer.q_norm, layer.k_norm) if layer.q_norm is not None and layer.k_norm is not None else None
             qkv = layer.qkv(x, layer.input_norm, eps)
-            q, k, v = rope(qkv, c.num_heads, c.num_kv_heads, cos, sin, norms, eps)
-            x = layer.o(kv.attend(i, q, k, v, plan), residual=x)
-            x = layer.down(layer.gate_up(x, layer.post_norm, eps), residual=x)
+            norms = (layer.q_norm, layer.k_norm) if layer.q_norm is not None and layer.k_norm is not None else None
+            if norms and c.qk_norm == "full":
+                at = 0
+                for norm in norms:
+                    own = qkv[:, at : at + len(norm)]
+                    own.copy_(rms_norm(own, norm, eps))
+                    at += len(norm)
+                norms = None
+            q, k, v = rope(qkv, c.num_heads, c.num_kv_heads, *turns[self.rotaries[i]], norms, eps)
+            q = q if growth is None else q * growth
+            x = self._add(x, layer.o, kv.attend(i, q, k, v, plan), layer.attention_norm)
+            inner = layer.gate_up(x, layer.post_norm, eps)
+            inner = inner if c.activation == "silu" else gated(inner, c.activation)
+            x = self._add(x, layer.down, inner, layer.mlp_norm)
         normed = rms_norm(x, self.norm, eps)
         if states is not None:
             states.update({point: y for point, y in ((c.num_layers, x), (-1, normed)) if point in states})
         return normed
+
+    def _add(self, x: Tensor, last: Linear, inner: Tensor, norm: Tensor | None) -> Tensor:
+        """x (n, hidden) and what a branch adds: its last product, normed if there is a norm behind it."""
+        c = self.config
+        if norm is None and c.residual_multiplier == 1:
+            return last(inner, residual=x)
+        y = last(inner)
+        y = y if norm is None else rms_norm(y, norm, c.rms_norm_eps)
+        return x + (y if c.residual_multiplier == 1 else y * c.residual_multiplier)
+
+    def _growth(self, positions: list[int]) -> Tensor | None:
+        """What queries are multiplied by, (n, 1, 1); None if that is 1."""
+        if self.config.query_growth is None:
+            return None
+        beta, step = self.config.query_growth  # by math.log: torch's last bits depend on how many numbers there are
+        factors = [1 + beta * math.log(1 + p // step) for p in positions]
+        return torch.tensor(factors, dtype=self.dtype, device=self.device)[:, None, None]
+
+    def turn(self, layer: int, keys: Tensor, by: int) -> Tensor:
+        """Rotated keys (heads, n, dim) of a layer as they would be `by` positions farther on."""
+        rotary = self.rotaries[layer]
+        return keys if rotary is None else rotary.turn(keys, by)
 
     def _walks(self) -> bool:
         """Whether the kernels take this model whole, now."""
@@ -144,8 +185,12 @@ class Model:
 
     @cached_property
     def _walk(self) -> Walk | None:
-        """The layers as the kernels walk them; None if some weights are not packed."""
+        """The layers as the kernels walk them; None if some weights are not packed, or the family has other layers."""
         c, table = self.config, self.embedding
+        after = any(norm is not None for layer in self.layers for norm in (layer.attention_norm, layer.mlp_norm))
+        plain = c.activation == "silu" and c.qk_norm != "full" and c.residual_multiplier == 1
+        if after or not plain or c.attention_scale != c.head_dim**-0.5 or set(self.rotaries) != {self.rotary}:
+            return None
         linears = [m for layer in self.layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down)]
         if not all(linear.native for linear in [*linears, self.head]):
             return None
@@ -157,7 +202,9 @@ class Model:
             for layer, window in zip(self.layers, c.windows, strict=True)
         ]  # fmt: skip
         embedding: Tensor | Linear | None = None
-        if isinstance(table, Tensor):
+        if self.multiplier != 1:
+            pass  # rows come embedded
+        elif isinstance(table, Tensor):
             embedding = table if table.dtype == self.dtype else None
         elif getattr(table, "__self__", None) is self.head:
             embedding = self.head
@@ -167,19 +214,50 @@ class Model:
     def embed(self, tokens: Tensor) -> Tensor:
         """(n, hidden) in the model's dtype, for ids (n,)."""
         table = self.embedding
-        return (F.embedding(tokens, table) if isinstance(table, Tensor) else table(tokens)).to(self.dtype)
+        rows = (F.embedding(tokens, table) if isinstance(table, Tensor) else table(tokens)).to(self.dtype)
+        return rows if self.multiplier == 1 else rows * self.multiplier
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(n, vocab) float32 from final hidden states (n, hidden)."""
-        return self.head(hidden, dtype=torch.float32)
+        return self._finish(self.head(hidden, dtype=torch.float32))
+
+    def _finish(self, logits: Tensor) -> Tensor:
+        """The logits of the head's products (n, vocab) float32."""
+        c = self.config
+        logits = logits if c.logit_scale == 1 else logits * c.logit_scale
+        return logits if c.logit_softcap is None else softcap(logits, c.logit_softcap)
+
+
+def still(n: int, dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin (n, 1, dim) that turn nothing."""
+    return like.new_ones(n, 1, dim), like.new_zeros(n, 1, dim)
+
+
+def turned(config: ModelConfig) -> int:
+    """How many dimensions of a head rope turns."""
+    return int(config.head_dim * (config.rope.get("partial_rotary_factor") or 1.0))
+
+
+def head_order(config: ModelConfig) -> list[int]:
+    """The dimensions of a head in the order in which the model has them: what turns together, half a head apart."""
+    dim, count = config.head_dim, turned(config)
+    pairs = list(range(count))
+    first, second = (pairs[::2], pairs[1::2]) if config.interleaved else (pairs[: count // 2], pairs[count // 2 :])
+    middle = (count + dim) // 2
+    return [*first, *range(count, middle), *second, *range(middle, dim)]
 
 
 class Rotary:
-    """Rotary embeddings (Su et al. 2104.09864) in the half-split layout, with the scalings of Llama and Qwen.
+    """Rotary embeddings (Su et al. 2104.09864) in the half-split layout, with the scalings that families have.
+
+    Heads whose checkpoint turns neighbours, or part of the dimensions, are laid out anew as they load (`head_order`):
+    those that turn together lie half a head apart, and the others turn by nothing.
 
     `dynamic` NTK scaling makes the base grow with the sequence's length. So that a token's rotation depends on nothing
     but its own sequence (Law 2), a token is rotated by the length the sequence had when it was written: the
-    prompt's for prompt tokens, its own position + 1 after. That is what transformers' generate does, too.
+    prompt's for prompt tokens, its own position + 1 after. That is what transformers' generate does, too. Of `longrope`
+    (LongRoPE, 2402.13753) all tokens turn by one of two sets of factors, by the length that the sequence has now: the
+    runner reads it anew when it grows beyond `ModelConfig.border`.
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
@@ -187,7 +265,8 @@ class Rotary:
         self.kind, self.theta = rope["rope_type"], rope["rope_theta"]
         self.factor = float(rope.get("factor") or 1.0)
         self.original = int(rope.get("original_max_position_embeddings") or config.max_positions)
-        exponents = torch.arange(0, self.dim, 2, dtype=torch.float32) / self.dim
+        self.turned = turned(config)
+        exponents = torch.arange(0, self.turned, 2, dtype=torch.float32) / self.turned
         inv = 1.0 / self.theta**exponents
         self.attention_factor = 1.0
         if self.kind == "linear":
@@ -196,6 +275,10 @@ class Rotary:
             inv = self._llama3(inv, float(rope["low_freq_factor"]), float(rope["high_freq_factor"]))
         elif self.kind == "yarn":
             inv = self._yarn(inv, config)
+        elif self.kind == "longrope":
+            self.inv_long = inv / torch.tensor(rope["long_factor"])
+            inv = inv / torch.tensor(rope["short_factor"])
+            self.attention_factor = float(rope.get("attention_factor") or self._longrope_factor())
         if factors := rope.get("freq_factors"):  # as GGUF files hold Llama 3's scaling
             inv = inv / torch.tensor(factors)
         self.exponents, self.inv = exponents, inv
@@ -206,6 +289,9 @@ class Rotary:
         turns = self.original * inv / (2 * math.pi)
         smooth = ((turns - low) / (high - low)).clamp(0, 1)
         return (1 - smooth) * inv / self.factor + smooth * inv
+
+    def _longrope_factor(self) -> float:
+        return math.sqrt(1 + math.log(self.factor) / math.log(self.original)) if self.factor > 1 else 1.0
 
     def _yarn(self, inv: Tensor, config: ModelConfig) -> Tensor:
         """YaRN (Peng et al. 2309.00071): interpolate slow dimensions, keep fast ones, temper the attention."""
@@ -223,13 +309,13 @@ class Rotary:
             self.attention_factor = mscale(self.factor)
 
         def dim_of(turns: float) -> float:
-            return self.dim * math.log(self.original / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+            return self.turned * math.log(self.original / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
         low, high = dim_of(float(rope.get("beta_fast") or 32)), dim_of(float(rope.get("beta_slow") or 1))
         if rope.get("truncate", True):
             low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, self.dim - 1)
-        ramp = ((torch.arange(self.dim // 2) - low) / max(high - low, 0.001)).clamp(0, 1)
+        low, high = max(low, 0), min(high, self.turned - 1)
+        ramp = ((torch.arange(self.turned // 2) - low) / max(high - low, 0.001)).clamp(0, 1)
         return ramp * inv / self.factor + (1 - ramp) * inv
 
     def __call__(self, positions: list[int], lengths: list[int]) -> tuple[Tensor, Tensor]:
@@ -238,7 +324,7 @@ class Rotary:
         Taken from blocks of positions that are always made whole: the vector and the scalar cosine differ in their last
         bits, so a table whose size depended on n would make a row depend on its neighbours.
         """
-        keys = [(p // BLOCK, n if self.kind == "dynamic" else 0) for p, n in zip(positions, lengths, strict=True)]
+        keys = [(p // BLOCK, self._stage(n)) for p, n in zip(positions, lengths, strict=True)]
         blocks = {key: i for i, key in enumerate(dict.fromkeys(keys))}
         table = [self._block(*key) for key in blocks]
         joined = table[0] if len(table) == 1 else torch.cat(table, 1)
@@ -254,7 +340,7 @@ class Rotary:
         blocks: dict[tuple[int, int], int] = {}
         kept, found, row = list[Tensor](), list[int](), self.dim * self.dtype.itemsize
         for p, n in zip(positions, lengths, strict=True):
-            key = p // BLOCK, n if self.kind == "dynamic" else 0
+            key = p // BLOCK, self._stage(n)
             if (at := blocks.get(key)) is None:
                 kept.append(self._block(*key))
                 at = blocks[key] = kept[-1].data_ptr()
@@ -263,17 +349,28 @@ class Rotary:
 
     def turn(self, keys: Tensor, by: int) -> Tensor:
         """Rotated keys (heads, n, dim) as they would be `by` positions farther on: rotations add up."""
-        angles, x = by * self.inv.to(self.device), keys.float()
+        angles, x = by * self._whole(self.inv, 0.0).to(self.device), keys.float()
         cos, sin = torch.cat([angles.cos()] * 2), torch.cat([-angles.sin(), angles.sin()])
         return (x * cos + x.roll(self.dim // 2, -1) * sin).to(keys.dtype)
 
-    def _make_block(self, block: int, length: int) -> Tensor:
-        """cos and sin (2, BLOCK, dim) of the positions from block * BLOCK on, for a sequence of that length."""
+    def _whole(self, x: Tensor, rest: float) -> Tensor:
+        """x (..., turned / 2) for all pairs of a head, (..., dim / 2)."""
+        return F.pad(x, (0, (self.dim - self.turned) // 2), value=rest)
+
+    def _stage(self, length: int) -> int:
+        """By which a sequence of that length turns otherwise than others do."""
+        return length if self.kind == "dynamic" else int(self.kind == "longrope" and length > self.original)
+
+    def _make_block(self, block: int, stage: int) -> Tensor:
+        """cos and sin (2, BLOCK, dim) of the positions from block * BLOCK on, for sequences of that stage."""
         inv = self.inv
         if self.kind == "dynamic":
-            stretch = self.factor * max(length, self.original) / self.original - (self.factor - 1)
+            stretch = self.factor * max(stage, self.original) / self.original - (self.factor - 1)
             inv = 1.0 / (self.theta * stretch ** (self.dim / (self.dim - 2))) ** self.exponents
+        elif stage:
+            inv = self.inv_long
         angles = torch.arange(block * BLOCK, (block + 1) * BLOCK).float()[:, None] * inv
-        cos, sin = angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+        cos = self._whole(angles.cos() * self.attention_factor, 1.0)
+        sin = self._whole(angles.sin() * self.attention_factor, 0.0)
         both = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)])
         return both.to(device=self.device, dtype=self.dtype)

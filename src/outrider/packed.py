@@ -80,7 +80,7 @@ class Reader:
         }  # fmt: skip
         if method not in ways:
             raise UnsupportedArchitecture(
-                f"{where}: quantised by method {method!r}, which is not supported; supported: {', '.join(ways)}, and GGUF"
+                f"{where}: quantised by {method!r}, which is not supported; supported: {', '.join(ways)}, and GGUF"
             )
         self.method = method
         mark, read_one = ways[method]

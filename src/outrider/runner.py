@@ -55,6 +55,7 @@ class Slot:
     tokens: list[int] = field(default_factory=list)
     settled: int = 0
     pure: int = 2**62  # of these, what lies as plain decoding would have put it
+    beyond: bool = False  # whether they were read as of a sequence beyond the model's border
 
 
 class Runner:
@@ -109,16 +110,17 @@ class Runner:
         """
         if seq.id in self.slots:
             return 0
-        slot, n = self.slots.setdefault(seq.id, Slot()), 0
+        slot, n = self.slots.setdefault(seq.id, Slot(beyond=self._beyond(seq))), 0
         if isinstance(self.kv, PagedKV):
             if like is not None and like.id in self.slots:
                 known, most = self.slots[like.id], min(len(seq.tokens) - 1, seq.settled)
+                most = most if known.beyond == slot.beyond else 0
                 most = min(most, len(known.tokens), known.settled, known.pure)
                 while n < most and known.tokens[n] == seq.tokens[n]:
                     n += 1
                 self.kv.share(like.id, seq.id, n)
             elif self.prefixes:
-                n = self.kv.adopt(seq.id, seq.tokens[: seq.settled], self._root(seq))
+                n = self.kv.adopt(seq.id, seq.tokens[: seq.settled], self._root(seq, slot))
             slot.tokens, slot.settled = seq.tokens[:n], n
         return n
 
@@ -189,7 +191,7 @@ class Runner:
         if policy.name != "streaming":
             raise ConfigError(f"a cache of its own can only be streaming, not {policy.name}, which looks at all keys")
         chunk = min(self.chunk, max(1, policy.budget // 4))
-        return Runner(model, View(slab, policy, turn=model.rotary.turn), 2**62, chunk)
+        return Runner(model, View(slab, policy, turn=model.turn), 2**62, chunk)
 
     def commit(self, seqs: list[Sequence], output: Output, verdicts: list[Verdict]) -> None:
         """Keep the accepted path of each draft in the cache, drop the rest. Call before the sequences grow."""
@@ -217,6 +219,9 @@ class Runner:
         known, truth = slot.tokens, seq.tokens
         n = self._common(seq, slot, len(truth) - 1)
         self._publish(seq, slot, n)
+        if slot.beyond != self._beyond(seq):
+            n, slot.settled, slot.beyond = 0, 0, not slot.beyond
+            known.clear()  # all its keys are rotated otherwise now
         m = self.kv.catch_up(seq.id, n, seq.settled - 1)
         for rows in self.taps or ():
             rows.catch_up(seq.id, n, min(m, seq.settled - 1))
@@ -233,16 +238,21 @@ class Runner:
             n += 1
         return n
 
-    def _root(self, seq: Sequence) -> Hashable:
+    def _beyond(self, seq: Sequence) -> bool:
+        """Whether a sequence is longer than the model's border."""
+        border = self.model.config.border
+        return border is not None and len(seq.tokens) > border
+
+    def _root(self, seq: Sequence, slot: Slot) -> Hashable:
         """What sequences of the same tokens must share to have the same keys: `dynamic` rope knows the prompt's end."""
-        return seq.cache_salt, self._dynamic and seq.prompt_len
+        return seq.cache_salt, self._dynamic and seq.prompt_len, slot.beyond
 
     def _publish(self, seq: Sequence, slot: Slot, n: int) -> None:
         """Let others find the first n tokens, of which the settled ones are verified."""
         if self.prefixes and isinstance(self.kv, PagedKV):
             n = min(n, seq.settled, slot.pure)
             n = min(n, seq.prompt_len) if self._dynamic else n
-            self.kv.publish(seq.id, seq.tokens, n, self._root(seq))
+            self.kv.publish(seq.id, seq.tokens, n, self._root(seq, slot))
 
     def _prefill(self, seqs: list[Sequence], starts: list[int], leave: int = 0) -> list[int]:
         """Feed pending tokens in chunks until what is left of each sequence, and of all together, fits one forward.
@@ -295,13 +305,15 @@ class Runner:
     def _forward(self, seqs: list[Sequence], tokens: list[int], entries: list[Entry], wanted: Wanted) -> Tensor:
         plan = Plan(entries)
         self.kv.reserve(plan)
+        border = self.model.config.border
         prompts = {seq.id: seq.prompt_len for seq in seqs}
+        ends = {seq.id: len(seq.tokens) for seq in seqs}
         positions: list[int] = []
         lengths: list[int] = []
         for e in entries:
             own = e.positions()
             positions += own
-            lengths += [max(p + 1, prompts[e.seq]) for p in own]
+            lengths += [max(p + 1, prompts[e.seq]) if border is None else ends[e.seq] for p in own]
         states: dict[int, Any] = dict.fromkeys(point for rows in self.taps or () for point in rows.points)
         hidden = self.model.forward(tokens, positions, lengths, self.kv, plan, states or None, wanted)
         for rows in self.taps or ():

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from outrider.config import MOST_NODES, Rule, real
+from outrider.config import MOST_NODES, ModelConfig, Rule, real
 from outrider.draft import Draft, Verdict
 from outrider.errors import DrafterError, brief, told
 from outrider.kv import View
@@ -86,7 +86,7 @@ def step(
     """
     began = time.perf_counter()
     k = min(k, MOST_NODES) if any(seq.room > 1 for seq in seqs) else 0  # counts nodes; what is too deep is clipped
-    drafts = _drafts(drafter, seqs, k, rule, runner.model.config.vocab_size)
+    drafts = _drafts(drafter, seqs, k, rule, runner.model.config)
     drafted = time.perf_counter()
     output = runner.extend(seqs, drafts, reading or ())
     verdicts = verify(seqs, drafts, output.flat, rule) if seqs else []
@@ -116,7 +116,7 @@ def step(
     return verdicts
 
 
-def _drafts(drafter: Drafter, seqs: list[Sequence], k: int, rule: Rule, vocab: int) -> list[Draft]:
+def _drafts(drafter: Drafter, seqs: list[Sequence], k: int, rule: Rule, config: ModelConfig) -> list[Draft]:
     """What the drafter proposes, checked, and clipped to what each sequence may take. Raises DrafterError."""
     everyone, seqs = seqs, [seq for seq in seqs if seq.k != 0]
     if not seqs:
@@ -131,19 +131,22 @@ def _drafts(drafter: Drafter, seqs: list[Sequence], k: int, rule: Rule, vocab: i
         what = f"{len(guesses)}" if isinstance(guesses, (list, tuple)) else brief(guesses)
         raise DrafterError(f"drafter {_name(drafter)}: propose must return {len(seqs)} drafts in a list, not {what}")
     for seq, seen, guess in zip(seqs, shown, guesses, strict=True):
-        if fault := _fault(guess, vocab, rule):
+        if fault := _fault(guess, config.vocab_size, rule):
             raise DrafterError(f"drafter {_name(drafter)}: propose must return Drafts; {fault}")
         seq.metrics.inner = seen.metrics.inner
-    clipped = iter([_fitted(seq, guess, k, rule, vocab) for seq, guess in zip(seqs, guesses, strict=True)])
+    clipped = iter([_fitted(seq, guess, k, rule, config) for seq, guess in zip(seqs, guesses, strict=True)])
     return [next(clipped) if seq.k != 0 else Draft() for seq in everyone]
 
 
-def _fitted(seq: Sequence, guess: Draft, k: int, rule: Rule, vocab: int) -> Draft:
+def _fitted(seq: Sequence, guess: Draft, k: int, rule: Rule, config: ModelConfig) -> Draft:
     """A guess clipped to what the sequence may take, and, if anything is drafted at all, fitted to its grammar."""
-    clipped = guess.clip(seq.room - 1, vocab, seq.k)
+    deepest, border, n = seq.room - 1, config.border, len(seq.tokens)
+    if border is not None and n <= border:
+        deepest = min(deepest, border - n)  # what lies beyond sees all keys rotated otherwise
+    clipped = guess.clip(deepest, config.vocab_size, seq.k)
     if seq.constraint is None or not k:
         return clipped
-    return seq.constraint.fit(seq, clipped, seq.room - 1, rule.flips_coins)
+    return seq.constraint.fit(seq, clipped, deepest, rule.flips_coins)
 
 
 def _name(drafter: Drafter) -> str:

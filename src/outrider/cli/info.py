@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+from collections import Counter
+from dataclasses import MISSING as MISSING_FIELD
+from dataclasses import fields
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -14,8 +19,9 @@ from rich.text import Text
 import outrider
 from outrider.cli.options import MISSING, Device, Dtype, Quantization, Reporter, check_model, load_llm
 from outrider.cli.output import put_json, visible
-from outrider.config import ARCHITECTURES
+from outrider.config import ModelConfig
 from outrider.errors import ConfigError
+from outrider.families import FAMILIES
 
 EXACTNESS = {
     "bitwise": "the self-check found no bit that depends on what shares a forward",
@@ -60,6 +66,9 @@ def info(
             for method, about in value.items():
                 lines = [f"broken: {about['broken']}"] if "broken" in about else map(_spoken, about["options"])
                 _row(table, f"method {method}", "\n".join(lines))
+        elif name == "drafters":
+            for method, what in value.items():
+                _row(table, f"drafts {method}" if method == "without more" else f"drafts by {method}", what)
         elif name == "exactness":
             _row(table, name, f"{value}: {EXACTNESS[value]}")
         else:
@@ -98,9 +107,67 @@ def _installation() -> dict[str, Any]:
         "kernels": kernels(),
         **devices,
         "embedded_models": list(embedded()),
-        "architectures": list(ARCHITECTURES),
+        "architectures": list(FAMILIES),
         "methods": methods,
     }
+
+
+def _format(path: Path) -> str:
+    """What a checkpoint's weights are stored as."""
+    if path.is_dir():
+        return "safetensors"
+    from outrider import gguf
+
+    kinds = Counter(tensor.kind for tensor in gguf.File(path).tensors.values())
+    return f"GGUF: {', '.join(f'{count} tensors {kind}' for kind, count in kinds.most_common())}"
+
+
+def _drafters(llm: outrider.LLM) -> dict[str, str]:
+    """Which methods would fit a model, and with what."""
+    from outrider import drafters
+    from outrider.load import embedded, read_tokenizer
+
+    config, path, mine = llm.runner.model.config, llm.checkpoint.path, llm.tokenizer
+    words, models, heads = mine.get_vocab() if mine else None, list[str](), list[str]()
+    for name, folder in embedded().items():
+        about = json.loads((folder / "config.json").read_text("utf-8"))
+        if about["architectures"] == ["MedusaHeads"]:
+            fits = (about["hidden_size"], about["vocab_size"]) == (config.hidden_size, config.vocab_size)
+            heads += [name] * fits
+        elif folder != path and words is not None and about["hidden_size"] < config.hidden_size:
+            models += [name] * (read_tokenizer(folder).get_vocab() == words)
+    vocabulary = f"a smaller model of these {config.vocab_size} tokens"
+    trained = f"that were trained for it: hidden {config.hidden_size}, {config.vocab_size} tokens"
+    found = {
+        "draft_model": " or ".join([*models, vocabulary]),
+        "triforce": " or ".join([*models, vocabulary]),
+        "medusa": " or ".join([*heads, f"heads {trained}"]),
+        "eagle3": f"a head {trained.replace('were', 'was')}",
+    }
+    needs = {method: [o for o in drafters.describe(method) if o.help.startswith("required")] for method in found}
+    free = [m for m in drafters.methods() if m not in found and m not in ("none", "merge", "rest")]
+    return {"without more": ", ".join(free)} | {method: what for method, what in found.items() if needs[method]}
+
+
+def _switches(config: ModelConfig) -> list[str]:
+    """In what a model differs from a plain Llama."""
+    names, said = config.names, list[str]()
+    for what, before, after in (
+        ("attention", names.before_attention, names.after_attention),
+        ("MLP", names.before_mlp, names.after_mlp),
+    ):
+        places = [place for place, name in (("before", before), ("after", after)) if name]
+        said.append(f"norm {' and '.join(places)} {what}")
+    shown = [f for f in fields(config) if f.default is not MISSING_FIELD and f.name not in ("names", "local_rope")]
+    for item in shown:
+        if (value := getattr(config, item.name)) != item.default:
+            name = item.name.replace("_", " ")
+            said.append(
+                name if value is True else f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+            )
+    if config.local_rope:
+        said.append(f"rope of layers with windows {config.local_rope['rope_type']}")
+    return said
 
 
 def _model(llm: outrider.LLM) -> dict[str, Any]:
@@ -114,14 +181,24 @@ def _model(llm: outrider.LLM) -> dict[str, Any]:
     attention = f"PyTorch's scaled_dot_product_attention, keys in whole blocks of {KEY_BLOCK}"
     if follows_paths(m.dtype, m.device, c.head_dim):
         attention = f"{native.active}, each row's keys in the order of their positions"
+    walk = "one call of the kernels for all layers" if m.native_seconds is not None else "layer by layer"
+    gate = "in the gate-up product" if c.activation == "silu" and m.head.native else "PyTorch, row by row"
     return {
         "model": f"{c.architecture} at {llm.checkpoint.path}",
+        "family": FAMILIES[c.architecture].title,
+        "switches": _switches(c),
+        "format": _format(llm.checkpoint.path),
+        "context": c.context,
         "shape": f"hidden {c.hidden_size}, {c.num_layers} layers, {heads}, MLP {c.intermediate_size}",
         "vocabulary": c.vocab_size,
         "positions": f"{c.context}, rope {c.rope['rope_type']}" + (f", windows {windows}" if windows else ""),
         "weights": f"{m.nbytes / 2**20:.1f} MiB read per forward, {str(m.dtype).removeprefix('torch.')}, {m.device}",
         "keys_and_values": f"{per_token} bytes per token; {free_memory(m.device) / 2**30:.1f} GiB free",
+        "bytes_per_forward": m.nbytes,
+        "forward": walk,
         "linear": m.head.kernel,
+        "activation": f"{c.activation}, {gate}",
         "attention": attention,
+        "drafters": _drafters(llm),
         "exactness": llm.exactness,
     }

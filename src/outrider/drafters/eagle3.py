@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
+from outrider import families
 from outrider.config import ModelConfig, option
 from outrider.draft import Draft
 from outrider.errors import CheckpointError, ConfigError, VocabularyMismatch, told
@@ -334,7 +335,7 @@ def _layer_config(path: Path, about: dict[str, Any]) -> ModelConfig:
     if not isinstance(shape, dict) or shape.get("num_hidden_layers", 1) != 1:
         raise CheckpointError(f"{path}: an EAGLE-3 head has one layer, config.json says otherwise")
     family = "Qwen3ForCausalLM" if shape.get("model_type") == "qwen3" else "LlamaForCausalLM"
-    return ModelConfig.from_hf({**shape, "architectures": [family], "quantization_config": None})
+    return families.read({**shape, "architectures": [family], "quantization_config": None})
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -20,7 +20,7 @@ class DenseKV:
         self.config, self.dtype, self.device = config, dtype, device
         self.limit = limit  # tokens beyond which there is no spare room
         self.log = QueryLog()
-        self.scale = config.head_dim**-0.5
+        self.scale = config.attention_scale
         self.store: dict[int, list[Tensor]] = {}  # per sequence, per layer (2, kv_heads, capacity, dim)
 
     def _capacity(self, tokens: int) -> int:

@@ -65,7 +65,7 @@ class PagedKV:
         self.config, self.dtype, self.device, self.most = config, dtype, device, most
         self.modest = MODEST  # bytes that the pool may grow to before what is cached must go
         self.log = QueryLog()
-        self.scale = config.head_dim**-0.5
+        self.scale = config.attention_scale
         self.pool = Pool()
         self.tables: dict[int, Table] = {}
         self.slabs: list[Any] = []  # each has, per layer, (2, kv_heads, SLAB, dim)

@@ -255,7 +255,7 @@ class Held:
 class View:
     """A KVCache of some keys of `base`, or of a model of its own if there is no base.
 
-    `slab` stores the buffers; `turn(keys, by)` moves rotated keys by positions (only needed without a base).
+    `slab` stores the buffers; `turn(layer, keys, by)` moves rotated keys by positions (only needed without a base).
     """
 
     def __init__(
@@ -263,7 +263,7 @@ class View:
         slab: DenseKV,
         policy: Policy,
         base: Storage | None = None,
-        turn: Callable[[Tensor, int], Tensor] | None = None,
+        turn: Callable[[int, Tensor, int], Tensor] | None = None,
     ) -> None:
         self.slab, self.policy, self.turn = slab, policy, turn
         self.base: Any = base
@@ -358,10 +358,10 @@ class View:
         if not h.sinks:
             h.sinks = [own[0, :, : p.sinks].clone() for own in stores]
         first = max(h.first, h.length - max(0, p.budget - p.sinks - max(p.rebuild, n)))
-        for own, sinks in zip(stores, h.sinks, strict=True):
+        for layer, (own, sinks) in enumerate(zip(stores, h.sinks, strict=True)):
             own[:, :, p.sinks : p.sinks + h.length - first] = own[:, :, h.slot(first) : h.slot(h.length)].clone()
             assert self.turn is not None
-            own[0, :, : p.sinks] = self.turn(sinks, first - p.sinks - h.origin)
+            own[0, :, : p.sinks] = self.turn(layer, sinks, first - p.sinks - h.origin)
         h.kept, h.first = p.sinks, first
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:

@@ -16,7 +16,7 @@ from outrider.ops.attention import (
     follows_paths,
     write,
 )
-from outrider.ops.elementwise import argmax, rms_norm, rope, rotate, swiglu
+from outrider.ops.elementwise import argmax, gated, rms_norm, rope, rotate, softcap, swiglu
 from outrider.ops.linear import Factors, Linear, Quantized, join, packs
 from outrider.ops.walk import Block, Stores, Walk
 
@@ -37,11 +37,13 @@ __all__ = [
     "attention",
     "attention_mask",
     "follows_paths",
+    "gated",
     "join",
     "packs",
     "rms_norm",
     "rope",
     "rotate",
+    "softcap",
     "swiglu",
     "write",
 ]

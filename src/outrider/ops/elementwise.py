@@ -7,6 +7,8 @@ below the size at which it splits are computed by one thread, row by row (and st
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,6 +16,7 @@ from torch import Tensor
 from outrider.ops import native
 
 GRAIN = 32768  # elements; at::internal::GRAIN_SIZE
+PIECE = 8192  # elements; GELU is split sooner than others
 
 
 def _blocks(rows: int, width: int, device: torch.device) -> list[slice]:
@@ -35,6 +38,29 @@ def swiglu(gate_up: Tensor) -> Tensor:
     out = gate_up.new_empty(n, width)
     for b in _blocks(n, width, gate_up.device):
         torch.mul(F.silu(gate_up[b, :width]), gate_up[b, width:], out=out[b])
+    return out
+
+
+def gated(gate_up: Tensor, activation: str) -> Tensor:
+    """gelu(gate) * up (n, width) for the fused product gate_up (n, 2 * width); `activation`: gelu or gelu_tanh."""
+    width, approximate = gate_up.shape[1] // 2, "tanh" if activation == "gelu_tanh" else "none"
+    return _pieces(lambda gate, up: F.gelu(gate, approximate=approximate) * up, gate_up[:, :width], gate_up[:, width:])
+
+
+def softcap(x: Tensor, cap: float) -> Tensor:
+    """cap * tanh(x / cap) of x (n, width)."""
+    return _pieces(lambda own: torch.tanh(own / cap) * cap, x)
+
+
+def _pieces(make: Callable[..., Tensor], *given: Tensor) -> Tensor:
+    """make(...) of tensors (n, width), elementwise, in pieces of one row that one thread computes: where a piece ends,
+    and with it where scalar code takes over from the vector code, depends on nothing but the width."""
+    if given[0].device.type != "cpu":
+        return make(*given)
+    out = torch.empty(given[0].shape, dtype=given[0].dtype)
+    for row in range(out.shape[0]):
+        for at in range(0, out.shape[1], PIECE):
+            out[row, at : at + PIECE] = make(*(x[row, at : at + PIECE] for x in given))
     return out
 
 

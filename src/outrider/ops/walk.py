@@ -42,12 +42,12 @@ class Stores:
 class Block:
     """What the walk of one layer reads: norms, products and the window of its attention."""
 
-    input_norm: Tensor
+    input_norm: Tensor | None
     qkv: Linear
     q_norm: Tensor | None
     k_norm: Tensor | None
     o: Linear
-    post_norm: Tensor
+    post_norm: Tensor | None
     gate_up: Linear
     down: Linear
     window: int | None

@@ -1,0 +1,423 @@
+"""The families of models: how each one's config and tensor names become a ModelConfig.
+
+There is one decoder (model.py). A family is a function from `config.json`, as transformers >= 5 normalises it, to what
+differs from a Llama: fields of ModelConfig, `names` among them. Its docstring is its line in docs/models.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.config import ACTIVATIONS, DTYPES, ModelConfig, Names, real, whole
+from outrider.errors import CheckpointError, UnsupportedArchitecture, brief
+
+Hf = Mapping[str, Any]
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+ROPE_NUMBERS = (  # of any type, where they are given
+    "factor", "original_max_position_embeddings", "attention_factor", "mscale", "mscale_all_dim", "beta_fast",
+    "beta_slow", "low_freq_factor", "high_freq_factor", "partial_rotary_factor",
+)  # fmt: skip
+ROPE_NEEDS = {  # parameters of a rope type
+    "default": (),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "longrope": ("original_max_position_embeddings",),
+}
+FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers
+OUTER = {  # models of text and pictures whose text part is read: what its model_type is called alone
+    "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
+    "Mistral3ForConditionalGeneration": {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
+}
+PICTURES = ("vision_tower.", "multi_modal_projector.")  # where their other tensors lie
+UNSUPPORTED = {  # architectures that are known and not supported: what they would need
+    "GptOssForCausalLM": "experts and attention sinks",
+    "Qwen3MoeForCausalLM": "experts",
+    "Qwen2MoeForCausalLM": "experts",
+    "MixtralForCausalLM": "experts",
+    "GraniteMoeForCausalLM": "experts",
+    "Glm4MoeForCausalLM": "experts",
+    "OlmoeForCausalLM": "experts",
+    "PhimoeForCausalLM": "experts",
+    "MiniMaxM2ForCausalLM": "experts",
+    "Gemma2ForCausalLM": "a soft-cap on attention scores",
+    "Gemma4ForConditionalGeneration": "layers of different head sizes that share keys",
+    "Gemma4ForCausalLM": "layers of different head sizes that share keys",
+    "Gemma3nForConditionalGeneration": "per-layer embeddings and alternating updates",
+    "Qwen3NextForCausalLM": "gated DeltaNet layers and experts",
+    "Qwen3_5ForConditionalGeneration": "gated DeltaNet layers",
+    "Qwen3_5MoeForConditionalGeneration": "gated DeltaNet layers and experts",
+    "DeepseekV2ForCausalLM": "latent attention and experts",
+    "DeepseekV3ForCausalLM": "latent attention and experts",
+    "Llama4ForConditionalGeneration": "experts and chunked attention",
+    "MambaForCausalLM": "state-space layers",
+    "Lfm2ForCausalLM": "short convolutions",
+    "GPT2LMHeadModel": "learned positions and LayerNorm",
+    "PhiForCausalLM": "LayerNorm and parallel branches",
+    "CohereForCausalLM": "LayerNorm and parallel branches",
+    "FalconForCausalLM": "LayerNorm and parallel branches",
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A registered family: its model_type in transformers, the checkpoints meant, and what reads its config."""
+
+    model_type: str
+    title: str
+    read: Callable[[Hf], dict[str, Any]]
+
+    @property
+    def differs(self) -> str:
+        """In what from a Llama, in one line."""
+        return " ".join((self.read.__doc__ or "").split())
+
+
+FAMILIES: dict[str, Family] = {}
+"""By architecture, as config.json names it."""
+
+
+def family(architecture: str, model_type: str, title: str) -> Callable[[Callable[[Hf], dict[str, Any]]], Any]:
+    """Register a function as the one that reads this architecture."""
+
+    def enter(function: Callable[[Hf], dict[str, Any]]) -> Callable[[Hf], dict[str, Any]]:
+        FAMILIES[architecture] = Family(model_type, title, function)
+        return function
+
+    return enter
+
+
+@family("LlamaForCausalLM", "llama", "Llama 2 and 3, SmolLM2, TinyLlama, Yi")
+def llama(hf: Hf) -> dict[str, Any]:
+    """The plain decoder: norms before, rope, gated SiLU."""
+    return {"o_bias": bool(hf.get("attention_bias"))}
+
+
+@family("MistralForCausalLM", "mistral", "Mistral 7B, Nemo, Small; Mistral Small 3's text part")
+def mistral(hf: Hf) -> dict[str, Any]:
+    """A window, in early ones."""
+    return {"windows": _windows(hf, lambda i: SLIDING)}
+
+
+@family("Ministral3ForCausalLM", "ministral3", "Ministral 3 (text part)")
+def ministral3(hf: Hf) -> dict[str, Any]:
+    """A window if given, YaRN, queries that grow with their position."""
+    rope = _rope(hf)
+    beta, original = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
+    growth = None
+    if beta:
+        growth = _number(rope, "llama_4_scaling_beta"), _whole(rope, "original_max_position_embeddings", original)
+    return {"windows": _windows(hf, lambda i: SLIDING), "query_growth": growth}
+
+
+@family("Qwen2ForCausalLM", "qwen2", "Qwen2, Qwen2.5")
+def qwen2(hf: Hf) -> dict[str, Any]:
+    """Biases of queries, keys and values; windows in some layers, if asked for."""
+    return {"qkv_bias": True, "windows": _qwen_windows(hf)}
+
+
+@family("Qwen3ForCausalLM", "qwen3", "Qwen3 dense")
+def qwen3(hf: Hf) -> dict[str, Any]:
+    """Norms of each query and key; windows in some layers, if asked for."""
+    return {"o_bias": bool(hf.get("attention_bias")), "qk_norm": "head", "windows": _qwen_windows(hf)}
+
+
+@family("Gemma3ForCausalLM", "gemma3_text", "Gemma 3 (text part)")
+def gemma3(hf: Hf) -> dict[str, Any]:
+    """Norms before and after, of weight 1 + w, and of each query and key; gated GELU; scaled embedding; windows in five
+    of six layers, which have a rope of their own."""
+    if hf.get("attn_logit_softcapping"):
+        raise UnsupportedArchitecture("attn_logit_softcapping is not supported: attention has no soft-cap here")
+    if hf.get("use_bidirectional_attention"):
+        raise UnsupportedArchitecture("use_bidirectional_attention is not supported: tokens see what is before them")
+    hidden, pattern = _whole(hf, "hidden_size"), _whole(hf, "sliding_window_pattern", 6)
+    return {
+        **_local_rope(hf, _number(hf, "rope_local_base_freq", 10000.0)),
+        "windows": _windows(hf, lambda i: SLIDING if (i + 1) % pattern else FULL),
+        "o_bias": bool(hf.get("attention_bias")),
+        "qk_norm": "head",
+        "norm_offset": 1.0,
+        "embedding_multiplier": hidden**0.5,
+        "attention_scale": _number(hf, "query_pre_attn_scalar", 256) ** -0.5,
+        "logit_softcap": _number(hf, "final_logit_softcapping") if hf.get("final_logit_softcapping") else None,
+        "names": Names(
+            after_attention="post_attention_layernorm",
+            before_mlp="pre_feedforward_layernorm",
+            after_mlp="post_feedforward_layernorm",
+        ),
+    }
+
+
+@family("Phi3ForCausalLM", "phi3", "Phi-3, Phi-3.5 mini, Phi-4, Phi-4-mini")
+def phi3(hf: Hf) -> dict[str, Any]:
+    """Fused weights in the checkpoint; a window in all layers, if given; LongRoPE, of part of a head."""
+    return {
+        "rope": _rope(hf, partial=True),
+        "windows": _windows(hf, lambda i: SLIDING),
+        "names": Names(qkv=("qkv_proj",), gate_up=("gate_up_proj",)),
+    }
+
+
+@family("SmolLM3ForCausalLM", "smollm3", "SmolLM3")
+def smollm3(hf: Hf) -> dict[str, Any]:
+    """No rope in every fourth layer."""
+    layers, every = _whole(hf, "num_hidden_layers"), _whole(hf, "no_rope_layer_interval", 4)
+    turned = hf.get("no_rope_layers")
+    turned = [(i + 1) % every for i in range(layers)] if turned is None else turned
+    if not isinstance(turned, list) or len(turned) != layers:
+        raise CheckpointError(f"config.json: no_rope_layers should be {layers} numbers, 1 where there is rope")
+    unrotated = tuple(i for i, does in enumerate(turned) if not does)
+    slides = bool(hf.get("use_sliding_window"))
+    return {
+        "o_bias": bool(hf.get("attention_bias")),
+        "unrotated": unrotated,
+        "windows": _windows(hf, lambda i: SLIDING if i in unrotated else FULL) if slides else (None,) * layers,
+    }
+
+
+@family("Olmo2ForCausalLM", "olmo2", "OLMo 2")
+def olmo2(hf: Hf) -> dict[str, Any]:
+    """Norms after attention and MLP only; norms of all queries and of all keys in one."""
+    return {
+        "o_bias": bool(hf.get("attention_bias")),
+        "qk_norm": "full",
+        "names": Names(
+            before_attention=None,
+            after_attention="post_attention_layernorm",
+            before_mlp=None,
+            after_mlp="post_feedforward_layernorm",
+        ),
+    }
+
+
+@family("Olmo3ForCausalLM", "olmo3", "OLMo 3")
+def olmo3(hf: Hf) -> dict[str, Any]:
+    """As OLMo 2, with windows in three of four layers, whose rope is not stretched."""
+    windows = _windows(hf, lambda i: SLIDING if (i + 1) % 4 else FULL)
+    return {**olmo2(hf), **_local_rope(hf, _number(hf, "rope_theta", 500000.0)), "windows": windows}
+
+
+@family("GraniteForCausalLM", "granite", "Granite 3 dense")
+def granite(hf: Hf) -> dict[str, Any]:
+    """Multipliers of embedding, branches, attention and logits."""
+    return {
+        "o_bias": bool(hf.get("attention_bias")),
+        "embedding_multiplier": _number(hf, "embedding_multiplier", 1.0),
+        "residual_multiplier": _number(hf, "residual_multiplier", 1.0),
+        "attention_scale": _number(hf, "attention_multiplier", 1.0),
+        "logit_scale": 1 / _number(hf, "logits_scaling", 1.0),
+    }
+
+
+@family("GraniteMoeHybridForCausalLM", "granitemoehybrid", "Granite 4 dense (micro, 350M, 1B)")
+def granite4(hf: Hf) -> dict[str, Any]:
+    """As Granite 3, with a fused gate and up in the checkpoint, and rope if asked for; no experts, no Mamba layers."""
+    layers, kinds = _whole(hf, "num_hidden_layers"), hf.get("layer_types")
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (FULL, "attention") for kind in kinds):
+        raise UnsupportedArchitecture("GraniteMoeHybridForCausalLM with Mamba-2 layers is not supported; without is")
+    if hf.get("num_local_experts", 8):
+        raise UnsupportedArchitecture("GraniteMoeHybridForCausalLM with experts is not supported; without is")
+    return {
+        **granite(hf),
+        "intermediate_size": _whole(hf, "shared_intermediate_size"),
+        "mlp_bias": False,
+        "unrotated": () if hf.get("position_embedding_type") == "rope" else tuple(range(layers)),
+        "names": Names(mlp="shared_mlp", gate_up=("input_linear",), down="output_linear"),
+    }
+
+
+@family("Glm4ForCausalLM", "glm4", "GLM-4-0414, 9B and 32B")
+def glm4(hf: Hf) -> dict[str, Any]:
+    """Norms before and after; rope that turns neighbours, of half a head; biases of queries, keys and values."""
+    return {
+        "rope": _rope(hf, partial=True),
+        "interleaved": True,
+        "names": Names(
+            after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm", gate_up=("gate_up_proj",)
+        ),
+    }
+
+
+def text_part(hf: Hf) -> Hf:
+    """The config of the language model within one of text and pictures; any other as it is."""
+    name = _architecture(hf)
+    if name not in OUTER or not isinstance(inner := hf.get("text_config"), Mapping):
+        return hf
+    kind = str(inner.get("model_type", next(iter(OUTER[name]))))
+    if kind not in OUTER[name]:
+        raise UnsupportedArchitecture(
+            f"{name} around a text part {kind!r} is not supported; supported: {', '.join(OUTER[name])}"
+        )
+    above = {key: hf[key] for key in ("quantization_config", "tie_word_embeddings", "eos_token_id") if key in hf}
+    kept = {key: value for key, value in above.items() if key == "tie_word_embeddings" or inner.get(key) is None}
+    dtype = inner.get("dtype") or inner.get("torch_dtype") or hf.get("dtype") or hf.get("torch_dtype")
+    return {**inner, **kept, "dtype": dtype, "model_type": kind, "architectures": [OUTER[name][kind]]}
+
+
+def text_name(name: str) -> str | None:
+    """A tensor's name in the text part alone; None if it is of the rest."""
+    name = name.removeprefix("model.") if name.startswith(tuple(f"model.{x}" for x in PICTURES)) else name
+    if name.startswith(PICTURES):
+        return None
+    name = name.replace("model.language_model.", "model.", 1) if name.startswith("model.language_model.") else name
+    return name.removeprefix("language_model.")
+
+
+def check(hf: Hf) -> Family:
+    """The family of a config. Raises UnsupportedArchitecture for another one, and for quantised weights."""
+    name = _architecture(hf)
+    if (found := FAMILIES.get(name)) is None:
+        needs = f": it needs {UNSUPPORTED[name]}" if name in UNSUPPORTED else ""
+        raise UnsupportedArchitecture(f"architecture {name} is not supported{needs}; supported: {', '.join(FAMILIES)}")
+    return found
+
+
+def _architecture(hf: Hf) -> str:
+    names = hf.get("architectures")
+    return str(names[0]) if isinstance(names, list) and names else "?"
+
+
+def read(hf: Hf, eos: tuple[int, ...] = ()) -> ModelConfig:
+    """Read a `config.json` as transformers >= 5 normalises it (`PretrainedConfig.to_dict()`).
+
+    Raises UnsupportedArchitecture for another family and CheckpointError for a config that contradicts itself.
+    """
+    hf = text_part(hf)
+    found = check(hf)
+    act = str(hf.get("hidden_act") or hf.get("hidden_activation") or "silu")
+    if act not in ACTIVATIONS:
+        raise UnsupportedArchitecture(f"hidden_act {act!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
+    heads, layers = _whole(hf, "num_attention_heads"), _whole(hf, "num_hidden_layers")
+    sizes = {key: _whole(hf, key) for key in ("vocab_size", "hidden_size", "intermediate_size")}
+    kv_heads, dim = _whole(hf, "num_key_value_heads", heads), _whole(hf, "head_dim", sizes["hidden_size"] // heads)
+    if heads % kv_heads:
+        raise CheckpointError(f"config.json: {heads} query heads cannot share {kv_heads} key-value heads evenly")
+    dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise CheckpointError(f"config.json: dtype {dtype} is not supported; supported: {', '.join(DTYPES)}")
+    fields: dict[str, Any] = {
+        "architecture": _architecture(hf),
+        **sizes,
+        "num_layers": layers,
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": dim,
+        "max_positions": _whole(hf, "max_position_embeddings", 2048),
+        "rms_norm_eps": _number(hf, "rms_norm_eps", 1e-6),
+        "windows": (None,) * layers,
+        "qkv_bias": bool(hf.get("attention_bias")),
+        "mlp_bias": bool(hf.get("mlp_bias")),
+        "activation": ACTIVATIONS[act],
+        "attention_scale": dim**-0.5,
+        "tied": bool(hf.get("tie_word_embeddings", False)),
+        "dtype": dtype,
+        "eos": eos,
+    }
+    fields |= found.read(hf)
+    if "rope" not in fields:
+        fields["rope"] = _rope(hf)
+    for rope in (fields["rope"], fields.get("local_rope")):
+        turned = int(dim * (rope or {}).get("partial_rotary_factor", 1.0))
+        if not 2 <= turned <= dim or turned % 2 or dim % 2:
+            raise CheckpointError(f"config.json: rope turns pairs of a head's {dim} dimensions, not {turned} of them")
+        for key in ("short_factor", "long_factor", "freq_factors"):
+            _factors(rope or {}, key, turned // 2)
+    return ModelConfig(**fields)
+
+
+def _whole(hf: Hf, key: str, default: int | None = None) -> int:
+    value = default if hf.get(key) is None else hf[key]
+    most = 2**12 if key == "num_hidden_layers" else 2**31
+    if (n := whole(value, 1, most)) is None:
+        raise CheckpointError(f"config.json: {key} must be a whole number of 1 to {most}, not {brief(value)}")
+    return n
+
+
+def _number(hf: Hf, key: str, default: float | None = None) -> float:
+    value = default if hf.get(key) is None else hf[key]
+    if not (n := real(value, 0, 1e38)):
+        raise CheckpointError(f"config.json: {key} must be a number above 0 and at most 1e38, not {brief(value)}")
+    return float(n)
+
+
+def _factors(rope: Hf, key: str, count: int) -> None:
+    if (given := rope.get(key)) is None:
+        return
+    if not isinstance(given, list) or len(given) != count or any(not real(x, 0, 1e38) for x in given):
+        raise CheckpointError(f"config.json: the rope's {key} should be {count} numbers above 0")
+
+
+def _rope(hf: Hf, partial: bool = False) -> dict[str, Any]:
+    """The rope of a config, or of its layers without windows if they differ; `partial`: it may turn part of a head."""
+    rope: dict[str, Any] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        given = hf.get(key) or {}
+        own = given.get(FULL, given) or {} if isinstance(given, Mapping) else given
+        if not isinstance(own, Mapping):
+            raise CheckpointError(f"config.json: {key} must be an object, not {own!r}")
+        rope |= own
+    rope = _checked_rope(rope, hf)
+    if not partial and "partial_rotary_factor" in rope:
+        raise UnsupportedArchitecture("partial_rotary_factor other than 1 is not supported in this architecture")
+    return rope
+
+
+def _local_rope(hf: Hf, theta: float) -> dict[str, Any]:
+    """`rope` and `local_rope` where layers with windows have a rope of their own, unstretched, of base `theta`."""
+    given = hf.get("rope_parameters")
+    own = given.get(SLIDING) if isinstance(given, Mapping) else None
+    local = _checked_rope(dict(own) if isinstance(own, Mapping) else {"rope_theta": theta}, {})
+    if "dynamic" in (local["rope_type"], (rope := _rope(hf))["rope_type"]):
+        raise UnsupportedArchitecture("rope type 'dynamic' is not supported in a model of two ropes")
+    return {"rope": rope, "local_rope": None if local == rope else local}
+
+
+def _checked_rope(rope: dict[str, Any], hf: Hf) -> dict[str, Any]:
+    given = rope.pop("type", None)
+    kind = str(rope.get("rope_type") or given or "default")
+    rope["rope_type"] = kind = "longrope" if kind == "su" else kind
+    rope["rope_theta"] = _number(rope, "rope_theta", _number(hf, "rope_theta", 10000.0))
+    for key in ("partial_rotary_factor", *["original_max_position_embeddings"] * (kind == "longrope")):
+        if hf.get(key) is not None:
+            rope.setdefault(key, hf[key])
+    if kind not in ROPE_TYPES:
+        raise UnsupportedArchitecture(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
+    for key in ROPE_NEEDS.get(kind, ("factor",)):
+        if key not in rope:
+            raise CheckpointError(f"config.json: rope type {kind!r} needs {key!r}")
+        _number(rope, key)
+    for key in ROPE_NUMBERS:
+        if rope.get(key) is not None:
+            _number(rope, key)
+    if kind == "longrope":
+        for key in ("short_factor", "long_factor"):
+            if not isinstance(rope.get(key), list):
+                raise CheckpointError(f"config.json: rope type 'longrope' needs {key!r}, a list of numbers")
+        if "factor" not in rope:
+            most = _whole(hf, "max_position_embeddings", 2048)
+            rope["factor"] = most / _number(rope, "original_max_position_embeddings")
+    if kind == "llama3" and not rope["low_freq_factor"] < rope["high_freq_factor"]:
+        raise CheckpointError("config.json: rope's low_freq_factor must be below its high_freq_factor")
+    if kind in ("yarn", "longrope") and rope["rope_theta"] <= 1:
+        raise CheckpointError(f"config.json: rope type {kind!r} needs a rope_theta above 1, not {rope['rope_theta']}")
+    if math.isclose(rope.get("partial_rotary_factor") or 1.0, 1.0):
+        rope.pop("partial_rotary_factor", None)
+    return rope
+
+
+def _windows(hf: Hf, kind: Callable[[int], str]) -> tuple[int | None, ...]:
+    """Per layer; `kind(layer)` where the config does not name the layers' kinds."""
+    layers = _whole(hf, "num_hidden_layers")
+    if not hf.get("sliding_window"):
+        return (None,) * layers
+    window, kinds = _whole(hf, "sliding_window"), hf.get("layer_types") or [kind(i) for i in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers or any(k not in (FULL, SLIDING) for k in kinds):
+        raise UnsupportedArchitecture(f"layer_types {kinds!r} for {layers} layers are not supported")
+    return tuple(window if k == SLIDING else None for k in kinds)
+
+
+def _qwen_windows(hf: Hf) -> tuple[int | None, ...]:
+    """From max_window_layers on, if windows are used at all."""
+    use, first = bool(hf.get("use_sliding_window")), int(hf.get("max_window_layers") or 0)
+    return _windows(hf, lambda i: SLIDING if use and i >= first else FULL)

@@ -1,0 +1,202 @@
+"""Every family: logits and greedy tokens are transformers', and the same with speculation on or off, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+from shutil import copytree
+
+import pytest
+import torch
+from helpers import ScriptedDrafter, logits_after, run, use
+from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
+
+from outrider import LLM, Draft, SamplingParams, families
+from outrider.errors import ConfigError, OutriderError, UnsupportedArchitecture
+from outrider.export import export
+from outrider.hf import accelerate
+from outrider.sequence import Sequence
+
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+SLIDES, FULL = "sliding_attention", "full_attention"
+DEEP = {"num_hidden_layers": 4}
+LOCAL = {"layer_types": [SLIDES, SLIDES, FULL, SLIDES], "sliding_window": 8}
+GROWING = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}
+FACTORS = {"short_factor": [1.0, 1.1, 1.3, 1.7, 2.0, 2.5], "long_factor": [1.0, 1.5, 2.5, 4.0, 7.0, 9.0]}
+LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75, **FACTORS}
+VARIANTS = {
+    "gemma3": ("gemma3_text", DEEP | LOCAL | {"query_pre_attn_scalar": 24, "tie_word_embeddings": True,
+               "rope_parameters": {SLIDES: {"rope_type": "default", "rope_theta": 100.0},
+                                   FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 10000.0}}}),
+    "gemma3-softcap": ("gemma3_text", {"final_logit_softcapping": 3.0, "attention_bias": True}),
+    "phi3": ("phi3", {}),
+    "phi3-window": ("phi3", {"sliding_window": 8}),
+    "phi4-mini": ("phi3", {"tie_word_embeddings": True, "rope_parameters": LONG,
+                           "original_max_position_embeddings": 30}),
+    "smollm3": ("smollm3", DEEP | {"no_rope_layer_interval": 2}),
+    "smollm3-biases": ("smollm3", {"no_rope_layers": [0, 1], "attention_bias": True, "mlp_bias": True,
+                                   "use_sliding_window": True, "sliding_window": 8}),
+    "olmo2": ("olmo2", {}),
+    "olmo2-biases": ("olmo2", {"attention_bias": True}),
+    "olmo3": ("olmo3", DEEP | LOCAL),
+    "olmo3-yarn": ("olmo3", DEEP | LOCAL | {"rope_parameters": {
+        SLIDES: {"rope_type": "default", "rope_theta": 10000.0}, FULL: YARN}}),
+    "granite": ("granite", {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1,
+                            "logits_scaling": 8.0, "tie_word_embeddings": True}),
+    "granite-biases": ("granite", {"attention_bias": True, "mlp_bias": True, "attention_multiplier": 0.2}),
+    "granite4": ("granitemoehybrid", {
+        "layer_types": ["full_attention"] * 2, "num_local_experts": 0, "num_experts_per_tok": 0,
+        "shared_intermediate_size": 80, "position_embedding_type": "rope", "attention_multiplier": 0.1,
+        "residual_multiplier": 0.22}),
+    "granite4-no-rope": ("granitemoehybrid", {
+        "layer_types": ["full_attention"] * 2, "num_local_experts": 0, "num_experts_per_tok": 0,
+        "attention_multiplier": 0.1, "logits_scaling": 3.0}),
+    "glm4": ("glm4", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0,
+                                          "partial_rotary_factor": 0.5}}),
+    "glm4-no-bias": ("glm4", {"attention_bias": False}),
+    "ministral3": ("ministral3", {"rope_parameters": GROWING}),
+    "ministral3-window": ("ministral3", {"sliding_window": 8, "rope_parameters": GROWING}),
+}  # fmt: skip
+PROMPTS = [torch.randint(128, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (1, 20, 45)]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_as_transformers(make_checkpoint, name):
+    from transformers import AutoModelForCausalLM
+
+    arch, config = VARIANTS[name]
+    path = make_checkpoint(arch, **config)
+    llm, model = LLM(path, device="cpu", dtype="float32"), AutoModelForCausalLM.from_pretrained(path).eval()
+    outputs = run(llm, [(p, SamplingParams(temperature=0, max_tokens=24)) for p in PROMPTS])
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        ids = torch.tensor([prompt])
+        with torch.no_grad():
+            logits = deepcopy(model)(ids).logits[0, -1].float()
+            text = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
+        assert_close(logits_after(llm, prompt), logits, rtol=1e-4, atol=1e-4)
+        assert output.token_ids == text[0, len(prompt) :].tolist()
+
+
+def bush(seq: Sequence, k: int) -> Draft:
+    """Wrong and right guesses in a tree: what was said last at two places of the text, and a token of no meaning."""
+    rows = [seq.tokens[-3:], seq.tokens[:2], [(7 * len(seq.tokens)) % 128]]
+    return Draft.merge([Draft.chain(row) for row in rows], k)[0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_exactness(make_checkpoint, name, dtype):
+    arch, config = VARIANTS[name]
+    llm = LLM(make_checkpoint(arch, **config), device="cpu", dtype=dtype)
+    assert llm.exactness == "bitwise"
+    for params in (SamplingParams(temperature=0, max_tokens=20), SamplingParams(seed=3, max_tokens=20)):
+        requests = [(prompt, params) for prompt in PROMPTS]
+        llm.speculative_config = None
+        plain = [run(llm, [request])[0].token_ids for request in requests]
+        assert [o.token_ids for o in run(llm, requests)] == plain
+        known = {tuple(prompt): tokens for prompt, tokens in zip(PROMPTS, plain, strict=True)}
+
+        def oracle(seq: Sequence, k: int, known=known) -> Draft:
+            return Draft.chain(known[tuple(seq.tokens[: seq.prompt_len])][len(seq.output) :][:k])
+
+        for script in (oracle, bush, lambda seq, k: Draft.merge([oracle(seq, k), bush(seq, k)][::-1], k)[0]):
+            use(llm, ScriptedDrafter(script), 6)
+            assert [o.token_ids for o in run(llm, requests)] == plain
+
+
+def test_every_family_is_tested():
+    tested = {arch for arch, _ in VARIANTS.values()} | {"llama", "mistral", "qwen2", "qwen3"}
+    assert tested == {found.model_type for found in families.FAMILIES.values()}
+
+
+PICTURES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1,
+            "image_size": 28, "patch_size": 14}  # fmt: skip
+TEXT = {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("new_names", [False, True])
+@pytest.mark.parametrize(
+    ("outer", "inner", "tied"),
+    [("gemma3", "gemma3_text", True), ("mistral3", "mistral", False), ("mistral3", "ministral3", False)],
+)
+def test_text_part_of_a_model_of_pictures(tmp_path, outer, inner, tied, new_names):
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    torch.manual_seed(0)
+    text = {"model_type": inner, "tie_word_embeddings": tied, **TEXT}
+    vision = {"model_type": "siglip_vision_model" if outer == "gemma3" else "pixtral", **PICTURES}
+    config = AutoConfig.for_model(outer, text_config=text, vision_config=vision, tie_word_embeddings=tied)
+    model = AutoModelForImageTextToText.from_config(config).eval()
+    for name, weight in model.named_parameters():
+        weight.data = torch.randn(weight.shape) * 0.3 + ("norm" in name)
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    assert "language_model.model.norm.weight" in tensors
+    if new_names:  # as the modules are called since transformers 4.52
+        names = {name: f"model.{name}".replace("language_model.model.", "language_model.") for name in tensors}
+        names["language_model.lm_head.weight"] = "lm_head.weight"
+        save_file({names[name]: tensor for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
+    llm, prompt = LLM(tmp_path, device="cpu", dtype="float32"), PROMPTS[1]
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt])).logits[0, -1]
+    assert_close(logits_after(llm, prompt), logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("arch", "changes", "words"),
+    [
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma3_text", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
+        ("phi3", {"rope_parameters": LONG | {"short_factor": [1.0] * 5}}, "6 numbers"),
+        ("phi3", {"rope_parameters": LONG | {"long_factor": [1.0] * 5 + [0.0]}}, "6 numbers"),
+        ("phi3", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "longrope"),
+        ("glm4", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.01}}, "pairs"),
+        ("glm4", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 2.0}}, "32"),
+        ("llama", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ("granite", {"logits_scaling": -1.0}, "logits_scaling"),
+        ("granitemoehybrid", {"layer_types": ["full_attention", "linear_attention"]}, "Mamba-2"),
+        ("granitemoehybrid", {"layer_types": ["attention"] * 2, "num_local_experts": 4}, "experts"),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers"),
+        ("smollm3", {"hidden_act": "relu"}, "relu"),
+    ],
+)
+def test_what_cannot_be_is_named(make_checkpoint, tmp_path, arch, changes, words):
+    made = next((made for kind, made in VARIANTS.values() if kind == arch), {})
+    folder = copytree(make_checkpoint(arch, **made), tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(OutriderError, match=words):
+        LLM(folder, device="cpu")
+
+
+@pytest.mark.parametrize("name", families.UNSUPPORTED)
+def test_known_and_not_supported(name):
+    with pytest.raises(UnsupportedArchitecture, match=f"{name} is not supported: it needs .*; supported: Llama"):
+        families.read({"architectures": [name]})
+
+
+@pytest.mark.parametrize("name", ["gemma3", "glm4"])
+def test_weights_that_change_are_not_shared(make_checkpoint, name):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(make_checkpoint(VARIANTS[name][0], **VARIANTS[name][1]))
+    with pytest.raises(ConfigError, match="share=False"):
+        accelerate(model)
+    ids = torch.tensor([PROMPTS[1]])
+    plain = model.generate(ids, max_new_tokens=8, do_sample=False, attention_mask=torch.ones_like(ids))
+    with accelerate(model, share=False):
+        assert model.generate(ids, max_new_tokens=8, do_sample=False).tolist() == plain.tolist()
+
+
+def test_an_export_reads_as_its_source(make_checkpoint, tmp_path):
+    arch, config = VARIANTS["glm4"]
+    path = make_checkpoint(arch, **config)
+    copy = export(path, tmp_path / "copy")
+    ours, again = (LLM(p, device="cpu", dtype="float32") for p in (path, copy))
+    assert torch.equal(logits_after(ours, PROMPTS[1]), logits_after(again, PROMPTS[1]))
