@@ -159,6 +159,9 @@ class File:
 
     def _rope(self) -> dict[str, Any]:
         kind = self._get("rope.scaling.type") or "default"
+        if kind not in ("default", "none", "linear", "yarn"):
+            known = "none, linear, yarn"
+            raise UnsupportedArchitecture(f"{self.path}: rope type {kind!r} is not supported; supported: {known}")
         rope = {"rope_theta": self._get("rope.freq_base"), "rope_type": "default" if kind == "none" else kind}
         if kind in ("linear", "yarn"):
             given = {
