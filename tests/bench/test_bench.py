@@ -179,7 +179,7 @@ def test_a_sample_counts_what_comes_in_the_time_it_takes() -> None:
             metrics={
                 "exactness": "bitwise",
                 "timing": {"time_to_first_token": 0.5, "first_tokens": 1 + accepted[0],
-                           "total_seconds": total, "draft_seconds": total / 10,
+                           "total_seconds": total, "decode_seconds": total - 0.5, "draft_seconds": total / 10,
                            "target_seconds": total / 4},
                 "speculative_decoding": {"per_step_accepted": accepted, "num_spec_steps": len(accepted),
                                          "num_draft_tokens": 4 * len(accepted),
@@ -193,7 +193,8 @@ def test_a_sample_counts_what_comes_in_the_time_it_takes() -> None:
     # The first forward of each sequence gives 4, 1 and 2 tokens, before the clock starts.
     assert (s.timed, s.seconds, s.rate) == (3 + 5 + 2, 4.0 + 1.0, 2.0)
     assert (s.emitted, s.steps, s.drafted, s.accepted) == (17, 9, 36, 8)
-    assert (s.draft, s.target) == pytest.approx((0.6, 1.5)) and s.first == [0.5] * 3
+    # Of 4 seconds, the share that 0.7 of all 6 were; and of one, what it says.
+    assert (s.draft, s.target) == pytest.approx((4 * 0.7 / 6 + 0.15, 4 * 1.75 / 6 + 0.375)) and s.first == [0.5] * 3
     assert Sample().rate == 0
 
 

@@ -146,7 +146,7 @@ def test_every_answer_is_plain_decoding(tiny_llm, live, make_checkpoint, monkeyp
             if "logprobs" in body:
                 assert choice["logprobs"]["token_logprobs"] == [p.logprob for p in output.logprobs], about
     assert answered > COUNT / 2
-    if not engine.guard.kv_bytes(LONGEST):  # else the room that the longest needs for its drafts may be all others'
+    if method == "ngram":  # with others it depends on time, or the room for the longest one's drafts may be all others'
         assert engine.preemptions > before[0], "the pool was never full"
     assert engine.prefix_hits > before[1], "no prefix was found"
     assert engine.leaked == 0
