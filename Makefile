@@ -58,7 +58,7 @@ docs: .venv/ready
 
 bench: .venv/smollm2
 	OUTRIDER_DATA=$(DATA) $(BIN)/outrider bench --model smollm2 --suite chat,code,maths,summarise,edit --prompts 4 \
-		--speculate suffix:k=auto --speculate ngram:k=auto --output bench/results/cpu-smollm2
+		--speculate suffix --speculate ngram --speculate auto --output bench/results/cpu-smollm2
 	test -d models/tiny-1.5b || $(BIN)/python -m tools inflate tiny models/tiny-1.5b \
 		--hidden-size 1536 --layers 28 --intermediate-size 8960 --heads 24 --kv-heads 4
 	test -d models/tiny-1.5b-medusa || $(BIN)/python -m tools inflate tiny-medusa models/tiny-1.5b-medusa --hidden-size 1536
