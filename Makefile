@@ -26,15 +26,15 @@ BIN := .venv/bin
 
 demo: .venv/smollm2
 	$(BIN)/outrider generate --model smollm2 --chat "Explain how a bill becomes a law in the United States, step by step." \
-		--max-tokens 200 --temperature 0 --speculate suffix:k=auto --compare
+		--max-tokens 200 --temperature 0 --speculate suffix --compare
 	$(BIN)/outrider generate --model smollm2 --chat "$$(printf 'Rewrite this passage. Correct its spelling and change nothing else.\n\nThe old mill \
 	stood by the rivver, and every evening a girl walked along the bank with a lantern. She was not afraid of the dark, for she knew each stone \
 	and each tree. One night the lantern went out, and she herd a voice from the water.')" \
-		--max-tokens 120 --temperature 0 --speculate suffix:k=auto --compare
+		--max-tokens 120 --temperature 0 --speculate suffix --compare
 	$(BIN)/outrider generate --model smollm2 --chat "Write a Python class for a bank account with deposit and withdraw, and show how it is used." \
-		--max-tokens 256 --temperature 0.3 --seed 1 --speculate suffix:k=auto --compare
+		--max-tokens 256 --temperature 0.3 --seed 1 --speculate suffix --compare
 	$(BIN)/outrider bench --model smollm2 --suite chat,code,summarise,edit --prompts 3 --max-tokens 160 --repeats 3 \
-		--speculate suffix:k=auto
+		--speculate suffix
 
 test: .venv/ready
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
@@ -59,6 +59,8 @@ docs: .venv/ready
 bench: .venv/smollm2
 	OUTRIDER_DATA=$(DATA) $(BIN)/outrider bench --model smollm2 --suite chat,code,maths,summarise,edit --prompts 4 \
 		--speculate suffix --speculate ngram --speculate auto --output bench/results/cpu-smollm2
+	OUTRIDER_DATA=$(DATA) $(BIN)/python -m tools exact --model smollm2 --suite spec-bench --prompts 16 --max-tokens 64 \
+		--speculate ngram:k=8 --speculate suffix --peer transformers --output bench/results/exact
 	test -d models/tiny-1.5b || $(BIN)/python -m tools inflate tiny models/tiny-1.5b \
 		--hidden-size 1536 --layers 28 --intermediate-size 8960 --heads 24 --kv-heads 4
 	test -d models/tiny-1.5b-medusa || $(BIN)/python -m tools inflate tiny-medusa models/tiny-1.5b-medusa --hidden-size 1536
