@@ -177,6 +177,29 @@ def bench(
     files.close(results)
 
 
+def _measure(
+    files: Output, run: Callable[[Any], Iterator[Any]], kind: Any, stands_out: Callable[[Any], bool], width: int
+) -> None:
+    """Write rows as they come, and show what came as one table: with HEADER, cells and remarks of `kind`."""
+    rows: list[Any] = []
+    try:
+        with bar() as show:
+            for row in run(show):
+                rows.append(row)
+                files.write(rows)
+    finally:
+        console = Console(highlight=False, width=None if Console().is_terminal else width)
+        table = Table(box=SIMPLE, padding=0)
+        for title in kind.HEADER:
+            table.add_column(title)
+        for row in rows:
+            table.add_row(*kind.cells(row), style="yellow" if stands_out(row) else "")
+        if rows:
+            console.print(table)
+            console.print("\n".join(kind.remarks(rows)))
+    files.close(rows)
+
+
 @bench_app.command()
 def long(
     *,
@@ -212,23 +235,7 @@ def long(
         engine={"kv_offload": kv_offload, "on_chip_layers": on_chip_layers},
     )  # fmt: skip
     files = Output(output, longer.write, longer.plot, "long.png")
-    rows: list[longer.Row] = []
-    try:
-        with bar() as show:
-            for row in longer.run(settings, show):
-                rows.append(row)
-                files.write(rows)
-    finally:
-        console = Console(highlight=False, width=None if Console().is_terminal else 200)
-        table = Table(box=SIMPLE, padding=0)
-        for title in longer.HEADER:
-            table.add_column(title)
-        for row in rows:
-            table.add_row(*longer.cells(row), style="" if row.identical else "yellow")
-        if rows:
-            console.print(table)
-            console.print("\n".join(longer.remarks(rows)))
-    files.close(rows)
+    _measure(files, lambda show: longer.run(settings, show), longer, lambda row: not row.identical, 200)
 
 
 @bench_app.command()
@@ -266,23 +273,7 @@ def exact(
         peers=peer or [], data=data, file=file, threads=threads,
     )  # fmt: skip
     files = Output(output, counting.write, counting.plot, "exact.png")
-    rows: list[counting.Row] = []
-    try:
-        with bar() as show:
-            for row in counting.run(settings, show):
-                rows.append(row)
-                files.write(rows)
-    finally:
-        console = Console(highlight=False, width=None if Console().is_terminal else 160)
-        table = Table(box=SIMPLE, padding=0)
-        for title in counting.HEADER:
-            table.add_column(title)
-        for row in rows:
-            table.add_row(*counting.cells(row), style="yellow" if row.changed else "")
-        if rows:
-            console.print(table)
-            console.print("\n".join(counting.remarks(rows)))
-    files.close(rows)
+    _measure(files, lambda show: counting.run(settings, show), counting, lambda row: bool(row.changed), 160)
 
 
 @bench_app.command()
