@@ -9,9 +9,10 @@ import pytest
 from helpers import assert_released
 from replay import TRACES, Machine, Trace, auto, fixed, replay
 
-from outrider import LLM, Draft, SamplingParams
+from outrider import LLM, Draft, SamplingParams, ops
 from outrider.config import SpeculativeConfig
 from outrider.drafters import create
+from outrider.drafters.auto import _machine
 from outrider.errors import ConfigError, OutriderError
 from outrider.sequence import Sequence
 
@@ -247,3 +248,11 @@ def test_auto_is_a_config(tiny_llm):
     assert tiny_llm.speculative_config.method == "auto"
     with pytest.raises(ConfigError, match="or 'auto', not 'fast'"):
         tiny_llm.speculative_config = "fast"
+
+
+def test_costs_are_kept_apart_by_weights() -> None:
+    """Rows cost otherwise where the same model's weights are stored otherwise."""
+    if ops.native.kernels is None:
+        pytest.skip("int8 weights need the kernels")
+    dense, rounded = (LLM("tiny", dtype="bfloat16", quantization=scheme).runner for scheme in (None, "int8"))
+    assert _machine(dense) == _machine(dense) != _machine(rounded)

@@ -369,12 +369,10 @@ def _draft(bush: Bush, chances: list[float], nodes: list[int], riding: Draft) ->
 
 
 def _machine(target: Runner) -> str:
-    """What the costs depend on: the machine and the model's shape, in a few characters."""
+    """What the costs depend on: the machine, the model's shape and the bytes of its weights, in a few characters."""
     model = target.model
     where = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else _processor()
-    linear = model.layers[0].qkv
-    weights = type(linear).__name__, getattr(linear, "bits", None)
-    what = repr((where, torch.get_num_threads(), torch.__version__, model.config, model.dtype, weights))
+    what = repr((where, torch.get_num_threads(), torch.__version__, model.config, model.dtype, model.nbytes))
     return hashlib.sha256(what.encode()).hexdigest()[:16]
 
 
