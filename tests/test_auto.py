@@ -136,11 +136,14 @@ def names(llm: LLM) -> list[str]:
     return [source.name for source in llm.engine.drafter.sources]
 
 
-def test_what_comes_with_the_target_is_a_candidate(tiny_llm, make_checkpoint, random_llm):
+def test_what_comes_with_the_target_is_a_candidate(tiny_llm, make_checkpoint, random_llm, monkeypatch):
     tiny_llm.speculative_config = {"method": "auto"}
-    assert {"suffix", "recycle", "draft_model", "medusa"} <= {*names(tiny_llm)}
+    assert {"suffix", "draft_model", "medusa"} <= {*names(tiny_llm)}
     random_llm.speculative_config = {"method": "auto"}
-    assert names(random_llm) == ["suffix", "recycle"]
+    assert names(random_llm) == ["suffix"]
+    monkeypatch.setattr("outrider.drafters.auto.HEAVY", 0)
+    random_llm.speculative_config = {"method": "auto"}
+    assert names(random_llm) == ["suffix", "recycle"], "on a large model its time is nothing"
     random_llm.speculative_config = {"method": "auto", "model": str(make_checkpoint(noise=0.01))}
     assert names(random_llm)[-1] == "draft_model"
 
@@ -160,6 +163,14 @@ def test_what_is_given_must_fit(random_llm):
 def test_only_what_is_named(tiny_llm):
     tiny_llm.speculative_config = {"method": "auto", "drafters": [{"method": "ngram"}, {"model": "tiny-draft"}]}
     assert names(tiny_llm) == ["ngram", "draft_model"]
+
+
+@pytest.mark.parametrize("method", ["auto", "merge"])
+def test_who_guessed_is_told(tiny_llm, method):
+    """Each token names the drafter that guessed it, not the one that asked it."""
+    tiny_llm.speculative_config = {"method": method, "drafters": [{"method": "ngram"}, {"model": "tiny-draft"}]}
+    output = tiny_llm.generate("Tom had a red ball. Tom had a red", max_tokens=64, temperature=0)[0]
+    assert {"draft_model"} <= {*output.drafted_by} <= {None, "ngram", "draft_model"}
 
 
 def test_two_of_a_kind_are_told_apart(tiny_llm):

@@ -115,7 +115,7 @@ def test_where_costs_are_kept(monkeypatch, tmp_path):
 
 
 def test_beliefs_begin_with_the_drafters_own_and_follow_the_text():
-    beliefs, what = Beliefs(), kind("suffix", 0.9, 1)
+    beliefs, what = Beliefs(), kind(1, 0, 0.9, 1)
     assert beliefs.of(1, what, 0.9) == pytest.approx(0.9)
     for _ in range(30):
         beliefs.learn(1, what, False)
@@ -125,46 +125,45 @@ def test_beliefs_begin_with_the_drafters_own_and_follow_the_text():
     assert beliefs.of(2, what, 0.9) > 0.6 and beliefs.of(1, what, 0.9) < 0.2
 
 
-def test_where_sources_disagree_they_are_not_both_right():
+def test_what_sources_agree_on_and_what_they_do_not_are_of_different_kinds():
     bush = Bush()
-    for source, token, chance in (("a", 1, 0.8), ("b", 2, 0.8), ("b", 1, 0.8)):
-        bush.add(source, -1, token, chance)
-    bush.add("a", 0, 5, 0.5)
-    one, other, below = bush.chances()
-    assert one == other < 0.5 and below == pytest.approx(one / 2)
-    alone = Bush()
-    for token, chance in ((1, 0.6), (2, 0.3)):
-        alone.add("heads", -1, token, chance)
-    assert alone.chances() == [0.6, 0.3], "one source's branches are alternatives already"
+    shared = bush.add(1, -1, 7, 0.8)
+    below = bush.add(1, shared, 5, 0.5)
+    assert bush.add(2, -1, 7, 0.3) == shared and (other := bush.add(2, -1, 8, 0.8)) > below
+    assert bush.depths == [1, 2, 1] and bush.trust[shared] == 0.8, "the first one's"
+    assert bush.kinds() == [kind(3, 0, 0.8, 1), kind(1, 0, 0.5, 2), kind(2, 1, 0.8, 1)]
+    assert len({*bush.kinds()}) == 3 and bush.kinds()[other] != kind(2, 0, 0.8, 1), "contradicted"
 
 
 def bush_of(*chances: float) -> tuple[Bush, list[float]]:
     """A chain with these chances to survive."""
     bush = Bush()
     for i in range(len(chances)):
-        bush.add("a", i - 1, i, 0.5)
+        bush.add(1, i - 1, i, 0.5)
     return bush, list(chances)
 
 
 @pytest.mark.parametrize(("row", "taken"), [(0.01, 4), (0.2, 3), (0.45, 2), (2.0, 0)])
 def test_as_many_rows_as_pay(row, taken):
     bush, chances = bush_of(0.9, 0.7, 0.4, 0.05)
-    chosen, rate = pick([chances], [bush], 1 + row * np.arange(9), 0.0, 8)
+    chosen, rate = pick([chances], [bush], [1 + row * i for i in range(9)], 0.0, 8)
     assert chosen == [list(range(taken))] and rate >= 1
 
 
 def test_sequences_compete_for_rows():
     (good, sure), (bad, unsure) = bush_of(0.95, 0.9, 0.85), bush_of(0.3, 0.1)
-    chosen, _ = pick([sure, unsure], [good, bad], np.array([1, 1.1, 1.2, 1.3, 9, 9]), 0.0, 8)
+    chosen, _ = pick([sure, unsure], [good, bad], [1, 1.1, 1.2, 1.3, 9, 9], 0.0, 8)
     assert chosen == [[0, 1, 2], []]
-    assert pick([sure, unsure], [good, bad], 1 + 0.01 * np.arange(9), 0.0, 2)[0] == [[0, 1], [0, 1]], "at most k each"
+    assert pick([sure, unsure], [good, bad], [1 + 0.01 * i for i in range(9)], 0.0, 2)[0] == [[0, 1], [0, 1]], (
+        "at most k each"
+    )
 
 
 def test_chains_have_no_branches():
     bush = Bush()
-    first, second = bush.add("a", -1, 1, 0.6), bush.add("a", -1, 2, 0.4)
-    bush.add("a", second, 3, 0.9)
-    chances, seconds = bush.chances(), 1 + 0.001 * np.arange(9)
+    first, second = bush.add(1, -1, 1, 0.6), bush.add(1, -1, 2, 0.4)
+    bush.add(1, second, 3, 0.9)
+    chances, seconds = [0.6, 0.4, 0.36], [1 + 0.001 * i for i in range(9)]
     assert pick([chances], [bush], seconds, 0.0, 8)[0] == [[first, second, 2]]
     assert pick([chances], [bush], seconds, 0.0, 8, chains=True)[0] == [[first]]
 

@@ -165,7 +165,12 @@ class Constraint:
             kept[node] = len(tokens)
             tokens.append(draft.tokens[node])
             parents.append(kept.get(draft.parents[node], -1))
-        return Draft(tokens, parents, torch.stack(laws) if laws else None, draft.riders, forced=frozenset(forced))
+        by = None if draft.by is None else [""] * len(tokens)
+        for node, at in kept.items():
+            if by is not None and draft.by is not None and node >= 0:
+                by[at] = draft.by[node]
+        q = torch.stack(laws) if laws else None
+        return Draft(tokens, parents, q, draft.riders, frozenset(forced), by=by)
 
     def _allows(self, seq: Text, path: list[int], token: int) -> bool:
         try:

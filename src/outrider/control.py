@@ -21,6 +21,7 @@ import os
 import time
 from bisect import bisect
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -37,14 +38,15 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 log = logging.getLogger(__name__)
 
 UNSEEN = 0.03  # of the least forward known: what a row may cost while no two counts were measured
+FRESH = 8  # forwards after which what they taught is looked at again
 MARGIN = 1.01  # a draft is worth it if it promises this much more than none
 ALLOWANCE, START = 0.01, 2.0  # plain steps: for each token that may come, at most
 TOP_UP, CREDIT, DEBT = 0.005, 32.0, 6.0  # for each step; at most; owed at most
 DOUBT = 0.5  # of a guess's worth, while the account is overdrawn by no more than it began with
 TRUSTS = (0.05, 0.12, 0.25, 0.4, 0.55, 0.7, 0.8, 0.88, 0.94, 0.97)  # between the levels of trust
-DEPTHS = (2, 3, 5, 9)
-MEMORY, OWN_MEMORY = 0.995, 0.92  # weight of the past, of all requests and of one, per guess of a kind
-PRIOR_WEIGHT, OWN_WEIGHT = 2.0, 3.0  # guesses that the prior, and all requests against one, count for
+DEPTHS = (2,)
+MEMORY, OWN_MEMORY = 0.995, 0.97  # weight of the past, of all requests and of one, per guess of a kind
+PRIOR_WEIGHT, OWN_WEIGHT = 2.0, 8.0  # guesses that the prior, and all requests against one, count for
 KEPT = 64  # machines and models whose costs are kept in the file
 
 
@@ -92,6 +94,7 @@ class Costs:
         self.curves = _read(file).get(name, {}) if file else {}  # by octave of the keys
         self.ratios: list[float] | None = [] if self.curves else None  # of now to then
         self.squares, self.products, self.mixed = np.zeros((3, 3)), np.zeros(3), 0
+        self.ladders, self.added = dict[tuple[int, int, int], list[float]](), 0  # what `ladder` said, for a while
 
     def __bool__(self) -> bool:
         return (bool(self.curves) and self.ratios is None) or self.mixed >= 8
@@ -102,6 +105,9 @@ class Costs:
         What the file says is another day's: the first three tell how much faster or slower this is. With prompts the
         rows' own share is what least squares make of it, which serves until a forward without any was measured.
         """
+        self.added += 1
+        if self.added < 4 * FRESH or self.added % FRESH == 0:
+            self.ladders.clear()
         if read:
             x = np.array([1.0, rows, read])
             self.squares, self.products = MEMORY * self.squares + np.outer(x, x), MEMORY * self.products + x * seconds
@@ -137,9 +143,20 @@ class Costs:
         better = [o for o in self.curves if len(self.curves[o]) > 1] or [*self.curves]
         return self.curves[min(better, key=lambda o: abs(o - octave))]
 
-    def plain(self, rows: int, keys: int) -> bool:
-        """Whether so few rows were measured: else what more of them cost cannot be said."""
-        return not self.curves or min(self._nearest(_octave(keys))) <= _knot(rows)
+    def ladder(self, rows: int, more: int, keys: int) -> list[float]:
+        """Seconds of so many rows, of one more and so on to `more`, as far as they pay if every guess is right.
+
+        Empty if so few rows were never measured: what more of them cost cannot be said then.
+        """
+        asked = rows, more, _octave(keys)
+        if asked not in self.ladders:
+            seconds, known = np.empty(0), not self.curves or min(self._nearest(asked[2])) <= _knot(rows)
+            if self and known:
+                seconds = self.over(rows, rows + more, keys)
+                rates = (rows + np.arange(len(seconds))) / seconds
+                seconds = seconds[: int(np.flatnonzero(rates >= rates[0])[-1]) + 1]
+            self.ladders[asked] = seconds.tolist()
+        return self.ladders[asked]
 
     def at(self, rows: int, keys: int) -> float:
         """Seconds of one forward."""
@@ -194,12 +211,12 @@ def _knot(rows: int) -> int:
     return rows if rows <= 16 else round(2 ** (round(4 * math.log2(rows)) / 4))
 
 
-Kind = tuple[str, int, int]  # who guessed, how sure, how deep
+Kind = tuple[int, int, int, int]  # who guessed it (bits), who guessed otherwise, how sure, how deep
 
 
-def kind(source: str, trust: float | None, depth: int) -> Kind:
-    """What a guess is counted as. `trust` None: whatever it guessed at this depth."""
-    return source, -1 if trust is None else bisect(TRUSTS, trust), bisect(DEPTHS, depth)
+def kind(who: int, otherwise: int, trust: float | None, depth: int) -> Kind:
+    """What a guess is counted as. `trust` None: whatever they guessed at this depth."""
+    return who, otherwise, -1 if trust is None else bisect(TRUSTS, trust), bisect(DEPTHS, depth)
 
 
 class Beliefs:
@@ -245,71 +262,65 @@ class Account:
 
 @dataclass
 class Bush:
-    """All guesses for one sequence in one trie. `sure[node]`: who guessed it, how likely once its parent is right."""
+    """All guesses for one sequence in one trie; parents come before their children."""
 
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
-    sure: list[dict[str, float]] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)  # 1 = directly behind the sequence
+    who: list[int] = field(default_factory=list)  # the sources that guess it: bits
+    trust: list[float] = field(default_factory=list)  # of the first of them
     index: dict[tuple[int, int], int] = field(default_factory=dict)
 
-    def add(self, source: str, parent: int, token: int, chance: float) -> int:
-        """Enter one guess behind a node (-1: the sequence); returns its node."""
+    def add(self, source: int, parent: int, token: int, trust: float) -> int:
+        """Enter one guess of a source (a bit) behind a node (-1: the sequence); returns its node."""
         node = self.index.setdefault((parent, token), len(self.tokens))
         if node == len(self.tokens):
             self.tokens.append(token)
             self.parents.append(parent)
-            self.sure.append({})
-        self.sure[node][source] = max(chance, self.sure[node].get(source, 0.0))
+            self.depths.append(1 + self.depths[parent] if parent >= 0 else 1)
+            self.who.append(source)
+            self.trust.append(trust)
+        else:
+            self.who[node] |= source
         return node
 
-    def chances(self) -> list[float]:
-        """Per node, the probability that it survives.
-
-        Where sources disagree, each is evidence against the others: with odds o of each alone, one of them is right
-        with o / (1 + all odds). Where they agree they count once: they look at the same text.
-        """
-        chance = [max(own.values()) for own in self.sure]
-        families: dict[int, list[int]] = {}
-        for node, parent in enumerate(self.parents):
-            families.setdefault(parent, []).append(node)
-        for nodes in families.values():
-            if len(nodes) > 1 and len(set().union(*(self.sure[node] for node in nodes))) > 1:
-                odds = [chance[node] / max(1e-6, 1 - chance[node]) for node in nodes]
-                for node, own in zip(nodes, odds, strict=True):
-                    chance[node] = own / (1 + sum(odds))
-        for node, parent in enumerate(self.parents):
-            if parent >= 0:
-                chance[node] *= chance[parent]
-        return chance
+    def kinds(self) -> list[Kind]:
+        """What each node is counted as: a guess that a source shares is worth more, one that it contradicts less."""
+        guessing: dict[int, int] = {}
+        for parent, who in zip(self.parents, self.who, strict=True):
+            guessing[parent] = guessing.get(parent, 0) | who
+        return [
+            kind(who, guessing[parent] & ~who, trust, depth)
+            for parent, who, trust, depth in zip(self.parents, self.who, self.trust, self.depths, strict=True)
+        ]
 
 
 def pick(
-    chances: list[list[float]], bushes: list[Bush], seconds: Array, drafted: float, k: int, chains: bool = False
+    chances: list[list[float]], bushes: list[Bush], seconds: Seq[float], drafted: float, k: int, chains: bool = False
 ) -> tuple[list[list[int]], float]:
     """Per sequence the nodes to verify, at most k, parents first; and tokens per second expected with them.
 
-    chances: per sequence and node.  seconds: of the forward with no node, one, and so on.  drafted: seconds spent.
-    chains: one child behind each node at most.
+    chances: per sequence and node, of surviving.  seconds: of the forward with no node, one, and so on.  drafted:
+    seconds spent.  chains: one child behind each node at most.
     """
-    n, taken, room = len(bushes), list[tuple[int, int]](), [k] * len(bushes)
-    parents: set[tuple[int, int]] = set()
-    nodes: set[tuple[int, int]] = set()
-    for _, i, node in sorted((-chance, i, node) for i, own in enumerate(chances) for node, chance in enumerate(own)):
-        if len(taken) + 1 >= len(seconds):
+    n, room, chosen = len(bushes), [k] * len(bushes), list[tuple[int, int]]()
+    taken: list[set[int]] = [{-1} for _ in bushes]
+    parents: list[set[int]] = [set() for _ in bushes]
+    expected, best, many = float(n), n / (seconds[0] + drafted) * MARGIN, 0
+    for negative, i, node in sorted([(-p, i, node) for i, own in enumerate(chances) for node, p in enumerate(own)]):
+        if len(chosen) + 1 >= len(seconds):
             break
-        parent = (i, bushes[i].parents[node])
-        if not room[i] or (parent[1] >= 0 and parent not in nodes) or (chains and parent in parents):
+        parent = bushes[i].parents[node]
+        if not room[i] or parent not in taken[i] or (chains and parent in parents[i]):
             continue
         room[i] -= 1
-        parents.add(parent)
-        nodes.add((i, node))
-        taken.append((i, node))
-    gains = np.cumsum([0.0] + [chances[i][node] for i, node in taken])
-    rates = (n + gains) / (seconds[: len(gains)] + drafted)
-    best = int(rates.argmax())
-    if rates[best] < MARGIN * rates[0]:
-        best = 0
-    chosen: list[list[int]] = [[] for _ in bushes]
-    for i, node in taken[:best]:
-        chosen[i].append(node)
-    return chosen, float(rates[best])
+        parents[i].add(parent)
+        taken[i].add(node)
+        chosen.append((i, node))
+        expected -= negative
+        if (rate := expected / (seconds[len(chosen)] + drafted)) > best:
+            best, many = rate, len(chosen)
+    nodes: list[list[int]] = [[] for _ in bushes]
+    for i, node in chosen[:many]:
+        nodes[i].append(node)
+    return nodes, best if many else n / (seconds[0] + drafted)

@@ -24,7 +24,7 @@ class Draft:
     `block` look at it, and they are exact without it, too. A row of zeros is a node without one. The last `riders`
     nodes share the forward but are never verified. `forced` are the nodes that a request's grammar put there. `trust`
     says of each node how far the drafter believes in it once its parent stands, from 0 to 1: `auto` learns what that is
-    worth, and nobody else asks.
+    worth, and nobody else asks. `by` names who guessed each node, where a drafter asks others.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -33,6 +33,7 @@ class Draft:
     riders: int = 0
     forced: frozenset[int] = frozenset()
     trust: list[float] | None = None
+    by: list[str] | None = None
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.parents) or not 0 <= self.riders <= len(self.tokens):
@@ -140,6 +141,7 @@ class Draft:
             sum(i >= self.verifiable for i in kept),
             frozenset(index[i] for i in self.forced & index.keys()),
             None if self.trust is None else [self.trust[i] for i in kept],
+            None if self.by is None else [self.by[i] for i in kept],
         )
 
 
@@ -155,6 +157,7 @@ class Verdict:
     drafted: int = 0  # nodes that could have been accepted
     chain: bool = True  # whether each followed the one before it
     forced: frozenset[int] = frozenset()  # nodes that the request's grammar put into the draft
+    by: list[str] | None = None  # per node, who guessed it, where the drafter asked others
     logprobs: list[Logprob] = field(default_factory=list)  # per emitted token, if the request asks
     error: OutriderError | None = None
 

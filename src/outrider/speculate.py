@@ -98,7 +98,7 @@ def step(
         taken = seq.accept(verdict.tokens)
         del verdict.tokens[taken:], verdict.path[taken:], verdict.logprobs[taken:]
     for draft, verdict in zip(drafts, verdicts, strict=True):
-        verdict.forced = draft.forced
+        verdict.forced, verdict.by = draft.forced, draft.by
     observing = time.perf_counter()
     told_of = [i for i, seq in enumerate(seqs) if seq.k != 0]
     seen = [verdict.copy() for verdict in verdicts]
@@ -171,6 +171,10 @@ def _fault(guess: Any, vocab: int, rule: Rule) -> str | None:
         or not all(real(trust, 0, 1) is not None for trust in guess.trust)
     ):
         return f"trust is a list of {n} numbers from 0 to 1"
+    if guess.by is not None and (
+        not isinstance(guess.by, list) or len(guess.by) != n or not all(isinstance(name, str) for name in guess.by)
+    ):
+        return f"by is a list of {n} names"
     if not isinstance(guess.forced, frozenset):
         return "forced is a frozenset of nodes"
     if max(guess.verifiable, guess.riders) > MOST_NODES:

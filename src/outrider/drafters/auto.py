@@ -1,13 +1,14 @@
 """Chooses how to draft, per sequence and step: every guess competes for rows, and who costs time to ask must earn it.
 
-`{"method": "auto"}` draws on `suffix` (which finds what `ngram` would) and `recycle`, on `rest` if a `datastore` is
-given, and on the heads and draft models that come with the target, lie in its folder or are given as `model`; on long
-texts on the target itself through few keys. `drafters` names others instead.
+`{"method": "auto"}` draws on `suffix` (which finds what `ngram` would), on `rest` if a `datastore` is given, and on the
+heads and draft models that come with the target, lie in its folder or are given as `model`; on `recycle` for targets so
+large that its look at each row's logits is nothing; on long texts on the target itself through few keys. `drafters`
+names others instead.
 
 The guesses of cheap sources (`Drafter.cheap`) make one trie per sequence. Each node has a probability to survive,
-learnt for its source, the source's own trust and its depth, over all requests and in this one, and the nodes that
-bring most tokens per second get rows (control.py). Sources that run a model are asked where what they add to that is
-expected to pay for their time, for the sequences where it does.
+learnt for those who guess it and those who contradict, the first one's trust and the depth, over all requests and in
+this one, and the nodes that bring most tokens per second get rows (control.py). Sources that run a model are asked
+where what they add to that is expected to pay for their time, for the sequences where it does.
 
 What cheap sources would have guessed is compared with the text whether it was drafted or not, so that learning about
 them costs no row; the others are asked again now and then, out of each sequence's account.
@@ -30,7 +31,7 @@ import torch
 
 from outrider import drafters
 from outrider.config import MOST_NODES, option
-from outrider.control import TOP_UP, Account, Beliefs, Bush, Costs, Curve, cache_file, kind, pick
+from outrider.control import TOP_UP, Account, Beliefs, Bush, Costs, Curve, Kind, cache_file, kind, pick
 from outrider.draft import Draft, Verdict
 from outrider.errors import ConfigError, OutriderError
 from outrider.load import companions, kind_of
@@ -41,6 +42,7 @@ from outrider.speculate import Drafter
 log = logging.getLogger(__name__)
 SUFFIX = {"method": "suffix", "tree": True, "suffix_decoding_max_spec_factor": 2.0}  # how far to go is ours to say
 HOPE = 0.65  # what a source that runs a model is believed to be right with, before it was asked
+HEAVY = 2**30  # bytes of weights from which recycling, some 0.2 ms a step, costs nothing to speak of
 LONG = 4096  # tokens of a text from which the target is asked to guess through few keys
 AGAIN = 24  # steps after which a source that runs a model may be asked again, if the account covers it
 HORIZON = 64  # tokens over which reading a text must pay
@@ -51,14 +53,13 @@ ALL_ROWS = 512  # nodes of all sequences together
 class Probe:
     """A guess that is compared with the text as it comes, whether it was drafted or not."""
 
-    draft: Draft
+    tokens: list[int]
+    parents: list[int]
+    kinds: list[Kind]  # per node: what it is counted as
     at: int  # the place in the text where the next token is compared
+    source: int = 0  # whose guess it is, if at each depth it is counted as well whether any was right; else 0
     node: int = -1  # reached so far
     depth: int = 1
-
-    def below(self) -> list[int]:
-        """What was guessed to follow."""
-        return [node for node in range(self.node + 1, self.draft.verifiable) if self.draft.parents[node] == self.node]
 
 
 @dataclass
@@ -67,7 +68,7 @@ class Case:
 
     rows: Account  # of steps in which no model was run to draft
     asks: Account  # of the others
-    probes: dict[str, Probe] = field(default_factory=dict)
+    probes: dict[int, Probe] = field(default_factory=dict)  # of single sources that run a model; 0: of all together
     asked: dict[str, int] = field(default_factory=dict)  # by source that runs a model: the step, ...
     read: dict[str, int] = field(default_factory=dict)  # ... and how many tokens it has read
     steps: int = 0
@@ -81,6 +82,7 @@ class Source:
 
     name: str
     drafter: Drafter
+    bit: int
     rounds: Curve = field(default_factory=Curve)  # over sequences: seconds a token of a chain, or of a whole tree
     reading: float = 0.0  # seconds a token of text that it has not read
     tree: bool = False  # whether its drafts have branches: then their size is its own affair
@@ -104,7 +106,7 @@ class Auto(Drafter):
     def __post_init__(self) -> None:
         if not isinstance(self.drafters, (list, tuple)):
             raise ConfigError("method auto: drafters is a list such as [{'method': 'ngram'}, {'model': ...}]")
-        given = [*self.drafters] or [SUFFIX, {"method": "recycle"}]
+        given = [*self.drafters] or [SUFFIX]
         given += [{"method": "rest", "datastore": self.datastore, "tree": True}] if self.datastore else []
         self.parts = [drafters.within("auto", own) for own in given]
         self.clock: Callable[[], float] = time.perf_counter
@@ -113,17 +115,21 @@ class Auto(Drafter):
     def _start(self) -> None:
         names = [part.name for part in self.parts]
         self.sources = [
-            Source(part.name if names.count(part.name) == 1 else f"{part.name} {i}", part)
+            Source(part.name if names.count(part.name) == 1 else f"{part.name} {i}", part, 1 << i)
             for i, part in enumerate(self.parts)
         ]
         self.costs, self.beliefs, self.cases = Costs(), Beliefs(), dict[int, Case]()
+        self.dear = any(not part.cheap for part in self.parts)
         self.chains, self.vocab, self.chunk = False, 2**63, 2**63
-        self.sent = self.proposing = self.observing = 0.0
+        self.sent = self.spent = self.own = 0.0
+        self.seconds = list[float]()
 
     def attach(self, target: Runner, load: Callable[[str], Runner]) -> None:
         """Attach every source; of those that were not asked for, the ones that fit."""
         for part in self.parts:
             part.attach(target, load)
+        if not self.drafters and target.model.nbytes >= HEAVY:
+            self.parts.append(drafters.within("auto", {"method": "recycle"}))
         found = [] if self.drafters or target.path is None else companions(target.path)
         for name in ([self.model] if self.model else []) + found:
             try:
@@ -150,12 +156,13 @@ class Auto(Drafter):
     def propose(self, seqs: list[Sequence], k: int) -> list[Draft]:
         """One tree per sequence of at most k nodes, and the riders of who has some."""
         began = self.clock()
-        cases = [self._case(seq) for seq in seqs]
-        trees = self._trees(seqs, cases, k) if k and self.costs else [Draft() for _ in seqs]
+        cases, n = [self._case(seq) for seq in seqs], len(seqs)
+        self.seconds = self.costs.ladder(n, min(n * k, ALL_ROWS), sum(len(seq.tokens) for seq in seqs))
+        trees = self._trees(seqs, cases, min(k, len(self.seconds) - 1)) if len(self.seconds) > 1 else [Draft()] * n
         for case, tree in zip(cases, trees, strict=True):
             case.nodes += len(tree)
         self.sent = self.clock()
-        self.proposing = self.sent - began
+        self.spent = self.sent - began
         return trees
 
     def _case(self, seq: Sequence) -> Case:
@@ -166,74 +173,86 @@ class Auto(Drafter):
         return case
 
     def _trees(self, seqs: list[Sequence], cases: list[Case], k: int) -> list[Draft]:
-        n, keys = len(seqs), sum(len(seq.tokens) for seq in seqs)
-        if not self.costs.plain(n, keys):
-            return [Draft() for _ in seqs]
-        seconds = self.costs.over(n, n + min(n * k, ALL_ROWS), keys)
-        rates = (n + np.arange(len(seconds))) / seconds  # if every guess were right
-        useful = int(np.flatnonzero(rates >= rates[0])[-1])
-        if not useful:
-            return [Draft() for _ in seqs]
-        seconds, k = seconds[: useful + 1], min(k, useful)
-        open_ = [i for i in range(n) if cases[i].rows.covers and seqs[i].room > 1]
-        bushes, riders = [Bush() for _ in seqs], [Draft() for _ in seqs]
+        seconds = self.seconds
+        open_ = [i for i, (seq, case) in enumerate(zip(seqs, cases, strict=True)) if case.rows.covers and seq.room > 1]
+        bushes, riders = [Bush() for _ in seqs], [Draft()] * len(seqs)
         for source in self.sources:
             if source.drafter.cheap:
                 self._ask(source, seqs, cases, open_, k, bushes, riders)
-        chances = self._chances(bushes, cases)
+        chances = self._chances(seqs, cases, bushes)
         chosen, rate = pick(chances, bushes, seconds, 0.0, k, self.chains)
-        if (asked := self._worth(seqs, cases, chances, chosen, rate, seconds, k)) is not None:
+        if self.dear and (asked := self._worth(seqs, cases, chances, chosen, rate, seconds, k)) is not None:
             source, who, length = asked
             drafted = -self.clock()
             self._ask(source, seqs, cases, who, length, bushes, riders)
             drafted += self.clock()
             self._time(source, seqs, cases, who, length, drafted)
-            chances = self._chances(bushes, cases)
+            chances = self._chances(seqs, cases, bushes)
             chosen, _ = pick(chances, bushes, seconds, drafted, k, self.chains)
+        for i, bush in enumerate(bushes):
+            if bush.tokens and 0 not in cases[i].probes:
+                cases[i].probes[0] = Probe(bush.tokens, bush.parents, bush.kinds(), len(seqs[i].tokens))
         return [
-            _draft(bush, own, nodes, tail)
+            self._draft(bush, own, nodes, tail) if nodes or tail.riders else Draft()
             for bush, own, nodes, tail in zip(bushes, chances, chosen, riders, strict=True)
         ]
 
-    @staticmethod
-    def _chances(bushes: list[Bush], cases: list[Case]) -> list[list[float]]:
-        return [[case.rows.covers * p for p in bush.chances()] for bush, case in zip(bushes, cases, strict=True)]
+    def _draft(self, bush: Bush, chances: list[float], nodes: list[int], riding: Draft) -> Draft:
+        """The chosen nodes, the likeliest child first (accepted, it lies as in plain decoding), and the riders."""
+        below: dict[int, list[int]] = {}
+        for node in sorted(nodes, key=lambda node: (chances[node], -node)):
+            below.setdefault(bush.parents[node], []).append(node)
+        tokens, parents, by, stack = list[int](), list[int](), list[str](), [(-1, -1)]
+        while stack:
+            node, above = stack.pop()
+            if node >= 0:
+                tokens.append(bush.tokens[node])
+                parents.append(above)
+                by.append(self.sources[(bush.who[node] & -bush.who[node]).bit_length() - 1].name)
+            stack += [(child, len(tokens) - 1) for child in below.get(node, ())]
+        first, start = riding.verifiable, len(tokens)
+        tails = [parent - first + start if parent >= first else -1 for parent in riding.parents[first:]]
+        by += [""] * riding.riders
+        return Draft(tokens + riding.tokens[first:], parents + tails, riders=riding.riders, by=by)
+
+    def _chances(self, seqs: list[Sequence], cases: list[Case], bushes: list[Bush]) -> list[list[float]]:
+        """Per sequence and node the probability to survive, less where the account is overdrawn that pays."""
+        every = []
+        for seq, case, bush in zip(seqs, cases, bushes, strict=True):
+            own, covers = list[float](), (case.asks if case.ran else case.rows).covers
+            for what, parent, trust in zip(bush.kinds(), bush.parents, bush.trust, strict=True):
+                own.append(self.beliefs.of(seq.id, what, trust) * (own[parent] if parent >= 0 else covers))
+            every.append(own)
+        return every
 
     def _ask(
         self, source: Source, seqs: list[Sequence], cases: list[Case], who: list[int], k: int, bushes: list[Bush],
         riders: list[Draft],
     ) -> None:  # fmt: skip
-        """Enter a source's guesses, with what they are worth, and keep those to learn from."""
+        """Enter a source's guesses."""
         if not who:
             return
-        name, vocab = source.name, self.vocab
         for i, guess in zip(who, source.drafter.propose([seqs[i] for i in who], k), strict=True):
-            seq, bush, draft = seqs[i], bushes[i], guess.clip(seqs[i].room - 1, vocab)
+            draft, bush, at = guess.clip(seqs[i].room - 1, self.vocab), bushes[i], list[int]()
             if draft.riders:
                 riders[i], source.beyond = draft, float(draft.riders)
-            if not draft.verifiable:
-                continue
+            tokens, parents = draft.tokens[: draft.verifiable], draft.parents[: draft.verifiable]
             source.tree = source.tree or not draft.is_chain
-            at, depths = list[int](), draft.depths()
-            for node in range(draft.verifiable):
-                trust = draft.trust[node] if draft.trust else 0.5
-                chance = self.beliefs.of(seq.id, kind(name, trust, depths[node]), trust)
-                parent = draft.parents[node]
-                at.append(bush.add(name, at[parent] if parent >= 0 else -1, draft.tokens[node], chance))
-            if not source.drafter.cheap or name not in cases[i].probes:
-                cases[i].probes[name] = Probe(draft, len(seq.tokens))
+            for token, parent, trust in zip(tokens, parents, draft.trust or [0.5] * len(draft), strict=False):
+                at.append(bush.add(source.bit, at[parent] if parent >= 0 else -1, token, trust))
+            if tokens and not source.drafter.cheap:
+                kinds = [kind(source.bit, 0, trust, 1) for trust in draft.trust or [0.5] * len(draft)]
+                cases[i].probes[source.bit] = Probe(tokens, parents, kinds, len(seqs[i].tokens), source.bit)
 
     def _worth(
         self, seqs: list[Sequence], cases: list[Case], chances: list[list[float]],
-        chosen: list[list[int]], rate: float, seconds: np.ndarray[Any, Any], k: int,
+        chosen: list[list[int]], rate: float, ladder: list[float], k: int,
     ) -> tuple[Source, list[int], int] | None:  # fmt: skip
         """Which source that runs a model to ask, for which sequences, for how many tokens; None if none pays."""
         n, best = len(seqs), None
-        if all(source.drafter.cheap for source in self.sources):
-            return None
         may = [i for i in range(n) if cases[i].asks.covers == 1 and cases[i].steps > 1 and seqs[i].room > 1]
         had = [sum(own[node] for node in nodes) for own, nodes in zip(chances, chosen, strict=True)]
-        plain = float(seconds[0])
+        seconds, plain = np.array(ladder), ladder[0]
         for source in self.sources:
             fits = [i for i in may if len(seqs[i].tokens) >= source.least]
             if source.drafter.cheap or not fits:
@@ -271,7 +290,7 @@ class Auto(Drafter):
 
     def _hopes(self, source: Source, seq: Sequence, deep: int) -> list[float]:
         """The chance of a source to be right at each depth, if asked."""
-        return [self.beliefs.of(seq.id, kind(source.name, None, depth), HOPE) for depth in range(1, deep + 1)]
+        return [self.beliefs.of(seq.id, kind(source.bit, 0, None, depth), HOPE) for depth in range(1, deep + 1)]
 
     @staticmethod
     def _again(source: Source, cases: list[Case], fits: list[int], cost: float) -> int | None:
@@ -303,36 +322,38 @@ class Auto(Drafter):
         if output.read <= self.chunk:  # else it was more than one forward
             self.costs.add(rows, keys, began - self.sent, output.read)
         cases = [self.cases.get(seq.id) or self._case(seq) for seq in seqs]
-        if self.costs:
-            plain = self.costs.at(n, keys)
-            extra = max(0.0, self.costs.at(rows, keys) - plain) + self.proposing + self.observing
-            shares = sum(case.nodes for case in cases)
-            for case, verdict, draft in zip(cases, verdicts, output.drafts, strict=True):
-                share = case.nodes / shares if shares else 1 / n
-                account = case.asks if case.ran else case.rows
+        nodes = sum(case.nodes for case in cases)
+        for case, verdict, draft in zip(cases, verdicts, output.drafts, strict=True):
+            if case.nodes:
+                seconds = self.seconds[min(rows - n, len(self.seconds) - 1)] - self.seconds[0] + self.own
                 accepted = sum(node not in draft.forced for node in verdict.path)
-                account.enter(accepted, extra * share * n / plain)
-                case.rows.credit, case.asks.credit = case.rows.credit + TOP_UP, case.asks.credit + TOP_UP
+                account = case.asks if case.ran else case.rows
+                account.enter(accepted, seconds * n / self.seconds[0] * case.nodes / nodes)
+            case.rows.credit, case.asks.credit = case.rows.credit + TOP_UP, case.asks.credit + TOP_UP
         for seq, case in zip(seqs, cases, strict=True):
             for name in [*case.probes]:
                 self._judge(name, seq, case)
         for part in self.parts:
             if type(part).observe is not Drafter.observe:
                 part.observe(seqs, verdicts, output)
-        self.observing = self.clock() - began
+        spent = self.spent + self.clock() - began
+        self.own += 0.1 * (min(spent, 2 * self.own or spent) - self.own)
 
-    def _judge(self, name: str, seq: Sequence, case: Case) -> None:
-        """Compare a source's guess with what came, as far as it reaches."""
+    def _judge(self, name: int, seq: Sequence, case: Case) -> None:
+        """Compare a guess with what came, as far as it reaches."""
         probe = case.probes[name]
-        draft = probe.draft
-        while probe.at < len(seq.tokens):
-            below, right = probe.below(), -1
-            for node in below:
-                if hit := draft.tokens[node] == seq.tokens[probe.at]:
-                    right = node
-                self.beliefs.learn(seq.id, kind(name, draft.trust[node] if draft.trust else 0.5, probe.depth), hit)
-            if below:
-                self.beliefs.learn(seq.id, kind(name, None, probe.depth), right >= 0)
+        parents, tokens = probe.parents, seq.tokens
+        while probe.at < len(tokens):
+            token, right, last, guessed = tokens[probe.at], -1, probe.node, False
+            for node in range(last + 1, len(parents)):
+                if parents[node] == last:
+                    guessed = True
+                    if hit := probe.tokens[node] == token:
+                        right = node
+                    if not probe.source:
+                        self.beliefs.learn(seq.id, probe.kinds[node], hit)
+            if guessed and probe.source:
+                self.beliefs.learn(seq.id, kind(probe.source, 0, None, probe.depth), right >= 0)
             if right < 0:
                 del case.probes[name]
                 return
@@ -349,23 +370,6 @@ class Auto(Drafter):
     def kv_bytes(self, tokens: int) -> int:
         """What all sources hold together."""
         return sum(part.kv_bytes(tokens) for part in self.parts)
-
-
-def _draft(bush: Bush, chances: list[float], nodes: list[int], riding: Draft) -> Draft:
-    """The chosen nodes, the likeliest child first: tokens accepted there lie as in plain decoding. And the riders."""
-    below: dict[int, list[int]] = {}
-    for node in sorted(nodes, key=lambda node: (chances[node], -node)):
-        below.setdefault(bush.parents[node], []).append(node)
-    tokens, parents, stack = list[int](), list[int](), [(-1, -1)]
-    while stack:
-        node, above = stack.pop()
-        if node >= 0:
-            tokens.append(bush.tokens[node])
-            parents.append(above)
-        stack += [(child, len(tokens) - 1) for child in below.get(node, ())]
-    first, start = riding.verifiable, len(tokens)
-    tails = [parent - first + start if parent >= first else -1 for parent in riding.parents[first:]]
-    return Draft(tokens + riding.tokens[first:], parents + tails, riders=riding.riders)
 
 
 def _machine(target: Runner) -> str:

@@ -53,7 +53,10 @@ class Merge(Drafter):
         """All drafters' guesses in one tree per sequence, of at most k nodes and the riders."""
         guesses = [part.propose(seqs, min(k, part.num_speculative_tokens)) for part in self.parts]
         for i, seq in enumerate(seqs):
-            self.merged[seq.id] = Draft.merge([own[i].clip(seq.room - 1, self.vocab) for own in guesses], k)
+            draft, where = Draft.merge([own[i].clip(seq.room - 1, self.vocab) for own in guesses], k)
+            parts = reversed([*zip(self.parts, where, strict=True)])  # what several guessed is the first one's
+            by = {node: part.name for part, own in parts for node in own}
+            self.merged[seq.id] = replace(draft, by=[by[node] for node in range(len(draft))]), where
         return [self.merged[seq.id][0] for seq in seqs]
 
     def observe(self, seqs: list[Sequence], verdicts: list[Verdict], output: Output) -> None:

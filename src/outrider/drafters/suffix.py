@@ -89,27 +89,43 @@ def follow(
     The likeliest paths come first, none below `least`. A copy that reaches the end of the text goes on into itself. The
     trust in a node is its share of the ways on, less the more tokens matched before them.
     """
-    paths, worth, order, trust = list[list[int]](), 0.0, 0, dict[tuple[int, ...], float]()
-    heap: list[tuple[float, int, list[int], list[int]]] = [(-1.0, 0, [], places)]
-    while heap and len(paths) < size:
-        cost, _, path, places = heapq.heappop(heap)  # cost: minus the path's probability
-        if path:
+    tokens, parents, trust, worth, order, end = list[int](), list[int](), list[float](), 0.0, 0, len(text)
+    # minus the path's probability, first met, depth, token, the node above, trust, places behind it
+    heap: list[tuple[float, int, int, int, int, float, list[int]]] = [(-1.0, 0, 0, END, -1, 0.0, places)]
+    while heap:
+        cost, _, depth, token, node, own, places = heapq.heappop(heap)
+        if depth:
             worth -= cost
-            paths.append(path)
+            tokens.append(token)
+            parents.append(node)
+            trust.append(own)
+            node = len(tokens) - 1
+        if len(tokens) == size:
+            break
         after: dict[int, list[int]] = {}
         for at in places:
-            token = text[at] if at < len(text) else path[at - len(text)]
+            token = text[at] if at < end else tokens[_path(parents, node)[at - end]]
             if token != END:
                 after.setdefault(token, []).append(at + 1)
-        total = sum(map(len, after.values()))
-        for token, going in heapq.nsmallest(width, after.items(), key=lambda item: -len(item[1])):
+        total, sure = sum(map(len, after.values())), 1 - 1 / (1 + match + depth)
+        for token, going in heapq.nsmallest(width, after.items(), key=_fewest) if len(after) > 1 else after.items():
             if -cost * (share := len(going) / total) >= least:
                 order += 1
-                trust[(*path, token)] = share * (1 - 1 / (1 + match + len(path)))
-                heapq.heappush(heap, (cost * share, order, [*path, token], going))
-    draft = Draft.of_paths(paths if width > 1 else paths[-1:])
-    draft.trust = [trust[draft.words(node)] for node in range(len(draft))]
-    return worth, draft
+                heapq.heappush(heap, (cost * share, order, depth + 1, token, node, share * sure, going))
+    return worth, Draft(tokens, parents, trust=trust)
+
+
+def _fewest(item: tuple[int, list[int]]) -> int:
+    return -len(item[1])
+
+
+def _path(parents: list[int], node: int) -> list[int]:
+    """Nodes from the first down to `node`."""
+    path: list[int] = []
+    while node >= 0:
+        path.append(node)
+        node = parents[node]
+    return path[::-1]
 
 
 @dataclass

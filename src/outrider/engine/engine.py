@@ -421,7 +421,10 @@ class Engine:
     def _account(self, request: Request, verdict: Verdict, times: StepTimes, now: float) -> None:
         accepted, t = len(verdict.path), request.timing
         request.seq.metrics.add(verdict.drafted, accepted, len(verdict.tokens))
-        request.drafted_by += [GRAMMAR if node in verdict.forced else self.drafter.name for node in verdict.path]
+        request.drafted_by += [
+            GRAMMAR if node in verdict.forced else verdict.by[node] if verdict.by else self.drafter.name
+            for node in verdict.path
+        ]
         request.drafted_by += [None] * (len(verdict.tokens) - accepted)
         request.logprobs += verdict.logprobs
         if t.first_token:  # the first step is prefill: reported as time to first token
