@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from functools import cache
 from itertools import pairwise
 
 import pytest
 from helpers import assert_released
 from replay import TRACES, Machine, Trace, auto, fixed, replay
+from safetensors.torch import load_file, save_file
 
 from outrider import LLM, Draft, SamplingParams, ops
 from outrider.config import SpeculativeConfig
@@ -267,3 +269,62 @@ def test_costs_are_kept_apart_by_weights() -> None:
         pytest.skip("int8 weights need the kernels")
     dense, rounded = (LLM("tiny", dtype="bfloat16", quantization=scheme).runner for scheme in (None, "int8"))
     assert _machine(dense) == _machine(dense) != _machine(rounded)
+
+
+# --- the target's own layers, fewer of them ---------------------------------------------------------------------------
+
+
+def test_layers_that_do_nothing_are_found(make_checkpoint, tmp_path):
+    """Of eight layers four do nothing: they are the ones left out in the end, and guesses are right then."""
+    folder, busy = tmp_path / "model", [0, 2, 3, 7]
+    shutil.copytree(make_checkpoint(num_hidden_layers=8), folder)
+    weights = load_file(folder / "model.safetensors")
+    for name, weight in weights.items():
+        if ("o_proj" in name or "down_proj" in name) and int(name.split(".")[2]) not in busy:
+            weight.zero_()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    llm = LLM(folder, device="cpu", dtype="float32")
+    prompts, sampling = [[5, 9, 2], [7, 7, 1, 3], [8]], {"temperature": 0.8, "seed": 1}
+    plain = [o.token_ids for o in llm.generate(prompts, max_tokens=400, **sampling)]
+    llm.speculative_config = {"method": "self", "layers": 4, "num_speculative_tokens": 3}
+    outputs = llm.generate(prompts, max_tokens=400, **sampling)
+    assert [o.token_ids for o in outputs] == plain
+    assert llm.engine.drafter.kept == busy
+    steps = [o.metrics["speculative_decoding"]["per_step_accepted"] for o in outputs]
+    assert all(sum(own[-20:]) > sum(own[:20]) for own in steps)
+    assert_released(llm)
+
+
+def test_layers_that_cannot_be(random_llm):
+    for layers in (1, 99, -2):
+        with pytest.raises(ConfigError, match="layers of method self must be 2 to"):
+            random_llm.speculative_config = {"method": "self", "layers": layers}
+
+
+# --- when a draft model stops ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.9, "seed": 3, "top_p": 0.95}])
+def test_a_draft_model_stops_where_it_is_unsure(tiny_llm, sampling):
+    """Fewer guesses, a larger share of them right, and not a token changed."""
+    prompts, kept = ["Once upon a time", "The dog and the cat"], []
+    plain = [o.token_ids for o in tiny_llm.generate(prompts, max_tokens=60, **sampling)]
+    for least in (0.0, 0.5):
+        tiny_llm.speculative_config = {
+            "model": "tiny-draft", "num_speculative_tokens": 6, "min_token_prob": least,
+        }  # fmt: skip
+        outputs = tiny_llm.generate(prompts, max_tokens=60, **sampling)
+        assert [o.token_ids for o in outputs] == plain
+        spec = [o.metrics["speculative_decoding"] for o in outputs]
+        drafted, accepted = (sum(s[f"num_{what}_tokens"] for s in spec) for what in ("draft", "accepted_draft"))
+        kept.append((drafted, accepted / drafted))
+    assert kept[1][0] < 0.8 * kept[0][0] and kept[1][1] > 1.2 * kept[0][1]
+
+
+def test_coins_are_asked_before_the_token_is_known(tiny_llm):
+    """Whether a node is there must not depend on which token was drawn: the draft ends behind the unsure one."""
+    tiny_llm.speculative_config = {
+        "model": "tiny-draft", "num_speculative_tokens": 6, "min_token_prob": 0.999, "acceptance_method": "rejection",
+    }  # fmt: skip
+    output = tiny_llm.generate("Once upon a time", max_tokens=40, temperature=1.0, seed=1)[0]
+    assert min(output.metrics["speculative_decoding"]["per_step_drafted"][1:-1]) >= 1

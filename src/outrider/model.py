@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Protocol
@@ -82,6 +83,13 @@ class Model:
         """Bytes of the weights that a forward reads."""
         linears = [m for layer in self.layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down)]
         return sum(m.nbytes for m in [*linears, self.head])
+
+    def thin(self, layers: Seq[int]) -> Model:
+        """This model with some of its layers only, in their order; weights are shared."""
+        windows = tuple(self.config.windows[i] for i in layers)
+        unrotated = tuple(at for at, i in enumerate(layers) if i in self.config.unrotated)
+        config = replace(self.config, num_layers=len(layers), windows=windows, unrotated=unrotated)
+        return replace(self, config=config, layers=[self.layers[i] for i in layers])
 
     @property
     def native_seconds(self) -> float | None:

@@ -176,18 +176,18 @@ class Runner:
         with torch.inference_mode():
             self._prefill(seqs, [self._catch_up(seq) for seq in seqs], leave=len(seqs))
 
-    def view(self, text: str, alone: bool = False) -> Runner:
+    def view(self, text: str, alone: bool = False, layers: list[int] | None = None) -> Runner:
         """A runner of the same model that sees few keys: `streaming:budget=512`, ... (kv/views.py).
 
         It shares the keys that this one has verified; `alone`, it has a cache of its own, and reads texts of any length
-        through that. Raises ConfigError for one that cannot be.
+        through that. With `layers` only these compute. Raises ConfigError for one that cannot be.
         """
-        model, base, policy = self.model, self.base or self, parse(text)
+        model, base, policy = self.model if layers is None else self.model.thin(layers), self.base or self, parse(text)
         slab = DenseKV(model.config, model.dtype, model.device, policy.budget)
         if not alone:
             kind = QuantizedView if policy.name == "quantized" else View
             home: Any = base.kv
-            return Runner(model, kind(slab, policy, home), self.max_len, self.chunk, base)
+            return Runner(model, kind(slab, policy, home, layers=layers), self.max_len, self.chunk, base)
         if policy.name != "streaming":
             raise ConfigError(f"a cache of its own can only be streaming, not {policy.name}, which looks at all keys")
         chunk = min(self.chunk, max(1, policy.budget // 4))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from outrider.errors import DrafterError, brief, told
 from outrider.kv import View
 from outrider.outputs import SpecMetrics
 from outrider.runner import Output, Runner
-from outrider.sampling import Row, choose, distribution
+from outrider.sampling import Row, distribution, likeliest, scores
 from outrider.sequence import Sequence
 from outrider.verify import COUPLED, verify
 
@@ -196,10 +197,15 @@ class Autoregressive(Drafter):
     It samples with the request's parameters and the very noise the target will use (Gumbel coupling, 2408.07978), so
     that where both agree on the distribution they agree on the token, at any temperature. For a rule that flips coins
     it draws with other noise, independent of the target's, and reports the distribution it drew from.
+
+    How sure it is of a token is the softmax of what the choice looked at, noise included: where the best two are close
+    a slightly other distribution would have chosen otherwise. A path less sure than `min_token_prob` ends before the
+    token; behind it for a rule that flips coins, whose law must not be asked which token was drawn.
     """
 
     runner: Runner  # whose guesses these are
     vocab: int  # the target's
+    min_token_prob: float = 0.0
 
     def propose(self, seqs: list[Sequence], k: int) -> list[Draft]:
         """One chain per sequence, up to k long; a fork that ends, or reaches the runner's context, stops early."""
@@ -233,15 +239,19 @@ class Autoregressive(Drafter):
             rows = [Row(f) for f in alive]
             own_noise = alive[0].rule.flips_coins
             before = distribution(logits, rows) if own_noise else None  # before the forks grow: penalties count tokens
-            chosen = choose(logits, rows, "draft" if own_noise else "")
+            judged = scores(logits, rows, "draft" if own_noise else "")
+            chosen = likeliest(judged)
             known = torch.tensor([max(0, token) for token in chosen], device=logits.device)
-            sure = (logits.gather(1, known[:, None])[:, 0] - logits.logsumexp(-1)).exp().tolist()
+            sure = (judged.gather(1, known[:, None])[:, 0] - judged.logsumexp(-1)).exp().tolist()
+            going = []
             for i, (fork, token) in enumerate(zip(alive, chosen, strict=True)):
-                if token >= 0:
+                likely = math.prod(trust[fork.id]) * sure[i] >= self.min_token_prob
+                if token >= 0 and (likely or own_noise):
                     fork.accept([token])
                     drawn[fork.id] += [] if before is None else [before[i]]
                     trust[fork.id].append(min(1.0, sure[i]))
-            alive = [f for f, token in zip(alive, chosen, strict=True) if token >= 0]
+                    going += [fork] if likely else []
+            alive = going
         drafts = [Draft.chain(f.tokens[len(s.tokens) :]) for f, s in zip(forks, seqs, strict=True)]
         for seq, draft in zip(seqs, drafts, strict=True):
             draft.q = torch.stack([law.to(drawn[seq.id][-1]) for law in drawn[seq.id]]) if drawn[seq.id] else None

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from outrider.config import option
+from outrider.drafters import check
 from outrider.errors import ConfigError
 from outrider.kv import parse
 from outrider.runner import Runner
@@ -24,8 +25,10 @@ class DraftModel(Autoregressive):
     num_speculative_tokens: int = 4
     model: str = option("", "required: folder, hub id or embedded name of the draft model")
     kv: str = option("", "which keys its cache keeps, such as streaming:budget=256; empty: all")
+    min_token_prob: float = option(0.0, "no guess below this estimated probability, of all of its path; 0: k guesses")
 
     def __post_init__(self) -> None:
+        check(self, min_token_prob=(0, 1))
         if not self.model:
             raise ConfigError("method draft_model needs a 'model', such as {'method': ..., 'model': 'tiny-draft'}")
         if self.kv and (name := parse(self.kv).name) != "streaming":

@@ -256,6 +256,7 @@ class View:
     """A KVCache of some keys of `base`, or of a model of its own if there is no base.
 
     `slab` stores the buffers; `turn(layer, keys, by)` moves rotated keys by positions (only needed without a base).
+    `layers` are the base's layers whose keys these are, if not all.
     """
 
     def __init__(
@@ -264,8 +265,10 @@ class View:
         policy: Policy,
         base: Storage | None = None,
         turn: Callable[[int, Tensor, int], Tensor] | None = None,
+        layers: list[int] | None = None,
     ) -> None:
         self.slab, self.policy, self.turn = slab, policy, turn
+        self.layers = layers or list(range(slab.config.num_layers))
         self.base: Any = base
         self.config: ModelConfig = slab.config
         self.reach = self.config.num_layers * policy.budget  # no farther back does a token feel what it never saw
@@ -307,7 +310,7 @@ class View:
             self._rebuild(seq, h, 0)
             return
         self._room(seq, h.slot(old), h.slot(settled))
-        for layer, own in enumerate(self.slab.store[seq]):
+        for layer, own in zip(self.layers, self.slab.store[seq], strict=True):
             own[:, :, h.slot(old) : h.slot(settled)] = self.base.span(seq, layer, old, settled)
 
     def _room(self, seq: int, filled: int, needed: int) -> None:
@@ -334,9 +337,9 @@ class View:
         kept -= kept % p.grain
         self._room(seq, 0, kept + h.length - first)
         h.kept, h.first, h.built = kept, first, h.length
-        for layer, own in enumerate(self.slab.store[seq]):
+        for at, (layer, own) in enumerate(zip(self.layers, self.slab.store[seq], strict=True)):
             queries = self.base.log.last(seq, layer)
-            windowed = self.config.windows[layer] is not None
+            windowed = self.config.windows[at] is not None
             if windowed or not kept or (p.queries and not len(queries)):  # slots must tell distances
                 own[:, :, :kept] = self.base.span(seq, layer, first - kept, first)
             else:
@@ -345,7 +348,7 @@ class View:
                 own[:, :, :kept] = self.base.chosen(seq, layer, index)
             own[:, :, kept : h.slot(h.synced)] = self.base.span(seq, layer, first, h.synced)
             if tails:
-                own[:, :, h.slot(h.synced) : h.slot(h.length)] = tails[layer]
+                own[:, :, h.slot(h.synced) : h.slot(h.length)] = tails[at]
 
     def _tails(self, seq: int, h: Held) -> list[Tensor]:
         if h.length <= h.synced:
@@ -403,13 +406,13 @@ class QuantizedView(View):
         first -= (first - h.first) % p.grain
         self._room(seq, 0, h.length - first)
         h.codes = h.codes or [[] for _ in range(self.config.num_layers)]
-        for layer, own in enumerate(self.slab.store[seq]):
+        for at, (layer, own) in enumerate(zip(self.layers, self.slab.store[seq], strict=True)):
             if first > h.first:
                 exact = self.base.span(seq, layer, h.first, first).to(own.device)
-                h.codes[layer].append(Codes.of(exact, p.bits, p.grain))
+                h.codes[at].append(Codes.of(exact, p.bits, p.grain))
             own[:, :, : h.synced - first] = self.base.span(seq, layer, first, h.synced)
             if tails:
-                own[:, :, h.synced - first : h.length - first] = tails[layer]
+                own[:, :, h.synced - first : h.length - first] = tails[at]
         h.first, h.built = first, h.length
 
     def stores(self, plan: Plan) -> None:
