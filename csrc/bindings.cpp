@@ -16,9 +16,11 @@ static void *to(uintptr_t address) { return reinterpret_cast<void *>(address); }
 static void bind_linear(nb::module_ &m) {
   const auto release = nb::call_guard<nb::gil_scoped_release>();
   nb::class_<Weights>(m, "Weights", "Packed weights: addresses of memory that its maker keeps alive.")
-      .def("__init__", [](Weights *w, int format, int outputs, int inputs, int group, bool gated) {
-        new (w) Weights{Format(format), outputs, inputs, group, gated, nullptr, {}, {}, nullptr, nullptr};
+      .def("__init__", [](Weights *w, int format, int outputs, int inputs, int group, bool gated, bool rounded) {
+        new (w) Weights{Format(format), outputs, inputs, group, gated, nullptr, {}, {}, nullptr, nullptr, rounded};
+        if (rounded && !w->integers()) throw nb::value_error("weights of this format are no integers");
       })
+      .def_prop_ro("rounded", [](const Weights &w) { return w.rounded; })
       .def_prop_ro("format", [](const Weights &w) { return int(w.format); })
       .def_prop_ro("width", &Weights::width)
       .def_prop_ro("nbytes", [](const Weights &w) { return w.panels() * w.panel_bytes(); })

@@ -4,6 +4,7 @@
 
 #include <type_traits>
 
+#include "integers.h"
 #include "norm.h"
 #include "pool.h"
 #include "scratch.h"
@@ -295,12 +296,15 @@ INLINE void scale(const Weights &w, const float *sums, int panel, int k, int gro
   }
 }
 
-// The rows of activations as the products take them: padded with zeros to whole steps, normed, widened.
+// The rows of activations as the products take them: padded with zeros to whole steps, normed, widened or rounded.
 template <class X>
 struct Rows {
   const X *x;
   size_t stride;
   const float *sums;  // (rows, groups): of x over each group of k; null unless the weights have offsets
+  // Of rounded rows, for each group: what their integers are multiplied by, and the sum of these.
+  const float *scales = nullptr;
+  const int32_t *wholes = nullptr;
 };
 
 // A panel is taken in chunks of k that stay in the cache while all rows pass over them. Sums rest in memory between
@@ -384,6 +388,63 @@ __attribute__((noinline)) void product(const Weights &w, const Rows<typename F::
   }
 }
 
+// out[r] += the chunk's products for R rounded rows: sums of integers from group to group, then two roundings.
+template <class F, int R>
+__attribute__((noinline)) void integer_product(const Weights &w, const Rows<int8_t> &rows, int row, const Chunk &chunk,
+                                               float (*out)[kPanel]) {
+  constexpr int kAcross = NV < 2 ? NV : 2, kPart = 16;  // vectors of sums at once; k between two fetches
+  const int groups = w.groups(), size = w.group;
+  const uint8_t *data = chunk.data, *ahead = chunk.ahead;
+  auto x = Lines<int8_t, R>::from(rows.x + row * rows.stride + chunk.begin, rows.stride);
+  for (int k = chunk.begin, group = k / size; k < chunk.end; k += size, group++) {
+    const int length = chunk.end - k < size ? chunk.end - k : size;
+    const size_t each = (size_t(chunk.panel) * groups + group) * kPanel;
+    const size_t coarse = (size_t(chunk.panel) * w.supers() + k / kSuper) * kPanel;
+    for (int v = 0; v < NV; v += kAcross) {
+      vi acc[R][kAcross];
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) {
+        const vi start = splat(-F::kZero * rows.wholes[size_t(row + r) * groups + group]);
+#pragma GCC unroll 2
+        for (int u = 0; u < kAcross; u++) acc[r][u] = start;
+      }
+      const uint8_t *from = data;
+      for (int part = 0; part < length; part += kPart, from += kPart * F::kBytes) {
+        if (v == 0)
+          for (const uint8_t *end = ahead + kPart / kStep * chunk.pace; ahead < end; ahead += 64)
+            __builtin_prefetch(ahead, 0, 2);
+#pragma GCC unroll 4
+        for (int at = 0; at < kPart; at += kStep) {
+          vi codes[kAcross];
+#pragma GCC unroll 2
+          for (int u = 0; u < kAcross; u++) codes[u] = F::codes(from + at * F::kBytes, v + u);
+#pragma GCC unroll 8
+          for (int r = 0; r < R; r++) {
+            const vi four = splat(load_as<int32_t>(x[r] + part + at));
+#pragma GCC unroll 2
+            for (int u = 0; u < kAcross; u++) acc[r][u] = dot<F::kSigned>(acc[r][u], codes[u], four);
+          }
+        }
+      }
+#pragma GCC unroll 2
+      for (int u = 0; u < kAcross; u++) {
+        const int at = (v + u) * W;
+        const vf scale = factor(w.scales, each + at, coarse + at);
+        const vf offset = rows.sums ? offset_of(w, scale, each + at, coarse + at) : vf{};
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+          const size_t place = size_t(row + r) * groups + group;
+          const vf whole = __builtin_convertvector(acc[r][u], vf);  // exactly: it is below 2^24
+          vf total = fused(scale, whole * splat(rows.scales[place]), load(out[r] + at));
+          if (rows.sums) total = fused(offset, splat(rows.sums[place]), total);
+          store(out[r] + at, total);
+        }
+      }
+    }
+    x.advance(length), data += size_t(length) * F::kBytes;
+  }
+}
+
 // The same for any number of rows, in even blocks.
 template <class F>
 void chunk_rows(const Weights &w, const Rows<typename F::X> &rows, int n, Chunk chunk, const uint8_t *ahead,
@@ -399,7 +460,10 @@ void chunk_rows(const Weights &w, const Rows<typename F::X> &rows, int n, Chunk 
     float(*to)[kPanel] = out + row;
     switch (n - row < size ? n - row : size) {
 #define ROWS(R) \
-  case R: product<F, R>(w, rows, row, chunk, to); break;
+  case R:                                                                          \
+    if constexpr (std::is_same_v<typename F::X, int8_t>) integer_product<F, R>(w, rows, row, chunk, to); \
+    else product<F, R>(w, rows, row, chunk, to);                                    \
+    break;
       ROWS(1) ROWS(2)
 #if defined(__AVX2__)
       ROWS(3)
@@ -414,7 +478,7 @@ void chunk_rows(const Weights &w, const Rows<typename F::X> &rows, int n, Chunk 
 
 #if defined(__AMX_BF16__)
 // Tiles have to be stored and scaled at the end of each group: small ones are left to vectors, at every row count.
-bool tiled(const Weights &w) { return w.format == kBF16 || w.group >= 64; }
+bool tiled(const Weights &w) { return !w.rounded && (w.format == kBF16 || w.group >= 64); }
 
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start = 0, reserved[14] = {};
@@ -520,6 +584,44 @@ INLINE void finish(const Weights &w, const Result &result, const float *out, int
   }
 }
 
+// Up to W numbers of a row from place k on, normed if there is a norm.
+template <class A>
+INLINE vf entered(const A *x, const A *norm, int k, int inputs, float factor) {
+  if (!norm) return load_n(x + k, inputs - k);
+  A rounded[W];
+  store(rounded, normed(x, norm, k, inputs, factor));
+  return load(rounded);
+}
+
+// The rows rounded to integers, group by group.
+Rows<int8_t> prepare_rounded(const Weights &w, const bf16 *x, int rows, const bf16 *norm, float eps, int threads) {
+  const int inputs = w.inputs, depth = w.padded(), groups = w.groups();
+  int8_t *to = static_cast<int8_t *>(scratch(0, size_t(rows) * depth));
+  float *scales = static_cast<float *>(scratch(1, 3 * sizeof(float) * rows * groups)), *sums = scales + size_t(rows) * groups;
+  int32_t *wholes = reinterpret_cast<int32_t *>(sums + size_t(rows) * groups);
+  pool::parallel(rows, size_t(rows) * depth > 65536 ? threads : 1, [&](int r) {
+    const bf16 *from = x + size_t(r) * inputs;
+    const float factor = norm ? rms_factor(from, inputs, eps) : 1;
+    float *plain = static_cast<float *>(scratch(4, sizeof(float) * depth));
+    memset(plain + inputs / W * W, 0, sizeof(float) * (depth - inputs / W * W));
+    for (int k = 0; k < inputs; k += W) {
+      const vf v = entered(from, norm, k, inputs, factor);
+      if (!w.place) {
+        store(plain + k, v);
+        continue;
+      }
+      for (int j = 0; j < W && k + j < inputs; j++) plain[w.place[k + j]] = v[j];
+    }
+    for (int g = 0; g < groups; g++) {
+      const int start = g * w.group, count = depth - start < w.group ? depth - start : w.group;
+      const size_t at = size_t(r) * groups + g;
+      scales[at] = round_group(plain + start, count, to + size_t(r) * depth + start, wholes[at]);
+      sums[at] = scales[at] * float(wholes[at]);
+    }
+  });
+  return {to, size_t(depth), w.offsets.each ? sums : nullptr, scales, wholes};
+}
+
 template <class X, class A>
 Rows<X> prepare(const Weights &w, const A *x, int rows, const A *norm, float eps, int threads) {
   const int inputs = w.inputs, depth = w.padded();
@@ -533,12 +635,7 @@ Rows<X> prepare(const Weights &w, const A *x, int rows, const A *norm, float eps
     const A *from = x + size_t(r) * inputs;
     const float factor = norm ? rms_factor(from, inputs, eps) : 1;
     for (int k = 0; copy && k < depth; k += W) {
-      vf v = k < inputs ? load_n(from + k, inputs - k) : vf{};
-      if (norm && k < inputs) {
-        A rounded[W];
-        store(rounded, normed(from, norm, k, inputs, factor));
-        v = load(rounded);
-      }
+      const vf v = k < inputs ? entered(from, norm, k, inputs, factor) : vf{};
       X *here = to + size_t(r) * depth;
       if (!w.place || k >= inputs) {
         store(here + k, v);
@@ -590,9 +687,15 @@ void products(const Weights &w, const Rows<typename F::X> &rows, int n, const Ch
 
 template <class F, class A>
 void multiply(const Weights &w, const void *x, int n, const Result &result, const void *norm, float eps, int threads) {
-  const auto rows = prepare<typename F::X>(w, static_cast<const A *>(x), n, static_cast<const A *>(norm), eps, threads);
+  using X = typename F::X;
+  constexpr bool kRounded = std::is_same_v<X, int8_t>;
+  const auto rows = [&] {
+    const A *from = static_cast<const A *>(x), *scale = static_cast<const A *>(norm);
+    if constexpr (kRounded) return prepare_rounded(w, from, n, scale, eps, threads);
+    else return prepare<X>(w, from, n, scale, eps, threads);
+  }();
   const int depth = w.padded();
-  const bool unpacked = F::kScaled && (tiled(w) || n > 4 * kRows);  // for fewer the detour through memory costs more
+  const bool unpacked = F::kScaled && !kRounded && (tiled(w) || n > 4 * kRows);  // for fewer the detour through memory costs more
   const int length = unpacked ? kUnpackedBytes / BF16::kBytes : kChunkBytes / F::kBytes / kSuper * kSuper;
   // Neighbouring panels make a task, so that what is fetched beyond the end of one is mostly of use; still enough tasks
   // that threads end together.
@@ -606,7 +709,7 @@ void multiply(const Weights &w, const void *x, int n, const Result &result, cons
       const int end = k + length < depth ? k + length : depth;
       const uint8_t *here = data + size_t(k) * F::kBytes;
       Chunk chunk{panel, k, end, here, nullptr, 0};
-      if constexpr (F::kScaled) {
+      if constexpr (F::kScaled && !kRounded) {
         if (unpacked) {
           uint8_t *plain = static_cast<uint8_t *>(scratch(3, kUnpackedBytes));
           unpack<F>(chunk, plain);
@@ -628,6 +731,16 @@ void linear(const Weights &w, const void *x, int rows, void *y, int stride, bool
             const void *norm, float eps, int threads) {
   if (rows == 0) return;
   const Result result{y, stride, y_float, residual};
+  if (w.rounded) {
+    switch (w.format) {
+      case kI8: return multiply<Codes8, bf16>(w, x, rows, result, norm, eps, threads);
+      case kI4: return multiply<Codes4<8>, bf16>(w, x, rows, result, norm, eps, threads);
+      case kU4: return multiply<Codes4<0>, bf16>(w, x, rows, result, norm, eps, threads);
+      case kU5: return multiply<Codes5, bf16>(w, x, rows, result, norm, eps, threads);
+      case kI6: return multiply<Codes6, bf16>(w, x, rows, result, norm, eps, threads);
+      default: return;
+    }
+  }
   switch (w.format) {
     case kF32: return multiply<F32, float>(w, x, rows, result, norm, eps, threads);
     case kBF16: return multiply<BF16, bf16>(w, x, rows, result, norm, eps, threads);

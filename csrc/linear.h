@@ -3,7 +3,8 @@
 // A panel holds its 32 outputs for all k, so a product reads memory from one end to the other:
 //   f32   [k][32]          float
 //   bf16  [k / 2][32][2]   bfloat16: two neighbouring k side by side, as the dot-product instructions want them
-//   int8  [k / 2][2][2][16]  of each half of the outputs the even and the odd k
+//   int8  [k / 2][2][2][16]  of each half of the outputs the even and the odd k; for rounded activations
+//         [k / 4][32][4], four k side by side in the order 0, 2, 1, 3, as the nibbles below have them
 //   int4  [k / 4][16][2]   16-bit words, of 4 nibbles each: bits 4j .. 4j + 3 hold, for j = 2 a + b, the weight of
 //                          output 16 b + (word / 2) at k + 2 a + (word % 2); a nibble is the weight + 8
 //   uint4 the same, a nibble is the weight
@@ -17,6 +18,7 @@
 // With `place` the packed weights stand in another order than the inputs, so that those of a group are neighbours.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 enum Format { kF32, kBF16, kI8, kI4, kU4, kU5, kI6, kFp4, kFp8 };
@@ -43,6 +45,7 @@ struct Weights {
   Factors scales, offsets;
   const void *bias;     // null, or in the dtype of the activations
   const int32_t *place; // null, or where each input stands among the packed k
+  bool rounded = false; // whether rows are rounded to 8 bits, group by group, and products are of integers
 
   int padded() const { return (inputs + kDepth - 1) / kDepth * kDepth; }
   int groups() const { return (padded() + group - 1) / group; }
@@ -54,6 +57,13 @@ struct Weights {
   int bits() const {
     static constexpr int kBits[] = {32, 16, 8, 4, 4, 5, 6, 4, 8};
     return kBits[format];
+  }
+  // Whether products of integers are made of this format.
+  bool integers() const { return format == kI8 || format == kI4 || format == kU4 || format == kU5 || format == kI6; }
+  // Where in a panel the int8 weight of place i stands.
+  size_t byte_at(int i, int k) const {
+    if (rounded) return size_t(k / 4) * 4 * kPanel + 4 * i + k % 2 * 2 + k % 4 / 2;
+    return size_t(k / 2) * 2 * kPanel + i / 16 * 32 + k % 2 * 16 + i % 16;
   }
   int64_t panel_bytes() const { return int64_t(padded()) * kPanel * bits() / 8; }
   // The output that lies at place i of a panel, -1 if none does.

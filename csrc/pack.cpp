@@ -14,8 +14,8 @@ void pack_panel(const Weights &w, const T *plain, T *to, int panel) {
     if (output < 0) continue;
     const T *row = plain + size_t(output) * w.inputs;
     for (int k = 0; k < w.inputs; k++) {
-      const int pair = w.format == kI8 ? i / 16 * 32 + k % 2 * 16 + i % 16 : 2 * i + k % 2;
-      to[w.format == kF32 ? size_t(k) * kPanel + i : size_t(k / 2) * 2 * kPanel + pair] = row[k];
+      const size_t pair = w.format == kI8 ? w.byte_at(i, k) : size_t(k / 2) * 2 * kPanel + 2 * i + k % 2;
+      to[w.format == kF32 ? size_t(k) * kPanel + i : pair] = row[k];
     }
   }
 }
@@ -74,7 +74,7 @@ float from_fp8(uint8_t x) {
 
 // The number that pack_bits, or pack_panel of bytes, put at k of place i.
 float value_at(const Weights &w, const uint8_t *panel, int i, int k) {
-  if (w.format == kI8) return int8_t(panel[size_t(k / 2) * 2 * kPanel + i / 16 * 32 + k % 2 * 16 + i % 16]);
+  if (w.format == kI8) return int8_t(panel[w.byte_at(i, k)]);
   if (w.format == kFp8) return from_fp8(panel[size_t(k / 2) * 2 * kPanel + 2 * i + k % 2]);
   const int bits = w.bits(), word = i % 16 * 2 + k % 2, j = k % 4 / 2 * 2 + i / 16;
   const uint8_t *step = panel + size_t(k / 4) * (kPanel * 4 * bits / 8);

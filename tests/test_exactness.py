@@ -27,6 +27,7 @@ from outrider.datastore import fingerprint, write
 from outrider.errors import OutriderError
 from outrider.export import quantize
 from outrider.load import find, read_tokenizer
+from outrider.quantize import ACTIVATIONS
 from outrider.sampling import Row, choose, gumbel
 from outrider.sequence import Sequence
 
@@ -164,10 +165,11 @@ def bf16_llm() -> LLM:
     return LLM("tiny", device="cpu", dtype="bfloat16")
 
 
-@pytest.fixture(scope="module")
-def packed_llm(make_checkpoint, tmp_path_factory) -> LLM:
-    """The random model with weights of 4 bits, from a quantised checkpoint."""
-    return LLM(quantize(make_checkpoint(), tmp_path_factory.mktemp("w4a16") / "model"), device="cpu")
+@pytest.fixture(scope="module", params=[None, *ACTIVATIONS])
+def packed_llm(request, make_checkpoint, tmp_path_factory) -> LLM:
+    """The random model with weights of 4 bits, from a quantised checkpoint, with activations of every kind."""
+    folder = quantize(make_checkpoint(), tmp_path_factory.mktemp("w4a16") / "model")
+    return LLM(folder, device="cpu", activations=request.param)
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(temperature=0), SamplingParams(temperature=0.8, seed=5)])

@@ -28,7 +28,8 @@ QUANTIZED = {  # bits, sign, group (None: 32 or 64), what a scale is, whether th
     "Q5_K": (5, False, 32, "coarse", True),
     "Q6_K": (6, True, 16, "coarse", False),
 }
-FORMATS = ["float32", "bfloat16", *QUANTIZED]
+ROUNDED = ", rounded rows"
+FORMATS = ["float32", "bfloat16", *QUANTIZED, *(kind + ROUNDED for kind in QUANTIZED)]
 SHAPES = [(1, 1), (2, 7), (31, 33), (48, 64), (100, 96), (66, 1000), (34, 2050)]  # (outputs, inputs)
 
 pytestmark = pytest.mark.skipif(not ISAS, reason="the kernels are not built: there was no compiler")
@@ -61,7 +62,7 @@ def rand(*shape, dtype=torch.float32, seed=0):
 
 
 def make_quantized(kind, outputs, inputs, gated=False):
-    bits, signed, group, scale, shifted = QUANTIZED[kind]
+    bits, signed, group, scale, shifted = QUANTIZED[kind.removesuffix(ROUNDED)]
     group = group or (32 if gated else 64)
     generator = torch.Generator().manual_seed(inputs)
     low = -(2 ** (bits - 1)) if signed else 0
@@ -78,7 +79,7 @@ def make_quantized(kind, outputs, inputs, gated=False):
 
 def make(kind, outputs, inputs, bias=False, gated=False):
     """A Linear of this kind, the float64 weights that it stands for, its bias, and its activations' dtype."""
-    if kind in QUANTIZED:
+    if kind not in ("float32", "bfloat16"):
         weight, dtype = make_quantized(kind, outputs, inputs, gated), torch.bfloat16
         dense = weight.dense().double()
     else:
@@ -86,7 +87,18 @@ def make(kind, outputs, inputs, bias=False, gated=False):
         weight = rand(outputs, inputs, dtype=dtype)
         dense = weight.double()
     added = rand(outputs, dtype=dtype) if bias else None
-    return Linear(weight, added, gated=gated), dense, added, dtype
+    return Linear(weight, added, gated=gated, rounded=kind.endswith(ROUNDED)), dense, added, dtype
+
+
+def entered(kind, x, gated=False):
+    """Rows (n, inputs) as a Linear of this kind takes them: float64, rounded to 8 bits group by group if it does so."""
+    if not kind.endswith(ROUNDED):
+        return x.double()
+    group, (n, inputs) = QUANTIZED[kind.removesuffix(ROUNDED)][2] or (32 if gated else 64), x.shape
+    x = F.pad(x.float(), (0, -inputs % group)).view(n, -1, group)
+    most = x.abs().amax(-1, keepdim=True)
+    by = torch.where(most > 0, torch.full_like(most, 127) / most, 0.0)
+    return ((x * by).round().double() * (most / 127)).view(n, -1)[:, :inputs]
 
 
 def close(got, exact):
@@ -98,13 +110,13 @@ def close(got, exact):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", FORMATS)
 def test_linear_is_right(isa, kind, shape, bias):
-    if kind == "Q6_K":
+    if kind.startswith("Q6_K"):
         shape = (shape[0], -(-shape[1] // 32) * 32)  # groups of 16 come in pairs
     linear, dense, added, dtype = make(kind, *shape, bias)
     assert linear.native and linear.kernel == isa
     for rows in (1, 3, 19):
         x = rand(rows, shape[1], dtype=dtype)
-        exact = x.double() @ dense.T + (added.double() if bias else 0)
+        exact = entered(kind, x) @ dense.T + (added.double() if bias else 0)
         y = linear(x, dtype=torch.float32)
         assert close(y, exact)
         assert torch.equal(linear(x), y.to(dtype))  # one rounding, at the end
@@ -120,7 +132,7 @@ def test_gated_and_normed(isa, kind):
     normed = (
         (x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.double()).to(dtype).double()
     )
-    gate, up = (normed @ dense.T + added.double()).chunk(2, -1)
+    gate, up = (entered(kind, normed, True) @ dense.T + added.double()).chunk(2, -1)
     y = linear(x, norm, 1e-5, dtype=torch.float32)
     tolerance = 1e-4 if dtype == torch.float32 else 3e-2  # a normed value may round to its other neighbour
     assert torch.allclose(y.double(), F.silu(gate) * up, rtol=tolerance, atol=tolerance * float(y.abs().max()))
@@ -140,6 +152,51 @@ def test_linear_rows_are_strangers(isa, threads, kind, outputs, inputs, gated):
             )
     again = linear(x[5].expand(64, -1), norm, 1e-6, dtype=torch.float32)
     assert (again == full[5]).all()
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+@pytest.mark.parametrize(("outputs", "inputs"), [(33, 32), (70, 224), (96, 2080)])
+def test_integers_have_no_order(kind, outputs, inputs):
+    """Products with rounded rows have the same bits on every instruction set, also where all numbers are largest."""
+    weight, x = make_quantized(kind, outputs, inputs), rand(9, inputs, dtype=torch.bfloat16)
+    low, high = int(weight.values.min()), int(weight.values.max())
+    weight.values[:5], weight.values[5:9], weight.values[9:12, ::2], weight.values[9:12, 1::2] = low, high, low, high
+    x[0], x[1], x[2, ::2], x[2, 1::2], x[3], x[4, 1:] = 3, -3, 3, -3, 0, 0
+    before, results = native.active, []
+    for own in ISAS:
+        native.use(own)
+        results.append(Linear(weight, rounded=True)(x, dtype=torch.float32))
+    native.use(before)
+    assert results[0][3].eq(0).all()
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+def test_rounded_rows_of_odd_numbers(isa):
+    """What is not finite stays in its row and spoils it whole; tiny numbers count as nothing."""
+    weight, x = make_quantized("Q4_1", 40, 96), rand(6, 96, dtype=torch.bfloat16)
+    linear = Linear(weight, rounded=True)
+    clean = linear(x)
+    x[1, 5], x[3, 95], x[4] = torch.inf, torch.nan, 1e-38
+    y = linear(x)
+    assert torch.equal(y[[0, 2, 5]], clean[[0, 2, 5]])
+    assert not y[[1, 3]].isfinite().any() and y[4].abs().max() < 1e-30
+
+
+def test_what_is_rounded():
+    """Integers are multiplied with rounded rows; floats of a checkpoint, and plain weights beside them, are not."""
+    x, plain, whole = (
+        rand(3, 64, dtype=torch.bfloat16),
+        rand(32, 64, dtype=torch.bfloat16),
+        make_quantized("Q4_0", 32, 64),
+    )
+    floats = Quantized(4, 32, torch.full((32, 64), 3, dtype=torch.int8), rand(32, 2).bfloat16(), floats=True)
+    for weight in (plain, floats):
+        assert not Linear(weight, rounded=True).rounded
+        assert torch.equal(Linear(weight, rounded=True)(x), Linear(weight)(x))
+    both = Linear([plain, whole], rounded=True)
+    assert both.rounded and [w.rounded for w in both.packed] == [False, True]
+    with pytest.raises(ValueError, match="no integers"):
+        native.kernels.Weights(native.FP8, 32, 64, 32, False, True)
 
 
 def test_parts(isa, threads):

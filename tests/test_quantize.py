@@ -9,6 +9,7 @@ import torch
 
 from outrider import LLM
 from outrider.errors import ConfigError
+from outrider.export import quantize as quantize_to
 from outrider.ops import Linear, native
 from outrider.quantize import GGUF, HEAD, SCHEMES, from_gguf, quantize
 
@@ -49,11 +50,14 @@ def test_representable_weights_survive(scheme):
 
 
 @needs_kernels
+@pytest.mark.parametrize("activations", [None, "int8"])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_exact_and_smaller(scheme):
+def test_exact_and_smaller(scheme, activations):
     """The promise holds on the quantised model: the same tokens with speculation, bit for bit, greedy and sampled."""
-    llm, full = LLM("tiny", device="cpu", quantization=scheme), LLM("tiny", device="cpu", dtype="bfloat16")
-    assert llm.exactness == "bitwise"
+    llm = LLM("tiny", device="cpu", quantization=scheme, activations=activations)
+    full = LLM("tiny", device="cpu", dtype="bfloat16")
+    assert llm.exactness == "bitwise" and llm.runner.model.rounded == (activations is not None)
+    assert all(linear.rounded == (activations is not None) for linear in llm.runner.model.linears)
     assert llm.runner.model.nbytes < {"int8": 0.52, "int4": 0.36}[scheme] * full.runner.model.nbytes
     for params in ({"temperature": 0}, {"temperature": 0.8, "seed": 5}):
         llm.speculative_config = None
@@ -83,11 +87,29 @@ def test_refusals(random_llm, make_checkpoint, monkeypatch):
         LLM("tiny", quantization="fp3")
     with pytest.raises(ConfigError, match="give dtype='bfloat16'"):
         LLM("tiny", dtype="float32", quantization="int8")
-    with pytest.raises(ConfigError, match="while a model is loaded"):
-        LLM(random_llm.checkpoint, quantization="int8")
+    for name in ("quantization", "activations"):
+        with pytest.raises(ConfigError, match="while a model is loaded"):
+            LLM(random_llm.checkpoint, **{name: "int8"})
+    with pytest.raises(ConfigError, match="'int4' are unknown; valid: int8"):
+        LLM("tiny", quantization="int8", activations="int4")
     monkeypatch.setattr(native, "active", native.REFERENCE)
     with pytest.raises(ConfigError, match="needs the compiled CPU kernels"):
         LLM("tiny", device="cpu", quantization="int8")
+    with pytest.raises(ConfigError, match="need the compiled CPU kernels"):
+        LLM("tiny", device="cpu", dtype="bfloat16", activations="int8")
+
+
+@needs_kernels
+def test_activations_need_integers(make_checkpoint):
+    """Rounded activations are for weights that are integers; others are refused."""
+    folder = make_checkpoint(dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match="give quantization='int8', or a checkpoint"):
+        LLM(folder, device="cpu", activations="int8")
+    with pytest.raises(ConfigError, match="from bfloat16; give dtype='bfloat16'"):
+        LLM(folder, device="cpu", dtype="float32", activations="int8")
+    packed = LLM(quantize_to(folder, folder.parent / "w8"), device="cpu", activations="int8")
+    assert packed.exactness == "bitwise" and packed.runner.model.layers[0].o.rounded
+    assert not packed.runner.model.head.rounded  # which that checkpoint leaves as it is
 
 
 HALVES = {

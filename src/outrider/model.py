@@ -79,10 +79,19 @@ class Model:
         self.multiplier = float(torch.tensor(c.embedding_multiplier, dtype=self.dtype))  # rounded, as others have it
 
     @property
+    def linears(self) -> list[Linear]:
+        """All that a forward multiplies with, the head last."""
+        return [*(m for layer in self.layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down)), self.head]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the weights that a forward reads."""
-        linears = [m for layer in self.layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down)]
-        return sum(m.nbytes for m in [*linears, self.head])
+        return sum(m.nbytes for m in self.linears)
+
+    @property
+    def rounded(self) -> bool:
+        """Whether some linears round their rows to 8 bits."""
+        return any(m.rounded for m in self.linears)
 
     def thin(self, layers: Seq[int]) -> Model:
         """This model with some of its layers only, in their order; weights are shared."""
@@ -199,8 +208,7 @@ class Model:
         plain = c.activation == "silu" and c.qk_norm != "full" and c.residual_multiplier == 1
         if after or not plain or c.attention_scale != c.head_dim**-0.5 or set(self.rotaries) != {self.rotary}:
             return None
-        linears = [m for layer in self.layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down)]
-        if not all(linear.native for linear in [*linears, self.head]):
+        if not all(linear.native for linear in self.linears):
             return None
         blocks = [
             Block(

@@ -1,8 +1,9 @@
-"""Weight-only quantisation: linears whose weights are 4 to 8 bits, for a third to a half of the memory traffic.
+"""Quantisation: linears whose weights are 4 to 8 bits, for a third to a half of the memory traffic.
 
 Weights are rounded to the nearest integer times the scale of their group of inputs; activations stay bfloat16 and sums
-float, group by group. Plain and speculative decoding of a quantised model are as exactly equal as of any other: it is
-another model, not another promise. The head gets 8 bits under either scheme, for it decides between near-equal tokens.
+float, group by group. Or activations are rounded, too, to 8 bits, and a group's sum is one of integers. Plain and
+speculative decoding of a quantised model are as exactly equal as of any other: it is another model, not another
+promise. The head gets 8 bits under either scheme, for it decides between near-equal tokens.
 Blocks of a GGUF file are such weights already and run as they are stored.
 """
 
@@ -18,6 +19,7 @@ from outrider.ops import Factors, Quantized, native
 # bits, inputs per group, whether a group has an offset beside its scale
 SCHEMES = {"int8": (8, 128, False), "int4": (4, 64, True)}
 HEAD = "int8"
+ACTIVATIONS = ("int8",)  # to which the rows of products with such weights may be rounded, group by group
 GGUF = {  # bytes of a block, weights in it
     "Q8_0": (34, 32), "Q4_0": (18, 32), "Q4_1": (20, 32), "Q4_K": (144, 256), "Q5_K": (176, 256), "Q6_K": (210, 256),
 }  # fmt: skip
@@ -32,6 +34,18 @@ def check(scheme: str, dtype: torch.dtype, device: torch.device) -> None:
         raise ConfigError(f"quantization {scheme} computes in bfloat16; give dtype='bfloat16', not {dtype}")
     if not native.runs(dtype, device):
         raise ConfigError(f"quantization {scheme} needs the compiled CPU kernels; `outrider info` says what is there")
+
+
+def check_activations(activations: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises ConfigError if rows cannot be rounded so on this dtype and device."""
+    if activations not in ACTIVATIONS:
+        raise ConfigError(f"activations {activations!r} are unknown; valid: {', '.join(ACTIVATIONS)}")
+    if dtype != torch.bfloat16:
+        raise ConfigError(f"activations {activations} are rounded from bfloat16; give dtype='bfloat16', not {dtype}")
+    if not native.runs(dtype, device):
+        raise ConfigError(
+            f"activations {activations} need the compiled CPU kernels; `outrider info` says what is there"
+        )
 
 
 def quantize(weight: Tensor, scheme: str) -> Quantized:

@@ -33,6 +33,7 @@ class Settings:
     model: str = "smollm2"
     dtype: str = "auto"
     quantization: str | None = None
+    activations: str | None = None
     device: str = "auto"
     methods: list[SpeculativeConfig] = field(default_factory=list)
     suite: str = "chat"

@@ -103,8 +103,14 @@ class Result:
     date: str
     notes: list[str]
     quantization: str | None = None
+    activations: str | None = None
     repeated: float | None = None  # see `repeated`
     new_tokens: int | None = None  # of all prompts together, once, if answers end where the model ends them
+
+    @property
+    def numbers(self) -> str:
+        """What weights and activations are."""
+        return (self.quantization or self.dtype) + (f", {self.activations} activations" if self.activations else "")
 
     @property
     def length(self) -> str:
@@ -178,7 +184,7 @@ def remarks(group: list[Result]) -> list[str]:
     law = "greedy" if r.temperature == 0 else f"temperature {r.temperature:g}, top-p {r.top_p:g}, seed {r.seed}"
     kv = max(x.kv_bytes or 0 for x in group)
     lines = [
-        f"{r.model}, {r.quantization or r.dtype}, {law}, exactness {r.exactness}; prompts: {r.prompts} ({r.source}), "
+        f"{r.model}, {r.numbers}, {law}, exactness {r.exactness}; prompts: {r.prompts} ({r.source}), "
         f"batch {r.batch}, {r.length}; "
         f"weights {r.weight_bytes / 1e6:,.1f} MB, keys and values {kv / 1e6:,.1f} MB.",
         f"{h['gpu'] or h['cpu']}, {h['threads']} threads on {h['cores']} cores, load {h['load']:.1f}; outrider "
@@ -263,9 +269,7 @@ def plot(results: list[Result], path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(y=0.12)
     r = results[0]
-    axes.set_title(
-        f"{r.model}, {r.quantization or r.dtype}, batch {r.batch}, {r.max_tokens} new tokens", fontsize="medium"
-    )
+    axes.set_title(f"{r.model}, {r.numbers}, batch {r.batch}, {r.max_tokens} new tokens", fontsize="medium")
     if methods:
         figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize="small")
     figure.savefig(path, dpi=150, format="png")

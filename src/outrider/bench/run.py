@@ -61,6 +61,7 @@ class Conditions:
     model: str = "tiny"
     dtype: str = "auto"
     quantization: str | None = None
+    activations: str | None = None
     device: str = "auto"
     methods: list[SpeculativeConfig] = field(default_factory=list)  # beside plain
     max_tokens: int = 256
@@ -93,11 +94,12 @@ class Conditions:
 
 
 def load_llm(settings: Any, progress: Progress, **engine: Any) -> LLM:
-    """The model of settings that have model, dtype, quantization, device and threads."""
+    """The model of settings that have model, dtype, quantization, activations, device and threads."""
     s = settings
     if s.threads:
         torch.set_num_threads(s.threads)
-    own = {"dtype": s.dtype, "quantization": s.quantization, "device": s.device, "progress": progress}
+    own = {"dtype": s.dtype, "quantization": s.quantization, "activations": s.activations, "device": s.device}
+    own["progress"] = progress
     own["enable_prefix_caching"] = False  # what one method has read is not to speed up the next
     return LLM(s.model, **own, **engine)
 
@@ -350,7 +352,8 @@ def result(
     source = json.loads(config.read_text("utf-8")).get("outrider_inflated_from") if config.is_file() else None
     return Result(
         suite=suite.name, source=suite.source, model=s.model, inflated_from=source,
-        dtype=str(model.dtype).removeprefix("torch."), quantization=s.quantization, device=str(model.device),
+        dtype=str(model.dtype).removeprefix("torch."), quantization=s.quantization,
+        activations=s.activations, device=str(model.device),
         temperature=s.temperature, top_p=s.top_p, seed=s.seed, batch=s.batch, prompts=len(prompts),
         max_tokens=s.max_tokens,
         tokens_per_second=median(rates), repeats=rates, speedup=median(rates) / median(base),

@@ -17,6 +17,7 @@ from rich.table import Table
 from outrider.bench import report
 from outrider.bench.suites import SUITES
 from outrider.cli.options import (
+    Activations,
     Device,
     Dtype,
     KvOffload,
@@ -119,6 +120,7 @@ def bench(
     model: Model = "tiny",
     dtype: Dtype = "auto",
     quantization: Quantization = None,
+    activations: Activations = None,
     device: Device = "auto",
     suite: Annotated[
         list[str] | None, typer.Option(help=f"{', '.join(SUITES)}, mixed; repeated or with commas. Default: stories.")
@@ -156,7 +158,7 @@ def bench(
     given = _methods(speculate, speculative_config) or [SpeculativeConfig("ngram")]
     methods = [config for config in given if config.method != run.PLAIN.method]
     settings = run.Settings(
-        model=model, dtype=dtype, quantization=quantization, device=device, methods=methods,
+        model=model, dtype=dtype, quantization=quantization, activations=activations, device=device, methods=methods,
         suites=[name.strip() for text in suite or ["stories"] for name in text.split(",")],
         prompts=prompts, max_tokens=max_tokens, repeats=repeats, temperature=temperature, top_p=top_p, seed=seed,
         batch=batch, peer=peer, data=data, file=file, threads=threads,
@@ -206,6 +208,7 @@ def long(
     model: Model = "tiny",
     dtype: Dtype = "auto",
     quantization: Quantization = None,
+    activations: Activations = None,
     device: Device = "auto",
     context: Annotated[str, typer.Option(help="Tokens of prompt, with commas.")] = "4096,32768",
     batch: Annotated[str, typer.Option(help="Prompts that run together, with commas.")] = "1",
@@ -229,8 +232,9 @@ def long(
     from outrider.bench import long as longer
 
     settings = longer.Settings(
-        model=model, dtype=dtype, quantization=quantization, device=device, contexts=read_ints(context, "--context"),
-        batches=read_ints(batch, "--batch"), methods=_methods(speculate, speculative_config), max_tokens=max_tokens,
+        model=model, dtype=dtype, quantization=quantization, activations=activations, device=device,
+        contexts=read_ints(context, "--context"), batches=read_ints(batch, "--batch"),
+        methods=_methods(speculate, speculative_config), max_tokens=max_tokens,
         repeats=repeats, temperature=temperature, top_p=top_p, seed=seed, data=data, file=file, threads=threads,
         engine={"kv_offload": kv_offload, "on_chip_layers": on_chip_layers},
     )  # fmt: skip
@@ -244,6 +248,7 @@ def exact(
     model: Model = "smollm2",
     dtype: Dtype = "auto",
     quantization: Quantization = None,
+    activations: Activations = None,
     device: Device = "auto",
     suite: Annotated[str, typer.Option(help=", ".join(SUITES))] = "chat",
     speculate: Annotated[list[str] | None, typer.Option(help="Method, repeatable. Default: ngram, suffix.")] = None,
@@ -267,9 +272,10 @@ def exact(
     from outrider.bench import exact as counting
 
     settings = counting.Settings(
-        model=model, dtype=dtype, quantization=quantization, device=device, suite=suite, prompts=prompts,
+        model=model, dtype=dtype, quantization=quantization, activations=activations, device=device, suite=suite,
+        prompts=prompts, max_tokens=max_tokens,
         methods=_methods(speculate, speculative_config) or [SpeculativeConfig("ngram"), SpeculativeConfig("suffix")],
-        max_tokens=max_tokens, temperatures=read_floats(temperature, "--temperature"), company=together, seed=seed,
+        temperatures=read_floats(temperature, "--temperature"), company=together, seed=seed,
         peers=peer or [], data=data, file=file, threads=threads,
     )  # fmt: skip
     files = Output(output, counting.write, counting.plot, "exact.png")

@@ -19,6 +19,7 @@ from rich.text import Text
 
 import outrider
 from outrider.cli.options import (
+    Activations,
     Device,
     Dtype,
     MaxModelLen,
@@ -63,6 +64,7 @@ def chat(
     dtype: Dtype = "auto",
     device: Device = "auto",
     quantization: Quantization = None,
+    activations: Activations = None,
     max_model_len: MaxModelLen = None,
     system: Annotated[str | None, typer.Option(help="A system message to start with.")] = None,
     sampling: dict[str, Any],
@@ -71,7 +73,14 @@ def chat(
     config = speculative(speculate, speculative_config)
     with Reporter() as reporter:
         llm = load_llm(
-            model or _default(), config, dtype, device, reporter, max_model_len=max_model_len, quantization=quantization
+            model or _default(),
+            config,
+            dtype,
+            device,
+            reporter,
+            max_model_len=max_model_len,
+            quantization=quantization,
+            activations=activations,
         )
         llm.render([{"role": "user", "content": "?"}])  # no chat template: say so before the first question
         Conversation(llm, sampling, system, reporter).loop()

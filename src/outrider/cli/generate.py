@@ -14,6 +14,7 @@ from rich.table import Table
 
 import outrider
 from outrider.cli.options import (
+    Activations,
     Device,
     Dtype,
     KvOffload,
@@ -45,6 +46,7 @@ def generate(
     dtype: Dtype = "auto",
     device: Device = "auto",
     quantization: Quantization = None,
+    activations: Activations = None,
     max_model_len: MaxModelLen = None,
     kv_offload: KvOffload = False,
     on_chip_layers: OnChipLayers = 0,
@@ -68,7 +70,9 @@ def generate(
     texts = _prompts(prompts, prompt_file)
     with Reporter() as reporter:
         limits = {"max_model_len": max_model_len, "kv_offload": kv_offload, "on_chip_layers": on_chip_layers}
-        llm = load_llm(model, config, dtype, device, reporter, quantization=quantization, **limits)
+        llm = load_llm(
+            model, config, dtype, device, reporter, quantization=quantization, activations=activations, **limits
+        )
         ids = [llm.render([{"role": "user", "content": t}]) if chat else llm.encode(t) for t in texts]
         leads = [f"{text}\n" if chat else text for text in texts for _ in range(sampling["n"])]  # before each output
         if compare:

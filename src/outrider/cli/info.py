@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 import outrider
-from outrider.cli.options import MISSING, Device, Dtype, Quantization, Reporter, check_model, load_llm
+from outrider.cli.options import MISSING, Activations, Device, Dtype, Quantization, Reporter, check_model, load_llm
 from outrider.cli.output import put_json, visible
 from outrider.config import ModelConfig
 from outrider.errors import ConfigError
@@ -46,17 +46,26 @@ def info(
     dtype: Dtype = "auto",
     device: Device = "auto",
     quantization: Quantization = None,
+    activations: Activations = None,
     as_json: Annotated[bool, typer.Option("--json", help="The same as one JSON object.")] = False,
 ) -> None:
     """Versions, devices, methods with their options; with --model, the model's shape and exactness."""
-    for name, given in (("dtype", dtype != "auto"), ("device", device != "auto"), ("quantization", quantization)):
+    chosen = {
+        "dtype": dtype != "auto",
+        "device": device != "auto",
+        "quantization": quantization,
+        "activations": activations,
+    }
+    for name, given in chosen.items():
         if given and model is None:
             raise ConfigError(f"--{name} says how a model is loaded; give one with --model")
     if model is None:
         facts = _installation()
     else:
         with Reporter() as reporter:
-            facts = _model(load_llm(model, None, dtype, device, reporter, quantization=quantization))
+            facts = _model(
+                load_llm(model, None, dtype, device, reporter, quantization=quantization, activations=activations)
+            )
     if as_json:
         put_json(facts)
         return
@@ -196,7 +205,7 @@ def _model(llm: outrider.LLM) -> dict[str, Any]:
         "keys_and_values": f"{per_token} bytes per token; {free_memory(m.device) / 2**30:.1f} GiB free",
         "bytes_per_forward": m.nbytes,
         "forward": walk,
-        "linear": m.head.kernel,
+        "linear": m.head.kernel + (", activations of quantised weights rounded to int8" if m.rounded else ""),
         "activation": f"{c.activation}, {gate}",
         "attention": attention,
         "drafters": _drafters(llm),

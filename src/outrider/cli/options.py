@@ -66,6 +66,7 @@ Model = Annotated[
 Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 Quantization = Annotated[str | None, typer.Option(help="int8 or int4: round the weights while loading.")]
+Activations = Annotated[str | None, typer.Option(help="int8: round activations, too, for weights of 4 to 8 bits.")]
 MaxModelLen = Annotated[int | None, typer.Option(help="Context limit in tokens; default: the model's.")]
 KvOffload = Annotated[bool, typer.Option("--kv-offload", help="Keep keys and values in host memory, stream them.")]
 OnChipLayers = Annotated[int, typer.Option(help="With --kv-offload: so many layers' keys stay on the device.")]
@@ -267,7 +268,7 @@ class Reporter:
 def load_llm(
     model: str, config: SpeculativeConfig | None, dtype: str, device: str, reporter: Reporter, **engine: Any
 ) -> outrider.LLM:
-    """An LLM with progress on the terminal; `engine` as EngineConfig's fields, and quantization."""
+    """An LLM with progress on the terminal; `engine` as EngineConfig's fields, quantization and activations."""
     llm = outrider.LLM(model, speculative_config=config, dtype=dtype, device=device, progress=reporter, **engine)
     if llm.runner.model.device.type == "cpu":
         warn_without_kernels()

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from outrider.cli.options import (
+    Activations,
     Device,
     Dtype,
     KvOffload,
@@ -49,6 +50,7 @@ def serve(
     dtype: Dtype = "auto",
     device: Device = "auto",
     quantization: Quantization = None,
+    activations: Activations = None,
     max_model_len: MaxModelLen = None,
     max_num_seqs: Annotated[int, typer.Option(help="Outputs that share a forward.")] = 32,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Prompt tokens in one forward.")] = 512,
@@ -124,7 +126,9 @@ def serve(
             "max_model_len": max_model_len, "kv_offload": kv_offload, "on_chip_layers": on_chip_layers,
             "max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens,
         }  # fmt: skip
-        llm = load_llm(model, config, dtype, device, reporter, quantization=quantization, **limits)
+        llm = load_llm(
+            model, config, dtype, device, reporter, quantization=quantization, activations=activations, **limits
+        )
         reporter.close()
         llm.runner.progress = None
     engine = AsyncLLM(llm, max_queued_requests=max_queued_requests, max_queued_tokens=max_queued_tokens)

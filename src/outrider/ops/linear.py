@@ -52,6 +52,11 @@ class Quantized:
         """Whether the kernels take groups of this size."""
         return self.group in (32, 64, 128) or (self.group == 16 and self.values.shape[1] % 32 == 0)
 
+    @property
+    def whole(self) -> bool:
+        """Whether the numbers are integers, which the kernels multiply with rounded rows."""
+        return not self.floats
+
     def dense(self) -> Tensor:
         """The weights that these stand for, (out, in) float32."""
         values = self.values.float()
@@ -148,7 +153,8 @@ class Linear:
     `gated`: the weight is a gate and an up, one below the other, and y = silu(gate) * up (rows, out / 2). With `pack`
     false the weight given is used as it is, shared with whoever holds it. Quantised weights take bfloat16 activations
     and need the kernels; a list, of which some may be plain, lies one below the other, each part as it is stored (not
-    if `gated`). `kernel` says what computes the products.
+    if `gated`). With `rounded`, quantised weights that are `whole` take rows rounded to 8 bits, each group by itself.
+    `kernel` says what computes the products.
     """
 
     def __init__(
@@ -157,6 +163,7 @@ class Linear:
         bias: Tensor | None = None,
         pack: bool = True,
         gated: bool = False,
+        rounded: bool = False,
     ) -> None:
         parts: list[Tensor | Quantized] = [*weight] if isinstance(weight, list) else [weight]
         plain = [part.values if isinstance(part, Quantized) else part for part in parts]
@@ -175,7 +182,7 @@ class Linear:
             self._kept = [] if bias is None else [bias]  # what the kernels read
             self.packed, first = [], 0
             for part, values in zip(parts, plain, strict=True):
-                self.packed.append(self._pack(values, part if isinstance(part, Quantized) else None))
+                self.packed.append(self._pack(values, part if isinstance(part, Quantized) else None, rounded))
                 if bias is not None:
                     self.packed[-1].set_bias(bias[first:].data_ptr())
                 first += len(values)
@@ -187,7 +194,12 @@ class Linear:
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight) if pack and self.fixed else weight
         self.nbytes = weight.nbytes + (bias.nbytes if bias is not None else 0)
 
-    def _pack(self, plain: Tensor, quantized: Quantized | None) -> Any:
+    @property
+    def rounded(self) -> bool:
+        """Whether some of the products take rounded rows."""
+        return self.native and any(w.rounded for w in self.packed)
+
+    def _pack(self, plain: Tensor, quantized: Quantized | None, rounded: bool) -> Any:
         group, code = 32, native.FORMATS[self.dtype]
         if quantized:
             floats, bits = quantized.floats, quantized.bits
@@ -196,7 +208,8 @@ class Linear:
             raise ValueError(
                 f"groups of {group} of {plain.shape[1]} inputs: a group is 32, 64 or 128, or 16 of whole 32"
             )
-        w = native.kernels.Weights(code, *plain.shape, group, self.gated)
+        rounded = rounded and quantized is not None and quantized.whole
+        w = native.kernels.Weights(code, *plain.shape, group, self.gated, rounded)
         data, plain = native.memory(w.nbytes), plain.contiguous()
         w.pack(plain.data_ptr(), data.data_ptr(), torch.get_num_threads())
         self._kept.append(data)

@@ -17,6 +17,7 @@ from outrider.errors import ConfigError
 
 REFERENCE = "reference"
 F32, BF16, INT8, INT4, UINT4, UINT5, INT6, FP4, FP8 = range(9)  # formats of weights, as csrc/linear.h has them
+INTEGERS = (INT8, INT4, UINT4, UINT5, INT6)  # those that multiply with rounded rows
 BFLOAT, HALF, COARSE, FLOAT, ZEROS = range(5)  # kinds of factors
 SUPER = 256  # inputs that share a coarse factor
 HUGE = 2**21  # bytes of a large page
@@ -79,15 +80,16 @@ def memory(size: int) -> Tensor:
 
 def computes_right() -> bool:
     """Whether small products of all formats agree with float64 on the instruction set in use."""
-    x, weight = torch.linspace(-2, 2, 3 * 72).view(3, 72).cos(), torch.arange(40 * 72).view(40, 72) % 15
+    x, weight = torch.arange(3 * 72).view(3, 72) * 37 % 255 - 127.0, torch.arange(40 * 72).view(40, 72) % 15
+    x[:, ::32] = 127  # in each group: rounded to 8 bits, the rows are what they were
     scales, coarse = torch.arange(1, 41).view(40, 1).repeat(1, 3) % 60, torch.full((40, 1), 1 / 64, dtype=torch.float16)
-    for code in range(9):
+    for code, rounded in [*((code, False) for code in range(9)), *((code, True) for code in INTEGERS)]:
         plain = weight - (0 if code in (UINT4, UINT5) else 7)
         plain = torch.where(plain.abs() % 2 * plain.abs() > 4, plain.sign() * 6, plain) if code == FP4 else plain
         kinds = {F32: torch.float32, BF16: torch.bfloat16, FP8: torch.float8_e4m3fn}
         plain = plain.to(kinds.get(code, torch.int8))
         a, y = x.to(torch.float32 if code == F32 else torch.bfloat16), torch.empty(3, 40)
-        w = kernels.Weights(code, 40, 72, 32, False)
+        w = kernels.Weights(code, 40, 72, 32, False, rounded)
         data, factors = torch.empty(w.nbytes, dtype=torch.uint8), torch.empty(w.room(3), dtype=torch.int16)
         kind, shared = code % 3, torch.empty(w.room(1), dtype=torch.float16)
         own = (scales / 64).bfloat16() if kind == BFLOAT else (scales / 64).half() if kind == HALF else scales.char()
