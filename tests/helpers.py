@@ -77,7 +77,7 @@ def assert_released(llm: LLM) -> None:
         assert not by_sequence, f"{drafter.name} still holds {by_sequence}"
     for runner in runners:
         kv = runner.kv
-        assert not runner.slots and not getattr(kv, "held", None)
+        assert not runner.slots and not runner.scores and not getattr(kv, "held", None)
         if isinstance(kv, PagedKV):
             assert not kv.tables and not kv.pool.used and kv.pool.free + len(kv.pool.cached) == len(kv.pool.holders)
         else:
