@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from outrider import LLM, Draft, Drafter, GenerationOutput, SamplingParams
 from outrider.config import Rule
+from outrider.draft import Verdict
 from outrider.engine import Engine
 from outrider.kv import PagedKV
 from outrider.load import find
@@ -57,6 +58,24 @@ def use(llm: LLM, drafter: Drafter, k: int = 4, rule: Rule = COUPLED) -> None:
     llm.engine = Engine(llm.runner, drafter, k, llm.engine_config, llm.tokenizer, llm.exactness, rule)
 
 
+TREES = [Draft([5, 6, 7, 8], [-1, -1, 0, 1]), Draft.chain([2, 3, 4])]
+
+
+def drive(llm: LLM, long: Sequence, short: Sequence, rounds: int = 1) -> list[torch.Tensor]:
+    """Grow two sequences by trees of which paths of all kinds are accepted; the logits of all rows, then all keys."""
+    seen = []
+    for i, path in enumerate(([1, 3], [0], [], [0, 2]) * rounds):
+        group = [long, short][: 2 - i % 2]
+        output = llm.runner.extend(group, TREES[: len(group)])
+        seen += output.logits
+        paths = [path, [0]][: len(group)]
+        llm.runner.commit(group, output, [Verdict(taken, []) for taken in paths])
+        for seq, draft, taken in zip(group, TREES, paths, strict=False):
+            seq.tokens += [draft.tokens[node] for node in taken] + [3]
+    layers = range(llm.runner.model.config.num_layers)
+    return seen + [llm.runner.kv.span(long.id, layer, 0, len(long.tokens) - 1) for layer in layers]
+
+
 def run(llm: LLM, requests: list[tuple[list[int], SamplingParams]]) -> list[GenerationOutput]:
     """Requests, each with its own parameters, in one batch. Nothing of them may stay behind."""
     added = [r for prompt, params in requests for r in llm.engine.add(prompt, params)]
@@ -77,7 +96,7 @@ def assert_released(llm: LLM) -> None:
         assert not by_sequence, f"{drafter.name} still holds {by_sequence}"
     for runner in runners:
         kv = runner.kv
-        assert not runner.slots and not getattr(kv, "held", None)
+        assert not runner.slots and not runner.scores and not getattr(kv, "held", None)
         if isinstance(kv, PagedKV):
             assert not kv.tables and not kv.pool.used and kv.pool.free + len(kv.pool.cached) == len(kv.pool.holders)
         else:

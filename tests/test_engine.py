@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -15,7 +16,7 @@ from helpers import ScriptedDrafter, assert_released, oracle, run, use
 
 from outrider import LLM, Draft, SamplingParams, speculate
 from outrider.engine import Engine
-from outrider.errors import ConfigError, DrafterError, OutOfMemory, OutriderError, RequestError
+from outrider.errors import ConfigError, DeadlineExceeded, DrafterError, OutOfMemory, OutriderError, RequestError
 from outrider.sequence import Sequence
 
 METHODS = {
@@ -184,6 +185,43 @@ def test_a_drafter_never_hears_of_plain_requests(random_llm):
     assert plain.seq.id not in dict(heard) and max(k for _, k in heard) == 3
     metrics = [engine.output(r).metrics["speculative_decoding"] for r in (few, other)]
     assert [m["mean_acceptance_length"] for m in metrics] == [4, 3]
+
+
+@pytest.mark.parametrize("method", ["none", "ngram", "merge"])
+def test_what_is_not_done_in_time_ends(make_llm, method):
+    """Waiting or running; the others go on, and what it held is given back."""
+    llm = make_llm(engine={"max_num_seqs": 2})
+    expected = [llm.generate(prompt, SAMPLED)[0].token_ids for prompt in PROMPTS[:3]]
+    llm.speculative_config = METHODS[method]
+    long, waits = replace(SAMPLED, max_tokens=1000), replace(SAMPLED, max_tokens=1000)
+    (late,) = llm.engine.add(PROMPTS[3], long, deadline=0.05, priority=-1)
+    kept = [llm.engine.add(prompt, SAMPLED)[0] for prompt in PROMPTS[:3]]
+    (never,) = llm.engine.add(PROMPTS[4], waits, deadline=0.05, priority=9)
+    llm.engine.step()
+    time.sleep(0.06)
+    llm.engine.drive(lambda: all(r.finished for r in [late, never, *kept]))
+    assert [r.seq.output for r in kept] == expected
+    assert 0 < late.ready < 1000 and never.ready == 0
+    for request in (late, never):
+        assert isinstance(request.error, DeadlineExceeded) and "deadline" in str(request.error)
+    with pytest.raises(DeadlineExceeded):
+        llm.engine.finish([late])
+    assert_released(llm)
+    for wrong in (0, -1, "1", True, float("nan")):
+        with pytest.raises(ConfigError, match="deadline"):
+            llm.engine.add([1], SAMPLED, deadline=wrong)
+
+
+def test_earlier_deadlines_go_first(make_llm):
+    llm = make_llm(engine={"max_num_seqs": 1})
+    deadlines = [None, 900, 800, None, 700]
+    requests = [llm.engine.add([i + 1], SAMPLED, deadline=due)[0] for i, due in enumerate(deadlines)]
+    requests += llm.engine.add([9], SAMPLED, priority=-1)
+    ended = []
+    while len(ended) < 6:
+        llm.engine.step()
+        ended += [i for i, request in enumerate(requests) if request.finished and i not in ended]
+    assert ended == [5, 4, 2, 1, 0, 3]
 
 
 def test_lower_priorities_go_first(make_llm):

@@ -236,7 +236,10 @@ BAD_SAMPLING = {
     "max_tokens": (0, -1, 1.5, "9", None, True), "min_tokens": (-1, 257, 1.5, "9", None, True),
     "stop": (5, "", [""], ["a", 5], b"x", {"a"}), "stop_token_ids": (5, [-1], ["a"], [1.5], [True], "12"),
     "logit_bias": (5, [1], {"a": 1}, {-1: 1}, {1: NAN}, {1: "x"}, {1: None}, {True: 1}, {1.5: 1}),
-    "logprobs": (-1, 1.5, "x", True), "logits_processors": (5, [5], ["x"], print),
+    "logprobs": (-1, 1.5, "x", True), "prompt_logprobs": (-1, 1.5, "x", True, 10**9),
+    "bad_words": ("x", [""], [" "], [5], 5, ["\ud800"], ["a"] * 1025),
+    "allowed_token_ids": (5, [], [-1], ["a"], [True]),
+    "logits_processors": (5, [5], ["x"], print),
     "ignore_eos": ("yes", None, 1), "include_stop_str_in_output": ("yes", None, 1),
     "skip_special_tokens": ("yes", None, 1), "structured_outputs": (5, "x", [], {"jsn": {}}, {}),
 }  # fmt: skip
@@ -263,11 +266,15 @@ def test_contradictory_sampling(random_llm):
         random_llm.generate([1], SamplingParams(), top_p=0.5)
     with refused(ConfigError, "sampling_params"):
         random_llm.generate([1], {"temperature": 0})
-    for token in ({"logit_bias": {128: 1.0}}, {"stop_token_ids": [128]}):
+    for token in ({"logit_bias": {128: 1.0}}, {"stop_token_ids": [128]}, {"allowed_token_ids": [1, 128]}):
         with refused(ConfigError, "128"):
             random_llm.generate([1], **token)
     with refused(ConfigError, "stop_token_ids", "tokenizer"):
         random_llm.generate([1], stop="x")
+    with refused(ConfigError, "bad_words", "tokenizer"):
+        random_llm.generate([1], bad_words=["x"])
+    with refused(RequestError, "allowed_token_ids", "every token"):
+        random_llm.generate([1], allowed_token_ids=[5], logit_bias={5: -math.inf})
 
 
 # --- requests --------------------------------------------------------------------------------------------------------

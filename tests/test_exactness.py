@@ -87,7 +87,8 @@ SAMPLINGS = {
     "everything": SamplingParams(
         temperature=0.9, top_k=40, top_p=0.95, min_p=0.02, repetition_penalty=1.2, presence_penalty=0.3,
         frequency_penalty=0.2, logit_bias={5: 2.5, 7: -4.0, 11: 1.5}, seed=12, min_tokens=6,
-        stop_token_ids=[5, 9], logits_processors=[favour],
+        stop_token_ids=[5, 9], logits_processors=[favour], logprobs=1, prompt_logprobs=2,
+        allowed_token_ids=[token for token in range(128) if token % 7],
     ),
 }  # fmt: skip
 TEXTS = [
@@ -113,8 +114,11 @@ def prompts(llm: LLM) -> list[list[int]]:
 
 def batch_of(llm: LLM, sampling: str, size: int) -> list[tuple[list[int], SamplingParams]]:
     """Requests of different lengths, so that rows leave the batch one after the other."""
-    some = enumerate(prompts(llm)[:size])
-    return [(p, replace(SAMPLINGS[sampling], max_tokens=26 - 2 * i)) for i, p in some]
+    params, some = SAMPLINGS[sampling], enumerate(prompts(llm)[:size])
+    if llm.tokenizer and params.allowed_token_ids:
+        ids = [token for token in range(llm.runner.model.config.vocab_size) if token % 7]
+        params = replace(params, allowed_token_ids=ids, bad_words=["and", "the", "the park", "Lily"])
+    return [(p, replace(params, max_tokens=26 - 2 * i)) for i, p in some]
 
 
 def config_of(method: str, universe: str, make_checkpoint, k: int | None = None) -> SpeculativeConfig:
@@ -127,8 +131,11 @@ def config_of(method: str, universe: str, make_checkpoint, k: int | None = None)
     return config
 
 
+ALIKE = ("token_ids", "text", "finish_reason", "stop_reason", "logprobs", "prompt_logprobs")
+
+
 def alike(a, b) -> bool:
-    return (a.token_ids, a.text, a.finish_reason) == (b.token_ids, b.text, b.finish_reason)
+    return all(getattr(a, name) == getattr(b, name) for name in ALIKE)
 
 
 _plain: dict[tuple[int, str], list] = {}
@@ -398,6 +405,37 @@ def test_logprobs(random_llm):
         assert (a.token_id, list(a.top)) == (b.token_id, list(b.top))
         assert [a.logprob, *a.top.values()] == pytest.approx([b.logprob, *b.top.values()], abs=1e-4)
     assert run(random_llm, [(prompt, replace(params, logprobs=None))])[0].logprobs is None
+
+
+@pytest.mark.parametrize("method", drafters.methods())
+def test_logprobs_of_prompts(random_llm, make_llm, make_checkpoint, method):
+    """Whatever is in the cache, however the prompt is cut, for all n outputs; and where it has to be read again."""
+    prompt = prompts(random_llm)[4] * 3
+    params = SamplingParams(max_tokens=9, seed=3, n=2, prompt_logprobs=2)
+    random_llm.speculative_config = config_of(method, "random", make_checkpoint)
+    random_llm.generate(prompt, max_tokens=1)
+    outputs = run(random_llm, [(prompt, params)])
+    first, *scores = outputs[0].prompt_logprobs
+    assert first is None and len(scores) == len(prompt) - 1 and outputs[1].prompt_logprobs == [None, *scores]
+    for at in (1, 2, 50, len(prompt) - 1):
+        logs = logits_after(random_llm, prompt[:at]).log_softmax(-1)
+        assert scores[at - 1].token_id == prompt[at] and list(scores[at - 1].top) == logs.topk(2).indices.tolist()
+        assert scores[at - 1].logprob == pytest.approx(float(logs[prompt[at]]), abs=1e-4)
+        assert scores[at - 1].rank == 1 + int((logs > logs[prompt[at]]).sum())
+    plainly = random_llm.generate(prompt, replace(params, prompt_logprobs=None))
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in plainly] and plainly[0].prompt_logprobs is None
+    assert random_llm.generate([5], replace(params, n=1))[0].prompt_logprobs == [None]
+
+
+def test_logprobs_of_prompts_that_are_read_twice(random_llm, make_llm):
+    """In parts, beside others, and again behind a preemption."""
+    prompt = prompts(random_llm)[4] * 3
+    params = SamplingParams(max_tokens=64, seed=3, n=2, prompt_logprobs=2)
+    expected = run(random_llm, [(prompt, params)])
+    small = make_llm(engine={"max_num_batched_tokens": 20, "kv_memory": 8 * random_llm.runner.kv.nbytes(32)})
+    small.speculative_config = {"method": "ngram", "num_speculative_tokens": 3}
+    assert all(map(alike, run(small, [(prompt, params), ([7] * 40, params)])[:2], expected))
+    assert small.engine.preemptions
 
 
 # --- streams ---------------------------------------------------------------------------------------------------------

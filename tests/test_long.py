@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import logits_after, run
+from helpers import drive, logits_after, run
 
-from outrider import LLM, Draft, SamplingParams
-from outrider.draft import Verdict
+from outrider import LLM, SamplingParams
 from outrider.errors import ConfigError
 from outrider.sequence import Sequence
 
@@ -29,21 +28,11 @@ def test_offloaded_is_dense_bit_for_bit(make_llm, on_chip):
     params, results = SamplingParams(max_tokens=99), []
     for llm in (dense, offloaded):
         llm.runner.chunk = 200
-        long, short, seen = Sequence(text(900), params, 0), Sequence(text(7), params, 0), []
-        trees = [Draft([5, 6, 7, 8], [-1, -1, 0, 1]), Draft.chain(text(3, 2))]
-        for i, path in enumerate(([1, 3], [0], [], [0, 2])):
-            group = [long, short][: 2 - i % 2]
-            output = llm.runner.extend(group, trees[: len(group)])
-            seen += output.logits
-            paths = [path, [0]][: len(group)]
-            llm.runner.commit(group, output, [Verdict(taken, []) for taken in paths])
-            for seq, draft, taken in zip(group, trees, paths, strict=False):
-                seq.tokens += [draft.tokens[node] for node in taken] + [3]
+        long, short = Sequence(text(900), params, 0), Sequence(text(7), params, 0)
+        seen = drive(llm, long, short)
         llm.runner.free(short)
-        seen += llm.runner.extend([long]).logits
-        seen += [llm.runner.kv.span(long.id, layer, 0, len(long.tokens) - 1) for layer in range(4)]
+        results.append(seen + llm.runner.extend([long]).logits)
         llm.runner.free(long)
-        results.append(seen)
         assert not llm.runner.kv.tables
     assert not any(offloaded.runner.kv.stages)
     assert len(results[0]) == len(results[1]) and all(map(torch.equal, *results))

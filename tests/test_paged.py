@@ -7,11 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import ScriptedDrafter, assert_released, oracle, run, use
+from helpers import ScriptedDrafter, assert_released, drive, oracle, run, use
 from test_exactness import config_of
 
 from outrider import LLM, Draft, SamplingParams, drafters
-from outrider.draft import Verdict
 from outrider.errors import PoolFull
 from outrider.kv import Entry, Plan
 from outrider.kv.blocks import BLOCK, Pool
@@ -119,23 +118,13 @@ def test_rows_do_not_know_their_blocks(make_checkpoint, dtype):
         if seed is not None:
             shuffle(llm.runner.kv, seed)
         llm.runner.chunk = 200
-        long, short, seen = Sequence(text(SLAB + 90), params, 0), Sequence(text(7), params, 0), []
-        trees = [Draft([5, 6, 7, 8], [-1, -1, 0, 1]), Draft.chain(text(3, 2))]
-        for i, path in enumerate(([1, 3], [0], [], [0, 2]) * 12):
-            group = [long, short][: 2 - i % 2]
-            output = llm.runner.extend(group, trees[: len(group)])
-            seen += output.logits
-            paths = [path, [0]][: len(group)]
-            llm.runner.commit(group, output, [Verdict(taken, []) for taken in paths])
-            for seq, draft, taken in zip(group, trees, paths, strict=False):
-                seq.tokens += [draft.tokens[node] for node in taken] + [3]
-        seen += [llm.runner.kv.span(long.id, layer, 0, len(long.tokens) - 1) for layer in range(2)]
+        long, short = Sequence(text(SLAB + 90), params, 0), Sequence(text(7), params, 0)
+        results.append(drive(llm, long, short, rounds=12))
         ids = llm.runner.kv.tables[long.id].blocks
         assert (ids == sorted(ids)) is (seed is None)
         llm.runner.free(long)
         llm.runner.free(short)
         assert_released(llm)
-        results.append(seen)
     assert all(map(torch.equal, results[0], results[1])) and all(map(torch.equal, results[0], results[2]))
 
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from outrider import SamplingParams
 from outrider.engine import TextStream
+from outrider.engine.text import spelt
 from outrider.load import embedded, read_tokenizer
 
 TEXT = "Once upon a time, naïve café: 🙂👩‍👩‍👧 日本語 — “quoted”.\n\n  indented\tand so on.\n"
@@ -243,3 +244,20 @@ def test_a_long_output_is_read_in_linear_time():
             for _ in range(1000):
                 stream.feed([token])
             assert counted.most < 160 and counted.seen < 160 * 1000
+
+
+def test_bad_words_in_tokens(tiny_llm):
+    """At the beginning of a text, and behind a space; a word of several tokens may begin, but not end."""
+    space = tiny_llm.encode(" dog", add_special_tokens=False)
+    bare = tiny_llm.encode("dog", add_special_tokens=False)
+    found = spelt(["dog"], tiny_llm.tokenizer)
+    assert bare in found and (space in found or len(space) != len(bare))
+    prompt = "Lily went to the park. " * 3 + "Lily went to"
+    plain = tiny_llm.generate(prompt, temperature=0, max_tokens=8)[0]
+    assert plain.text.startswith(" the park")
+    for words in (["the park"], ["park"]):
+        other = tiny_llm.generate(prompt, temperature=0, max_tokens=8, bad_words=words)[0]
+        assert other.text.startswith(" the") and "the park" not in other.text
+    assert "the" not in tiny_llm.generate(prompt, temperature=0, max_tokens=8, bad_words=["the"])[0].text.split()
+    only = tiny_llm.generate(prompt, seed=1, max_tokens=8, allowed_token_ids=space, ignore_eos=True)[0]
+    assert set(only.token_ids) <= set(space)

@@ -93,6 +93,7 @@ class AsyncLLM:
         *,
         k: int | None = None,
         priority: int = 0,
+        deadline: float | None = None,
         cache_salt: str | None = None,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -100,16 +101,16 @@ class AsyncLLM:
     ) -> AsyncGenerator[StepEvent, None]:
         """Tokens of the n outputs as they come; the last event of each carries the whole output.
 
-        `prompt` is text, token ids or a conversation, for which LLM.render explains the keywords; `k`, `priority` and
-        `cache_salt` are explained by Engine.add. Leaving the loop, or cancelling the task, stops the request at the
-        next step. Raises, before anything runs, what LLM.generate raises, QueueFull and EngineError; later the error
-        of the first output that fails.
+        `prompt` is text, token ids or a conversation, for which LLM.render explains the keywords; `k`, `priority`,
+        `deadline` and `cache_salt` are explained by Engine.add. Leaving the loop, or cancelling the task, stops
+        the request at the next step. Raises, before anything runs, what LLM.generate raises, QueueFull and EngineError;
+        later the error of the first output that fails.
         """
         params = sampling_params_of(sampling_params, sampling)
         template = {"chat_template": chat_template, "chat_template_kwargs": chat_template_kwargs}
         self._check_room(params.n)
         ids = await self.off_loop(lambda: self.llm.read(prompt, **template))
-        answer = await self.start([(ids, params)], k=k, priority=priority, cache_salt=cache_salt)
+        answer = await self.start([(ids, params)], k=k, priority=priority, deadline=deadline, cache_salt=cache_salt)
         async with aclosing(answer.events()) as events:
             async for event in events:
                 yield event
@@ -125,6 +126,7 @@ class AsyncLLM:
         *,
         k: int | None = None,
         priority: int = 0,
+        deadline: float | None = None,
         cache_salt: str | None = None,
     ) -> Answer:
         """Queue prompts; their outputs are one Answer's, in the order of the prompts, n for each.
@@ -138,7 +140,7 @@ class AsyncLLM:
             answer.weight = weight
             self._answers.add(answer)
         try:
-            options: dict[str, Any] = {"k": k, "priority": priority, "cache_salt": cache_salt}
+            options: dict[str, Any] = {"k": k, "priority": priority, "deadline": deadline, "cache_salt": cache_salt}
             await self.off_loop(lambda: self._add(answer, prompts, options))
         except BaseException:  # cancelled, too: then the thread may not have come to it yet
             answer.close()

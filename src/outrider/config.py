@@ -18,7 +18,7 @@ ACCEPTANCE_METHODS = {  # what decides which drafted tokens stay (verify.py), an
     "block": "exact in law; never accepts less than rejection; trees fall back to it",
     "typical": "LOSSY: keeps what the target finds typical (Medusa), so the text is not the target's own",
 }
-MOST_OUTPUTS, MOST_LOGPROBS = 16384, 1024  # of one request: what is more would end in want of memory
+MOST_OUTPUTS, MOST_LOGPROBS, MOST_WORDS = 16384, 1024, 1024  # of one request: what is more would end in want of memory
 
 
 MOST_NODES = 256  # of a draft that can be accepted, and as many that only ride: beyond these no forward is cheap
@@ -256,6 +256,9 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     logprobs: int | None = None  # this many likeliest tokens beside the chosen one, from the raw logits
+    prompt_logprobs: int | None = None  # likewise of the prompt's tokens, all of which are then read
+    bad_words: list[str] | None = None  # never completed, as tokenised at a text's beginning and behind a space
+    allowed_token_ids: list[int] | None = None  # no others are chosen
     logits_processors: list[LogitsProcessor] | None = None
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputsParams | None = None  # or a mapping of its fields
@@ -290,24 +293,32 @@ class SamplingParams:
             raise ConfigError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
         if self.seed is not None:
             count("seed", -(2**63), 2**64 - 1, "a 64-bit whole number or None")
-        if self.logprobs is not None:
-            count("logprobs", 0, MOST_LOGPROBS, f"a whole number of at least 0 and at most {MOST_LOGPROBS}, or None")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                count(name, 0, MOST_LOGPROBS, f"a whole number of at least 0 and at most {MOST_LOGPROBS}, or None")
         if self.temperature == 0 and self.n > 1:
             raise ConfigError(f"n={self.n} at temperature 0 would give the same output {self.n} times; use n=1")
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, not {brief(getattr(self, name))}")
-        for name in ("stop", "stop_token_ids", "logits_processors"):
+        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logits_processors"):
             value = getattr(self, name)
             if not (value is None or isinstance(value, (list, tuple)) or (name == "stop" and isinstance(value, str))):
                 raise ConfigError(f"{name} must be a list, not {brief(value)}")
         if any(not isinstance(s, str) or not s for s in self.stops):
             raise ConfigError("stop must be a non-empty string or a list of them")
-        if self.stop_token_ids is not None:
-            ids = [whole(token, 0) for token in self.stop_token_ids]
-            if None in ids:
-                raise ConfigError(f"stop_token_ids must be token ids, not {brief(self.stop_token_ids)}")
-            object.__setattr__(self, "stop_token_ids", ids)
+        if any(not isinstance(word, str) or not word.strip() or not _is_unicode(word) for word in self.bad_words or ()):
+            raise ConfigError(f"bad_words must be words, not {brief(self.bad_words)}")
+        if len(self.bad_words or ()) > MOST_WORDS:
+            raise ConfigError(f"bad_words must be at most {MOST_WORDS}, not {len(self.bad_words or ())}")
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            if (given := getattr(self, name)) is not None:
+                ids = [whole(token, 0) for token in given]
+                if None in ids:
+                    raise ConfigError(f"{name} must be token ids, not {brief(given)}")
+                object.__setattr__(self, name, ids)
+        if self.allowed_token_ids == []:
+            raise ConfigError("allowed_token_ids allow no token; name at least one, or leave them out")
         if isinstance(asked := self.structured_outputs, Mapping):
             if unknown := [key for key in asked if key not in {f.name for f in fields(StructuredOutputsParams)}]:
                 valid = ", ".join(f.name for f in fields(StructuredOutputsParams))
@@ -332,6 +343,10 @@ class SamplingParams:
     def stops(self) -> list[str]:
         """Stop strings as a list."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+
+def _is_unicode(text: str) -> bool:
+    return not any("\ud800" <= c <= "\udfff" for c in text)
 
 
 def option(default: Any, help: str) -> Any:

@@ -14,6 +14,7 @@ OutriderError
     ├── RequestTooLong                 longer than the context, or than memory allows
     ├── ConstraintError                structured_outputs that lead nowhere
     ├── QueueFull                      too much is waiting already; later it may be served
+    ├── DeadlineExceeded               not done by the time it was wanted
     └── OutOfMemory                    memory ran out under a running request
 
 Each message is one line that says what was wrong and what would be right.
@@ -100,6 +101,10 @@ class ConstraintError(RequestError):
 
 class QueueFull(RequestError):
     """Too much is waiting already; the same request may be served later."""
+
+
+class DeadlineExceeded(RequestError):
+    """Not done by the time it was wanted."""
 
 
 class OutOfMemory(RequestError):

@@ -18,6 +18,7 @@ from torch import Tensor
 from outrider import drafters
 from outrider.config import EngineConfig, SamplingParams, SpeculativeConfig, promised
 from outrider.engine import Engine, Request, TextStream, free_memory
+from outrider.engine.text import tokenizing
 from outrider.errors import ConfigError, EmptyPrompt, RequestError, RequestTooLong, brief
 from outrider.kv import OffloadKV, PagedKV
 from outrider.kv.paged import MODEST
@@ -85,7 +86,6 @@ class LLM:
             self.engine_config = replace(self.engine_config, kv_memory=max(1, memory))
         self._drafts: dict[str, Runner] = {}
         self._idle: dict[str, Runner] = {}  # draft models that the next drafter may want again
-        self._tokenizing = threading.Lock()  # tokenizers are not made for several threads at once
         plain = drafters.create(SpeculativeConfig())
         self.engine = Engine(self.runner, plain, 0, self.engine_config, self.tokenizer, self._measured)
         self.speculative_config = config
@@ -316,7 +316,7 @@ class LLM:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(f"the prompt is not UTF-8 text ({error.reason} at {error.start})") from None
-        with self._tokenizing:
+        with tokenizing:
             if len(text) > PIECE:
                 self._refuse_too_long(text)
             ids: list[int] = self.tokenizer(text, **options)["input_ids"]

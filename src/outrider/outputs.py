@@ -15,6 +15,7 @@ class Logprob:
     token_id: int
     logprob: float
     top: dict[int, float] = field(default_factory=dict)
+    rank: int = 0  # of the token: 1 if none is likelier
 
 
 @dataclass
@@ -110,6 +111,7 @@ class GenerationOutput:
     drafted_by: list[str | None]  # per token, the drafter that guessed it; None = the target's own
     metrics: dict[str, Any]  # speculative_decoding, timing, exactness, method, drafter_error, ...
     logprobs: list[Logprob] | None = None
+    prompt_logprobs: list[Logprob | None] | None = None  # per token of the prompt; None for the first
     index: int = 0  # which of the request's n outputs
     prompt: str | None = None
     stop_reason: int | str | None = None  # the stop token or stop string that ended it; None for end of sequence

@@ -7,7 +7,7 @@ resync after a rejection and recomputation are this one operation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,12 @@ from outrider.kv import DenseKV, Entry, KVCache, PagedKV, Plan, QuantizedView, V
 from outrider.kv.rows import NORMED, Rows
 from outrider.model import Model, Wanted
 from outrider.ops import KEY_BLOCK, follows_paths
+from outrider.outputs import Logprob
+from outrider.sampling import logprob
 from outrider.sequence import Sequence
 
 MASK_ELEMENTS = 2**25  # bounds the mask of a prefill chunk, where there are masks: long contexts in smaller chunks
+SCORED = 2**24  # logits of a prompt's tokens that one forward brings, where they are asked for
 
 
 @dataclass
@@ -77,6 +80,9 @@ class Runner:
         self.tokenizer: Any = None  # the model's, set by who loads it: what holds token ids can check that it fits
         self.prefixes = False  # whether to look for, and to leave, blocks that begin other sequences of the same tokens
         self.slots: dict[int, Slot] = {}
+        self.scores: dict[
+            int, dict[int, Logprob]
+        ] = {}  # by id, of prompts to be measured: each place's token; filled here
         self.taps = WeakSet[Rows]()  # kept up as long as a drafter holds them
 
     def tap(self, points: tuple[int, ...]) -> Rows:
@@ -111,7 +117,7 @@ class Runner:
         if seq.id in self.slots:
             return 0
         slot, n = self.slots.setdefault(seq.id, Slot(beyond=self._beyond(seq))), 0
-        if isinstance(self.kv, PagedKV):
+        if isinstance(self.kv, PagedKV) and not self._unscored(seq):
             if like is not None and like.id in self.slots:
                 known, most = self.slots[like.id], min(len(seq.tokens) - 1, seq.settled)
                 most = most if known.beyond == slot.beyond else 0
@@ -283,10 +289,11 @@ class Runner:
 
     def _fits(self, seq: Sequence) -> int:
         """Rows of a sequence that one forward takes at most."""
+        most = max(16, min(self.chunk, SCORED // self.model.config.vocab_size)) if self._unscored(seq) else self.chunk
         if self.follows_paths:
-            return self.chunk
+            return most
         group = self.model.config.num_heads // self.model.config.num_kv_heads
-        return max(16, MASK_ELEMENTS // (group * len(seq.tokens)))
+        return min(most, max(16, MASK_ELEMENTS // (group * len(seq.tokens))))
 
     def _part(self, seq: Sequence, start: int, most: int, tokens: list[int], entries: list[Entry]) -> int:
         """Put tokens of a sequence from place `start` on into a forward, but not the last; returns how many."""
@@ -315,11 +322,34 @@ class Runner:
             positions += own
             lengths += [max(p + 1, prompts[e.seq]) if border is None else ends[e.seq] for p in own]
         states: dict[int, Any] = dict.fromkeys(point for rows in self.taps or () for point in rows.points)
+        asked, scored = wanted.rows, list(self._to_score(seqs, entries))
+        wanted.rows = sorted({*asked, *(row for _, row, _ in scored)})
         hidden = self.model.forward(tokens, positions, lengths, self.kv, plan, states or None, wanted)
+        if scored:
+            assert wanted.logits is not None
+            found = {row: i for i, row in enumerate(wanted.rows)}
+            for seq, row, at in scored:
+                top = seq.params.prompt_logprobs or 0
+                self.scores[seq.id][at] = logprob(wanted.logits[found[row]], seq.tokens[at], top)
+            keep = [found[row] for row in asked]
+            wanted.rows, wanted.logits, hidden = asked, wanted.logits[keep], hidden[keep]
         for rows in self.taps or ():
             for e in entries:
                 rows.add(e.seq, e.start, states, slice(e.row, e.row + e.n))
         return hidden
+
+    def _unscored(self, seq: Sequence) -> bool:
+        """Whether some of a prompt's tokens have yet to be measured."""
+        return seq.id in self.scores and len(self.scores[seq.id]) < seq.prompt_len - 1
+
+    def _to_score(self, seqs: list[Sequence], entries: list[Entry]) -> Iterator[tuple[Sequence, int, int]]:
+        """Sequence, row, and the place behind it, of whose token the row's logits are to be kept."""
+        waiting = {seq.id: seq for seq in seqs if self._unscored(seq)}
+        for entry in entries:
+            if seq := waiting.get(entry.seq):
+                for i in range(min(entry.n, seq.prompt_len - 1 - entry.start)):
+                    if entry.start + i + 1 not in self.scores[seq.id]:
+                        yield seq, entry.row + i, entry.start + i + 1
 
 
 def check_exactness(model: Model, kv: KVCache) -> str:

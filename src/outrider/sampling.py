@@ -32,6 +32,7 @@ from outrider.sequence import Sequence
 SMALL = 2**20  # logits that one thread is done with before torch has woken another ...
 WIDE = 2**17  # ... unless a single row is as long as this
 NOISE_KEPT = 2**26  # bytes
+BANS = "logit_bias, stop_token_ids, min_tokens, bad_words or allowed_token_ids"
 LARGEST = torch.finfo(torch.float32).max
 SMALLEST = torch.finfo(torch.float32).tiny
 
@@ -71,10 +72,8 @@ def refusal(logits: Tensor, row: Row) -> OutriderError:
     most = float(logits.max())
     if math.isfinite(most):
         if row.seq.constraint:
-            return ConstraintError(
-                "logit_bias, min_tokens or a processor ban every token that structured_outputs allow; leave one"
-            )
-        return RequestError("logit_bias, stop_token_ids or min_tokens ban every token; leave at least one")
+            return ConstraintError(f"{BANS} or a processor ban every token that structured_outputs allow; leave one")
+        return RequestError(f"{BANS} ban every token; leave at least one")
     what = "NaN" if math.isnan(most) else "infinite" if most > 0 else "all -inf"
     return RequestError(f"the model's logits after {row.position} tokens are {what}; no token can be chosen")
 
@@ -182,12 +181,14 @@ def _edits(seq: Sequence) -> bool:
     return (
         bool(p.logits_processors or p.logit_bias or p.min_tokens or p.presence_penalty or p.frequency_penalty)
         or p.repetition_penalty != 1
+        or p.allowed_token_ids is not None
+        or bool(seq.banned)
         or seq.constraint is not None
     )
 
 
 def process(logits: Tensor, row: Row) -> Tensor:
-    """Penalties, bias, min_tokens, custom processors and the grammar's mask on one row (vocab,), for its prefix.
+    """Penalties, bias, bans, custom processors and the grammar's mask on one row (vocab,), for its prefix.
 
     Raises RequestError, naming the processor, for one that raises or returns anything but finite logits and -inf, and
     ConstraintError where the grammar leads nowhere.
@@ -205,12 +206,27 @@ def process(logits: Tensor, row: Row) -> Tensor:
         logits[token] = (logits[token] + min(bias, LARGEST)).clamp(max=LARGEST)
     if row.position - seq.prompt_len < p.min_tokens and seq.eos:
         logits[[t for t in seq.eos if t < len(logits)]] = float("-inf")
+    if p.allowed_token_ids is not None:
+        logits = torch.full_like(logits, float("-inf")).index_copy_(0, *_allowed(seq, logits))
+    if seq.banned:
+        tail = seq.tokens[max(seq.prompt_len, len(seq.tokens) - max(map(len, seq.banned))) :] + row.path
+        for *begin, last in seq.banned:
+            if tail[len(tail) - len(begin) :] == begin and len(begin) <= len(tail):
+                logits[last] = float("-inf")
     if p.logits_processors and math.isfinite(float(logits.max())):  # else it is the model's fault, or the bans'
         for processor in p.logits_processors:
             logits = _custom(processor, seq.tokens + row.path, logits)
     if seq.constraint and (mask := seq.constraint.mask(seq, row.path)) is not None:
         logits = torch.where(unpacked(mask, len(logits)).to(logits.device), logits, float("-inf"))
     return logits
+
+
+def _allowed(seq: Sequence, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The ids that a request allows, and their logits."""
+    if (ids := seq.memory.get("allowed")) is None:
+        every = sorted(set(seq.params.allowed_token_ids or ()))
+        ids = seq.memory["allowed"] = torch.tensor(every, device=logits.device)
+    return ids, logits[ids]
 
 
 def _custom(processor: LogitsProcessor, tokens: list[int], logits: Tensor) -> Tensor:
@@ -358,4 +374,5 @@ def logprob(logits: Tensor, token: int, top: int) -> Logprob:
     """Of raw logits (vocab,): the chosen token's log-probability and those of the `top` likeliest."""
     logs: Tensor = logits.log_softmax(-1)
     values, ids = logs.topk(min(top, len(logs)))
-    return Logprob(token, float(logs[token]), dict(zip(ids.tolist(), values.tolist(), strict=True)))
+    rank = 1 + int((logs > logs[token]).sum())
+    return Logprob(token, float(logs[token]), dict(zip(ids.tolist(), values.tolist(), strict=True)), rank)

@@ -52,6 +52,7 @@ class Sequence:
         self.error: Exception | None = None  # what ended it, if its finish_reason is "error"
         self.stop_check: Callable[[], bool] | None = None  # asked behind each appended token; True = it ends here
         self.constraint: Constraint | None = None  # what the output must be; forks ask the same one
+        self.banned: list[list[int]] = []  # `bad_words` in tokens: where all but the last stand, that must not follow
         self.parent: Sequence | None = None
         self.branched = False  # whether a branch was accepted whose keys lay, and were summed, in another order
         self.metrics = SpecMetrics()

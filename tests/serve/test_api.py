@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from typing import Any
 
 import pytest
@@ -37,11 +38,15 @@ MIXED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"seed": 15, "logprobs": 0, "temperature": 0.5}, {}),
     ({"seed": 16, "skip_special_tokens": False, "ignore_eos": True}, {}),
     ({"seed": -5}, {}),
+    ({"seed": 17, "bad_words": ["the", "girl", "named Lily"]}, {}),
+    ({"seed": 18, "allowed_token_ids": list(range(200, 700)), "n": 2}, {}),
+    ({"seed": 19, "prompt_logprobs": 2, "logprobs": 1}, {}),
+    ({"seed": 20, "use_beam_search": False, "length_penalty": 1, "vllm_xargs": {}, "session_id": "s"}, {}),
     ({"temperature": 0, "repetition_penalty": 1.2, "top_k": -1, "n": None, "stop": None, "user": "me"}, {}),
 ]
 OPTIONS = {"n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"}
 OPTIONS |= {"logit_bias", "seed", "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "logprobs"}
-OPTIONS |= {"include_stop_str_in_output", "skip_special_tokens"}
+OPTIONS |= {"include_stop_str_in_output", "skip_special_tokens", "bad_words", "allowed_token_ids", "prompt_logprobs"}
 
 
 def plainly(llm: LLM, body: dict[str, Any], other: dict[str, Any]) -> Any:
@@ -71,12 +76,30 @@ def test_all_fields_at_once_are_plain_decoding_alone(tiny_llm, stream):
             assert choice["stop_reason"] == output.stop_reason, body
             assert len(choice["drafted_by"]) == len(choice["token_texts"]) == len(output.token_ids)
             assert "".join(choice["token_texts"]) == output.text
+            if "prompt_logprobs" in body and not stream:
+                assert choice["prompt_logprobs"] == shown(tiny_llm, output.prompt_logprobs)
             if "logprobs" in body:
                 assert choice["logprobs"]["token_logprobs"] == [p.logprob for p in output.logprobs]
             else:
                 assert choice["logprobs"] is None
     assert any(by == "ngram" for choices in found for c in choices for by in c["drafted_by"])
     client.llm.close()
+
+
+def shown(llm: LLM, given: Any) -> list[Any]:
+    """vLLM's shape of prompt_logprobs."""
+
+    def one(each: Any) -> dict[str, Any]:
+        ranks = {token: rank for rank, token in enumerate(each.top, 1)} | {each.token_id: each.rank}
+        values = each.top | {each.token_id: each.logprob}
+        return {
+            str(token): {"logprob": values[token], "rank": ranks[token], "decoded_token": llm.tokenizer.decode([token])}
+            for token in values
+        }
+
+    first, *rest = given
+    assert first is None
+    return [None, *map(one, rest)]
 
 
 def regrouped(frames: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -180,6 +203,74 @@ def test_prompts_of_all_kinds_in_order(client, tiny_llm, echo):
         ]
     assert answers[1]["usage"]["prompt_tokens"] == sum(map(len, ids)) and answers[1]["usage"]["completion_tokens"] == 16
     assert "metrics" not in answers[1]
+
+
+@pytest.mark.parametrize("most", [0, 3])
+@pytest.mark.parametrize("logprobs", [0, 2])
+def test_echo_with_logprobs(client, tiny_llm, logprobs, most):
+    """The prompt's tokens come first, and are measured as every other; in streams, too."""
+    ids = tiny_llm.encode(PROMPT)
+    prompts = [PROMPT, ids, [PROMPT, "The dog"]]
+    body = {"max_tokens": most, "echo": True, "logprobs": logprobs, "seed": 3, "n": 2}
+    expected = [
+        tiny_llm.generate(p, max_tokens=max(1, most), logprobs=logprobs, prompt_logprobs=logprobs, seed=3, n=2)
+        for p in (PROMPT, "The dog")
+    ]
+    answers = client.complete(*({**body, "prompt": prompt} for prompt in prompts))
+    for answer, prompt in zip(answers, prompts, strict=True):
+        outputs = expected[0] if prompt is not prompts[2] else [*expected[0], *expected[1]]
+        streamed = regrouped(client.frames({**body, "prompt": prompt}))
+        for choice, output, twin in zip(answer["choices"], outputs, streamed, strict=True):
+            found = choice["logprobs"]
+            known = [*output.prompt_logprobs[1:], *output.logprobs[: most and None]]
+            assert found["token_logprobs"] == [None, *(p.logprob for p in known)]
+            assert found["top_logprobs"][0] is None
+            for top, each in zip(found["top_logprobs"][1:], known, strict=True):
+                values = [*dict.fromkeys([*each.top.values(), each.logprob])]
+                assert sorted(top.values()) == sorted(values)
+            text = "".join(found["tokens"])
+            assert text in (choice["text"], "<|bos|>" + choice["text"])
+            left_out = len(text) - len(choice["text"])  # a special token is not in the text that is given back
+            starts = [max(0, len("".join(found["tokens"][:i])) - left_out) for i in range(len(found["tokens"]))]
+            assert found["text_offset"] == starts
+            assert (twin["logprobs"], twin["text"]) == (found, choice["text"])
+
+
+def test_logprobs_of_prompts(client, tiny_llm):
+    """In a chat at the root, in a stream with the first frame; more than are asked for by an echo are not shown."""
+    body = {"messages": TALK, "max_tokens": 2, "seed": 4, "prompt_logprobs": 1, "n": 2}
+    expected = tiny_llm.generate(tiny_llm.render(TALK), max_tokens=1, prompt_logprobs=1)[0].prompt_logprobs
+    chat = client.chat(body)[0]
+    values = [at and {int(token): each["logprob"] for token, each in at.items()} for at in chat["prompt_logprobs"]]
+    assert values == [at and at.top | {at.token_id: at.logprob} for at in expected]
+    frames = client.frames(body, "/v1/chat/completions")
+    assert frames[0]["prompt_logprobs"] == chat["prompt_logprobs"]
+    assert not any("prompt_logprobs" in frame for frame in frames[1:])
+    both = {"prompt": PROMPT, "max_tokens": 1, "echo": True, "logprobs": 0, "prompt_logprobs": 3}
+    choice = client.complete(both)[0]["choices"][0]
+    assert {len(top) for top in choice["logprobs"]["top_logprobs"][1:]} == {1}
+    assert max(len(at) for at in choice["prompt_logprobs"][1:]) >= 3
+    cached = client.complete(*[{"prompt": PROMPT * 8, "max_tokens": 1, "prompt_logprobs": 0}] * 2)
+    assert cached[0]["choices"][0]["prompt_logprobs"] == cached[1]["choices"][0]["prompt_logprobs"]
+
+
+def test_a_deadline(client, tiny_llm, monkeypatch):
+    real = tiny_llm.engine.step
+
+    def slow(*args: Any, **options: Any) -> Any:
+        time.sleep(0.05)
+        return real(*args, **options)
+
+    monkeypatch.setattr(tiny_llm.engine, "step", slow)
+    late = {"prompt": PROMPT, "max_tokens": 4000, "ignore_eos": True, "deadline": 0.3}
+    other = {"prompt": PROMPT, "max_tokens": 3, "seed": 1, "deadline": 600}
+    answers = client.send(*(("POST", "/v1/completions", {"json": body}) for body in (late, other)))
+    error = answers[0].json()["error"]
+    assert answers[0].status_code == 504 == error["code"] and error["param"] == "deadline"
+    assert answers[0].headers["x-should-retry"] == "false"
+    assert answers[1].json()["choices"][0]["text"] == tiny_llm.generate(PROMPT, max_tokens=3, seed=1)[0].text
+    frames = client.frames(late)
+    assert frames[-1]["error"]["code"] == 504 and len(frames) > 1
 
 
 def test_echo_of_the_prompt_alone(client):

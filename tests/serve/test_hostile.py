@@ -51,6 +51,13 @@ def refused(answer: Any, status: int = 400, param: str | None = None) -> dict[st
         ("prompt", 5),
         ("prompt", [1.5]), ("prompt", [[1], "a"]), ("prompt", [-1]), ("prompt", [10**9]), ("prompt", [True]),
         ("prompt", ["a"] * 1025), ("prompt", "\ud800"), ("echo", "yes"), ("guided_json", {}), ("use_beam_search", True),
+        ("bad_words", "x"), ("bad_words", [""]), ("bad_words", ["\ud800"]), ("bad_words", [3]),
+        ("bad_words", ["x"] * 1025),
+        ("allowed_token_ids", []), ("allowed_token_ids", [10**9]), ("allowed_token_ids", [-1]),
+        ("allowed_token_ids", "5"), ("allowed_token_ids", [True]), ("prompt_logprobs", -1), ("prompt_logprobs", 21),
+        ("prompt_logprobs", True), ("prompt_logprobs", 1.5), ("deadline", 0), ("deadline", -1), ("deadline", "soon"),
+        ("deadline", True), ("length_penalty", 2), ("logprob_token_ids", [5]), ("prompt_embeds", "x"),
+        ("thinking_token_budget", 5), ("vllm_xargs", {"a": 1}), ("repetition_detection", {"max": 3}),
         ("\ud800", 1), ("__class__", {}), ("add_special_tokens", 1), ("return_token_ids", "yes"),
     ],
 )  # fmt: skip
@@ -73,7 +80,9 @@ def test_a_wrong_field_is_named(client, field, value):
         ("messages", [{"role": "user", "content": "\udfff"}]), ("top_logprobs", 2), ("logprobs", 1),
         ("max_completion_tokens", 0), ("chat_template", "{{ 1 }}"), ("chat_template_kwargs", 3),
         ("modalities", ["audio"]),
-        ("functions", []), ("continue_final_message", "x"), ("n", -1), ("prompt", "x"),
+        ("functions", [{}]), ("function_call", "auto"), ("audio", {"voice": "x"}), ("documents", [{"a": 1}]),
+        ("web_search_options", {"a": 1}), ("echo", True), ("response_role", "user"), ("logprob_token_ids", [1]),
+        ("continue_final_message", "x"), ("n", -1), ("prompt", "x"),
     ],
 )  # fmt: skip
 def test_a_wrong_field_of_a_chat(client, field, value):
@@ -94,6 +103,7 @@ def test_fields_that_are_ignored(client):
     quiet = {"user": "me", "metadata": {"a": [1]}, "store": False, "service_tier": "auto", "safety_identifier": "x"}
     quiet |= {"prompt_cache_key": "k", "prompt_cache_retention": "24h"}
     chat = {"parallel_tool_calls": True, "reasoning_effort": "low", "verbosity": "low", "prediction": None}
+    chat |= {"functions": None, "function_call": "none", "audio": None, "web_search_options": None, "echo": False}
     assert client.complete({"prompt": PROMPT, "max_tokens": 1, **quiet})
     assert client.chat(
         {"messages": TALK, "max_tokens": 1, **quiet, **chat, "tools": None, "response_format": {"type": "text"}}

@@ -50,7 +50,7 @@ COMMANDS = {
 MORE = "Ctrl-C stops an answer. End a line with \\ to go on in the next."
 
 
-@sampling_flags("n", "logprobs", temperature=0.7, max_tokens=512)
+@sampling_flags("n", "logprobs", "prompt_logprobs", temperature=0.7, max_tokens=512)
 def chat(
     *,
     model: Annotated[

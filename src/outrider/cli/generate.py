@@ -65,8 +65,9 @@ def generate(
     config = speculative(speculate, speculative_config)
     if compare and config.method == "none":
         raise ConfigError("--compare needs a method to compare with plain decoding, such as --speculate ngram")
-    if sampling["logprobs"] is not None and not as_json:
-        raise ConfigError("--logprobs needs --json, which is where they are shown")
+    for name in ("logprobs", "prompt_logprobs"):
+        if sampling[name] is not None and not as_json:
+            raise ConfigError(f"--{name.replace('_', '-')} needs --json, which is where they are shown")
     texts = _prompts(prompts, prompt_file)
     with Reporter() as reporter:
         limits = {"max_model_len": max_model_len, "kv_offload": kv_offload, "on_chip_layers": on_chip_layers}
@@ -112,6 +113,8 @@ def as_object(output: GenerationOutput) -> dict[str, Any]:
     data = {key: getattr(output, key) for key in ("text", "token_ids", "finish_reason", "seed", "metrics")}
     if output.logprobs is not None:
         data["logprobs"] = [dataclasses.asdict(p) for p in output.logprobs]
+    if output.prompt_logprobs is not None:
+        data["prompt_logprobs"] = [p and dataclasses.asdict(p) for p in output.prompt_logprobs]
     return data
 
 

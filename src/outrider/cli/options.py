@@ -38,6 +38,9 @@ HELP = {
     "ignore_eos": "Go on after the end-of-sequence token.",
     "include_stop_str_in_output": "Keep the stop string in the text.",
     "logprobs": "Report this many likeliest tokens per position (with --json).",
+    "prompt_logprobs": "The same for the prompt's tokens (with --json).",
+    "bad_words": "Word that is not written; may be repeated.",
+    "allowed_token_ids": "Token id that may be chosen, may be repeated. Default: all.",
     "skip_special_tokens": "Leave special tokens out of the text.",
 }
 STRUCTURED = {  # a field of StructuredOutputsParams: its flag, and what it means
@@ -96,8 +99,13 @@ TYPES: dict[str, Any] = {
     "stop_token_ids": list[int] | None,
     "seed": int | None,
     "logprobs": int | None,
+    "prompt_logprobs": int | None,
+    "bad_words": list[str] | None,
+    "allowed_token_ids": list[int] | None,
 }
-NAMES = {"stop_token_ids": "--stop-token-id"}
+NAMES = {
+    "stop_token_ids": "--stop-token-id", "bad_words": "--bad-word", "allowed_token_ids": "--allowed-token-id",
+}  # fmt: skip
 
 
 def sampling_flags(*without: str, **defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -54,6 +54,15 @@ def serve(
     max_model_len: MaxModelLen = None,
     max_num_seqs: Annotated[int, typer.Option(help="Outputs that share a forward.")] = 32,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Prompt tokens in one forward.")] = 512,
+    max_prefill_delay: Annotated[
+        float, typer.Option(help="Seconds that reading prompts may add to a step of running outputs.", min=0)
+    ] = 0.05,
+    kv_memory: Annotated[
+        int | None, typer.Option(help="Bytes for keys and values. Default: 90 % of what is free.", min=1)
+    ] = None,
+    enable_prefix_caching: Annotated[
+        bool, typer.Option(help="Keep what ended requests have read, for others that begin alike.")
+    ] = True,
     kv_offload: KvOffload = False,
     on_chip_layers: OnChipLayers = 0,
     generation_config: Annotated[
@@ -124,7 +133,8 @@ def serve(
     with Reporter() as reporter:
         limits = {
             "max_model_len": max_model_len, "kv_offload": kv_offload, "on_chip_layers": on_chip_layers,
-            "max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens,
+            "max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens, "kv_memory": kv_memory,
+            "max_prefill_delay": max_prefill_delay, "enable_prefix_caching": enable_prefix_caching,
         }  # fmt: skip
         llm = load_llm(
             model, config, dtype, device, reporter, quantization=quantization, activations=activations, **limits

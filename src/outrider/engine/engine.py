@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import secrets
 import threading
@@ -18,14 +19,23 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from outrider.config import EngineConfig, Rule, SamplingParams, promised, whole
+from outrider.config import EngineConfig, Rule, SamplingParams, promised, real, whole
 from outrider.constraint import Constraint, read
 from outrider.draft import Verdict
 from outrider.engine.guard import Guard
 from outrider.engine.scheduler import Pace, shares
-from outrider.engine.text import TextStream
+from outrider.engine.text import TextStream, spelt
 from outrider.engine.turn import Turn
-from outrider.errors import ConfigError, EmptyPrompt, OutOfMemory, PoolFull, RequestError, RequestTooLong, brief
+from outrider.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    EmptyPrompt,
+    OutOfMemory,
+    PoolFull,
+    RequestError,
+    RequestTooLong,
+    brief,
+)
 from outrider.kv import PagedKV
 from outrider.kv.blocks import BLOCK
 from outrider.outputs import GenerationOutput, Logprob, Timing
@@ -49,6 +59,7 @@ class Request:
     index: int = 0
     ready: int = 0
     priority: int = 0  # the lower is first
+    due: float = math.inf  # time.perf_counter() by which it must have ended; of one priority, the earlier is first
     number: int = field(default_factory=itertools.count().__next__)  # in the order of their arrival
     cached: int = 0  # prompt tokens that another request had read
     first: Request | None = None  # of the n outputs of a prompt: the others wait until it has read that
@@ -56,12 +67,18 @@ class Request:
     finished: bool = False  # no more tokens will come, and what it held is given back
     drafted_by: list[str | None] = field(default_factory=list)  # per output token
     logprobs: list[Logprob] = field(default_factory=list)
+    scores: dict[int, Logprob] | None = None  # of the prompt's tokens, by place, if asked for; n outputs share them
     timing: Timing = field(default_factory=Timing)
 
     @property
     def error(self) -> Exception | None:
         """What ended it, if it failed."""
         return self.seq.error if self.finished else None
+
+    @property
+    def prompt_logprobs(self) -> list[Logprob | None] | None:
+        """Of each token of the prompt, if asked for; None where there is none, or not yet."""
+        return None if self.scores is None else [self.scores.get(at) for at in range(self.seq.prompt_len)]
 
     @property
     def spoken(self) -> int:
@@ -89,7 +106,7 @@ class Engine:
         rule: Rule = COUPLED,
     ) -> None:
         self.runner, self.config, self.tokenizer, self.exactness = runner, config, tokenizer, exactness
-        self.waiting: list[Request] = []  # by priority, then in the order of their arrival
+        self.waiting: list[Request] = []  # by priority, then by deadline, then in the order of their arrival
         self.running: list[Request] = []  # the same; those that read their prompt, too
         self.pace = Pace(config.max_prefill_delay)
         self._backlog = 0  # tokens of prompts to read, since there were none
@@ -130,13 +147,16 @@ class Engine:
         *,
         k: int | None = None,
         priority: int = 0,
+        deadline: float | None = None,
         cache_salt: str | None = None,
     ) -> list[Request]:
         """Queue a prompt; one request for each of the n outputs asked for.
 
         `ends(tokens)`, in place of stop strings, is asked behind each new token whether the sequence ends there. `k`
         bounds its drafts: nodes per step that can be accepted, 0 for plain decoding, None for the engine's own number.
-        Of those that wait, the lower `priority` is first. Only requests of one `cache_salt` share prefixes.
+        Of those that wait, the lower `priority` is first, and of one priority the earlier `deadline`: seconds from now,
+        at which a request that has not ended fails with DeadlineExceeded. Only requests of one `cache_salt` share
+        prefixes.
 
         Raises EmptyPrompt, RequestError for impossible token ids, and RequestTooLong, before anything runs, if the
         context or the memory cannot hold prompt and output; ConfigError if another engine runs requests on this cache.
@@ -146,17 +166,26 @@ class Engine:
             raise ConfigError(f"k must be a whole number of draft nodes, at least 0, or None, not {brief(k)}")
         if whole(priority, -(2**62)) is None:
             raise ConfigError(f"priority must be a whole number (lower is first), not {brief(priority)}")
+        if deadline is not None and not real(deadline, 0, math.inf):
+            raise ConfigError(f"deadline must be a number of seconds above 0, or None, not {brief(deadline)}")
         if not (cache_salt is None or isinstance(cache_salt, str)):
             raise ConfigError(f"cache_salt must be a string or None, not {brief(cache_salt)}")
         asked, config = params.structured_outputs, self.runner.model.config
         grammar = None if asked is None else read(asked, self.tokenizer, config.vocab_size)
+        banned = [ids for ids in spelt(params.bad_words or (), self.tokenizer) if max(ids) < config.vocab_size]
+        due = math.inf if deadline is None else time.perf_counter() + deadline
+        scores: dict[int, Logprob] | None = None if params.prompt_logprobs is None else {}
         seed = secrets.randbits(63) if params.seed is None else params.seed
         requests: list[Request] = []
         for i in range(params.n):
             seq = Sequence(prompt, params, (seed + i) % 2**64, eos=config.eos, max_len=self.max_len)
             seq.constraint = Constraint(grammar, seq.eos, not seq.eos & set(config.eos)) if grammar else None
             seq.stop_check, seq.k, seq.cache_salt = self._stop_check(seq, ends), k, cache_salt
-            requests.append(Request(seq, index=i, priority=priority, first=requests[0] if requests else None))
+            seq.banned = banned
+            first = requests[0] if requests else None
+            requests.append(Request(seq, index=i, priority=priority, due=due, first=first, scores=scores))
+            if scores is not None:
+                self.runner.scores[seq.id] = scores
             self._name(requests[-1])
         with _claiming:
             self._claim()
@@ -192,10 +221,13 @@ class Engine:
             raise EmptyPrompt("the prompt is empty; give at least one token")
         if bad := [t for t in prompt if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < vocab]:
             raise RequestError(f"prompt token {bad[0]!r} is not a token id below {vocab}")
-        if bad := [t for t in (*(params.logit_bias or ()), *(params.stop_token_ids or ())) if t >= vocab]:
-            raise ConfigError(f"logit_bias and stop_token_ids: {bad[0]} is not a token id below {vocab}")
+        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+            if bad := [t for t in getattr(params, name) or () if t >= vocab]:
+                raise ConfigError(f"{name}: {bad[0]} is not a token id below {vocab}")
         if params.stops and self.tokenizer is None:
             raise ConfigError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
+        if params.bad_words and self.tokenizer is None:
+            raise ConfigError("bad_words need a tokenizer, and this model has none; use logit_bias")
         if need > self.max_len:
             rest = self.max_len - len(prompt)
             cure = f"lower max_tokens to {rest} or shorten the prompt" if rest > 0 else "shorten the prompt"
@@ -321,6 +353,7 @@ class Engine:
 
     def _advance(self) -> list[tuple[Request, list[int]]]:
         self._sweep()
+        self._expire()
         self._admit()
         if not self.running:
             return []
@@ -376,7 +409,7 @@ class Engine:
         if plain and sum(prompts.values()) > room:  # some prompt has to wait: drafts shrink to a part of the room
             k = min(k, room // 4 // plain)
             room -= k * plain
-        granted = dict(zip(prompts, shares([(r.priority, n) for r, n in prompts.items()], room), strict=True))
+        granted = dict(zip(prompts, shares([(_urgency(r), n) for r, n in prompts.items()], room), strict=True))
         through = [r for r in lacking if r not in granted or granted[r] == prompts[r]]
         reading = {r: n for r, n in granted.items() if 0 < n < prompts[r]}
         return through, reading, min(k, (left - sum(granted.values())) // max(1, len(through)))
@@ -473,6 +506,15 @@ class Engine:
             if not request.finished:
                 self._end(request, "abort")
 
+    def _expire(self) -> None:
+        """End what was to have ended by now."""
+        now = time.perf_counter()
+        for request in [r for r in (*self.waiting, *self.running) if r.due <= now]:
+            if request in self.waiting:
+                self.waiting.remove(request)
+            after = request.due - request.timing.started
+            self._fail(request, DeadlineExceeded(f"the request has not ended within its deadline, {after:.3g} seconds"))
+
     def _fail(self, request: Request, error: Exception) -> None:
         request.seq.fail(_typed(error))
         self._publish(request)
@@ -487,6 +529,7 @@ class Engine:
         finally:
             request.seq.memory.clear()
             request.seq.stop_check = request.seq.constraint = None
+            self.runner.scores.pop(request.seq.id, None)
             request.finished = True
 
     # --- results ------------------------------------------------------------------------------------------------------
@@ -517,13 +560,18 @@ class Engine:
                 "timing": request.timing.as_dict(ready),
             },
             logprobs=request.logprobs[:ready] if seq.params.logprobs is not None else None,
+            prompt_logprobs=request.prompt_logprobs,
             index=request.index,
             stop_reason=last if last in (seq.params.stop_token_ids or ()) else text.stop_reason,
         )
 
 
-def _rank(request: Request) -> tuple[int, int]:
-    return request.priority, request.number
+def _urgency(request: Request) -> tuple[int, float]:
+    return request.priority, request.due
+
+
+def _rank(request: Request) -> tuple[int, float, int]:
+    return *_urgency(request), request.number
 
 
 def _ready(request: Request) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 GRAIN = 16  # tokens of prompts: reading fewer takes about as long
 LEAST = 4  # tokens of one prompt
@@ -40,11 +41,11 @@ class Pace:
         return max(GRAIN, int(min(self.delay, self.fixed + self.row * rows) / self.row))
 
 
-def shares(lacking: Iterable[tuple[int, int]], room: int) -> list[int]:
-    """How many tokens each prompt may read, given its priority and the tokens it lacks, in the order they came.
+def shares(lacking: Iterable[tuple[Any, int]], room: int) -> list[int]:
+    """How many tokens each prompt may read, given its urgency and the tokens it lacks, the most urgent ones first.
 
-    The lowest priority is served first. Prompts of one priority get equal shares, and what some do not need goes to the
-    others; where there would be less than LEAST for each, the first ones are served.
+    These are served first. Prompts of one urgency get equal shares, and what some do not need goes to the others;
+    where there would be less than LEAST for each, the first ones are served.
     """
     found: list[int] = []
     for _, group in groupby(lacking, lambda prompt: prompt[0]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,21 @@ from outrider.config import SamplingParams
 BROKEN = "\ufffd"  # stands where bytes make no character, or not yet
 WINDOW = 16  # tokens that are decoded together: some decoders let the first one's space go, others join neighbours
 PATIENCE = 64  # tokens without a whole character; more are not waited for
+
+
+tokenizing = threading.Lock()  # tokenizers are not made for several threads at once
+
+
+def spelt(words: Sequence[str], tokenizer: Any) -> list[list[int]]:
+    """Token ids of words at the beginning of a text, and behind a space."""
+    found = []
+    for word in words:
+        with tokenizing:
+            bare, spaced = (
+                tokenizer(before + word.lstrip(), add_special_tokens=False)["input_ids"] for before in ("", " ")
+            )
+        found += [bare, spaced]
+    return [ids for ids in found if ids]
 
 
 class TextStream:

@@ -122,6 +122,22 @@ class Reply:
     def _text(self, token: int) -> str:
         return self.job.vocabulary.text(token, bool(self.body.return_tokens_as_token_ids))
 
+    def of_prompt(self, index: int) -> dict[str, Any]:
+        """`prompt_logprobs` in vLLM's shape, if asked for."""
+        most, known = self.body.prompt_logprobs, self.job.answer.requests[index].prompt_logprobs
+        if most is None or known is None:
+            return {}
+
+        def shown(each: Logprob) -> dict[int, dict[str, Any]]:
+            ranks = {token: (rank, value) for rank, (token, value) in enumerate([*each.top.items()][:most], 1)}
+            ranks[each.token_id] = (each.rank, each.logprob)
+            return {
+                token: {"logprob": max(value, FLOOR), "rank": rank, "decoded_token": self._text(token)}
+                for token, (rank, value) in ranks.items()
+            }
+
+        return {"prompt_logprobs": [each and shown(each) for each in known]}
+
     def _end(self, event: StepEvent) -> dict[str, Any]:
         output = event.output
         return {"finish_reason": event.finish_reason, "stop_reason": output.stop_reason if output else None}
@@ -156,10 +172,11 @@ class Completion(Reply):
 
     def _choice(self, event: StepEvent, first: bool) -> dict[str, Any]:
         echo = self.echoes[event.index // self.n] if first and self.echoes is not None else ""
-        lead = {}
+        lead: dict[str, Any] = {}
         if first and self.body.return_token_ids:
             lead = {"prompt_token_ids": self.job.prompts[event.index // self.n]}
-        logprobs = None if event.logprobs is None else self._logprobs(event.index, event.logprobs, len(echo))
+        lead |= self.of_prompt(event.index) if first else {}
+        logprobs = None if event.logprobs is None else self._logprobs(event.index, event.logprobs, echo)
         return {
             "index": event.index,
             "text": echo + event.text,
@@ -169,22 +186,31 @@ class Completion(Reply):
             **self._extras(event),
         }
 
-    def _logprobs(self, index: int, given: list[Logprob], echoed: int) -> dict[str, Any]:
-        tokens, offsets = [self._text(each.token_id) for each in given], []
-        at = self.offsets.get(index, echoed)
-        for token in tokens:
-            offsets.append(at)
-            at += len(token)
+    def _logprobs(self, index: int, given: list[Logprob], echo: str) -> dict[str, Any]:
+        found: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+
+        def add(token: int, known: Logprob | None, at: int) -> None:
+            found["tokens"].append(self._text(token))
+            found["token_logprobs"].append(None if known is None else max(known.logprob, FLOOR))
+            found["top_logprobs"].append(None if known is None else self._top(known))
+            found["text_offset"].append(at)
+
+        if echo and (before := self.job.answer.requests[index].prompt_logprobs) is not None:
+            at = 0
+            for token, known in zip(self.job.prompts[index // self.n], before, strict=True):
+                add(token, known, at)
+                text = self._text(token)
+                if token not in self.job.vocabulary.added or echo.startswith(text, at):  # else the text is without it
+                    at += len(text)
+        at = self.offsets.get(index, len(echo))
+        for each in given:
+            add(each.token_id, each, at)
+            at += len(self._text(each.token_id))
         self.offsets[index] = at
-        return {
-            "tokens": tokens,
-            "token_logprobs": [max(each.logprob, FLOOR) for each in given],
-            "top_logprobs": [self._top(each) for each in given],
-            "text_offset": offsets,
-        }
+        return found
 
     def _top(self, given: Logprob) -> dict[str, float]:
-        every = given.top | {given.token_id: given.logprob}
+        every = dict([*given.top.items()][: self.body.logprobs]) | {given.token_id: given.logprob}
         return {self._text(token): max(value, FLOOR) for token, value in every.items()}
 
 
@@ -242,7 +268,8 @@ class Chat(Reply):
         return end
 
     def _lead(self, first: bool) -> dict[str, Any]:
-        return {"prompt_token_ids": self.job.prompts[0]} if first and self.body.return_token_ids else {}
+        ids = {"prompt_token_ids": self.job.prompts[0]} if self.body.return_token_ids else {}
+        return {**ids, **self.of_prompt(0)} if first else {}
 
     async def whole(self) -> dict[str, Any]:
         return {**await super().whole(), **self._lead(True)}

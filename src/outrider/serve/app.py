@@ -160,8 +160,9 @@ class Server:
             rooms = [self._room(ids) for ids in prompts]
             params = [body.sampling(self.settings, room, logprobs, **more) for room in rooms]
             answer = await self.llm.start(
-                list(zip(prompts, params, strict=True)), k=k, priority=body.priority or 0, cache_salt=body.cache_salt
-            )
+                list(zip(prompts, params, strict=True)), k=k, priority=body.priority or 0, deadline=body.deadline,
+                cache_salt=body.cache_salt,
+            )  # fmt: skip
             state = request.scope["state"]
             state["log"]["prompt_tokens"] = sum(map(len, prompts))
             head = {

@@ -24,7 +24,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.config import SamplingParams
-from outrider.errors import ConfigError, EngineError, OutOfMemory, QueueFull, RequestError, brief
+from outrider.errors import ConfigError, DeadlineExceeded, EngineError, OutOfMemory, QueueFull, RequestError, brief
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -33,11 +33,18 @@ B = TypeVar("B", bound=BaseModel)
 KINDS = {  # vLLM's names
     400: "BadRequestError", 401: "AuthenticationError", 404: "NotFoundError", 405: "MethodNotAllowedError",
     413: "RequestTooLargeError", 500: "InternalServerError", 501: "NotImplementedError", 503: "ServiceUnavailableError",
+    504: "DeadlineExceededError",
 }  # fmt: skip
 OPEN = ("/health", "/metrics")  # to those without a key, too
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": keep-alive\n\n"
-PARAMETERS = {item.name for item in fields(SamplingParams)} | {"messages", "tools", "tool_choice"}
+PARAMETERS = {item.name for item in fields(SamplingParams)} | {
+    "messages",
+    "tools",
+    "tool_choice",
+    "deadline",
+    "priority",
+}
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -66,6 +73,8 @@ def refusal(error: BaseException) -> Refusal:
         return error
     if isinstance(error, (QueueFull, OutOfMemory)):
         return Refusal(503, str(error), retry_after="1")
+    if isinstance(error, DeadlineExceeded):
+        return Refusal(504, str(error), "deadline", x_should_retry="false")
     if isinstance(error, EngineError):
         return Refusal(503, str(error), retry_after="5")
     if isinstance(error, (ConfigError, RequestError)):
@@ -113,6 +122,11 @@ async def read(request: Request, kind: type[B]) -> B:
 
 def parse(kind: type[B], data: dict[str, Any]) -> B:
     """A request's fields, checked. Raises Refusal 400."""
+    pointless = getattr(kind, "pointless", {})
+    for key in data.keys() & pointless.keys():
+        if data[key] not in (None, pointless[key]):
+            raise Refusal(400, f"{key} is not served here; leave it out", key)
+    data = {key: value for key, value in data.items() if key not in pointless}
     for key in data:
         if key not in kind.model_fields:
             raise Refusal(400, f"unknown field {brief(key)}{_instead(key, kind)}", key)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -21,6 +21,7 @@ class Body(BaseModel):
     """Strict: a number is no text, a text no number; null is as good as nothing said."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+    pointless: ClassVar[dict[str, Any]] = {}
 
 
 class StreamOptions(Body):
@@ -33,20 +34,31 @@ class StreamOptions(Body):
 class Ignored(Body):
     """Fields that change no token and are taken without a word."""
 
+    pointless: ClassVar[dict[str, Any]] = {  # what others serve and we do not, as it asks for nothing
+        "use_beam_search": False, "length_penalty": 1.0, "watermarking": False, "logprob_token_ids": [],
+        "prompt_embeds": [], "thinking_token_budget": -1, "repetition_detection": {}, "vllm_xargs": {},
+        "kv_transfer_params": {}, "ec_transfer_params": {}, "return_token_offsets": False, "return_mm_kwargs": False,
+        "routed_experts_prompt_start": 0,
+    }  # fmt: skip
+
     user: Any = None
     metadata: Any = None
     store: Any = None
     service_tier: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
+    prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
+    request_id: Any = None
+    session_id: Any = None
+    stream_interval: Any = None
 
 
-class Sampled(Ignored):
-    """What completions and chats have in common."""
+class Common(Ignored):
+    """What all that generate have in common."""
 
     model: str | None = None
-    n: int | None = None
+    stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -56,25 +68,34 @@ class Sampled(Ignored):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
-    max_tokens: int | None = None
     min_tokens: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    priority: int | None = None
+    deadline: float | None = None
+    cache_salt: str | None = None
+    speculative_config: dict[str, Any] | bool | None = None
+    structured_outputs: dict[str, Any] | None = None
+
+
+class Sampled(Common):
+    """What completions and chats have in common."""
+
+    n: int | None = None
+    max_tokens: int | None = None
     spaces_between_special_tokens: bool | None = None  # ignored
     truncate_prompt_tokens: int | None = None
     truncation_side: Literal["left", "right"] | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
+    prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    speculative_config: dict[str, Any] | bool | None = None
     response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
 
     def check(self, settings: Settings) -> None:
         """Refuse what the server's limits or the fields' relations do not allow."""
@@ -93,9 +114,10 @@ class Sampled(Ignored):
 
     def sampling(self, settings: Settings, room: int, logprobs: int | None, **more: Any) -> SamplingParams:
         """For a prompt that leaves `room` tokens; `more` goes before what is said. Raises ConfigError, naming it."""
-        if logprobs is not None and not 0 <= logprobs <= settings.max_logprobs:
-            name = "logprobs" if isinstance(self, CompletionBody) else "top_logprobs"
-            raise Refusal(400, f"{name} must be 0 to {settings.max_logprobs}, not {logprobs}", name)
+        own = "logprobs" if isinstance(self, CompletionBody) else "top_logprobs"
+        for name, count in ((own, logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if count is not None and not 0 <= count <= settings.max_logprobs:
+                raise Refusal(400, f"{name} must be 0 to {settings.max_logprobs}, not {count}", name)
         given = {name: getattr(self, name) for name in (*SAMPLED_BY, *PLAIN) if getattr(self, name) is not None}
         if given.get("seed") == -1:  # as in vLLM: none
             del given["seed"]
@@ -105,7 +127,12 @@ class Sampled(Ignored):
         asked = self.most(settings.defaults.get("max_tokens"))
         most = room if asked is None else min(max(1, asked), room)
         given["structured_outputs"] = self.constraint()
+        given["prompt_logprobs"] = self.logprobs_of_prompt(logprobs)
         return SamplingParams(**defaults, **(given | more), max_tokens=most, logprobs=logprobs)
+
+    def logprobs_of_prompt(self, logprobs: int | None) -> int | None:
+        """How many of the likeliest tokens are asked for beside each of the prompt; None for no numbers at all."""
+        return self.prompt_logprobs
 
     def constraint(self) -> dict[str, Any] | None:
         """What the output must be, as `structured_outputs`, which `response_format` is another way to say."""
@@ -121,7 +148,7 @@ class Sampled(Ignored):
 
 PLAIN = (
     "n", "presence_penalty", "frequency_penalty", "seed", "min_tokens", "stop", "stop_token_ids", "ignore_eos",
-    "include_stop_str_in_output", "skip_special_tokens",
+    "include_stop_str_in_output", "skip_special_tokens", "bad_words", "allowed_token_ids",
 )  # fmt: skip
 
 
@@ -162,6 +189,11 @@ class CompletionBody(Sampled):
     best_of: int | None = None
     suffix: str | None = None
 
+    def logprobs_of_prompt(self, logprobs: int | None) -> int | None:
+        """An echo has them as well."""
+        asked = (self.prompt_logprobs, logprobs if self.echo else None)
+        return max((count for count in asked if count is not None), default=None)
+
     def check(self, settings: Settings) -> None:
         """Also what is OpenAI's and not ours."""
         super().check(settings)
@@ -169,8 +201,6 @@ class CompletionBody(Sampled):
             raise Refusal(400, "best_of was removed; ask for n outputs and choose", "best_of")
         if self.suffix:
             raise Refusal(400, "suffix is not supported: the model does not fill in the middle", "suffix")
-        if self.echo and self.logprobs is not None:
-            raise Refusal(501, "echo with logprobs is not served yet", "echo")
         if self.max_tokens is not None and self.max_tokens < (0 if self.echo else 1):
             raise Refusal(400, f"max_tokens must be at least 1, not {self.max_tokens}", "max_tokens")
         if len(self.prompts) * (self.n or 1) > settings.max_prompts:
@@ -192,6 +222,12 @@ class CompletionBody(Sampled):
 
 class ChatBody(Sampled):
     """`/v1/chat/completions`."""
+
+    pointless: ClassVar[dict[str, Any]] = Sampled.pointless | {
+        "functions": [], "function_call": "none", "audio": {}, "web_search_options": {}, "moderation": {},
+        "documents": [], "echo": False, "response_role": "assistant", "add_special_tokens": False,
+        "mm_processor_kwargs": {}, "media_io_kwargs": {}, "reasoning": {},
+    }  # fmt: skip
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None

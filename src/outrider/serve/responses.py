@@ -4,53 +4,38 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from outrider.errors import brief
 from outrider.outputs import StepEvent
 from outrider.serve.answers import Chat, Job
 from outrider.serve.http import Refusal, frame, parse, refusal
-from outrider.serve.protocol import Body, ChatBody
+from outrider.serve.protocol import ChatBody, Common, Ignored
 from outrider.serve.tools import Parser
 
 STATELESS = "this server keeps nothing of an answer; send the whole conversation as input"
 AS_CHAT = {"max_output_tokens": "max_tokens", "text": "response_format", "input": "messages"}
-SAME = (
-    "model", "temperature", "top_p", "stream", "parallel_tool_calls", "top_k", "min_p", "repetition_penalty",
-    "presence_penalty", "frequency_penalty", "logit_bias", "seed", "stop", "priority", "cache_salt",
-    "speculative_config", "structured_outputs", "chat_template_kwargs",
-)  # fmt: skip
+SAME = (*(Common.model_fields.keys() - Ignored.model_fields.keys()), "parallel_tool_calls", "chat_template_kwargs")
 Item = dict[str, Any]
 
 
-class ResponsesBody(Body):
+class ResponsesBody(Common):
     """`/v1/responses`."""
 
+    pointless: ClassVar[dict[str, Any]] = Common.pointless | {
+        "top_logprobs": 0, "moderation": {}, "access_programs": [], "background_options": {}, "context_management": [],
+        "image": {}, "mm_processor_kwargs": {}, "media_io_kwargs": {}, "enable_response_messages": False,
+        "previous_input_messages": [],
+    }  # fmt: skip
+
     input: str | list[dict[str, Any]]
-    model: str | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     text: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    stream: bool | None = None
     metadata: dict[str, str] | None = None
-    # vLLM's and ours, as in chats
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    speculative_config: dict[str, Any] | bool | None = None
-    structured_outputs: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     # refused, unless they say nothing
     store: bool | None = None
@@ -64,12 +49,8 @@ class ResponsesBody(Body):
     truncation: Any = None
     stream_options: Any = None
     max_tool_calls: Any = None
-    user: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
     client_metadata: Any = None
+    include_reasoning: Any = None
 
     def as_chat(self) -> ChatBody:
         """The same, asked of `/v1/chat/completions`. Raises Refusal."""

@@ -27,7 +27,7 @@ class Vocabulary:
         decoder = json.dumps(json.loads(backend.to_str()).get("decoder")) if backend is not None else ""
         self._byte_level = "ByteLevel" in decoder
         self._pieces = not self._byte_level and "\\u2581" in decoder
-        self._added = set(getattr(tokenizer, "added_tokens_decoder", None) or ())
+        self.added = set(getattr(tokenizer, "added_tokens_decoder", None) or ())
         self.bytes = lru_cache(2**16)(self._bytes)
 
     def _bytes(self, token: int) -> bytes:
@@ -36,7 +36,7 @@ class Vocabulary:
         piece = self.tokenizer.convert_ids_to_tokens(token)
         if piece is None:  # a row of the model's that pads its matrix
             return b""
-        if token not in self._added:
+        if token not in self.added:
             if self._byte_level:
                 return bytes(_byte_of().get(c, 0x3F) for c in piece)
             if found := BYTE.fullmatch(piece):
