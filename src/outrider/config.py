@@ -26,8 +26,8 @@ MOST_DRAFTERS, DEEPEST = 32, 8  # in one speculative_config: in all, and one wit
 FOREIGN = {  # keys and methods of vLLM and transformers that are not ours, and what is
     "disable_by_batch_size": "num_speculative_tokens='auto' measures at each step whether drafting pays",
     "speculative_disable_by_batch_size": "num_speculative_tokens='auto' measures at each step whether drafting pays",
-    "draft_tensor_parallel_size": "a draft model runs where the target does; leave it out",
-    "tensor_parallel_size": "a draft model runs where the target does; leave it out",
+    "tensor_parallel_size": "it is the target's: LLM(..., tensor_parallel_size=N); a draft model's is "
+    "'draft_tensor_parallel_size'",
     "draft_sample_method": "drafts are sampled as the request is; acceptance_method chooses the rule",
     "rejection_sample_method": "acceptance_method chooses the rule: coupled, rejection, block or typical",
     "max_model_len": "it is the engine's: LLM(..., max_model_len=...); a draft model stops guessing at its own context",
@@ -370,6 +370,7 @@ class SpeculativeConfig:
     acceptance_method: str = "coupled"  # or rejection, block, typical (lossy)
     posterior_threshold: float | None = None  # a token this likely is typical; None = 0.09
     posterior_alpha: float | None = None  # ... and one above alpha * exp(-entropy); None = 0.3
+    draft_tensor_parallel_size: int | None = None  # ranks that share a draft model; None = the one that decides, alone
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -380,6 +381,9 @@ class SpeculativeConfig:
                     f"num_speculative_tokens must be 'auto' or a whole number of at least 0, not {brief(k)}"
                 )
             object.__setattr__(self, "num_speculative_tokens", n)
+        if self.draft_tensor_parallel_size is not None and whole(self.draft_tensor_parallel_size, 1) is None:
+            size = brief(self.draft_tensor_parallel_size)
+            raise ConfigError(f"draft_tensor_parallel_size must be a whole number of at least 1, not {size}")
         if not isinstance(rule := self.acceptance_method, str) or rule not in ACCEPTANCE_METHODS:
             valid = ", ".join(ACCEPTANCE_METHODS)
             raise ConfigError(f"acceptance_method {brief(rule)} is unknown; valid: {valid}{instead(rule)}")

@@ -20,10 +20,13 @@ from outrider.config import EngineConfig, SamplingParams, SpeculativeConfig, pro
 from outrider.engine import Engine, Request, TextStream, free_memory
 from outrider.engine.text import tokenizing
 from outrider.errors import ConfigError, EmptyPrompt, RequestError, RequestTooLong, brief
+from outrider.follow import LeadingRunner, follow, guarantee
 from outrider.kv import OffloadKV, PagedKV
 from outrider.kv.paged import MODEST
-from outrider.load import Checkpoint, Progress, check_vocabulary, load
+from outrider.load import Checkpoint, Progress, check_vocabulary, load, open_source
 from outrider.outputs import GenerationOutput, TokenEvent
+from outrider.parallel import Group, ranks_for
+from outrider.plan import fastest_mode
 from outrider.runner import Runner, check_exactness
 
 Ids = Sequence[int] | np.ndarray[Any, Any] | Tensor  # arrays and tensors: integers, in one dimension
@@ -45,6 +48,9 @@ class LLM:
     dtype: auto (the checkpoint's), float32, bfloat16, float16.  device: auto, cpu, cuda, cuda:N.
     quantization: None, int8 or int4: the model's weights are rounded as they are loaded; draft models stay as they are.
     activations: None, or int8: beside weights of 4 to 8 bits the activations are rounded, too; drafts are as above.
+    tensor_parallel_size: ranks over which the model is cut, as torchrun has started them; None: all of them.
+    tensor_parallel_mode: gather, ordered, reduce (parallel.py has what they promise), or auto, the faster by prediction
+        of the first two. On ranks other than 0 this constructor serves rank 0, and ends the process when that ends.
     progress: called as (what, done, total) while loading and reading long prompts.
     Further keywords are those of EngineConfig. Raises OutriderError's kinds: ModelNotFound, CheckpointError, ...
 
@@ -63,6 +69,8 @@ class LLM:
         progress: Progress | None = None,
         quantization: str | None = None,
         activations: str | None = None,
+        tensor_parallel_size: int | None = None,
+        tensor_parallel_mode: str = "gather",
         **engine: Any,
     ) -> None:
         self.engine_config = _make(EngineConfig, engine)
@@ -72,23 +80,44 @@ class LLM:
             if given is not None and isinstance(model, Checkpoint):
                 raise ConfigError(f"{name}: chosen while a model is loaded; this one is in memory: give its folder")
         self._dtype, self._device, self._progress = dtype, device, progress
+        self.ranks, self._mode = ranks_for(tensor_parallel_size, device), tensor_parallel_mode
+        if self.ranks and self.ranks.rank:
+            follow(self.ranks)
         if isinstance(model, Checkpoint):
+            if self.ranks:
+                raise ConfigError("weights are cut while they are loaded; this model is in memory: give its folder")
             self.checkpoint = model
         else:
-            self.checkpoint = load(model, dtype, device, progress, quantization, activations)
+            group = self._group(self.ranks.size, model) if self.ranks else None
+            self.checkpoint = load(model, dtype, device, progress, quantization, activations, group)
         self.tokenizer = self.checkpoint.tokenizer
         self.runner = self._runner(self.checkpoint, self.engine_config.kv_offload)
-        self._measured = check_exactness(self.runner.model, self.runner.kv)
+        self._measured, self.parallelism = guarantee(self.runner.model)  # in words; empty on one rank
+        if self._measured == "bitwise":
+            self._measured = check_exactness(self.runner.model, self.runner.kv)
         self.runner.prefixes = self.engine_config.enable_prefix_caching
         if self.engine_config.kv_memory is None:  # measured once, so that every method gets the same
             home = torch.device("cpu") if self.engine_config.kv_offload else self.runner.model.device
             memory = int(0.9 * free_memory(home))
+            if self.ranks:
+                memory = int(0.9 * min(free_memory(home), *self.ranks.ask("memory", home.type)))
+                memory //= self.ranks.local_size if home.type == "cpu" else 1
             self.engine_config = replace(self.engine_config, kv_memory=max(1, memory))
         self._drafts: dict[str, Runner] = {}
+        self._draft_size = 1  # ranks that share a draft model
         self._idle: dict[str, Runner] = {}  # draft models that the next drafter may want again
         plain = drafters.create(SpeculativeConfig())
         self.engine = Engine(self.runner, plain, 0, self.engine_config, self.tokenizer, self._measured)
         self.speculative_config = config
+
+    def _group(self, size: int, model: str | Path) -> Group | None:
+        """The first ranks, of which so many share a model; None for one alone, which needs no others."""
+        if self.ranks is None or size == 1:
+            return None
+        mode = self._mode
+        if mode == "auto":
+            mode = fastest_mode(open_source(model).config, size, self.ranks.device.type)
+        return self.ranks.group(size, mode)
 
     def _runner(self, checkpoint: Checkpoint, offload: bool = False) -> Runner:
         model, config = checkpoint.model, self.engine_config
@@ -96,7 +125,7 @@ class LLM:
         kv = PagedKV(model.config, model.dtype, model.device)
         if offload:  # every forward copies all that came before: few large ones
             kv, chunk = OffloadKV(model.config, model.dtype, model.device, config.on_chip_layers), max(chunk, 4096)
-        runner = Runner(model, kv, chunk=chunk)
+        runner = LeadingRunner(model, kv, chunk=chunk)
         runner.tokenizer, runner.path = checkpoint.tokenizer, checkpoint.path
         if self._progress is not None:
             report = self._progress
@@ -108,7 +137,8 @@ class LLM:
             self._drafts[name] = self._idle.pop(name)
         elif name not in self._drafts:
             self._idle.clear()  # gives the memory back before more is taken
-            draft = load(name, self._dtype, str(self.runner.model.device), self._progress)
+            group = self._group(self._draft_size, name)
+            draft = load(name, self._dtype, str(self.runner.model.device), self._progress, group=group)
             check_vocabulary(self.checkpoint, draft)
             self._drafts[name] = self._runner(draft)
             self._drafts[name].progress = None
@@ -133,8 +163,12 @@ class LLM:
     @speculative_config.setter
     def speculative_config(self, config: SpeculativeConfig | Mapping[str, Any] | str | None) -> None:
         config = SpeculativeConfig.of(config)
-        drafter = drafters.create(config)
+        drafter, size = drafters.create(config), config.draft_tensor_parallel_size or 1
+        if size > (most := self.ranks.size if self.ranks else 1):
+            raise ConfigError(f"draft_tensor_parallel_size is {size}, and there are {most} ranks")
         with self.engine.idle():
+            if size != self._draft_size:
+                self._idle, self._drafts, self._draft_size = {}, {}, size
             self._idle, self._drafts = {**self._idle, **self._drafts}, {}
             drafter.attach(self.runner, self._load_draft)
             self.engine.draft_with(drafter, drafter.num_speculative_tokens, config.rule)

@@ -25,6 +25,7 @@ from outrider.config import DTYPES, ModelConfig
 from outrider.errors import CheckpointError, ConfigError, ModelNotFound, VocabularyMismatch
 from outrider.model import Layer, Model, head_order
 from outrider.ops import Linear, Quantized, join, native, packs
+from outrider.parallel import Cut, CutModel, Gathered, Group, Normed, Summed, cut, cut_quantized, within
 
 logger = logging.getLogger(__name__)
 PACKAGED = "smollm2"
@@ -51,15 +52,17 @@ def load(
     progress: Progress | None = None,
     quantization: str | None = None,
     activations: str | None = None,
+    group: Group | None = None,
 ) -> Checkpoint:
     """Load a model and its tokenizer.
 
     `name`: what `find` takes. `dtype`: auto (the checkpoint's; bfloat16 for a quantised file), float32, bfloat16,
     float16. `device`: auto (CUDA if there is one), cpu, cuda, cuda:N. `quantization`: None, int8 or int4 (quantize.py).
     `activations`: None, or int8: rows of products with weights of 4 to 8 bits are rounded to 8 bits.
+    `group`: ranks to cut it over (parallel.py); each reads its part, and the others are told to by rank 0.
     Raises ModelNotFound, UnsupportedArchitecture, CheckpointError, ConfigError.
     """
-    where = _device(device)
+    where = group.ranks.device if group else _device(device)
     if dtype != "auto" and dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is unknown; valid: auto, {', '.join(DTYPES)}")
     source = open_source(name)
@@ -71,7 +74,11 @@ def load(
         if quantization is None and not source.weights.quantised:
             raise ConfigError(f"activations {activations} {NEEDS_INTEGERS}")
         source.weights.rounds = activations
-    model = _Builder(source.config, source.weights, kind, where, quantization).model(progress)
+    cut = Cut(source.config, group) if group else None
+    number = group.announce("load", str(name), dtype, quantization, activations) if group else 0
+    model = _Builder(source.config, source.weights, kind, where, quantization, cut=cut).model(progress)
+    if isinstance(model, CutModel):
+        model.number = number
     if activations is not None and not model.rounded:
         raise ConfigError(f"activations {activations} {NEEDS_INTEGERS}")
     return Checkpoint(model, source.tokenizer(), source.path)
@@ -455,7 +462,8 @@ def _fuse(parts: list[Tensor]) -> Tensor:
 class _Builder:
     """Makes a Model of a checkpoint's tensors, layer by layer: no more than one layer is held twice.
 
-    `share`: the tensors stay where they are (see `adopt`). `scheme`: how linears are quantised.
+    `share`: the tensors stay where they are (see `adopt`). `scheme`: how linears are quantised. `cut`: which part of
+    them this rank holds; nothing else is read.
     """
 
     def __init__(
@@ -466,8 +474,9 @@ class _Builder:
         device: torch.device,
         scheme: str | None = None,
         share: bool = False,
+        cut: Cut | None = None,
     ) -> None:
-        self.config, self.weights, self.dtype, self.device = config, weights, dtype, device
+        self.config, self.weights, self.dtype, self.device, self.cut = config, weights, dtype, device, cut
         self.scheme, self.share, self.rounded = scheme, share, weights.rounds is not None
         order = torch.tensor(head_order(config))
         moves = not torch.equal(order, torch.arange(config.head_dim))
@@ -490,7 +499,8 @@ class _Builder:
             embedding, head = self.ends()
             norm = self.norm("model.", "norm", c.hidden_size)
             assert norm is not None
-            model = Model(c, embedding, layers, norm, head, self.dtype, self.device)
+            parts = embedding, layers, norm, head, self.dtype, self.device
+            model = CutModel(self.cut.config, *parts, self.cut) if self.cut else Model(c, *parts)
         self.weights.check_unused()
         if progress:
             progress("loading weights", c.num_layers, c.num_layers)
@@ -509,18 +519,39 @@ class _Builder:
         qkv = dict(zip(names.qkv, (q, kv, kv), strict=True)) if len(names.qkv) > 1 else {names.qkv[0]: q + 2 * kv}
         gate_up = dict.fromkeys(names.gate_up, 2 * wide // len(names.gate_up))
         normed = {"head": (c.head_dim, c.head_dim), "full": (q, kv)}.get(c.qk_norm or "")
+        q_norm = self.turned(self.norm(attn, "q_norm", normed[0])) if normed else None
+        k_norm = self.turned(self.norm(attn, "k_norm", normed[1])) if normed else None
+        rows, inner = None, None
+        if cut := self.cut:
+            own = cut.mine(cut.inner)
+            rows, inner = cut.qkv_rows(), [own, range(wide + own.start, wide + own.stop)]
+        first = self.linear(attn, qkv, hidden, c.qkv_bias, order=self.qkv_order(), rows=rows)
+        if cut and c.qk_norm == "full" and q_norm is not None and k_norm is not None:
+            first, q_norm, k_norm = Normed(first, cut, (q_norm, k_norm)), None, None
         return Layer(
             input_norm=self.norm(at, names.before_attention, hidden),
-            qkv=self.linear(attn, qkv, hidden, c.qkv_bias, order=self.qkv_order()),
-            o=self.linear(attn, {"o_proj": hidden}, q, c.o_bias),
+            qkv=first,
+            o=self.last(attn, "o_proj", q, c.o_bias, cut.queries() if cut else []),
             post_norm=self.norm(at, names.before_mlp, hidden),
-            gate_up=self.linear(mlp, gate_up, hidden, c.mlp_bias, gated=gated),
-            down=self.linear(mlp, {names.down: hidden}, wide, c.mlp_bias),
-            q_norm=self.turned(self.norm(attn, "q_norm", normed[0])) if normed else None,
-            k_norm=self.turned(self.norm(attn, "k_norm", normed[1])) if normed else None,
+            gate_up=self.linear(mlp, gate_up, hidden, c.mlp_bias, gated=gated, rows=inner),
+            down=self.last(mlp, names.down, wide, c.mlp_bias, cut.inner if cut else []),
+            q_norm=q_norm,
+            k_norm=k_norm,
             attention_norm=self.norm(at, names.after_attention, hidden),
             mlp_norm=self.norm(at, names.after_mlp, hidden),
         )
+
+    def last(self, at: str, name: str, inputs: int, bias: bool, held: list[range]) -> Linear:
+        """The product that ends a branch, of whose inputs each rank has those it `held`."""
+        cut, part = self.cut, {name: self.config.hidden_size}
+        if cut is None:
+            return self.linear(at, part, inputs, bias)
+        if not cut.sums:
+            own = self.linear(at, part, inputs, bias, rows=[cut.mine(cut.hidden)])
+            return Gathered(own, cut.group, cut.hidden, held)
+        own = self.linear(at, part, inputs, False, rows=[range(self.config.hidden_size)], columns=cut.mine(held))
+        added = self.tensor(f"{at}{name}.bias", self.config.hidden_size) if bias else None
+        return Summed(own, cut.group, inputs, added)
 
     def norm(self, at: str, name: str | None, width: int) -> Tensor | None:
         """The weight of a norm, if there is one of that name."""
@@ -539,17 +570,22 @@ class _Builder:
         """Where the rows of qkv are in the checkpoint's, if its heads have another order than the model's."""
         if self.order is None:
             return None
-        c, dim = self.config, self.config.head_dim
+        c = self.cut.config if self.cut else self.config
+        dim = c.head_dim
         heads = torch.arange(c.num_heads + c.num_kv_heads)[:, None] * dim
         values = torch.arange(c.num_kv_heads * dim) + (c.num_heads + c.num_kv_heads) * dim
         return torch.cat([(heads + self.order).flatten(), values])
 
     def ends(self) -> tuple[Tensor | Callable[[Tensor], Tensor], Linear]:
         """The embedding (vocab, hidden) and the head, which may be one."""
-        c, scheme = self.config, quantize.HEAD if self.scheme else None
+        c, scheme, cut = self.config, quantize.HEAD if self.scheme else None, self.cut
         name, shape = "model.embed_tokens.weight", (c.vocab_size, c.hidden_size)
         stored = self.weights.stored(name, *shape)
-        if not c.tied:
+        if cut is not None:
+            which = "model.embed_tokens" if c.tied else "lm_head"
+            own = self.linear("", {which: shape[0]}, shape[1], False, scheme=scheme, rows=[cut.mine(cut.vocab)])
+            head: Linear = Gathered(own, cut.group, cut.vocab, first=True)
+        elif not c.tied:
             head = self.linear("", {"lm_head": c.vocab_size}, c.hidden_size, False, scheme=scheme)
         elif stored and not scheme and (found := self.quantized(stored, name)):
             head = Linear(found, rounded=self.rounded)
@@ -563,6 +599,8 @@ class _Builder:
         if stored and self.device.type == "cpu":
             return stored.rows, head
         embedding = self.weights.mapped(name, *shape).detach()  # anew: pages that packing the head has read can go
+        if cut is not None and self.device.type != "cpu":  # of the file, too: a token touches one row
+            return (lambda at: embedding[at.cpu()].to(self.device)), head
         return embedding if self.device.type == "cpu" else embedding.to(device=self.device, dtype=self.dtype), head
 
     def quantized(self, stored: gguf.Stored | packed.Packed, name: str) -> Quantized | None:
@@ -591,46 +629,59 @@ class _Builder:
         gated: bool = False,
         scheme: str | None = "",
         order: Tensor | None = None,
+        rows: list[range] | None = None,
+        columns: range | None = None,
     ) -> Linear:
         """The parts (name: rows), each (rows, inputs), fused into one product, its rows in this `order`.
 
-        `scheme` "" means the model's.
+        `scheme` "" means the model's. Of all `rows`, counted through the parts, and of their `columns`, only these.
         """
         if self.share:
-            held = [self.weights.mapped(f"{prefix}{name}.weight", rows, inputs) for name, rows in parts.items()]
-            also = [self.weights.mapped(f"{prefix}{name}.bias", rows) for name, rows in parts.items()] if bias else []
+            held = [self.weights.mapped(f"{prefix}{name}.weight", n, inputs) for name, n in parts.items()]
+            also = [self.weights.mapped(f"{prefix}{name}.bias", n) for name, n in parts.items()] if bias else []
             return Linear(_fuse(held), _fuse(also) if bias else None, pack=False, gated=gated)
         scheme = self.scheme if scheme == "" else scheme
-        names = [f"{prefix}{name}.weight" for name in parts]
-        biases = [self.tensor(f"{prefix}{name}.bias", rows) for name, rows in parts.items()] if bias else []
+        names, sizes = [f"{prefix}{name}.weight" for name in parts], list(parts.values())
+        mine = within(rows, sizes) if rows else [[range(n)] for n in sizes]  # of each part
+        biases = [
+            cut(self.tensor(f"{prefix}{name}.bias", n), own)
+            for (name, n), own in zip(parts.items(), mine, strict=True) if bias
+        ]  # fmt: skip
         added = torch.cat(biases) if biases else None
-        stored = [self.weights.stored(name, rows, inputs) for name, rows in zip(names, parts.values(), strict=True)]
+        stored = [self.weights.stored(name, n, inputs) for name, n in zip(names, sizes, strict=True)]
         found = [
             self.quantized(part, name) if part and not scheme and order is None else None
             for part, name in zip(stored, names, strict=True)
         ]  # fmt: skip
         pieces: list[Tensor | Quantized] = []
         if any(found):
-            each = zip(found, names, parts.values(), strict=True)
-            pieces = join([self.tensor(name, rows, inputs) if q is None else q for q, name, rows in each])
+            each = zip(found, names, sizes, mine, strict=True)
+            pieces = join([
+                cut(self.tensor(name, n, inputs), own, columns) if q is None
+                else cut_quantized(q, own, columns) if self.cut else q
+                for q, name, n, own in each
+            ])  # fmt: skip
         kept = bool(pieces) and not (gated and len(pieces) > 1)
         if not scheme:  # what becomes dense is said, once for all
             self.widened |= {part.kind for part, q in zip(stored, found, strict=True) if part and not (q and kept)}
         if kept:
             return Linear(pieces, added, gated=gated, rounded=self.rounded)
-        size = sum(parts.values()) * inputs
+        width = inputs if columns is None else len(columns)
+        size = sum(len(r) for own in mine for r in own) * width
         if not packs(self.dtype, self.device):
-            out = torch.empty(size, dtype=self.dtype, device=self.device).view(-1, inputs)
+            out = torch.empty(size, dtype=self.dtype, device=self.device).view(-1, width)
         else:
             if len(self.staging) < size:
                 self.staging = torch.empty(size, dtype=self.dtype)
-            out = self.staging[:size].view(-1, inputs)
+            out = self.staging[:size].view(-1, width)
         at = 0
-        for name, rows in parts.items():
-            own = out[at : at + rows]
-            own.copy_(self.weights.mapped(f"{prefix}{name}.weight", rows, inputs))
-            _finite(own, self.weights.path, f"{prefix}{name}.weight")
-            at += rows
+        for name, n, ranges in zip(names, sizes, mine, strict=True):
+            whole = self.weights.mapped(name, n, inputs)
+            for r in ranges:
+                own = out[at : at + len(r)]
+                own.copy_(cut(whole, [r], columns))
+                _finite(own, self.weights.path, name)
+                at += len(r)
         if order is not None:
             out.copy_(out[order])
             added = None if added is None else added[order]

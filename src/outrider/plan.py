@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from outrider.config import ModelConfig, real, whole
 from outrider.errors import ConfigError, brief
+from outrider.parallel import Cut, Group
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,57 @@ class Shape:
         work = 4.0 * self.layers * self.heads * self.head_dim * context * batch * rows
         keys = max(batch * self.kv_bytes(context) / device.bandwidth, work / device.arithmetic)
         return weights + keys + self.layers * device.start
+
+
+@dataclass(frozen=True)
+class Link:
+    """What lies between ranks: bytes a second that one receives as reached, and seconds that a collective takes."""
+
+    bandwidth: float
+    start: float
+
+
+LINKS = {  # per direction on paper: NVLink 4 450 GB/s, PCIe 4 x16 32 GB/s; gloo as measured between two busy cores
+    "nvlink": Link(0.7 * 450e9, 10e-6), "pcie": Link(0.7 * 32e9, 20e-6), "gloo": Link(1e9, 300e-6),
+}  # fmt: skip
+
+
+def traffic(config: ModelConfig, ranks: int, mode: str, rows: int, wanted: int, itemsize: int = 2) -> tuple[int, int]:
+    """Collectives of a forward of so many rows, cut over ranks (parallel.py), and the bytes that rank 0 receives.
+
+    `wanted`: rows whose logits are asked for; `itemsize` of the model's numbers. Partial sums and logits have four.
+    Raises ConfigError for what cannot be cut so.
+    """
+    cut = Cut(config, Group(None, ranks, mode, None))
+    if ranks == 1:
+        return 0, 0
+
+    def widest(parts: list[range]) -> int:
+        return (ranks - 1) * max(map(len, parts))
+
+    hidden, sizes = config.hidden_size, list[int]()
+    if mode == "gather":
+        sizes = [itemsize * widest(p) for p in (cut.queries(), cut.hidden, cut.inner, cut.hidden)]
+    elif mode == "ordered":
+        sizes = [4 * (ranks - 1) * hidden] * 2
+    else:  # a ring: each part goes around twice
+        sizes = [8 * rows * hidden * (ranks - 1) // ranks // max(1, rows)] * 2
+    if config.qk_norm == "full":
+        keys = [range(kv.start * config.head_dim, kv.stop * config.head_dim) for _, kv in cut.heads]
+        sizes += [itemsize * widest(cut.queries()), itemsize * widest(keys)]
+    calls = config.num_layers * len(sizes) + (wanted > 0)
+    return calls, config.num_layers * rows * sum(sizes) + 4 * wanted * widest(cut.vocab)
+
+
+def fastest_mode(config: ModelConfig, ranks: int, device: str) -> str:
+    """Of the two modes that are exact, the faster one for a single row, by prediction."""
+    link = LINKS["gloo" if device == "cpu" else "nvlink"]
+
+    def seconds(mode: str) -> float:
+        calls, size = traffic(config, ranks, mode, 1, 1)
+        return calls * link.start + size / link.bandwidth
+
+    return min(("gather", "ordered"), key=seconds)
 
 
 def expected(chance: float, k: int) -> float:

@@ -83,6 +83,10 @@ app.command()(plan)
 def main(command: typer.Typer = app) -> None:
     """Entry point of `outrider`, and of other commands that end as it does."""
     code = 2
+    if os.environ.get("RANK", "0") != "0" and os.environ.get("WORLD_SIZE", "1") != "1":  # torchrun's others
+        from outrider.follow import join
+
+        join()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # not every terminal has every character
     try:
@@ -102,6 +106,10 @@ def main(command: typer.Typer = app) -> None:
         code = 1
     except OSError as error:  # a full disk, no permission, a name too long: what the machine refuses is no bug of ours
         _say(f"outrider: {as_line(error.filename or 'the output')}: {error.strerror or error}")
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        from outrider.parallel import dismiss
+
+        dismiss()
     try:
         sys.stdout.flush()
     except OSError:  # what cannot be written need not be tried again at exit

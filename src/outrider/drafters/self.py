@@ -62,7 +62,8 @@ class SelfDraft(Autoregressive):
             if target.path is None:
                 raise ConfigError("weights of method self are read from the target's folder, and it has none")
             dtype, device = str(self.model.dtype).removeprefix("torch."), str(self.model.device)
-            self.model = load_checkpoint(target.path, dtype, device, quantization=self.weights).model
+            group = getattr(self.model, "group", None)  # of ranks, if it lies cut over some
+            self.model = load_checkpoint(target.path, dtype, device, quantization=self.weights, group=group).model
         if self.layers and not 2 <= self.layers < depth:
             raise ConfigError(
                 f"layers of method self must be 2 to {depth - 1} of this model's {depth}, not {self.layers}"
