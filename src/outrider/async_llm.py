@@ -128,10 +128,13 @@ class AsyncLLM:
         priority: int = 0,
         deadline: float | None = None,
         cache_salt: str | None = None,
+        begun: list[list[int]] | None = None,
     ) -> Answer:
         """Queue prompts; their outputs are one Answer's, in the order of the prompts, n for each.
 
-        Close it, unless its events are read to their end. Raises as `generate` does before anything runs.
+        `begun`: for each output, tokens that another engine has written (Engine.add).
+
+        Close the answer, unless its events are read to their end. Raises as `generate` does before anything runs.
         """
         answer = Answer(self, asyncio.get_running_loop())
         weight = sum(params.n for _, params in prompts)
@@ -141,7 +144,7 @@ class AsyncLLM:
             self._answers.add(answer)
         try:
             options: dict[str, Any] = {"k": k, "priority": priority, "deadline": deadline, "cache_salt": cache_salt}
-            await self.off_loop(lambda: self._add(answer, prompts, options))
+            await self.off_loop(lambda: self._add(answer, prompts, options, begun))
         except BaseException:  # cancelled, too: then the thread may not have come to it yet
             answer.close()
             raise
@@ -157,7 +160,13 @@ class AsyncLLM:
         if there and there + weight > limit + self.llm.engine_config.max_num_seqs:
             raise QueueFull(f"{there} outputs are running or waiting, as many as are taken; try again later")
 
-    def _add(self, answer: Answer, prompts: list[tuple[list[int], SamplingParams]], options: dict[str, Any]) -> None:
+    def _add(
+        self,
+        answer: Answer,
+        prompts: list[tuple[list[int], SamplingParams]],
+        options: dict[str, Any],
+        begun: list[list[int]] | None,
+    ) -> None:
         engine = self.llm.engine
         requests: list[Request] = []
         try:
@@ -166,7 +175,8 @@ class AsyncLLM:
                 if there and there + sum(len(ids) * params.n for ids, params in prompts) > limit:
                     raise QueueFull(f"prompts of {there} tokens are waiting, as many as are taken; try again later")
             for ids, params in prompts:
-                requests += engine.add(ids, params, **options)
+                known = None if begun is None else begun[len(requests) : len(requests) + params.n]
+                requests += engine.add(ids, params, **options, begun=known)
         except BaseException:
             for request in requests:
                 engine.abort(request)

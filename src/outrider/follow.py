@@ -35,27 +35,27 @@ class LeadingRunner(Runner):
         self, model: Model, kv: Any, max_len: int | None = None, chunk: int = 512, base: Runner | None = None
     ) -> None:
         super().__init__(model, kv, max_len, chunk, base)
-        if isinstance(model, CutModel) and isinstance(kv, PagedKV):  # views are told of by `view`
+        if isinstance(kv, PagedKV):  # views are told of by `view`
             on_chip = kv.on_chip if isinstance(kv, OffloadKV) else None
-            lead(model, kv, "cache", on_chip)
+            self._lead(kv, "cache", on_chip)
 
     def view(self, text: str, alone: bool = False) -> Runner:
         """As Runner's, on all ranks."""
         runner, home = super().view(text, alone), (self.base or self).kv
-        assert isinstance(self.model, CutModel)
-        lead(self.model, runner.kv, "view", self.model.group.ranks.numbers[id(home)], text, alone)
+        self._lead(runner.kv, "view", self.ranks.numbers[id(home)], text, alone)
         return runner
 
-
-def lead(model: CutModel, kv: Any, *op: Any) -> None:
-    """Let the other ranks make the cache that has been made here, by `op`, and from now on do with theirs the same."""
-    ranks = model.group.ranks
-    ranks.numbers[id(kv)] = number = ranks.number()
-    ranks.tell(*op, number, model.number)
-    for name in CHANGES:
-        if (plain := getattr(kv, name, None)) is not None:
-            setattr(kv, name, partial(_change, ranks, kv, number, name, plain))
-    finalize(kv, ranks.tell, "drop", number)
+    def _lead(self, kv: Any, *op: Any) -> None:
+        """Let the others make the cache that has been made here, by `op`, and do with theirs what is done with it."""
+        assert isinstance(self.model, CutModel)
+        ranks: Ranks = self.model.group.ranks
+        self.ranks, number = ranks, ranks.number()
+        ranks.numbers[id(kv)] = number
+        ranks.tell(*op, number, self.model.number)
+        for name in CHANGES:
+            if (plain := getattr(kv, name, None)) is not None:
+                setattr(kv, name, partial(_change, ranks, kv, number, name, plain))
+        finalize(kv, ranks.tell, "drop", number)
 
 
 def _change(ranks: Ranks, kv: Any, number: int, name: str, plain: Callable[..., Any], *given: Any) -> Any:

@@ -25,7 +25,7 @@ from outrider.kv import OffloadKV, PagedKV
 from outrider.kv.paged import MODEST
 from outrider.load import Checkpoint, Progress, check_vocabulary, load, open_source
 from outrider.outputs import GenerationOutput, TokenEvent
-from outrider.parallel import Group, ranks_for
+from outrider.parallel import CutModel, Group, ranks_for
 from outrider.plan import fastest_mode
 from outrider.runner import Runner, check_exactness
 
@@ -125,7 +125,7 @@ class LLM:
         kv = PagedKV(model.config, model.dtype, model.device)
         if offload:  # every forward copies all that came before: few large ones
             kv, chunk = OffloadKV(model.config, model.dtype, model.device, config.on_chip_layers), max(chunk, 4096)
-        runner = LeadingRunner(model, kv, chunk=chunk)
+        runner = (LeadingRunner if isinstance(model, CutModel) else Runner)(model, kv, chunk=chunk)
         runner.tokenizer, runner.path = checkpoint.tokenizer, checkpoint.path
         if self._progress is not None:
             report = self._progress

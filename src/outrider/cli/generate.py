@@ -25,6 +25,7 @@ from outrider.cli.options import (
     Reporter,
     Speculate,
     SpeculativeJson,
+    TensorParallelMode,
     load_llm,
     sampling_flags,
     speculative,
@@ -50,6 +51,7 @@ def generate(
     max_model_len: MaxModelLen = None,
     kv_offload: KvOffload = False,
     on_chip_layers: OnChipLayers = 0,
+    tensor_parallel_mode: TensorParallelMode = "gather",
     prompt_file: Annotated[Path | None, typer.Option(help="Read one prompt from this file.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Treat each prompt as a user's message.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per output, nothing else.")] = False,
@@ -70,10 +72,13 @@ def generate(
             raise ConfigError(f"--{name.replace('_', '-')} needs --json, which is where they are shown")
     texts = _prompts(prompts, prompt_file)
     with Reporter() as reporter:
-        limits = {"max_model_len": max_model_len, "kv_offload": kv_offload, "on_chip_layers": on_chip_layers}
-        llm = load_llm(
-            model, config, dtype, device, reporter, quantization=quantization, activations=activations, **limits
-        )
+        limits: dict[str, Any] = {
+            "max_model_len": max_model_len, "kv_offload": kv_offload, "on_chip_layers": on_chip_layers,
+            "quantization": quantization, "activations": activations, "tensor_parallel_mode": tensor_parallel_mode,
+        }  # fmt: skip
+        llm = load_llm(model, config, dtype, device, reporter, **limits)
+        if llm.parallelism and not as_json:
+            tell(llm.parallelism)
         ids = [llm.render([{"role": "user", "content": t}]) if chat else llm.encode(t) for t in texts]
         leads = [f"{text}\n" if chat else text for text in texts for _ in range(sampling["n"])]  # before each output
         if compare:

@@ -73,6 +73,9 @@ Activations = Annotated[str | None, typer.Option(help="int8: round activations, 
 MaxModelLen = Annotated[int | None, typer.Option(help="Context limit in tokens; default: the model's.")]
 KvOffload = Annotated[bool, typer.Option("--kv-offload", help="Keep keys and values in host memory, stream them.")]
 OnChipLayers = Annotated[int, typer.Option(help="With --kv-offload: so many layers' keys stay on the device.")]
+TensorParallelMode = Annotated[
+    str, typer.Option(help="Under torchrun, how a model is cut: gather, ordered, reduce or auto; see docs/deploy.md.")
+]
 Speculate = Annotated[str | None, typer.Option(help="Method: none, ngram:k=8, self:weights=int8; default: auto.")]
 Speculates = Annotated[list[str] | None, typer.Option("--speculate", help="Method in short form, repeatable.")]
 SpeculativeJsons = Annotated[

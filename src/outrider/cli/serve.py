@@ -20,6 +20,7 @@ from outrider.cli.options import (
     Reporter,
     Speculate,
     SpeculativeJson,
+    TensorParallelMode,
     check_model,
     load_llm,
     read_json,
@@ -93,6 +94,16 @@ def serve(
     ssl_keyfile: Annotated[Path | None, typer.Option(help="TLS key.")] = None,
     ssl_certfile: Annotated[Path | None, typer.Option(help="TLS certificate.")] = None,
     ssl_ca_certs: Annotated[Path | None, typer.Option(help="Authorities of clients' certificates.")] = None,
+    replicas: Annotated[
+        int | None, typer.Option(help="Engines, on Ray Serve; see docs/deploy.md. Default: one, without Ray.", min=1)
+    ] = None,
+    max_replicas: Annotated[
+        int | None, typer.Option(help="With --replicas: start up to so many, as there is more to do.", min=1)
+    ] = None,
+    tensor_parallel_size: Annotated[
+        int | None, typer.Option(help="Ranks of an engine: with --replicas, else as many as torchrun starts.", min=1)
+    ] = None,
+    tensor_parallel_mode: TensorParallelMode = "gather",
     root_path: Annotated[str, typer.Option(help="Path under which a proxy shows the server.")] = "",
     log_format: Annotated[str, typer.Option(help="text or json.")] = "text",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
@@ -129,32 +140,50 @@ def serve(
     overrides = checked(overrides, "--override-generation-config")
     defaults = generation_defaults(generation_config, Path()) if generation_config != "auto" else None
     log_to_stderr(log_format, log_level)
+    limits: dict[str, Any] = {
+        "max_model_len": max_model_len, "kv_offload": kv_offload, "on_chip_layers": on_chip_layers,
+        "max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens, "kv_memory": kv_memory,
+        "max_prefill_delay": max_prefill_delay, "enable_prefix_caching": enable_prefix_caching,
+        "quantization": quantization, "activations": activations, "tensor_parallel_mode": tensor_parallel_mode,
+    }  # fmt: skip
+    about: dict[str, Any] = {
+        "names": tuple(served_model_name or [model]), "api_keys": tuple(keys), "max_body": max_body, "max_n": max_n,
+        "max_stop_strings": max_stop_strings, "max_logprobs": max_logprobs, "keep_alive": keep_alive, "drain": drain,
+        "cors_origins": tuple(cors_origin or ()), "trust_chat_template": trust_request_chat_template,
+    }  # fmt: skip
+
+    def sampled(path: Path) -> dict[str, Any]:
+        return (generation_defaults("auto", path) if defaults is None else defaults) | overrides
+
+    if replicas is not None:
+        if uds is not None or ssl_certfile is not None:
+            raise ConfigError("with --replicas, Ray Serve listens: leave --uds and --ssl-... to a proxy before it")
+        if max_queued_tokens is not None:
+            raise ConfigError("--replicas counts requests, not their tokens; use --max-queued-requests")
+        try:
+            from outrider.load import open_source
+            from outrider.ray import run
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"--replicas needs {error.name}; pip install 'outrider[ray]'") from None
+        about["defaults"] = sampled(open_source(model).path)
+        given = {"dtype": dtype, "device": device, "speculative_config": config, **limits}
+        args = {
+            "model": model, "replicas": replicas, "max_replicas": max_replicas,
+            "max_queued_requests": max_queued_requests,
+            "tensor_parallel_size": tensor_parallel_size or 1, "num_gpus": float(device.startswith("cuda")),
+            "llm": given, "server": about,
+        }  # fmt: skip
+        run(args, host, port, root_path)
+        return
+    if max_replicas is not None:
+        raise ConfigError("--max-replicas belongs to --replicas, which says how many there are at least")
     listening = None if uds is not None else _listen(host, port)  # before minutes are spent on loading
     with Reporter() as reporter:
-        limits = {
-            "max_model_len": max_model_len, "kv_offload": kv_offload, "on_chip_layers": on_chip_layers,
-            "max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens, "kv_memory": kv_memory,
-            "max_prefill_delay": max_prefill_delay, "enable_prefix_caching": enable_prefix_caching,
-        }  # fmt: skip
-        llm = load_llm(
-            model, config, dtype, device, reporter, quantization=quantization, activations=activations, **limits
-        )
+        llm = load_llm(model, config, dtype, device, reporter, tensor_parallel_size=tensor_parallel_size, **limits)
         reporter.close()
         llm.runner.progress = None
     engine = AsyncLLM(llm, max_queued_requests=max_queued_requests, max_queued_tokens=max_queued_tokens)
-    settings = Settings(
-        names=tuple(served_model_name or [model]),
-        api_keys=tuple(keys),
-        defaults=(generation_defaults("auto", llm.checkpoint.path) if defaults is None else defaults) | overrides,
-        max_body=max_body,
-        max_n=max_n,
-        max_stop_strings=max_stop_strings,
-        max_logprobs=max_logprobs,
-        keep_alive=keep_alive,
-        drain=drain,
-        cors_origins=tuple(cors_origin or ()),
-        trust_chat_template=trust_request_chat_template,
-    )
+    settings = Settings(**about, defaults=sampled(llm.checkpoint.path))
     where: dict[str, Any] = {"uds": str(uds)} if uds is not None else {"host": host, "port": port}
     tls: dict[str, Any] = {}
     if ssl_certfile is not None:
@@ -162,7 +191,8 @@ def serve(
         tls |= {"ssl_cert_reqs": ssl.CERT_REQUIRED} if ssl_ca_certs is not None else {}
     running = server(create_app(engine, settings), engine, drain, root_path=root_path, **where, **tls)
     at = f"unix:{uds}" if listening is None else _url(listening, secure=bool(tls))
-    tell(f"{settings.names[0]} at {at} ({llm.exactness}, {config.method}); Ctrl-C ends it")
+    across = f", {llm.parallelism}" if llm.parallelism else ""
+    tell(f"{settings.names[0]} at {at} ({llm.exactness}, {config.method}{across}); Ctrl-C ends it")
     running.run(sockets=None if listening is None else [listening])
 
 

@@ -149,6 +149,7 @@ class Engine:
         priority: int = 0,
         deadline: float | None = None,
         cache_salt: str | None = None,
+        begun: list[list[int]] | None = None,
     ) -> list[Request]:
         """Queue a prompt; one request for each of the n outputs asked for.
 
@@ -156,7 +157,8 @@ class Engine:
         bounds its drafts: nodes per step that can be accepted, 0 for plain decoding, None for the engine's own number.
         Of those that wait, the lower `priority` is first, and of one priority the earlier `deadline`: seconds from now,
         at which a request that has not ended fails with DeadlineExceeded. Only requests of one `cache_salt` share
-        prefixes.
+        prefixes. `begun`, for each output the tokens it is known to begin with, are read instead of written (not where
+        logprobs are asked for): another engine has written them.
 
         Raises EmptyPrompt, RequestError for impossible token ids, and RequestTooLong, before anything runs, if the
         context or the memory cannot hold prompt and output; ConfigError if another engine runs requests on this cache.
@@ -187,6 +189,9 @@ class Engine:
             if scores is not None:
                 self.runner.scores[seq.id] = scores
             self._name(requests[-1])
+            if begun is not None and params.logprobs is None:
+                seq.tokens += begun[i]
+                requests[-1].drafted_by += [None] * len(begun[i])
         with _claiming:
             self._claim()
             for request in requests:
@@ -463,7 +468,7 @@ class Engine:
         if t.first_token:  # the first step is prefill: reported as time to first token
             t.decode, t.draft, t.target = t.decode + times.total, t.draft + times.draft, t.target + times.target
         else:
-            t.first_token, t.first_tokens = now - t.started, len(verdict.tokens)
+            t.first_token, t.first_tokens = now - t.started, len(request.drafted_by)
 
     def _publish(self, request: Request) -> None:
         """Show what a step has brought, and take the request away if it has ended."""

@@ -1,0 +1,305 @@
+"""A model cut over ranks gives the tokens of one (gather), and speculation changes none of them (all modes).
+
+Ranks are processes, which take seconds to start: all cases of a number of ranks run in one launch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_case
+from test_exactness import batch_of, config_of
+
+from outrider import LLM, drafters
+from outrider.errors import ConfigError
+from outrider.load import open_source
+from outrider.ops import Quantized
+from outrider.parallel import Cut, Group, cut_quantized, ranks_for, split, split_heads, within
+from outrider.plan import fastest_mode, traffic
+
+HERE = Path(__file__).parent
+PLAIN = {"none": None}
+SIZES = [2, 3]
+
+
+def free_port() -> int:
+    with socket.socket() as some:
+        some.bind(("127.0.0.1", 0))
+        return some.getsockname()[1]
+
+
+def launch(size: int, *args: str, port: int | None = None, **more) -> list[subprocess.Popen]:
+    """As torchrun would: the same program `size` times, told apart by its environment."""
+    port = port or free_port()
+    env = {**os.environ, "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
+    env |= {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "OUTRIDER_CACHE": ""}
+    return [
+        subprocess.Popen(
+            [sys.executable, *args], env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}, text=True, cwd=HERE,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, **more,
+        )
+        for rank in range(size)
+    ]  # fmt: skip
+
+
+def end(processes: list[subprocess.Popen], seconds: float = 300) -> tuple[list[int], str]:
+    """Their exit codes, once all have ended, and all they wrote to standard error."""
+    try:
+        said = [process.communicate(timeout=seconds)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [process.returncode for process in processes], "".join(said)
+
+
+@pytest.fixture(scope="session")
+def cases(make_checkpoint) -> dict:
+    """What all ranks run. Expectations come from one rank."""
+    make, own = make_checkpoint, {"dtype": "float32"}
+    methods = {"none": None} | {
+        method: vars(config_of(method, "random", make)) for method in drafters.methods() if method != "none"
+    }
+    for method, config in methods.items():
+        if config:
+            options = config.pop("options")
+            methods[method] = {k: v for k, v in {**config, **options}.items() if v is not None}
+    llm = LLM(make(), device="cpu", dtype="float32")
+
+    def requests(sampling: str, size: int, most: int) -> list:
+        found = []
+        for ids, params in batch_of(llm, sampling, size):
+            params = replace(params, max_tokens=most, min_tokens=min(3, params.min_tokens))
+            given = {k: v for k, v in vars(params).items() if k not in ("logits_processors", "structured_outputs")}
+            found.append([ids, given])
+        return found
+
+    def path(*args, **config) -> str:
+        return str(make(*args, **config))
+
+    some, both = requests("everything", 2, 10), requests("greedy", 2, 14) + requests("sampled", 3, 14)
+    draft = {"method": "draft_model", "model": path(noise=0.01)}
+    few = {name: methods[name] for name in ("none", "ngram", "triforce")}
+    random = {"model": path(), "options": own}
+    exact = ["gather", "ordered"]
+
+    def case(
+        methods: dict, requests: list, modes: tuple = ("gather",), model: str = random["model"], **options
+    ) -> dict:
+        return {"model": model, "options": own | options, "methods": methods, "requests": requests, "modes": modes}
+
+    families = {
+        "olmo2": {}, "phi3": {"pad_token_id": 0}, "gemma3_text": {}, "glm4": {"pad_token_id": 0}, "qwen2": {},
+        "qwen3": {},
+    }  # fmt: skip
+    return {
+        "drafters": case(methods, both, exact),
+        "reduce": case(few, both, ["reduce"]),
+        "again": case(PLAIN, both, exact) | {"traffic": True},
+        "bfloat16": case(few, some, dtype="bfloat16"),
+        "int8": case(
+            {"none": None, "self": {"method": "self", "weights": "int4"}}, some, exact, path(dtype=torch.bfloat16),
+            dtype="bfloat16", quantization="int8",
+        ),
+        "offload": case(few, some, kv_offload=True, on_chip_layers=1),
+        "small pool": case(PLAIN, both, kv_memory=2**15),
+        "in parts": case(few, some, max_num_batched_tokens=16),
+        "draft on two": case({"none": None, "two": {**draft, "draft_tensor_parallel_size": 2}, "one": draft}, some),
+        "nine heads": case(
+            PLAIN | {"ngram": methods["ngram"]}, some, exact,
+            path(num_attention_heads=9, num_key_value_heads=3, hidden_size=144),
+        ),
+        **{arch: case(PLAIN, some[:1], exact, path(arch, **more)) for arch, more in families.items()},
+        "too many": case(PLAIN, some, model=path(num_attention_heads=1, num_key_value_heads=1)),
+        "no mode": case(PLAIN, some, ["sideways"]),
+        "draft on many": case({"many": {**draft, "draft_tensor_parallel_size": 9}}, some),
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def alone(cases) -> dict:
+    """What one rank gives, by plain decoding."""
+    return {
+        name: run_case({**case, "methods": PLAIN})["tokens"]["none"]
+        for name, case in cases.items()
+        if name not in ("too many", "no mode", "draft on many")
+    }
+
+
+@pytest.fixture(scope="session", params=SIZES)
+def ranks(request, cases, tmp_path_factory) -> tuple[int, dict]:
+    """What so many ranks give."""
+    folder = tmp_path_factory.mktemp("ranks")
+    (folder / "cases.json").write_text(json.dumps(cases))
+    codes, said = end(launch(request.param, "ranks.py", str(folder / "cases.json"), str(folder / "results.json")))
+    assert codes == [0] * request.param, said[-3000:]
+    return request.param, json.loads((folder / "results.json").read_text())
+
+
+def test_tokens(ranks, cases, alone):
+    """Gather-only: one rank's. In all modes: the same with speculation as without, for every drafter."""
+    size, results = ranks
+    for name, expected in alone.items():
+        for mode in cases[name].get("modes", ["gather"]):
+            assert "error" not in results[name], (name, results[name])
+            found = results[name][mode]
+            assert found["leaked"] == 0
+            assert found["exactness"] == ("law" if mode == "reduce" else "bitwise"), (name, mode)
+            assert found["parallelism"].startswith(f"{size} ranks, {mode}: ")
+            for method, tokens in found["tokens"].items():
+                assert tokens == found["tokens"]["none"], f"{name}, {mode}: {method} changes tokens"
+            if mode == "gather":
+                assert found["tokens"]["none"] == expected, f"{name}: not what one rank gives"
+
+
+def test_each_method_ran(ranks):
+    _, results = ranks
+    assert set(results["drafters"]["gather"]["tokens"]) == set(drafters.methods())
+
+
+def test_the_pool_was_small(ranks):
+    _, results = ranks
+    assert results["small pool"]["gather"]["preemptions"] > 0
+
+
+def test_traffic_is_as_planned(ranks):
+    """The planner's formula counts every collective and every byte."""
+    _, results = ranks
+    for mode, (measured, predicted) in results["again"]["traffic"].items():
+        assert measured == predicted and measured[1] > 0, mode
+
+
+def test_errors(ranks):
+    size, results = ranks
+    assert results["too many"]["error"] == (
+        f"ConfigError: a model of 1 query heads is cut over at most 1 ranks, not {size}"
+    )
+    assert results["no mode"]["error"].startswith("ConfigError: tensor_parallel_mode 'sideways' is unknown; valid: ga")
+    assert results["draft on many"]["error"].endswith(f"draft_tensor_parallel_size is 9, and there are {size} ranks")
+
+
+# --- what ends it ----------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import sys, time
+from outrider import LLM
+llm = LLM("tiny", device="cpu", dtype="float32", tensor_parallel_size=2)
+print("ready", llm.parallelism, flush=True)
+for text in sys.stdin:
+    print(llm.generate(text, max_tokens=8, temperature=0)[0].token_ids, flush=True)
+"""
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_dies_ends_all(victim):
+    """Within seconds, with one line that says which; also while nothing is asked of them."""
+    ranks = launch(2, "-c", SCRIPT, stdin=subprocess.PIPE)
+    assert ranks[0].stdout.readline().startswith("ready 2 ranks, gather: the bits of one rank's run")
+    ranks[0].stdin.write("One day\n")
+    ranks[0].stdin.flush()
+    tokens = json.loads(ranks[0].stdout.readline())
+    assert (
+        tokens
+        == LLM("tiny", device="cpu", dtype="float32").generate("One day\n", max_tokens=8, temperature=0)[0].token_ids
+    )
+    ranks[victim].send_signal(signal.SIGKILL)
+    other = ranks[1 - victim]
+    assert other.wait(10) == 1
+    (line,) = other.stderr.read().splitlines()
+    assert line == f"outrider: rank {victim} has ended (killed, or out of memory?); all ranks end"
+    end(ranks)
+
+
+def test_port_clash_is_named():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        first, second = launch(2, "-c", SCRIPT, port=port)
+        try:
+            _, said = first.communicate(timeout=60)
+        finally:
+            second.kill()
+            second.communicate()
+    assert first.returncode and f"another program listens at 127.0.0.1, port {port}; choose another MASTER_PORT" in said
+
+
+def test_sizes(monkeypatch):
+    assert ranks_for(None, "cpu") is None and ranks_for(1, "cpu") is None
+    with pytest.raises(ConfigError, match="needs 2 processes: torchrun --standalone --nproc-per-node 2"):
+        ranks_for(2, "cpu")
+    for wrong in (0, True, "2"):
+        with pytest.raises(ConfigError, match="tensor_parallel_size must be a whole number"):
+            ranks_for(wrong, "cpu")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ConfigError, match="tensor_parallel_size=2, but 3 processes were started"):
+        ranks_for(2, "cpu")
+    with pytest.raises(ConfigError, match="draft_tensor_parallel_size must be a whole number"):
+        LLM("tiny", speculative_config={"method": "ngram", "draft_tensor_parallel_size": 0}, tensor_parallel_size=1)
+
+
+# --- who holds what --------------------------------------------------------------------------------------------------
+
+
+def test_split():
+    assert split(10, 3) == [range(4), range(4, 7), range(7, 10)]
+    assert split(100, 2, 32) == [range(64), range(64, 100)]
+    assert [len(r) for r in split(64, 3, 32)] == [32, 16, 16]
+    for count, size, grain in [(64, 3, 32), (9, 8, 32), (1000, 7, 256), (3, 3, 256)]:
+        parts = split(count, size, grain)
+        assert [i for part in parts for i in part] == list(range(count)) and all(parts)
+
+
+def test_split_heads():
+    assert split_heads(9, 3, 2) == [(range(6), range(2)), (range(6, 9), range(2, 3))]
+    assert split_heads(4, 2, 3) == [(range(1), range(1)), (range(1, 2), range(1)), (range(2, 4), range(1, 2))]
+    for heads, kv_heads, size in [(9, 3, 9), (32, 8, 5), (32, 8, 16), (8, 1, 8), (14, 2, 4)]:
+        parts = split_heads(heads, kv_heads, size)
+        assert [i for q, _ in parts for i in q] == list(range(heads))
+        for q, kv in parts:
+            assert {i * kv_heads // heads for i in q} == set(kv) and len(q) % len(kv) == 0
+
+
+def test_within():
+    assert within([range(2, 5), range(6, 8)], [4, 4]) == [[range(2, 4)], [range(1), range(2, 4)]]
+
+
+def test_quantised_weights_are_cut_with_their_factors():
+    g = torch.Generator().manual_seed(0)
+    q = Quantized(
+        8, 32, torch.randint(-9, 9, (12, 96), generator=g, dtype=torch.int8), torch.rand(12, 3, generator=g),
+        torch.rand(12, 3, generator=g),
+    )  # fmt: skip
+    rows = [range(1, 3), range(8, 12)]
+    index = [1, 2, 8, 9, 10, 11]
+    assert torch.equal(cut_quantized(q, rows).dense(), q.dense()[index])
+    assert torch.equal(cut_quantized(q, rows, range(32, 96)).dense(), q.dense()[index, 32:])
+    with pytest.raises(ConfigError, match="cannot be cut by inputs: 32 inputs share a factor; use"):
+        cut_quantized(q, rows, range(16, 96))
+    coarse = replace(
+        q, scales=(torch.ones(12, 3, dtype=torch.int8), torch.rand(12, 1, generator=g).half()), offsets=None
+    )
+    assert torch.equal(cut_quantized(coarse, rows).dense(), coarse.dense()[index])
+
+
+def test_prediction():
+    """More ranks, less for each; one has no traffic; the choice depends on nothing but shape and machine."""
+    config = open_source("tiny").config
+    assert traffic(config, 1, "gather", 5, 5) == (0, 0)
+    calls, size = traffic(config, 2, "gather", 1, 1)
+    assert calls == 4 * config.num_layers + 1
+    assert traffic(config, 2, "gather", 3, 3) == (calls, 3 * size)
+    assert traffic(config, 2, "ordered", 1, 1)[0] == 2 * config.num_layers + 1
+    assert fastest_mode(config, 2, "cpu") in ("gather", "ordered")
+    with pytest.raises(ConfigError, match="at most"):
+        traffic(config, config.num_heads + 1, "gather", 1, 1)
+    whole = Cut(config, Group(None, 2, "gather", None))
+    assert sum(map(len, whole.vocab)) == config.vocab_size

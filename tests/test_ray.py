@@ -1,0 +1,186 @@
+"""Replicas on a local Ray: no token is lost or changed when engines are killed, or come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from contextlib import suppress
+
+import httpx
+import pytest
+
+from outrider import LLM, SamplingParams
+from outrider.errors import ConfigError
+
+ray = pytest.importorskip("ray", reason="the extra 'ray' is not installed")
+from ray import serve  # noqa: E402
+
+from outrider.ray import ENGINE, Replicas, app  # noqa: E402
+
+pytestmark = pytest.mark.slow
+PORT = 18431
+URL = f"http://127.0.0.1:{PORT}"
+SMALL = {"num_cpus": 0.1, "ingress_cpus": 0.1, "llm": {"dtype": "float32", "device": "cpu"}}
+PROMPTS = ["Once upon a time", "One day, a little girl named Lily", "The dog and the cat", "Tom had a red ball."]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """A Ray on this machine."""
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    serve.start(http_options={"port": PORT})
+    yield
+    serve.shutdown()
+    ray.shutdown()
+
+
+def body(i: int, most: int = 200) -> dict:
+    return {
+        "prompt": PROMPTS[i % len(PROMPTS)], "temperature": 0.9, "seed": i, "max_tokens": most, "ignore_eos": True,
+        "stream": True, "return_token_ids": True, "stream_options": {"include_usage": True},
+    }  # fmt: skip
+
+
+async def answer(client: httpx.AsyncClient, asked: dict, seen: dict | None = None) -> tuple[list[int], str, int]:
+    """Tokens, text and usage of a stream; `seen` counts frames as they come."""
+    tokens, text, usage = [], "", 0
+    async with client.stream("POST", f"{URL}/v1/completions", json=asked) as response:
+        assert response.status_code == 200, await response.aread()
+        async for line in response.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            data = json.loads(line[6:])
+            assert "error" not in data, data
+            for choice in data["choices"]:
+                tokens += choice["token_ids"]
+                text += choice["text"]
+            usage = (data.get("usage") or {}).get("completion_tokens", usage)
+            if seen is not None:
+                seen["frames"] = seen.get("frames", 0) + 1
+    return tokens, text, usage
+
+
+def expected(count: int, most: int) -> list[tuple[list[int], str, int]]:
+    """What one undisturbed engine gives."""
+    llm, found = LLM("tiny", dtype="float32", device="cpu"), []
+    for i in range(count):
+        params = SamplingParams(temperature=0.9, seed=i, max_tokens=most, ignore_eos=True)
+        (output,) = llm.generate(PROMPTS[i % len(PROMPTS)], params)
+        found.append((output.token_ids, output.text, most))
+    return found
+
+
+def replicas() -> list[int]:
+    """Processes of the engines that run."""
+    found = []
+    for about in ray.util.list_named_actors(all_namespaces=True):
+        if f"#{ENGINE}#" in about["name"]:
+            with suppress(Exception):  # it has just gone
+                actor = ray.get_actor(about["name"], about["namespace"])
+                found.append(ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=20))
+    return found
+
+
+def wait_for(count: int, seconds: float = 120) -> list[int]:
+    until = time.monotonic() + seconds
+    while len(found := replicas()) != count:
+        assert time.monotonic() < until, f"{len(found)} engines run, not {count}"
+        time.sleep(0.5)
+    return found
+
+
+def client() -> httpx.AsyncClient:
+    return httpx.AsyncClient(timeout=300, limits=httpx.Limits(max_connections=100))
+
+
+def test_killed_engines(cluster):
+    """Under load, one engine after the other is killed: every stream ends with the tokens of an undisturbed run."""
+    serve.run(app({"model": "tiny", "replicas": 2, **SMALL}), name="outrider")
+    count, most = 8, 400
+    wanted = expected(count, most)
+
+    async def main() -> list:
+        seen: dict = {}
+        async with client() as http:
+            streams = [asyncio.ensure_future(answer(http, body(i, most), seen)) for i in range(count)]
+            for kills in (40, 200):
+                while seen.get("frames", 0) < kills and not all(s.done() for s in streams):
+                    await asyncio.sleep(0.02)
+                assert not all(s.done() for s in streams), "all had ended before the kill"
+                victim = (await asyncio.to_thread(wait_for, 2))[0]
+                os.kill(victim, signal.SIGKILL)
+            return await asyncio.gather(*streams)
+
+    found = asyncio.run(main())
+    assert [tokens for tokens, _, _ in found] == [tokens for tokens, _, _ in wanted]
+    assert found == wanted
+    wait_for(2)  # and Serve has replaced them
+
+
+def test_up_and_down(cluster):
+    """From one engine to two under load, and back; nothing is lost, no token is wrong."""
+    scaling = {"max_replicas": 2, "target_ongoing_requests": 1.0, "upscale_delay": 1.0, "downscale_delay": 3.0}
+    serve.run(app({"model": "tiny", **scaling, **SMALL, "server": {"drain": 60.0}}), name="outrider")
+    wait_for(1)
+    wanted = expected(8, 300)
+
+    async def main() -> list:
+        async with client() as http:
+            found = []
+            while len(replicas()) < 2:
+                found += await asyncio.gather(*(answer(http, body(i, 300)) for i in range(8)))
+                assert len(found) < 200, "it never grew"
+            return found
+
+    found = asyncio.run(main())
+    assert all(each == wanted[i % 8] for i, each in enumerate(found))
+    wait_for(1)
+
+
+def test_the_whole_server(cluster):
+    """The ingress is the server that there is without Ray, with its routes and errors."""
+    serve.run(app({"model": "tiny", **SMALL}), name="outrider")
+    asyncio.run(_routes())
+
+
+async def _routes() -> None:
+    async with client() as http:
+        assert await answer(http, body(0, 20)) == expected(1, 20)[0]
+        for path in ("/health", "/v1/models", "/version", "/metrics"):
+            assert (await http.get(URL + path)).status_code == 200, path
+        refused = await http.post(f"{URL}/v1/completions", json={"prompt": "x", "temperature": -1})
+        assert refused.status_code == 400 and "temperature" in refused.json()["error"]["message"]
+        chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+        assert (await http.post(f"{URL}/v1/chat/completions", json=chat)).status_code in (200, 400)
+
+
+def test_engines_of_two_ranks(cluster):
+    """Each engine is a group of two, beside each other; a rank that is killed takes its engine with it, no answer."""
+    serve.run(app({"model": "tiny", "tensor_parallel_size": 2, **SMALL}), name="outrider")
+    wanted = expected(3, 60)
+
+    async def main() -> list:
+        async with client() as http:
+            return await asyncio.gather(*(answer(http, body(i, 60)) for i in range(3)))
+
+    assert asyncio.run(main()) == wanted
+
+
+def test_options():
+    with pytest.raises(ConfigError, match="unknown key 'modell'; valid: model, replicas"):
+        app({"modell": "tiny"})
+    with pytest.raises(ConfigError, match="args need a 'model'"):
+        app({})
+    with pytest.raises(ConfigError, match="replicas must be a whole number of at least 1, not 0"):
+        app({"model": "tiny", "replicas": 0})
+    with pytest.raises(ConfigError, match="max_replicas \\(1\\) is below replicas \\(2\\)"):
+        app({"model": "tiny", "replicas": 2, "max_replicas": 1})
+    with pytest.raises(ConfigError, match="llm: unknown key 'temperature'"):
+        app({"model": "tiny", "llm": {"temperature": 0}})
+    with pytest.raises(ConfigError, match="server: unknown key 'port'"):
+        app({"model": "tiny", "server": {"port": 1}})
+    assert Replicas.of({"model": "tiny", "server": {"names": ["a", "b"]}}).settings.names == ("a", "b")
