@@ -128,7 +128,7 @@ def cases(make_checkpoint) -> dict:
 def alone(cases) -> dict:
     """What one rank gives, by plain decoding."""
     return {
-        name: run_case({**case, "methods": PLAIN})["tokens"]["none"]
+        name: run_case({**case, "methods": PLAIN})
         for name, case in cases.items()
         if name not in ("too many", "no mode", "draft on many")
     }
@@ -157,7 +157,9 @@ def test_tokens(ranks, cases, alone):
             for method, tokens in found["tokens"].items():
                 assert tokens == found["tokens"]["none"], f"{name}, {mode}: {method} changes tokens"
             if mode == "gather":
-                assert found["tokens"]["none"] == expected, f"{name}: not what one rank gives"
+                assert found["tokens"]["none"] == expected["tokens"]["none"], f"{name}: not what one rank gives"
+            held = found["weights"] / expected["weights"]
+            assert held <= (0.67 if name == "nine heads" or size == 2 else 0.5), f"{name}: rank 0 holds {held:.2f}"
 
 
 def test_each_method_ran(ranks):

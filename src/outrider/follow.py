@@ -7,7 +7,9 @@ same models and caches, by number, and do the same; they know no requests, no cl
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import astuple
 from functools import partial
@@ -93,7 +95,10 @@ def join() -> NoReturn:
 
 
 def follow(ranks: Ranks) -> NoReturn:
-    """Do what rank 0 says, until it ends; then this process ends, too."""
+    """Do what rank 0 says, until it ends; then this process ends, too. Signals are for rank 0 to hear."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
     try:
         Follower(ranks).run()
     except Exception as error:

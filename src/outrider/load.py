@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from weakref import finalize
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -74,11 +75,12 @@ def load(
         if quantization is None and not source.weights.quantised:
             raise ConfigError(f"activations {activations} {NEEDS_INTEGERS}")
         source.weights.rounds = activations
-    cut = Cut(source.config, group) if group else None
+    share = Cut(source.config, group) if group else None
     number = group.announce("load", str(name), dtype, quantization, activations) if group else 0
-    model = _Builder(source.config, source.weights, kind, where, quantization, cut=cut).model(progress)
-    if isinstance(model, CutModel):
+    model = _Builder(source.config, source.weights, kind, where, quantization, cut=share).model(progress)
+    if group and isinstance(model, CutModel) and number:
         model.number = number
+        finalize(model, group.ranks.tell, "drop", number)
     if activations is not None and not model.rounded:
         raise ConfigError(f"activations {activations} {NEEDS_INTEGERS}")
     return Checkpoint(model, source.tokenizer(), source.path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE
@@ -17,12 +17,14 @@ from outrider.errors import ConfigError
 from outrider.plan import (
     ACCEPTANCE,
     DEVICES,
+    LINKS,
     SUITES,
     Device,
     Miss,
     Planner,
     Prediction,
     Shape,
+    traffic,
     within,
 )
 from outrider.plan import (
@@ -41,6 +43,9 @@ def plan(
     suite: Annotated[str, typer.Option(help="Traffic, with commas: chat, code, edit, summarise, stories.")] = "chat",
     draft: Annotated[str | None, typer.Option(help="The draft model; default: one of a tenth of the target.")] = None,
     quantization: Quantization = None,
+    ranks: Annotated[
+        str | None, typer.Option(help="Numbers of GPUs, with commas: what one that shares the model receives, a step.")
+    ] = None,
     against: Annotated[Path | None, typer.Option(help="A results.jsonl of bench: how far off would this be?")] = None,
     output: Annotated[Path | None, typer.Option(help="Plot the best speed-up over contexts and batches here.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, nothing else.")] = False,
@@ -58,6 +63,9 @@ def plan(
         raise ConfigError(f"--device {device!r} is unknown; valid: here, {', '.join(DEVICES)}")
     if quantization not in (None, "int8", "int4"):
         raise ConfigError(f"quantization {quantization!r} is unknown; valid: int8, int4")
+    if ranks is not None:
+        _traffic(open_source(model).config, read_ints(ranks, "--ranks"), as_json)
+        return
     bits = {None: 16.0, "int8": 8.125, "int4": 4.5}[quantization]
     shape = Shape.of(open_source(model).config, bits)
     small = Shape.of(open_source(draft).config) if draft else None
@@ -82,6 +90,27 @@ def plan(
             console.print(_table(name, [p for p in found if p.suite == name], planner))
     if output is not None:
         _plot(found, output)
+
+
+def _traffic(config: Any, sizes: list[int], as_json: bool) -> None:
+    found = list[dict[str, Any]]()
+    for size in sizes:
+        for mode in ("gather", "ordered"):
+            for rows in (1, 9):
+                calls, received = traffic(config, size, mode, rows, rows)
+                seconds = {name: calls * link.start + received / link.bandwidth for name, link in LINKS.items()}
+                found.append({"ranks": size, "mode": mode, "rows": rows, "collectives": calls, "bytes": received})
+                found[-1] |= {f"{name}_seconds": seconds[name] for name in ("nvlink", "pcie")}
+    if as_json:
+        for line in found:
+            put_json(line)
+        return
+    table = Table("GPUs", "mode", "rows", "collectives", "received", "NVLink", "PCIe", box=SIMPLE)
+    for line in found:
+        times = [f"{1000 * line[f'{name}_seconds']:.2f} ms" for name in ("nvlink", "pcie")]
+        about = [str(line[key]) for key in ("ranks", "mode", "rows", "collectives")]
+        table.add_row(*about, f"{line['bytes'] / 1e6:.2f} MB", *times)
+    Console(highlight=False, soft_wrap=True).print(table)
 
 
 def _measured() -> Device:
