@@ -301,7 +301,7 @@ def test_layers_that_cannot_be(random_llm):
             random_llm.speculative_config = {"method": "self", "layers": layers}
 
 
-# --- when a draft model stops ------------------------------------------------------------------------------------------
+# --- when a draft model stops ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.9, "seed": 3, "top_p": 0.95}])

@@ -20,6 +20,7 @@ from outrider.plan import (
     acceptance,
     against,
     expected,
+    published,
     within,
 )
 
@@ -157,3 +158,11 @@ def test_what_cannot_be(capsys, monkeypatch, flags, message):
     known = [] if "--device" in flags else ["--device", "h100"]
     code, _, err = run(capsys, monkeypatch, "--model", "tiny", *known, *flags)
     assert code == 2 and message in err and err.count("\n") == 1
+
+
+def test_the_seeds_figures_are_what_the_roofline_says(capsys, monkeypatch):
+    """MagicDec's and TriForce's published speed-ups, from the hardware's figures, within a fifth."""
+    found = published()
+    assert len(found) == 22 and all(abs(p.predicted() / p.speedup - 1) < 0.2 for p in found)
+    code, out, _ = run(capsys, monkeypatch, "--published")
+    assert code == 0 and "within 20 %: 100%" in out

@@ -132,7 +132,14 @@ class Follower:
         self.ranks.group(size, mode)
 
     def load(
-        self, name: str, dtype: str, quantization: str | None, activations: str | None, number: int, size: int, mode: str
+        self,
+        name: str,
+        dtype: str,
+        quantization: str | None,
+        activations: str | None,
+        number: int,
+        size: int,
+        mode: str,
     ) -> None:
         """This rank's part of a model, if it is in the group."""
         group = self.ranks.group(size, mode)
@@ -150,9 +157,7 @@ class Follower:
         if (own := self.held.get(model)) is not None:
             self.held[number] = own.thin(layers)
 
-    def view(
-        self, base: int, text: str, alone: bool, layers: list[int] | None, number: int, model: int
-    ) -> None:
+    def view(self, base: int, text: str, alone: bool, layers: list[int] | None, number: int, model: int) -> None:
         """A view of a cache."""
         if (own := self.held.get(model)) is not None:
             self.held[number] = Runner(own, self.held[base]).view(text, alone, layers).kv

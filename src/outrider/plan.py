@@ -26,12 +26,13 @@ from outrider.parallel import Cut, Group
 
 @dataclass(frozen=True)
 class Device:
-    """Bytes and operations a second as reached, bytes of memory, and seconds that a layer takes to start."""
+    """Bytes and operations a second as reached, bytes of memory, and seconds that a layer takes to start, and a row."""
 
     bandwidth: float
     arithmetic: float  # in bfloat16
     memory: float
     start: float = 0.0
+    row: float = 0.0
 
 
 def _made(bandwidth: float, arithmetic: float, memory: float, start: float) -> Device:
@@ -94,7 +95,7 @@ def acceptance(method: str, suite: str) -> Rate:
 class Shape:
     """A model's sizes. `weights` are those that a forward multiplies by, `bits` what one of them takes."""
 
-    weights: int
+    weights: float
     layers: int
     heads: int
     kv_heads: int
@@ -127,7 +128,7 @@ class Shape:
         weights = max(self.weight_bytes / device.bandwidth, 2.0 * self.weights * batch * rows / device.arithmetic)
         work = 4.0 * self.layers * self.heads * self.head_dim * context * batch * rows
         keys = max(batch * self.kv_bytes(context) / device.bandwidth, work / device.arithmetic)
-        return weights + keys + self.layers * device.start
+        return weights + keys + self.layers * device.start + batch * rows * device.row
 
 
 @dataclass(frozen=True)
@@ -267,6 +268,76 @@ class Miss:
     def off(self) -> float:
         """Predicted over measured, less one."""
         return self.predicted / self.measured - 1
+
+
+class Published(NamedTuple):
+    """A speed-up that others have measured, and what it takes to predict it."""
+
+    where: str
+    device: Device
+    shape: Shape
+    context: int
+    batch: int
+    k: int
+    chance: float
+    speedup: float
+    draft: Shape | None = None  # None: the target itself
+    seen: int = WINDOW  # keys that the draft sees
+    inner: float | None = None  # of TriForce: the chance that the smallest model's guess passes the target's view
+    plain: float | None = None  # seconds of a token as measured, where keys come from the host
+
+    def predicted(self) -> float:
+        """The same by the roofline."""
+        plain = self.plain or self.shape.forward(self.device, self.batch, 1, self.context)
+        full = self.plain or self.shape.forward(self.device, self.batch, self.k + 1, self.context)
+        if self.inner is None:
+            drafting = self.k * (self.draft or self.shape).forward(self.device, self.batch, 1, self.seen)
+        else:  # each pass of the view takes k + 1 rows, and brings 1 token or 2
+            view = self.shape.forward(self.device, 1, self.k + 1, self.seen)
+            drafting = self.k / (1 + self.inner) * (view + LLAMA_68M.forward(self.device, 1, 1, 256))
+        return expected(self.chance, self.k) * plain / (drafting + full)
+
+
+LLAMA_68M, TINY_LLAMA = Shape(43e6, 2, 12, 12, 64, 768, 32000), Shape(1.03e9, 22, 32, 4, 64, 2048, 32000)
+LLAMA_7B, LLAMA_13B = Shape(6.61e9, 32, 32, 32, 128, 4096, 32000), Shape(12.85e9, 40, 40, 40, 128, 5120, 32000)
+LLAMA_8B = Shape(7.5e9, 32, 32, 8, 128, 4096, 128256)
+
+
+def _several(count: int, name: str, start: float, row: float) -> Device:
+    d = DEVICES[name]
+    return Device(count * d.bandwidth, count * d.arithmetic, count * d.memory, start, row)
+
+
+def published() -> list[Published]:
+    """MagicDec's tables (its project page) and TriForce's (README and project page).
+
+    Acceptance is theirs: StreamingLLM's on PG-19 by length; TriForce's "above 0.9", its inner 0.35. That of TinyLlama
+    is not told, and taken as 0.8. A layer that lies cut over eight GPUs takes 250 us beside its bytes (two all-reduces
+    and launches without graphs) and a row 10 us: both fitted to MagicDec's 19 figures. TriForce on two GPUs, which has
+    no graphs either, takes over the first.
+    """
+    eight = {name: _several(8, name, 250e-6, 10e-6) for name in ("a100", "h100")}
+    found = [
+        Published(f"MagicDec, 8 {name}", eight[name], shape, context, batch, k, chance, speedup, draft)
+        for name, shape, draft, context, chance, figures in (
+            ("a100", LLAMA_8B, None, 32000, 0.81, ((32, 3, 1.22), (64, 3, 1.38), (128, 4, 1.47))),
+            ("a100", LLAMA_7B, None, 8000, 0.84, ((32, 3, 1.18), (64, 3, 1.48), (128, 4, 1.63))),
+            ("a100", LLAMA_7B, None, 32000, 0.81, ((32, 4, 2.0),)),
+            ("a100", LLAMA_7B, TINY_LLAMA, 8000, 0.8, ((32, 3, 1.29), (64, 3, 1.57), (128, 4, 1.66))),
+            ("a100", LLAMA_7B, TINY_LLAMA, 32000, 0.8, ((32, 4, 1.91),)),
+            ("h100", LLAMA_8B, None, 32000, 0.81, ((32, 3, 1.23), (64, 3, 1.43))),
+            ("h100", LLAMA_7B, None, 8000, 0.84, ((32, 3, 1.19), (64, 4, 1.42), (128, 4, 1.65))),
+            ("h100", LLAMA_7B, TINY_LLAMA, 8000, 0.8, ((32, 2, 1.32), (64, 3, 1.48), (128, 3, 1.64))),
+        )
+        for batch, k, speedup in figures
+    ]
+    two = _several(2, "rtx4090", 250e-6, 0.0)
+    offloaded = ((LLAMA_7B, 0.84, 7.78), (LLAMA_13B, 1.794, 7.94))
+    found.append(Published("TriForce, a100", DEVICES["a100"], LLAMA_7B, 124928, 1, 6, 0.9, 2.31, seen=4096, inner=0.35))
+    return found + [
+        Published("TriForce, 2 rtx4090", two, s, 130048, 1, 16, 0.9, speedup, seen=12288, inner=0.35, plain=seconds)
+        for s, seconds, speedup in offloaded
+    ]
 
 
 METHODS = {"ngram", "suffix", "draft_model", "medusa", "eagle3"}
