@@ -41,17 +41,23 @@ class LeadingRunner(Runner):
             on_chip = kv.on_chip if isinstance(kv, OffloadKV) else None
             self._lead(kv, "cache", on_chip)
 
-    def view(self, text: str, alone: bool = False) -> Runner:
+    @property
+    def ranks(self) -> Ranks:
+        """Those that share the model."""
+        assert isinstance(self.model, CutModel)
+        ranks: Ranks = self.model.group.ranks
+        return ranks
+
+    def view(self, text: str, alone: bool = False, layers: list[int] | None = None) -> Runner:
         """As Runner's, on all ranks."""
-        runner, home = super().view(text, alone), (self.base or self).kv
-        self._lead(runner.kv, "view", self.ranks.numbers[id(home)], text, alone)
+        runner, home = super().view(text, alone, layers), (self.base or self).kv
+        self._lead(runner.kv, "view", self.ranks.numbers[id(home)], text, alone, layers)
         return runner
 
     def _lead(self, kv: Any, *op: Any) -> None:
         """Let the others make the cache that has been made here, by `op`, and do with theirs what is done with it."""
         assert isinstance(self.model, CutModel)
-        ranks: Ranks = self.model.group.ranks
-        self.ranks, number = ranks, ranks.number()
+        ranks, number = self.ranks, self.ranks.number()
         ranks.numbers[id(kv)] = number
         ranks.tell(*op, number, self.model.number)
         for name in CHANGES:
@@ -132,7 +138,14 @@ class Follower:
         self.ranks.group(size, mode)
 
     def load(
-        self, name: str, dtype: str, quantization: str | None, activations: str | None, number: int, size: int, mode: str
+        self,
+        name: str,
+        dtype: str,
+        quantization: str | None,
+        activations: str | None,
+        number: int,
+        size: int,
+        mode: str,
     ) -> None:
         """This rank's part of a model, if it is in the group."""
         group = self.ranks.group(size, mode)
@@ -150,9 +163,7 @@ class Follower:
         if (own := self.held.get(model)) is not None:
             self.held[number] = own.thin(layers)
 
-    def view(
-        self, base: int, text: str, alone: bool, layers: list[int] | None, number: int, model: int
-    ) -> None:
+    def view(self, base: int, text: str, alone: bool, layers: list[int] | None, number: int, model: int) -> None:
         """A view of a cache."""
         if (own := self.held.get(model)) is not None:
             self.held[number] = Runner(own, self.held[base]).view(text, alone, layers).kv
