@@ -41,17 +41,23 @@ class LeadingRunner(Runner):
             on_chip = kv.on_chip if isinstance(kv, OffloadKV) else None
             self._lead(kv, "cache", on_chip)
 
-    def view(self, text: str, alone: bool = False) -> Runner:
+    @property
+    def ranks(self) -> Ranks:
+        """Those that share the model."""
+        assert isinstance(self.model, CutModel)
+        ranks: Ranks = self.model.group.ranks
+        return ranks
+
+    def view(self, text: str, alone: bool = False, layers: list[int] | None = None) -> Runner:
         """As Runner's, on all ranks."""
-        runner, home = super().view(text, alone), (self.base or self).kv
-        self._lead(runner.kv, "view", self.ranks.numbers[id(home)], text, alone)
+        runner, home = super().view(text, alone, layers), (self.base or self).kv
+        self._lead(runner.kv, "view", self.ranks.numbers[id(home)], text, alone, layers)
         return runner
 
     def _lead(self, kv: Any, *op: Any) -> None:
         """Let the others make the cache that has been made here, by `op`, and do with theirs what is done with it."""
         assert isinstance(self.model, CutModel)
-        ranks: Ranks = self.model.group.ranks
-        self.ranks, number = ranks, ranks.number()
+        ranks, number = self.ranks, self.ranks.number()
         ranks.numbers[id(kv)] = number
         ranks.tell(*op, number, self.model.number)
         for name in CHANGES:

@@ -12,6 +12,7 @@ import os
 import secrets
 import socket
 import threading
+import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
@@ -158,12 +159,15 @@ class Engine:
         options: dict[str, Any],
         begun: list[list[int]],
     ) -> AsyncGenerator[Any, None]:
-        """First None, once the requests are accepted; then each event, with how much of its prompt was known."""
-        answer = await self.llm.start(prompts, **options, begun=begun)
+        """First None, once the requests are accepted; then each event, and with an output's first what it says of the
+        prompt: how much was known, and logprobs."""
+        answer, seen = await self.llm.start(prompts, **options, begun=begun), set[int]()
         try:
             yield None
             async for event in answer.events():
-                yield event, answer.requests[event.index].cached
+                request = answer.requests[event.index]
+                yield event, None if event.index in seen else (request.cached, request.prompt_logprobs)
+                seen.add(event.index)
         finally:
             answer.close()
 
@@ -263,7 +267,11 @@ class FarAnswer:
     """As an Answer; what comes is an engine's, and another's if that one is lost."""
 
     def __init__(self, engines: Any, prompts: list[tuple[list[int], SamplingParams]], options: dict[str, Any]) -> None:
-        self.requests = [SimpleNamespace(cached=0) for _, params in prompts for _ in range(params.n)]
+        self.requests = [
+            SimpleNamespace(cached=0, prompt_logprobs=None, seq=SimpleNamespace(params=params))
+            for _, params in prompts for _ in range(params.n)
+        ]  # fmt: skip
+        self._began = time.monotonic()
         self._engines, self._prompts, self._options = engines, prompts, options
         self._key = beginning(prompts[0][0], options.get("cache_salt"))
         self._stream: Any = None  # that an engine has accepted, and nobody reads yet
@@ -288,15 +296,18 @@ class FarAnswer:
         if stream is None:
             stream = await self._begin(begun)
         try:
-            async for event, cached in _typed(stream):
-                if not again:
-                    self.requests[event.index].cached = cached
+            async for event, about in _typed(stream):
+                if about is not None and not again:
+                    self.requests[event.index].cached, self.requests[event.index].prompt_logprobs = about
                 yield event
         finally:
             stream.cancel()
 
     async def _begin(self, begun: list[list[int]]) -> Any:
-        stream = self._engines.options(stream=True).generate.remote(self._key, self._prompts, self._options, begun)
+        options = dict(self._options)
+        if (deadline := options.get("deadline")) is not None:  # counted from the start, whoever writes
+            options["deadline"] = max(0.001, deadline - (time.monotonic() - self._began))
+        stream = self._engines.options(stream=True).generate.remote(self._key, self._prompts, options, begun)
         async for _ in _typed(stream):
             return stream
         raise Lost

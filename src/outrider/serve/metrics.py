@@ -58,7 +58,8 @@ class Metrics:
         self._labels = {"model_name": model_name, "engine": "0"}
         self._llm = llm
         self._seen: WeakKeyDictionary[Request, tuple[float, int]] = WeakKeyDictionary()  # last news, steps counted
-        self._engine_metrics(llm.llm.engine.max_len)
+        if isinstance(llm, AsyncLLM):  # not where engines are elsewhere (ray.py)
+            self._engine_metrics(llm.llm.engine.max_len)
         self._http = Counter("http_requests", "HTTP requests.", ("method", "handler", "status"), registry=self.registry)
         self._http_seconds = Histogram(
             "http_request_duration_seconds", "Seconds from request to the answer's end.", ("method", "handler"),
