@@ -27,7 +27,7 @@ import httpx
 from outrider import LLM
 
 LONGEST, MOST = 300, 130  # tokens of a prompt, and of an output
-FIRST = 1 / 6  # of the time: until then caches fill
+FIRST = 300  # seconds, or half of all: until then caches fill
 GROWTH = 0.03  # of the server's memory, from then on, that is noise
 GRAMMARS: list[dict[str, Any]] = [
     {"regex": "[a-z]{2,9}(, [a-z]{2,9}){1,4}[.]"},
@@ -132,10 +132,10 @@ class Report:
 
     @property
     def growth(self) -> float:
-        """Of the server's memory: the median of the last part over that of the part behind the first, less 1."""
+        """Of the server's memory: the median of the last sixth over that of the sixth behind the first part, less 1."""
+        first, part = min(FIRST, self.seconds / 2), self.seconds / 6
         parts = [
-            [size for at, size in self.memory if begin <= at / self.seconds <= begin + FIRST]
-            for begin in (FIRST, 1 - FIRST)
+            [size for at, size in self.memory if begin <= at <= begin + part] for begin in (first, self.seconds - part)
         ]
         return statistics.median(parts[1]) / statistics.median(parts[0]) - 1 if all(parts) else 0.0
 
@@ -241,7 +241,10 @@ async def _load(
             while True:
                 report.memory.append((passed(), _resident(server.pid)))
                 if len(report.memory) % 60 == 0:
-                    say(f"{passed() / 60:.0f} minutes, {dict(report.counts)}, {len(report.wrong)} wrong")
+                    size = report.memory[-1][1] / 2**20
+                    say(
+                        f"{passed() / 60:.0f} minutes, {size:.0f} MiB, {dict(report.counts)}, {len(report.wrong)} wrong"
+                    )
                 await asyncio.sleep(1)
 
         watching = asyncio.ensure_future(watch())
