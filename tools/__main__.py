@@ -89,6 +89,29 @@ def kernels(
 
 
 @app.command()
+def soak(
+    model: Annotated[str, typer.Argument(help="Any model with a tokenizer.")] = "tiny",
+    minutes: Annotated[float, typer.Option(min=0.05, help="How long.")] = 30,
+    speculate: Annotated[str, typer.Option(help="Method of the server.")] = "auto",
+    users: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 8,
+    requests: Annotated[int, typer.Option(min=1, help="Different requests.")] = 96,
+    seed: Annotated[int, typer.Option(help="Of what is asked when, and cancelled.")] = 0,
+) -> None:
+    """Serve under mixed load, with cancels and bad requests; exit 1 for a wrong token, growing memory, or what is left.
+
+    On Linux; needs the extras serve and grammar, and httpx.
+    """
+    from tools import soak as tool
+
+    report = tool.soak(model, speculate, minutes, users, requests, seed, lambda line: print(line, flush=True))
+    print(report)
+    for fault in report.faults[:20]:
+        print(fault)
+    if report.faults:
+        raise typer.Exit(1)
+
+
+@app.command()
 def reference(
     recipe: Annotated[str, typer.Argument(help="tiny, tiny-draft, toy, or a JSON file.")],
     output: Annotated[Path, typer.Argument(help="Folder of the run: checkpoint and log. A run that is there goes on.")],

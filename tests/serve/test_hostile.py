@@ -118,8 +118,10 @@ def test_fields_that_are_ignored(client):
         b'{"prompt": "x", "metadata": ' + b'{"a":' * 50_000 + b"1" + b"}" * 50_001,
         b'{"prompt": "x", "temperature": ' + b"9" * 5000 + b"}", b'{"prompt": "x", "temperature": Infinity}',
         '{"prompt": "x"}'.encode("utf-16"), b"\x00", b'{"prompt": "x",}', b"prompt=x",
+        b'{"prompt": "x", "prompt": "y"}', b'{"prompt": "x", "logit_bias": {"5": 1, "5": 2}}',
+        b'{"prompt": "x", "temperature": 1e999}', b'{"prompt": "x", "\\ud800": 1, "\\ud800": 2}',
     ],
-    ids=range(18),
+    ids=range(22),
 )  # fmt: skip
 def test_bodies_that_are_no_json(client, body):
     for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
@@ -160,6 +162,51 @@ def test_junk_is_never_our_failure(client, more, path):
     if answer.status_code != 200:
         refused(answer, answer.status_code)
         assert answer.status_code in (400, 404, 501)
+
+
+SURROGATE = "\udc80"
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "description": SURROGATE}}}]
+
+
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        ("completions", {"structured_outputs": {"regex": SURROGATE}}),
+        ("completions", {"structured_outputs": {"choice": [SURROGATE]}}),
+        ("completions", {"structured_outputs": {"grammar": f'start: "{SURROGATE}"'}}),
+        ("completions", {"structured_outputs": {"json": {"enum": [SURROGATE]}}}),
+        ("completions", {"structured_outputs": {"json": {"$ref": "#"}}}),
+        ("completions", {"structured_outputs": {"json": {"type": "object", "properties": {SURROGATE: {}}}}}),
+        ("completions", {"structured_outputs": {"regex": "(a{1000}){1000}"}}),
+        ("completions", {"stop": SURROGATE}), ("completions", {"cache_salt": SURROGATE}),
+        ("completions", {"model": SURROGATE}), ("completions", {"user": SURROGATE, "metadata": {SURROGATE: SURROGATE}}),
+        ("chat/completions", {"messages": [{"role": SURROGATE, "content": "x"}]}),
+        ("chat/completions", {"messages": [{"role": "user", "content": ""}]}),
+        ("chat/completions", {"messages": [{"role": "wizard", "content": "x"}]}),
+        ("chat/completions", {"messages": [{"role": "user", "content": None}]}),
+        ("chat/completions", {"messages": [{"role": "assistant", "tool_calls": [{}]}]}),
+        ("chat/completions", {"messages": [{"role": "tool", "content": [{"type": "image"}]}]}),
+        ("chat/completions", {"messages": TALK, "tools": TOOLS}),
+        ("chat/completions", {"messages": TALK, "tools": TOOLS, "tool_choice": "required"}),
+        ("chat/completions", {"messages": TALK, "chat_template_kwargs": {SURROGATE: 1}}),
+        ("chat/completions", {"messages": TALK, "chat_template_kwargs": {"messages": [], "tokenize": True}}),
+        ("responses", {"input": SURROGATE}), ("responses", {"input": [{"type": SURROGATE}]}),
+        ("responses", {"input": "x", "instructions": SURROGATE}), ("responses", {"input": "x", "tools": [{}]}),
+        ("responses", {"input": "x", "tools": [{"type": "function"}]}), ("responses", {"input": [[]]}),
+        ("responses", {"input": [{"content": [{"type": "input_image", "image_url": "x"}]}]}),
+        ("responses", {"input": "x", "metadata": {"a": SURROGATE}}),
+        ("responses", {"input": "x", "text": {"format": 3}}),
+    ],
+)  # fmt: skip
+def test_strange_texts(client, path, more):
+    """Half of a character, or nothing, in every place where there is text: an answer, or a refusal."""
+    pytest.importorskip("llguidance")
+    limit = "max_output_tokens" if path == "responses" else "max_tokens"
+    body = json.dumps({**({"prompt": PROMPT} if path == "completions" else {}), limit: 2, **more}).encode()
+    answer = client.send(("POST", f"/v1/{path}", {"content": body, "headers": {"content-type": "application/json"}}))[0]
+    if answer.status_code != 200:
+        refused(answer, answer.status_code)
+        assert answer.status_code in (400, 404), answer.text
 
 
 # --- limits -----------------------------------------------------------------------------------------------------------

@@ -20,57 +20,9 @@ from tests.helpers import assert_released
 from tests.serve.conftest import frames_of
 from tests.serve.test_api import regrouped
 from tests.test_exactness import config_of
+from tools.soak import LONGEST, MOST, alone, difference, mixed
 
 COUNT = int(os.environ.get("OUTRIDER_STRESS", 24))  # requests for each method
-LONGEST, MOST = 300, 130  # tokens of a prompt, and of an output
-GRAMMARS: list[dict[str, Any]] = [
-    {"regex": "[a-z]{2,9}(, [a-z]{2,9}){1,4}[.]"},
-    {"choice": ["yes, of course", "yes, perhaps", "no"]},
-    {"json": {"type": "object", "properties": {"name": {"type": "string", "maxLength": 9}, "old": {"type": "boolean"}},
-              "required": ["name", "old"], "additionalProperties": False}},
-]  # fmt: skip
-FIELDS: list[dict[str, Any]] = [
-    {"temperature": 0}, {"temperature": 0.7}, {"top_p": 0.8}, {"top_k": 7}, {"min_p": 0.1}, {"n": 3}, {"n": 2},
-    {"repetition_penalty": 1.3}, {"presence_penalty": 1.5, "frequency_penalty": -0.5}, {"stop": [" the", "."]},
-    {"logit_bias": {"300": 5.0, "301": -100}}, {"stop_token_ids": [262, 263]}, {"min_tokens": 5},
-    {"logprobs": 2}, {"ignore_eos": True}, {"temperature": 0, "repetition_penalty": 1.1}, {"cache_salt": "mine"},
-    {"priority": -1}, {"priority": 3}, {"speculative_config": False}, {"speculative_config": {"method": "none"}},
-    {"skip_special_tokens": False}, *({"structured_outputs": grammar} for grammar in GRAMMARS),
-]  # fmt: skip
-NOT_SAMPLED = {"cache_salt", "priority", "speculative_config"}
-
-
-def mixed(llm: LLM, count: int) -> list[dict[str, Any]]:
-    """Bodies: prompts of 1 to LONGEST tokens, of which many begin alike."""
-    some, vocab = random.Random(1), llm.runner.model.config.vocab_size
-    text = llm.encode("Once upon a time there was a little girl named Lily. She had a red ball. " * 30)
-    roots = [text[: some.randint(33, LONGEST // 2)] for _ in range(3)]
-    bodies = []
-    for i in range(count):
-        prompt = some.choice([[], *roots]) + some.choice([text, [some.randrange(vocab) for _ in range(LONGEST)]])
-        length = some.choice([1, 2, 31, 32, 33, 64, LONGEST, some.randint(1, LONGEST)])
-        given = {
-            "prompt": prompt[:length],
-            "seed": i,
-            "max_tokens": some.choice([1, 9, 40, MOST, MOST]),
-            "return_token_ids": True,
-        }
-        for more in [FIELDS[i % len(FIELDS)], *some.sample(FIELDS, some.randrange(2))]:
-            if not ("structured_outputs" in more and given.keys() & {"min_tokens", "stop", "ignore_eos"}):
-                given |= more
-        if given.get("temperature") == 0:
-            given.pop("n", None)
-        given["max_tokens"] = max(given["max_tokens"], given.get("min_tokens", 0))
-        bodies.append(given)
-    return bodies
-
-
-def alone(llm: LLM, body: dict[str, Any]) -> list[Any]:
-    """Plain decoding of a body, by itself."""
-    given = {k: v for k, v in body.items() if k not in NOT_SAMPLED | {"prompt", "return_token_ids"}}
-    if "logit_bias" in given:
-        given["logit_bias"] = {int(token): bias for token, bias in given["logit_bias"].items()}
-    return llm.generate(body["prompt"], **given)
 
 
 _expected: dict[int, list[list[Any]]] = {}
@@ -139,12 +91,7 @@ def test_every_answer_is_plain_decoding(tiny_llm, live, make_checkpoint, monkeyp
             continue
         answered += 1
         about = json.dumps({k: v for k, v in body.items() if k != "prompt"}) + f" after {len(body['prompt'])} tokens"
-        for output, choice in zip(outputs, choices, strict=True):
-            assert choice["token_ids"] == output.token_ids, about
-            assert (choice["text"], choice["finish_reason"]) == (output.text, output.finish_reason), about
-            assert choice["stop_reason"] == output.stop_reason, about
-            if "logprobs" in body:
-                assert choice["logprobs"]["token_logprobs"] == [p.logprob for p in output.logprobs], about
+        assert difference(outputs, choices) is None, about
     assert answered > COUNT / 2
     if method == "ngram":  # with others it depends on time, or the room for the longest one's drafts may be all others'
         assert engine.preemptions > before[0], "the pool was never full"

@@ -9,6 +9,7 @@ import hashlib
 import hmac
 import json
 import logging
+import math
 import re
 import time
 import uuid
@@ -104,17 +105,34 @@ def _no_number(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
+def _finite(text: str) -> float:
+    if math.isinf(number := float(text)):
+        raise ValueError(f"{text[:40]} is out of range")
+    return number
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose keys are each there once: what of two was meant nobody can tell."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {brief(max(keys, key=keys.count))} stands twice in one object")
+    return found
+
+
 async def read(request: Request, kind: type[B]) -> B:
     """The body of a request. Raises Refusal 400, naming the field that is wrong."""
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media != "application/json":
         raise Refusal(400, f"the content type must be application/json, not {brief(media) if media else 'missing'}")
     try:
-        data = json.loads((await request.body()).decode("utf-8"), parse_constant=_no_number)
+        body = (await request.body()).decode("utf-8")
+        data = json.loads(body, parse_constant=_no_number, parse_float=_finite, object_pairs_hook=_once)
     except RecursionError:
         raise Refusal(400, "the body is nested too deeply") from None
     except ValueError as error:
-        raise Refusal(400, f"the body is not JSON: {str(error)[:200]}") from None
+        reason = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(error)[:200])
+        raise Refusal(400, f"the body is not JSON: {reason}") from None
     if not isinstance(data, dict):
         raise Refusal(400, f"the body must be a JSON object, not {brief(data)}")
     return parse(kind, data)

@@ -1,0 +1,181 @@
+"""What arrives at a socket and is no proper request, clients that die, and a server that does."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.serve.test_live import wait_until
+
+PROMPT = "Once upon a time there was a little girl who"
+LONG = {"prompt": PROMPT, "max_tokens": 100_000, "ignore_eos": True, "stream": True}
+
+
+def connect(url: str) -> socket.socket:
+    host, port = url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=60)
+
+
+def post(body: bytes, *headers: str, length: int | None = None) -> bytes:
+    lines = ["POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json", *headers]
+    if length is None or length >= 0:
+        lines.append(f"Content-Length: {len(body) if length is None else length}")
+    return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
+
+
+def answered(url: str, data: bytes) -> bytes:
+    """All that comes back for some bytes, until the server closes or has nothing more to say."""
+    with connect(url) as peer:
+        peer.settimeout(2)
+        peer.sendall(data)
+        found = b""
+        try:
+            while part := peer.recv(65536):
+                found += part
+        except (TimeoutError, ConnectionResetError):
+            pass
+        return found
+
+
+def still_right(url: str, expected: str) -> None:
+    answer = httpx.post(f"{url}/v1/completions", json={"prompt": PROMPT, "max_tokens": 4, "seed": 1}, timeout=120)
+    assert answer.json()["choices"][0]["text"] == expected
+
+
+BODY = json.dumps({"prompt": PROMPT, "max_tokens": 1}).encode()
+TRICKS: dict[str, bytes] = {
+    "no http": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 9 + b"\r\n\r\n",
+    "no method": b"/v1/models HTTP/1.1\r\n\r\n",
+    "http/0.9": b"GET /\r\n\r\n",
+    "two lengths": post(BODY, "Content-Length: 5"),
+    "length and chunks": post(BODY, "Transfer-Encoding: chunked"),
+    "negative length": post(BODY, "Content-Length: -1", length=-1),
+    "no number": post(BODY, "Content-Length: many", length=-1),
+    "huge length": post(BODY, f"Content-Length: {10**30}", length=-1),
+    "a broken chunk": post(b"zz\r\n{}\r\n0\r\n\r\n", "Transfer-Encoding: chunked", length=-1),
+    "a folded header": post(BODY, "X-A: b\r\n  c"),
+    "nul in a header": post(BODY, "X-Request-Id: a\x00b"),
+    "a line in a header": post(BODY, "X-Request-Id: a\rSet-Cookie: b"),
+    "a huge header": post(BODY, "X-A: " + "b" * 200_000),
+    "many headers": post(BODY, *(f"X-{i}: b" for i in range(5000))),
+    "no host": b"GET /version HTTP/1.1\r\n\r\n",
+    "a space before the colon": post(BODY, "X-A : b"),
+    "nul in the path": b"GET /v1/models/%00 HTTP/1.1\r\nHost: x\r\n\r\n",
+    "up and up": b"GET /v1/models/../../../etc/passwd HTTP/1.1\r\nHost: x\r\n\r\n",
+    "another's url": b"GET http://elsewhere/version HTTP/1.1\r\nHost: x\r\n\r\n",
+    "connect": b"CONNECT elsewhere:443 HTTP/1.1\r\nHost: elsewhere\r\n\r\n",
+    "an upgrade": b"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n",
+    "expects": post(BODY, "Expect: something"),
+}
+
+
+def test_no_proper_request(live, tiny_llm, caplog):
+    """None of them is our failure, or makes one of the next."""
+    expected = tiny_llm.generate(PROMPT, max_tokens=4, seed=1)[0].text
+    url = live()
+    for name, data in TRICKS.items():
+        answer = answered(url, data)
+        status = answer[9:12]
+        assert not answer or (answer.startswith(b"HTTP/1.") and not status.startswith(b"5")), (name, answer[:200])
+        assert b"Traceback" not in answer and b"Set-Cookie" not in answer, name
+    still_right(url, expected)
+    assert "a request failed" not in caplog.text
+
+
+def test_two_requests_at_once_on_one_connection(live):
+    answer = answered(live(), post(BODY) + post(BODY))
+    assert answer.count(b"HTTP/1.1 200") == 2
+
+
+def test_slow_and_silent_clients(live, tiny_llm):
+    """Hundreds that send nothing, or a little; one that does not read; one that says it will send no more."""
+    expected = tiny_llm.generate(PROMPT, max_tokens=4, seed=1)[0].text
+    url = live()
+    most = min(1000, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 3)
+    peers = [connect(url) for _ in range(most)]
+    try:
+        for i, peer in enumerate(peers):
+            peer.sendall(post(BODY)[: i % 150])
+        deaf = connect(url)
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.sendall(post(json.dumps(LONG).encode()))
+        still_right(url, expected)
+        deaf.close()
+        half = connect(url)
+        half.sendall(post(json.dumps(LONG).encode()))
+        half.shutdown(socket.SHUT_WR)
+        still_right(url, expected)
+        half.close()
+    finally:
+        for peer in peers:
+            peer.close()
+    wait_until(lambda: not tiny_llm.engine.running and not tiny_llm.engine.waiting)
+    assert tiny_llm.engine.leaked == 0
+
+
+READER = """
+import sys, httpx
+with httpx.stream("POST", sys.argv[1] + "/v1/completions", content=sys.argv[2], timeout=60,
+                  headers={"content-type": "application/json"}) as answer:
+    for line in answer.iter_lines():
+        print(line, flush=True)
+"""
+
+
+def test_a_client_that_is_killed(live, tiny_llm):
+    expected = tiny_llm.generate(PROMPT, max_tokens=4, seed=1)[0].text
+    url = live()
+    client = subprocess.Popen([sys.executable, "-c", READER, url, json.dumps(LONG)], stdout=subprocess.PIPE, text=True)
+    assert client.stdout is not None and client.stdout.readline().startswith("data: ")
+    client.kill()
+    wait_until(lambda: not tiny_llm.engine.running)
+    client.wait()
+    assert tiny_llm.engine.leaked == 0
+    still_right(url, expected)
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed(tmp_path, tiny_llm):
+    """Under load; another one at the same socket gives what the first one gave, and its clients see that it went."""
+    at, environment = tmp_path / "socket", {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "outrider", "serve", "tiny", "--dtype", "float32", "--uds", str(at)]
+    body = {"prompt": PROMPT, "max_tokens": 30, "seed": 7, "return_token_ids": True}
+    expected = tiny_llm.generate(PROMPT, max_tokens=30, seed=7)[0].token_ids
+
+    def ready(client: httpx.Client) -> bool:
+        try:
+            return client.get("/health").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def ask(client: httpx.Client, **more: Any) -> Any:
+        return client.post("/v1/completions", json={**body, **more}).json()["choices"][0]["token_ids"]
+
+    for killed in (True, False):
+        server = subprocess.Popen([*command, "--speculate", "ngram"], env=environment, stderr=subprocess.DEVNULL)
+        try:
+            with httpx.Client(transport=httpx.HTTPTransport(uds=str(at)), base_url="http://x", timeout=120) as client:
+                wait_until(lambda client=client: ready(client))
+                assert ask(client) == expected
+                if killed:
+                    with (
+                        pytest.raises(httpx.TransportError),
+                        client.stream("POST", "/v1/completions", json=LONG) as answer,
+                    ):
+                        for count, _ in enumerate(answer.iter_lines()):
+                            if count == 5:
+                                server.send_signal(signal.SIGKILL)
+                        time.sleep(0)
+        finally:
+            server.kill()
+            server.wait()
