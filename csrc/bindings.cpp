@@ -25,6 +25,7 @@ static void bind_linear(nb::module_ &m) {
         new (w) Weights{Format(format), outputs, inputs, group, gated, nullptr, {}, {}, nullptr, nullptr, rounded};
         if (rounded && !w->integers()) throw nb::value_error("weights of this format are no integers");
       })
+      .def_prop_ro("group", [](const Weights &w) { return w.group; })
       .def_prop_ro("rounded", [](const Weights &w) { return w.rounded; })
       .def_prop_ro("format", [](const Weights &w) { return int(w.format); })
       .def_prop_ro("width", &Weights::width)

@@ -38,7 +38,8 @@ int draw(const Draw &d, int vocab) {
   int top;
   own.argmax(d.logits, 1, vocab, &top, 1);
   if (top < 0) return kUnsure;
-  float *shaped = static_cast<float *>(scratch(5, sizeof(float) * vocab)), *weights = static_cast<float *>(scratch(6, sizeof(float) * vocab));
+  float *shaped = static_cast<float *>(scratch(5, sizeof(float) * vocab));
+  float *weights = static_cast<float *>(scratch(6, sizeof(float) * vocab));
   int32_t *places = static_cast<int32_t *>(scratch(7, sizeof(int32_t) * vocab));
   own.shape(d.logits, vocab, d.logits[top], d.temperature, shaped);
   const auto larger = [&](int a, int b) { return shaped[a] > shaped[b]; };
@@ -62,7 +63,7 @@ int draw(const Draw &d, int vocab) {
     double before = 0;
     int last = 0;
     for (int i = 0; i < found; before += weights[places[i++]] / total) {
-      if (std::abs(before - d.top_p) < kDoubt) return kUnsure;
+      if (i && std::abs(before - d.top_p) < kDoubt) return kUnsure;
       if (i && before > d.top_p) break;
       last = i;
     }

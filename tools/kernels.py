@@ -129,7 +129,9 @@ def _linears(settings: Settings) -> tuple[dict[str, Call], dict[str, int]]:
     sizes |= dict.fromkeys(("F.linear", "oneDNN packed"), sum(w.nbytes for w in plain))
     if native.runs(torch.bfloat16, torch.device("cpu")):
         for scheme, rounded in (("bfloat16", False), *((s, rounded) for s in SCHEMES for rounded in (False, True))):
-            linears = [Linear(w if scheme == "bfloat16" else quantize(w, scheme), rounded=rounded) for w in plain]
+            linears = [
+                Linear(w if scheme == "bfloat16" else quantize(w, scheme, rounded), rounded=rounded) for w in plain
+            ]
             name = f"{scheme} x int8" if rounded else scheme
             calls[name] = each([(linear.in_features, linear) for linear in linears])
             sizes[name] = sum(linear.nbytes for linear in linears)
