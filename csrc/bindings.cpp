@@ -1,14 +1,19 @@
 // The Python face: outrider.ops._kernels. Tensors come as addresses and sizes; outrider/ops/native.py checks them.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include "dispatch.h"
+#include "pool.h"
+#include "sampling.h"
 
 namespace nb = nanobind;
 
 void bind_attention(nb::module_ &m);
 void bind_walk(nb::module_ &m);
+
+using Wish = std::tuple<uintptr_t, float, int, double, float, uint64_t>;
 
 static const void *at(uintptr_t address) { return reinterpret_cast<const void *>(address); }
 static void *to(uintptr_t address) { return reinterpret_cast<void *>(address); }
@@ -20,6 +25,7 @@ static void bind_linear(nb::module_ &m) {
         new (w) Weights{Format(format), outputs, inputs, group, gated, nullptr, {}, {}, nullptr, nullptr, rounded};
         if (rounded && !w->integers()) throw nb::value_error("weights of this format are no integers");
       })
+      .def_prop_ro("group", [](const Weights &w) { return w.group; })
       .def_prop_ro("rounded", [](const Weights &w) { return w.rounded; })
       .def_prop_ro("format", [](const Weights &w) { return int(w.format); })
       .def_prop_ro("width", &Weights::width)
@@ -74,6 +80,17 @@ static void bind_elementwise(nb::module_ &m) {
     }
     return best;
   });
+  m.def("draw", [](const std::vector<Wish> &wishes, int vocab, int threads) {
+    std::vector<int> tokens(wishes.size());
+    {
+      nb::gil_scoped_release released;
+      pool::parallel(int(wishes.size()), threads, [&](int i) {
+        const auto &[logits, temperature, top_k, top_p, least, key] = wishes[i];
+        tokens[i] = draw({static_cast<const float *>(at(logits)), temperature, top_k, top_p, least, key}, vocab);
+      });
+    }
+    return tokens;
+  }, "For each row (address, temperature, top_k, top_p, least, key) its token, -1 where that is left to the reference.");
 }
 
 NB_MODULE(_kernels, m) {

@@ -77,6 +77,61 @@ void argmax(const float *x, int rows, int width, int *best, int threads) {
                  [&](int r) { best[r] = width ? best_of(x + size_t(r) * width, width) : -1; });
 }
 
+void shape(const float *x, int n, float most, float temperature, float *shaped) {
+  for (int k = 0; k < n; k += W) store_n(shaped + k, (load_n(x + k, n - k) - most) / temperature, n - k);
+}
+
+double weigh(const float *x, int n, float floor, float *weights) {
+  double total = 0;
+  for (int k = 0; k < n;) {
+    vf part = {};
+    for (const int end = k + 64 * W; k < n && k < end; k += W) {
+      const vf v = load_n(x + k, n - k);
+      const vf weight = v >= floor ? exp(v) : vf{};
+      store_n(weights + k, weight, n - k);
+      for (int i = n - k; i < W; i++) part[i] -= weight[i];  // of the row's end
+      part += weight;
+    }
+    total += sum(part);
+  }
+  return total;
+}
+
+int above(const float *x, int n, float floor, int32_t *places) {
+  int count = 0;
+  for (int k = 0; k < n; k += W) {
+    const vi here = load_n(x + k, n - k) >= floor;
+#if defined(__AVX512F__)
+    if (!_mm512_test_epi32_mask((__m512i)here, (__m512i)here)) continue;
+#elif defined(__AVX2__)
+    if (!_mm256_movemask_ps((__m256)here)) continue;
+#endif
+    for (int i = 0; i < W && k + i < n; i++)
+      if (here[i]) places[count++] = k + i;
+  }
+  return count;
+}
+
+void race(const float *weights, int n, uint64_t key, float *ratios) {
+  constexpr int H = W / 2;
+  typedef uint64_t vl __attribute__((vector_size(4 * W), may_alias));
+  typedef double vd __attribute__((vector_size(4 * W), may_alias));
+  typedef float vs __attribute__((vector_size(2 * W), may_alias));
+  vl step;
+  for (int i = 0; i < H; i++) step[i] = uint64_t(i + 1) * 0x9E3779B97F4A7C15 + key;
+  for (int k = 0; k < n; k += H, step += H * 0x9E3779B97F4A7C15) {
+    vl z = (step ^ step >> 30) * 0xBF58476D1CE4E5B9;
+    z = (z ^ z >> 27) * 0x94D049BB133111EB;
+    z ^= z >> 31;
+    // What is left to 1: an integer of 52 bits becomes the fraction of a number between 1 and 2.
+    const vd rest = (vd)(~z >> 12 | 0x3ff0000000000000) - (1 - 0x1p-53);
+    vs weight = {};
+    memcpy(&weight, weights + k, sizeof(float) * (n - k < H ? n - k : H));
+    const vs ratio = __builtin_convertvector(-rest / __builtin_convertvector(weight, vd), vs);
+    memcpy(ratios + k, &ratio, sizeof(float) * (n - k < H ? n - k : H));
+  }
+}
+
 template <class A>
 const A *as(const void *p) { return static_cast<const A *>(p); }
 
@@ -97,6 +152,6 @@ void rope(void *qkv, int rows, int stride, int heads, int queries, int dim, cons
 
 }  // namespace
 
-const ElementwiseKernels elementwise_kernels = {rms_norm, rope, argmax};
+const ElementwiseKernels elementwise_kernels = {rms_norm, rope, argmax, shape, weigh, above, race};
 
 }  // namespace OUTRIDER_ISA

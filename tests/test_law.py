@@ -437,6 +437,48 @@ def test_the_likeliest_token_always_stays(random_llm, extreme):
     assert random_llm.generate([5, 9, 2], **options)[0].token_ids == greedy
 
 
+FILTERS = [{}, {"top_k": 1}, {"top_k": 40}, {"top_p": 0.9}, {"top_p": 1e-9}, {"top_p": 0.999}, {"min_p": 0.05},
+           {"min_p": 1}, {"top_k": 30, "top_p": 0.95, "min_p": 0.01}]  # fmt: skip
+PENALTIES = {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": -0.2, "logit_bias": {3: 2.0}}
+
+
+@pytest.mark.skipif(sampling.native.active == "reference", reason="the kernels are not built")
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+@pytest.mark.parametrize("vocab", [6, 257, 5003])
+def test_the_kernels_draw_what_the_reference_chooses(vocab: int, filters: dict[str, float]) -> None:
+    """Nearly always by themselves, on every instruction set; where last bits decide they leave it to the reference."""
+    generator, left, count = torch.Generator().manual_seed(vocab), 0, 0
+    before = sampling.native.active
+    for seed in range(24):
+        logits = torch.randn(3, vocab, generator=generator) * (0.5, 2, 6)[seed % 3]
+        logits[:, : seed % 7] += 5
+        logits[1, 1 :: 2 + seed] = -torch.inf
+        logits = logits.bfloat16().float() if seed % 5 == 0 else logits  # with ties
+        params = SamplingParams(
+            temperature=(0.3, 1.0, 1.7)[seed // 3 % 3], **filters, **(PENALTIES if seed % 4 == 0 else {})
+        )
+        rows = [Row(Sequence([1, 2, 3, 2, i], params, seed), [5, 5][:i]) for i in range(3)]
+        for stream in ("", "draft"):
+            for own in sampling.native.available()[:-1]:
+                sampling.native.use(own)
+                expected = sampling.likeliest(sampling.scores(logits, rows, stream))
+                found = sampling._settled(logits, rows, stream)
+                assert all(expected[i] == token for i, token in found.items())
+                assert choose(logits, rows, stream) == expected
+                left, count = left + 3 - len(found), count + 3
+    sampling.native.use(before)
+    assert left < count / 3
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_left_to_the_reference(odd: float) -> None:
+    logits = torch.zeros(2, 300)
+    logits[0, 7] = odd
+    logits[1] = odd
+    rows = [Row(Sequence([1], SamplingParams(), seed)) for seed in (0, 1)]
+    assert choose(logits, rows) == sampling.likeliest(sampling.scores(logits, rows))
+
+
 @pytest.mark.parametrize("temperature", [0, 1.0])
 def test_extreme_biases_and_penalties(random_llm, temperature):
     def tokens(**options) -> list[int]:
@@ -466,8 +508,8 @@ def test_noise_is_kept_within_bounds(monkeypatch):
     monkeypatch.setattr(sampling, "NOISE_KEPT", 4 * 1000 * 10)
     rows = [Row(Sequence([1] * (1 + i), SamplingParams(), s)) for s in range(5) for i in range(8)]
     flat = torch.zeros(len(rows), 1000)
-    first = choose(flat, rows)
-    assert len(sampling._kept) == 10 and choose(flat, rows) == first
+    first = sampling.likeliest(sampling.scores(flat, rows))
+    assert len(sampling._kept) == 10 and sampling.likeliest(sampling.scores(flat, rows)) == first
     assert first == [int(gumbel(row.seq.seed, row.position, 1000).argmax()) for row in rows]
 
 

@@ -156,6 +156,25 @@ def reference(
 
 
 @app.command()
+def perplexity(
+    model: Annotated[str, typer.Argument(help="What `--model` takes.")],
+    data: Data,
+    windows: Annotated[int, typer.Option(min=2, help="Pieces of text in each domain.")] = 16,
+    length: Annotated[int, typer.Option(min=2, help="Tokens of a piece.")] = 512,
+    threads: Threads = None,
+) -> None:
+    """Perplexity on held-out text of a model's weights and activations as they may be rounded, as Markdown."""
+    from tools import perplexity as reading
+
+    run.check_threads(threads)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    with bar() as show:
+        lines = list(reading.measure(model, data, windows, length, show))
+    print(reading.markdown(lines))
+
+
+@app.command()
 def evaluate(
     models: Annotated[list[str], typer.Argument(help="Targets to compare, the one of interest last.")],
     data: Data,

@@ -128,10 +128,13 @@ def _linears(settings: Settings) -> tuple[dict[str, Call], dict[str, int]]:
     calls["oneDNN packed"] = each([(w.shape[1], packed(w)) for w in plain])
     sizes |= dict.fromkeys(("F.linear", "oneDNN packed"), sum(w.nbytes for w in plain))
     if native.runs(torch.bfloat16, torch.device("cpu")):
-        for scheme in ("bfloat16", *SCHEMES):
-            linears = [Linear(w if scheme == "bfloat16" else quantize(w, scheme)) for w in plain]
-            calls[scheme] = each([(linear.in_features, linear) for linear in linears])
-            sizes[scheme] = sum(linear.nbytes for linear in linears)
+        for scheme, rounded in (("bfloat16", False), *((s, rounded) for s in SCHEMES for rounded in (False, True))):
+            linears = [
+                Linear(w if scheme == "bfloat16" else quantize(w, scheme, rounded), rounded=rounded) for w in plain
+            ]
+            name = f"{scheme} x int8" if rounded else scheme
+            calls[name] = each([(linear.in_features, linear) for linear in linears])
+            sizes[name] = sum(linear.nbytes for linear in linears)
     return calls, sizes
 
 

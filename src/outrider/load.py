@@ -595,7 +595,7 @@ class _Builder:
         else:
             weight = self.weights.mapped(name, *shape).detach().to(device=self.device, dtype=self.dtype)
             weight = _finite(weight, self.weights.path, name)
-            kept = quantize.quantize(weight, scheme) if scheme else weight
+            kept = quantize.quantize(weight, scheme, self.rounded) if scheme else weight
             head = Linear(kept, pack=not self.share, rounded=self.rounded)
         self.staging = torch.empty(0)
         if stored and self.device.type == "cpu":
@@ -687,7 +687,7 @@ class _Builder:
         if order is not None:
             out.copy_(out[order])
             added = None if added is None else added[order]
-        weight = quantize.quantize(out, scheme) if scheme else out
+        weight = quantize.quantize(out, scheme, self.rounded) if scheme else out
         return Linear(weight, added, gated=gated, rounded=self.rounded)
 
 

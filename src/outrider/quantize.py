@@ -19,6 +19,7 @@ from outrider.ops import Factors, Quantized, native
 # bits, inputs per group, whether a group has an offset beside its scale
 SCHEMES = {"int8": (8, 128, False), "int4": (4, 64, True)}
 HEAD = "int8"
+FINE = 32  # rows rounded in groups of 128 cost four times as much perplexity
 ACTIVATIONS = ("int8",)  # to which the rows of products with such weights may be rounded, group by group
 GGUF = {  # bytes of a block, weights in it
     "Q8_0": (34, 32), "Q4_0": (18, 32), "Q4_1": (20, 32), "Q4_K": (144, 256), "Q5_K": (176, 256), "Q6_K": (210, 256),
@@ -48,13 +49,15 @@ def check_activations(activations: str, dtype: torch.dtype, device: torch.device
         )
 
 
-def quantize(weight: Tensor, scheme: str) -> Quantized:
+def quantize(weight: Tensor, scheme: str, rounded: bool = False) -> Quantized:
     """The weights (out, in) of a linear under a scheme, rounded to nearest in groups along `in`.
 
     Without offsets a group spans -amax .. amax in 2^bits - 1 levels, with them min .. max in 2^bits. The scale is
-    rounded to bfloat16 first, so that values are rounded for the scale that they get.
+    rounded to bfloat16 first, so that values are rounded for the scale that they get. With `rounded`, for rows that are
+    rounded in the same groups, these are of at most FINE inputs under int8.
     """
     bits, group, offset = SCHEMES[scheme]
+    group = min(group, FINE) if rounded and bits == 8 else group
     rows, inputs = weight.shape
     groups = -(-inputs // group)
     values = torch.empty(rows, inputs, dtype=torch.int8)

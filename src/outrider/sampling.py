@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import hashlib
 import math
+import struct
 import threading
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,7 +27,7 @@ from torch import Tensor
 from outrider.config import LogitsProcessor, SamplingParams
 from outrider.constraint import unpacked
 from outrider.errors import ConfigError, ConstraintError, OutriderError, RequestError, told
-from outrider.ops import argmax
+from outrider.ops import argmax, native
 from outrider.outputs import Logprob
 from outrider.sequence import Sequence
 
@@ -57,7 +59,51 @@ def choose(logits: Tensor, rows: list[Row], stream: str = "") -> list[int]:
     Without a `stream` this is Law 1. A named stream is other noise, independent of it and fresh at every step. -1 where
     there is nothing to choose: `refusal` says why.
     """
-    return likeliest(scores(logits, rows, stream))
+    settled = _settled(logits, rows, stream)
+    left = [i for i in range(len(rows)) if i not in settled]
+    if not settled:
+        return likeliest(scores(logits, rows, stream))
+    others = likeliest(scores(logits[left], [rows[i] for i in left], stream)) if left else []
+    settled |= dict(zip(left, others, strict=True))
+    return [settled[i] for i in range(len(rows))]
+
+
+def _settled(logits: Tensor, rows: list[Row], stream: str) -> dict[int, int]:
+    """The tokens of those rows that sample and are drawn by the kernels: all but a few, on a CPU.
+
+    They find what the functions below would, or nothing where that is so close that last bits decide.
+    """
+    if not native.runs(logits.dtype, logits.device) or logits.dtype != torch.float32 or not logits.shape[1]:
+        return {}
+    logits, kept, drawn, wishes = logits.contiguous(), [], [], []
+    for i, row in enumerate(rows):
+        p = row.seq.params
+        if p.temperature == 0:
+            continue
+        own = logits[i]
+        if _edits(row.seq):
+            try:
+                own = process(own, row).contiguous()
+            except OutriderError:  # the reference will meet it, too
+                continue
+            kept.append(own)  # while its address is in use
+        least = _log(p.min_p) if p.min_p > 0 else -math.inf
+        top_k = p.top_k if 0 < p.top_k < len(own) else 0
+        key = _key(row.seq.seed, row.position, _fresh(row.seq, stream) if stream else "")
+        drawn.append(i)
+        wishes.append((own.data_ptr(), max(p.temperature, SMALLEST), top_k, _single(p.top_p), least, key))
+    tokens = native.kernels.draw(wishes, logits.shape[1], torch.get_num_threads()) if wishes else []
+    return {i: token for i, token in zip(drawn, tokens, strict=True) if token >= 0}
+
+
+@lru_cache(maxsize=256)
+def _log(x: float) -> float:
+    """As `keep_likely` takes it."""
+    return float(torch.tensor([[x]]).log())
+
+
+def _single(x: float) -> float:
+    return struct.unpack("f", struct.pack("f", x))[0]  # type: ignore[no-any-return]
 
 
 def likeliest(logits: Tensor) -> list[int]:
@@ -196,12 +242,12 @@ def process(logits: Tensor, row: Row) -> Tensor:
     p, seq = row.seq.params, row.seq
     logits = logits.clone()
     if p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty:
-        output, seen = _counts(row, logits)
+        ids, output = (x.to(logits.device) for x in _counts(row))
+        some = logits[ids]
         if p.repetition_penalty != 1:  # CTRL (1909.05858), as in transformers and vLLM
             by = max(p.repetition_penalty, SMALLEST)
-            penalised = torch.where(logits > 0, logits / by, logits * by)
-            logits = torch.where(seen, penalised.clamp(max=LARGEST), logits)
-        logits -= p.frequency_penalty * output + p.presence_penalty * (output > 0)
+            some = torch.where(some > 0, some / by, some * by).clamp(max=LARGEST)
+        logits[ids] = some - (p.frequency_penalty * output + p.presence_penalty * (output > 0))
     for token, bias in (p.logit_bias or {}).items():
         logits[token] = (logits[token] + min(bias, LARGEST)).clamp(max=LARGEST)
     if row.position - seq.prompt_len < p.min_tokens and seq.eos:
@@ -244,22 +290,24 @@ def _custom(processor: LogitsProcessor, tokens: list[int], logits: Tensor) -> Te
     return edited
 
 
-def _counts(row: Row, like: Tensor) -> tuple[Tensor, Tensor]:
-    """How often each token stands in the output (vocab,) float, and whether it stands anywhere (vocab,) bool."""
+def _counts(row: Row) -> tuple[Tensor, Tensor]:
+    """The tokens (n,) int64 before a place, each once, and how often each stands in the output, (n,) float32."""
     seq = row.seq
-    settled, output, seen = seq.memory.get("counts") or (0, torch.zeros_like(like), torch.zeros_like(like).bool())
-    new = seq.tokens[settled : seq.settled]
-    if new:  # counted once and kept: settled tokens never change
-        seen[new] = True
-        fresh = new[max(0, seq.prompt_len - settled) :]
-        output += torch.bincount(torch.tensor(fresh, dtype=torch.long), minlength=len(like)).to(like)
-        seq.memory["counts"] = seq.settled, output, seen
-    tail = seq.tokens[seq.settled :] + row.path
-    if tail:
-        output, seen = output.clone(), seen.clone()
-        seen[tail] = True
-        output += torch.bincount(torch.tensor(tail), minlength=len(like)).to(like)
-    return output, seen
+    settled, ids, output, places = seq.memory.get("counts") or (0, array("q"), array("f"), {})
+    _count(seq.tokens[settled : seq.settled], ids, output, places, seq.prompt_len - settled)
+    seq.memory["counts"] = seq.settled, ids, output, places  # counted once and kept: settled tokens never change
+    ids, output = ids[:], output[:]
+    _count(seq.tokens[seq.settled :] + row.path, ids, output, dict(places))
+    return torch.frombuffer(ids, dtype=torch.int64), torch.frombuffer(output, dtype=torch.float32)
+
+
+def _count(tokens: list[int], ids: array[int], output: array[float], places: dict[int, int], prompt: int = 0) -> None:
+    """Count tokens, of which the first ones may be the prompt's."""
+    for i, token in enumerate(tokens):
+        if (at := places.setdefault(token, len(ids))) == len(ids):
+            ids.append(token)
+            output.append(0)
+        output[at] += i >= prompt
 
 
 def keep_likely(logits: Tensor, params: list[SamplingParams]) -> Tensor:
@@ -346,14 +394,17 @@ def uniform(
 
     SplitMix64 (Steele et al. 2014) over the indices, from a key that hashes the rest; 52 bits each.
     """
-    name = f"{seed % 2**64}/{position}" + (f"/{stream}" if stream else "")
-    key = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big")
     z = _golden(n, str(device))
-    z = (z if at is None else z[at]) + _signed(key)
+    z = (z if at is None else z[at]) + _signed(_key(seed, position, stream))
     z = (z ^ _shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
     z = (z ^ _shift(z, 27)) * _signed(0x94D049BB133111EB)
     z = z ^ _shift(z, 31)
     return (_shift(z, 12).double() + 0.5) * 2.0**-52  # never 0 or 1, nor rounded to either
+
+
+def _key(seed: int, position: int, stream: str) -> int:
+    name = f"{seed % 2**64}/{position}" + (f"/{stream}" if stream else "")
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big")
 
 
 @lru_cache(maxsize=32)

@@ -51,6 +51,7 @@ def folder(tmp_path_factory):
     sums = [{"question": f"Sum {i}: {i} + 1?", "answer": f"It is <<{i}+1={i + 1}>>{i + 1}."} for i in range(60)]
     lines("gsm8k_train.jsonl.xz", sums)
     lines("gsm8k_test200.jsonl", [{"question": "Another?", "answer": "1"}])
+    (root / "wikitext2_valid.txt.xz").write_bytes(lzma.compress(sentences(rng, 200).encode()))
     lines("spec_bench_half.jsonl", [{"turns": [ASKED]}])
     return root
 
