@@ -166,3 +166,14 @@ def test_the_seeds_figures_are_what_the_roofline_says(capsys, monkeypatch):
     assert len(found) == 22 and all(abs(p.predicted() / p.speedup - 1) < 0.2 for p in found)
     code, out, _ = run(capsys, monkeypatch, "--published")
     assert code == 0 and "within 20 %: 100%" in out
+
+
+def test_what_goes_between_gpus(capsys, monkeypatch):
+    code, out, _ = run(capsys, monkeypatch, "--model", "tiny", "--ranks", "2,4", "--json")
+    lines = [json.loads(text) for text in out.splitlines()]
+    assert code == 0 and {line["ranks"] for line in lines} == {2, 4}
+    for mode in ("gather", "ordered"):
+        plain, draft = (line for line in lines if (line["ranks"], line["mode"]) == (2, mode))
+        assert draft["bytes"] == 9 * plain["bytes"] and draft["collectives"] == plain["collectives"]
+    code, out, _ = run(capsys, monkeypatch, "--model", "tiny", "--ranks", "2")
+    assert code == 0 and "NVLink" in out

@@ -8,9 +8,11 @@ import os
 import signal
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import httpx
 import pytest
+import yaml
 
 from outrider import LLM, SamplingParams
 from outrider.errors import ConfigError
@@ -126,13 +128,13 @@ def test_up_and_down(cluster):
     scaling = {"max_replicas": 2, "target_ongoing_requests": 1.0, "upscale_delay": 1.0, "downscale_delay": 3.0}
     serve.run(app({"model": "tiny", **scaling, **SMALL, "server": {"drain": 60.0}}), name="outrider")
     wait_for(1)
-    wanted = expected(8, 300)
+    wanted = expected(8, 120)
 
     async def main() -> list:
         async with client() as http:
             found = []
             while len(replicas()) < 2:
-                found += await asyncio.gather(*(answer(http, body(i, 300)) for i in range(8)))
+                found += await asyncio.gather(*(answer(http, body(i, 120)) for i in range(8)))
                 assert len(found) < 200, "it never grew"
             return found
 
@@ -184,3 +186,12 @@ def test_options():
     with pytest.raises(ConfigError, match="server: unknown key 'port'"):
         app({"model": "tiny", "server": {"port": 1}})
     assert Replicas.of({"model": "tiny", "server": {"names": ["a", "b"]}}).settings.names == ("a", "b")
+
+
+def test_the_file_of_the_docs():
+    """docs/deploy.yaml is what `serve deploy` takes, and its args are ours."""
+    from ray.serve.schema import ServeDeploySchema
+
+    about = yaml.safe_load((Path(__file__).parents[1] / "docs" / "deploy.yaml").read_text())
+    (one,) = ServeDeploySchema(**about).applications
+    assert one.import_path == "outrider.ray:app" and Replicas.of(one.args).max_replicas == 4
