@@ -377,3 +377,29 @@ def serve(
             console.print(table)
             console.print("\n".join(load.remarks(rows)), markup=False)
     files.close(rows)
+
+
+@bench_app.command()
+def server(
+    model: Annotated[str, typer.Argument(help="Folder, GGUF file, hub id, smollm2, or embedded: tiny.")] = "tiny",
+    speculate: Annotated[str, typer.Option(help="Method of both.")] = "none",
+    streams: Annotated[str, typer.Option(help="Streams at a time, with commas.")] = "1,4,16,32",
+    max_tokens: Annotated[int, typer.Option(help="New tokens of a stream.")] = 64,
+    long: Annotated[int, typer.Option(help="Tokens of the prompt that is read beside running streams.")] = 4000,
+    shared: Annotated[int, typer.Option(help="Tokens that prompts have in common at their beginning.")] = 1000,
+    repeats: Repeats = 3,
+    output: Annotated[Path, typer.Option(help="Folder for results.jsonl and table.md.")] = Path("bench/results/server"),
+) -> None:
+    """Our server, started here, against the engine called directly; long prompts beside others; shared beginnings."""
+    from outrider.bench import server as measured
+
+    settings = measured.Settings(
+        model, speculate, tuple(read_ints(streams, "--streams")), max_tokens, long, shared, repeats
+    )
+    rows: list[measured.Row] = []
+    console = Console(highlight=False, soft_wrap=True)
+    with bar() as show:
+        for row in measured.run(settings, show):
+            rows.append(row)
+            measured.write(rows, output)
+            console.print("  ".join(measured.cells(row)), markup=False)
