@@ -108,6 +108,11 @@ INLINE float round_group(const float *x, int count, int8_t *to, int32_t &sum) {
   for (int i = 0; i < W; i++) top = most[i] > top ? most[i] : top;
   float largest;
   memcpy(&largest, &top, 4);
+  sum = 0;
+  if (top >= 0x7f800000) {  // infinite, or NaN
+    memset(to, 0, count);
+    return largest;
+  }
   const float scale = largest / 127, inverse = largest < 0x1p-100f ? 0 : 127 / largest;
   vi total = {};
   for (int k = 0; k < count; k += W) {
@@ -121,7 +126,6 @@ INLINE float round_group(const float *x, int count, int8_t *to, int32_t &sum) {
     for (int i = 0; i < W; i++) to[k + i] = int8_t(whole[i / 4 * 4 + kFour[i % 4]]);
 #endif
   }
-  sum = 0;
   for (int i = 0; i < W; i++) sum += total[i];
   return scale;
 }

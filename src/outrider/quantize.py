@@ -19,7 +19,7 @@ from outrider.ops import Factors, Quantized, native
 # bits, inputs per group, whether a group has an offset beside its scale
 SCHEMES = {"int8": (8, 128, False), "int4": (4, 64, True)}
 HEAD = "int8"
-FINE = 32  # rows rounded in groups of 128 cost four times as much perplexity
+FINE = 32  # rows rounded in groups of 128 cost five times as much perplexity
 ACTIVATIONS = ("int8",)  # to which the rows of products with such weights may be rounded, group by group
 GGUF = {  # bytes of a block, weights in it
     "Q8_0": (34, 32), "Q4_0": (18, 32), "Q4_1": (20, 32), "Q4_K": (144, 256), "Q5_K": (176, 256), "Q6_K": (210, 256),
