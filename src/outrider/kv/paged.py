@@ -69,7 +69,7 @@ class PagedKV:
         self.pool = Pool()
         self.tables: dict[int, Table] = {}
         self.slabs: list[Any] = []  # each has, per layer, (2, kv_heads, SLAB, dim)
-        self._pointers = torch.empty(config.num_layers, 0, dtype=torch.int64)  # of the slabs
+        self._pointers = torch.empty(config.num_layers, 0, dtype=torch.int64, device=device)  # of the slabs
 
     @property
     def block_bytes(self) -> int:
@@ -166,10 +166,11 @@ class PagedKV:
 
     def _point(self) -> None:
         layers = range(self.config.num_layers)
-        self._pointers = torch.tensor([[slab[layer].data_ptr() for slab in self.slabs] for layer in layers])
+        found = [[slab[layer].data_ptr() for slab in self.slabs] for layer in layers]
+        self._pointers = torch.tensor(found, device=self.device)
 
     def _slab(self, size: tuple[int, ...]) -> Any:
-        if follows_paths(self.dtype, self.device, size[-1]):
+        if native.runs(self.dtype, self.device):
             return native.memory(torch.Size(size).numel() * self.dtype.itemsize).view(self.dtype).view(size)
         return torch.zeros(size, dtype=self.dtype, device=self.device)
 
@@ -261,7 +262,8 @@ class PagedKV:
         self._note(layer, q, plan)
         if follows_paths(q.dtype, q.device, q.shape[2]):
             tables = [self.tables[e.seq] for e in plan.entries]
-            pages = Pages(self._pointers[layer], SLAB, [table.ids[: len(table.blocks)] for table in tables])
+            ids = [table.ids[: len(table.blocks)] for table in tables]
+            pages = Pages(self._pointers[layer], SLAB, ids, plan.scratch)
             return attend_pages(q, k, v, plan.entries, pages, window, self.scale)
         outs = []
         for e in plan.entries:

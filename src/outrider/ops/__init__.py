@@ -16,8 +16,8 @@ from outrider.ops.attention import (
     follows_paths,
     write,
 )
-from outrider.ops.elementwise import argmax, gated, rms_norm, rope, rotate, softcap, swiglu
-from outrider.ops.linear import Factors, Linear, Quantized, join, packs
+from outrider.ops.elementwise import argmax, draw, draws, gated, rms_norm, rope, rotate, softcap, swiglu
+from outrider.ops.linear import Factors, Linear, Quantized, join, packs, quantises
 from outrider.ops.walk import Block, Stores, Walk
 
 __all__ = [
@@ -36,10 +36,13 @@ __all__ = [
     "attend_pages",
     "attention",
     "attention_mask",
+    "draw",
+    "draws",
     "follows_paths",
     "gated",
     "join",
     "packs",
+    "quantises",
     "rms_norm",
     "rope",
     "rotate",
