@@ -30,7 +30,7 @@ TYPES = {
     "eps": "fp32", "scale": "fp32", "slabs": "*i64", "keys": "*i64", "zeros": "*i8", "tables": "*i32", "runs": "*i32",
     "row_runs": "*i32", "slots": "*i32", "tiles": "*i32", "positions": "*i32", "tails": "*i32", "indices": "*i32",
     "chosen": "*i32", "parts": "*fp32", "sizes": "*fp32", "sums": "*fp32", "logits": "*fp32", "most": "*fp32",
-    "values": "*fp32", "temperatures": "*fp32",
+    "values": "*fp32", "temperatures": "*fp32", "sinks": "*fp32",
 }  # fmt: skip
 NUMBERS = {"rows", "outs", "stride", "K", "GROUPS", "k_stride", "v_stride", "tail_width", "base_row", "spans", "vocab"}
 
@@ -49,10 +49,11 @@ def build(name: str, arch: int, constants: dict, warps: int = 4, **types: str) -
     source = ASTSource(fn=fn, signature=signature, constexprs=values, attrs=attrs)
     options = {"num_warps": warps, **launch.NO_FUSION}
     made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    ptx, matrix = made.asm["ptx"], re.findall(MATRIX, made.asm["ptx"])
+    ptx = made.asm["ptx"]
+    fused, atomics = re.findall(r"\bfma\.rn\.f32", ptx), re.findall(r"\b(?:atom|red)\.(?!async)[\w.]*", ptx)
     return {
-        "kernel": name, "constants": constants, "types": types, "shared": made.metadata.shared, "matrix": matrix,
-        "atomics": re.findall(r"\b(?:atom|red)\.(?!async)[\w.]*", ptx), "fused": len(re.findall(r"\bfma\.rn\.f32", ptx)),
+        "kernel": name, "constants": constants, "types": types, "shared": made.metadata.shared,
+        "matrix": re.findall(MATRIX, ptx), "atomics": atomics, "fused": len(fused),
         **resources(made.asm["cubin"]),
     }  # fmt: skip
 
@@ -98,11 +99,17 @@ def everything(arch: int):
             "KV_HEADS": kv_heads,
             "DIM": dim,
             "D": wide,
-            "BM": launch.queries_tile(heads // kv_heads),
+            "BM": launch.queries_tile(heads // kv_heads, dim),
         }
-        own = {**shape, "WINDOW": window, "SPAN": launch.SPAN, **page, "STAGES": 3, **common}
-        yield build("attend", arch, own, launch.queries_warps(wide))
-    yield build("combine", arch, {"HEADS": 32, "DIM": 128, "D": 128, "WINDOW": 0, "SPAN": launch.SPAN, **common}, 1)
+        warps, stages = launch.queries_shape(wide)
+        own = {"WINDOW": window, "SOFTCAP": 30.0 if window else 0.0, "SPAN": launch.SPAN, **page, "STAGES": stages}
+        yield build("attend", arch, {**shape, **own, **common}, warps)
+    yield build(
+        "combine",
+        arch,
+        {"HEADS": 32, "DIM": 128, "D": 128, "WINDOW": 0, "SINKS": True, "SPAN": launch.SPAN, **common},
+        1,
+    )
     tiles = {"TILES": 32, "BLOCK": launch.VOCABULARY}
     yield build("largest", arch, tiles)
     yield build("draw", arch, {**tiles, "WIDE": 32})

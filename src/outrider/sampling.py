@@ -25,7 +25,7 @@ from torch import Tensor
 from outrider.config import LogitsProcessor, SamplingParams
 from outrider.constraint import unpacked
 from outrider.errors import ConfigError, ConstraintError, OutriderError, RequestError, told
-from outrider.ops import argmax, draw, draws
+from outrider.ops import argmax, pick, picks
 from outrider.outputs import Logprob
 from outrider.sequence import Sequence
 
@@ -57,11 +57,13 @@ def choose(logits: Tensor, rows: list[Row], stream: str = "") -> list[int]:
     Without a `stream` this is Law 1. A named stream is other noise, independent of it and fresh at every step. -1 where
     there is nothing to choose: `refusal` says why.
     """
-    if not draws(logits):
+    if not picks(logits):
         return likeliest(scores(logits, rows, stream))
     own = [i for i, row in enumerate(rows) if _edits(row.seq) or _filters(row.seq.params, logits.shape[1])]
     chosen = _drawn(logits, rows, stream)  # of all rows: asking once is what costs
-    for i, token in zip(own, likeliest(scores(logits[own], [rows[i] for i in own], stream)) if own else (), strict=True):
+    for i, token in zip(
+        own, likeliest(scores(logits[own], [rows[i] for i in own], stream)) if own else (), strict=True
+    ):
         chosen[i] = token
     return chosen
 
@@ -73,7 +75,7 @@ def _drawn(logits: Tensor, rows: list[Row], stream: str) -> list[int]:
         noise_key(row.seq.seed, row.position, _fresh(row.seq, stream) if stream else "") if t else 0
         for row, t in zip(rows, temperatures, strict=True)
     ]
-    return draw(logits, keys, temperatures)
+    return pick(logits, keys, temperatures)
 
 
 def likeliest(logits: Tensor) -> list[int]:

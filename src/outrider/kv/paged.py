@@ -16,9 +16,20 @@ from torch import Tensor
 
 from outrider.config import ModelConfig
 from outrider.errors import OutOfMemory, PoolFull
-from outrider.kv.base import Plan, QueryLog
+from outrider.kv.base import Fixed, Plan, QueryLog
 from outrider.kv.blocks import BLOCK, Pool
-from outrider.ops import KEY_BLOCK, Pages, Stores, attend, attend_pages, follows_paths, native, write
+from outrider.ops import (
+    KEY_BLOCK,
+    Pages,
+    Stores,
+    attend,
+    attend_pages,
+    device_plan,
+    follows_paths,
+    launches,
+    native,
+    write,
+)
 
 SLAB = 1024  # slots that the pool grows by
 MODEST = 2**29  # bytes
@@ -251,6 +262,18 @@ class PagedKV:
 
         return Stores(runs, self.dtype, note if self.log.size else None, self._pointers)
 
+    def fixed(self, plan: Plan, rows: int) -> Fixed | None:
+        """What a forward reads of this cache, in tensors of few sizes, for a graph; None if only `attend` knows."""
+        if self.log.size or not launches(self.dtype, self.device):
+            return None
+        tables = [self.tables[e.seq] for e in plan.entries]
+        pages = Pages(self._pointers, SLAB, [table.ids[: len(table.blocks)] for table in tables])
+        heads = self.config.num_heads, self.config.head_dim, self.config.num_kv_heads
+        made = device_plan(plan.entries, pages, heads, self.device, rows)
+        slabs = self._pointers.new_zeros(len(self._pointers), 1 << (len(self.slabs) - 1).bit_length())
+        slabs[:, : len(self.slabs)] = self._pointers
+        return Fixed(made, slabs)
+
     def _note(self, layer: int, q: Tensor, plan: Plan) -> None:
         if self.log.size:
             for e in plan.entries:
@@ -263,7 +286,7 @@ class PagedKV:
         if follows_paths(q.dtype, q.device, q.shape[2]):
             tables = [self.tables[e.seq] for e in plan.entries]
             ids = [table.ids[: len(table.blocks)] for table in tables]
-            pages = Pages(self._pointers[layer], SLAB, ids, plan.scratch)
+            pages = Pages(plan.scratch.get("slabs", self._pointers)[layer], SLAB, ids, plan.scratch)
             return attend_pages(q, k, v, plan.entries, pages, window, self.scale)
         outs = []
         for e in plan.entries:

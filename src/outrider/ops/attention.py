@@ -24,7 +24,7 @@ from torch import Tensor
 
 from outrider.ops import native
 from outrider.ops.triton import launch
-from outrider.ops.triton.plan import DevicePlan, make
+from outrider.ops.triton.plan import DevicePlan, make, queries_tile
 
 KEY_BLOCK = 512
 ROW_BLOCK = 8
@@ -115,7 +115,7 @@ def attend_all(
         if key not in scratch:
             pages = [torch.arange(-(-(r.start + r.n) // PAGE), dtype=torch.int32) for r in rows]
             places = [(i, store.shape[2]) for i, store in enumerate(stores)]
-            scratch[key] = make(rows, pages, places, q.shape[1] // k.shape[1], q.device)
+            scratch[key] = make(rows, pages, places, _step(q.shape[1], q.shape[2], k.shape[1]), q.device)
         at = _addresses(tuple(store.data_ptr() for store in stores), q.device)
         return launch.attend(q, k, v, at, scratch[key], window, scale)
     if follows_paths(q.dtype, q.device, q.shape[2]):
@@ -133,12 +133,22 @@ def attend_pages(
 ) -> Tensor:
     """`attend_all` for keys in pages; only where the kernels run (`follows_paths`)."""
     if launch.runs(q.dtype, q.device):
-        plan: DevicePlan | None = pages.scratch.get("pages")
-        if plan is None:
-            places = [(0, pages.capacity)] * len(rows)
-            plan = pages.scratch["pages"] = make(rows, pages.tables, places, q.shape[1] // k.shape[1], q.device)
-        return launch.attend(q, k, v, pages.slabs, plan, window, scale)
+        if "pages" not in pages.scratch:
+            pages.scratch["pages"] = device_plan(rows, pages, (q.shape[1], q.shape[2], k.shape[1]), q.device)
+        return launch.attend(q, k, v, pages.slabs, pages.scratch["pages"], window, scale)
     return _attend_all(q, k, v, rows, pages.tables, pages, window, scale)
+
+
+def device_plan(
+    rows: Sequence[Rows], pages: Pages, heads: tuple[int, int, int], device: torch.device, size: int | None = None
+) -> DevicePlan:
+    """What the GPU kernels read of a forward; heads: of queries, their size, of keys; `size`: rows of a graph."""
+    return make(rows, pages.tables, [(0, pages.capacity)] * len(rows), _step(*heads), device, size)
+
+
+def _step(heads: int, dim: int, kv_heads: int) -> int:
+    """Rows of a tile."""
+    return queries_tile(heads // kv_heads, dim) // (heads // kv_heads)
 
 
 @lru_cache(maxsize=4096)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from outrider.ops import native
 from outrider.ops.triton import launch
+from outrider.ops.triton.graph import upload
 
 GRAIN = 32768  # elements; at::internal::GRAIN_SIZE
 PIECE = 8192  # elements; GELU is split sooner than others
@@ -112,20 +113,20 @@ def rope(
     return qk[:, :heads], qk[:, heads:], v
 
 
-def draws(logits: Tensor) -> bool:
-    """Whether `draw` takes these logits (rows, vocab) float32."""
+def picks(logits: Tensor) -> bool:
+    """Whether `pick` takes these logits (rows, vocab) float32."""
     return launch.runs(torch.bfloat16, logits.device)
 
 
-def draw(logits: Tensor, keys: list[int], temperatures: list[float]) -> list[int]:
+def pick(logits: Tensor, keys: list[int], temperatures: list[float]) -> list[int]:
     """By Law 1 the token of each row of (rows, vocab) float32; -1 where there is none.
 
     keys as sampling.noise_key gives them; a temperature of 0 is greedy.
     """
     if not len(logits):
         return []
-    by = torch.tensor(temperatures, device=logits.device)
-    found: list[int] = launch.choose(logits.contiguous(), torch.tensor(keys, device=logits.device), by).tolist()
+    by, where = upload(temperatures, logits.device), upload(keys, logits.device)
+    found: list[int] = launch.choose(logits.contiguous(), where, by).tolist()  # the one time that a step waits
     return found
 
 

@@ -186,7 +186,7 @@ class Linear:
         self.triton = pack and launch.runs(self.dtype, device)
         if self.triton:
             self.native, self.kernel, self.architecture = False, "Triton", launch.architecture(device)
-            self.packed = [launch.pack(part, device) for part in parts]
+            self.packed: list[Any] = [launch.pack(part, device) for part in parts]
             self.nbytes = sum(w.nbytes for w in self.packed) + (0 if bias is None else bias.nbytes)
             return
         self.native = pack and native.runs(self.dtype, device)
@@ -287,8 +287,8 @@ class Linear:
             for w in self.packed:  # each its columns
                 to = at + (w.outs // 2 if self.gated else w.outs)
                 bias = None if self.bias is None else self.bias[at : at + w.outs]
-                added = None if residual is None else residual[:, at:to]
-                launch.product(x, w, y[:, at:to], bias, added, self.gated, self.architecture)
+                own = None if residual is None else residual[:, at:to]
+                launch.product(x, w, y[:, at:to], bias, own, self.gated, self.architecture)
                 at = to
             return y
         if not self.native:

@@ -6,8 +6,8 @@ same one. Attention reads keys page by page in the order of positions, in spans 
 and spans are put aside and added in order. There are no atomics, and sums over a tile are only taken where its layout
 does not follow the number of rows.
 
-EMULATE is for Triton's interpreter, whose bfloat16 is wrong in all but loads: there it is widened before arithmetic, and
-rounded by hand.
+EMULATE is for Triton's interpreter, whose bfloat16 is wrong in all but loads: there it is widened before arithmetic,
+and rounded by hand.
 """
 
 # mypy: ignore-errors
@@ -82,8 +82,8 @@ def share(
             total = tl.dot(as_operand(a, EMULATE), as_operand(b, EMULATE), total)
         else:
             dtype: tl.constexpr = x.dtype.element_ty
-            PAIRS: tl.constexpr = FORMAT == SIGNED or FORMAT == UNSIGNED or FORMAT == FLOAT4
-            WIDTH: tl.constexpr = BK // 2 if PAIRS else BK  # bytes: of a pair, the upper half's weight is the upper one
+            PAIRS: tl.constexpr = (FORMAT == SIGNED) | (FORMAT == UNSIGNED) | (FORMAT == FLOAT4)
+            WIDTH: tl.constexpr = BK // 2 if PAIRS else BK  # bytes: a pair's upper bits are of the upper half
             k = tl.arange(0, WIDTH)
             bits = tl.load(
                 w + n[:, None] * (GROUPS * WIDTH) + block * WIDTH + k[None, :], eviction_policy="evict_first"
@@ -139,7 +139,8 @@ def product(
 ):  # fmt: skip
     """y (rows, outs) of x (rows, K) and weights (outs, K), or twice as many if GATED; or this share of K, to parts.
 
-    Rows of y and residual are `stride` apart. Grid: tiles of rows, tiles of outputs, shares. Lanes beyond either end repeat the last one: nothing is masked.
+    Rows of y and residual are `stride` apart. Grid: tiles of rows, tiles of outputs, shares. Lanes beyond either end
+    repeat the last one: nothing is masked.
     """
     r, n = tl.program_id(0) * BR + tl.arange(0, BR), tl.program_id(1) * BN + tl.arange(0, BN)
     inside = (n < outs)[:, None] & (r < rows)[None, :]
@@ -276,7 +277,7 @@ def block(
 ):  # fmt: skip
     """One page more: queries (BM, D), keys (D, PAGE), values (PAGE, D), seen (BM, PAGE); values of no slot are 0."""
     score = tl.dot(q, as_operand(keys, EMULATE)) * scale
-    if SOFTCAP:  # of the score in base e: cap * tanh(score / cap)
+    if SOFTCAP != 0.0:  # of the score in base e: cap * tanh(score / cap)
         score = (1.0 - 2.0 / (tl.exp2(score * (2.0 / SOFTCAP)) + 1.0)) * (SOFTCAP * LOG2E)
     score = tl.where(seen, score, float("-inf"))
     now = tl.maximum(most, tl.max(score, 1))
@@ -342,7 +343,9 @@ def attend(
                     v = tl.load((keys + KV_HEADS * side)[:, None] + d[None, :], there[:, None] & inside[None, :], 0.0)
                     seen = (column[None, :] <= at[:, None]) & (column[None, :] >= oldest[:, None]) & mine[:, None]
                     seen = seen & (m // GROUP == i)[:, None]
-                    most, weight, total = block(queries, k, v, seen, most, weight, total, scale, SOFTCAP, dtype, EMULATE)
+                    most, weight, total = block(
+                        queries, k, v, seen, most, weight, total, scale, SOFTCAP, dtype, EMULATE
+                    )
         to = ((row - base_row).to(tl.int64) * HEADS + head * GROUP + m % GROUP) * spans + span
         tl.store(parts + to[:, None] * D + d[None, :], total, mine[:, None])
         tl.store(sizes + to * 2, most, mine)

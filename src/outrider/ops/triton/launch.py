@@ -113,9 +113,9 @@ def rows_tile(rows: int, machine: Machine, code: int = PLAIN) -> int:
     return next((tile for tile in tiles if tile >= rows), tiles[-1])
 
 
-def queries_warps(wide: int) -> int:
-    """Warps of an attention program, by the size of a head: fixed, since sums over a tile follow its layout."""
-    return 8 if wide > 128 else 4
+def queries_shape(wide: int) -> tuple[int, int]:
+    """Warps of an attention program, and pages on their way, by the size of a head: a tile's sums follow its layout."""
+    return (8, 2) if wide > 128 else (4, 3)
 
 
 # --- products ---------------------------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ def pack(q: Any, device: torch.device) -> Weights:
         low, high = (half.to(torch.uint8) & 15 for half in data.chunk(2, -1))
         data = low | high << 4
 
-    def factors(x: Any) -> Tensor | None:
+    def factors(x: Any) -> Any:
         if isinstance(x, tuple):  # small ones times coarse ones: exact in float32
             fine, coarse = (part.to(device).float() for part in x)
             return (fine * coarse.repeat_interleave(native.SUPER // q.group, 1)[:, :groups]).contiguous()
@@ -300,7 +300,8 @@ def attend(
     """
     kernels, (rows, heads, dim), kv_heads = load(), q.shape, k.shape[1]
     q, k, v = (x if x.stride(2) == 1 and x.stride(1) == dim else x.contiguous() for x in (q, k, v))
-    emulates, wide, bm = _emulates(q), power(dim), queries_tile(heads // kv_heads)
+    emulates, wide, bm = _emulates(q), power(dim), queries_tile(heads // kv_heads, dim)
+    warps, stages = queries_shape(wide)
     kernels.write[rows, kv_heads](
         k, v, k.stride(0), v.stride(0), slabs, plan.tables, plan.runs, plan.row_runs, plan.slots, kv_heads, dim, wide,
         PAGE, num_warps=1, **NO_FUSION,
@@ -313,7 +314,7 @@ def attend(
         kernels.attend[len(tiles), kv_heads, plan.spans](
             q, q.stride(0), slabs, plan.tables, plan.runs, tiles, plan.positions, plan.tails, plan.tails.shape[1],
             parts, sizes, scale * LOG2E, first, plan.spans, heads, kv_heads, dim, wide, bm, window or 0,
-            softcap or 0.0, SPAN, PAGE, 3, emulates, num_warps=queries_warps(wide), **NO_FUSION,
+            softcap or 0.0, SPAN, PAGE, stages, emulates, num_warps=warps, **NO_FUSION,
         )  # fmt: skip
         kernels.combine[last - first, heads](
             parts, sizes, plan.positions, _or(sinks, parts), y, first, plan.spans, heads, dim, wide, window or 0,
@@ -329,8 +330,7 @@ def choose(logits: Tensor, keys: Tensor, temperatures: Tensor) -> Tensor:
     """By Law 1 the token of each row of (rows, vocab) float32, on its device: (rows,) int32; -1 where there is none.
 
     keys (rows,) int64 as sampling.noise_key gives them; temperatures (rows,) float32, of which 0 is greedy. The
-    logits lie in the cache of the device still: they are shifted by a row's largest one, as Law 1 has it, which is known
-    only when the last is there.
+    logits lie in the cache of the device still: Law 1 shifts them by a row's largest, which the last may be.
     """
     rows, vocab = logits.shape
     kernels, tiles = load(), -(-vocab // VOCABULARY)

@@ -1,0 +1,97 @@
+"""`outrider bench gpu` without a GPU: it says so; and each part on a small model, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from outrider import families
+from outrider.bench import gpu
+from outrider.errors import ConfigError
+from outrider.ops.triton import launch
+
+SMALL = families.read({
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 64,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 64,
+    "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "hidden_act": "silu", "rope_theta": 1e4,
+})  # fmt: skip
+
+
+def settings(tmp_path, *parts):
+    return gpu.Settings(
+        tmp_path, "cpu", [*parts], {"Llama-3.1-8B": SMALL}, rows=(1, 2), contexts=(64, 128), formats=(None, "int4"), cache=1,
+        seeds=("Llama-3.1-8B", "Llama-3.1-8B"), batch=2, tokens=8,
+    )  # fmt: skip
+
+
+def test_without_cuda(tmp_path):
+    """One error, before anything is written; a wrong part is another."""
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="here is no CUDA device"):
+            gpu.run(gpu.Settings(tmp_path / "new"))
+        assert not (tmp_path / "new").exists()
+    with pytest.raises(ConfigError, match="part 'speed' is unknown; valid: bits, "):
+        gpu.Settings(tmp_path, parts=["speed"])
+
+
+def test_parts(tmp_path):
+    """Parts are kept as they are done, a failed one is told of and tried again, and a second run does what is left."""
+    (tmp_path / "gpu.json").write_text("[]")
+    with launch.emulated(), pytest.raises(ConfigError, match="no result of bench gpu"):
+        gpu.run(settings(tmp_path, "linear"))
+    (tmp_path / "gpu.json").unlink()
+    with launch.emulated():
+        found = gpu.run(settings(tmp_path, "bits", "linear", "decode", "offload"))
+        assert not found["failed"], found["failed"]
+        assert all(line["same bits"] for line in found["parts"]["bits"]["lines"])
+        assert all(line["off"] < 0.02 for line in found["parts"]["bits"]["lines"] if "off" in line)
+        assert [line["rows"] for line in found["parts"]["linear"]["lines"][:2]] == [1, 2]
+        assert {line["layers on chip"] for line in found["parts"]["offload"]["lines"]} == {"all", 0}
+    assert json.loads((tmp_path / "gpu.json").read_text()) == found
+    assert "## linear" in (tmp_path / "gpu.md").read_text()
+
+
+def test_what_is_done_is_not_done_again(tmp_path, monkeypatch):
+    calls = []
+
+    def part(name, fails=False):
+        def measure(s):
+            calls.append(name)
+            if fails and calls.count(name) == 1:
+                raise RuntimeError("out of memory")
+            yield {"n": 1}
+
+        return measure
+
+    monkeypatch.setattr(gpu, "PARTS", {"a": part("a"), "b": part("b", fails=True), "c": part("c")})
+    with launch.emulated():
+        first = gpu.run(settings(tmp_path))
+        assert first["failed"]["b"]["error"] == "RuntimeError: out of memory"
+        second = gpu.run(settings(tmp_path))
+        assert calls == ["a", "b", "c", "b"]
+        assert set(second["parts"]) == {"a", "b", "c"}
+        assert not second["failed"]
+        monkeypatch.setattr(gpu, "MINUTES", -1)
+        assert gpu.run(replace(settings(tmp_path / "late"), parts=[]))["parts"] == {}
+
+
+def test_seeds(tmp_path):
+    """The settings of TriForce and MagicDec, through views of a cache that holds random keys."""
+    with launch.emulated():
+        found = gpu.run(settings(tmp_path, "seeds", "attention"))
+    assert not found["failed"], found["failed"]
+    assert [line["setting"] for line in found["parts"]["seeds"]["lines"]] == [
+        "TriForce on chip", "TriForce offloaded", "MagicDec",
+    ]  # fmt: skip
+
+
+def test_predictions():
+    """The roofline's figures: a larger model is slower, fewer bits faster, and 8 rows cost hardly more than one."""
+    lines = {(x["model"], x["device"], x["format"]): x for x in gpu.predictions()}
+    speed = {key: line["tokens/s"] for key, line in lines.items()}
+    assert speed["Llama-3.1-8B", "h200", "bf16"] < speed["Llama-3.1-8B", "h200", "int4"]
+    assert speed["Llama-3.1-8B", "h200", "bf16"] < speed["Llama-3.2-1B", "h200", "bf16"]
+    assert all(1 <= line["8 rows to one"] < 1.1 for line in lines.values())
