@@ -169,6 +169,11 @@ def test_bfloat16_is_rounded_to_nearest():
     assert torch.equal(y.nan_to_num(0), want.nan_to_num(0))
 
 
+def test_columns_of_the_table():
+    capabilities = [80, 86, 89, 90, 100, 103, 110, 120, 121]
+    assert [launch.column(c) for c in capabilities] == [80, 80, 80, 90, 100, 100, 80, 80, 80]
+
+
 def test_order_of_sums_knows_no_rows():
     """What fixes a row's bits follows from the weight; tiles of rows only from their number."""
     for arch, machine in launch.TABLE.items():

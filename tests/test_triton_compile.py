@@ -13,6 +13,7 @@ import pytest
 from outrider.ops.triton import launch
 
 SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes that a program can have
+SMALL = 99 * 1024  # of the GPUs that share sm_80's column
 SPILLED = {80: 0, 90: 0, 100: 128}  # bytes of stack; there some addresses lie on it, with registers to spare
 FAMILY = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 
@@ -30,7 +31,7 @@ def test_compiled(compiled):
     """Within the machine: memory, registers without spills; no atomic sums; nothing contracted behind our back."""
     arch, kernels = compiled
     for made in kernels:
-        assert made["shared"] <= SHARED[arch], made
+        assert made["shared"] <= (SMALL if arch == 80 else SHARED[arch]), made
         assert made["stack"] <= SPILLED[arch], made
         assert not made["atomics"], made
         assert not made["fused"], made

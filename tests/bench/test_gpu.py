@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -89,9 +90,10 @@ def test_seeds(tmp_path):
 
 
 def test_predictions():
-    """The roofline's figures: a larger model is slower, fewer bits faster, and 8 rows cost hardly more than one."""
-    lines = {(x["model"], x["device"], x["format"]): x for x in gpu.predictions()}
-    speed = {key: line["tokens/s"] for key, line in lines.items()}
-    assert speed["Llama-3.1-8B", "h200", "bf16"] < speed["Llama-3.1-8B", "h200", "int4"]
-    assert speed["Llama-3.1-8B", "h200", "bf16"] < speed["Llama-3.2-1B", "h200", "bf16"]
-    assert all(1 <= line["8 rows to one"] < 1.1 for line in lines.values())
+    """The page shows the roofline's figures: a larger model is slower, a newer machine and fewer bits are faster."""
+    page = (Path(__file__).parents[2] / "docs/gpu.md").read_text()
+    assert gpu.predictions() in page
+    rows = [line.split(" | ") for line in gpu.predictions().splitlines()[2:]]
+    speeds = [[float(x.strip(" |")) for x in row[2:]] for row in rows]
+    assert all(row == sorted(row) for row in speeds)
+    assert all(speeds[i + 1] > speeds[i] for i in range(len(speeds)) if i % 3 < 2)

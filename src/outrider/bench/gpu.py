@@ -37,7 +37,7 @@ from outrider.ops import DevicePlan, Graphs, Linear, launches
 from outrider.ops.triton import launch
 from outrider.ops.triton.graph import cuda_capture
 from outrider.ops.triton.plan import PAGE, make, queries_tile
-from outrider.plan import DEVICES, Planner, Shape, expected
+from outrider.plan import DEVICES, Shape, expected
 from outrider.quantize import quantize
 from outrider.runner import Runner, Slot, check_exactness
 from outrider.sampling import gumbel, noise_key
@@ -437,21 +437,14 @@ PARTS: dict[str, Callable[[Settings], Iterator[Line]]] = {
 }  # fmt: skip
 
 
-def predictions() -> list[Line]:
-    """What the planner's roofline expects of plain decoding and of 8 rows: no measurement."""
-    lines = []
+def predictions() -> str:
+    """What the planner's roofline expects of plain decoding behind 1024 tokens, as a table: no measurement."""
+    machines, body = ("a100", "h100", "h200", "b200"), []
     for name, config in shapes().items():
-        for machine in ("a100", "h100", "h200", "b200"):
-            for label, bits in (("bf16", 16.0), ("int8", 8.125), ("int4", 4.5)):
-                shape = Shape.of(config, bits)
-                one, eight = (shape.forward(DEVICES[machine], 1, rows, 1024) for rows in (1, 8))
-                told = Planner(shape, DEVICES[machine]).predict("suffix", "code", 1024, 1)
-                lines.append({
-                    "model": name, "device": machine, "format": label, "tokens/s": 1 / one,
-                    "8 rows to one": eight / one,
-                    "suffix on code": told.speedup,
-                })  # fmt: skip
-    return lines
+        for label, size in (("bf16", 16.0), ("int8", 8.125), ("int4", 4.5)):
+            forward = partial(Shape.of(config, size).forward, batch=1, context=1024)
+            body.append([name, label, *(f"{1 / forward(device=DEVICES[kind], rows=1):.0f}" for kind in machines)])
+    return markdown_table(["model", "weights", *(kind.upper() for kind in machines)], body)
 
 
 # --- what they measure ------------------------------------------------------------------------------------------------

@@ -60,8 +60,13 @@ def runs(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def architecture(device: torch.device) -> int:
-    """Which column of the table is read: sm_80, 90 or 100, the newest that the device is not older than."""
-    return 90 if device.type == "cpu" else max(known for known in TABLE if known <= max(OLDEST, _capability(device)))
+    """Which column of the table is read."""
+    return 90 if device.type == "cpu" else column(_capability(device))
+
+
+def column(capability: int) -> int:
+    """sm_80, 90 or 100. GPUs of workstations, sm_86, 89 and 120, have little shared memory: theirs is the first."""
+    return 90 if capability == 90 else 100 if 100 <= capability < 110 else OLDEST
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
