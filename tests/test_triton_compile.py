@@ -15,6 +15,7 @@ from outrider.ops.triton import launch
 SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes that a program can have
 SMALL = 99 * 1024  # of the GPUs that share sm_80's column
 SPILLED = {80: 0, 90: 0, 100: 128}  # bytes of stack; there some addresses lie on it, with registers to spare
+WIDE = 24  # ... and where a head of 256 takes all registers
 FAMILY = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 
 
@@ -32,7 +33,7 @@ def test_compiled(compiled):
     arch, kernels = compiled
     for made in kernels:
         assert made["shared"] <= (SMALL if arch == 80 else SHARED[arch]), made
-        assert made["stack"] <= SPILLED[arch], made
+        assert made["stack"] <= max(SPILLED[arch], WIDE if made["constants"].get("D") == 256 else 0), made
         assert not made["atomics"], made
         assert not made["fused"], made
     assert {made["kernel"] for made in kernels} >= {
@@ -55,7 +56,7 @@ def test_one_order_for_all_rows(compiled):
             assert set(made["matrix"]) == {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"}
         if made["kernel"] != "product":
             continue
-        c, kinds = made["constants"], {re.sub(r"n\d+", "", name) for name in made["matrix"]}
+        c, kinds = made["constants"], {re.sub(r"(?<=m64)n\d+", "", name) for name in made["matrix"]}
         assert all(name.startswith(FAMILY[arch]) for name in kinds), made
         assert arch == 100 or all("k16" in name for name in kinds)
         tiles = c["BR"] // 8 if arch == 80 else 1  # instructions side by side

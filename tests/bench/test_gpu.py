@@ -15,16 +15,17 @@ from outrider.errors import ConfigError
 from outrider.ops.triton import launch
 
 SMALL = families.read({
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 64,
-    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 64,
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 32,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 32,
     "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "hidden_act": "silu", "rope_theta": 1e4,
 })  # fmt: skip
 
 
-def settings(tmp_path, *parts):
+def settings(tmp_path, *parts, scheme=None, longest=96):
     return gpu.Settings(
-        tmp_path, "cpu", [*parts], {"Llama-3.1-8B": SMALL}, rows=(1, 2), contexts=(64, 128), formats=(None, "int4"), cache=1,
-        seeds=("Llama-3.1-8B", "Llama-3.1-8B"), batch=2, tokens=8,
+        tmp_path, "cpu", [*parts], {"Llama-3.1-8B": SMALL}, rows=(1, 2), contexts=(longest,), formats=(scheme,),
+        seeds=("Llama-3.1-8B", "Llama-3.1-8B"), views=("retrieval:budget=176,chunk=8", "streaming:budget=64"), batch=2,
+        cache=1,
     )  # fmt: skip
 
 
@@ -45,7 +46,8 @@ def test_parts(tmp_path):
         gpu.run(settings(tmp_path, "linear"))
     (tmp_path / "gpu.json").unlink()
     with launch.emulated():
-        found = gpu.run(settings(tmp_path, "bits", "linear", "decode", "offload"))
+        gpu.run(settings(tmp_path, "bits", "linear", scheme="int4"))
+        found = gpu.run(settings(tmp_path, "decode", "offload"))
         assert not found["failed"], found["failed"]
         assert all(line["same bits"] for line in found["parts"]["bits"]["lines"])
         assert all(line["off"] < 0.02 for line in found["parts"]["bits"]["lines"] if "off" in line)
@@ -82,7 +84,7 @@ def test_what_is_done_is_not_done_again(tmp_path, monkeypatch):
 def test_seeds(tmp_path):
     """The settings of TriForce and MagicDec, through views of a cache that holds random keys."""
     with launch.emulated():
-        found = gpu.run(settings(tmp_path, "seeds", "attention"))
+        found = gpu.run(settings(tmp_path, "seeds", "attention", longest=256))
     assert not found["failed"], found["failed"]
     assert [line["setting"] for line in found["parts"]["seeds"]["lines"]] == [
         "TriForce on chip", "TriForce offloaded", "MagicDec",

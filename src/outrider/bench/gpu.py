@@ -85,6 +85,7 @@ class Settings:
     formats: tuple[str | None, ...] = (None, "int8", "int4")
     cache: int = CACHE
     seeds: tuple[str, str] = ("Llama-2-7B", "Llama-3.1-8B")  # for TriForce and MagicDec
+    views: tuple[str, str] = ("retrieval:budget=4096,chunk=8", "streaming:budget=512")
     batch: int = 32  # MagicDec's
     tokens: int = 256
 
@@ -101,8 +102,9 @@ class Settings:
 def run(settings: Settings, progress: Progress | None = None) -> dict[str, Any]:
     """Measure the parts that the output folder lacks; returns all results. Raises ConfigError without CUDA."""
     report = progress or (lambda *_: None)
-    if not launches(torch.bfloat16, settings.where):
-        has = "no CUDA device" if not torch.cuda.is_available() else "no Triton, or a GPU older than Ampere"
+    absent = settings.where.type == "cuda" and not torch.cuda.is_available()
+    if absent or not launches(torch.bfloat16, settings.where):
+        has = "no CUDA device" if absent else "no Triton, or a GPU older than Ampere"
         raise ConfigError(f"bench gpu measures the CUDA kernels, and here is {has}; `outrider bench` measures a CPU")
     make_folder(settings.output, "--output")
     path, began = settings.output / "gpu.json", time.perf_counter()
@@ -187,13 +189,12 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _limit(settings: Settings) -> float:
-    """Bytes a second of the device on paper, by its name; NaN of an unknown one."""
+def _rate(size: float, each: float, settings: Settings) -> Line:
+    """Bytes a second, and what share that is of a known device's on paper."""
     name = torch.cuda.get_device_name(settings.where).lower() if settings.where.type == "cuda" else ""
-    found = next(
-        (kind for kind in ("b200", "h200", "h100", "a100", "l40s", "l4", "rtx5090", "rtx4090") if kind in name), ""
-    )
-    return DEVICES[found].bandwidth / 0.8 if found else math.nan
+    known = ("b200", "h200", "h100", "a100", "l40s", "l4", "rtx5090", "rtx4090")
+    limit = next((DEVICES[kind].bandwidth / 0.8 for kind in known if kind in name.replace(" ", "")), None)
+    return {"GB/s": size / each / 1e9} | ({"of the limit": size / each / limit} if limit else {})
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------
@@ -215,15 +216,16 @@ def bits(s: Settings) -> Iterator[Line]:
             off = float((whole.double() - exact).abs().max() / exact.abs().max())
             yield {"what": f"product {n} x {k}", "format": scheme or "bf16", "same bits": all(same), "off": off}
     yield from _instructions(s, config)
-    q, new_k, v, kv, plan = _attention(config, device, 700, 8)
+    long = min(700, max(s.contexts) - 64)
+    q, new_k, v, kv, plan = _attention(config, device, long, 8)
     whole = _attend(q, new_k, v, kv, plan)
     for rows in (1, 2, 7):
-        alone = _attend(q[:rows], new_k[:rows], v[:rows], kv, _chain(config, device, 700, rows))
+        alone = _attend(q[:rows], new_k[:rows], v[:rows], kv, _chain(config, device, long, rows))
         yield {"what": f"attention, {rows} rows of 8", "format": "bf16", "same bits": torch.equal(alone, whole[:rows])}
     parents = [-1, 0, 0, 1, 3, 2, 5, 4]
-    tree = _attend(q, new_k, v, kv, _chain(config, device, 700, 8, parents))
+    tree = _attend(q, new_k, v, kv, _chain(config, device, long, 8, parents))
     path = [0, 1, 3, 4, 7]
-    chain = _attend(q[path], new_k[path], v[path], kv, _chain(config, device, 700, len(path)))
+    chain = _attend(q[path], new_k[path], v[path], kv, _chain(config, device, long, len(path)))
     yield {"what": "attention, a branch and its chain", "format": "bf16", "same bits": torch.equal(chain, tree[path])}
     logits = torch.randn(4, config.vocab_size, device=device) * 4
     keys = torch.tensor([noise_key(7, i) for i in range(4)], device=device)
@@ -251,7 +253,6 @@ def _instructions(s: Settings, config: ModelConfig) -> Iterator[Line]:
 
 def linear(s: Settings) -> Iterator[Line]:
     """Bytes a second by rows, against torch.mm, for the products of every shape and format."""
-    limit = _limit(s)
     for model, config in s.models.items():
         for name, (n, k) in _products(config).items():
             for scheme in s.formats:
@@ -264,8 +265,7 @@ def linear(s: Settings) -> Iterator[Line]:
                     first = first or each
                     line = {
                         "model": model, "product": f"{name} {n} x {k}", "format": scheme or "bf16", "rows": rows,
-                        "us": 1e6 * each, "GB/s": one.nbytes / each / 1e9, "of the limit": one.nbytes / each / limit,
-                        "to one row": each / first,
+                        "us": 1e6 * each, "to one row": each / first, **_rate(one.nbytes, each, s),
                     }  # fmt: skip
                     if scheme is None:
                         plain = seconds(partial(_each, _library, x, held), s.where) / len(held)
@@ -286,7 +286,7 @@ def attention(s: Settings) -> Iterator[Line]:
                 size = 4.0 * context * config.num_kv_heads * config.head_dim
                 yield {
                     "model": name, "context": context, "rows": rows, "tree": parents is not None, "us": 1e6 * each,
-                    "GB/s": size / each / 1e9, "of the limit": size / each / _limit(s),
+                    **_rate(size, each, s),
                 }  # fmt: skip
                 del q, k, v, kv
 
@@ -306,7 +306,7 @@ def decode(s: Settings) -> Iterator[Line]:
                     each = _timed(partial(runner.extend, [seq], [draft]), s.where)
                     line[f"ms of {rows}"] = 1e3 * each
                 plain = line["ms of 1"] / 1e3
-                line |= {"tokens/s": 1 / plain, "of the limit": model.nbytes / plain / _limit(s)}
+                line |= {"tokens/s": 1 / plain, **_rate(model.nbytes, plain, s)}
                 yield line
             runner.free(seq)
             del model, runner
@@ -363,8 +363,7 @@ def seeds(s: Settings) -> Iterator[Line]:
     keys in host memory. MagicDec (2408.11049): batch 32 behind 16k tokens, a view of 512 keys, 3 ahead; of
     Llama-3.1-8B, whose keys fit one device.
     """
-    most = max(s.contexts)
-    far, near = f"retrieval:budget={most // 32},chunk=8", f"streaming:budget={most // 256}"
+    most, (far, near) = max(s.contexts), s.views
     cells = [
         ("TriForce on chip", s.seeds[0], 1, most * 15 // 16, far, 6, 0.92, False),
         ("TriForce offloaded", s.seeds[0], 1, most * 15 // 16, far, 6, 0.92, True),
