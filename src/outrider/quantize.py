@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.errors import ConfigError
-from outrider.ops import Factors, Quantized, quantises
+from outrider.ops import Factors, Quantized, native, quantises
 
 # bits, inputs per group, whether a group has an offset beside its scale
 SCHEMES = {"int8": (8, 128, False), "int4": (4, 64, True)}
