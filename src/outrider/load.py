@@ -25,7 +25,7 @@ from outrider import families, gguf, packed, quantize
 from outrider.config import DTYPES, ModelConfig
 from outrider.errors import CheckpointError, ConfigError, ModelNotFound, VocabularyMismatch
 from outrider.model import Layer, Model, head_order
-from outrider.ops import Linear, Quantized, join, native, packs
+from outrider.ops import Linear, Quantized, join, packs, quantises
 from outrider.parallel import Cut, CutModel, Gathered, Group, Normed, Summed, cut, cut_quantized, within
 
 logger = logging.getLogger(__name__)
@@ -590,13 +590,13 @@ class _Builder:
         elif not c.tied:
             head = self.linear("", {"lm_head": c.vocab_size}, c.hidden_size, False, scheme=scheme)
         elif stored and not scheme and (found := self.quantized(stored, name)):
-            head = Linear(found, rounded=self.rounded)
+            head = Linear(found, rounded=self.rounded, device=self.device)
             return head.rows, head
         else:
             weight = self.weights.mapped(name, *shape).detach().to(device=self.device, dtype=self.dtype)
             weight = _finite(weight, self.weights.path, name)
             kept = quantize.quantize(weight, scheme, self.rounded) if scheme else weight
-            head = Linear(kept, pack=not self.share, rounded=self.rounded)
+            head = Linear(kept, pack=not self.share, rounded=self.rounded, device=self.device)
         self.staging = torch.empty(0)
         if stored and self.device.type == "cpu":
             return stored.rows, head
@@ -607,7 +607,7 @@ class _Builder:
 
     def quantized(self, stored: gguf.Stored | packed.Packed, name: str) -> Quantized | None:
         """A matrix as it is stored, if the kernels read it so; else None."""
-        if self.dtype != torch.bfloat16 or not native.runs(self.dtype, self.device):
+        if self.dtype != torch.bfloat16 or not quantises(self.dtype, self.device):
             return None
         if (found := stored.quantized()) is not None:
             for factors in (found.scales, found.offsets):
@@ -667,7 +667,7 @@ class _Builder:
         if not scheme:  # what becomes dense is said, once for all
             self.widened |= {part.kind for part, q in zip(stored, found, strict=True) if part and not (q and kept)}
         if kept:
-            return Linear(pieces, added, gated=gated, rounded=self.rounded)
+            return Linear(pieces, added, gated=gated, rounded=self.rounded, device=self.device)
         width = inputs if columns is None else len(columns)
         size = sum(len(r) for own in mine for r in own) * width
         if not packs(self.dtype, self.device):
@@ -688,7 +688,7 @@ class _Builder:
             out.copy_(out[order])
             added = None if added is None else added[order]
         weight = quantize.quantize(out, scheme, self.rounded) if scheme else out
-        return Linear(weight, added, gated=gated, rounded=self.rounded)
+        return Linear(weight, added, gated=gated, rounded=self.rounded, device=self.device)
 
 
 def _finite(x: Tensor, path: Path, name: str) -> Tensor:

@@ -18,7 +18,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.config import ModelConfig
-from outrider.ops import Block, Linear, Walk, follows_paths, gated, rms_norm, rope, softcap
+from outrider.ops import (
+    Block,
+    Graphs,
+    Linear,
+    Walk,
+    bucket,
+    follows_paths,
+    gated,
+    launches,
+    rms_norm,
+    rope,
+    softcap,
+    upload,
+)
 
 BLOCK = 512  # positions whose rotations are computed together
 
@@ -76,6 +89,8 @@ class Model:
         self.rotaries = [
             None if i in c.unrotated else local if window else self.rotary for i, window in enumerate(c.windows)
         ]
+        graphs = launches(*kind) and self.device.type == "cuda"
+        self.graphs: Graphs | None = Graphs() if graphs else None  # None: kernels are called one by one
         self.multiplier = float(torch.tensor(c.embedding_multiplier, dtype=self.dtype))  # rounded, as others have it
 
     @property
@@ -124,6 +139,8 @@ class Model:
         grown = self.config.query_growth is not None and max(positions, default=0) >= self.config.query_growth[1]
         stores = getattr(kv, "stores", None) if not grown and self._walks() else None
         if stores is None or (at := stores(plan)) is None:
+            if (found := self._replayed(tokens, positions, lengths, kv, plan, states, wanted)) is not None:
+                return found
             hidden = self._layers(tokens, positions, lengths, kv, plan, states)
             if wanted is not None:
                 hidden = hidden if len(wanted.rows) == len(hidden) else hidden[wanted.rows]
@@ -138,6 +155,52 @@ class Model:
             wanted.logits = self._finish(logits)
         return hidden
 
+    def _replayed(
+        self,
+        tokens: list[int],
+        positions: list[int],
+        lengths: list[int],
+        kv: Attends,
+        plan: Any,
+        states: dict[int, Tensor] | None,
+        wanted: Wanted | None,
+    ) -> Tensor | None:
+        """`forward` of few rows by a graph of their sizes; None where there are no graphs, or the cache has no part."""
+        n, size = len(tokens), bucket(len(tokens))
+        if self.graphs is None or size is None or wanted is None or not isinstance(self.embedding, Tensor):
+            return None
+        fixed = kv.fixed(plan, size) if hasattr(kv, "fixed") else None
+        if fixed is None:
+            return None
+        rest, points = [0] * (size - n), sorted(states or ())
+        inputs = fixed.inputs | {"tokens": upload(tokens + rest, self.device)}
+        unlike = list(dict.fromkeys(self.rotaries))
+        for i, turn in enumerate(self._turned(positions + rest, lengths + [1] * len(rest)).values()):
+            inputs[f"cos {i}"], inputs[f"sin {i}"] = turn
+        if (growth := self._growth(positions + rest)) is not None:
+            inputs["growth"] = growth
+
+        def compute(held: dict[str, Tensor]) -> list[Tensor]:
+            turns = {rotary: (held[f"cos {i}"], held[f"sin {i}"]) for i, rotary in enumerate(unlike)}
+            own: dict[int, Tensor] = dict.fromkeys(points, self.norm)
+            hidden = self._run(held["tokens"], turns, held.get("growth"), kv, fixed.plan(held), own)
+            return [hidden, self.logits(hidden), *own.values()]
+
+        hidden, logits, *others = self.graphs((fixed.key, *points), inputs, compute)
+        if states is not None:
+            states.update({point: x[:n].clone() for point, x in zip(points, others, strict=True)})
+        rows = slice(n) if len(wanted.rows) == n else wanted.rows
+        wanted.logits = logits[rows].clone()
+        return hidden[rows].clone()
+
+    def _turned(self, positions: list[int], lengths: list[int]) -> dict[Any, tuple[Tensor, Tensor]]:
+        """cos and sin (n, 1, dim) of each kind of rotation."""
+        n, like = len(positions), self.norm
+        return {
+            r: r(positions, lengths) if r else still(n, self.config.head_dim, like)
+            for r in dict.fromkeys(self.rotaries)
+        }
+
     def _layers(
         self,
         tokens: list[int],
@@ -147,10 +210,21 @@ class Model:
         plan: Any,
         states: dict[int, Tensor] | None,
     ) -> Tensor:
-        c = self.config
-        x = self.embed(torch.tensor(tokens, device=self.device))
-        turns = {r: r(positions, lengths) if r else still(len(tokens), c.head_dim, x) for r in set(self.rotaries)}
-        growth, eps = self._growth(positions), c.rms_norm_eps
+        ids, turns = upload(tokens, self.device), self._turned(positions, lengths)
+        return self._run(ids, turns, self._growth(positions), kv, plan, states)
+
+    def _run(
+        self,
+        ids: Tensor,
+        turns: dict[Any, tuple[Tensor, Tensor]],
+        growth: Tensor | None,
+        kv: Attends,
+        plan: Any,
+        states: dict[int, Tensor] | None,
+    ) -> Tensor:
+        """All layers, from what is on the device."""
+        c, x = self.config, self.embed(ids)
+        eps = c.rms_norm_eps
         for i, layer in enumerate(self.layers):
             if states is not None and i in states:
                 states[i] = x
@@ -189,7 +263,7 @@ class Model:
             return None
         beta, step = self.config.query_growth  # by math.log: torch's last bits depend on how many numbers there are
         factors = [1 + beta * math.log(1 + p // step) for p in positions]
-        return torch.tensor(factors, dtype=self.dtype, device=self.device)[:, None, None]
+        return upload(torch.tensor(factors, dtype=self.dtype), self.device)[:, None, None]
 
     def turn(self, layer: int, keys: Tensor, by: int) -> Tensor:
         """Rotated keys (heads, n, dim) of a layer as they would be `by` positions farther on."""
@@ -345,7 +419,7 @@ class Rotary:
         table = [self._block(*key) for key in blocks]
         joined = table[0] if len(table) == 1 else torch.cat(table, 1)
         at = [blocks[key] * BLOCK + p % BLOCK for key, p in zip(keys, positions, strict=True)]
-        cos, sin = joined[:, torch.tensor(at, device=self.device)].unsqueeze(2)
+        cos, sin = joined[:, upload(at, self.device)].unsqueeze(2)
         return cos, sin
 
     def addresses(self, positions: list[int], lengths: list[int]) -> tuple[list[int], int, list[Tensor]]:

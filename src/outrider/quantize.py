@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.errors import ConfigError
-from outrider.ops import Factors, Quantized, native
+from outrider.ops import Factors, Quantized, native, quantises
 
 # bits, inputs per group, whether a group has an offset beside its scale
 SCHEMES = {"int8": (8, 128, False), "int4": (4, 64, True)}
@@ -33,8 +33,9 @@ def check(scheme: str, dtype: torch.dtype, device: torch.device) -> None:
         raise ConfigError(f"quantization {scheme!r} is unknown; valid: {', '.join(SCHEMES)}")
     if dtype != torch.bfloat16:
         raise ConfigError(f"quantization {scheme} computes in bfloat16; give dtype='bfloat16', not {dtype}")
-    if not native.runs(dtype, device):
-        raise ConfigError(f"quantization {scheme} needs the compiled CPU kernels; `outrider info` says what is there")
+    if not quantises(dtype, device):
+        need = "Triton" if device.type == "cuda" else "the compiled CPU kernels"
+        raise ConfigError(f"quantization {scheme} needs {need}; `outrider info` says what is there")
 
 
 def check_activations(activations: str, dtype: torch.dtype, device: torch.device) -> None:

@@ -27,7 +27,7 @@ from torch import Tensor
 from outrider.config import LogitsProcessor, SamplingParams
 from outrider.constraint import unpacked
 from outrider.errors import ConfigError, ConstraintError, OutriderError, RequestError, told
-from outrider.ops import argmax, native
+from outrider.ops import argmax, native, pick, picks
 from outrider.outputs import Logprob
 from outrider.sequence import Sequence
 
@@ -59,6 +59,13 @@ def choose(logits: Tensor, rows: list[Row], stream: str = "") -> list[int]:
     Without a `stream` this is Law 1. A named stream is other noise, independent of it and fresh at every step. -1 where
     there is nothing to choose: `refusal` says why.
     """
+    if picks(logits):
+        own = [i for i, row in enumerate(rows) if _edits(row.seq) or _filters(row.seq.params, logits.shape[1])]
+        chosen = _drawn(logits, rows, stream)  # of all rows: asking once is what costs
+        others = likeliest(scores(logits[own], [rows[i] for i in own], stream)) if own else []
+        for i, token in zip(own, others, strict=True):
+            chosen[i] = token
+        return chosen
     settled = _settled(logits, rows, stream)
     left = [i for i in range(len(rows)) if i not in settled]
     if not settled:
@@ -89,7 +96,7 @@ def _settled(logits: Tensor, rows: list[Row], stream: str) -> dict[int, int]:
             kept.append(own)  # while its address is in use
         least = _log(p.min_p) if p.min_p > 0 else -math.inf
         top_k = p.top_k if 0 < p.top_k < len(own) else 0
-        key = _key(row.seq.seed, row.position, _fresh(row.seq, stream) if stream else "")
+        key = noise_key(row.seq.seed, row.position, _fresh(row.seq, stream) if stream else "") % 2**64
         drawn.append(i)
         wishes.append((own.data_ptr(), max(p.temperature, SMALLEST), top_k, _single(p.top_p), least, key))
     tokens = native.kernels.draw(wishes, logits.shape[1], torch.get_num_threads()) if wishes else []
@@ -104,6 +111,16 @@ def _log(x: float) -> float:
 
 def _single(x: float) -> float:
     return struct.unpack("f", struct.pack("f", x))[0]  # type: ignore[no-any-return]
+
+
+def _drawn(logits: Tensor, rows: list[Row], stream: str) -> list[int]:
+    """Law 1 in one call where the logits lie, for rows whose requests ask for nothing but a temperature."""
+    temperatures = [max(row.seq.params.temperature, SMALLEST) if row.seq.params.temperature else 0.0 for row in rows]
+    keys = [
+        noise_key(row.seq.seed, row.position, _fresh(row.seq, stream) if stream else "") if t else 0
+        for row, t in zip(rows, temperatures, strict=True)
+    ]
+    return pick(logits, keys, temperatures)
 
 
 def likeliest(logits: Tensor) -> list[int]:
@@ -138,10 +155,14 @@ def scores(logits: Tensor, rows: list[Row], stream: str = "") -> Tensor:
     return logits
 
 
+def _filters(p: SamplingParams, vocab: int) -> bool:
+    return p.top_p < 1 or p.min_p > 0 or 0 < p.top_k < vocab
+
+
 def _perturb(logits: Tensor, row: Row, stream: str) -> None:
     """Add the noise of a place to its logits (vocab,); only to those that filters have left, if these are few."""
     vocab, device, p = len(logits), logits.device, row.seq.params
-    if device.type == "cpu" and (p.top_p < 1 or p.min_p > 0 or 0 < p.top_k < vocab):
+    if device.type == "cpu" and _filters(p, vocab):
         left = (logits > float("-inf")).nonzero()[:, 0]
         if 8 * len(left) < vocab:
             logits[left] += _noise(row, vocab, device, stream, left)
@@ -395,16 +416,17 @@ def uniform(
     SplitMix64 (Steele et al. 2014) over the indices, from a key that hashes the rest; 52 bits each.
     """
     z = _golden(n, str(device))
-    z = (z if at is None else z[at]) + _signed(_key(seed, position, stream))
+    z = (z if at is None else z[at]) + noise_key(seed, position, stream)
     z = (z ^ _shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
     z = (z ^ _shift(z, 27)) * _signed(0x94D049BB133111EB)
     z = z ^ _shift(z, 31)
     return (_shift(z, 12).double() + 0.5) * 2.0**-52  # never 0 or 1, nor rounded to either
 
 
-def _key(seed: int, position: int, stream: str) -> int:
+def noise_key(seed: int, position: int, stream: str = "") -> int:
+    """A place's key, as a signed number of 64 bits: what its noise is made of beside the token ids."""
     name = f"{seed % 2**64}/{position}" + (f"/{stream}" if stream else "")
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big")
+    return _signed(int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big"))
 
 
 @lru_cache(maxsize=32)

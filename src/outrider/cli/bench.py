@@ -314,6 +314,24 @@ def overhead(
 
 
 @bench_app.command()
+def gpu(
+    output: Annotated[
+        Path, typer.Option(help="Folder for gpu.json and gpu.md; a run goes on where the last one ended.")
+    ],
+    part: Annotated[
+        list[str] | None, typer.Option(help="Only this one, again if it is there; repeat for more.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cuda or cuda:N.")] = "cuda",
+) -> None:
+    """On an NVIDIA GPU: bit tests, bandwidth, decoding, offloading and the seeds' settings, in under 40 minutes."""
+    from outrider.bench import gpu as machine
+
+    with bar() as show:
+        results = machine.run(machine.Settings(output, device, part or []), show)
+    print(machine.tables(results))
+
+
+@bench_app.command()
 def serve(
     *,
     base_url: Annotated[str, typer.Option(help="Of the server, with or without /v1.")] = "http://127.0.0.1:8000",

@@ -182,6 +182,7 @@ def _switches(config: ModelConfig) -> list[str]:
 def _model(llm: outrider.LLM) -> dict[str, Any]:
     from outrider.engine import free_memory
     from outrider.ops import KEY_BLOCK, follows_paths, native
+    from outrider.ops.triton.graph import ROWS
 
     m, c = llm.runner.model, llm.runner.model.config
     windows = sorted({w for w in c.windows if w})
@@ -189,9 +190,12 @@ def _model(llm: outrider.LLM) -> dict[str, Any]:
     per_token = 2 * c.num_layers * c.num_kv_heads * c.head_dim * m.dtype.itemsize
     attention = f"PyTorch's scaled_dot_product_attention, keys in whole blocks of {KEY_BLOCK}"
     if follows_paths(m.dtype, m.device, c.head_dim):
-        attention = f"{native.active}, each row's keys in the order of their positions"
+        kernels = "Triton" if m.head.kernel == "Triton" else native.active
+        attention = f"{kernels}, each row's keys in the order of their positions"
     walk = "one call of the kernels for all layers" if m.native_seconds is not None else "layer by layer"
-    gate = "in the gate-up product" if c.activation == "silu" and m.head.native else "PyTorch, row by row"
+    walk = walk if m.graphs is None else f"a CUDA graph for up to {ROWS[-1]} rows, else layer by layer"
+    inside = c.activation == "silu" and (m.head.native or m.head.kernel == "Triton")
+    gate = "in the gate-up product" if inside else "PyTorch, row by row"
     return {
         "model": f"{c.architecture} at {llm.checkpoint.path}",
         "family": FAMILIES[c.architecture].title,

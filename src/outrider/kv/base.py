@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from outrider.ops import Stores
+from outrider.ops import DevicePlan, Stores
 
 
 @dataclass
@@ -43,6 +44,29 @@ class Plan:
 
     entries: list[Entry]
     scratch: dict[Any, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Fixed:
+    """What a graph reads of a cache: tensors whose sizes are few, whatever the forward."""
+
+    made: DevicePlan
+    slabs: Tensor  # (layers, slabs) int64
+
+    @property
+    def key(self) -> Hashable:
+        """All sizes."""
+        return self.made.sizes, self.made.spans, self.slabs.shape
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """What differs from forward to forward."""
+        return {"plan": self.made.whole, "slabs": self.slabs}
+
+    def plan(self, held: dict[str, Tensor]) -> Plan:
+        """The plan of a forward whose inputs lie there."""
+        made = DevicePlan(held["plan"], self.made.sizes, self.made.spans, [])
+        return Plan([], {"pages": made, "slabs": held["slabs"]})
 
 
 class KVCache(Protocol):

@@ -10,7 +10,7 @@ from torch import Tensor
 from outrider.config import ModelConfig
 from outrider.errors import OutOfMemory
 from outrider.kv.base import Plan, QueryLog
-from outrider.ops import KEY_BLOCK, Stores, attend_all, follows_paths, native
+from outrider.ops import KEY_BLOCK, Stores, attend_all, native
 
 
 class DenseKV:
@@ -64,7 +64,7 @@ class DenseKV:
             ) from error
 
     def _empty(self, size: tuple[int, ...]) -> Tensor:
-        if follows_paths(self.dtype, self.device, size[3]):
+        if native.runs(self.dtype, self.device):
             return native.memory(math.prod(size) * self.dtype.itemsize).view(self.dtype).view(size)
         # zeros: masked keys weigh 0, but 0 * nan would be nan
         return torch.zeros(size, dtype=self.dtype, device=self.device)

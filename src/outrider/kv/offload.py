@@ -86,6 +86,9 @@ class OffloadKV(PagedKV):
         own = [self.stages[layer % 2][e.seq] for e in plan.entries]
         return attend_all(q, k, v, plan.entries, own, self.config.windows[layer], self.scale, plan.scratch)
 
+    def fixed(self, plan: Plan, rows: int) -> None:
+        """As `stores`."""
+
     def stores(self, plan: Plan) -> None:
         """Layers come and go: only `attend` knows where they are."""
 

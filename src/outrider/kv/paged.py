@@ -16,9 +16,20 @@ from torch import Tensor
 
 from outrider.config import ModelConfig
 from outrider.errors import OutOfMemory, PoolFull
-from outrider.kv.base import Plan, QueryLog
+from outrider.kv.base import Fixed, Plan, QueryLog
 from outrider.kv.blocks import BLOCK, Pool
-from outrider.ops import KEY_BLOCK, Pages, Stores, attend, attend_pages, follows_paths, native, write
+from outrider.ops import (
+    KEY_BLOCK,
+    Pages,
+    Stores,
+    attend,
+    attend_pages,
+    device_plan,
+    follows_paths,
+    launches,
+    native,
+    write,
+)
 
 SLAB = 1024  # slots that the pool grows by
 MODEST = 2**29  # bytes
@@ -69,7 +80,7 @@ class PagedKV:
         self.pool = Pool()
         self.tables: dict[int, Table] = {}
         self.slabs: list[Any] = []  # each has, per layer, (2, kv_heads, SLAB, dim)
-        self._pointers = torch.empty(config.num_layers, 0, dtype=torch.int64)  # of the slabs
+        self._pointers = torch.empty(config.num_layers, 0, dtype=torch.int64, device=device)  # of the slabs
 
     @property
     def block_bytes(self) -> int:
@@ -166,10 +177,11 @@ class PagedKV:
 
     def _point(self) -> None:
         layers = range(self.config.num_layers)
-        self._pointers = torch.tensor([[slab[layer].data_ptr() for slab in self.slabs] for layer in layers])
+        found = [[slab[layer].data_ptr() for slab in self.slabs] for layer in layers]
+        self._pointers = torch.tensor(found, device=self.device)
 
     def _slab(self, size: tuple[int, ...]) -> Any:
-        if follows_paths(self.dtype, self.device, size[-1]):
+        if native.runs(self.dtype, self.device):
             return native.memory(torch.Size(size).numel() * self.dtype.itemsize).view(self.dtype).view(size)
         return torch.zeros(size, dtype=self.dtype, device=self.device)
 
@@ -250,6 +262,18 @@ class PagedKV:
 
         return Stores(runs, self.dtype, note if self.log.size else None, self._pointers)
 
+    def fixed(self, plan: Plan, rows: int) -> Fixed | None:
+        """What a forward reads of this cache, in tensors of few sizes, for a graph; None if only `attend` knows."""
+        if self.log.size or not launches(self.dtype, self.device):
+            return None
+        tables = [self.tables[e.seq] for e in plan.entries]
+        pages = Pages(self._pointers, SLAB, [table.ids[: len(table.blocks)] for table in tables])
+        heads = self.config.num_heads, self.config.head_dim, self.config.num_kv_heads
+        made = device_plan(plan.entries, pages, heads, self.device, rows)
+        slabs = self._pointers.new_zeros(len(self._pointers), 1 << (len(self.slabs) - 1).bit_length())
+        slabs[:, : len(self.slabs)] = self._pointers
+        return Fixed(made, slabs)
+
     def _note(self, layer: int, q: Tensor, plan: Plan) -> None:
         if self.log.size:
             for e in plan.entries:
@@ -261,7 +285,8 @@ class PagedKV:
         self._note(layer, q, plan)
         if follows_paths(q.dtype, q.device, q.shape[2]):
             tables = [self.tables[e.seq] for e in plan.entries]
-            pages = Pages(self._pointers[layer], SLAB, [table.ids[: len(table.blocks)] for table in tables])
+            ids = [table.ids[: len(table.blocks)] for table in tables]
+            pages = Pages(plan.scratch.get("slabs", self._pointers)[layer], SLAB, ids, plan.scratch)
             return attend_pages(q, k, v, plan.entries, pages, window, self.scale)
         outs = []
         for e in plan.entries:

@@ -13,18 +13,24 @@ from outrider.ops.attention import (
     attend_pages,
     attention,
     attention_mask,
+    device_plan,
     follows_paths,
     write,
 )
-from outrider.ops.elementwise import argmax, gated, rms_norm, rope, rotate, softcap, swiglu
-from outrider.ops.linear import Factors, Linear, Quantized, join, packs
+from outrider.ops.elementwise import argmax, gated, pick, picks, rms_norm, rope, rotate, softcap, swiglu
+from outrider.ops.linear import Factors, Linear, Quantized, join, packs, quantises
+from outrider.ops.triton.graph import Graphs, bucket, upload
+from outrider.ops.triton.launch import runs as launches
+from outrider.ops.triton.plan import DevicePlan
 from outrider.ops.walk import Block, Stores, Walk
 
 __all__ = [
     "KEY_BLOCK",
     "PAGE",
     "Block",
+    "DevicePlan",
     "Factors",
+    "Graphs",
     "Linear",
     "Pages",
     "Quantized",
@@ -36,14 +42,21 @@ __all__ = [
     "attend_pages",
     "attention",
     "attention_mask",
+    "bucket",
+    "device_plan",
     "follows_paths",
     "gated",
     "join",
+    "launches",
     "packs",
+    "pick",
+    "picks",
+    "quantises",
     "rms_norm",
     "rope",
     "rotate",
     "softcap",
     "swiglu",
+    "upload",
     "write",
 ]

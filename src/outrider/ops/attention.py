@@ -14,7 +14,8 @@ numbers. A tree's keys are taken in the order of their slots.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.ops import native
+from outrider.ops.triton import launch
+from outrider.ops.triton.plan import DevicePlan, make, queries_tile
 
 KEY_BLOCK = 512
 ROW_BLOCK = 8
@@ -33,11 +36,12 @@ PAGE: int = native.kernels.PAGE if native.kernels else 32  # slots that the kern
 
 @dataclass
 class Pages:
-    """Keys and values of one layer in pages of PAGE slots, for the kernels."""
+    """Keys and values of one layer in pages of PAGE slots, for the kernels; `scratch` as `attend` has it."""
 
     slabs: Tensor  # (slabs,) int64: addresses of (2, kv_heads, capacity, dim) each, which live as long as this
     capacity: int  # slots of a slab
     tables: list[Tensor]  # for each sequence, where its pages are: (pages,) int32, counted through the slabs
+    scratch: dict[Any, Any] = field(default_factory=dict)
 
 
 class Rows(Protocol):
@@ -51,7 +55,7 @@ class Rows(Protocol):
 
 def follows_paths(dtype: torch.dtype, device: torch.device, dim: int) -> bool:
     """Whether the kernels run: no masks are made, and rows of a tree have the bits of plain decoding."""
-    return native.runs(dtype, device) and dim % 8 == 0
+    return dim % 8 == 0 and (native.runs(dtype, device) or launch.runs(dtype, device))
 
 
 def attend(
@@ -74,7 +78,7 @@ def attend(
     that lives as long as one forward, keeps what its layers share.
     """
     n, heads, dim = q.shape
-    if follows_paths(q.dtype, q.device, dim):
+    if dim % 8 == 0 and native.runs(q.dtype, q.device):
         out = torch.empty(n, heads * dim, dtype=q.dtype)
         _run(q, out, [(0, 0, 0, store, start, n, parents, scales)], 0, 0, window, scale)
         return out
@@ -106,6 +110,14 @@ def attend_all(
 
     q (tokens, heads, dim); k and v (tokens, kv_heads, dim).
     """
+    if q.shape[2] % 8 == 0 and launch.runs(q.dtype, q.device):
+        key = "stores", *(store.shape[2] for store in stores)
+        if key not in scratch:
+            pages = [torch.arange(-(-(r.start + r.n) // PAGE), dtype=torch.int32) for r in rows]
+            places = [(i, store.shape[2]) for i, store in enumerate(stores)]
+            scratch[key] = make(rows, pages, places, _step(q.shape[1], q.shape[2], k.shape[1]), q.device)
+        at = _addresses(tuple(store.data_ptr() for store in stores), q.device)
+        return launch.attend(q, k, v, at, scratch[key], window, scale)
     if follows_paths(q.dtype, q.device, q.shape[2]):
         return _attend_all(q, k, v, rows, stores, None, window, scale)
     outs = []
@@ -120,7 +132,28 @@ def attend_pages(
     q: Tensor, k: Tensor, v: Tensor, rows: Sequence[Rows], pages: Pages, window: int | None, scale: float
 ) -> Tensor:
     """`attend_all` for keys in pages; only where the kernels run (`follows_paths`)."""
+    if launch.runs(q.dtype, q.device):
+        if "pages" not in pages.scratch:
+            pages.scratch["pages"] = device_plan(rows, pages, (q.shape[1], q.shape[2], k.shape[1]), q.device)
+        return launch.attend(q, k, v, pages.slabs, pages.scratch["pages"], window, scale)
     return _attend_all(q, k, v, rows, pages.tables, pages, window, scale)
+
+
+def device_plan(
+    rows: Sequence[Rows], pages: Pages, heads: tuple[int, int, int], device: torch.device, size: int | None = None
+) -> DevicePlan:
+    """What the GPU kernels read of a forward; heads: of queries, their size, of keys; `size`: rows of a graph."""
+    return make(rows, pages.tables, [(0, pages.capacity)] * len(rows), _step(*heads), device, size)
+
+
+def _step(heads: int, dim: int, kv_heads: int) -> int:
+    """Rows of a tile."""
+    return queries_tile(heads // kv_heads, dim) // (heads // kv_heads)
+
+
+@lru_cache(maxsize=4096)
+def _addresses(stores: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(stores, device=device)
 
 
 def _attend_all(

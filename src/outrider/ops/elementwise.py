@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.ops import native
+from outrider.ops.triton import launch
+from outrider.ops.triton.graph import upload
 
 GRAIN = 32768  # elements; at::internal::GRAIN_SIZE
 PIECE = 8192  # elements; GELU is split sooner than others
@@ -66,6 +68,8 @@ def _pieces(make: Callable[..., Tensor], *given: Tensor) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x (..., width) / sqrt(mean(x^2) + eps) * weight (width,)."""
+    if launch.runs(x.dtype, x.device) and x.dtype == weight.dtype:
+        return launch.rms_norm(x, weight, eps)
     if not (native.runs(x.dtype, x.device) and x.dtype == weight.dtype):
         return F.rms_norm(x, weight.shape, weight, eps)
     width, half = x.shape[-1], x.dtype == torch.bfloat16
@@ -92,7 +96,9 @@ def rope(
     qkv = qkv if qkv.stride(1) == 1 else qkv.contiguous()
     split = qkv.view(n, -1, dim)
     qk, v = split[:, :both], split[:, both:]
-    if native.runs(qkv.dtype, qkv.device) and cos.dtype == qkv.dtype:
+    if launch.runs(qkv.dtype, qkv.device) and cos.dtype == qkv.dtype:
+        launch.rope(qkv, heads, kv_heads, cos.contiguous(), sin.contiguous(), norms, eps)
+    elif native.runs(qkv.dtype, qkv.device) and cos.dtype == qkv.dtype:
         kind = qkv.dtype, qkv.device
         cos, sin = (native.fitting(name, x, (n, 1, dim), *kind) for name, x in (("cos", cos), ("sin", sin)))
         q_norm, k_norm = (native.fitting("norm", x, (dim,), *kind) for x in norms) if norms else (None, None)
@@ -105,6 +111,23 @@ def rope(
             qk = torch.cat([rms_norm(qk[:, :heads], norms[0], eps), rms_norm(qk[:, heads:], norms[1], eps)], 1)
         qk = rotate(qk, cos, sin)
     return qk[:, :heads], qk[:, heads:], v
+
+
+def picks(logits: Tensor) -> bool:
+    """Whether `pick` takes these logits (rows, vocab) float32."""
+    return launch.runs(torch.bfloat16, logits.device)
+
+
+def pick(logits: Tensor, keys: list[int], temperatures: list[float]) -> list[int]:
+    """By Law 1 the token of each row of (rows, vocab) float32; -1 where there is none.
+
+    keys as sampling.noise_key gives them; a temperature of 0 is greedy.
+    """
+    if not len(logits):
+        return []
+    by, where = upload(temperatures, logits.device), upload(keys, logits.device)
+    found: list[int] = launch.choose(logits.contiguous(), where, by).tolist()  # the one time that a step waits
+    return found
 
 
 def argmax(x: Tensor) -> list[int]:

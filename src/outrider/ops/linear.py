@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.ops import native
-from outrider.ops.elementwise import swiglu
+from outrider.ops.elementwise import rms_norm, swiglu
+from outrider.ops.triton import launch
 
 CPU = torch.device("cpu")
 
@@ -133,9 +134,14 @@ KINDS = {
 }
 
 
+def quantises(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether quantised weights run on this device."""
+    return native.runs(dtype, device) or launch.runs(dtype, device)
+
+
 def packs(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether weights are packed on this device, in which case a Linear keeps a copy of its own."""
-    return native.runs(dtype, device) or _onednn(dtype, device)
+    return not launch.runs(dtype, device) and (native.runs(dtype, device) or _onednn(dtype, device))
 
 
 def _onednn(dtype: torch.dtype, device: torch.device) -> bool:
@@ -154,7 +160,7 @@ class Linear:
     false the weight given is used as it is, shared with whoever holds it. Quantised weights take bfloat16 activations
     and need the kernels; a list, of which some may be plain, lies one below the other, each part as it is stored (not
     if `gated`). With `rounded`, quantised weights that are `whole` take rows rounded to 8 bits, each group by itself.
-    `kernel` says what computes the products.
+    `kernel` says what computes the products; `device` is where, if not where the weight lies.
     """
 
     def __init__(
@@ -164,18 +170,25 @@ class Linear:
         pack: bool = True,
         gated: bool = False,
         rounded: bool = False,
+        device: torch.device | None = None,
     ) -> None:
         parts: list[Tensor | Quantized] = [*weight] if isinstance(weight, list) else [weight]
         plain = [part.values if isinstance(part, Quantized) else part for part in parts]
         if len({x.shape[1] for x in plain}) > 1 or (gated and len(parts) > 1):
             raise ValueError("parts of a weight must have the same inputs, and a gated weight has one part")
-        device = plain[0].device
+        device = device or plain[0].device
         self.dtype = plain[0].dtype if isinstance(weight, Tensor) else torch.bfloat16
         rows, self.in_features = sum(len(x) for x in plain), plain[0].shape[1]
         self.out_features = rows // 2 if gated else rows
         if bias is not None:
             bias = native.fitting("bias", bias, (rows,), self.dtype, device)
         self.bias, self.gated = bias, gated
+        self.triton = pack and launch.runs(self.dtype, device)
+        if self.triton:
+            self.native, self.kernel, self.architecture = False, "Triton", launch.architecture(device)
+            self.packed: list[Any] = [launch.pack(part, device) for part in parts]
+            self.nbytes = sum(w.nbytes for w in self.packed) + (0 if bias is None else bias.nbytes)
+            return
         self.native = pack and native.runs(self.dtype, device)
         self.kernel = native.active
         if self.native:
@@ -268,6 +281,16 @@ class Linear:
             norm = native.fitting("norm", norm, (inputs,), x.dtype, x.device)
         if residual is not None:
             residual = native.fitting("residual", residual, (rows, self.out_features), x.dtype, x.device)
+        if self.triton:
+            x = x if norm is None else rms_norm(x, norm, eps)
+            y, at = torch.empty(rows, self.out_features, dtype=dtype or x.dtype, device=x.device), 0
+            for w in self.packed:  # each its columns
+                to = at + (w.outs // 2 if self.gated else w.outs)
+                bias = None if self.bias is None else self.bias[at : at + w.outs]
+                own = None if residual is None else residual[:, at:to]
+                launch.product(x, w, y[:, at:to], bias, own, self.gated, self.architecture)
+                at = to
+            return y
         if not self.native:
             y = self._multiply(x if norm is None else F.rms_norm(x, norm.shape, norm, eps))
             y = swiglu(y) if self.gated else y
@@ -287,8 +310,10 @@ class Linear:
 
         A quantised one's are rounded. Raises IndexError for an output that is none.
         """
-        if not self.native or len(self.packed) > 1 or self.gated:
+        if not (self.native or self.triton) or len(self.packed) > 1 or self.gated:
             raise ValueError("rows are read from packed weights of one part that are not gated")
+        if self.triton:
+            return launch.rows(self.packed[0], at).to(self.dtype)
         out = torch.empty(len(at), self.in_features, dtype=self.dtype)
         self.packed[0].rows(at.tolist(), out.data_ptr())
         return out

@@ -1,0 +1,565 @@
+"""`outrider bench gpu`: what the CUDA kernels compute, how near the machine's limits they are, and what decoding gains.
+
+Parts, each of some minutes and written as soon as it is done: a run that was cut short goes on with the next one.
+Where only costs count, models have random weights in the shapes of known ones, and caches hold random numbers; what
+depends on acceptance is measured on the embedded model, or given for an acceptance that is assumed, and says so.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider import families
+from outrider.bench.report import markdown_table
+from outrider.bench.run import provenance
+from outrider.config import ModelConfig, SamplingParams
+from outrider.draft import Draft
+from outrider.errors import ConfigError, OutriderError
+from outrider.files import make_folder, write_text
+from outrider.kv import Entry, OffloadKV, PagedKV, Plan
+from outrider.llm import LLM
+from outrider.load import Progress
+from outrider.model import Layer, Model
+from outrider.ops import DevicePlan, Graphs, Linear, launches
+from outrider.ops.triton import launch
+from outrider.ops.triton.graph import cuda_capture
+from outrider.ops.triton.plan import PAGE, make, queries_tile
+from outrider.plan import DEVICES, Shape, expected
+from outrider.quantize import quantize
+from outrider.runner import Runner, Slot, check_exactness
+from outrider.sampling import gumbel, noise_key
+from outrider.sequence import Sequence
+
+MINUTES = 38.0  # after which no part begins
+CACHE = 2**28  # bytes of weights that a measurement goes through, so that none come from the device's own cache
+Line = dict[str, Any]
+
+
+def _llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int, **more: Any) -> ModelConfig:
+    """A shape of Llama's family, or of another `model_type`."""
+    kind = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]} | more
+    return families.read({
+        "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "head_dim": hidden // heads, "vocab_size": vocab, "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131072, "tie_word_embeddings": False, "rope_theta": 500000.0, "hidden_act": "silu",
+        "torch_dtype": "bfloat16", **kind,
+    })  # fmt: skip
+
+
+def shapes() -> dict[str, ModelConfig]:
+    """The models whose costs are measured."""
+    qwen = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 128}
+    return {
+        "Llama-3.2-1B": _llama(2048, 8192, 16, 32, 8, 128256),
+        "Llama-3.2-3B": _llama(3072, 8192, 28, 24, 8, 128256),
+        "Llama-3.1-8B": _llama(4096, 14336, 32, 32, 8, 128256),
+        "Qwen3-0.6B": _llama(1024, 3072, 28, 16, 8, 151936, **qwen),
+        "Qwen3-4B": _llama(2560, 9728, 36, 32, 8, 151936, **qwen),
+        "Llama-2-7B": _llama(4096, 11008, 32, 32, 32, 32000),  # the seeds'
+    }
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run. Sizes are the real ones unless a test says otherwise."""
+
+    output: Path
+    device: str = "cuda"
+    parts: list[str] = field(default_factory=list)  # none: all
+    models: dict[str, ModelConfig] = field(default_factory=shapes)
+    rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
+    contexts: tuple[int, ...] = (1024, 8192, 32768, 131072)
+    formats: tuple[str | None, ...] = (None, "int8", "int4")
+    cache: int = CACHE
+    seeds: tuple[str, str] = ("Llama-2-7B", "Llama-3.1-8B")  # for TriForce and MagicDec
+    views: tuple[str, str] = ("retrieval:budget=4096,chunk=8", "streaming:budget=512")
+    batch: int = 32  # MagicDec's
+    tokens: int = 256
+
+    def __post_init__(self) -> None:
+        if unknown := [part for part in self.parts if part not in PARTS]:
+            raise ConfigError(f"part {unknown[0]!r} is unknown; valid: {', '.join(PARTS)}")
+
+    @property
+    def where(self) -> torch.device:
+        """The device."""
+        return torch.device(self.device)
+
+
+def run(settings: Settings, progress: Progress | None = None) -> dict[str, Any]:
+    """Measure the parts that the output folder lacks; returns all results. Raises ConfigError without CUDA."""
+    report = progress or (lambda *_: None)
+    absent = settings.where.type == "cuda" and not torch.cuda.is_available()
+    if absent or not launches(torch.bfloat16, settings.where):
+        has = "no CUDA device" if absent else "no Triton, or a GPU older than Ampere"
+        raise ConfigError(f"bench gpu measures the CUDA kernels, and here is {has}; `outrider bench` measures a CPU")
+    make_folder(settings.output, "--output")
+    path, began = settings.output / "gpu.json", time.perf_counter()
+    results: dict[str, Any] = _read(path)
+    wanted = settings.parts or list(PARTS)
+    for i, name in enumerate(wanted):
+        report(name, i, len(wanted))
+        if (name in results["parts"] and not settings.parts) or time.perf_counter() - began > 60 * MINUTES:
+            continue
+        started = time.perf_counter()
+        try:
+            with torch.inference_mode():
+                done: Line = {"lines": list(PARTS[name](settings))}
+        except (OutriderError, RuntimeError, ImportError) as error:  # out of memory, a kernel that fails to load
+            done = {"error": f"{type(error).__name__}: {error}"}
+        done["seconds"] = time.perf_counter() - started
+        results["parts" if "lines" in done else "failed"][name] = done
+        if "lines" in done:
+            results["failed"].pop(name, None)
+        results |= provenance(settings.where)
+        write_text(path, json.dumps(results, indent=1) + "\n")
+        write_text(settings.output / "gpu.md", tables(results))
+        if settings.where.type == "cuda":
+            torch.cuda.empty_cache()
+    return results
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {"parts": {}, "failed": {}}
+    try:
+        found = json.loads(path.read_text("utf-8"))
+        if isinstance(found, dict) and isinstance(found["parts"], dict) and isinstance(found["failed"], dict):
+            return found
+    except (OSError, ValueError, KeyError):
+        pass
+    raise ConfigError(f"{path} is no result of bench gpu; give another --output, or remove it")
+
+
+def tables(results: dict[str, Any]) -> str:
+    """All parts as Markdown."""
+    text = []
+    for name, part in results["parts"].items():
+        lines: list[Line] = part["lines"]
+        titles = list(dict.fromkeys(title for line in lines for title in line))
+        body = [[_cell(line.get(title, "")) for title in titles] for line in lines]
+        text.append(f"## {name}\n\n{markdown_table(titles, body)}\n")
+    text += [f"## {name}\n\nfailed: {part['error']}\n" for name, part in results["failed"].items()]
+    return "\n".join(text)
+
+
+def _cell(x: Any) -> str:
+    return f"{x:.4g}" if isinstance(x, float) else str(x)
+
+
+def seconds(compute: Callable[[], Any], device: torch.device) -> float:
+    """Of one call, on the device: the median of three times as many calls as take 20 ms, in a graph if it takes one."""
+    if device.type != "cuda":
+        began = time.perf_counter()
+        compute()
+        return time.perf_counter() - began
+    replay, _ = cuda_capture(lambda: [compute()])
+    return _timed(replay, device)
+
+
+def _timed(call: Callable[[], Any], device: torch.device) -> float:
+    """Of one call that cannot be captured, host included."""
+    count, taken = 1, list[float]()
+    for _ in range(4):
+        _wait(device)
+        began = time.perf_counter()
+        for _ in range(count):
+            call()
+        _wait(device)
+        taken.append((time.perf_counter() - began) / count)
+        count = max(1, min(1000, math.ceil(0.02 / taken[-1]))) if device.type == "cuda" else 1
+    return median(taken[1:])
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _rate(size: float, each: float, settings: Settings) -> Line:
+    """Bytes a second, and what share that is of a known device's on paper."""
+    name = torch.cuda.get_device_name(settings.where).lower() if settings.where.type == "cuda" else ""
+    known = ("b200", "h200", "h100", "a100", "l40s", "l4", "rtx5090", "rtx4090")
+    limit = next((DEVICES[kind].bandwidth / 0.8 for kind in known if kind in name.replace(" ", "")), None)
+    return {"GB/s": size / each / 1e9} | ({"of the limit": size / each / limit} if limit else {})
+
+
+# --- parts ------------------------------------------------------------------------------------------------------------
+
+
+def bits(s: Settings) -> Iterator[Line]:
+    """Whether rows have the same bits alone and in company: products of all formats, attention, the choice."""
+    device, config = s.where, next(iter(s.models.values()))
+    for n, k in _products(config).values():
+        for scheme in s.formats:
+            weights = _weights(n, k, scheme, device)
+            x, most = torch.randn(max(s.rows) + 5, k, device=device).bfloat16(), max(s.rows)
+            whole = _product(x[:most], weights)
+            same = [
+                torch.equal(_product(x[at : at + rows], weights), _product(x, weights)[at : at + rows])
+                for rows in s.rows for at in (0, 3)
+            ]  # fmt: skip
+            exact = x[:most].double() @ launch.rows(weights, torch.arange(n, device=device)).double().T
+            off = float((whole.double() - exact).abs().max() / exact.abs().max())
+            yield {"what": f"product {n} x {k}", "format": scheme or "bf16", "same bits": all(same), "off": off}
+    yield from _instructions(s, config)
+    long = min(700, max(s.contexts) - 64)
+    q, new_k, v, kv, plan = _attention(config, device, long, 8)
+    whole = _attend(q, new_k, v, kv, plan)
+    for rows in (1, 2, 7):
+        alone = _attend(q[:rows], new_k[:rows], v[:rows], kv, _chain(config, device, long, rows))
+        yield {"what": f"attention, {rows} rows of 8", "format": "bf16", "same bits": torch.equal(alone, whole[:rows])}
+    parents = [-1, 0, 0, 1, 3, 2, 5, 4]
+    tree = _attend(q, new_k, v, kv, _chain(config, device, long, 8, parents))
+    path = [0, 1, 3, 4, 7]
+    chain = _attend(q[path], new_k[path], v[path], kv, _chain(config, device, long, len(path)))
+    yield {"what": "attention, a branch and its chain", "format": "bf16", "same bits": torch.equal(chain, tree[path])}
+    logits = torch.randn(4, config.vocab_size, device=device) * 4
+    keys = torch.tensor([noise_key(7, i) for i in range(4)], device=device)
+    chosen = launch.choose(logits, keys, torch.ones(4, device=device)).tolist()
+    law = [int((row - row.max() + gumbel(7, i, len(row), device)).argmax()) for i, row in enumerate(logits)]
+    yield {"what": "the choice", "format": "float32", "same bits": chosen == law}
+
+
+def _instructions(s: Settings, config: ModelConfig) -> Iterator[Line]:
+    """Whether mma.sync and wgmma give the same bits: tiles of 32 outputs take the former, of 64 the latter (Hopper)."""
+    n, k = _products(config)["qkv"]
+    weights, x = _weights(n, k, None, s.where), torch.randn(16, k, device=s.where).bfloat16()
+    arch = launch.architecture(s.where)
+    before, found = launch.TABLE[arch], []
+    try:
+        for outputs in (64, 32):
+            launch.TABLE[arch] = launch.Machine(before.processors * before.outputs // outputs, outputs, before.stages)
+            launch.order.cache_clear()
+            found.append(_product(x, weights))
+    finally:
+        launch.TABLE[arch] = before
+        launch.order.cache_clear()
+    yield {"what": "tiles of 64 and of 32 outputs", "format": "bf16", "same bits": torch.equal(*found)}
+
+
+def linear(s: Settings) -> Iterator[Line]:
+    """Bytes a second by rows, against torch.mm, for the products of every shape and format."""
+    for model, config in s.models.items():
+        for name, (n, k) in _products(config).items():
+            for scheme in s.formats:
+                one = _weights(n, k, scheme, s.where)
+                held = [one, *(_weights(n, k, scheme, s.where) for _ in range(min(63, s.cache // one.nbytes)))]
+                first = 0.0
+                for rows in s.rows:
+                    x = torch.randn(rows, k, device=s.where).bfloat16()
+                    each = seconds(partial(_each, _product, x, held), s.where) / len(held)
+                    first = first or each
+                    line = {
+                        "model": model, "product": f"{name} {n} x {k}", "format": scheme or "bf16", "rows": rows,
+                        "us": 1e6 * each, "to one row": each / first, **_rate(one.nbytes, each, s),
+                    }  # fmt: skip
+                    if scheme is None:
+                        plain = seconds(partial(_each, _library, x, held), s.where) / len(held)
+                        line["to torch.mm"] = each / plain
+                    yield line
+                del held, one
+
+
+def attention(s: Settings) -> Iterator[Line]:
+    """Bytes of keys a second by context and rows; and of what a tree's tail costs beside a chain's."""
+    for name in ("Llama-3.1-8B", "Llama-2-7B"):
+        if (config := s.models.get(name)) is None:
+            continue
+        for context in s.contexts:
+            for rows, parents in ((1, None), (8, None), (8, [-1, 0, 0, 1, 1, 2, 2, 3])):
+                q, k, v, kv, plan = _attention(config, s.where, context, rows, parents)
+                each = seconds(partial(_attend, q, k, v, kv, plan), s.where)
+                size = 4.0 * context * config.num_kv_heads * config.head_dim
+                yield {
+                    "model": name, "context": context, "rows": rows, "tree": parents is not None, "us": 1e6 * each,
+                    **_rate(size, each, s),
+                }  # fmt: skip
+                del q, k, v, kv
+
+
+def decode(s: Settings) -> Iterator[Line]:
+    """Tokens a second of plain decoding, and what verification of more rows costs, with graphs and without."""
+    for name, config in s.models.items():
+        for scheme in s.formats:
+            model = random_model(config, scheme, s.where)
+            runner = Runner(model, PagedKV(config, model.dtype, model.device))
+            seq = filled(runner, min(1024, max(s.contexts) // 2))
+            for graphs in (True, False) if s.where.type == "cuda" else (False,):
+                model.graphs = Graphs() if graphs else None
+                line: Line = {"model": name, "format": scheme or "bf16", "graphs": graphs}
+                for rows in (1, 2, 4, 8, 16):
+                    draft = Draft.chain([1] * (rows - 1))
+                    each = _timed(partial(runner.extend, [seq], [draft]), s.where)
+                    line[f"ms of {rows}"] = 1e3 * each
+                plain = line["ms of 1"] / 1e3
+                line |= {"tokens/s": 1 / plain, **_rate(model.nbytes, plain, s)}
+                yield line
+            runner.free(seq)
+            del model, runner
+
+
+def speculation(s: Settings) -> Iterator[Line]:
+    """The embedded model on real text: tokens a second, and whether they are plain decoding's, greedy and sampled."""
+    llm = LLM("tiny", device=s.device, dtype="bfloat16", max_num_seqs=64)
+    text = "Once upon a time there was a little girl who had a red ball. She liked to play with the ball. "
+    prompts = [llm.encode(text * (1 + i % 3))[i % 7 :] for i in range(64)]
+    methods = [None, *({"method": m, "num_speculative_tokens": 8} for m in ("ngram", "suffix", "lookahead", "recycle"))]
+    methods += [{"method": "draft_model", "model": "tiny-draft", "num_speculative_tokens": 4}]
+    for batch in (1, 8, 64):
+        for temperature in (0.0, 1.0):
+            plain: list[list[int]] = []
+            for method in methods:
+                llm.speculative_config = method
+                params = SamplingParams(max_tokens=s.tokens, temperature=temperature, seed=1, ignore_eos=True)
+                llm.generate(prompts[:batch], SamplingParams(max_tokens=8, temperature=0))  # graphs are captured
+                began = time.perf_counter()
+                found = [out.token_ids for out in llm.generate(prompts[:batch], params)]
+                took = time.perf_counter() - began
+                plain = plain or found
+                changed = sum(a != b for a, b in zip(plain, found, strict=True))
+                yield {
+                    "method": method["method"] if method else "plain", "batch": batch, "temperature": temperature,
+                    "tokens/s": batch * s.tokens / took, "changed": f"{changed} of {batch}", "exactness": llm.exactness,
+                }  # fmt: skip
+
+
+def offload(s: Settings) -> Iterator[Line]:
+    """Keys in host memory: seconds a step at long contexts, by layers on the chip, against all of them there."""
+    config, length = s.models[s.seeds[0]], max(s.contexts) * 3 // 4
+    model = random_model(config, None, s.where)
+    for layers in (None, 0, config.num_layers // 4, config.num_layers // 2):
+        kind = model.config, model.dtype, model.device
+        kv = PagedKV(*kind) if layers is None else OffloadKV(*kind, layers)
+        runner = Runner(model, kv)
+        seq = filled(runner, length)
+        each = _timed(partial(runner.extend, [seq]), s.where)
+        moved = 0.0 if layers is None else kv.nbytes(length) * (config.num_layers - layers) / (config.num_layers + 2)
+        yield {
+            "model": s.seeds[0], "context": length, "layers on chip": "all" if layers is None else layers,
+            "ms": 1e3 * each, "GB/s over the bus": moved / each / 1e9,
+        }  # fmt: skip
+        runner.free(seq)
+        del runner, kv
+
+
+def seeds(s: Settings) -> Iterator[Line]:
+    """TriForce and MagicDec at their papers' settings: costs are measured, acceptance is assumed.
+
+    TriForce (2404.11912): Llama-2-7B, 120k tokens, retrieval of 4096 keys in chunks of 8, 6 ahead, on the chip and with
+    keys in host memory. MagicDec (2408.11049): batch 32 behind 16k tokens, a view of 512 keys, 3 ahead; of
+    Llama-3.1-8B, whose keys fit one device.
+    """
+    most, (far, near) = max(s.contexts), s.views
+    cells = [
+        ("TriForce on chip", s.seeds[0], 1, most * 15 // 16, far, 6, 0.92, False),
+        ("TriForce offloaded", s.seeds[0], 1, most * 15 // 16, far, 6, 0.92, True),
+        ("MagicDec", s.seeds[1], s.batch, most // 8, near, 3, 0.85, False),
+    ]
+    for name, which, batch, length, view, k, chance, off in cells:
+        model = random_model(s.models[which], None, s.where)
+        kind = model.config, model.dtype, model.device
+        runner = Runner(model, OffloadKV(*kind) if off else PagedKV(*kind))
+        looking = runner.view(view)
+        seqs = [filled(runner, length, i) for i in range(batch)]
+        drafts = [Draft.chain([1] * k) for _ in seqs]
+        plain = _timed(partial(runner.extend, seqs), s.where)
+        checks = _timed(partial(runner.extend, seqs, drafts), s.where)
+        guess = _timed(partial(looking.extend, seqs), s.where)
+        gain = expected(chance, k)
+        yield {
+            "setting": name, "model": which, "batch": batch, "context": length, "view": view, "k": k,
+            "plain ms": 1e3 * plain,
+            "verify ms": 1e3 * checks, "draft ms": 1e3 * guess, "acceptance (assumed)": chance,
+            "speedup at it": gain * plain / (k * guess + checks),
+        }  # fmt: skip
+        for seq in seqs:
+            looking.free(seq)
+            runner.free(seq)
+        del runner, looking
+
+
+def exactness(s: Settings) -> Iterator[Line]:
+    """The self-check of every shape's first layers, in all formats: what `exactness` would say."""
+    for name, config in s.models.items():
+        for scheme in s.formats:
+            model = random_model(config, scheme, s.where, layers=2)
+            found = check_exactness(model, PagedKV(model.config, model.dtype, model.device))
+            yield {"model": name, "format": scheme or "bf16", "layers": 2, "exactness": found}
+
+
+def peers(s: Settings) -> Iterator[Line]:
+    """transformers' and, where it is installed, vLLM's plain greedy decoding of the embedded model, beside ours."""
+    from transformers import AutoModelForCausalLM
+
+    llm = LLM("tiny", device=s.device, dtype="bfloat16")
+    prompt = llm.encode("Once upon a time")
+    found: dict[str, tuple[list[int], float]] = {}
+    began = time.perf_counter()
+    ours = llm.generate(prompt, temperature=0, max_tokens=s.tokens, ignore_eos=True)[0].token_ids
+    found["outrider"] = ours, time.perf_counter() - began
+    theirs: Any = AutoModelForCausalLM.from_pretrained(llm.checkpoint.path, dtype=torch.bfloat16)
+    theirs = theirs.to(s.where)
+    given = torch.tensor([prompt], device=s.where)
+    began = time.perf_counter()
+    out: Tensor = theirs.generate(given, do_sample=False, min_new_tokens=s.tokens, max_new_tokens=s.tokens)
+    found["transformers"] = out[0, len(prompt) :].tolist(), time.perf_counter() - began
+    if find_spec("vllm"):
+        vllm = import_module("vllm")
+
+        engine = vllm.LLM(str(llm.checkpoint.path), dtype="bfloat16", gpu_memory_utilization=0.3)
+        params = vllm.SamplingParams(temperature=0, max_tokens=s.tokens, ignore_eos=True)
+        began = time.perf_counter()
+        answer = engine.generate([{"prompt_token_ids": prompt}], params)[0].outputs[0].token_ids
+        found["vllm"] = list(answer), time.perf_counter() - began
+    for name, (tokens, took) in found.items():
+        same = next((i for i, (a, b) in enumerate(zip(ours, tokens, strict=False)) if a != b), len(tokens))
+        yield {"peer": name, "tokens/s": len(tokens) / took, "same tokens before the first other one": same}
+
+
+PARTS: dict[str, Callable[[Settings], Iterator[Line]]] = {
+    "bits": bits, "exactness": exactness, "linear": linear, "attention": attention, "decode": decode,
+    "speculation": speculation, "offload": offload, "seeds": seeds, "peers": peers,
+}  # fmt: skip
+
+
+def predictions() -> str:
+    """What the planner's roofline expects of plain decoding behind 1024 tokens, as a table: no measurement."""
+    machines, body = ("a100", "h100", "h200", "b200"), []
+    for name, config in shapes().items():
+        for label, size in (("bf16", 16.0), ("int8", 8.125), ("int4", 4.5)):
+            forward = partial(Shape.of(config, size).forward, batch=1, context=1024)
+            body.append([name, label, *(f"{1 / forward(device=DEVICES[kind], rows=1):.0f}" for kind in machines)])
+    return markdown_table(["model", "weights", *(kind.upper() for kind in machines)], body)
+
+
+# --- what they measure ------------------------------------------------------------------------------------------------
+
+
+def _products(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of a layer's products, and the head's."""
+    c = config
+    q = c.num_heads * c.head_dim
+    return {
+        "qkv": (q + 2 * c.num_kv_heads * c.head_dim, c.hidden_size), "o": (c.hidden_size, q),
+        "gate-up": (2 * c.intermediate_size, c.hidden_size), "down": (c.hidden_size, c.intermediate_size),
+        "head": (c.vocab_size, c.hidden_size),
+    }  # fmt: skip
+
+
+def _weights(n: int, k: int, scheme: str | None, device: torch.device) -> launch.Weights:
+    """Random ones; of few bits, rounded from a few rows that repeat."""
+    if scheme is None:
+        return launch.pack(torch.randn(n, k, device=device, dtype=torch.bfloat16) * k**-0.5, device)
+    few = quantize(torch.randn(min(n, 64), k) * k**-0.5, scheme)
+    some = launch.pack(few, device)
+    times = -(-n // some.outs)
+    for name in ("data", "scales", "offsets"):
+        if (part := getattr(some, name)) is not None:
+            setattr(some, name, part.repeat(times, *[1] * (part.ndim - 1))[:n].contiguous())
+    some.outs = n
+    return some
+
+
+def _product(x: Tensor, weights: launch.Weights) -> Tensor:
+    y = torch.empty(len(x), weights.outs, dtype=x.dtype, device=x.device)
+    launch.product(x, weights, y, architecture=launch.architecture(x.device))
+    return y
+
+
+def _library(x: Tensor, weights: launch.Weights) -> Tensor:
+    return torch.mm(x, weights.data.T)
+
+
+def _each(compute: Callable[[Tensor, launch.Weights], Tensor], x: Tensor, held: list[launch.Weights]) -> list[Tensor]:
+    return [compute(x, weights) for weights in held]
+
+
+def _chain(
+    config: ModelConfig, device: torch.device, start: int, rows: int, parents: list[int] | None = None
+) -> DevicePlan:
+    """Rows behind so many tokens, whose pages lie in order in one slab."""
+    pages = -(-(start + rows) // PAGE)
+    group = config.num_heads // config.num_kv_heads
+    step, capacity = queries_tile(group, config.head_dim) // group, -(-(start + 64) // PAGE) * PAGE
+    entry = Entry(0, 0, rows, start, parents)
+    return make([entry], [torch.arange(pages, dtype=torch.int32)], [(0, capacity)], step, device)
+
+
+def _attention(
+    config: ModelConfig, device: torch.device, start: int, rows: int, parents: list[int] | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, DevicePlan]:
+    """Random queries, keys, values, a slab of keys, and a plan."""
+    capacity = -(-(start + 64) // PAGE) * PAGE
+
+    def some(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device, dtype=torch.bfloat16)
+
+    kv = some(2, config.num_kv_heads, capacity, config.head_dim)
+    new = [some(rows, heads, config.head_dim) for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
+    return new[0], new[1], new[2], kv, _chain(config, device, start, rows, parents)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, kv: Tensor, plan: DevicePlan) -> Tensor:
+    if kv.data_ptr() not in _slabs:
+        _slabs.clear()
+        _slabs[kv.data_ptr()] = torch.tensor([kv.data_ptr()], device=kv.device)
+    return launch.attend(q, k, v, _slabs[kv.data_ptr()], plan, None, q.shape[2] ** -0.5)
+
+
+_slabs: dict[int, Tensor] = {}  # the address of one slab, on its device
+
+
+def random_model(config: ModelConfig, scheme: str | None, device: torch.device, layers: int | None = None) -> Model:
+    """A model of this shape, or of its first layers, with random weights."""
+    if layers is not None and layers < config.num_layers:
+        config = replace(config, num_layers=layers, windows=config.windows[:layers])
+    sizes, dtype = _products(config), torch.bfloat16
+
+    def product(name: str, gated: bool = False) -> Linear:
+        n, k = sizes[name]
+        one = Linear(torch.zeros(2, 64, dtype=dtype, device=device), gated=gated)
+        one.packed, one.in_features, one.out_features = [_weights(n, k, scheme, device)], k, n // 2 if gated else n
+        one.nbytes = one.packed[0].nbytes
+        return one
+
+    def ones(width: int) -> Tensor:
+        return torch.ones(width, dtype=dtype, device=device)
+
+    heads = [ones(config.head_dim) if config.qk_norm else None for _ in range(2)]
+    made = [
+        Layer(ones(config.hidden_size), product("qkv"), product("o"), ones(config.hidden_size),
+              product("gate-up", gated=True), product("down"), *heads)
+        for _ in range(config.num_layers)
+    ]  # fmt: skip
+    table = torch.randn(config.vocab_size, config.hidden_size, device=device, dtype=dtype)
+    return Model(config, table, made, ones(config.hidden_size), product("head"), dtype, device)
+
+
+def filled(runner: Runner, length: int, seed: int = 0) -> Sequence:
+    """A sequence of random tokens of which the cache holds all but the last: random keys, on the host zeros."""
+    vocab = runner.model.config.vocab_size
+    tokens = torch.randint(vocab, (length + 1,), generator=torch.Generator().manual_seed(seed)).tolist()
+    seq = Sequence(tokens, SamplingParams(max_tokens=64), seed)
+    kv: Any = runner.kv
+    before = len(kv.slabs)
+    kv.reserve(Plan([Entry(seq.id, 0, length, 0)]))
+    for slab in kv.slabs[before:]:
+        for layer in slab:
+            if layer.is_cuda:
+                layer.normal_()
+    runner.slots[seq.id] = Slot(tokens[:length], length)
+    return seq

@@ -1,0 +1,62 @@
+"""CUDA graphs: a forward of few rows is captured once for its sizes, and then replayed in one call.
+
+What differs from step to step lies in tensors that keep their places; rows, pages and spans are rounded up to a few
+sizes, and what is beyond does nothing (plan.py). A row's bits do not know: its kernels are those of any forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+
+Compute = Callable[[dict[str, Tensor]], list[Tensor]]
+Capture = Callable[[Callable[[], list[Tensor]]], tuple[Callable[[], None], list[Tensor]]]
+
+
+def bucket(rows: int) -> int | None:
+    """The rows of the graph that takes so many; None: too many for one."""
+    return next((size for size in ROWS if size >= rows), None)
+
+
+def upload(numbers: list[int] | list[float] | Tensor, device: torch.device) -> Tensor:
+    """On the device, without waiting for what runs there."""
+    x = numbers if isinstance(numbers, Tensor) else torch.tensor(numbers)
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
+def cuda_capture(compute: Callable[[], list[Tensor]]) -> tuple[Callable[[], None], list[Tensor]]:
+    """Compute once to have kernels compiled, then once more into a graph."""
+    side: Any = torch.Stream(torch.device("cuda"))
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        compute()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = compute()
+    return graph.replay, results
+
+
+@dataclass
+class Graphs:
+    """Captured forwards, by their sizes. `capture` computes, and gives what repeats it and where results will be."""
+
+    capture: Capture = cuda_capture
+    held: dict[Hashable, tuple[dict[str, Tensor], Callable[[], None], list[Tensor]]] = field(default_factory=dict)
+
+    def __call__(self, key: Hashable, inputs: dict[str, Tensor], compute: Compute) -> list[Tensor]:
+        """compute(inputs), by the graph of that key. Results are overwritten by the next call: copy them."""
+        if key not in self.held:
+            places = {name: x.clone() for name, x in inputs.items()}
+            self.held[key] = places, *self.capture(lambda: compute(places))
+        places, replay, results = self.held[key]
+        for name, x in inputs.items():
+            places[name].copy_(x)
+        replay()
+        return results

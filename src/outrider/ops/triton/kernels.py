@@ -1,0 +1,442 @@
+"""What runs on the GPU. Each row's sums have one order, whatever shares the launch (Law 2).
+
+A product reads K in blocks of a size, and in shares, that follow from the weight alone; tiles over rows are free.
+Weights are the left operand of the matrix instruction and rows its columns, so that one and sixty-four rows run the
+same one. Attention reads keys page by page in the order of positions, in spans that begin at fixed positions; shares
+and spans are put aside and added in order. There are no atomics, and sums over a tile are only taken where its layout
+does not follow the number of rows.
+
+EMULATE is for Triton's interpreter, whose bfloat16 is wrong in all but loads: there it is widened before arithmetic,
+and rounded by hand.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+PLAIN, BYTES, SIGNED, UNSIGNED, FLOAT8, FLOAT4 = (tl.constexpr(code) for code in range(6))  # formats of weights
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def as_operand(x, EMULATE: tl.constexpr):
+    """What the matrix instruction takes."""
+    return x.to(tl.float32) if EMULATE else x
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr, EMULATE: tl.constexpr):
+    """float32 in another dtype, to nearest even."""
+    if EMULATE and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        near = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        near = tl.where(x == x, near, (bits >> 16) | 0x40)
+        return near.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return x.to(dtype)
+
+
+@triton.jit
+def operand(x, dtype: tl.constexpr, EMULATE: tl.constexpr):
+    """float32 rounded to what the matrix instruction takes."""
+    return as_operand(rounded(x, dtype, EMULATE), EMULATE)
+
+
+# --- products ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def decoded(bits, FORMAT: tl.constexpr, dtype: tl.constexpr, EMULATE: tl.constexpr):
+    """Weights of few bits, each in an int32 of its own, as the numbers that they are: exact in any dtype."""
+    if FORMAT == SIGNED:
+        bits = (bits ^ 8) - 8
+    elif FORMAT == FLOAT4:  # twice the number: 0 1 2 3 4 6 8 12
+        power, odd = (bits >> 1) & 3, bits & 1
+        size = tl.where(power == 0, odd, (2 + odd) << tl.maximum(power - 1, 0))
+        bits = tl.where(bits & 8 != 0, -size, size)
+    if FORMAT == FLOAT8:  # e4m3: the exponent is 120 short of float32's
+        sign, size = (bits & 0x80) << 24, (bits & 0x7F) << 20
+        number = (sign | size).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2 ^ 120
+    else:
+        number = bits.to(tl.float32)
+    return operand(number, dtype, EMULATE)
+
+
+@triton.jit
+def share(
+    x, w, scales, offsets, zeros, sums, n, r, K, GROUPS, first, last,
+    FORMAT: tl.constexpr, OFFSETS: tl.constexpr, ZEROS: tl.constexpr, EVEN: tl.constexpr,
+    BN: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, EMULATE: tl.constexpr,
+):  # fmt: skip
+    """Products (BN, BR) of weights n with rows r over blocks [first, last) of K."""
+    total = tl.zeros((BN, BR), tl.float32)
+    for block in tl.range(first, last, num_stages=STAGES):
+        if FORMAT == PLAIN:
+            k = block * BK + tl.arange(0, BK)
+            at_w, at_x = w + n[:, None] * K + k[None, :], x + r[None, :] * K + k[:, None]
+            if EVEN:
+                a, b = tl.load(at_w, eviction_policy="evict_first"), tl.load(at_x)
+            else:
+                a, b = tl.load(at_w, k[None, :] < K, 0.0), tl.load(at_x, k[:, None] < K, 0.0)
+            total = tl.dot(as_operand(a, EMULATE), as_operand(b, EMULATE), total)
+        else:
+            dtype: tl.constexpr = x.dtype.element_ty
+            PAIRS: tl.constexpr = (FORMAT == SIGNED) | (FORMAT == UNSIGNED) | (FORMAT == FLOAT4)
+            WIDTH: tl.constexpr = BK // 2 if PAIRS else BK  # bytes: a pair's upper bits are of the upper half
+            k = tl.arange(0, WIDTH)
+            bits = tl.load(
+                w + n[:, None] * (GROUPS * WIDTH) + block * WIDTH + k[None, :], eviction_policy="evict_first"
+            )
+            bits = bits.to(tl.int32)
+            at_x = x + r[None, :] * K + block * BK + k[:, None]
+            b = tl.load(at_x) if EVEN else tl.load(at_x, (block * BK + k < K)[:, None], 0.0)
+            zero = tl.load(zeros + n * GROUPS + block).to(tl.int32) if ZEROS else tl.zeros((BN,), tl.int32)
+            if PAIRS:
+                low, high = bits & 15, (bits >> 4) & 15
+                if ZEROS:
+                    low = decoded(low, FORMAT, tl.float32, False).to(tl.int32) - zero[:, None]
+                    high = decoded(high, FORMAT, tl.float32, False).to(tl.int32) - zero[:, None]
+                    own = tl.dot(decoded(low, BYTES, dtype, EMULATE), as_operand(b, EMULATE))
+                else:
+                    own = tl.dot(decoded(low, FORMAT, dtype, EMULATE), as_operand(b, EMULATE))
+                at_x += WIDTH
+                b = tl.load(at_x) if EVEN else tl.load(at_x, (block * BK + WIDTH + k < K)[:, None], 0.0)
+                if ZEROS:
+                    own = tl.dot(decoded(high, BYTES, dtype, EMULATE), as_operand(b, EMULATE), own)
+                else:
+                    own = tl.dot(decoded(high, FORMAT, dtype, EMULATE), as_operand(b, EMULATE), own)
+            else:
+                bits = bits - zero[:, None] if ZEROS else bits
+                own = tl.dot(decoded(bits, FORMAT, dtype, EMULATE), as_operand(b, EMULATE))
+            total += own * tl.load(scales + n * GROUPS + block).to(tl.float32)[:, None]
+            if OFFSETS:
+                offset = tl.load(offsets + n * GROUPS + block).to(tl.float32)
+                total += offset[:, None] * tl.load(sums + r * GROUPS + block)[None, :]
+    return total
+
+
+@triton.jit
+def finished(gate, up, bias, residual, n, at, outs, inside, GATED: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr):
+    """What stands behind a product: bias, gate and residual, whose numbers are `at`."""
+    if BIAS:
+        gate += tl.load(bias + n, inside, 0.0).to(tl.float32)
+    if GATED:
+        if BIAS:
+            up += tl.load(bias + outs + n, inside, 0.0).to(tl.float32)
+        gate = gate / (1.0 + tl.exp2(-gate * LOG2E)) * up
+    if ADD:
+        gate += tl.load(residual + at, inside, 0.0).to(tl.float32)
+    return gate
+
+
+@triton.jit(do_not_specialize=["rows"])
+def product(
+    x, w, scales, offsets, zeros, sums, bias, residual, y, parts, rows, outs, stride, K, GROUPS,
+    FORMAT: tl.constexpr, OFFSETS: tl.constexpr, ZEROS: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr,
+    BIAS: tl.constexpr, ADD: tl.constexpr, SHARES: tl.constexpr, PER: tl.constexpr,
+    BN: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, EMULATE: tl.constexpr,
+):  # fmt: skip
+    """y (rows, outs) of x (rows, K) and weights (outs, K), or twice as many if GATED; or this share of K, to parts.
+
+    Rows of y and residual are `stride` apart. Grid: tiles of rows, tiles of outputs, shares. Lanes beyond either end
+    repeat the last one: nothing is masked.
+    """
+    r, n = tl.program_id(0) * BR + tl.arange(0, BR), tl.program_id(1) * BN + tl.arange(0, BN)
+    inside = (n < outs)[:, None] & (r < rows)[None, :]
+    n, r = tl.minimum(n, outs - 1), tl.minimum(r, rows - 1)
+    first = tl.program_id(2) * PER
+    last = tl.minimum(first + PER, tl.cdiv(K, BK))
+    long, far = n.to(tl.int64), r.to(tl.int64)
+    gate = share(
+        x, w, scales, offsets, zeros, sums, long, far, K, GROUPS, first, last,
+        FORMAT, OFFSETS, ZEROS, EVEN, BN, BR, BK, STAGES, EMULATE,
+    )  # fmt: skip
+    up = gate
+    if GATED:
+        up = share(
+            x, w, scales, offsets, zeros, sums, long + outs, far, K, GROUPS, first, last,
+            FORMAT, OFFSETS, ZEROS, EVEN, BN, BR, BK, STAGES, EMULATE,
+        )  # fmt: skip
+    if SHARES > 1:
+        wide = outs * 2 if GATED else outs
+        at = parts + (tl.program_id(2).to(tl.int64) * rows + far[None, :]) * wide + n[:, None]
+        tl.store(at, gate, inside)
+        if GATED:
+            tl.store(at + outs, up, inside)
+    else:
+        at = far[None, :] * stride + n[:, None]
+        value = finished(gate, up, bias, residual, n[:, None], at, outs, inside, GATED, BIAS, ADD)
+        tl.store(y + at, rounded(value, y.dtype.element_ty, EMULATE), inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def gather(
+    parts, bias, residual, y, rows, outs, stride,
+    GATED: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, SHARES: tl.constexpr, BN: tl.constexpr,
+    EMULATE: tl.constexpr,
+):  # fmt: skip
+    """The shares of a product, added in order, and what stands behind it. Grid: tiles of outputs, rows."""
+    n, r = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1).to(tl.int64)
+    inside, wide = n < outs, outs * 2 if GATED else outs
+    gate = tl.load(parts + r * wide + n, inside, 0.0)
+    up = tl.load(parts + r * wide + outs + n, inside, 0.0) if GATED else gate
+    for other in range(1, SHARES):
+        gate += tl.load(parts + (other * rows + r) * wide + n, inside, 0.0)
+        if GATED:
+            up += tl.load(parts + (other * rows + r) * wide + outs + n, inside, 0.0)
+    value = finished(gate, up, bias, residual, n, r * stride + n, outs, inside, GATED, BIAS, ADD)
+    tl.store(y + r * stride + n, rounded(value, y.dtype.element_ty, EMULATE), inside)
+
+
+@triton.jit(do_not_specialize_on_alignment=["x", "y"])
+def group_sums(x, y, K, COUNT: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """Sums (rows, COUNT) float32 of each group of inputs, which offsets are multiplied by. Grid: rows, blocks."""
+    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    k = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    tl.store(y + row * COUNT + group, tl.sum(tl.load(x + row * K + k, k < K, 0.0).to(tl.float32), 1), group < COUNT)
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def normed(x, weight, eps, WIDTH: tl.constexpr):
+    """x / sqrt(mean of x^2 + eps) * weight; zero beyond WIDTH."""
+    return x * tl.rsqrt(tl.sum(x * x) / WIDTH + eps) * weight
+
+
+@triton.jit(do_not_specialize_on_alignment=["x", "weight", "y"])
+def rms_norm(x, weight, y, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EMULATE: tl.constexpr):
+    """One row of WIDTH numbers. Grid: rows. No pointer's alignment is looked at: a sum's order would follow it."""
+    k = tl.arange(0, BLOCK)
+    at = tl.program_id(0).to(tl.int64) * WIDTH + k
+    own = tl.load(x + at, k < WIDTH, 0.0).to(tl.float32)
+    own = normed(own, tl.load(weight + k, k < WIDTH, 0.0).to(tl.float32), eps, WIDTH)
+    tl.store(y + at, rounded(own, y.dtype.element_ty, EMULATE), k < WIDTH)
+
+
+@triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=["qkv", "cos", "sin", "q_norm", "k_norm"])
+def rope(
+    qkv, stride, cos, sin, q_norm, k_norm, eps,
+    HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, NORMS: tl.constexpr, EMULATE: tl.constexpr,
+):  # fmt: skip
+    """Norm, then turn, one head of queries or keys where it lies. HALF >= DIM / 2, a power of 2. Grid: rows, heads."""
+    row, head, j = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, HALF)
+    inside, half = j < DIM // 2, DIM // 2
+    at = qkv + row * stride + head * DIM + j
+    a, b = tl.load(at, inside, 0.0).to(tl.float32), tl.load(at + half, inside, 0.0).to(tl.float32)
+    dtype: tl.constexpr = qkv.dtype.element_ty
+    if NORMS:
+        norm = q_norm if head < HEADS else k_norm
+        size = tl.rsqrt((tl.sum(a * a) + tl.sum(b * b)) / DIM + eps)
+        a = a * size * tl.load(norm + j, inside, 0.0).to(tl.float32)
+        b = b * size * tl.load(norm + half + j, inside, 0.0).to(tl.float32)
+        a, b = rounded(a, dtype, EMULATE).to(tl.float32), rounded(b, dtype, EMULATE).to(tl.float32)
+    turn = row * DIM + j
+    low = a * tl.load(cos + turn, inside, 0.0).to(tl.float32) + b * tl.load(sin + turn, inside, 0.0).to(tl.float32)
+    high = b * tl.load(cos + turn + half, inside, 0.0).to(tl.float32)
+    high += a * tl.load(sin + turn + half, inside, 0.0).to(tl.float32)
+    tl.store(at, rounded(low, dtype, EMULATE), inside)
+    tl.store(at + half, rounded(high, dtype, EMULATE), inside)
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+# A run is one sequence: [its first entry in tables, its first slab, slots of a slab]. A tile is some rows of one run:
+# [run, first row, rows, start, 1 if a tree], start being where the slots of this forward begin.
+
+
+@triton.jit
+def place(tables, slabs, run, slot, DIM: tl.constexpr, PAGE: tl.constexpr):
+    """The address of the keys of a run's slots, and from there to the values: in bytes / in numbers."""
+    table, slab, capacity = tl.load(run), tl.load(run + 1), tl.load(run + 2)
+    page, per = tl.load(tables + table + slot // PAGE), capacity // PAGE
+    base = tl.load(slabs + slab + page // per)
+    return base, (page % per * PAGE + slot % PAGE).to(tl.int64) * DIM, capacity.to(tl.int64) * DIM
+
+
+@triton.jit(do_not_specialize=["k_stride", "v_stride"])
+def write(
+    k, v, k_stride, v_stride, slabs, tables, runs, row_runs, slots,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """New keys and values of one row and head to its slot; rows of no run are padding. Grid: rows, heads."""
+    row, head, d = tl.program_id(0), tl.program_id(1), tl.arange(0, BLOCK)
+    own = tl.load(row_runs + row)
+    if own >= 0:
+        base, at, side = place(tables, slabs, runs + own * 3, tl.load(slots + row), DIM, PAGE)
+        to = base.to(tl.pointer_type(k.dtype.element_ty)) + head * side + at + d
+        far, inside = row.to(tl.int64), d < DIM
+        tl.store(to, tl.load(k + far * k_stride + head * DIM + d, inside), inside)
+        tl.store(to + KV_HEADS * side, tl.load(v + far * v_stride + head * DIM + d, inside), inside)
+
+
+@triton.jit
+def block(
+    q, keys, values, seen, most, weight, total, scale, SOFTCAP: tl.constexpr, dtype: tl.constexpr, EMULATE: tl.constexpr
+):  # fmt: skip
+    """One page more: queries (BM, D), keys (D, PAGE), values (PAGE, D), seen (BM, PAGE); values of no slot are 0."""
+    score = tl.dot(q, as_operand(keys, EMULATE)) * scale
+    if SOFTCAP != 0.0:  # of the score in base e: cap * tanh(score / cap)
+        score = (1.0 - 2.0 / (tl.exp2(score * (2.0 / SOFTCAP)) + 1.0)) * (SOFTCAP * LOG2E)
+    score = tl.where(seen, score, float("-inf"))
+    now = tl.maximum(most, tl.max(score, 1))
+    base = tl.where(now == float("-inf"), 0.0, now)
+    shrink, p = tl.exp2(most - base), tl.exp2(score - base[:, None])
+    weight = weight * shrink + tl.sum(p, 1)
+    total = tl.dot(operand(p, dtype, EMULATE), as_operand(values, EMULATE), total * shrink[:, None])
+    return now, weight, total
+
+
+@triton.jit(do_not_specialize=["stride", "tail_width", "base_row", "spans"])
+def attend(
+    q, stride, slabs, tables, runs, tiles, positions, tails, tail_width, parts, sizes, scale, base_row, spans,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPAN: tl.constexpr, PAGE: tl.constexpr, STAGES: tl.constexpr,
+    EMULATE: tl.constexpr,
+):  # fmt: skip
+    """What a tile's rows see in one span of positions, to parts (rows, heads, spans, D) and sizes (..., 2).
+
+    Parts begin with `base_row`.
+    Grid: tiles, key-value heads, spans. Pages of the prefix, and of a chain, are read once for all rows of the tile; of
+    a tree, what lies behind the prefix is gathered for each row along its own path, into the columns where plain
+    decoding has it. tails (rows, tail_width): the slots of the path of each row of a tree, from start on.
+    """
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    tile, head, span = tiles + tl.program_id(0) * 5, tl.program_id(1), tl.program_id(2)
+    run, first, count = runs + tl.load(tile) * 3, tl.load(tile + 1), tl.load(tile + 2)
+    start, tree = tl.load(tile + 3), tl.load(tile + 4)
+    m, d, c = tl.arange(0, BM), tl.arange(0, D), tl.arange(0, PAGE)
+    row = first + tl.minimum(m // GROUP, tl.maximum(count - 1, 0))
+    mine = m < count * GROUP
+    at = tl.load(positions + row, mine, -1)
+    oldest = tl.maximum(at - WINDOW + 1, 0) if WINDOW else at * 0
+    begin = tl.maximum(span * SPAN, tl.min(tl.where(mine, oldest, 2147483647)) // PAGE * PAGE)
+    end = tl.minimum(span * SPAN + SPAN, tl.max(at) + 1)
+    if begin < end:
+        dtype: tl.constexpr = q.dtype.element_ty
+        far = row.to(tl.int64)[:, None] * stride + (head * GROUP + m % GROUP)[:, None] * DIM + d[None, :]
+        queries = as_operand(tl.load(q + far, mine[:, None] & (d < DIM)[None, :], 0.0), EMULATE)
+        most = tl.full((BM,), float("-inf"), tl.float32)
+        weight, total = tl.zeros((BM,), tl.float32), tl.zeros((BM, D), tl.float32)
+        shared = tl.where(tree != 0, tl.minimum(start // PAGE * PAGE, end), end)
+        for page in tl.range(begin, shared, PAGE, num_stages=STAGES):
+            base, offset, side = place(tables, slabs, run, page, DIM, PAGE)
+            keys = tl.multiple_of(base, 16).to(tl.pointer_type(dtype)) + head * side + offset
+            column = page + c
+            there, inside = column < end, d < DIM
+            k = tl.load(keys + c[None, :] * DIM + d[:, None], there[None, :] & inside[:, None], 0.0)
+            v = tl.load(keys + KV_HEADS * side + c[:, None] * DIM + d[None, :], there[:, None] & inside[None, :], 0.0)
+            seen = (column[None, :] <= at[:, None]) & (column[None, :] >= oldest[:, None]) & mine[:, None]
+            most, weight, total = block(queries, k, v, seen, most, weight, total, scale, SOFTCAP, dtype, EMULATE)
+        if tree != 0:
+            for page in range(tl.maximum(begin, shared), end, PAGE):
+                for i in range(count):
+                    own, column = tl.load(positions + first + i), page + c
+                    there, inside = column <= own, d < DIM
+                    path = tails + (first + i).to(tl.int64) * tail_width + column - start
+                    slot = tl.where(column < start, column, tl.load(path, there & (column >= start), 0))
+                    slot = tl.where(there, slot, 0)
+                    base, offset, side = place(tables, slabs, run, slot, DIM, PAGE)
+                    keys = tl.multiple_of(base, 16).to(tl.pointer_type(dtype)) + head * side + offset
+                    k = tl.load(keys[None, :] + d[:, None], there[None, :] & inside[:, None], 0.0)
+                    v = tl.load((keys + KV_HEADS * side)[:, None] + d[None, :], there[:, None] & inside[None, :], 0.0)
+                    seen = (column[None, :] <= at[:, None]) & (column[None, :] >= oldest[:, None]) & mine[:, None]
+                    seen = seen & (m // GROUP == i)[:, None]
+                    most, weight, total = block(
+                        queries, k, v, seen, most, weight, total, scale, SOFTCAP, dtype, EMULATE
+                    )
+        to = ((row - base_row).to(tl.int64) * HEADS + head * GROUP + m % GROUP) * spans + span
+        tl.store(parts + to[:, None] * D + d[None, :], total, mine[:, None])
+        tl.store(sizes + to * 2, most, mine)
+        tl.store(sizes + to * 2 + 1, weight, mine)
+
+
+@triton.jit(do_not_specialize=["base_row", "spans"])
+def combine(
+    parts, sizes, positions, sinks, y, base_row, spans,
+    HEADS: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    SPAN: tl.constexpr, EMULATE: tl.constexpr,
+):  # fmt: skip
+    """y (rows, HEADS * DIM): the spans that a row sees, in order. Grid: rows, heads. Rows at -1 are padding: zeros.
+
+    sinks (HEADS,): the score of a key without a value, before all others.
+    """
+    own, head, d = tl.program_id(0), tl.program_id(1), tl.arange(0, D)
+    row = base_row + own
+    at = tl.load(positions + row)
+    first = tl.maximum(at - WINDOW + 1, 0) // SPAN if WINDOW else 0
+    most, weight, total = float("-inf"), 0.0, tl.zeros((D,), tl.float32)
+    if SINKS:
+        most, weight = tl.load(sinks + head) * LOG2E, 1.0
+    far = own.to(tl.int64) * HEADS + head
+    for span in range(first, (at + SPAN) // SPAN):
+        other = tl.load(sizes + (far * spans + span) * 2)
+        now = tl.maximum(most, other)
+        shrink, grow = tl.exp2(most - now), tl.exp2(other - now)
+        weight = weight * shrink + tl.load(sizes + (far * spans + span) * 2 + 1) * grow
+        total = total * shrink + tl.load(parts + (far * spans + span) * D + d) * grow
+        most = now
+    total = tl.where(weight > 0, total / weight, total)
+    tl.store(y + (row.to(tl.int64) * HEADS + head) * DIM + d, rounded(total, y.dtype.element_ty, EMULATE), d < DIM)
+
+
+# --- the choice -------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def shifted(z, BITS: tl.constexpr):
+    """Logical right shift of int64."""
+    return (z >> BITS) & ((1 << (64 - BITS)) - 1)
+
+
+@triton.jit
+def gumbel(key, index):
+    """sampling.gumbel: SplitMix64 over ids from 0 on, both logarithms in float64."""
+    z = (index.to(tl.int64) + 1) * -7046029254386353131 + key
+    z = (z ^ shifted(z, 30)) * -4658895280553007687
+    z = (z ^ shifted(z, 27)) * -7723592293110705685
+    z = z ^ shifted(z, 31)
+    u = (shifted(z, 12).to(tl.float64) + 0.5) * 2.220446049250313e-16  # 2 ^ -52
+    return (-tl.log(-tl.log(u))).to(tl.float32)
+
+
+@triton.jit
+def largest(logits, most, vocab, TILES: tl.constexpr, BLOCK: tl.constexpr):
+    """Of each tile of a row (rows, TILES) the largest logit; NaN if there is one. Grid: rows, tiles."""
+    row, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    own = tl.load(logits + row * vocab + n, n < vocab, float("-inf"))
+    top = tl.where(tl.max((own != own).to(tl.int32)) > 0, float("nan"), tl.max(own))
+    tl.store(most + row * TILES + tl.program_id(1), top)
+
+
+@triton.jit
+def draw(
+    logits, most, keys, temperatures, values, indices, vocab,
+    TILES: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of each tile the first largest score and its place, by Law 1. Grid: rows, tiles."""
+    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    n, t = tile * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDE)
+    score = tl.load(logits + row * vocab + n, n < vocab, float("-inf"))
+    temperature = tl.load(temperatures + row)
+    if temperature > 0:
+        top = tl.max(tl.load(most + row * TILES + t, t < TILES, float("-inf")))
+        score = tl.math.div_rn(score - top, temperature) + gumbel(tl.load(keys + row), n)
+    score = tl.where(n < vocab, score, float("-inf"))
+    best = tl.max(score)
+    tl.store(values + row * TILES + tile, best)
+    tl.store(indices + row * TILES + tile, tl.min(tl.where(score == best, n, 2147483647)))
+
+
+@triton.jit
+def choose(most, values, indices, chosen, TILES: tl.constexpr, WIDE: tl.constexpr):
+    """The first largest of all tiles; -1 if it, or any logit, is no finite number. Grid: rows."""
+    row, t = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
+    inside = t < TILES
+    top = tl.load(most + row * TILES + t, inside, 0.0)
+    wrong = tl.max(((top != top) | (top == float("inf"))).to(tl.int32)) > 0
+    value = tl.load(values + row * TILES + t, inside, float("-inf"))
+    best = tl.max(value)
+    at = tl.min(tl.where(value == best, tl.load(indices + row * TILES + t, inside, 2147483647), 2147483647))
+    tl.store(chosen + row, tl.where(wrong | (best == float("-inf")), -1, at))

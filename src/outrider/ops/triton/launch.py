@@ -1,0 +1,351 @@
+"""Calls of the kernels, with the sizes of their tiles: a frozen table, of which the order of sums knows no rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.ops import native
+from outrider.ops.triton.plan import PAGE, SPAN, DevicePlan, queries_tile
+
+DTYPES = (torch.bfloat16, torch.float16)
+OLDEST = 80  # compute capability times ten: bfloat16 in the matrix units
+
+VOCABULARY = 4096  # logits that one program looks at
+PLAIN, BYTES, SIGNED, UNSIGNED, FLOAT8, FLOAT4 = range(6)  # as in kernels.py
+NO_FUSION = {"enable_fp_fusion": False}  # Triton's default changes from version to version, and bits with it
+
+_emulated = False
+
+
+@cache
+def load() -> Any:
+    """The kernels; None where Triton is not installed."""
+    try:
+        return import_module("outrider.ops.triton.kernels")
+    except ImportError:
+        return None
+
+
+@contextmanager
+def emulated() -> Iterator[None]:
+    """Let Triton's interpreter compute what is on the CPU; needs TRITON_INTERPRET=1 from the start. For tests."""
+    global _emulated
+    before, _emulated = _emulated, True
+    try:
+        yield
+    finally:
+        _emulated = before
+
+
+@cache
+def _capability(device: torch.device) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def runs(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether these kernels take tensors of this kind."""
+    if dtype not in DTYPES or load() is None:
+        return False
+    return _emulated if device.type == "cpu" else device.type == "cuda" and _capability(device) >= OLDEST
+
+
+def architecture(device: torch.device) -> int:
+    """Which column of the table is read."""
+    return 90 if device.type == "cpu" else column(_capability(device))
+
+
+def column(capability: int) -> int:
+    """sm_80, 90 or 100. GPUs of workstations, sm_86, 89 and 120, have little shared memory: theirs is the first."""
+    return 90 if capability == 90 else 100 if 100 <= capability < 110 else OLDEST
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What sizes follow from. `stages`: tiles of rows, ascending, and how many blocks of K are on their way."""
+
+    processors: int
+    outputs: int  # of a tile
+    stages: dict[int, int]
+
+
+TABLE = {
+    80: Machine(108, 64, {16: 4, 32: 4, 64: 3, 128: 2}),
+    90: Machine(132, 64, {16: 5, 32: 5, 64: 4, 128: 3}),
+    100: Machine(148, 64, {16: 5, 32: 5, 64: 4, 128: 3}),
+}
+LEAST = 512  # inputs of a share
+PARTS = 2**28  # bytes of what spans put aside at a time
+LOG2E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class Order:
+    """In which a product's sums run: blocks of `depth` inputs, in `shares` of `per` blocks each."""
+
+    depth: int
+    shares: int
+    per: int
+
+
+@cache
+def order(outputs: int, inputs: int, group: int | None, architecture: int) -> Order:
+    """Of a weight (outputs, inputs) in groups, or none. Knows nothing of rows."""
+    machine = TABLE[architecture]
+    depth = group or (128 if inputs >= 128 else 64)
+    blocks = -(-inputs // depth)
+    wanted = -(-2 * machine.processors * machine.outputs // outputs)  # two waves of programs
+    shares = max(1, min(wanted, inputs // LEAST, 8))
+    per = -(-blocks // shares)
+    return Order(depth, -(-blocks // per), per)
+
+
+def rows_tile(rows: int, machine: Machine, code: int = PLAIN) -> int:
+    """Rows of a tile: as many as there are, or the most; few bits are decoded in registers, and leave room for 64."""
+    tiles = [tile for tile in machine.stages if code == PLAIN or tile <= 64]
+    return next((tile for tile in tiles if tile >= rows), tiles[-1])
+
+
+def queries_shape(wide: int) -> tuple[int, int]:
+    """Warps of an attention program, and pages on their way, by the size of a head: a tile's sums follow its layout."""
+    return (8, 2) if wide > 128 else (4, 3)
+
+
+# --- products ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Weights:
+    """Weights as `product` reads them: (outs, inputs), or (outs, groups, bytes) and factors (outs, groups).
+
+    Of two 4-bit weights in a byte, half a group apart, the first has the lower bits. Those of 5 and 6 bits take bytes.
+    """
+
+    data: Tensor
+    outs: int
+    inputs: int
+    code: int = PLAIN
+    group: int | None = None
+    scales: Tensor | None = None
+    offsets: Tensor | None = None
+    zeros: Tensor | None = None
+    order: Tensor | None = None  # (inputs,) int64: column i is of input order[i]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all that a product reads."""
+        return sum(t.nbytes for t in (self.data, self.scales, self.offsets, self.zeros) if t is not None)
+
+
+def pack(q: Any, device: torch.device) -> Weights:
+    """A weight (outs, inputs), which stays where it is if it is there, or a Quantized, as the kernels read it."""
+    if isinstance(q, Tensor):
+        return Weights(q.to(device).contiguous(), *q.shape)
+    rows, inputs = q.values.shape
+    groups, pairs = -(-inputs // q.group), q.bits == 4
+    code = (FLOAT4 if pairs else FLOAT8) if q.floats else ((SIGNED if q.signed else UNSIGNED) if pairs else BYTES)
+    values = q.values.to(device)
+    values = values.view(torch.uint8) if code == FLOAT8 else values.to(torch.int8)
+    if code == FLOAT4:  # numbers come doubled
+        size = values.abs().long()
+        index = torch.zeros(13, dtype=torch.int8, device=device)
+        index[torch.tensor([0, 1, 2, 3, 4, 6, 8, 12], device=device)] = torch.arange(8, dtype=torch.int8, device=device)
+        values = index[size] | ((values < 0).to(torch.int8) << 3)
+    padded = torch.zeros(rows, groups * q.group, dtype=values.dtype, device=device)
+    padded[:, :inputs] = values
+    data = padded.view(rows, groups, q.group)
+    if pairs:
+        low, high = (half.to(torch.uint8) & 15 for half in data.chunk(2, -1))
+        data = low | high << 4
+
+    def factors(x: Any) -> Any:
+        if isinstance(x, tuple):  # small ones times coarse ones: exact in float32
+            fine, coarse = (part.to(device).float() for part in x)
+            return (fine * coarse.repeat_interleave(native.SUPER // q.group, 1)[:, :groups]).contiguous()
+        return None if x is None else x.to(device).contiguous()
+
+    place = None if q.order is None else q.order.to(device).long()
+    return Weights(
+        data.contiguous(), rows, inputs, code, q.group, factors(q.scales), factors(q.offsets), factors(q.zeros), place
+    )
+
+
+def rows(weights: Weights, at: Tensor) -> Tensor:
+    """The weights (n, inputs) float32 of some outputs (n,)."""
+    w = weights
+    if w.group is None:
+        return w.data[at].float()
+    bits = w.data[at]
+    if w.code in (SIGNED, UNSIGNED, FLOAT4):
+        bits = torch.cat([bits & 15, bits >> 4], -1).to(torch.int8)
+    if w.code == SIGNED:
+        bits = (bits ^ 8) - 8
+    if w.code == FLOAT4:
+        levels = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12], device=bits.device)
+        bits = levels[(bits & 7).long()] * torch.where(bits & 8 != 0, -1, 1)
+    number = (bits.view(torch.float8_e4m3fn) if w.code == FLOAT8 else bits).float()
+    number = number if w.zeros is None else number - w.zeros[at].float()[..., None]
+    assert w.scales is not None
+    number = number * w.scales[at].float()[..., None]
+    number = number if w.offsets is None else number + w.offsets[at].float()[..., None]
+    number = number.flatten(1)[:, : w.inputs]
+    return number if w.order is None else number[:, w.order.argsort()]
+
+
+def product(
+    x: Tensor,
+    weights: Weights,
+    y: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    architecture: int = 90,
+) -> None:
+    """y = x W^T + bias, gated if it is, + residual; x (rows, inputs), y and residual rows of one stride."""
+    kernels, machine, w = load(), TABLE[architecture], weights
+    rows, outs = len(x), w.outs // 2 if gated else w.outs
+    o = order(w.outs, w.inputs, w.group, architecture)
+    x = x.contiguous() if w.order is None else x.index_select(1, w.order)
+    groups = 1 if w.group is None else w.data.shape[1]
+    sums = parts = x
+    if w.offsets is not None:  # which want the sums of groups of inputs
+        sums, some = x.new_empty(rows, groups, dtype=torch.float32), max(1, 1024 // (w.group or 1))
+        kernels.group_sums[rows, -(-groups // some)](x, sums, w.inputs, groups, some, w.group, num_warps=4, **NO_FUSION)
+    if o.shares > 1:
+        parts = x.new_empty(o.shares, rows, w.outs, dtype=torch.float32)
+    tile = rows_tile(rows, machine, w.code)
+    behind = (gated, bias is not None, residual is not None, o.shares)
+    kernels.product[-(-rows // tile), -(-outs // machine.outputs), o.shares](
+        x, w.data, _or(w.scales, x), _or(w.offsets, x), _or(w.zeros, x), sums, _or(bias, x), _or(residual, x), y, parts,
+        rows, outs, y.stride(0), w.inputs, groups,
+        w.code, w.offsets is not None, w.zeros is not None, w.inputs % o.depth == 0, *behind, o.per,
+        machine.outputs, tile, o.depth, machine.stages[tile], _emulates(x), num_warps=4, **NO_FUSION,
+    )  # fmt: skip
+    if o.shares > 1:
+        kernels.gather[-(-outs // 1024), rows](
+            parts, _or(bias, x), _or(residual, x), y, rows, outs, y.stride(0), *behind, 1024, _emulates(x),
+            num_warps=4, **NO_FUSION,
+        )  # fmt: skip
+
+
+def _or(x: Tensor | None, other: Tensor) -> Tensor:
+    """x; or, since a kernel wants some pointer, another one that is not read."""
+    return other if x is None else x
+
+
+def _emulates(x: Tensor) -> bool:
+    return not x.is_cuda
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def power(n: int) -> int:
+    """The least power of 2 that is no less than n, and 16."""
+    return max(16, 1 << (n - 1).bit_length())
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x (..., width) / sqrt(mean(x^2) + eps) * weight (width,)."""
+    x, width = x.contiguous(), x.shape[-1]
+    y, block = torch.empty_like(x), power(width)
+    rows = x.numel() // max(1, width)
+    if rows:
+        load().rms_norm[rows,](x, weight, y, eps, width, block, _emulates(x), num_warps=_warps(block), **NO_FUSION)
+    return y
+
+
+def _warps(block: int) -> int:
+    return max(1, min(8, block // 512))
+
+
+def rope(
+    qkv: Tensor, heads: int, kv_heads: int, cos: Tensor, sin: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float
+) -> None:
+    """Norm and turn the queries and keys of qkv (n, (heads + 2 * kv_heads) * dim) where they lie; as ops.rope."""
+    dim = qkv.shape[1] // (heads + 2 * kv_heads)
+    q_norm, k_norm = norms or (cos, cos)
+    half = power(dim // 2)
+    load().rope[len(qkv), heads + kv_heads](
+        qkv, qkv.stride(0), cos, sin, q_norm, k_norm, eps, heads, dim, half, norms is not None, _emulates(qkv),
+        num_warps=1, **NO_FUSION,
+    )  # fmt: skip
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slabs: Tensor,
+    plan: DevicePlan,
+    window: int | None,
+    scale: float,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Write new keys and values (rows, kv_heads, dim) and let q (rows, heads, dim) look: (rows, heads * dim).
+
+    slabs: the addresses (slabs,) int64, on the device, of this layer's (2, kv_heads, capacity, dim) each. sinks and
+    softcap as ops.attend has them.
+    """
+    kernels, (rows, heads, dim), kv_heads = load(), q.shape, k.shape[1]
+    q, k, v = (x if x.stride(2) == 1 and x.stride(1) == dim else x.contiguous() for x in (q, k, v))
+    emulates, wide, bm = _emulates(q), power(dim), queries_tile(heads // kv_heads, dim)
+    warps, stages = queries_shape(wide)
+    kernels.write[rows, kv_heads](
+        k, v, k.stride(0), v.stride(0), slabs, plan.tables, plan.runs, plan.row_runs, plan.slots, kv_heads, dim, wide,
+        PAGE, num_warps=1, **NO_FUSION,
+    )  # fmt: skip
+    y = torch.empty(rows, heads * dim, dtype=q.dtype, device=q.device)
+    room = max(1, PARTS // (4 * heads * plan.spans * (wide + 2)))  # rows at a time
+    for first, last, tiles in plan.pieces(room):
+        parts = torch.empty(last - first, heads, plan.spans, wide, device=q.device)
+        sizes = torch.empty(last - first, heads, plan.spans, 2, device=q.device)
+        kernels.attend[len(tiles), kv_heads, plan.spans](
+            q, q.stride(0), slabs, plan.tables, plan.runs, tiles, plan.positions, plan.tails, plan.tails.shape[1],
+            parts, sizes, scale * LOG2E, first, plan.spans, heads, kv_heads, dim, wide, bm, window or 0,
+            softcap or 0.0, SPAN, PAGE, stages, emulates, num_warps=warps, **NO_FUSION,
+        )  # fmt: skip
+        kernels.combine[last - first, heads](
+            parts, sizes, plan.positions, _or(sinks, parts), y, first, plan.spans, heads, dim, wide, window or 0,
+            sinks is not None, SPAN, emulates, num_warps=1, **NO_FUSION,
+        )  # fmt: skip
+    return y
+
+
+# --- the choice -------------------------------------------------------------------------------------------------------
+
+
+def choose(logits: Tensor, keys: Tensor, temperatures: Tensor) -> Tensor:
+    """By Law 1 the token of each row of (rows, vocab) float32, on its device: (rows,) int32; -1 where there is none.
+
+    keys (rows,) int64 as sampling.noise_key gives them; temperatures (rows,) float32, of which 0 is greedy. The
+    logits lie in the cache of the device still: Law 1 shifts them by a row's largest, which the last may be.
+    """
+    rows, vocab = logits.shape
+    kernels, tiles = load(), -(-vocab // VOCABULARY)
+    wide = power(tiles)
+    most, values = logits.new_empty(2, rows, tiles)
+    indices = torch.empty(rows, tiles, dtype=torch.int32, device=logits.device)
+    chosen = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    kernels.largest[rows, tiles](logits, most, vocab, tiles, VOCABULARY, num_warps=4, **NO_FUSION)
+    kernels.draw[rows, tiles](
+        logits, most, keys, temperatures, values, indices, vocab, tiles, wide, VOCABULARY, num_warps=4, **NO_FUSION
+    )
+    kernels.choose[rows,](most, values, indices, chosen, tiles, wide, num_warps=1, **NO_FUSION)
+    return chosen

@@ -1,0 +1,101 @@
+"""`outrider bench gpu` without a GPU: it says so; and each part on a small model, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from outrider import families
+from outrider.bench import gpu
+from outrider.errors import ConfigError
+from outrider.ops.triton import launch
+
+SMALL = families.read({
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 32,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 32,
+    "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "hidden_act": "silu", "rope_theta": 1e4,
+})  # fmt: skip
+
+
+def settings(tmp_path, *parts, scheme=None, longest=96):
+    return gpu.Settings(
+        tmp_path, "cpu", [*parts], {"Llama-3.1-8B": SMALL}, rows=(1, 2), contexts=(longest,), formats=(scheme,),
+        seeds=("Llama-3.1-8B", "Llama-3.1-8B"), views=("retrieval:budget=176,chunk=8", "streaming:budget=64"), batch=2,
+        cache=1,
+    )  # fmt: skip
+
+
+def test_without_cuda(tmp_path):
+    """One error, before anything is written; a wrong part is another."""
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="here is no CUDA device"):
+            gpu.run(gpu.Settings(tmp_path / "new"))
+        assert not (tmp_path / "new").exists()
+    with pytest.raises(ConfigError, match="part 'speed' is unknown; valid: bits, "):
+        gpu.Settings(tmp_path, parts=["speed"])
+
+
+def test_parts(tmp_path):
+    """Parts are kept as they are done, a failed one is told of and tried again, and a second run does what is left."""
+    (tmp_path / "gpu.json").write_text("[]")
+    with launch.emulated(), pytest.raises(ConfigError, match="no result of bench gpu"):
+        gpu.run(settings(tmp_path, "linear"))
+    (tmp_path / "gpu.json").unlink()
+    with launch.emulated():
+        gpu.run(settings(tmp_path, "bits", "linear", scheme="int4"))
+        found = gpu.run(settings(tmp_path, "decode", "offload"))
+        assert not found["failed"], found["failed"]
+        assert all(line["same bits"] for line in found["parts"]["bits"]["lines"])
+        assert all(line["off"] < 0.02 for line in found["parts"]["bits"]["lines"] if "off" in line)
+        assert [line["rows"] for line in found["parts"]["linear"]["lines"][:2]] == [1, 2]
+        assert {line["layers on chip"] for line in found["parts"]["offload"]["lines"]} == {"all", 0}
+    assert json.loads((tmp_path / "gpu.json").read_text()) == found
+    assert "## linear" in (tmp_path / "gpu.md").read_text()
+
+
+def test_what_is_done_is_not_done_again(tmp_path, monkeypatch):
+    calls = []
+
+    def part(name, fails=False):
+        def measure(s):
+            calls.append(name)
+            if fails and calls.count(name) == 1:
+                raise RuntimeError("out of memory")
+            yield {"n": 1}
+
+        return measure
+
+    monkeypatch.setattr(gpu, "PARTS", {"a": part("a"), "b": part("b", fails=True), "c": part("c")})
+    with launch.emulated():
+        first = gpu.run(settings(tmp_path))
+        assert first["failed"]["b"]["error"] == "RuntimeError: out of memory"
+        second = gpu.run(settings(tmp_path))
+        assert calls == ["a", "b", "c", "b"]
+        assert set(second["parts"]) == {"a", "b", "c"}
+        assert not second["failed"]
+        monkeypatch.setattr(gpu, "MINUTES", -1)
+        assert gpu.run(replace(settings(tmp_path / "late"), parts=[]))["parts"] == {}
+
+
+def test_seeds(tmp_path):
+    """The settings of TriForce and MagicDec, through views of a cache that holds random keys."""
+    with launch.emulated():
+        found = gpu.run(settings(tmp_path, "seeds", "attention", longest=256))
+    assert not found["failed"], found["failed"]
+    assert [line["setting"] for line in found["parts"]["seeds"]["lines"]] == [
+        "TriForce on chip", "TriForce offloaded", "MagicDec",
+    ]  # fmt: skip
+
+
+def test_predictions():
+    """The page shows the roofline's figures: a larger model is slower, a newer machine and fewer bits are faster."""
+    page = (Path(__file__).parents[2] / "docs/gpu.md").read_text()
+    assert gpu.predictions() in page
+    rows = [line.split(" | ") for line in gpu.predictions().splitlines()[2:]]
+    speeds = [[float(x.strip(" |")) for x in row[2:]] for row in rows]
+    assert all(row == sorted(row) for row in speeds)
+    assert all(speeds[i + 1] > speeds[i] for i in range(len(speeds)) if i % 3 < 2)

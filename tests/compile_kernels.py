@@ -1,0 +1,121 @@
+"""Compile the GPU kernels for an architecture, without a GPU, and print what came out, one JSON object a line.
+
+    python tests/compile_kernels.py 90
+
+A process of its own: where TRITON_INTERPRET is set, Triton does not compile.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+os.environ["TRITON_INTERPRET"] = "0"
+os.environ["TRITON_CACHE_DIR"] = os.environ.get("TRITON_CACHE_DIR") or tempfile.mkdtemp()
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from outrider.ops.triton import kernels, launch
+
+MATRIX = r"(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)[\w.:]*"
+ALIGNED = {"K", "outs", "stride", "k_stride", "v_stride"}  # numbers that shapes of models make multiples of 16
+TYPES = {
+    "eps": "fp32", "scale": "fp32", "slabs": "*i64", "keys": "*i64", "zeros": "*i8", "tables": "*i32", "runs": "*i32",
+    "row_runs": "*i32", "slots": "*i32", "tiles": "*i32", "positions": "*i32", "tails": "*i32", "indices": "*i32",
+    "chosen": "*i32", "parts": "*fp32", "sizes": "*fp32", "sums": "*fp32", "logits": "*fp32", "most": "*fp32",
+    "values": "*fp32", "temperatures": "*fp32", "sinks": "*fp32",
+}  # fmt: skip
+NUMBERS = {"rows", "outs", "stride", "K", "GROUPS", "k_stride", "v_stride", "tail_width", "base_row", "spans", "vocab"}
+
+
+def build(name: str, arch: int, constants: dict, warps: int = 4, **types: str) -> dict:
+    """Compile one kernel as launch.py would, and say what it has become."""
+    fn = getattr(kernels, name)
+    signature, attrs = {}, {}
+    for i, p in enumerate(fn.params):
+        kind = "i32" if p.name in NUMBERS else types.get(p.name, TYPES.get(p.name, "*bf16"))
+        signature[p.name] = "constexpr" if p.name in constants else kind
+        whole = kind[0] == "*" and not p.do_not_specialize_on_alignment
+        if p.name not in constants and (whole or (p.name in ALIGNED and not p.do_not_specialize)):
+            attrs[(i,)] = [["tt.divisibility", 16]]
+    values = {(fn.arg_names.index(key),): value for key, value in constants.items()}
+    source = ASTSource(fn=fn, signature=signature, constexprs=values, attrs=attrs)
+    options = {"num_warps": warps, **launch.NO_FUSION}
+    made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    ptx = made.asm["ptx"]
+    fused, atomics = re.findall(r"\bfma\.rn\.f32", ptx), re.findall(r"\b(?:atom|red)\.(?!async)[\w.]*", ptx)
+    return {
+        "kernel": name, "constants": constants, "types": types, "shared": made.metadata.shared,
+        "matrix": re.findall(MATRIX, ptx), "atomics": atomics, "fused": len(fused),
+        **resources(made.asm["cubin"]),
+    }  # fmt: skip
+
+
+def resources(cubin: bytes) -> dict:
+    """Registers and bytes of stack of a kernel, from its machine code."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
+    return {"registers": int(found[1]), "stack": int(found[2])}
+
+
+def everything(arch: int):
+    """Each kernel as models use it: tiles of rows, formats, head sizes, windows."""
+    machine, common = launch.TABLE[arch], {"EMULATE": False}
+    formats = [("plain", 0, None, 0, 0, "*bf16"), ("half", 0, None, 0, 0, "*fp16"), ("int8", 1, 128, 0, 0, "*i8")]
+    formats += [("int4", 2, 64, 1, 0, "*u8"), ("gptq", 3, 128, 0, 1, "*u8"), ("fp8", 4, 128, 0, 0, "*u8")]
+    formats += [("fp4", 5, 32, 0, 0, "*u8")]
+    for label, code, group, offsets, zeros, kind in formats:
+        tiles = sorted({launch.rows_tile(rows, machine, code) for rows in (1, 17, 33, 65)})
+        for tile in tiles if label in ("plain", "int8", "int4") else tiles[:1]:
+            o = launch.order(4096, 4096, group, arch)
+            sizes = {"BN": machine.outputs, "BR": tile, "BK": o.depth, "STAGES": machine.stages[tile]}
+            flags = {"FORMAT": code, "OFFSETS": bool(offsets), "ZEROS": bool(zeros), "EVEN": True}
+            half = dict.fromkeys(("x", "bias", "residual", "y"), "*fp16") if label == "half" else {}
+            gated = tile == tiles[-1] and label != "int8"
+            behind = {"GATED": gated, "BIAS": gated, "ADD": not gated, "SHARES": 1, "PER": o.per}
+            yield {"format": label, **build("product", arch, {**flags, **behind, **sizes, **common}, w=kind, **half)}
+    behind = {"GATED": True, "BIAS": True, "ADD": True, "SHARES": 4, "BN": 1024}
+    yield build("gather", arch, {**behind, **common})
+    yield build("group_sums", arch, {"COUNT": 64, "BLOCK": 16, "GROUP": 64}, y="*fp32")
+    yield build("rms_norm", arch, {"WIDTH": 4096, "BLOCK": 4096, **common}, launch._warps(4096))
+    yield build("rope", arch, {"HEADS": 32, "DIM": 128, "HALF": 64, "NORMS": True, **common}, 1)
+    page = {"PAGE": launch.PAGE}
+    yield build("write", arch, {"KV_HEADS": 8, "DIM": 128, "BLOCK": 128, **page}, 1)
+    for heads, kv_heads, dim, window in [(32, 8, 128, 0), (32, 32, 64, 0), (8, 4, 256, 1024)]:
+        wide = launch.power(dim)
+        shape = {
+            "HEADS": heads,
+            "KV_HEADS": kv_heads,
+            "DIM": dim,
+            "D": wide,
+            "BM": launch.queries_tile(heads // kv_heads, dim),
+        }
+        warps, stages = launch.queries_shape(wide)
+        own = {"WINDOW": window, "SOFTCAP": 30.0 if window else 0.0, "SPAN": launch.SPAN, **page, "STAGES": stages}
+        yield build("attend", arch, {**shape, **own, **common}, warps)
+    yield build(
+        "combine",
+        arch,
+        {"HEADS": 32, "DIM": 128, "D": 128, "WINDOW": 0, "SINKS": True, "SPAN": launch.SPAN, **common},
+        1,
+    )
+    tiles = {"TILES": 32, "BLOCK": launch.VOCABULARY}
+    yield build("largest", arch, tiles)
+    yield build("draw", arch, {**tiles, "WIDE": 32})
+    yield build("choose", arch, {"TILES": 32, "WIDE": 32}, 1)
+
+
+if __name__ == "__main__":
+    for made in everything(int(sys.argv[1])):
+        print(json.dumps(made), flush=True)

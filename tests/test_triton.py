@@ -1,0 +1,376 @@
+"""The GPU kernels in Triton's interpreter: indices, masks, paging, trees and orders, on small shapes.
+
+It computes sums in other orders than a GPU, and one program after another: bits, races and sizes are for
+test_triton_compile.py and for `outrider bench gpu`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from outrider.ops import Quantized
+from outrider.ops.triton import launch, plan
+from outrider.quantize import quantize, symmetric
+from outrider.sampling import gumbel, noise_key
+
+CPU = torch.device("cpu")
+HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+ROWS = (1, 2, 7, 16, 64)
+EPSILON = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
+
+
+def rand(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
+
+
+def close(y, exact, dtype):
+    """Whether y is the exact result but for one rounding and a little for the order of sums."""
+    return bool(((y.double() - exact).abs() <= EPSILON[dtype] * exact.abs() * 1.01 + 2e-5 * exact.abs().max()).all())
+
+
+def guarded(x):
+    """x between rows of NaN: whoever reads beyond its ends finds them."""
+    whole = torch.full((len(x) + 4, *x.shape[1:]), torch.nan).to(x.dtype)
+    whole[2:-2] = x
+    return whole[2:-2]
+
+
+# --- products ---------------------------------------------------------------------------------------------------------
+
+
+def product(x, weights, bias=None, residual=None, gated=False, dtype=None):
+    y = torch.full((len(x) + 2, weights.outs // (1 + gated)), torch.nan, dtype=dtype or x.dtype)
+    launch.product(x, weights, y[1:-1], bias, residual, gated)
+    assert y[0].isnan().all(), "rows before the first are written"
+    assert y[-1].isnan().all(), "rows behind the last are written"
+    return y[1:-1]
+
+
+def same_in_company(x, compute):
+    """Whether rows have the bits of all rows together in every company; computes these."""
+    full = compute(x)
+    for n in (n for n in ROWS if n < len(x)):
+        at = min(3, len(x) - n)
+        assert torch.equal(compute(guarded(x[at : at + n])), full[at : at + n]), n
+    return full
+
+
+@pytest.mark.parametrize("least", [10**6, 64], ids=["whole", "shares"])
+@pytest.mark.parametrize(("n", "k", "dtype"), [(96, 256, torch.bfloat16), (33, 100, torch.float16)])
+def test_product(dtype, n, k, least, monkeypatch):
+    """Of all rows at once what float64 gives, and of some rows the same bits."""
+    monkeypatch.setattr(launch, "LEAST", least)
+    launch.order.cache_clear()
+    x, w, bias = rand(70, k, dtype=dtype), rand(n, k, dtype=dtype), rand(n, dtype=dtype)
+    weights = launch.Weights(guarded(w), n, k)
+    assert (launch.order(n, k, None, 90).shares > 1) == (least == 64 and k > 128)
+    full = same_in_company(x, lambda x: product(x, weights, bias))
+    launch.order.cache_clear()
+    assert close(full, x.double() @ w.double().T + bias.double(), dtype)
+
+
+@HALVES
+@pytest.mark.parametrize("least", [10**6, 64], ids=["whole", "shares"])
+def test_gate_bias_and_residual(dtype, least, monkeypatch):
+    monkeypatch.setattr(launch, "LEAST", least)
+    launch.order.cache_clear()
+    x, w, bias, residual = (rand(*s, dtype=dtype) for s in ((9, 256), (2 * 80, 256), (2 * 80,), (9, 80)))
+    weights = launch.Weights(w * 0.1, 160, 256)
+    y = product(x, weights, bias, residual, gated=True)
+    gate, up = (x.double() @ (w * 0.1).double().T + bias.double()).chunk(2, 1)
+    assert close(y, F.silu(gate) * up + residual.double(), dtype)
+    floats = product(x, weights, bias, gated=True, dtype=torch.float32)
+    assert torch.allclose(floats.double(), F.silu(gate) * up, rtol=1e-4, atol=1e-4)
+    launch.order.cache_clear()
+
+
+def some(low, high, *shape):
+    return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(1)).to(torch.int8)
+
+
+def quantised(name, n, k):
+    """Weights of each kind that checkpoints bring."""
+    w, factors = rand(n, k), (lambda group, dtype: (rand(n, -(-k // group), seed=5) * 0.01).to(dtype))
+    match name:
+        case "int8" | "int4":
+            return quantize(w, name)
+        case "symmetric":
+            values, scales = symmetric(w[:, : k // 32 * 32], 4, 32, torch.float16)
+            return Quantized(4, 32, values, scales)
+        case "zeros":
+            zeros = some(0, 16, n, -(-k // 128))
+            return Quantized(4, 128, some(0, 16, n, k), factors(128, torch.float16), signed=False, zeros=zeros)
+        case "zeros8":
+            zeros = some(-8, 8, n, -(-k // 64))
+            return Quantized(8, 64, some(-100, 100, n, k), factors(64, torch.float32), zeros=zeros)
+        case "order":
+            order = torch.randperm(k, generator=torch.Generator().manual_seed(2)).int()
+            return replace(quantize(w, "int8"), order=order)
+        case "q5_k":
+            fine, coarse = some(0, 64, n, -(-k // 32)), (rand(n, -(-k // 256)) * 0.001).half()
+            return Quantized(5, 32, some(0, 32, n, k), (fine, coarse), (fine.flip(1), -coarse), signed=False)
+        case "q6_k":
+            return Quantized(
+                6, 16, some(-32, 32, n, k), (some(-99, 99, n, -(-k // 16)), (rand(n, -(-k // 256)) * 0.001).half())
+            )
+        case "fp8":
+            return Quantized(8, 128, w.to(torch.float8_e4m3fn), factors(128, torch.float32), floats=True)
+        case "fp4":
+            levels = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
+            return Quantized(4, 32, levels[some(0, 16, n, k).long()], factors(32, torch.float32), floats=True)
+    raise AssertionError(name)
+
+
+KINDS = ["int8", "int4", "symmetric", "zeros", "zeros8", "order", "q5_k", "q6_k", "fp8", "fp4"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantised(kind):
+    """Of every format what its dense weights give in float64, and of some rows the same bits; groups may be short."""
+    n, k = 33, 64 if kind == "q6_k" else 96
+    q = quantised(kind, n, k)
+    x, weights = rand(17, k, dtype=torch.bfloat16), launch.pack(q, CPU)
+    full = same_in_company(x, lambda x: product(x, weights))
+    assert close(full, x.double() @ q.dense().double().T, torch.bfloat16)
+
+
+def test_numbers_of_eight_bits_are_exact():
+    """All finite E4M3 numbers, subnormal ones too, and all E2M1 numbers; each times one."""
+    every = torch.arange(256, dtype=torch.uint8)
+    every = every[(every & 127) < 127].view(torch.float8_e4m3fn)
+    eight = Quantized(8, 32, every[:, None].repeat(1, 32).contiguous(), torch.ones(len(every), 1), floats=True)
+    x = torch.zeros(1, 32, dtype=torch.bfloat16)
+    x[0, 3] = 1
+    assert torch.equal(product(x, launch.pack(eight, CPU), dtype=torch.float32)[0], every.float())
+
+
+def test_bfloat16_is_rounded_to_nearest():
+    """The interpreter truncates; ours must not: halves go to even, NaN stays NaN, what is too large is infinite."""
+    bits = torch.arange(0, 2**32, 65537 * 3, dtype=torch.int64)
+    x = torch.cat([bits, bits | 0x8000, bits & ~0x7FFF]).to(torch.int32).view(torch.float32)[None]
+    kernels = launch.load()
+    triton, tl = kernels.triton, kernels.tl
+
+    @triton.jit
+    def copy(x, y, N: tl.constexpr):
+        at = tl.program_id(0) * N + tl.arange(0, N)
+        tl.store(y + at, round_it(tl.load(x + at), y.dtype.element_ty, True))  # noqa: F821
+
+    copy.fn.__globals__.update(round_it=kernels.rounded, tl=tl)
+    n = x.numel() // 1024 * 1024
+    y = torch.empty(n, dtype=torch.bfloat16)
+    copy[n // 1024,](x, y, 1024)
+    want = x[0, :n].bfloat16()
+    assert torch.equal(y.isnan(), want.isnan())
+    assert torch.equal(y.nan_to_num(0), want.nan_to_num(0))
+
+
+def test_columns_of_the_table():
+    capabilities = [80, 86, 89, 90, 100, 103, 110, 120, 121]
+    assert [launch.column(c) for c in capabilities] == [80, 80, 80, 90, 100, 100, 80, 80, 80]
+
+
+def test_order_of_sums_knows_no_rows():
+    """What fixes a row's bits follows from the weight; tiles of rows only from their number."""
+    for arch, machine in launch.TABLE.items():
+        for n, k in [(4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (128256, 4096), (1024, 1024)]:
+            for group in (None, 32, 64, 128):
+                o = launch.order(n, k, group, arch)
+                assert o.shares * o.per >= -(-k // o.depth) > (o.shares - 1) * o.per
+        assert [launch.rows_tile(r, machine) for r in (1, 16, 17, 64, 65, 4096)] == [16, 16, 32, 64, 128, 128]
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("width", "dtype"), [(100, torch.float16), (3000, torch.bfloat16)])
+def test_rms_norm(dtype, width):
+    x, weight = rand(17, width, dtype=dtype), rand(width, dtype=dtype)
+    full = same_in_company(x, lambda x: launch.rms_norm(x, weight, 1e-5))
+    assert close(full, F.rms_norm(x.double(), (width,), weight.double(), 1e-5), dtype)
+
+
+@pytest.mark.parametrize("norms", [False, True])
+def test_rope(norms):
+    dtype, dim, heads, kv_heads, n = torch.bfloat16, 80, 2, 1, 5
+    angles = rand(n, dim // 2).repeat(1, 2)
+    cos, sin = angles.cos().to(dtype), (angles.sin() * torch.tensor([-1.0, 1.0]).repeat_interleave(dim // 2)).to(dtype)
+    qkv, both = rand(n, (heads + 2 * kv_heads) * dim, dtype=dtype), (rand(dim, dtype=dtype), rand(dim, dtype=dtype))
+
+    def turned(rows):
+        out = qkv[rows].clone()
+        launch.rope(out, heads, kv_heads, cos[rows], sin[rows], both if norms else None, 1e-6)
+        return out
+
+    full, x = turned(slice(None)), qkv.view(n, -1, dim).double()
+    for rows in (slice(0, 1), slice(2, 5)):
+        assert torch.equal(turned(rows), full[rows])
+    if norms:
+        x = torch.cat([
+            F.rms_norm(x[:, :heads], (dim,), both[0].double(), 1e-6),
+            F.rms_norm(x[:, heads : heads + kv_heads], (dim,), both[1].double(), 1e-6), x[:, heads + kv_heads :],
+        ], 1)  # fmt: skip
+    exact = x.clone()
+    own = x[:, : heads + kv_heads]
+    exact[:, : heads + kv_heads] = own * cos.double()[:, None] + own.roll(dim // 2, -1) * sin.double()[:, None]
+    assert torch.allclose(full.view(n, -1, dim).double(), exact, rtol=0.02, atol=0.02)
+    assert torch.equal(full.view(n, -1, dim)[:, heads + kv_heads :], qkv.view(n, -1, dim)[:, heads + kv_heads :])
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+HEADS, KV_HEADS, DIM, SLAB = 8, 2, 16, 128
+STEP = plan.queries_tile(HEADS // KV_HEADS, DIM) // (HEADS // KV_HEADS)
+
+
+@dataclass
+class Rows:
+    row: int
+    n: int
+    start: int
+    parents: list[int] | None = None
+
+
+class Keys:
+    """Sequences in pages of a pool, filled with NaN but for what is stored; `seed` deals the pages."""
+
+    def __init__(self, lengths, dtype, seed=0, capacity=512):
+        self.dtype, pages = dtype, -(-capacity // 32)
+        order = torch.randperm(pages * len(lengths), generator=torch.Generator().manual_seed(seed)).int()
+        self.tables = list(order.view(len(lengths), pages))
+        self.slabs = torch.full((-(-len(order) * 32 // SLAB), 2, KV_HEADS, SLAB, DIM), torch.nan).to(dtype)
+        for seq, length in enumerate(lengths):
+            for slot in range(length):
+                self.at(seq, slot).copy_(rand(2, KV_HEADS, DIM, seed=1000 * seq + slot))
+
+    def at(self, seq, slot):
+        page = int(self.tables[seq][slot // 32])
+        return self.slabs[page * 32 // SLAB][:, :, page * 32 % SLAB + slot % 32]
+
+    def attend(self, q, k, v, rows, window=None, sinks=None, softcap=None):
+        """rows: (sequence, Rows)."""
+        addresses = torch.tensor([slab.data_ptr() for slab in self.slabs])
+        tables = [self.tables[seq][: -(-(r.start + r.n) // 32)] for seq, r in rows]
+        made = plan.make([r for _, r in rows], tables, [(0, SLAB)] * len(rows), STEP, CPU)
+        return launch.attend(q, k, v, addresses, made, window, DIM**-0.5, sinks, softcap)
+
+    def exact(self, q, seq, slots, sinks=None, softcap=None):
+        """Of one row (heads, dim), by float64."""
+        keys, values = torch.stack([self.at(seq, slot) for slot in slots]).double().unbind(1)
+        group = HEADS // KV_HEADS
+        keys, values = (x.repeat_interleave(group, 1) for x in (keys, values))
+        scores = torch.einsum("hd,shd->hs", q.double(), keys) * DIM**-0.5
+        scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+        if sinks is not None:  # a key without a value
+            scores, values = torch.cat([sinks.double()[:, None], scores], 1), F.pad(values, (0, 0, 0, 0, 1, 0))
+        weights = scores.softmax(-1)
+        return torch.einsum("hs,shd->hd", weights, values).flatten()
+
+
+def new(n, dtype, seed=0):
+    return [rand(n, heads, DIM, dtype=dtype, seed=seed) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+
+
+@pytest.fixture(params=[512, 64], ids=["span", "spans"])
+def span(request, monkeypatch):
+    """Contexts of one span and of many."""
+    monkeypatch.setattr(launch, "SPAN", request.param)
+    monkeypatch.setattr(plan, "SPAN", request.param)
+
+
+TREE = [-1, 0, 0, 1, 3, 2]
+PATHS = [[0], [0, 1], [0, 2], [0, 1, 3], [0, 1, 3, 4], [0, 2, 5]]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "window", "start"),
+    [(torch.bfloat16, None, 0), (torch.bfloat16, None, 130), (torch.bfloat16, 40, 95), (torch.float16, None, 31)],
+)
+def test_attention(dtype, window, start, span):
+    """Chains and trees against float64, and each branch against the same tokens as a chain, bit for bit."""
+    q, k, v = new(len(TREE), dtype)
+    keys = Keys([start], dtype)
+    y = keys.attend(q, k, v, [(0, Rows(0, len(TREE), start, TREE))], window)
+    for i, path in enumerate(PATHS):
+        slots = ([*range(start)] + [start + j for j in path])[-(window or 10**6) :]
+        assert torch.allclose(y[i].double(), keys.exact(q[i], 0, slots), rtol=0.02, atol=0.01), i
+    for path in ([0, 1, 3, 4], [0, 2, 5]):
+        other = Keys([start], dtype, seed=7)  # pages dealt anew
+        chain = other.attend(q[path], k[path], v[path], [(0, Rows(0, len(path), start))], window)
+        assert torch.equal(chain, y[path])
+        alone = Keys([start], dtype, seed=9)
+        for at, i in enumerate(path):  # plain decoding: one by one
+            own = slice(i, i + 1)
+            assert torch.equal(alone.attend(q[own], k[own], v[own], [(0, Rows(0, 1, start + at))], window)[0], y[i])
+
+
+def test_sinks_and_softcap(span):
+    """Of gpt-oss and Gemma: a key that all see and nobody reads, and scores that do not grow."""
+    q, k, v = (3 * x for x in new(2, torch.bfloat16))
+    sinks, keys = rand(HEADS), Keys([70], torch.bfloat16)
+    y = keys.attend(q, k, v, [(0, Rows(0, 2, 70))], None, sinks, 2.0)
+    for i in range(2):
+        exact = keys.exact(q[i], 0, range(71 + i), sinks, 2.0)
+        assert torch.allclose(y[i].double(), exact, rtol=0.02, atol=0.02)
+
+
+def test_rows_in_company():
+    """A sequence's rows beside others, and more of them than one tile takes."""
+    dtype, lengths = torch.bfloat16, [100, 3, 64]
+    q, k, v = new(25, dtype)
+    rows = [(0, Rows(0, 16, 100)), (1, Rows(16, 6, 3, TREE)), (2, Rows(22, 3, 64))]
+    whole = Keys(lengths, dtype).attend(q, k, v, rows)
+    for seq, r in rows:
+        for n in {1, 7, r.n} if r.n > 7 else {r.n}:
+            own = slice(r.row, r.row + n)
+            alone = Keys(lengths, dtype, seed=3).attend(q[own], k[own], v[own], [(seq, replace(r, row=0, n=n))])
+            assert torch.equal(alone, whole[own])
+
+
+def test_long_prompts_are_read_in_pieces(monkeypatch):
+    """What spans put aside is bounded; a row's bits do not know."""
+    dtype = torch.bfloat16
+    q, k, v = new(18, dtype)
+    rows = [(0, Rows(0, 12, 10)), (1, Rows(12, 6, 40))]
+    whole = Keys([10, 40], dtype).attend(q, k, v, rows)
+    monkeypatch.setattr(launch, "PARTS", 1)
+    made = plan.make([r for _, r in rows], [torch.zeros(2).int()] * 2, [(0, SLAB)] * 2, STEP, CPU)
+    assert [(a, b) for a, b, _ in made.pieces(9)] == [(0, 8), (8, 12), (12, 18)]
+    assert torch.equal(Keys([10, 40], dtype).attend(q, k, v, rows), whole)
+
+
+def test_nothing_is_written_elsewhere():
+    """New keys go to their slots; all others, and rows of padding, stay as they are."""
+    keys, dtype = Keys([40, 10], torch.bfloat16), torch.bfloat16
+    before = keys.slabs.clone()
+    q, k, v = new(5, dtype)
+    keys.attend(q, k, v, [(0, Rows(0, 3, 40)), (1, Rows(3, 2, 10))])
+    for seq, slot, row in [(0, 40, 0), (0, 42, 2), (1, 10, 3), (1, 11, 4)]:
+        assert torch.equal(keys.at(seq, slot), torch.stack([k[row], v[row]]))
+    changed = (keys.slabs.view(torch.int16) != before.view(torch.int16)).any(-1).sum()
+    assert changed == 5 * 2 * KV_HEADS
+
+
+# --- the choice -------------------------------------------------------------------------------------------------------
+
+
+def test_choice_is_law_one():
+    """Greedy and sampled tokens are the reference's, the first of equals; what is not finite chooses nothing."""
+    vocab, seed = 9001, 12345678901234567890
+    logits = rand(9, vocab) * 4
+    logits[6, 5000], logits[7, 17] = torch.nan, torch.inf
+    logits[8] = -torch.inf
+    logits[0, [4200, 100, 8999]] = 50.0
+    temperatures = torch.tensor([0, 0, 1, 0.7, 5, 1e-30, 0, 1, 1])
+    keys = torch.tensor([noise_key(seed, 40 + i) for i in range(9)])
+    chosen = launch.choose(logits, keys, temperatures).tolist()
+    want = [100, int(logits[1].argmax())]
+    for i in range(2, 6):
+        shifted = (logits[i] - logits[i].max()) / temperatures[i].clamp(min=torch.finfo(torch.float32).tiny)
+        want.append(int((shifted + gumbel(seed, 40 + i, vocab)).argmax()))
+    assert chosen == [*want, -1, -1, -1]
+    assert launch.choose(logits[4:5], keys[4:5], temperatures[4:5]).tolist() == chosen[4:5]

@@ -1,0 +1,70 @@
+"""What Triton makes of the GPU kernels, for three architectures and without a GPU: the other half of test_triton.py."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from outrider.ops.triton import launch
+
+SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes that a program can have
+SMALL = 99 * 1024  # of the GPUs that share sm_80's column
+SPILLED = {80: 0, 90: 0, 100: 128}  # bytes of stack; there some addresses lie on it, with registers to spare
+WIDE = 24  # ... and where a head of 256 takes all registers
+FAMILY = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
+
+
+@pytest.fixture(scope="module", params=[80, 90, 100])
+def compiled(request, tmp_path_factory):
+    """The architecture, and what each kernel has become there."""
+    script = Path(__file__).parent / "compile_kernels.py"
+    done = subprocess.run([sys.executable, script, str(request.param)], capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+    return request.param, [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_compiled(compiled):
+    """Within the machine: memory, registers without spills; no atomic sums; nothing contracted behind our back."""
+    arch, kernels = compiled
+    for made in kernels:
+        assert made["shared"] <= (SMALL if arch == 80 else SHARED[arch]), made
+        assert made["stack"] <= max(SPILLED[arch], WIDE if made["constants"].get("D") == 256 else 0), made
+        assert not made["atomics"], made
+        assert not made["fused"], made
+    assert {made["kernel"] for made in kernels} >= {
+        "product",
+        "gather",
+        "attend",
+        "combine",
+        "draw",
+        "rms_norm",
+        "rope",
+    }
+
+
+def test_one_order_for_all_rows(compiled):
+    """Products run one instruction, as deep for 16 rows as for 128, as often for each block of K."""
+    arch, kernels = compiled
+    seen: dict[str, set] = {}
+    for made in kernels:
+        if made["kernel"] == "attend":
+            assert set(made["matrix"]) == {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"}
+        if made["kernel"] != "product":
+            continue
+        c, kinds = made["constants"], {re.sub(r"(?<=m64)n\d+", "", name) for name in made["matrix"]}
+        assert all(name.startswith(FAMILY[arch]) for name in kinds), made
+        assert arch == 100 or all("k16" in name for name in kinds)
+        tiles = c["BR"] // 8 if arch == 80 else 1  # instructions side by side
+        steps, left = divmod(len(made["matrix"]), tiles * (1 + c["GATED"]))
+        assert not left, made
+        seen.setdefault(made["format"], set()).add((c["BK"], steps, *kinds))
+    assert len(seen["plain"]) == len(seen["int8"]) == len(seen["int4"]) == 1, seen
+    most = {label: max(m["constants"]["BR"] for m in kernels if m.get("format") == label) for label in seen}
+    assert most["plain"] == 128
+    assert most["int4"] == 64
+    assert launch.TABLE.keys() == FAMILY.keys()
