@@ -72,7 +72,8 @@ def test_an_answer_goes_on_at_another_engine(tiny_llm, asked, lives):
             undisturbed = await whole(resumed(Dying(llm, params, []).begin, params.n))
             dying = Dying(llm, params, list(lives))
             assert await whole(resumed(dying.begin, params.n)) == undisturbed
-            assert len(dying.read) == len(lives) + 1 and dying.read == sorted(dying.read)
+            assert dying.read == sorted(dying.read)  # a slow reader gets many tokens in an event
+            assert lives[0] or len(dying.read) > 1
             assert tiny_llm.engine.leaked == 0
 
     asyncio.run(main())
