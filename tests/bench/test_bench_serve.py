@@ -14,7 +14,7 @@ import pytest
 from fake_openai import CUT, Fake
 from typer.testing import CliRunner
 
-from outrider.bench import serve
+from outrider.bench import serve, server
 from outrider.bench.serve import Level, Settings
 from outrider.cli import app
 from outrider.errors import ConfigError
@@ -328,3 +328,20 @@ def test_bad_options_are_one_line() -> None:
         with pytest.raises(ConfigError) as caught:
             CliRunner().invoke(app, ["bench", "serve", "--model", "m", *words], catch_exceptions=False)
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
+def test_our_server_against_the_engine(tmp_path):
+    s = server.Settings("tiny", streams=(1, 2), max_tokens=4, long=80, shared=64, repeats=1)
+    rows = list(server.run(s))
+    assert [row.unit for row in rows] == ["tokens/s", "tokens/s", "ms", "ms"]
+    assert all(row.server > 0 and row.other > 0 and row.ratio == row.server / row.other for row in rows)
+    server.write(rows, tmp_path)
+    assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 4
+    assert "2 streams" in (tmp_path / "table.md").read_text()
+
+
+@pytest.mark.parametrize("wrong", [{"max_tokens": 1}, {"long": 0}, {"shared": 1}, {"repeats": 0}])
+def test_what_cannot_be_measured_of_a_server(wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        server.Settings("tiny", **wrong)
