@@ -16,20 +16,25 @@ from outrider.ops.attention import (
     follows_paths,
     write,
 )
-from outrider.ops.elementwise import argmax, gated, rms_norm, rope, rotate, softcap, swiglu
+from outrider.ops.elementwise import add, argmax, gated, rms_norm, rope, rotate, softcap, swiglu
+from outrider.ops.experts import MLP, Experts
 from outrider.ops.linear import Factors, Linear, Quantized, join, packs
-from outrider.ops.walk import Block, Stores, Walk
+from outrider.ops.walk import Block, Stores, Switches, Walk
 
 __all__ = [
     "KEY_BLOCK",
+    "MLP",
     "PAGE",
     "Block",
+    "Experts",
     "Factors",
     "Linear",
     "Pages",
     "Quantized",
     "Stores",
+    "Switches",
     "Walk",
+    "add",
     "argmax",
     "attend",
     "attend_all",
