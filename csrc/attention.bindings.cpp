@@ -12,7 +12,7 @@ using Strides = std::tuple<int64_t, int64_t, int64_t>;
 // A job is (q, new keys or 0, new values or 0, out, store or 0, scales or 0, capacity, start, n, parents or None, table
 // or 0), tensors as addresses; `slabs` is that of the slabs' addresses. ops/attention.py checks them.
 static void attend(const nb::list &list, uintptr_t slabs, int heads, int kv_heads, int dim, Strides strides, int64_t window, float scale,
-                   std::tuple<int, int> types, int threads) {
+                   float softcap, uintptr_t sinks, std::tuple<int, int> types, int threads) {
   std::vector<AttentionJob> jobs;
   std::vector<std::vector<int32_t>> trees(nb::len(list));
   for (nb::handle item : list) {
@@ -34,7 +34,7 @@ static void attend(const nb::list &list, uintptr_t slabs, int heads, int kv_head
   }
   const auto [q_stride, k_stride, v_stride] = strides;
   const AttentionShape shape{heads,  kv_heads, dim,   q_stride,           k_stride,           v_stride,
-                             window, scale,    Type(std::get<0>(types)), Type(std::get<1>(types)), threads};
+                             window, scale,    softcap, reinterpret_cast<const float *>(sinks), Type(std::get<0>(types)), Type(std::get<1>(types)), threads};
   nb::gil_scoped_release release;
   kernels().attention.attend(shape, jobs.data(), int(jobs.size()));
 }

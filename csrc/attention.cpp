@@ -29,6 +29,7 @@ constexpr int kChunk = 192;   // rows (of heads) that share a block at most: the
 constexpr int kTaskSlot = 4, kRunSlot = 5, kShareSlot = 6, kPartSlot = 7;  // of scratch memory
 constexpr int kAhead = 8192;   // bytes: how far ahead of the packing keys, and values, are asked for
 constexpr float kNone = -__builtin_inff();
+constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kRise = 8;  // of log2 of a weight, before the sums so far are scaled anew: seldom
 
 #if defined(__AVX512F__)
@@ -355,9 +356,15 @@ void combine(const State &total, int64_t to, const State &part, int64_t from, in
   total.top[to] = top;
 }
 
-void finish(const AttentionShape &shape, const State &total, int64_t row, int width, void *out) {
+void finish(const AttentionShape &shape, const State &total, int64_t row, int width, int head, void *out) {
   const float *sums = total.sums + row * width;
-  const vf share = splat(1 / sum(load(total.weights + row * W)));
+  float weight = sum(load(total.weights + row * W)), keep = 1;
+  if (shape.sinks) {
+    const float sink = shape.sinks[head] * kLog2e, top = total.top[row];
+    if (sink > top) keep = exp2(top - sink);
+    weight = weight * keep + (sink > top ? 1 : exp2(sink - top));
+  }
+  const vf share = splat(keep / weight);
   for (int d = 0; d < shape.dim; d += W) {
     if (shape.q_type == Type::bf16)
       store_n(static_cast<bf16 *>(out) + d, load(sums + d) * share, shape.dim - d);
@@ -379,7 +386,7 @@ class Worker {
       : shape_(shape), piece_(piece), run_(*piece.run), job_(*piece.run->job), group_(shape.heads / shape.kv_heads),
         depth_(shape.dim / M::kPer), width_((shape.dim + W - 1) / W * W),
         ahead_((kAhead / (shape.dim * int(sizeof(S))) + kBlock - 1) / kBlock * kBlock),
-        factor_(shape.scale * 1.4426950408889634f) {}
+        factor_(shape.scale * kLog2e) {}
 
   void work() {
     const int64_t rows = (piece_.last - piece_.first) * group_;
@@ -409,9 +416,10 @@ class Worker {
         for (int64_t row = 0; row < rows; row++) combine(total, row, part, row, width_);
     }
     if (piece_.parts) return;
-    for (int64_t row = 0; row < rows; row++)
-      finish(shape_, total, row, width_,
-             out_of(shape_, job_, piece_.first + row / group_, piece_.head * group_ + int(row % group_)));
+    for (int64_t row = 0; row < rows; row++) {
+      const int head = piece_.head * group_ + int(row % group_);
+      finish(shape_, total, row, width_, head, out_of(shape_, job_, piece_.first + row / group_, head));
+    }
   }
 
  private:
@@ -532,6 +540,7 @@ class Worker {
       for (int64_t r = 0; r < count; r++)
         for (int j = 0; j < kBlock; j += W)
           store(scores + r * kBlock + j, load(scores + r * kBlock + j) * load(key_scales + j));
+    if (shape_.softcap != 0) cap(scores, count);
     if (!whole) mask(scores, row, count, at);
     weigh(scores, row, count, value_scales, state, weights);
     evenly(count, kRows, [&](int64_t r, int rows) {
@@ -557,6 +566,12 @@ class Worker {
       f(row, rows);
       row += rows;
     }
+  }
+
+  void cap(float *scores, int64_t count) const {
+    const vf in = splat(2 * shape_.scale / shape_.softcap), out = splat(shape_.softcap / shape_.scale);
+    for (int64_t i = 0; i < count * kBlock; i += W)  // tanh(x) = 1 - 2 / (1 + e^2x)
+      store(scores + i, out * (1.0f - 2.0f / (1.0f + exp(load(scores + i) * in))));
   }
 
   // Scores of keys that a row does not see.
@@ -738,8 +753,8 @@ void attend(const AttentionShape &shape, const AttentionJob *jobs, int count) {
       total.clear(1, width);
       for (int64_t s = 0; s < piece.spans; s++)
         combine(total, 0, State(parts + shares[i].parts + s * State::floats(rows, width), rows, width), row, width);
-      finish(shape, total, 0, width,
-             out_of(shape, *piece.run->job, piece.first + row / group, piece.head * group + int(row % group)));
+      const int head = piece.head * group + int(row % group);
+      finish(shape, total, 0, width, head, out_of(shape, *piece.run->job, piece.first + row / group, head));
     }
   });
 }

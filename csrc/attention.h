@@ -36,6 +36,8 @@ struct AttentionShape {
   int64_t q_stride, k_stride, v_stride;  // between rows, in elements
   int64_t window;  // a row sees this many positions, itself included; 0 = all
   float scale;
+  float softcap;      // c: scores become c * tanh(score / c); 0 = none
+  const float *sinks; // (heads): of each, the score of a key without a value that all rows see; null = none
   Type q_type, store_type;  // q f32 or bf16; the store the same, or int8
   int threads;
 };

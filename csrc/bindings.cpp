@@ -72,6 +72,12 @@ static void bind_elementwise(nb::module_ &m) {
     kernels().elementwise.rope(to(qkv), rows, stride, heads, queries, dim, at(cos), at(sin), at(q_norm), at(k_norm), eps,
                                half, threads);
   }, release);
+  m.def("gate", [](uintptr_t x, int rows, int width, int kind, float alpha, float limit, uintptr_t y, bool half, int threads) {
+    kernels().elementwise.gate(at(x), rows, width, {Gate::Kind(kind), alpha, limit}, to(y), half, threads);
+  }, release);
+  m.def("add", [](uintptr_t x, uintptr_t y, int64_t count, float factor, bool half, int threads) {
+    kernels().elementwise.add(to(x), at(y), count, factor, half, threads);
+  }, release);
   m.def("argmax", [](uintptr_t x, int rows, int width, int threads) {
     std::vector<int> best(rows);
     {

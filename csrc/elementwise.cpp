@@ -46,6 +46,50 @@ void turn_rows(A *qkv, int rows, int stride, int heads, int queries, int dim, co
   });
 }
 
+template <class A>
+void gate_rows(const A *x, int rows, int width, Gate gate, A *y, int threads) {
+  pool::parallel(rows, int64_t(rows) * width > kSerial ? threads : 1, [&](int r) {
+    const A *gates = x + size_t(r) * 2 * width, *ups = gates + width;
+    for (int i = 0; i < width; i += W) {
+      const int n = width - i;
+      vf g = load_n(gates + i, n), up = load_n(ups + i, n);
+      switch (gate.kind) {
+        case Gate::kSilu: g = silu(g); break;
+        case Gate::kGelu: g = g / (1.0f + exp(g * fma(g * g, splat(-2 * 0.044715f * 0.7978845608f), splat(-2 * 0.7978845608f)))); break;
+        case Gate::kClamped:
+          g = min(splat(gate.limit), g), up = min(splat(gate.limit), max(splat(-gate.limit), up)) + 1.0f;
+          g = g / (1.0f + exp(g * -gate.alpha));
+      }
+      store_n(y + size_t(r) * width + i, g * up, n);
+    }
+  });
+}
+
+template <class A>
+void add_all(A *x, const A *y, int64_t count, float factor, int threads) {
+  pool::parallel(int((count + kSerial - 1) / kSerial), threads, [&](int part) {
+    const int64_t end = (part + 1) * int64_t(kSerial) < count ? (part + 1) * int64_t(kSerial) : count;
+    for (int64_t i = part * int64_t(kSerial); i < end; i += W) {
+      const int n = int(end - i);
+      store_n(x + i, load_n(x + i, n) + load_n(y + i, n) * factor, n);
+    }
+  });
+}
+
+template <class A>
+void combine_rows(const float *parts, const int *at, const float *weights, int rows, int each, int width,
+                  const A *residual, A *y, int threads) {
+  pool::parallel(rows, int64_t(rows) * width * each > kSerial ? threads : 1, [&](int r) {
+    for (int i = 0; i < width; i += W) {
+      vf total = {};
+      for (int j = 0; j < each; j++)
+        total = fma(splat(weights[r * each + j]), load_n(parts + size_t(at[r * each + j]) * width + i, width - i), total);
+      if (residual) total += load_n(residual + size_t(r) * width + i, width - i);
+      store_n(y + size_t(r) * width + i, total, width - i);
+    }
+  });
+}
+
 int best_of(const float *x, int width) {
   vf most = splat(-__builtin_inff());
   vi odd = {};
@@ -150,8 +194,26 @@ void rope(void *qkv, int rows, int stride, int heads, int queries, int dim, cons
               as<float>(q_norm), as<float>(k_norm), eps, threads);
 }
 
+void gate(const void *x, int rows, int width, Gate gate, void *y, bool half, int threads) {
+  if (half) gate_rows(as<bf16>(x), rows, width, gate, static_cast<bf16 *>(y), threads);
+  else gate_rows(as<float>(x), rows, width, gate, static_cast<float *>(y), threads);
+}
+
+void add(void *x, const void *y, int64_t count, float factor, bool half, int threads) {
+  if (half) add_all(static_cast<bf16 *>(x), as<bf16>(y), count, factor, threads);
+  else add_all(static_cast<float *>(x), as<float>(y), count, factor, threads);
+}
+
+void combine(const float *parts, const int *at, const float *weights, int rows, int each, int width,
+             const void *residual, void *y, bool half, int threads) {
+  if (half)
+    combine_rows(parts, at, weights, rows, each, width, as<bf16>(residual), static_cast<bf16 *>(y), threads);
+  else
+    combine_rows(parts, at, weights, rows, each, width, as<float>(residual), static_cast<float *>(y), threads);
+}
+
 }  // namespace
 
-const ElementwiseKernels elementwise_kernels = {rms_norm, rope, argmax, shape, weigh, above, race};
+const ElementwiseKernels elementwise_kernels = {rms_norm, rope, gate, add, combine, argmax, shape, weigh, above, race};
 
 }  // namespace OUTRIDER_ISA

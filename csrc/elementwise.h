@@ -3,6 +3,13 @@
 
 #include <cstdint>
 
+// What becomes of a gate and its up: silu(gate) * up; gelu(gate) * up, by the tanh formula; or, `clamped`, of a gate of at
+// most `limit` and an up within it, gate / (1 + e^(-alpha gate)) * (up + 1).
+struct Gate {
+  enum Kind : int { kSilu, kGelu, kClamped } kind;
+  float alpha, limit;
+};
+
 struct ElementwiseKernels {
   // y (rows, width) = x / sqrt(mean(x^2) + eps) * weight; all float, or all bfloat16 (`half`).
   void (*rms_norm)(const void *x, int rows, int width, const void *weight, float eps, void *y, bool half, int threads);
@@ -11,6 +18,14 @@ struct ElementwiseKernels {
   // the others by k_norm, each (dim).
   void (*rope)(void *qkv, int rows, int stride, int heads, int queries, int dim, const void *cos, const void *sin,
                const void *q_norm, const void *k_norm, float eps, bool half, int threads);
+  // y (rows, width) = the gates of x (rows, 2 * width), which come first, and its ups. All float, or all bfloat16.
+  void (*gate)(const void *x, int rows, int width, Gate gate, void *y, bool half, int threads);
+  // x (count) += factor * y.
+  void (*add)(void *x, const void *y, int64_t count, float factor, bool half, int threads);
+  // y (rows, width) = residual, which may be null, + the sum over j, in order, of weights[r][j] times row at[r][j] of parts
+  // (all, width) float; `each` of them.
+  void (*combine)(const float *parts, const int *at, const float *weights, int rows, int each, int width,
+                  const void *residual, void *y, bool half, int threads);
   // best[r] = where row r of x (rows, width) is largest, the first place of several; -1 if that is infinite, or one is NaN.
   void (*argmax)(const float *x, int rows, int width, int *best, int threads);
   // shaped = (x - most) / temperature

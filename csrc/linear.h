@@ -66,6 +66,7 @@ struct Weights {
     return size_t(k / 2) * 2 * kPanel + i / 16 * 32 + k % 2 * 16 + i % 16;
   }
   int64_t panel_bytes() const { return int64_t(padded()) * kPanel * bits() / 8; }
+  int step() const { return gated ? kPanel / 2 : kPanel; }  // outputs of a panel
   // The output that lies at place i of a panel, -1 if none does.
   int output(int panel, int i) const {
     if (!gated) return panel * kPanel + i < outputs ? panel * kPanel + i : -1;
@@ -89,6 +90,8 @@ struct LinearKernels {
 // quantised formats, within their bits. The second function packs factors (outputs, count), of `size` bytes each.
 void pack_weights(const Weights &w, const void *plain, void *packed, int threads);
 void pack_factors(const Weights &w, const void *plain, int count, int size, void *packed);
+// The panels [first, last) of some weights; of gated ones only if they have no bias.
+Weights part_of(const Weights &w, int first, int last);
 // The weights of one output (inputs), as activations are stored: what the packed ones stand for, rounded once. Not of
 // gated weights.
 void unpack_row(const Weights &w, int output, void *to);

@@ -97,6 +97,21 @@ float factor_at(const Weights &w, const Factors &factors, int panel, int i, int 
 
 }  // namespace
 
+Weights part_of(const Weights &w, int first, int last) {
+  Weights part = w;
+  const int width = (last < w.panels() ? last * w.step() : w.width()) - first * w.step();
+  part.outputs = w.gated ? 2 * width : width;
+  part.data = static_cast<const char *>(w.data) + first * w.panel_bytes();
+  if (w.bias) part.bias = static_cast<const char *>(w.bias) + int64_t(first) * w.step() * (w.format == kF32 ? 4 : 2);
+  for (Factors *factors : {&part.scales, &part.offsets}) {
+    static constexpr int kSizes[] = {2, 2, 1, 4, 1};  // bytes, by kind
+    const int64_t at = int64_t(first) * kPanel;
+    if (factors->each) factors->each = static_cast<const char *>(factors->each) + at * w.groups() * kSizes[factors->kind];
+    if (factors->coarse) factors->coarse += at * w.supers();
+  }
+  return part;
+}
+
 void unpack_row(const Weights &w, int output, void *to) {
   const int panel = output / kPanel, i = output % kPanel;
   const uint8_t *data = static_cast<const uint8_t *>(w.data) + panel * w.panel_bytes();

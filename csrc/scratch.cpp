@@ -11,7 +11,7 @@ struct Slot {
   ~Slot() { free(memory); }
 };
 
-thread_local Slot slots[9];
+thread_local Slot slots[10];
 
 }  // namespace
 

@@ -4,6 +4,8 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+
 #include "walk.h"
 
 namespace nb = nanobind;
@@ -39,7 +41,10 @@ static void forward(const Walk &w, std::vector<int64_t> tokens, uintptr_t embedd
                     int64_t sines, std::vector<Run> runs, uintptr_t slabs, int64_t slab_count, std::vector<int> wanted,
                     std::vector<std::pair<int, uintptr_t>> states, uintptr_t queries, uintptr_t out, uintptr_t logits,
                     int threads) {
-  const int rows = int(turns.size());
+  int most = 0;
+  for (const WalkLayer &layer : w.layers) most = std::max(most, layer.turn);
+  const int rows = int(turns.size()) / (most + 1);
+  if (int(turns.size()) != rows * (most + 1)) throw nb::value_error("there must be a turn for each row and rotation");
   WalkPlan plan{rows, std::move(tokens), at(embedded), std::move(turns), sines, {},
                 reinterpret_cast<void *const *>(slabs), slab_count, std::move(wanted), std::move(states),
                 reinterpret_cast<void *>(queries), reinterpret_cast<void *>(out), reinterpret_cast<float *>(logits), threads};
@@ -53,15 +58,33 @@ static void forward(const Walk &w, std::vector<int64_t> tokens, uintptr_t embedd
 }
 
 void bind_walk(nb::module_ &m) {
-  nb::class_<Walk>(m, "Walk", "A decoder: addresses of memory that its maker keeps alive.")
-      .def("__init__", [](Walk *w, int heads, int kv_heads, int dim, int hidden, int vocab, float eps, float scale, int type) {
-        new (w) Walk{heads, kv_heads, dim, hidden, vocab, eps, scale, Type(type), nullptr, nullptr, {}, nullptr, {}};
+  nb::class_<Mixture>(m, "Experts", "Experts of a layer: addresses of memory that its maker keeps alive.")
+      .def("__init__", [](Mixture *m, int hidden, int width, int type, const Parts &router, int chosen, bool normalised,
+                          bool shared, int gate, float alpha, float limit) {
+        new (m) Mixture{hidden, width, Type(type), product(router), {}, chosen, normalised, shared,
+                        {Gate::Kind(gate), alpha, limit}};
       })
-      .def("add", [](Walk &w, uintptr_t input_norm, const Parts &qkv, uintptr_t q_norm, uintptr_t k_norm, const Parts &o,
-                     uintptr_t post_norm, const Parts &gate_up, const Parts &down, int64_t window) {
-        w.layers.push_back({at(input_norm), at(post_norm), at(q_norm), at(k_norm), product(qkv), product(o),
-                            product(gate_up), product(down), window});
-      }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), "The next layer.")
+      .def("add", [](Mixture &m, const Parts &gate_up, const Parts &down, int64_t bytes) {
+        m.experts.push_back({product(gate_up), product(down), bytes});
+      }, "The next expert.")
+      .def_prop_ro("read", [](const Mixture &m) { return m.read.load(); }, "Bytes of experts read so far.")
+      .def("mix", [](const Mixture &m, uintptr_t x, int rows, uintptr_t norm, float eps, uintptr_t residual, uintptr_t y,
+                     int threads) {
+        mix(m, at(x), rows, at(norm), eps, at(residual), reinterpret_cast<void *>(y), threads);
+      }, nb::call_guard<nb::gil_scoped_release>());
+  nb::class_<Walk>(m, "Walk", "A decoder: addresses of memory that its maker keeps alive.")
+      .def("__init__", [](Walk *w, int heads, int kv_heads, int dim, int hidden, int vocab, float eps, float scale,
+                          float softcap, bool full_norms, int gate, float alpha, float limit, float residual, int type) {
+        new (w) Walk{heads,   kv_heads,   dim, hidden, vocab, eps, scale, softcap, full_norms, {Gate::Kind(gate), alpha, limit},
+                     residual, Type(type), nullptr, nullptr, {}, nullptr, {}};
+      })
+      .def("add", [](Walk &w, const std::vector<uintptr_t> &norms, const Parts &qkv, const Parts &o, const Parts &gate_up,
+                     const Parts &down, const Mixture *experts, int64_t window, uintptr_t sinks, int turn) {
+        w.layers.push_back({at(norms.at(0)), at(norms.at(1)), at(norms.at(2)), at(norms.at(3)), at(norms.at(4)), at(norms.at(5)),
+                            product(qkv), product(o), product(gate_up), product(down), experts, window,
+                            static_cast<const float *>(at(sinks)), turn});
+      }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(),
+           "The next layer; its norms: input, post, q, k, attention, MLP.")
       .def("end", [](Walk &w, uintptr_t norm, const Parts &head) { w.norm = at(norm), w.head = product(head); })
       .def("embedding", [](Walk &w, uintptr_t table, Weights *packed) { w.embedding = at(table), w.packed = packed; },
            nb::arg(), nb::arg().none())

@@ -15,15 +15,21 @@ class Step {
  public:
   Step(const Walk &w, const WalkPlan &plan)
       : w_(w), plan_(plan), size_(w.type == Type::f32 ? 4 : 2), width_((w.heads + 2 * w.kv_heads) * w.dim) {
-    size_t wide = 0;
-    for (const WalkLayer &layer : w.layers) wide = std::max<size_t>(wide, layer.gate_up[0]->width());
-    const size_t sizes[] = {size_t(w.hidden), size_t(width_), size_t(w.heads) * w.dim, wide, size_t(w.dim), size_t(w.dim)};
+    size_t wide = 0, both = 0;
+    for (const WalkLayer &layer : w.layers) {
+      if (layer.experts) continue;
+      wide = std::max<size_t>(wide, layer.down[0]->inputs);
+      if (!layer.gate_up[0]->gated) both = std::max<size_t>(both, 2 * layer.down[0]->inputs);
+    }
+    turns_ = plan.rows ? int(plan.turns.size()) / plan.rows : 0;
+    const size_t turns = size_t(turns_) * w.dim;
+    const size_t sizes[] = {size_t(w.hidden), size_t(width_), size_t(w.heads) * w.dim, wide, turns, turns, both, size_t(w.hidden)};
     const size_t rows = std::max<size_t>(plan.rows, plan.wanted.size());
     size_t total = 0;
     for (size_t size : sizes) total += room(rows * size);
     char *at = static_cast<char *>(scratch(kSlot, total));
-    char **places[] = {&x_, &qkv_, &seen_, &gated_, &cos_, &sin_};
-    for (int i = 0; i < 6; i++) *places[i] = at, at += room(rows * sizes[i]);
+    char **places[] = {&x_, &qkv_, &seen_, &gated_, &cos_, &sin_, &both_, &branch_};
+    for (int i = 0; i < 8; i++) *places[i] = at, at += room(rows * sizes[i]);
   }
 
   void run() {
@@ -74,7 +80,7 @@ class Step {
 
   void turns() {
     const size_t row = size_ * w_.dim;
-    for (int r = 0; r < plan_.rows; r++) {
+    for (int r = 0; r < turns_ * plan_.rows; r++) {
       memcpy(cos_ + r * row, reinterpret_cast<const char *>(plan_.turns[r]), row);
       memcpy(sin_ + r * row, reinterpret_cast<const char *>(plan_.turns[r]) + plan_.sines, row);
     }
@@ -84,15 +90,21 @@ class Step {
     const WalkLayer &layer = w_.layers[i];
     const bool half = w_.type != Type::f32;
     multiply(layer.qkv, x_, plan_.rows, qkv_, width_, !half, nullptr, layer.input_norm);
-    kernels().elementwise.rope(qkv_, plan_.rows, width_, w_.heads + w_.kv_heads, w_.heads, w_.dim, cos_, sin_,
-                               layer.q_norm, layer.k_norm, w_.eps, half, plan_.threads);
-    const size_t q_bytes = size_ * w_.heads * w_.dim;
+    const size_t q_bytes = size_ * w_.heads * w_.dim, turn = size_ * w_.dim * plan_.rows * layer.turn;
+    const bool each = !w_.full_norms;
+    for (int r = 0; r < plan_.rows && !each; r++) {
+      char *q = qkv_ + r * size_ * width_, *k = q + q_bytes;
+      kernels().elementwise.rms_norm(q, 1, w_.heads * w_.dim, layer.q_norm, w_.eps, q, half, 1);
+      kernels().elementwise.rms_norm(k, 1, w_.kv_heads * w_.dim, layer.k_norm, w_.eps, k, half, 1);
+    }
+    kernels().elementwise.rope(qkv_, plan_.rows, width_, w_.heads + w_.kv_heads, w_.heads, w_.dim, cos_ + turn, sin_ + turn,
+                               each ? layer.q_norm : nullptr, each ? layer.k_norm : nullptr, w_.eps, half, plan_.threads);
     if (plan_.queries) {
       char *to = static_cast<char *>(plan_.queries) + i * plan_.rows * q_bytes;
       for (int r = 0; r < plan_.rows; r++) memcpy(to + r * q_bytes, qkv_ + r * size_ * width_, q_bytes);
     }
     const AttentionShape shape{w_.heads,     w_.kv_heads, w_.dim,  width_,  width_,       width_,
-                               layer.window, w_.scale,    w_.type, w_.type, plan_.threads};
+                               layer.window, w_.scale,    w_.softcap, layer.sinks, w_.type, w_.type, plan_.threads};
     jobs_.clear();
     for (const WalkRun &run : plan_.runs) jobs_.push_back(job(run, i));
     kernels().attention.attend(shape, jobs_.data(), int(jobs_.size()));
@@ -107,10 +119,28 @@ class Step {
 
   // What follows attention, in place: x (rows, hidden).
   void rest(const WalkLayer &layer, char *x, const char *seen, int rows) {
-    const bool floats = w_.type == Type::f32;
-    multiply(layer.o, seen, rows, x, w_.hidden, floats, x, nullptr);
-    multiply(layer.gate_up, x, rows, gated_, layer.gate_up[0]->width(), floats, nullptr, layer.post_norm);
-    multiply(layer.down, gated_, rows, x, w_.hidden, floats, x, nullptr);
+    const bool half = w_.type != Type::f32;
+    branch(x, rows, layer.attention_norm, [&](char *y, const char *residual) {
+      multiply(layer.o, seen, rows, y, w_.hidden, !half, residual, nullptr);
+    });
+    branch(x, rows, layer.mlp_norm, [&](char *y, const char *residual) {
+      if (layer.experts) return mix(*layer.experts, x, rows, layer.post_norm, w_.eps, residual, y, plan_.threads);
+      const int wide = layer.down[0]->inputs;
+      const bool gated = layer.gate_up[0]->gated;
+      multiply(layer.gate_up, x, rows, gated ? gated_ : both_, gated ? wide : 2 * wide, !half, nullptr, layer.post_norm);
+      if (!gated) kernels().elementwise.gate(both_, rows, wide, w_.gate, gated_, half, plan_.threads);
+      multiply(layer.down, gated_, rows, y, w_.hidden, !half, residual, nullptr);
+    });
+  }
+
+  // Adds to x what `compute(y, residual)` gives, normed if there is a norm behind it.
+  template <class F>
+  void branch(char *x, int rows, const void *norm, F compute) {
+    if (!norm && w_.residual == 1) return compute(x, x);
+    const bool half = w_.type != Type::f32;
+    compute(branch_, nullptr);
+    if (norm) kernels().elementwise.rms_norm(branch_, rows, w_.hidden, norm, w_.eps, branch_, half, plan_.threads);
+    kernels().elementwise.add(x, branch_, int64_t(rows) * w_.hidden, w_.residual, half, plan_.threads);
   }
 
   void multiply(const Product &product, const void *x, int rows, void *y, int stride, bool y_float,
@@ -143,7 +173,8 @@ class Step {
   const WalkPlan &plan_;
   const size_t size_;
   const int width_;  // of qkv
-  char *x_, *qkv_, *seen_, *gated_, *cos_, *sin_;
+  int turns_;        // rotations
+  char *x_, *qkv_, *seen_, *gated_, *cos_, *sin_, *both_, *branch_;
   std::vector<AttentionJob> jobs_;
 };
 

@@ -5,20 +5,24 @@
 #include <utility>
 #include <vector>
 
-#include "kernels.h"
-
-using Product = std::vector<const Weights *>;  // with the same inputs; their outputs lie side by side
+#include "experts.h"
 
 struct WalkLayer {
-  const void *input_norm, *post_norm, *q_norm, *k_norm;  // the last two may be null
-  Product qkv, o, gate_up, down;
-  int64_t window;  // as in AttentionShape
+  const void *input_norm, *post_norm, *q_norm, *k_norm, *attention_norm, *mlp_norm;  // each may be null
+  Product qkv, o, gate_up, down;  // of the MLP, or
+  const Mixture *experts;         // ... null
+  int64_t window;                 // as in AttentionShape
+  const float *sinks;
+  int turn;  // which of the plan's rotations
 };
 
 // A decoder: addresses of memory that its maker keeps alive.
 struct Walk {
   int heads, kv_heads, dim, hidden, vocab;
-  float eps, scale;
+  float eps, scale, softcap;
+  bool full_norms;          // q_norm and k_norm are of all heads in one, (heads * dim) and (kv_heads * dim)
+  Gate gate;                // unless gate_up are gated weights
+  float residual;           // by which what attention and MLP add is multiplied
   Type type;                // of activations, keys and values: f32 or bf16
   const void *embedding;    // (vocab, hidden) of that type, or
   const Weights *packed;    // ... its rows are these weights', or neither: rows come embedded
@@ -40,7 +44,7 @@ struct WalkPlan {
   int rows;
   std::vector<int64_t> tokens;   // none if the rows come embedded
   const void *embedded;          // (rows, hidden)
-  std::vector<uintptr_t> turns;  // per row its cosines (dim); the sines lie `sines` bytes behind
+  std::vector<uintptr_t> turns;  // (rotations, rows) cosines (dim); the sines lie `sines` bytes behind
   int64_t sines;
   std::vector<WalkRun> runs;
   void *const *slabs;                                 // (layers, slab_count), if runs have tables

@@ -21,6 +21,7 @@ from outrider.sequence import Sequence
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 SLIDES, FULL = "sliding_attention", "full_attention"
 DEEP = {"num_hidden_layers": 4}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LOCAL = {"layer_types": [SLIDES, SLIDES, FULL, SLIDES], "sliding_window": 8}
 GROWING = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}
 FACTORS = {"short_factor": [1.0, 1.1, 1.3, 1.7, 2.0, 2.5], "long_factor": [1.0, 1.5, 2.5, 4.0, 7.0, 9.0]}
@@ -52,6 +53,22 @@ VARIANTS = {
     "granite4-no-rope": ("granitemoehybrid", {
         "layer_types": ["full_attention"] * 2, "num_local_experts": 0, "num_experts_per_tok": 0,
         "attention_multiplier": 0.1, "logits_scaling": 3.0}),
+    "mixtral": ("mixtral", {"num_local_experts": 4}),
+    "qwen2-moe": ("qwen2_moe", EXPERTS | {"shared_expert_intermediate_size": 48, "norm_topk_prob": True}),
+    "qwen2-moe-some": ("qwen2_moe", DEEP | EXPERTS | {"shared_expert_intermediate_size": 80, "mlp_only_layers": [1]}),
+    "qwen3-moe": ("qwen3_moe", EXPERTS | {"norm_topk_prob": True}),
+    "qwen3-moe-some": ("qwen3_moe", DEEP | EXPERTS | {
+        "decoder_sparse_step": 2, "attention_bias": True, "use_sliding_window": True, "sliding_window": 8}),
+    "olmoe": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 3}),
+    "granite-moe": ("granitemoe", {"num_local_experts": 6, "num_experts_per_tok": 2, "attention_multiplier": 0.1,
+                                   "residual_multiplier": 0.22}),
+    "gpt-oss": ("gpt_oss", DEEP | {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 8,
+                                   "rope_parameters": YARN | {"truncate": False}}),
+    "gpt-oss-limits": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 4, "swiglu_limit": 0.5,
+                                   "swiglu_alpha": 1.1, "attention_bias": False}),
+    "gemma2": ("gemma2", {"sliding_window": 8, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0,
+                          "tie_word_embeddings": True}),
+    "gemma2-no-caps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
     "glm4": ("glm4", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0,
                                           "partial_rotary_factor": 0.5}}),
     "glm4-no-bias": ("glm4", {"attention_bias": False}),
@@ -150,7 +167,18 @@ def test_text_part_of_a_model_of_pictures(tmp_path, outer, inner, tied, new_name
 @pytest.mark.parametrize(
     ("arch", "changes", "words"),
     [
-        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ("gemma2", {"attn_logit_softcapping": -50.0}, "attn_logit_softcapping"),
+        ("qwen3_moe", {"num_experts_per_tok": 7}, "num_experts_per_tok 7 of 6"),
+        ("qwen3_moe", {"num_local_experts": 7}, "experts.6.*missing"),
+        ("qwen3_moe", {"num_local_experts": 5}, "gate.weight has shape"),
+        ("qwen3_moe", {"num_experts_per_tok": 0}, "num_experts_per_tok"),
+        ("qwen3_moe", {"mlp_only_layers": [2]}, "mlp_only_layers"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, "layers.0.mlp.gate_proj.weight is missing"),
+        ("qwen3_moe", {"moe_intermediate_size": 48}, "has shape"),
+        ("qwen2_moe", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size"),
+        ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit"),
+        ("gpt_oss", {"num_local_experts": 5}, "router.bias has shape"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("gemma3_text", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
         ("phi3", {"rope_parameters": LONG | {"short_factor": [1.0] * 5}}, "6 numbers"),

@@ -94,7 +94,7 @@ def test_shares_weights(make):
     assert attn.q_proj.weight.data_ptr() == layer.qkv.weight.data_ptr()
     assert attn.v_proj.bias.untyped_storage().data_ptr() == layer.qkv.bias.untyped_storage().data_ptr()
     assert model.lm_head.weight.data_ptr() == handle.llm.runner.model.head.weight.data_ptr()
-    ours = {t.untyped_storage().data_ptr() for t in (layer.qkv.weight, layer.gate_up.weight, layer.down.weight)}
+    ours = {t.untyped_storage().data_ptr() for t in (layer.qkv.weight, layer.mlp.gate_up.weight, layer.mlp.down.weight)}
     assert ours <= {p.untyped_storage().data_ptr() for p in model.parameters()}
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
     assert sum(storages.values()) == sum(p.nbytes for p in model.parameters())

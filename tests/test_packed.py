@@ -197,10 +197,10 @@ def write(make_checkpoint, tmp_path_factory):
     """`write(layout)`: a random model whose layers' linears are quantised so; its folder and the dense weights."""
     made: dict[str, tuple[Path, dict[str, torch.Tensor]]] = {}
 
-    def write(layout: str) -> tuple[Path, dict[str, torch.Tensor]]:
-        if layout not in made:
+    def write(layout: str, arch: str = "llama", **more) -> tuple[Path, dict[str, torch.Tensor]]:
+        if (key := f"{layout} {arch}") not in made:
             maker, options, shape = LAYOUTS[layout]
-            plain = make_checkpoint(**SIZES, dtype=torch.float16)
+            plain = make_checkpoint(arch, **SIZES, **more, dtype=torch.float16)
             folder = tmp_path_factory.mktemp("packed")
             tensors, dense, about = {}, {}, {}
             for i, (name, value) in enumerate(sorted(load_file(plain / "model.safetensors").items())):
@@ -214,8 +214,8 @@ def write(make_checkpoint, tmp_path_factory):
             save_file(tensors, folder / "model.safetensors")
             config = json.loads((plain / "config.json").read_text()) | {"quantization_config": about}
             (folder / "config.json").write_text(json.dumps(config))
-            made[layout] = folder, dense
-        return made[layout]
+            made[key] = folder, dense
+        return made[key]
 
     return write
 
@@ -248,23 +248,92 @@ def test_products_and_promise(write, layout, caplog):
     x = torch.randn(40, SIZES["hidden_size"], generator=torch.Generator().manual_seed(2)).bfloat16()
     wide = torch.randn(40, SIZES["intermediate_size"], generator=torch.Generator().manual_seed(3)).bfloat16()
     qkv = torch.cat([dense[f"{at}self_attn.{p}_proj.weight"] for p in "qkv"])
-    for linear, given, weight in ((layer.qkv, x, qkv), (layer.down, wide, dense[f"{at}mlp.down_proj.weight"])):
+    for linear, given, weight in ((layer.qkv, x, qkv), (layer.mlp.down, wide, dense[f"{at}mlp.down_proj.weight"])):
         exact = given.double() @ weight.double().T
         full = linear(given, dtype=torch.float32)
         assert (full.double() - exact).abs().max() < 2e-6 * exact.abs().max() + 1e-12
         assert all(torch.equal(linear(given[:n], dtype=torch.float32), full[:n]) for n in range(1, 40))
     gate, up = (x.double() @ dense[f"{at}mlp.{p}_proj.weight"].double().T for p in ("gate", "up"))
     exact = torch.nn.functional.silu(gate) * up
-    assert (layer.gate_up(x, dtype=torch.float32).double() - exact).abs().max() < 1e-5 * exact.abs().max()
-    for params in (
-        SamplingParams(temperature=0, max_tokens=24),
-        SamplingParams(temperature=0.8, seed=4, max_tokens=24),
-    ):
+    assert (layer.mlp.gate_up(x, dtype=torch.float32).double() - exact).abs().max() < 1e-5 * exact.abs().max()
+    speculates_exactly(llm)
+
+
+def speculates_exactly(llm: LLM) -> None:
+    """Greedy and sampled, with prompt lookup on and off: the same tokens."""
+    assert llm.exactness == "bitwise" and llm.runner.model.native_seconds is not None
+    for params in (SamplingParams(temperature=0, max_tokens=24), SamplingParams(seed=4, max_tokens=24)):
         batch = [([5, 9, 5, 9, 5, 9, 5], params), ([3], params), (list(range(20)), params)]
         llm.speculative_config = None
         plain = [run(llm, [request])[0].token_ids for request in batch]
         llm.speculative_config = {"method": "ngram", "prompt_lookup_min": 1}
         assert [o.token_ids for o in run(llm, batch)] == plain
+
+
+@needs_kernels
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_experts_in_every_layout(write, layout, caplog):
+    """Each expert is what its numbers stand for, runs as it is stored, and speculation changes nothing."""
+    folder, dense = write(layout, "qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=192)
+    with caplog.at_level(logging.WARNING):
+        llm = LLM(folder, device="cpu")
+    assert "held as" not in caplog.text
+    speculates_exactly(llm)
+    x = torch.randn(9, SIZES["hidden_size"], generator=torch.Generator().manual_seed(2)).bfloat16()
+    experts, at = llm.runner.model.layers[1].mlp, "model.layers.1.mlp.experts."
+    chosen, weights = experts.route(experts.router(x, dtype=torch.float32))
+    exact = torch.zeros(9, SIZES["hidden_size"], dtype=torch.float64)
+    for row in range(9):
+        for e, weight in zip(chosen[row].tolist(), weights[row].double(), strict=True):
+            gate, up, down = (dense[f"{at}{e}.{part}_proj.weight"].double() for part in ("gate", "up", "down"))
+            inner = torch.nn.functional.silu(gate @ x[row].double()) * (up @ x[row].double())
+            exact[row] += weight * (down @ inner)
+    assert (experts(x, None, 0.0).double() - exact).abs().max() < 2e-2 * exact.abs().max()
+
+
+@needs_kernels
+def test_gpt_oss_in_mxfp4(make_checkpoint, tmp_path, caplog):
+    """As OpenAI has stored it: logits are transformers' of the weights that the blocks stand for."""
+    from transformers import AutoModelForCausalLM
+
+    plain = make_checkpoint("gpt_oss", **SIZES, num_local_experts=5, num_experts_per_tok=2, sliding_window=8)
+    tensors, model = load_file(plain / "model.safetensors"), AutoModelForCausalLM.from_pretrained(plain).eval()
+    for i, name in enumerate(
+        [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]
+    ):
+        count, inputs, outputs = tensors.pop(name).shape
+        cases = [Case(outputs, inputs, seed=10 * i + e) for e in range(count)]
+        for case in cases:
+            mxfp4(case)
+        blocks = torch.stack([case.tensors["weight_packed"] for case in cases])
+        tensors[f"{name}_blocks"] = blocks.view(count, outputs, inputs // 32, 16)
+        tensors[f"{name}_scales"] = torch.stack([case.tensors["weight_scale"] for case in cases])
+        model.get_parameter(name).data = torch.stack([case.dense for case in cases]).transpose(1, 2)
+    save_file(tensors, tmp_path / "model.safetensors")
+    about = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
+    config = json.loads((plain / "config.json").read_text()) | about
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    prompt = list(range(3, 40))
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt])).logits[0, -1]
+    exact = LLM(tmp_path, device="cpu", dtype="float32")
+    torch.testing.assert_close(logits_after(exact, prompt), logits, rtol=1e-4, atol=1e-4)
+    with caplog.at_level(logging.WARNING):
+        caplog.clear()
+        llm = LLM(tmp_path, device="cpu")
+    assert "held as" not in caplog.text
+    speculates_exactly(llm)
+    expert = llm.runner.model.layers[0].mlp.experts[0]
+    assert {w.format for w in expert.gate_up.packed + expert.down.packed} == {native.FP4}
+    for name, bad, words in (
+        ("gate_up_proj_scales", lambda x: x[:, :-1], "scales has shape"),
+        ("down_proj_blocks", lambda x: x[..., :8], "blocks has shape"),
+        ("down_proj_scales", lambda x: torch.full_like(x, 255), "not finite"),
+    ):
+        damaged = {n: bad(t).contiguous() if n.endswith(name) else t for n, t in tensors.items()}
+        save_file(damaged, tmp_path / "model.safetensors")
+        with pytest.raises(CheckpointError, match=words):
+            LLM(tmp_path, device="cpu")
 
 
 @needs_kernels

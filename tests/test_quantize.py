@@ -80,7 +80,7 @@ def test_exact_and_smaller(scheme, activations):
 def test_head_and_layers(make_checkpoint):
     llm = LLM(make_checkpoint(dtype=torch.bfloat16), device="cpu", quantization="int4")
     model = llm.runner.model
-    assert model.layers[0].down.packed[0].format == native.INT4
+    assert model.layers[0].mlp.down.packed[0].format == native.INT4
     assert model.head.packed[0].format == getattr(native, HEAD.upper())
 
 

@@ -16,7 +16,7 @@ from test_native import FORMATS, ISAS, ROUNDED, isa, make_quantized, rand  # noq
 from outrider import Draft, SamplingParams, families
 from outrider.kv import OffloadKV, PagedKV
 from outrider.model import Layer, Model
-from outrider.ops import Block, Linear, Quantized, Stores, Walk
+from outrider.ops import MLP, Block, Experts, Linear, Quantized, Stores, Walk
 from outrider.runner import Runner
 from outrider.sequence import Sequence
 
@@ -33,6 +33,13 @@ FAMILIES = {
     "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": 9},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"]},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"]},
+    "experts": {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": WIDE,
+        "shared_expert_intermediate_size": 64,
+    },
     "dynamic": {
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
         "max_position_embeddings": 40,
@@ -63,13 +70,21 @@ def make_model(kind="bfloat16", family="llama", embedding="table"):
     def norm(width, seed):
         return rand(width, dtype=dtype, seed=seed) / 4 + 1
 
+    def mlp(i, wide=WIDE):
+        up = linear(2 * wide, HIDDEN, c.mlp_bias, gated=True, seed=30 + i)
+        return MLP(up, linear(HIDDEN, wide, c.mlp_bias, seed=40 + i))
+
+    def experts(i):
+        own, shared = [mlp(100 * e + i) for e in range(5)], [mlp(7 + i, 64)]
+        router = Linear(rand(6, HIDDEN, dtype=dtype, seed=70 + i))
+        return Experts(router, own + shared, 2, normalised=i % 2 == 0, shared=True)
+
     def layer(i):
         q, kv = HEADS * DIM, KV_HEADS * DIM
         return Layer(
             norm(HIDDEN, i), linear(q + 2 * kv, HIDDEN, c.qkv_bias, seed=i, parts=(q, kv, kv)),
             linear(HIDDEN, q, c.o_bias, seed=10 + i), norm(HIDDEN, 20 + i),
-            linear(2 * WIDE, HIDDEN, c.mlp_bias, gated=True, seed=30 + i),
-            linear(HIDDEN, WIDE, c.mlp_bias, seed=40 + i),
+            mlp(i) if c.mixture is None else experts(i),
             *((norm(DIM, 50 + i), norm(DIM, 60 + i)) if c.qk_norm else ()),
         )  # fmt: skip
 
@@ -148,6 +163,11 @@ def make_runner(model, kind=PagedKV, **options):
 @pytest.mark.parametrize("kind", [*FORMATS, "mixed"])
 def test_formats(isa, walks, kind):  # noqa: F811
     compare(make_runner(make_model(kind)), walks)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FORMATS if kind not in ("bfloat16", "float32")])
+def test_experts_in_every_format(isa, walks, kind):  # noqa: F811
+    compare(make_runner(make_model(kind, "experts")), walks)
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "float32"])

@@ -16,6 +16,7 @@ from outrider.cli.options import Device, Reporter, Threads, read_ints
 from outrider.load import find, read_tokenizer
 from tools import docs as pages
 from tools import kernels as speed
+from tools import mixture as experts
 from tools import peers  # noqa: F401  # adds its peers to those of `bench`
 from tools.inflate import inflate as enlarge
 
@@ -109,6 +110,20 @@ def soak(
         print(fault)
     if report.faults:
         raise typer.Exit(1)
+
+
+@app.command()
+def mixture(
+    layers: Annotated[int, typer.Option(help="Of 1.2 GB of bfloat16 weights each.")] = 2,
+    rows: Annotated[str, typer.Option(help="Rows of a forward, with commas.")] = "1,2,4,8",
+    repeats: Annotated[int, typer.Option(help="Rounds over all candidates; figures are medians.")] = 5,
+    threads: Threads = None,
+) -> None:
+    """Measure experts of Qwen3-30B-A3B's shape in GB/s of those chosen, beside a streaming read and transformers."""
+    run.check_threads(threads)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    print(experts.run(layers, read_ints(rows, "--rows"), repeats, ["bfloat16", "int8", "int4"]))
 
 
 @app.command()

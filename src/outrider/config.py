@@ -117,6 +117,25 @@ class Names:
     mlp: str = "mlp"  # below which are
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     down: str = "down_proj"
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts"  # below which each has its number, or the tensors of all lie in one
+    expert_gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    expert_down: str = "down_proj"
+    transposed: bool = False  # whether the experts that lie in one tensor are (in, out) each
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The experts of some layers, of which each token takes `chosen`."""
+
+    count: int
+    chosen: int
+    width: int  # their intermediate size
+    layers: tuple[int, ...]  # that have them
+    normalised: bool = True  # whether the weights of the chosen ones are a softmax over these, or over all
+    shared: int = 0  # intermediate size of an expert that all tokens take
+    bias: bool = False  # of router and experts
+    interleaved: bool = False  # whether gate and up rows take turns
 
 
 @dataclass(frozen=True)
@@ -144,7 +163,11 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: str | None = None  # of queries and keys: "head", each by itself, or "full", all heads in one
     norm_offset: float = 0.0  # added to the weight of every norm
-    activation: str = "silu"  # of the gate, one of ACTIVATIONS' values
+    activation: str = "silu"  # of the gate, one of ACTIVATIONS' values, or clamped (ops' `gated`)
+    clamp: tuple[float, float] | None = None  # alpha and limit of the clamped one
+    mixture: Mixture | None = None
+    sinks: bool = False  # whether each head has a score of a key without a value, which all tokens see
+    attention_softcap: float | None = None  # c: scores become c * tanh(score / c)
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0  # of what attention and MLP add
     logit_scale: float = 1.0

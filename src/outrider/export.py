@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from outrider import packed
+from outrider import families, packed
 from outrider.config import DTYPES, ModelConfig
 from outrider.errors import CheckpointError, ConfigError, UnsupportedArchitecture, brief
 from outrider.families import FAMILIES
@@ -33,6 +33,7 @@ def export(name: str | Path, target: str | Path, dtype: str = "auto", progress: 
     if dtype != "auto" and dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is unknown; valid: auto, {', '.join(DTYPES)}")
     target, source = expand(target), open_source(name)
+    _same_tensors(source)
     kind = source.config.dtype if dtype == "auto" else dtype
     plain: torch.dtype = getattr(torch, kind)
     with new_folder(target) as folder:
@@ -41,16 +42,19 @@ def export(name: str | Path, target: str | Path, dtype: str = "auto", progress: 
     return target
 
 
-def quantize(name: str | Path, target: str | Path, bits: int = 4, progress: Progress | None = None) -> Path:
+def quantize(
+    name: str | Path, target: str | Path, bits: int = 4, progress: Progress | None = None, group: int | None = None
+) -> Path:
     """Write a checkpoint as compressed-tensors W4A16 or W8A16, which vLLM and transformers load; returns the folder.
 
     The linears of the layers get `bits`, 4 or 8: of 4 bits a scale for each group of inputs (128, 64 or 32: the largest
-    that divides them all, else all), of 8 one for each output. The rest stays, in bfloat16, or float16 if it was that.
-    Raises as `export`.
+    that divides them all, else all), of 8 one for each output; or for each `group` of inputs, of which -1 is all. The
+    rest stays, in bfloat16, or float16 if it was that. Raises as `export`.
     """
     if bits not in (4, 8) or isinstance(bits, bool):
         raise ConfigError(f"bits must be 4 or 8, not {brief(bits)}")
     target, source = expand(target), open_source(name)
+    _same_tensors(source)
     kind = "float16" if source.config.dtype == "float16" else "bfloat16"
     plain: torch.dtype = getattr(torch, kind)
     shapes = {
@@ -59,8 +63,13 @@ def quantize(name: str | Path, target: str | Path, bits: int = 4, progress: Prog
     linears = {name for name in shapes if name.endswith("_proj.weight")}
     if not linears:
         raise UnsupportedArchitecture(f"{source.path} has no linears named *_proj: nothing that would be quantised")
-    sizes = (128, 64, 32) if bits == 4 else ()
-    group = next((n for n in sizes if all(shapes[name][1] % n == 0 for name in linears)), -1)
+    if group not in (None, -1, 32, 64, 128):
+        raise ConfigError(f"group must be 32, 64, 128 or -1, not {brief(group)}")
+    sizes = (group,) if group else (128, 64, 32, -1) if bits == 4 else (-1,)
+    fits = [n for n in sizes if n == -1 or all(shapes[name][1] % n == 0 for name in linears)]
+    if not fits:
+        raise ConfigError(f"groups of {group} inputs do not divide those of all linears; give another, or none")
+    group = fits[0]
     outside = ("model.embed_tokens.weight",)
     ignore = sorted({"lm_head", *(name[: -len(".weight")] for name in shapes.keys() - linears - {*outside})})
 
@@ -75,6 +84,16 @@ def quantize(name: str | Path, target: str | Path, bits: int = 4, progress: Prog
         _describe(source, folder, {"dtype": kind, "quantization_config": packed.config(bits, group, ignore)})
         _write(source, folder, convert, plain, progress)
     return target
+
+
+def _same_tensors(source: Source) -> None:
+    """Raises UnsupportedArchitecture where tensors, as they are read, are not those that the config's family has."""
+    changed = not source.path.is_dir() and source.config != families.read(source.hf, source.config.eos)
+    if source.weights.parts or changed:
+        raise UnsupportedArchitecture(
+            f"{source.path}: {source.config.architecture} is read from here in other pieces than Hugging Face has, and "
+            "is not written; use a checkpoint in safetensors whose experts have tensors of their own"
+        )
 
 
 def _config(source: Source) -> dict[str, Any]:

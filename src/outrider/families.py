@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.config import ACTIVATIONS, DTYPES, ModelConfig, Names, real, whole
+from outrider.config import ACTIVATIONS, DTYPES, Mixture, ModelConfig, Names, real, whole
 from outrider.errors import CheckpointError, UnsupportedArchitecture, brief
 
 Hf = Mapping[str, Any]
@@ -31,17 +31,15 @@ OUTER = {  # models of text and pictures whose text part is read: what its model
     "Mistral3ForConditionalGeneration": {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
 }
 PICTURES = ("vision_tower.", "multi_modal_projector.")  # where their other tensors lie
+SANDWICH = Names(  # norms before and after
+    after_attention="post_attention_layernorm",
+    before_mlp="pre_feedforward_layernorm",
+    after_mlp="post_feedforward_layernorm",
+)
 UNSUPPORTED = {  # architectures that are known and not supported: what they would need
-    "GptOssForCausalLM": "experts and attention sinks",
-    "Qwen3MoeForCausalLM": "experts",
-    "Qwen2MoeForCausalLM": "experts",
-    "MixtralForCausalLM": "experts",
-    "GraniteMoeForCausalLM": "experts",
-    "Glm4MoeForCausalLM": "experts",
-    "OlmoeForCausalLM": "experts",
-    "PhimoeForCausalLM": "experts",
-    "MiniMaxM2ForCausalLM": "experts",
-    "Gemma2ForCausalLM": "a soft-cap on attention scores",
+    "Glm4MoeForCausalLM": "experts that are chosen by sigmoids",
+    "PhimoeForCausalLM": "LayerNorm and experts that are chosen one by one",
+    "MiniMaxM2ForCausalLM": "experts that are chosen by sigmoids",
     "Gemma4ForConditionalGeneration": "layers of different head sizes that share keys",
     "Gemma4ForCausalLM": "layers of different head sizes that share keys",
     "Gemma3nForConditionalGeneration": "per-layer embeddings and alternating updates",
@@ -123,29 +121,88 @@ def qwen3(hf: Hf) -> dict[str, Any]:
     return {"o_bias": bool(hf.get("attention_bias")), "qk_norm": "head", "windows": _qwen_windows(hf)}
 
 
+@family("MixtralForCausalLM", "mixtral", "Mixtral 8x7B and 8x22B")
+def mixtral(hf: Hf) -> dict[str, Any]:
+    """As Mistral, with experts."""
+    names = Names(
+        router="block_sparse_moe.gate",
+        experts="block_sparse_moe.experts",
+        expert_gate_up=("w1", "w3"),
+        expert_down="w2",
+    )
+    return {**mistral(hf), "mixture": _mixture(hf, "intermediate_size"), "names": names}
+
+
+@family("Qwen2MoeForCausalLM", "qwen2_moe", "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B")
+def qwen2_moe(hf: Hf) -> dict[str, Any]:
+    """As Qwen2, with experts in all layers or some, and one beside them that all tokens take."""
+    shared, normalised = _whole(hf, "shared_expert_intermediate_size"), bool(hf.get("norm_topk_prob"))
+    mixture = _mixture(hf, "moe_intermediate_size", _sparse(hf), normalised=normalised, shared=shared)
+    return {**qwen2(hf), "qkv_bias": bool(hf.get("qkv_bias", True)), "mixture": mixture}
+
+
+@family("Qwen3MoeForCausalLM", "qwen3_moe", "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder")
+def qwen3_moe(hf: Hf) -> dict[str, Any]:
+    """As Qwen3, with experts in all layers or some."""
+    normalised = bool(hf.get("norm_topk_prob"))
+    windows = _windows(hf, lambda i: SLIDING) if hf.get("use_sliding_window") else (None,) * _layers(hf)
+    mixture = _mixture(hf, "moe_intermediate_size", _sparse(hf), normalised=normalised)
+    return {**qwen3(hf), "windows": windows, "mixture": mixture}
+
+
+@family("OlmoeForCausalLM", "olmoe", "OLMoE 1B-7B")
+def olmoe(hf: Hf) -> dict[str, Any]:
+    """Experts; norms of all queries and of all keys in one."""
+    if hf.get("clip_qkv") is not None:
+        raise UnsupportedArchitecture("clip_qkv is not supported: queries, keys and values are not clipped here")
+    mixture = _mixture(hf, "intermediate_size", normalised=bool(hf.get("norm_topk_prob")))
+    return {"o_bias": bool(hf.get("attention_bias")), "qk_norm": "full", "mixture": mixture}
+
+
+@family("GptOssForCausalLM", "gpt_oss", "gpt-oss-20b and -120b")
+def gpt_oss(hf: Hf) -> dict[str, Any]:
+    """Experts with biases and a clamped gate, in MXFP4; sinks of attention; windows in every other layer; biases."""
+    return {
+        "windows": _windows(hf, lambda i: FULL if i % 2 else SLIDING),
+        "qkv_bias": bool(hf.get("attention_bias", True)),
+        "o_bias": bool(hf.get("attention_bias", True)),
+        "sinks": True,
+        "activation": "clamped",
+        "clamp": (_number(hf, "swiglu_alpha", 1.702), _number(hf, "swiglu_limit", 7.0)),
+        "mixture": _mixture(hf, "intermediate_size", bias=True, interleaved=True),
+        "names": Names(router="mlp.router", expert_gate_up=("gate_up_proj",), transposed=True),
+    }
+
+
+@family("Gemma2ForCausalLM", "gemma2", "Gemma 2")
+def gemma2(hf: Hf) -> dict[str, Any]:
+    """Norms before and after, of weight 1 + w; gated GELU; scaled embedding; windows in every other layer; soft-caps on
+    attention scores and logits."""
+    if hf.get("use_bidirectional_attention"):
+        raise UnsupportedArchitecture("use_bidirectional_attention is not supported: tokens see what is before them")
+    caps = {key: hf.get(f"{key}_logit_softcapping") for key in ("attn", "final")}
+    return {
+        "windows": _windows(hf, lambda i: FULL if i % 2 else SLIDING),
+        "o_bias": bool(hf.get("attention_bias")),
+        "norm_offset": 1.0,
+        "embedding_multiplier": _whole(hf, "hidden_size") ** 0.5,
+        "attention_scale": _number(hf, "query_pre_attn_scalar", 256) ** -0.5,
+        "attention_softcap": _number(hf, "attn_logit_softcapping") if caps["attn"] else None,
+        "logit_softcap": _number(hf, "final_logit_softcapping") if caps["final"] else None,
+        "names": SANDWICH,
+    }
+
+
 @family("Gemma3ForCausalLM", "gemma3_text", "Gemma 3 (text part)")
 def gemma3(hf: Hf) -> dict[str, Any]:
     """Norms before and after, of weight 1 + w, and of each query and key; gated GELU; scaled embedding; windows in five
     of six layers, which have a rope of their own."""
-    if hf.get("attn_logit_softcapping"):
-        raise UnsupportedArchitecture("attn_logit_softcapping is not supported: attention has no soft-cap here")
-    if hf.get("use_bidirectional_attention"):
-        raise UnsupportedArchitecture("use_bidirectional_attention is not supported: tokens see what is before them")
-    hidden, pattern = _whole(hf, "hidden_size"), _whole(hf, "sliding_window_pattern", 6)
+    pattern = _whole(hf, "sliding_window_pattern", 6)
     return {
+        **gemma2(hf),
         **_local_rope(hf, _number(hf, "rope_local_base_freq", 10000.0)),
         "windows": _windows(hf, lambda i: SLIDING if (i + 1) % pattern else FULL),
-        "o_bias": bool(hf.get("attention_bias")),
         "qk_norm": "head",
-        "norm_offset": 1.0,
-        "embedding_multiplier": hidden**0.5,
-        "attention_scale": _number(hf, "query_pre_attn_scalar", 256) ** -0.5,
-        "logit_softcap": _number(hf, "final_logit_softcapping") if hf.get("final_logit_softcapping") else None,
-        "names": Names(
-            after_attention="post_attention_layernorm",
-            before_mlp="pre_feedforward_layernorm",
-            after_mlp="post_feedforward_layernorm",
-        ),
     }
 
 
@@ -208,6 +265,18 @@ def granite(hf: Hf) -> dict[str, Any]:
         "attention_scale": _number(hf, "attention_multiplier", 1.0),
         "logit_scale": 1 / _number(hf, "logits_scaling", 1.0),
     }
+
+
+@family("GraniteMoeForCausalLM", "granitemoe", "Granite 3 with experts (1B-A400M, 3B-A800M)")
+def granite_moe(hf: Hf) -> dict[str, Any]:
+    """As Granite 3, with experts that lie in one tensor."""
+    names = Names(
+        router="block_sparse_moe.router.layer",
+        experts="block_sparse_moe",
+        expert_gate_up=("input_linear",),
+        expert_down="output_linear",
+    )
+    return {**granite(hf), "mixture": _mixture(hf, "intermediate_size"), "names": names}
 
 
 @family("GraniteMoeHybridForCausalLM", "granitemoehybrid", "Granite 4 dense (micro, 350M, 1B)")
@@ -339,6 +408,27 @@ def _number(hf: Hf, key: str, default: float | None = None) -> float:
     if not (n := real(value, 0, 1e38)):
         raise CheckpointError(f"config.json: {key} must be a number above 0 and at most 1e38, not {brief(value)}")
     return float(n)
+
+
+def _layers(hf: Hf) -> int:
+    return _whole(hf, "num_hidden_layers")
+
+
+def _sparse(hf: Hf) -> tuple[int, ...]:
+    """The layers that have experts, as Qwen's configs say it."""
+    dense, step = hf.get("mlp_only_layers") or [], _whole(hf, "decoder_sparse_step", 1)
+    if not isinstance(dense, list) or any(whole(i, 0, _layers(hf) - 1) is None for i in dense):
+        raise CheckpointError(f"config.json: mlp_only_layers should be a list of layers, not {brief(dense)}")
+    return tuple(i for i in range(_layers(hf)) if i not in dense and (i + 1) % step == 0)
+
+
+def _mixture(hf: Hf, width: str, layers: tuple[int, ...] | None = None, **more: Any) -> Mixture:
+    """Of all layers, or these; `width`: what the config calls an expert's."""
+    key = "num_local_experts" if hf.get("num_local_experts") is not None else "num_experts"
+    count, chosen = _whole(hf, key), _whole(hf, "num_experts_per_tok")
+    if chosen > count:
+        raise CheckpointError(f"config.json: num_experts_per_tok {chosen} of {count} experts cannot be chosen")
+    return Mixture(count, chosen, _whole(hf, width), tuple(range(_layers(hf))) if layers is None else layers, **more)
 
 
 def _factors(rope: Hf, key: str, count: int) -> None:

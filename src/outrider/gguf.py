@@ -11,7 +11,7 @@ import math
 import mmap
 import re
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from gguf import dequantize as expand
 from torch import Tensor
 
 from outrider import quantize
+from outrider.config import ModelConfig, Names
 from outrider.errors import CheckpointError, UnsupportedArchitecture
 from outrider.ops import Quantized
 
@@ -33,13 +34,38 @@ PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 LONGEST = 2**30  # of a string, in bytes
 DEEPEST = 8  # dimensions of a tensor, arrays in arrays
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM", "gemma3": "Gemma3ForCausalLM", "phi3": "Phi3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM", "olmo2": "Olmo2ForCausalLM", "granite": "GraniteForCausalLM",
+    "glm4": "Glm4ForCausalLM", "qwen2moe": "Qwen2MoeForCausalLM", "qwen3moe": "Qwen3MoeForCausalLM",
+    "olmoe": "OlmoeForCausalLM", "granitemoe": "GraniteMoeForCausalLM", "gpt-oss": "GptOssForCausalLM",
+}  # fmt: skip
+PAIRED = ("llama", "granite", "granitemoe", "smollm3")  # whose queries and keys lie as llama.cpp turns Llama's
+PARTIAL = ("phi3", "glm4")  # whose rope may turn part of a head
 OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 INSIDE = {
     "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm", "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+    "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj", "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj", "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj", "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj", "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}  # fmt: skip
+SANDWICH = {
+    "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}  # fmt: skip
+OWN = {  # of one architecture
+    "gemma2": SANDWICH, "gemma3": SANDWICH, "olmo2": SANDWICH,
+    "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    "glm4": {
+        "ffn_up": "mlp.gate_up_proj", "post_attention_norm": "post_self_attn_layernorm",
+        "post_ffw_norm": "post_mlp_layernorm",
+    },
+    "gpt-oss": {"post_attention_norm": "post_attention_layernorm", "attn_sinks": "self_attn.sinks"},
 }  # fmt: skip
 # Byte-level pre-tokenizers beside those in transformers' table, by the names of llama.cpp's src/llama-vocab.cpp: by
 # GPT-2's rule, and by that after digits stand alone.
@@ -72,6 +98,11 @@ class Stored:
     def quantized(self) -> Quantized | None:
         """For the kernels, nothing rounded; None if they do not know such blocks."""
         return quantize.from_gguf(self.blocks, self.kind) if self.kind in quantize.GGUF else None
+
+    def part(self, at: int) -> Stored:
+        """One of the matrices, or vectors, that lie one behind the other."""
+        inner = self.shape[1:]
+        return Stored(self.kind, inner, self.blocks[at].view(inner[0], -1))
 
     def rows(self, at: Tensor) -> Tensor:
         """The numbers (n, inputs) of some rows of a matrix, by their indices (n,)."""
@@ -108,27 +139,31 @@ class File:
                 f"{path}: GGUF architecture {self.family!r} is not supported; supported: {', '.join(ARCHITECTURES)}"
             )
         self.factors = self.tensors.pop("rope_freqs.weight", None)  # Llama 3's scaling, as divisors of frequencies
-        self.names = {hf: name for name in self.tensors if (hf := _hf_name(name)) is not None}
+        self.long = [self.tensors.pop(f"rope_factors_{kind}.weight", None) for kind in ("short", "long")]  # LongRoPE's
+        for name, tensor in self.tensors.items():
+            if name.endswith("ffn_gate_inp_shexp.weight") and len(tensor.shape) == 1:
+                self.tensors[name] = Stored(tensor.kind, (1, *tensor.shape), tensor.blocks.view(1, -1))
+        self.names = {hf: name for name in self.tensors if (hf := _hf_name(name, self.family)) is not None}
 
     def config(self) -> dict[str, Any]:
         """What would be its `config.json`. Raises CheckpointError and UnsupportedArchitecture."""
         heads, dim = self._number("attention.head_count"), self._number("embedding_length")
         size = self._number("attention.key_length", dim // heads)
-        for key in ("attention.value_length", "rope.dimension_count"):
+        for key in ("attention.value_length", *["rope.dimension_count"] * (self.family not in PARTIAL)):
             if self._number(key, size) != size:
                 raise UnsupportedArchitecture(f"{self.path}: {key} other than a head's {size} is not supported")
-        if self._number("expert_count", 0, least=0):
-            raise UnsupportedArchitecture(f"{self.path}: mixtures of experts are not supported yet")
         embedding = self.tensors.get("token_embd.weight")
         vocab = embedding.shape[0] if embedding and embedding.shape else 0
         special = self.metadata
+        layers, first = self._number("block_count"), f"blk.0.attn_{'qkv' if self.family == 'phi3' else 'q'}.weight"
+        kind = self.tensors[first].kind if first in self.tensors else "BF16"
         ends = [special.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
         return {
-            "architectures": [ARCHITECTURES[self.family]],
+            "architectures": [self.architecture],
             "vocab_size": vocab,
             "hidden_size": dim,
             "intermediate_size": self._number("feed_forward_length"),
-            "num_hidden_layers": self._number("block_count"),
+            "num_hidden_layers": layers,
             "num_attention_heads": heads,
             "num_key_value_heads": self._number("attention.head_count_kv", heads),
             "head_dim": size,
@@ -138,11 +173,57 @@ class File:
             "attention_bias": "blk.0.attn_q.bias" in self.tensors,
             "mlp_bias": "blk.0.ffn_up.bias" in self.tensors,
             "tie_word_embeddings": "output.weight" not in self.tensors,
-            "dtype": {"F32": "float32", "F16": "float16"}.get(self.tensors["blk.0.attn_q.weight"].kind, "bfloat16")
-            if "blk.0.attn_q.weight" in self.tensors
-            else "bfloat16",
+            "dtype": {"F32": "float32", "F16": "float16"}.get(kind, "bfloat16"),
             "eos_token_id": sorted({end for end in ends if isinstance(end, int)}),
+            **self._switches(dim // heads, size, layers),
         }
+
+    @property
+    def architecture(self) -> str:
+        """What Hugging Face calls the family."""
+        if self.family == "llama" and self._number("expert_count", 0, least=0):
+            return "MixtralForCausalLM"
+        if self.family == "olmo2" and self._get("attention.sliding_window"):
+            return "Olmo3ForCausalLM"
+        return ARCHITECTURES[self.family]
+
+    def adapted(self, config: ModelConfig) -> ModelConfig:
+        """A config for the tensors as they lie here: Gemma's norms with 1 added, experts under one set of names."""
+        plain, mixture = Names(), config.mixture
+        of_experts = {key: getattr(plain, key) for key in ("router", "experts", "expert_gate_up", "expert_down")}
+        names = replace(config.names, **of_experts, transposed=False)
+        mixture = None if mixture is None else replace(mixture, interleaved=False)
+        return replace(config, names=names, mixture=mixture, norm_offset=0.0)
+
+    def _switches(self, share: int, size: int, layers: int) -> dict[str, Any]:
+        """Keys of a config.json that only some families have; `share`: of a head in the hidden size."""
+        said: dict[str, Any] = {
+            "sliding_window": self._get("attention.sliding_window"),
+            "attn_logit_softcapping": self._get("attn_logit_softcapping"),
+            "final_logit_softcapping": self._get("final_logit_softcapping"),
+            "embedding_multiplier": self._get("embedding_scale"),
+            "residual_multiplier": self._get("residual_scale"),
+            "attention_multiplier": self._get("attention.scale"),
+            "logits_scaling": self._get("logit_scale"),
+        }
+        if self.family in ("gemma2", "gemma3"):  # the 27B models divide by another root; llama.cpp knows them so, too
+            large = layers == {"gemma2": 46, "gemma3": 62}[self.family]
+            said |= {"hidden_act": "gelu_pytorch_tanh", "query_pre_attn_scalar": share if large else size}
+            said["rope_local_base_freq"] = self._get("rope.freq_base_swa")
+        if self._number("expert_count", 0, least=0):
+            width = self._number("expert_feed_forward_length", self._number("feed_forward_length"))
+            if self._get("expert_gating_func") not in (None, 1, 4):  # softmax, before or behind the choice
+                raise UnsupportedArchitecture(
+                    f"{self.path}: experts that are not weighed by a softmax are not supported"
+                )
+            said |= {
+                "num_local_experts": self._number("expert_count"),
+                "num_experts_per_tok": self._number("expert_used_count"), "moe_intermediate_size": width,
+                "norm_topk_prob": self.family == "qwen3moe",
+                "shared_expert_intermediate_size": self._get("expert_shared_feed_forward_length"),
+                **({} if self.family in ("qwen2moe", "qwen3moe") else {"intermediate_size": width}),
+            }  # fmt: skip
+        return {key: value for key, value in said.items() if value is not None}
 
     def _get(self, key: str) -> Any:
         return self.metadata.get(f"{self.family}.{key}")
@@ -169,6 +250,21 @@ class File:
                 "attn_factor": "attention_factor", "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow",
             }  # fmt: skip
             rope |= {hf: self._get(f"rope.scaling.{key}") for key, hf in given.items()}
+        if self.family in PARTIAL:
+            size = self._number(
+                "attention.key_length", self._number("embedding_length") // self._number("attention.head_count")
+            )
+            rope["partial_rotary_factor"] = self._number("rope.dimension_count", size) / size
+        if self.family == "gpt-oss":
+            rope["truncate"] = False
+        short, long = self.long
+        if short is not None and long is not None:
+            rope |= {
+                "rope_type": "longrope", "short_factor": short.dense().float().flatten().tolist(),
+                "long_factor": long.dense().float().flatten().tolist(),
+                "original_max_position_embeddings": self._get("rope.scaling.original_context_length"),
+                "attention_factor": self._get("rope.scaling.attn_factor"),
+            }  # fmt: skip
         if self.factors is not None:
             rope["freq_factors"] = self.factors.dense().float().flatten().tolist()
         return {key: value for key, value in rope.items() if value is not None}
@@ -176,7 +272,7 @@ class File:
     def stored(self, name: str) -> Stored:
         """A tensor by its Hugging Face name, its rows in the order that Hugging Face has them."""
         found = self.tensors[self.names[name]]
-        if self.family == "llama" and (match := re.search(r"self_attn\.([qk])_proj\.", name)):
+        if self.family in PAIRED and (match := re.search(r"self_attn\.([qk])_proj\.", name)):
             heads = self._number("attention.head_count")
             heads = heads if match[1] == "q" else self._number("attention.head_count_kv", heads)
             return _unpaired(found, heads)
@@ -289,10 +385,15 @@ def _parts(path: Path) -> list[Path]:
     return parts
 
 
-def _hf_name(name: str) -> str | None:
+def _hf_name(name: str, family: str = "llama") -> str | None:
     place, _, what = name.rpartition(".")
-    if (match := re.fullmatch(r"blk\.(\d+)\.(\w+)", place)) and match[2] in INSIDE:
-        return f"model.layers.{match[1]}.{INSIDE[match[2]]}.{what}"
+    if (match := re.fullmatch(r"blk\.(\d+)\.(\w+)", place)) and (
+        found := OWN.get(family, {}).get(match[2]) or INSIDE.get(match[2])
+    ):
+        if match[2].endswith("_exps") and what == "bias":
+            return f"model.layers.{match[1]}.{found}_bias"
+        what = "" if found.endswith("sinks") and what == "weight" else f".{what}"
+        return f"model.layers.{match[1]}.{found}{what}"
     return f"{OUTSIDE[place]}.{what}" if place in OUTSIDE else name
 
 

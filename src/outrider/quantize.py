@@ -23,7 +23,9 @@ FINE = 32  # rows rounded in groups of 128 cost five times as much perplexity
 ACTIVATIONS = ("int8",)  # to which the rows of products with such weights may be rounded, group by group
 GGUF = {  # bytes of a block, weights in it
     "Q8_0": (34, 32), "Q4_0": (18, 32), "Q4_1": (20, 32), "Q4_K": (144, 256), "Q5_K": (176, 256), "Q6_K": (210, 256),
+    "MXFP4": (17, 32),
 }  # fmt: skip
+E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the numbers that a code of MXFP4 has
 BLOCK = 2**22  # weights rounded at a time: bounds the float copies
 
 
@@ -114,6 +116,13 @@ def symmetric(weight: Tensor, bits: int, group: int, dtype: torch.dtype) -> tupl
     return values, scales
 
 
+def powers(exponents: Tensor, bias: int) -> Tensor:
+    """2 ^ (exponent - bias) in bfloat16, exactly: from 2 ^ -128 on, of which the first two are subnormal."""
+    biased = exponents.int() - bias + 127
+    bits = torch.where(biased > 0, biased << 7, 64 >> -biased.clamp(max=0))
+    return bits.short().view(torch.bfloat16)
+
+
 def from_gguf(blocks: Tensor, kind: str) -> Quantized:
     """Rows of weights as a GGUF file stores them, (out, bytes) uint8, with nothing lost; `kind` is one of GGUF.
 
@@ -138,6 +147,10 @@ def from_gguf(blocks: Tensor, kind: str) -> Quantized:
         return Quantized(bits, group, values.view(rows, count * weights), scales, offsets, signed)
 
     match kind:
+        case "MXFP4":  # twice the numbers, and half the scales
+            codes = torch.tensor([*E2M1, *(-n for n in E2M1)], dtype=torch.int8)
+            values = codes[bits(b[..., 1:], 4, 16).int()]
+            return Quantized(4, 32, values.view(rows, -1), powers(b[..., 0], 128), floats=True)
         case "Q8_0":
             return quantized(8, 32, b[..., 2:].contiguous().view(torch.int8), halves(0))
         case "Q4_0":

@@ -399,7 +399,7 @@ def rows_alone(model: Model) -> bool:
     """Whether the linears that this process holds give each row the same bits alone and in company."""
     layer, generator = model.layers[0], torch.Generator().manual_seed(0)
     with torch.inference_mode():
-        for linear in (layer.qkv, layer.o, layer.gate_up, layer.down, model.head):
+        for linear in (layer.qkv, layer.o, *layer.mlp.linears[:3], model.head):
             own: Linear = getattr(linear, "own", linear)  # of a product that is cut over ranks, the part
             x = torch.randn(65, own.in_features, generator=generator).to(model.device, model.dtype)
             full = own(x)

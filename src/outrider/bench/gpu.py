@@ -33,7 +33,7 @@ from outrider.kv import Entry, OffloadKV, PagedKV, Plan
 from outrider.llm import LLM
 from outrider.load import Progress
 from outrider.model import Layer, Model
-from outrider.ops import DevicePlan, Graphs, Linear, launches
+from outrider.ops import MLP, DevicePlan, Graphs, Linear, launches
 from outrider.ops.triton import launch
 from outrider.ops.triton.graph import cuda_capture
 from outrider.ops.triton.plan import PAGE, make, queries_tile
@@ -542,7 +542,7 @@ def random_model(config: ModelConfig, scheme: str | None, device: torch.device, 
     heads = [ones(config.head_dim) if config.qk_norm else None for _ in range(2)]
     made = [
         Layer(ones(config.hidden_size), product("qkv"), product("o"), ones(config.hidden_size),
-              product("gate-up", gated=True), product("down"), *heads)
+              MLP(product("gate-up", gated=True), product("down")), *heads)
         for _ in range(config.num_layers)
     ]  # fmt: skip
     table = torch.randn(config.vocab_size, config.hidden_size, device=device, dtype=dtype)

@@ -41,6 +41,8 @@ class Sample:
     drafted: int = 0
     accepted: int = 0
     exactness: set[str] = field(default_factory=set)  # of the outputs
+    forwards: int = 0  # of the target, prefill included
+    expert_bytes: int = 0  # that these read
 
     @property
     def rate(self) -> float:
@@ -93,7 +95,7 @@ class Result:
     identical: bool  # every prompt in every repeat has plain decoding's tokens
     differences: list[Difference]
     near_ties: int | None  # differences whose gap a rounding or two explains; None unless greedy
-    weight_bytes: int  # read by one forward of the target
+    weight_bytes: int  # read by one forward of the target, the experts counted that were chosen
     kv_bytes: int | None  # keys and values of one batch at full length
     peak_rss_bytes: int  # of the process until now
     hardware: dict[str, Any]

@@ -34,6 +34,7 @@ from outrider.config import MOST_LOGPROBS, SamplingParams, SpeculativeConfig
 from outrider.errors import ConfigError
 from outrider.llm import LLM
 from outrider.load import Progress
+from outrider.model import Model
 
 PLAIN = SpeculativeConfig()
 WARM_UP_TOKENS = 8
@@ -219,7 +220,7 @@ def run(
                 settings, llm, suite, prompts[suite.name], passes, samples["plain"], method=name, engine="outrider",
                 speculative_config=spoken | {"num_speculative_tokens": _k(config)},
                 exactness=max(e for s in passes for e in s.exactness), kv_bytes=kv_bytes[name], notes=[],
-                weight_bytes=llm.runner.model.nbytes, new_tokens=written(samples, ends[suite.name]),
+                weight_bytes=_read(llm.runner.model, passes), new_tokens=written(samples, ends[suite.name]),
             )  # fmt: skip
     if peer is None:
         return
@@ -254,6 +255,12 @@ def run(
                 )  # fmt: skip
 
 
+def _read(model: Model, passes: list[Sample]) -> int:
+    """Bytes of weights that a forward of these passes has read."""
+    chosen, forwards = sum(s.expert_bytes for s in passes), sum(s.forwards for s in passes)
+    return model.expected_bytes(0) + round(chosen / max(1, forwards))
+
+
 def written(samples: dict[str, list[Sample]], ends: bool) -> int | None:
     """How many tokens plain decoding wrote in a pass, if the model ends its answers."""
     return sum(map(len, samples["plain"][0].tokens)) if ends else None
@@ -285,7 +292,8 @@ def rounds(
 
 def sample(llm: LLM, prompts: list[list[int]], params: SamplingParams, batch: int) -> Sample:
     """One pass over the prompts, `batch` of them at a time."""
-    s = Sample()
+    s, model = Sample(), llm.runner.model
+    s.forwards, s.expert_bytes = -model.forwards, -model.expert_bytes
     for at in range(0, len(prompts), batch):
         outputs = llm.generate(prompts[at : at + batch], params)
         times = [o.metrics["timing"] for o in outputs]
@@ -304,6 +312,8 @@ def sample(llm: LLM, prompts: list[list[int]], params: SamplingParams, batch: in
             s.drafted += spec["num_draft_tokens"]
             s.accepted += spec["num_accepted_draft_tokens"]
             s.exactness.add(output.metrics["exactness"])
+    s.forwards += model.forwards
+    s.expert_bytes += model.expert_bytes
     return s
 
 

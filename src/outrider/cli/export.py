@@ -29,11 +29,14 @@ def quantize(
     model: Annotated[str, typer.Argument(callback=check_model, help="Folder, GGUF file, hub id or embedded model.")],
     folder: Annotated[Path, typer.Argument(help="New or empty folder.")],
     bits: Annotated[int, typer.Option(help="Bits of a weight: 4 or 8.")] = 4,
+    group: Annotated[
+        int | None, typer.Option(help="Inputs that share a scale: 32, 64, 128, or -1 for all; default: what fits.")
+    ] = None,
 ) -> None:
     """Write a checkpoint with weights of 4 or 8 bits, as compressed-tensors W4A16 or W8A16, which others load, too."""
     from outrider.export import quantize as write
 
     with Reporter() as reporter:
-        write(model, folder, bits, reporter)
+        write(model, folder, bits, reporter, group)
     size = sum(path.stat().st_size for path in folder.expanduser().glob("*.safetensors"))
     tell(f"{folder}: {size / 1e6:,.0f} MB of weights")

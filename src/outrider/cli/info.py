@@ -124,7 +124,11 @@ def _installation() -> dict[str, Any]:
 def _format(path: Path) -> str:
     """What a checkpoint's weights are stored as."""
     if path.is_dir():
-        return "safetensors"
+        from outrider.load import open_source
+
+        packed = getattr(open_source(path).weights, "reader", None)
+        kinds = Counter(linear.kind for linear in packed.packed.values()) if packed else Counter[str]()
+        return "safetensors" + ": " * bool(kinds) + ", ".join(f"{n} linears {kind}" for kind, n in kinds.most_common())
     from outrider import gguf
 
     kinds = Counter(tensor.kind for tensor in gguf.File(path).tensors.values())
@@ -167,13 +171,17 @@ def _switches(config: ModelConfig) -> list[str]:
     ):
         places = [place for place, name in (("before", before), ("after", after)) if name]
         said.append(f"norm {' and '.join(places)} {what}")
-    shown = [f for f in fields(config) if f.default is not MISSING_FIELD and f.name not in ("names", "local_rope")]
+    apart = ("names", "local_rope", "mixture")
+    shown = [f for f in fields(config) if f.default is not MISSING_FIELD and f.name not in apart]
     for item in shown:
         if (value := getattr(config, item.name)) != item.default:
             name = item.name.replace("_", " ")
             said.append(
                 name if value is True else f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
             )
+    if m := config.mixture:
+        said.append(f"{m.chosen} of {m.count} experts of {m.width} in {len(m.layers)} of {config.num_layers} layers")
+        said += [f"beside them one of {m.shared} that all tokens take"] * bool(m.shared)
     if config.local_rope:
         said.append(f"rope of layers with windows {config.local_rope['rope_type']}")
     return said
@@ -182,9 +190,10 @@ def _switches(config: ModelConfig) -> list[str]:
 def _model(llm: outrider.LLM) -> dict[str, Any]:
     from outrider.engine import free_memory
     from outrider.ops import KEY_BLOCK, follows_paths, native
+    from outrider.ops.elementwise import GATES
     from outrider.ops.triton.graph import ROWS
 
-    m, c = llm.runner.model, llm.runner.model.config
+    m, c, dtype = llm.runner.model, llm.runner.model.config, str(llm.runner.model.dtype).removeprefix("torch.")
     windows = sorted({w for w in c.windows if w})
     heads = f"{c.num_heads} query and {c.num_kv_heads} key-value heads of {c.head_dim}"
     per_token = 2 * c.num_layers * c.num_kv_heads * c.head_dim * m.dtype.itemsize
@@ -192,10 +201,16 @@ def _model(llm: outrider.LLM) -> dict[str, Any]:
     if follows_paths(m.dtype, m.device, c.head_dim):
         kernels = "Triton" if m.head.kernel == "Triton" else native.active
         attention = f"{kernels}, each row's keys in the order of their positions"
+    more = ""
+    if c.mixture:
+        more = f" of one row, about {m.expected_bytes(8) / 2**20:.1f} MiB of eight"
     walk = "one call of the kernels for all layers" if m.native_seconds is not None else "layer by layer"
     walk = walk if m.graphs is None else f"a CUDA graph for up to {ROWS[-1]} rows, else layer by layer"
-    inside = c.activation == "silu" and (m.head.native or m.head.kernel == "Triton")
-    gate = "in the gate-up product" if inside else "PyTorch, row by row"
+    gate = "PyTorch, row by row"
+    if m.head.kernel == "Triton":
+        gate = "in the gate-up product" if c.activation == "silu" else gate
+    elif m.head.native:
+        gate = "in the gate-up product" if c.activation == "silu" else native.active if c.activation in GATES else gate
     return {
         "model": f"{c.architecture} at {llm.checkpoint.path}",
         "family": FAMILIES[c.architecture].title,
@@ -205,7 +220,7 @@ def _model(llm: outrider.LLM) -> dict[str, Any]:
         "shape": f"hidden {c.hidden_size}, {c.num_layers} layers, {heads}, MLP {c.intermediate_size}",
         "vocabulary": c.vocab_size,
         "positions": f"{c.context}, rope {c.rope['rope_type']}" + (f", windows {windows}" if windows else ""),
-        "weights": f"{m.nbytes / 2**20:.1f} MiB read per forward, {str(m.dtype).removeprefix('torch.')}, {m.device}",
+        "weights": f"{m.nbytes / 2**20:.1f} MiB read per forward{more}, {dtype}, {m.device}",
         "keys_and_values": f"{per_token} bytes per token; {free_memory(m.device) / 2**30:.1f} GiB free",
         "bytes_per_forward": m.nbytes,
         "forward": walk,

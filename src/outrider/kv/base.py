@@ -81,8 +81,11 @@ class KVCache(Protocol):
     def reserve(self, plan: Plan) -> None:
         """Make room for the tokens of a forward. Raises OutOfMemory if there is none; what is stored stays."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
-        """Store k and v (tokens, kv_heads, dim), let q (tokens, heads, dim) look; returns (tokens, heads * dim)."""
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None = None) -> Tensor:
+        """Store k and v (tokens, kv_heads, dim), let q (tokens, heads, dim) look; returns (tokens, heads * dim).
+
+        `sinks` (heads,) float32 as ops' `attend` has them.
+        """
 
     def stores(self, plan: Plan) -> Stores | None:
         """Where the keys of a forward lie, for kernels that attend to all layers; None if only `attend` knows."""

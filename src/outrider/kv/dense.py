@@ -20,7 +20,7 @@ class DenseKV:
         self.config, self.dtype, self.device = config, dtype, device
         self.limit = limit  # tokens beyond which there is no spare room
         self.log = QueryLog()
-        self.scale = config.attention_scale
+        self.scale, self.softcap = config.attention_scale, config.attention_softcap
         self.store: dict[int, list[Tensor]] = {}  # per sequence, per layer (2, kv_heads, capacity, dim)
 
     def _capacity(self, tokens: int) -> int:
@@ -69,13 +69,14 @@ class DenseKV:
         # zeros: masked keys weigh 0, but 0 * nan would be nan
         return torch.zeros(size, dtype=self.dtype, device=self.device)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None = None) -> Tensor:
         """Store k and v (tokens, kv_heads, dim), let q (tokens, heads, dim) look; returns (tokens, heads * dim)."""
         if self.log.size:
             for e in plan.entries:
                 self.log.add(e.seq, layer, e.start, q[e.row : e.row + e.n])
         own = [self.store[e.seq][layer] for e in plan.entries]
-        return attend_all(q, k, v, plan.entries, own, self.config.windows[layer], self.scale, plan.scratch)
+        how = self.config.windows[layer], self.scale, plan.scratch, sinks, self.softcap
+        return attend_all(q, k, v, plan.entries, own, *how)
 
     def stores(self, plan: Plan) -> Stores | None:
         """Where the keys of a forward lie; None if only `attend` knows."""

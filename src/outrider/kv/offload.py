@@ -71,10 +71,10 @@ class OffloadKV(PagedKV):
                         to[at : at + n].copy_(keys, non_blocking=True)
                     at += n
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None = None) -> Tensor:
         """As PagedKV's; what is new goes home later."""
         if layer < self.on_chip:
-            return super().attend(layer, q, k, v, plan)
+            return super().attend(layer, q, k, v, plan, sinks)
         self._note(layer, q, plan)
         new = torch.stack([k, v])
         home = torch.empty(new.shape, dtype=self.dtype, pin_memory=self.side is not None)
@@ -84,7 +84,8 @@ class OffloadKV(PagedKV):
         if layer + 1 < self.config.num_layers:
             self._fetch(layer + 1, plan)
         own = [self.stages[layer % 2][e.seq] for e in plan.entries]
-        return attend_all(q, k, v, plan.entries, own, self.config.windows[layer], self.scale, plan.scratch)
+        how = self.config.windows[layer], self.scale, plan.scratch, sinks, self.softcap
+        return attend_all(q, k, v, plan.entries, own, *how)
 
     def fixed(self, plan: Plan, rows: int) -> None:
         """As `stores`."""

@@ -76,7 +76,7 @@ class PagedKV:
         self.config, self.dtype, self.device, self.most = config, dtype, device, most
         self.modest = MODEST  # bytes that the pool may grow to before what is cached must go
         self.log = QueryLog()
-        self.scale = config.attention_scale
+        self.scale, self.softcap = config.attention_scale, config.attention_softcap
         self.pool = Pool()
         self.tables: dict[int, Table] = {}
         self.slabs: list[Any] = []  # each has, per layer, (2, kv_heads, SLAB, dim)
@@ -279,7 +279,7 @@ class PagedKV:
             for e in plan.entries:
                 self.log.add(e.seq, layer, e.start, q[e.row : e.row + e.n])
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None = None) -> Tensor:
         """Store k and v (tokens, kv_heads, dim), let q (tokens, heads, dim) look; returns (tokens, heads * dim)."""
         window = self.config.windows[layer]
         self._note(layer, q, plan)
@@ -287,12 +287,13 @@ class PagedKV:
             tables = [self.tables[e.seq] for e in plan.entries]
             ids = [table.ids[: len(table.blocks)] for table in tables]
             pages = Pages(plan.scratch.get("slabs", self._pointers)[layer], SLAB, ids, plan.scratch)
-            return attend_pages(q, k, v, plan.entries, pages, window, self.scale)
+            return attend_pages(q, k, v, plan.entries, pages, window, self.scale, sinks, self.softcap)
         outs = []
         for e in plan.entries:
             rows = slice(e.row, e.row + e.n)
             self.write(e.seq, layer, e.start, k[rows], v[rows])
             whole = q.new_zeros(2, k.shape[1], -(-(e.start + e.n) // KEY_BLOCK) * KEY_BLOCK, k.shape[2])
             whole[:, :, : e.start + e.n] = self.span(e.seq, layer, 0, e.start + e.n)
-            outs.append(attend(q[rows], whole, e.start, e.parents, window, self.scale, plan.scratch))
+            how = window, self.scale, plan.scratch, None, sinks, self.softcap
+            outs.append(attend(q[rows], whole, e.start, e.parents, *how))
         return outs[0] if len(outs) == 1 else torch.cat(outs)

@@ -367,9 +367,9 @@ class View:
             own[0, :, : p.sinks] = self.turn(layer, sinks, first - p.sinks - h.origin)
         h.kept, h.first = p.sinks, first
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None = None) -> Tensor:
         """Attention over the buffers."""
-        return self.slab.attend(layer, q, k, v, plan.scratch["slots"])
+        return self.slab.attend(layer, q, k, v, plan.scratch["slots"], sinks)
 
     def stores(self, plan: Plan) -> Stores | None:
         """Where the buffers lie."""
@@ -418,7 +418,7 @@ class QuantizedView(View):
     def stores(self, plan: Plan) -> None:
         """Keys are decoded layer by layer: only `attend` has them."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None = None) -> Tensor:
         """Attention over the decoded keys and the buffers."""
         outs = []
         for e in plan.entries:
@@ -432,5 +432,6 @@ class QuantizedView(View):
                 at += piece.code.shape[2]
             whole[:, :, at:end] = own[:, :, : end - at]
             window = self.config.windows[layer]
-            outs.append(attend(q[rows], whole, e.start, e.parents, window, self.slab.scale, plan.scratch))
+            how = window, self.slab.scale, plan.scratch, None, sinks, self.slab.softcap
+            outs.append(attend(q[rows], whole, e.start, e.parents, *how))
         return torch.cat(outs)

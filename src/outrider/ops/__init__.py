@@ -17,25 +17,30 @@ from outrider.ops.attention import (
     follows_paths,
     write,
 )
-from outrider.ops.elementwise import argmax, gated, pick, picks, rms_norm, rope, rotate, softcap, swiglu
+from outrider.ops.elementwise import add, argmax, gated, pick, picks, rms_norm, rope, rotate, softcap, swiglu
+from outrider.ops.experts import MLP, Experts
 from outrider.ops.linear import Factors, Linear, Quantized, join, packs, quantises
 from outrider.ops.triton.graph import Graphs, bucket, upload
 from outrider.ops.triton.launch import runs as launches
 from outrider.ops.triton.plan import DevicePlan
-from outrider.ops.walk import Block, Stores, Walk
+from outrider.ops.walk import Block, Stores, Switches, Walk
 
 __all__ = [
     "KEY_BLOCK",
+    "MLP",
     "PAGE",
     "Block",
     "DevicePlan",
+    "Experts",
     "Factors",
     "Graphs",
     "Linear",
     "Pages",
     "Quantized",
     "Stores",
+    "Switches",
     "Walk",
+    "add",
     "argmax",
     "attend",
     "attend_all",

@@ -67,6 +67,8 @@ def attend(
     scale: float,
     scratch: dict[Any, Any] | None = None,
     scales: Tensor | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """What the queries of one sequence's new rows see: q (n, heads, dim) gives (n, heads * dim).
 
@@ -75,12 +77,13 @@ def attend(
     itself and the rows before it: all earlier ones if `parents` is None, else those on its path through the tree, where
     parents[i] is the index of the row before row i and -1 the prefix. No row sees farther back than `window` positions.
     A store of int8 has `scales` (2, kv_heads, capacity) float32, by which its numbers are multiplied. `scratch`, a dict
-    that lives as long as one forward, keeps what its layers share.
+    that lives as long as one forward, keeps what its layers share. `sinks` (heads,) float32 are, for each head, the
+    score of a key without a value that all rows see; by `softcap` c scores become c * tanh(score / c).
     """
     n, heads, dim = q.shape
     if dim % 8 == 0 and native.runs(q.dtype, q.device):
         out = torch.empty(n, heads * dim, dtype=q.dtype)
-        _run(q, out, [(0, 0, 0, store, start, n, parents, scales)], 0, 0, window, scale)
+        _run(q, out, [(0, 0, 0, store, start, n, parents, scales)], 0, 0, window, scale, sinks, softcap)
         return out
     if scales is not None:
         store = store.to(q.dtype) * scales[..., None].to(q.dtype)
@@ -92,8 +95,16 @@ def attend(
     scratch = {} if scratch is None else scratch
     if key not in scratch:
         scratch[key] = attention_mask(visible(n, start, parents, window, first, last, q.device), group, q.dtype)
-    keys = store[:, :, first:last]
-    return attention(q, keys[0], keys[1], scratch[key], scale)
+    keys, mask = store[:, :, first:last], scratch[key]
+    if sinks is not None:  # a block of its own, before all others
+        own = mask.new_full((len(mask), KEY_BLOCK), float("-inf"))
+        folded = sinks.view(-1, 1, group).expand(-1, n, -1).reshape(-1, n * group)
+        mask, keys = mask.expand(len(folded), -1, -1), F.pad(keys, (0, 0, KEY_BLOCK, 0))
+        own = own.expand(len(folded), -1, -1).clone()
+        own[:, : n * group, 0] = folded.to(own.dtype)
+        own[:, n * group :, 0] = 0
+        mask = torch.cat([own, mask], 2)
+    return attention(q, keys[0], keys[1], mask, scale, softcap)
 
 
 def attend_all(
@@ -105,6 +116,8 @@ def attend_all(
     window: int | None,
     scale: float,
     scratch: dict[Any, Any],
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Write the new keys and values of several sequences to their stores, and `attend` for each: (tokens, heads * dim).
 
@@ -117,26 +130,34 @@ def attend_all(
             places = [(i, store.shape[2]) for i, store in enumerate(stores)]
             scratch[key] = make(rows, pages, places, _step(q.shape[1], q.shape[2], k.shape[1]), q.device)
         at = _addresses(tuple(store.data_ptr() for store in stores), q.device)
-        return launch.attend(q, k, v, at, scratch[key], window, scale)
+        return launch.attend(q, k, v, at, scratch[key], window, scale, sinks, softcap)
     if follows_paths(q.dtype, q.device, q.shape[2]):
-        return _attend_all(q, k, v, rows, stores, None, window, scale)
+        return _attend_all(q, k, v, rows, stores, None, window, scale, sinks, softcap)
     outs = []
     for r, store in zip(rows, stores, strict=True):
         own = slice(r.row, r.row + r.n)
         write(store, r.start, k[own], v[own])
-        outs.append(attend(q[own], store, r.start, r.parents, window, scale, scratch))
+        outs.append(attend(q[own], store, r.start, r.parents, window, scale, scratch, None, sinks, softcap))
     return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
 def attend_pages(
-    q: Tensor, k: Tensor, v: Tensor, rows: Sequence[Rows], pages: Pages, window: int | None, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: Sequence[Rows],
+    pages: Pages,
+    window: int | None,
+    scale: float,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """`attend_all` for keys in pages; only where the kernels run (`follows_paths`)."""
     if launch.runs(q.dtype, q.device):
         if "pages" not in pages.scratch:
             pages.scratch["pages"] = device_plan(rows, pages, (q.shape[1], q.shape[2], k.shape[1]), q.device)
-        return launch.attend(q, k, v, pages.slabs, pages.scratch["pages"], window, scale)
-    return _attend_all(q, k, v, rows, pages.tables, pages, window, scale)
+        return launch.attend(q, k, v, pages.slabs, pages.scratch["pages"], window, scale, sinks, softcap)
+    return _attend_all(q, k, v, rows, pages.tables, pages, window, scale, sinks, softcap)
 
 
 def device_plan(
@@ -165,6 +186,8 @@ def _attend_all(
     pages: Pages | None,
     window: int | None,
     scale: float,
+    sinks: Tensor | None,
+    softcap: float | None,
 ) -> Tensor:
     shape = (q.shape[0], k.shape[1] if pages else stores[0].shape[1], q.shape[2])
     for name, new in (("keys", k), ("values", v)):
@@ -177,7 +200,7 @@ def _attend_all(
         (r.row, keys + r.row * k_row, values + r.row * v_row, store, r.start, r.n, r.parents, None)
         for r, store in zip(rows, stores, strict=True)
     ]
-    _run(q, out, jobs, k.stride(0), v.stride(0), window, scale, pages, k.shape[1])
+    _run(q, out, jobs, k.stride(0), v.stride(0), window, scale, sinks, softcap, pages, k.shape[1])
     return out
 
 
@@ -204,6 +227,8 @@ def _run(
     v_stride: int,
     window: int | None,
     scale: float,
+    sinks: Tensor | None,
+    softcap: float | None,
     pages: Pages | None = None,
     kv_heads: int = 0,
 ) -> None:
@@ -240,7 +265,11 @@ def _run(
         known.append((*rows_at, own, native.address(scales), capacity, start, n, parents, table))
     strides, types = (q.stride(0), k_stride, v_stride), (CODES[q.dtype], CODES[kind])
     slabs, threads = pages.slabs.data_ptr() if pages else 0, torch.get_num_threads()
-    native.kernels.attend(known, slabs, heads, kv_heads, dim, strides, window or 0, scale, types, threads)
+    sinks = None if sinks is None else native.fitting("sinks", sinks, (heads,), torch.float32, q.device)
+    native.kernels.attend(
+        known, slabs, heads, kv_heads, dim, strides, window or 0, scale, softcap or 0.0, native.address(sinks), types,
+        threads,
+    )  # fmt: skip
 
 
 def visible(
@@ -275,16 +304,21 @@ def attention_mask(visible: Tensor, group: int, dtype: torch.dtype) -> Tensor:
     return mask
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """softmax(q k^T * scale + mask) v for one sequence.
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None = None) -> Tensor:
+    """softmax(q k^T * scale + mask) v for one sequence; with `softcap` c, of c * tanh(q k^T * scale / c) + mask.
 
-    q (n, heads, dim); k and v (kv_heads, keys, dim), keys a multiple of KEY_BLOCK; mask from `attention_mask`.
-    Returns (n, heads * dim).
+    q (n, heads, dim); k and v (kv_heads, keys, dim), keys a multiple of KEY_BLOCK; mask from `attention_mask`, for all
+    heads or (kv_heads, rows, keys). Returns (n, heads * dim).
     """
     n, heads, dim = q.shape
     kv_heads = k.shape[0]
     group = heads // kv_heads
-    folded = q.new_zeros(kv_heads, mask.shape[0], dim)
+    folded = q.new_zeros(kv_heads, mask.shape[-2], dim)
     folded[:, : n * group] = q.view(n, kv_heads, group, dim).transpose(0, 1).reshape(kv_heads, n * group, dim)
-    out = F.scaled_dot_product_attention(folded[None], k[None], v[None], attn_mask=mask, scale=scale)[0]
+    if softcap is not None:
+        scores = torch.tanh(folded @ k.transpose(1, 2) * (scale / softcap)) * softcap + mask
+        out = scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v
+    else:
+        mask = mask if mask.ndim == 2 else mask[None]
+        out = F.scaled_dot_product_attention(folded[None], k[None], v[None], attn_mask=mask, scale=scale)[0]
     return out[:, : n * group].view(kv_heads, n, group, dim).transpose(0, 1).reshape(n, heads * dim)

@@ -18,6 +18,7 @@ from outrider.ops.triton import launch
 from outrider.ops.triton.graph import upload
 
 GRAIN = 32768  # elements; at::internal::GRAIN_SIZE
+GATES = {"silu": 0, "gelu_tanh": 1, "clamped": 2}  # activations that the kernels have
 PIECE = 8192  # elements; GELU is split sooner than others
 
 
@@ -43,10 +44,40 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return out
 
 
-def gated(gate_up: Tensor, activation: str) -> Tensor:
-    """gelu(gate) * up (n, width) for the fused product gate_up (n, 2 * width); `activation`: gelu or gelu_tanh."""
-    width, approximate = gate_up.shape[1] // 2, "tanh" if activation == "gelu_tanh" else "none"
-    return _pieces(lambda gate, up: F.gelu(gate, approximate=approximate) * up, gate_up[:, :width], gate_up[:, width:])
+def gated(gate_up: Tensor, activation: str, clamp: tuple[float, float] | None = None) -> Tensor:
+    """act(gate) * up (n, width) for the fused product gate_up (n, 2 * width).
+
+    `activation`: silu, gelu, gelu_tanh; or clamped, which with `clamp` (alpha, limit) is gate * sigmoid(alpha * gate) *
+    (up + 1), the gate at most the limit and the up within it.
+    """
+    n, width = gate_up.shape[0], gate_up.shape[1] // 2
+    if activation in GATES and native.runs(gate_up.dtype, gate_up.device):
+        x, y, half = gate_up.contiguous(), gate_up.new_empty(n, width), gate_up.dtype == torch.bfloat16
+        gate = GATES[activation], *(clamp or (0.0, 0.0))
+        native.kernels.gate(x.data_ptr(), n, width, *gate, y.data_ptr(), half, torch.get_num_threads())
+        return y
+
+    def act(gate: Tensor, up: Tensor) -> Tensor:
+        if activation == "clamped" and clamp:
+            alpha, limit = clamp
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            return gate * torch.sigmoid(alpha * gate) * (up + 1)
+        if activation == "silu":
+            return F.silu(gate) * up
+        return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
+
+    return _pieces(act, gate_up[:, :width], gate_up[:, width:])
+
+
+def add(x: Tensor, y: Tensor, factor: float) -> Tensor:
+    """x + factor * y, both (n, width), rounded once by the kernels."""
+    if not native.runs(x.dtype, x.device):
+        return x + (y if factor == 1 else y * factor)
+    x, y = x.clone(memory_format=torch.contiguous_format), native.fitting("y", y, tuple(x.shape), x.dtype, x.device)
+    native.kernels.add(
+        x.data_ptr(), y.data_ptr(), x.numel(), factor, x.dtype == torch.bfloat16, torch.get_num_threads()
+    )
+    return x
 
 
 def softcap(x: Tensor, cap: float) -> Tensor:

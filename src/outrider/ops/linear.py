@@ -20,6 +20,7 @@ from outrider.ops.elementwise import rms_norm, swiglu
 from outrider.ops.triton import launch
 
 CPU = torch.device("cpu")
+shelf = native.Shelf()  # of packed weights: experts are many and small
 
 
 Factors: TypeAlias = Tensor | tuple[Tensor, Tensor]
@@ -66,6 +67,16 @@ class Quantized:
         dense = values * self._spread(self.scales)
         dense = dense if self.offsets is None else dense + self._spread(self.offsets)
         return dense if self.order is None else dense[:, self.order.argsort()]
+
+    def take(self, rows: Tensor) -> Quantized:
+        """Those of some outputs, by their indices (n,)."""
+
+        def own(factors: Any) -> Any:
+            return tuple(x[rows] for x in factors) if isinstance(factors, tuple) else factors[rows]
+
+        values = self.values.view(torch.int8)[rows].view(self.values.dtype)
+        given = {"scales": self.scales, "offsets": self.offsets, "zeros": self.zeros}
+        return replace(self, values=values, **{k: own(x) for k, x in given.items() if x is not None})
 
     def _spread(self, factors: Factors) -> Tensor:
         """(out, in) float32."""
@@ -187,7 +198,7 @@ class Linear:
         if self.triton:
             self.native, self.kernel, self.architecture = False, "Triton", launch.architecture(device)
             self.packed: list[Any] = [launch.pack(part, device) for part in parts]
-            self.nbytes = sum(w.nbytes for w in self.packed) + (0 if bias is None else bias.nbytes)
+            self.nbytes: int = sum(w.nbytes for w in self.packed) + (0 if bias is None else bias.nbytes)
             return
         self.native = pack and native.runs(self.dtype, device)
         self.kernel = native.active
@@ -223,7 +234,7 @@ class Linear:
             )
         rounded = rounded and quantized is not None and quantized.whole
         w = native.kernels.Weights(code, *plain.shape, group, self.gated, rounded)
-        data, plain = native.memory(w.nbytes), plain.contiguous()
+        data, plain = shelf.take(w.nbytes), plain.contiguous()
         w.pack(plain.data_ptr(), data.data_ptr(), torch.get_num_threads())
         self._kept.append(data)
         if quantized:

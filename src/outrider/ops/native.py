@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import mmap
 import os
+import threading
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ INTEGERS = (INT8, INT4, UINT4, UINT5, INT6)  # those that multiply with rounded 
 BFLOAT, HALF, COARSE, FLOAT, ZEROS = range(5)  # kinds of factors
 SUPER = 256  # inputs that share a coarse factor
 HUGE = 2**21  # bytes of a large page
+SHELF = 16 * HUGE  # bytes of a shelf's block
 FORMATS = {torch.float32: F32, torch.bfloat16: BF16}
 
 try:
@@ -62,6 +64,25 @@ def fitting(what: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype, de
 def address(x: Tensor | None) -> int:
     """Where x lies; 0, which the kernels take for none, if there is none."""
     return 0 if x is None else x.data_ptr()
+
+
+class Shelf:
+    """Memory for many things that are each smaller than a large page, and live about as long: side by side in large
+    pages. What is left of a block when the next thing does not fit is lost."""
+
+    def __init__(self) -> None:
+        self.block, self.lock = memory(0), threading.Lock()
+
+    def take(self, size: int) -> Tensor:
+        """Zeroed bytes, as `memory` gives them."""
+        size = -(-size // 64) * 64
+        if size >= HUGE:
+            return memory(size)
+        with self.lock:
+            if size > len(self.block):
+                self.block = memory(SHELF)
+            taken, self.block = self.block[:size], self.block[size:]
+        return taken
 
 
 def memory(size: int) -> Tensor:

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from outrider.ops import native
 from outrider.ops.attention import CODES
+from outrider.ops.elementwise import GATES
+from outrider.ops.experts import MLP, Experts
 from outrider.ops.linear import CPU, Linear
 
 Run = tuple[int, int, int, int, list[int] | None, list[int], int, int]
@@ -40,7 +42,7 @@ class Stores:
 
 @dataclass
 class Block:
-    """What the walk of one layer reads: norms, products and the window of its attention."""
+    """What the walk of one layer reads, as model.py's Layer has it; `turn` is which of the rotations it takes."""
 
     input_norm: Tensor | None
     qkv: Linear
@@ -48,9 +50,24 @@ class Block:
     k_norm: Tensor | None
     o: Linear
     post_norm: Tensor | None
-    gate_up: Linear
-    down: Linear
+    mlp: MLP | Experts
     window: int | None
+    attention_norm: Tensor | None = None
+    mlp_norm: Tensor | None = None
+    sinks: Tensor | None = None
+    turn: int = 0
+
+
+@dataclass(frozen=True)
+class Switches:
+    """In what families differ that holds for all layers; as ModelConfig has them."""
+
+    scale: float
+    softcap: float | None = None
+    full_norms: bool = False
+    activation: str = "silu"
+    clamp: tuple[float, float] | None = None
+    residual: float = 1.0
 
 
 class Walk:
@@ -70,25 +87,35 @@ class Walk:
         norm: Tensor,
         head: Linear,
         embedding: Tensor | Linear | None,
+        switches: Switches | None = None,
     ) -> None:
         self.seconds = 0.0  # spent in the native call so far
         self.hidden, self.vocab, self.dtype = head.in_features, head.out_features, head.dtype
         self.heads, self.dim, self.layers = heads, dim, len(blocks)
         self._kept: list[Any] = [blocks, head, embedding]  # whose addresses the kernels hold
         shape = heads, kv_heads, dim, self.hidden, self.vocab
-        self._native = native.kernels.Walk(*shape, eps, dim**-0.5, CODES[self.dtype])
+        s, self.turns = switches or Switches(dim**-0.5), 1 + max((b.turn for b in blocks), default=0)
+        gate = GATES[s.activation], *(s.clamp or (0.0, 0.0))
+        self._native = native.kernels.Walk(
+            *shape, eps, s.scale, s.softcap or 0.0, s.full_norms, *gate, s.residual, CODES[self.dtype]
+        )
+        widths = (heads * dim, kv_heads * dim) if s.full_norms else (dim, dim)
         for b in blocks:
-            inner = b.down.in_features
             fits = {(b.qkv, (heads + 2 * kv_heads) * dim, self.hidden), (b.o, self.hidden, heads * dim)}
-            fits |= {(b.gate_up, inner, self.hidden), (b.down, self.hidden, inner)}
+            mlp, experts = (b.mlp, None) if isinstance(b.mlp, MLP) else (None, b.mlp.native)
+            if mlp:
+                inner = mlp.down.in_features * (1 if mlp.gate_up.gated else 2)
+                fits |= {(mlp.gate_up, inner, self.hidden), (mlp.down, self.hidden, mlp.down.in_features)}
             if bad := [x for x, *size in fits if size != [x.out_features, x.in_features] or x.dtype != self.dtype]:
                 raise ValueError(
                     f"a product of {bad[0].in_features} inputs and {bad[0].out_features} outputs does not fit"
                 )
-            norms = [self._norm(x, n) for x, n in ((b.input_norm, self.hidden), (b.q_norm, dim), (b.k_norm, dim))]
+            norms = [b.input_norm, b.post_norm, b.q_norm, b.k_norm, b.attention_norm, b.mlp_norm]
+            sizes = [self.hidden] * 2 + [*widths] + [self.hidden] * 2
+            products = (mlp.gate_up.packed, mlp.down.packed) if mlp else ([], [])
             self._native.add(
-                norms[0], b.qkv.packed, *norms[1:], b.o.packed, self._norm(b.post_norm, self.hidden),
-                b.gate_up.packed, b.down.packed, b.window or 0,
+                [self._norm(x, n) for x, n in zip(norms, sizes, strict=True)], b.qkv.packed, b.o.packed, *products,
+                experts, b.window or 0, self._norm(b.sinks, heads, torch.float32), b.turn,
             )  # fmt: skip
         self._native.end(self._norm(norm, self.hidden), head.packed)
         self.embeds = embedding is not None
@@ -99,9 +126,9 @@ class Walk:
             self._kept.append(table)
             self._native.embedding(table.data_ptr(), None)
 
-    def _norm(self, x: Tensor | None, width: int) -> int:
+    def _norm(self, x: Tensor | None, width: int, dtype: torch.dtype | None = None) -> int:
         if x is not None:
-            x = native.fitting("norm", x, (width,), self.dtype, CPU)
+            x = native.fitting("norm", x, (width,), dtype or self.dtype, CPU)
             self._kept.append(x)
         return native.address(x)
 
@@ -118,10 +145,11 @@ class Walk:
         """Normed states (wanted, hidden) and, with `head`, logits (wanted, vocab) float32 of the rows `wanted`.
 
         tokens: ids, or rows embedded (n, hidden). turns: for each row the address of its cosines (dim,), its sines
-        `sines` bytes behind. Each key of `states`, a point as kv/rows.py has them, gets the states (n, hidden) there.
+        `sines` bytes behind; of all rows for each rotation that the blocks name, one after another. Each key of
+        `states`, a point as kv/rows.py has them, gets the states (n, hidden) there.
         Raises IndexError for a token beyond the vocabulary.
         """
-        rows, embedded = len(turns), None
+        rows, embedded = len(turns) // self.turns, None
         if isinstance(tokens, Tensor):
             embedded, tokens = native.fitting("rows", tokens, (rows, self.hidden), self.dtype, CPU), []
         if stores.dtype != self.dtype:

@@ -1,0 +1,162 @@
+"""An MLP of experts, of which each row takes a few: every expert that some row chose is read once, for all of its rows.
+
+A row's result depends on the row alone (Law 2): products are row-invariant, whichever rows share an expert, and what a
+row's experts give is summed in their order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outrider.ops import native
+from outrider.ops.attention import CODES
+from outrider.ops.elementwise import GATES, gated
+from outrider.ops.linear import Linear
+
+
+@dataclass
+class MLP:
+    """A gate and an up in one product, and down: hidden -> inner, if gate_up is gated, else 2 * inner -> hidden.
+
+    `activation` and `clamp` as in `gated`, unless gate_up is gated.
+    """
+
+    gate_up: Linear
+    down: Linear
+    activation: str = "silu"
+    clamp: tuple[float, float] | None = None
+
+    @property
+    def linears(self) -> list[Linear]:
+        """All products."""
+        return [self.gate_up, self.down]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its weights."""
+        return self.gate_up.nbytes + self.down.nbytes
+
+    def expected(self, rows: int) -> float:
+        """Bytes of weights that a forward reads."""
+        return self.nbytes
+
+    @property
+    def native(self) -> bool:
+        """Whether the kernels compute all of it."""
+        known = self.gate_up.gated or self.activation in GATES
+        return known and self.gate_up.native and self.down.native
+
+    def __call__(
+        self,
+        x: Tensor,
+        norm: Tensor | None,
+        eps: float,
+        residual: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """What it gives for rms_norm(x) * norm, plus residual: (rows, hidden), as all three tensors are, or `dtype`."""
+        inner = self.gate_up(x, norm, eps)
+        inner = inner if self.gate_up.gated else gated(inner, self.activation, self.clamp)
+        return self.down(inner, residual=residual, dtype=dtype)
+
+
+class Experts:
+    """A router (hidden -> a score for each), the experts, and how a row's `chosen` best of them are weighed.
+
+    Their weights are a softmax over the chosen ones if `normalised`, else over all. With `shared` the last expert is
+    every row's, beside the chosen ones, and weighs the sigmoid of its score. Raises ValueError for products that do not
+    fit each other.
+    """
+
+    def __init__(self, router: Linear, experts: list[MLP], chosen: int, normalised: bool, shared: bool = False) -> None:
+        self.router, self.experts, self.chosen = router, experts, chosen
+        self.normalised, self.shared = normalised, shared
+        self.hidden, self.dtype, self._read = router.in_features, router.dtype, 0
+        for e in experts:
+            inner, up = e.down.in_features, e.gate_up
+            sizes, wide = (up.in_features, e.down.out_features), inner if up.gated else 2 * inner
+            if sizes != (self.hidden, self.hidden) or up.out_features != wide or self.dtype != e.down.dtype:
+                raise ValueError(f"an expert of {sizes[0]} -> {up.out_features}, {inner} -> {sizes[1]} does not fit")
+        if router.out_features != len(experts) or not 0 < chosen <= len(experts) - shared:
+            raise ValueError(f"{chosen} of {len(experts)} experts cannot be chosen by {router.out_features} scores")
+
+    @property
+    def linears(self) -> list[Linear]:
+        """All products."""
+        return [self.router, *(linear for e in self.experts for linear in e.linears)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights."""
+        return sum(linear.nbytes for linear in self.linears)
+
+    def expected(self, rows: int) -> float:
+        """Bytes of weights that a forward reads, if each row's choice were a matter of chance."""
+        own = self.experts[: len(self.experts) - self.shared]
+        missed = (1 - self.chosen / len(own)) ** rows
+        fixed = self.router.nbytes + (self.experts[-1].nbytes if self.shared and rows else 0)
+        return (1 - missed) * sum(e.nbytes for e in own) + fixed
+
+    @property
+    def read(self) -> int:
+        """Bytes of experts that forwards have read so far."""
+        return int(self._read if self.native is None else self.native.read)
+
+    @cached_property
+    def native(self) -> Any:
+        """The kernels' view of it; None if some weights are not packed or the activation is not theirs."""
+        if not self.router.native or not all(e.native for e in self.experts):
+            return None
+        first = self.experts[0]
+        width = max(e.down.in_features for e in self.experts)
+        found = native.kernels.Experts(
+            self.hidden, width, CODES[self.dtype], self.router.packed, self.chosen, self.normalised, self.shared,
+            GATES[first.activation], *(first.clamp or (0.0, 0.0)),
+        )  # fmt: skip
+        for e in self.experts:
+            found.add(e.gate_up.packed, e.down.packed, e.nbytes)
+        return found
+
+    def __call__(self, x: Tensor, norm: Tensor | None, eps: float, residual: Tensor | None = None) -> Tensor:
+        """What the experts give for rms_norm(x) * norm, plus residual: (rows, hidden), as all three tensors are."""
+        kind = x.dtype, x.device
+        if self.native is None:
+            y = self._each(x if norm is None else F.rms_norm(x, norm.shape, norm, eps))
+            return (y if residual is None else residual.float() + y).to(x.dtype)
+        x = native.fitting("x", x, (len(x), self.hidden), self.dtype, x.device)
+        norm = None if norm is None else native.fitting("norm", norm, (self.hidden,), *kind)
+        residual = None if residual is None else native.fitting("residual", residual, tuple(x.shape), *kind)
+        y, at = torch.empty_like(x), native.address
+        self.native.mix(x.data_ptr(), len(x), at(norm), eps, at(residual), y.data_ptr(), torch.get_num_threads())
+        return y
+
+    def route(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Which experts (rows, n) each row takes, ascending, and their weights: float32 of scores (rows, all) float32.
+
+        Of equal scores the first wins.
+        """
+        own = scores[:, : len(self.experts) - self.shared]
+        at = own.sort(dim=-1, descending=True, stable=True).indices[:, : self.chosen].sort(-1).values
+        weights = own.gather(1, at).softmax(-1) if self.normalised else own.softmax(-1).gather(1, at)
+        if self.shared:
+            last = torch.full_like(at[:, :1], len(self.experts) - 1)
+            at, weights = torch.cat([at, last], 1), torch.cat([weights, scores[:, -1:].sigmoid()], 1)
+        return at, weights
+
+    def _each(self, x: Tensor) -> Tensor:
+        at, weights = self.route(self.router(x, dtype=torch.float32))
+        parts = x.new_empty(*at.shape, self.hidden, dtype=torch.float32)
+        for i in sorted(set(at.flatten().tolist())):
+            expert, (rows, places) = self.experts[i], (at == i).nonzero(as_tuple=True)
+            parts[rows, places] = expert(x[rows], None, 0.0, dtype=torch.float32)
+            self._read += expert.nbytes
+        total = torch.zeros_like(parts[:, 0])
+        for j in range(at.shape[1]):
+            total = total + weights[:, j, None] * parts[:, j]
+        return total
