@@ -77,7 +77,7 @@ DAMAGE = {
     "binary config": (lambda f: (f / "config.json").write_bytes(b"\xff\xfe\x00"), CheckpointError, "config.json"),
     "empty config": (lambda f: (f / "config.json").write_text("{}"), CheckpointError, "model_type"),
     "other architecture": (lambda f: edit(f, architectures=["MambaForCausalLM"], model_type="mamba"),
-                           UnsupportedArchitecture, "MambaForCausalLM", "LlamaForCausalLM"),
+                           UnsupportedArchitecture, "MambaForCausalLM", "supported: Llama, "),
     "contradictory family": (lambda f: edit(f, model_type="gpt2"), CheckpointError, "config.json"),
     "quantised": (lambda f: edit(f, quantization_config={"bits": 4}), UnsupportedArchitecture, "quantised"),
     "activation": (lambda f: edit(f, hidden_act="relu2"), UnsupportedArchitecture, "relu2", "silu"),

@@ -375,7 +375,9 @@ def test_stop_token_and_end_of_sequence(story, monkeypatch):
     assert stopped.token_ids == full[: full.index(last) + 1] and stopped.finish_reason == "stop"
     assert text.startswith(stopped.text) and llm.tokenizer.decode(stopped.token_ids[:-1]) == stopped.text
     monkeypatch.setattr(llm.runner.model, "config", replace(llm.runner.model.config, eos=(last,)))
-    assert alike(cut_inside_a_block(llm, prompt, full), stopped)
+    ended = cut_inside_a_block(llm, prompt, full)
+    assert (ended.token_ids, ended.text, ended.finish_reason) == (stopped.token_ids, stopped.text, "stop")
+    assert (ended.stop_reason, stopped.stop_reason) == (None, last)
     ignored = cut_inside_a_block(llm, prompt, full, ignore_eos=True)
     assert ignored.token_ids == full and ignored.finish_reason == "length"
     late = cut_inside_a_block(llm, prompt, full, min_tokens=len(stopped.token_ids))

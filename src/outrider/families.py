@@ -338,7 +338,8 @@ def check(hf: Hf) -> Family:
     name = _architecture(hf)
     if (found := FAMILIES.get(name)) is None:
         needs = f": it needs {UNSUPPORTED[name]}" if name in UNSUPPORTED else ""
-        raise UnsupportedArchitecture(f"architecture {name} is not supported{needs}; supported: {', '.join(FAMILIES)}")
+        known = ", ".join(known.removesuffix("ForCausalLM") for known in FAMILIES)
+        raise UnsupportedArchitecture(f"architecture {name} is not supported{needs}; supported: {known}")
     return found
 
 

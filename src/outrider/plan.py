@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 from outrider.config import ModelConfig, real, whole
 from outrider.errors import ConfigError, brief
-from outrider.parallel import Cut, Group
 
 
 @dataclass(frozen=True)
@@ -165,6 +164,8 @@ def traffic(config: ModelConfig, ranks: int, mode: str, rows: int, wanted: int, 
     `wanted`: rows whose logits are asked for; `itemsize` of the model's numbers. Partial sums and logits have four.
     Raises ConfigError for what cannot be cut so.
     """
+    from outrider.parallel import Cut, Group  # which needs torch
+
     cut = Cut(config, Group(None, ranks, mode, None))
     if ranks == 1:
         return 0, 0

@@ -188,7 +188,10 @@ def test_a_sample_counts_what_comes_in_the_time_it_takes() -> None:
         )  # fmt: skip
 
     batches = {2: [output(2.5, [3, 0, 1]), output(4.5, [0, 0, 0, 2])], 1: [output(1.5, [1, 1])]}
-    fake: Any = SimpleNamespace(generate=lambda prompts, params: batches[len(prompts)])
+    model = SimpleNamespace(forwards=7, expert_bytes=0)
+    fake: Any = SimpleNamespace(
+        generate=lambda prompts, params: batches[len(prompts)], runner=SimpleNamespace(model=model)
+    )
     s = sample(fake, [[1], [2], [3]], SamplingParams(), batch=2)
     # The first forward of each sequence gives 4, 1 and 2 tokens, before the clock starts.
     assert (s.timed, s.seconds, s.rate) == (3 + 5 + 2, 4.0 + 1.0, 2.0)

@@ -50,7 +50,7 @@ def folder(tmp_path_factory):
     lines("t0_sample.jsonl.xz", [pair(i) for i in range(60)] + [{"prompt": f"Say: {ASKED}", "completion": "two"}])
     sums = [{"question": f"Sum {i}: {i} + 1?", "answer": f"It is <<{i}+1={i + 1}>>{i + 1}."} for i in range(60)]
     lines("gsm8k_train.jsonl.xz", sums)
-    lines("gsm8k_test200.jsonl", [{"question": "Another?", "answer": "1"}])
+    lines("gsm8k_test200.jsonl", [{"question": "Another?", "answer": f"It is {i}."} for i in range(9)])
     (root / "wikitext2_valid.txt.xz").write_bytes(lzma.compress(sentences(rng, 200).encode()))
     lines("spec_bench_half.jsonl", [{"turns": [ASKED]}])
     return root

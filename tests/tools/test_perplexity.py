@@ -27,9 +27,9 @@ def test_the_command(folder, library, monkeypatch):
 
 def test_windows(folder, library, tokenizer, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(library))
-    found = perplexity.windows(tokenizer, folder, 3, 12)
+    found = perplexity.windows(tokenizer, folder, 2, 12)
     assert list(found) == ["encyclopedia", "books", "code", "chat"]
-    assert all(len(some) == 3 and all(len(ids) == 12 for ids in some) for some in found.values())
+    assert all(len(some) == 2 and all(len(ids) == 12 for ids in some) for some in found.values())
     assert found["books"][0][0] == tokenizer.bos_token_id
     with pytest.raises(ConfigError, match="ask for fewer or shorter"):
         perplexity.windows(tokenizer, folder, 9000, 12)
