@@ -130,6 +130,8 @@ def gguf_blocks(kind, rows, inputs, seed=0):
     size, weights = GGUF[kind]
     rng = np.random.default_rng(seed)
     blocks = rng.integers(0, 256, (rows, inputs // weights, size), dtype=np.uint8)
+    if kind == "MXFP4":  # an exponent
+        blocks[..., 0] = rng.integers(116, 124, blocks.shape[:2])
     for at in HALVES[kind]:
         scale = (rng.standard_normal(blocks.shape[:2]) / 64).astype(np.float16)
         blocks[..., at : at + 2] = scale[..., None].view(np.uint8)
