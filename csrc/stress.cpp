@@ -73,7 +73,7 @@ void attention(int caller) {
   std::vector<uint16_t> alone(q.size()), out(q.size());
   for (int round = 0; round < 3; round++) {
     const int64_t start = 700 * round + 13 * caller;
-    AttentionShape shape{kHeads, kKvHeads, kDim, kHeads * kDim, kKvHeads * kDim, kKvHeads * kDim, 0, 0.125f,
+    AttentionShape shape{kHeads, kKvHeads, kDim, kHeads * kDim, kKvHeads * kDim, kKvHeads * kDim, 0, 0.125f, 0, nullptr,
                          Type::bf16, Type::bf16, 1};
     AttentionJob job{q.data(), fresh.data(), fresh.data() + fresh.size() / 2, alone.data(), store.data(), nullptr,
                      kCapacity, start, kNew, nullptr, nullptr, nullptr};
