@@ -26,15 +26,15 @@ BIN := .venv/bin
 
 demo: .venv/smollm2
 	$(BIN)/outrider generate --model smollm2 --chat "Explain how a bill becomes a law in the United States, step by step." \
-		--max-tokens 200 --temperature 0 --speculate suffix --compare
+		--max-tokens 200 --temperature 0 --compare
 	$(BIN)/outrider generate --model smollm2 --chat "$$(printf 'Rewrite this passage. Correct its spelling and change nothing else.\n\nThe old mill \
 	stood by the rivver, and every evening a girl walked along the bank with a lantern. She was not afraid of the dark, for she knew each stone \
 	and each tree. One night the lantern went out, and she herd a voice from the water.')" \
-		--max-tokens 120 --temperature 0 --speculate suffix --compare
+		--max-tokens 120 --temperature 0 --compare
 	$(BIN)/outrider generate --model smollm2 --chat "Write a Python class for a bank account with deposit and withdraw, and show how it is used." \
-		--max-tokens 256 --temperature 0.3 --seed 1 --speculate suffix --compare
+		--max-tokens 256 --temperature 0.3 --seed 1 --compare
 	$(BIN)/outrider bench --model smollm2 --suite chat,code,summarise,edit --prompts 3 --max-tokens 160 --repeats 3 \
-		--speculate suffix
+		--speculate auto
 
 test: .venv/ready
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
