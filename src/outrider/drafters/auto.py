@@ -55,9 +55,9 @@ class Probe:
 
     tokens: list[int]
     parents: list[int]
-    kinds: list[Kind]  # per node: what it is counted as
+    kinds: list[Kind]  # per node: what it is counted as; of a single source's guess none
     at: int  # the place in the text where the next token is compared
-    source: int = 0  # whose guess it is, if at each depth it is counted as well whether any was right; else 0
+    source: int = 0  # whose guess it is, if all that counts is whether any was right at each depth; else 0
     node: int = -1  # reached so far
     depth: int = 1
 
@@ -179,7 +179,8 @@ class Auto(Drafter):
         for source in self.sources:
             if source.drafter.cheap:
                 self._ask(source, seqs, cases, open_, k, bushes, riders)
-        chances = self._chances(seqs, cases, bushes)
+        kinds = [bush.kinds() for bush in bushes]
+        chances = self._chances(seqs, cases, bushes, kinds)
         chosen, rate = pick(chances, bushes, seconds, 0.0, k, self.chains)
         if self.dear and (asked := self._worth(seqs, cases, chances, chosen, rate, seconds, k)) is not None:
             source, who, length = asked
@@ -187,11 +188,12 @@ class Auto(Drafter):
             self._ask(source, seqs, cases, who, length, bushes, riders)
             drafted += self.clock()
             self._time(source, seqs, cases, who, length, drafted)
-            chances = self._chances(seqs, cases, bushes)
+            kinds = [bush.kinds() for bush in bushes]
+            chances = self._chances(seqs, cases, bushes, kinds)
             chosen, _ = pick(chances, bushes, seconds, drafted, k, self.chains)
         for i, bush in enumerate(bushes):
             if bush.tokens and 0 not in cases[i].probes:
-                cases[i].probes[0] = Probe(bush.tokens, bush.parents, bush.kinds(), len(seqs[i].tokens))
+                cases[i].probes[0] = Probe(bush.tokens, bush.parents, kinds[i], len(seqs[i].tokens))
         return [
             self._draft(bush, own, nodes, tail) if nodes or tail.riders else Draft()
             for bush, own, nodes, tail in zip(bushes, chances, chosen, riders, strict=True)
@@ -215,12 +217,14 @@ class Auto(Drafter):
         by += [""] * riding.riders
         return Draft(tokens + riding.tokens[first:], parents + tails, riders=riding.riders, by=by)
 
-    def _chances(self, seqs: list[Sequence], cases: list[Case], bushes: list[Bush]) -> list[list[float]]:
+    def _chances(
+        self, seqs: list[Sequence], cases: list[Case], bushes: list[Bush], kinds: list[list[Kind]]
+    ) -> list[list[float]]:
         """Per sequence and node the probability to survive, less where the account is overdrawn that pays."""
         every = []
-        for seq, case, bush in zip(seqs, cases, bushes, strict=True):
+        for seq, case, bush, whats in zip(seqs, cases, bushes, kinds, strict=True):
             own, covers = list[float](), (case.asks if case.ran else case.rows).covers
-            for what, parent, trust in zip(bush.kinds(), bush.parents, bush.trust, strict=True):
+            for what, parent, trust in zip(whats, bush.parents, bush.trust, strict=True):
                 own.append(self.beliefs.of(seq.id, what, trust) * (own[parent] if parent >= 0 else covers))
             every.append(own)
         return every
@@ -241,8 +245,7 @@ class Auto(Drafter):
             for token, parent, trust in zip(tokens, parents, draft.trust or [0.5] * len(draft), strict=False):
                 at.append(bush.add(source.bit, at[parent] if parent >= 0 else -1, token, trust))
             if tokens and not source.drafter.cheap:
-                kinds = [kind(source.bit, 0, trust, 1) for trust in draft.trust or [0.5] * len(draft)]
-                cases[i].probes[source.bit] = Probe(tokens, parents, kinds, len(seqs[i].tokens), source.bit)
+                cases[i].probes[source.bit] = Probe(tokens, parents, [], len(seqs[i].tokens), source.bit)
 
     def _worth(
         self, seqs: list[Sequence], cases: list[Case], chances: list[list[float]],
