@@ -7,6 +7,7 @@
 #include "dispatch.h"
 #include "pool.h"
 #include "sampling.h"
+#include "suffix.h"
 
 namespace nb = nanobind;
 
@@ -99,6 +100,22 @@ static void bind_elementwise(nb::module_ &m) {
   }, "For each row (address, temperature, top_k, top_p, least, key) its token, -1 where that is left to the reference.");
 }
 
+static void bind_suffix(nb::module_ &m) {
+  nb::class_<SuffixIndex>(m, "SuffixIndex")
+      .def(nb::init<>())
+      .def("__len__", &SuffixIndex::size)
+      .def("enter", &SuffixIndex::enter)
+      .def("drop", [](SuffixIndex &index, int length) {
+        if (length < 0 || length > index.size()) throw nb::index_error("there are not so many tokens");
+        index.drop(length);
+      })
+      .def("guess", [](SuffixIndex &own, const SuffixIndex &past, const std::vector<int32_t> &beyond, int depth, int k,
+                       double factor, double least, int width) {
+        SuffixIndex::Guess guess = own.guess(past, beyond, depth, k, factor, least, width);
+        return std::make_tuple(guess.tokens, guess.parents, guess.trust);
+      });
+}
+
 NB_MODULE(_kernels, m) {
   const Kernels *found[kMaxIsas];
   runnable_kernels(found);
@@ -123,4 +140,5 @@ NB_MODULE(_kernels, m) {
   bind_elementwise(m);
   bind_attention(m);
   bind_walk(m);
+  bind_suffix(m);
 }

@@ -12,17 +12,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider import LLM, SamplingParams, SpeculativeConfig, drafters
+from outrider.drafters.suffix import Index
 from outrider.errors import ConfigError
+from outrider.ops import native
 from outrider.sequence import Sequence
 
 PREFIX = "suffix_decoding_"
+KINDS = [Index, *([native.kernels.SuffixIndex] if native.kernels else [])]  # the reference, and the compiled one
 
 
-def make(**options):
+def make(index=None, **options):
     long = ("max_tree_depth", "max_cached_requests", "max_spec_factor", "min_token_prob")
-    return drafters.create(
+    drafter = drafters.create(
         SpeculativeConfig("suffix", options={(PREFIX if key in long else "") + key: v for key, v in options.items()})
     )
+    if index:
+        drafter.index, drafter.past = index, index()
+    return drafter
 
 
 def sequence(tokens: list[int], prompt_len: int | None = None) -> Sequence:
@@ -70,14 +76,15 @@ def expected(tokens: list[int], settled: int, past: list[list[int]], k: int, dep
     return chosen
 
 
+@pytest.mark.parametrize("index", KINDS)
 @given(
     seed=st.integers(0, 10**9), k=st.integers(1, 9), depth=st.sampled_from([1, 2, 5, 24]), words=st.integers(1, 4),
     factor=st.sampled_from([0.5, 1.0, 2.5]), least=st.sampled_from([0.0, 0.1, 0.4, 1.0]), kept=st.integers(0, 3),
 )  # fmt: skip
-def test_guesses(seed, k, depth, words, factor, least, kept):
+def test_guesses(index, seed, k, depth, words, factor, least, kept):
     """Sequences grow by blocks, forks come and go, and outputs of three generations are remembered or not."""
     dice, past = random.Random(seed), []
-    drafter = make(max_tree_depth=depth, max_spec_factor=factor, min_token_prob=least, max_cached_requests=kept)
+    drafter = make(index, max_tree_depth=depth, max_spec_factor=factor, min_token_prob=least, max_cached_requests=kept)
 
     def some(most: int) -> list[int]:
         return dice.choices(range(words), k=dice.randint(1, most))
@@ -99,8 +106,31 @@ def test_guesses(seed, k, depth, words, factor, least, kept):
     assert not drafter.indexes and len(drafter.lengths) == min(kept, 6)
 
 
-def test_by_hand():
-    drafter = make()
+@given(
+    seed=st.integers(0, 10**9), k=st.integers(0, 12), words=st.integers(2, 60), factor=st.sampled_from([0.5, 2.0, 1e9]),
+    least=st.sampled_from([0.0, 0.1]), kept=st.integers(1, 3),
+)  # fmt: skip
+@pytest.mark.skipif(len(KINDS) < 2, reason="there are no kernels here")
+def test_both_guess_the_same(seed, k, words, factor, least, kept):
+    """Trees, node for node and with the same trust, of long texts that are dropped now and then."""
+    dice = random.Random(seed)
+    both = [make(i, tree=True, max_spec_factor=factor, min_token_prob=least, max_cached_requests=kept) for i in KINDS]
+    for _ in range(5):
+        seq = sequence([int(dice.random() ** 2 * words) for _ in range(dice.randint(1, 300))])
+        for _ in range(4):
+            fork = seq.fork()
+            fork.tokens.append(dice.randrange(words))
+            for one in (seq, fork):
+                drafts = [drafter.propose([one], k)[0] for drafter in both]
+                assert drafts[0] == drafts[1] and len(drafts[0]) <= k
+            seq.tokens += dice.choices(range(words), k=dice.randint(0, 5))
+        for drafter in both:
+            drafter.forget(seq)
+
+
+@pytest.mark.parametrize("index", KINDS)
+def test_by_hand(index):
+    drafter = make(index)
     assert guess(drafter, [1, 2, 3, 4, 9, 1, 2, 3]) == [4, 9, 1]  # as many as match
     assert guess(drafter, [1, 2, 3, 1, 2, 3]) == [1, 2, 3]  # on into itself
     assert guess(drafter, [1, 5, 9, 1, 6, 8, 1, 6, 1]) == [6]  # two of three
@@ -144,8 +174,9 @@ def test_tree():
     assert sure.is_chain and sure.tokens == [1, 2, 3]
 
 
-def test_earlier_outputs():
-    drafter, text = make(), list(range(20))
+@pytest.mark.parametrize("index", KINDS)
+def test_earlier_outputs(index):
+    drafter, text = make(index), list(range(20))
     seq = sequence(text, prompt_len=5)
     drafter.propose([seq], 8)
     assert guess(drafter, [50, 6, 7, 8]) == []  # not while it runs
@@ -159,25 +190,29 @@ def test_earlier_outputs():
     assert len(drafter.lengths) == 1
     none = make(max_cached_requests=0)
     none.forget(sequence(text, prompt_len=5))
-    assert guess(none, [6, 7, 8]) == [] and not none.text
+    assert guess(none, [6, 7, 8]) == [] and not len(none.past)
 
 
-def test_eviction(monkeypatch):
-    drafter = make(max_cached_requests=2)
+@pytest.mark.parametrize("index", KINDS)
+def test_eviction(monkeypatch, index):
+    drafter = make(index, max_cached_requests=2)
     for first in (100, 200, 300):
         drafter.forget(sequence(list(range(first, first + 30)), prompt_len=1))
     assert guess(drafter, [110, 111]) == []
     assert guess(drafter, [210, 211]) == [212, 213] and guess(drafter, [310, 311]) == [312, 313]
-    assert len(drafter.text) == len(drafter.past.back[0]) == 62
-    assert all(place >= drafter.past.base for last in drafter.past.last for place in last.values())
+    assert len(drafter.past) == 62
+    if index is Index:
+        assert len(drafter.past.back[0]) == 62
+        assert all(place >= drafter.past.base for last in drafter.past.last for place in last.values())
     monkeypatch.setattr("outrider.drafters.suffix.CACHED_TOKENS", 50)
     drafter.forget(sequence(list(range(400, 480)), prompt_len=1))  # over the bound alone: its end is kept
-    assert guess(drafter, [310, 311]) == [] and len(drafter.text) == 50
+    assert guess(drafter, [310, 311]) == [] and len(drafter.past) == 50
     assert guess(drafter, [410, 411]) == [] and guess(drafter, [470, 471]) == [472, 473]
 
 
-def test_memory_and_time_are_bounded():
-    dice, drafter = random.Random(0), make(max_cached_requests=5)
+@pytest.mark.parametrize("index", KINDS)
+def test_memory_and_time_are_bounded(index):
+    dice, drafter = random.Random(0), make(index, max_cached_requests=5)
 
     def requests(n: int) -> int:
         for _ in range(n):
@@ -188,7 +223,8 @@ def test_memory_and_time_are_bounded():
 
     tracemalloc.start()
     try:
-        assert requests(10) * 2 > requests(60)
+        assert requests(10) * 2 > requests(60) or index is not Index  # what is compiled is not traced
+        assert len(drafter.past) <= 5 * (300 + 24 + 1) and len(drafter.lengths) == 5
     finally:
         tracemalloc.stop()
     for text in (dice.choices(range(8000), k=32768), [7] * 32768, dice.choices(range(2), k=32768)):

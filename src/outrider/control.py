@@ -55,14 +55,12 @@ class Curve(dict[int, float]):
 
     def add(self, count: int, seconds: float) -> None:
         """One measurement. A hiccup is not the cost; what is fewer costs no more; what slows one slows all."""
-        old = self.get(count, min(seconds, 4 * self.at(count)) if self else seconds)
+        old = self.get(count) or (min(seconds, 4 * self.at(count)) if self else seconds)
         change = min(seconds, 2 * old) / old - 1
-        for other in self:
-            self[other] *= 1 + 0.1 * change
-        self[count] = old * (1 + 0.2 * change)
-        for fewer in self:
-            if fewer < count:
-                self[fewer] = min(self[fewer], self[count])
+        drift, own = 1 + 0.1 * change, old * (1 + 0.2 * change)
+        for other, known in self.items():
+            self[other] = known * drift if other > count else min(known * drift, own)
+        self[count] = own
 
     def at(self, count: int) -> float:
         """Seconds of one count."""
@@ -298,7 +296,7 @@ class Bush:
 def pick(
     chances: list[list[float]], bushes: list[Bush], seconds: Seq[float], drafted: float, k: int, chains: bool = False
 ) -> tuple[list[list[int]], float]:
-    """Per sequence the nodes to verify, at most k, parents first; and tokens per second expected with them.
+    """Per sequence the nodes to verify, at most k, the likeliest first; and tokens per second expected with them.
 
     chances: per sequence and node, of surviving.  seconds: of the forward with no node, one, and so on.  drafted:
     seconds spent.  chains: one child behind each node at most.

@@ -125,6 +125,8 @@ class Draft:
 
         And without those that can be accepted from number `nodes` on, or hang on one of them.
         """
+        if nodes is None and len(self) <= depth and not any(not 0 <= token < vocab for token in self.tokens):
+            return self
         depths: list[float] = []
         most = self.verifiable if nodes is None else min(nodes, self.verifiable)
         for i, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):

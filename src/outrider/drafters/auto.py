@@ -195,27 +195,27 @@ class Auto(Drafter):
             if bush.tokens and 0 not in cases[i].probes:
                 cases[i].probes[0] = Probe(bush.tokens, bush.parents, kinds[i], len(seqs[i].tokens))
         return [
-            self._draft(bush, own, nodes, tail) if nodes or tail.riders else Draft()
-            for bush, own, nodes, tail in zip(bushes, chances, chosen, riders, strict=True)
+            self._draft(bush, nodes, tail) if nodes or tail.riders else Draft()
+            for bush, nodes, tail in zip(bushes, chosen, riders, strict=True)
         ]
 
-    def _draft(self, bush: Bush, chances: list[float], nodes: list[int], riding: Draft) -> Draft:
-        """The chosen nodes, the likeliest child first (accepted, it lies as in plain decoding), and the riders."""
+    def _draft(self, bush: Bush, nodes: list[int], riding: Draft) -> Draft:
+        """The chosen nodes, likeliest first, so that an accepted first child lies as in plain decoding; the riders."""
         below: dict[int, list[int]] = {}
-        for node in sorted(nodes, key=lambda node: (chances[node], -node)):
+        for node in reversed(nodes):
             below.setdefault(bush.parents[node], []).append(node)
-        tokens, parents, by, stack = list[int](), list[int](), list[str](), [(-1, -1)]
+        tokens, parents, by, stack = list[int](), list[int](), list[str](), [(node, -1) for node in below.get(-1, ())]
         while stack:
             node, above = stack.pop()
-            if node >= 0:
-                tokens.append(bush.tokens[node])
-                parents.append(above)
-                by.append(self.sources[(bush.who[node] & -bush.who[node]).bit_length() - 1].name)
+            tokens.append(bush.tokens[node])
+            parents.append(above)
+            by.append(self.sources[(bush.who[node] & -bush.who[node]).bit_length() - 1].name)
             stack += [(child, len(tokens) - 1) for child in below.get(node, ())]
-        first, start = riding.verifiable, len(tokens)
-        tails = [parent - first + start if parent >= first else -1 for parent in riding.parents[first:]]
-        by += [""] * riding.riders
-        return Draft(tokens + riding.tokens[first:], parents + tails, riders=riding.riders, by=by)
+        if riding.riders:
+            first, start = riding.verifiable, len(tokens)
+            parents += [parent - first + start if parent >= first else -1 for parent in riding.parents[first:]]
+            tokens, by = tokens + riding.tokens[first:], by + [""] * riding.riders
+        return Draft(tokens, parents, riders=riding.riders, by=by)
 
     def _chances(
         self, seqs: list[Sequence], cases: list[Case], bushes: list[Bush], kinds: list[list[Kind]]

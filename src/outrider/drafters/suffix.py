@@ -17,13 +17,13 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections import deque
-from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 from typing import ClassVar
 
 from outrider.config import MOST_NODES, option
 from outrider.draft import Draft
 from outrider.drafters import check
+from outrider.ops import native
 from outrider.sequence import Sequence
 from outrider.speculate import Drafter
 
@@ -34,37 +34,62 @@ END = -1  # stands behind each earlier output
 
 
 class Index:
-    """Where n-grams ended in a text whose token at place p is text[p - base]."""
+    """A text in which its own end is looked for: the reference of csrc/suffix.cpp. Token i stands at place base + i."""
 
     def __init__(self) -> None:
+        self.text, self.base = array("i"), 0
         self.last: list[dict[int, int]] = [{} for _ in SIZES]  # hash of an n-gram -> place after its last occurrence
         self.back = [array("i") for _ in SIZES]  # per place, how far back the one before it is; 0 = none
-        self.base = 0
 
-    def enter(self, text: Tokens[int], start: int) -> None:
-        """Enter the indices of `text` not yet entered, with what stands before them from `start` on."""
+    def __len__(self) -> int:
+        return len(self.text)
+
+    def enter(self, tokens: list[int], apart: bool) -> None:
+        """Append tokens. N-grams reach back into what stands before them unless they are `apart`."""
+        start = len(self.text) if apart else 0
+        self.text.extend(tokens)
         for size, last, back in zip(SIZES, self.last, self.back, strict=True):
-            for at in range(len(back), len(text)):
+            for at in range(len(back), len(self.text)):
                 place, distance = self.base + at, 0
                 if at - start >= size:
-                    key = hash(tuple(text[at - size : at]))
+                    key = hash(tuple(self.text[at - size : at]))
                     distance = place - last.get(key, place)
                     last[key] = place
                 back.append(distance)
 
-    def drop(self, text: array[int], length: int) -> None:
-        """Take the first tokens out of the text and of the index."""
+    def drop(self, length: int) -> None:
+        """Take the first tokens out."""
         for size, last, back in zip(SIZES, self.last, self.back, strict=True):
             for at in range(size, length):
-                key = hash(tuple(text[at - size : at]))
+                key = hash(tuple(self.text[at - size : at]))
                 if last.get(key) == self.base + at:
                     del last[key]
             del back[:length]
-        del text[:length]
+        del self.text[:length]
         self.base += length
 
-    def search(self, text: Tokens[int], tail: list[int]) -> dict[int, int]:
-        """Indices of `text` behind occurrences of the end of `tail`, and how many tokens match there."""
+    def guess(
+        self, past: Index, beyond: list[int], depth: int, k: int, factor: float, least: float, width: int
+    ) -> tuple[list[int], list[int], list[float]]:
+        """What is expected behind this text and `beyond`, by this text or by `past`: tokens, parents, trust."""
+        settled, best, guess = len(self.text), 0.0, (list[int](), list[int](), list[float]())
+        self.text.extend(beyond)
+        tail = self.text[-depth:].tolist()
+        for where in (self, past):
+            found = where._search(tail)
+            for n in sorted(set(found.values()) - {0}, reverse=True):
+                size = min(k, int(factor * n + 1e-6))
+                if size <= best:  # not even a sure guess of this length would be worth more
+                    break
+                places = sorted((at for at, match in found.items() if match >= n), reverse=True)
+                worth, own = where._follow(places, n, size, least, width)
+                if worth > best:
+                    best, guess = worth, own
+        del self.text[settled:]
+        return guess
+
+    def _search(self, tail: list[int]) -> dict[int, int]:
+        """Places behind occurrences of the end of `tail`, and how many tokens match there."""
         found: dict[int, int] = {}
         reverse = [*tail[::-1], END - 1]
         for size, last, back in zip(SIZES, self.last, self.back, strict=True):
@@ -74,49 +99,44 @@ class Index:
                     break
                 if at not in found:
                     n = 0
-                    while n < at and text[at - 1 - n] == reverse[n]:
+                    while n < at and self.text[at - 1 - n] == reverse[n]:
                         n += 1
                     found[at] = n
                 at = at - back[at] if back[at] else -1
         return found
 
+    def _follow(
+        self, places: list[int], match: int, size: int, least: float, width: int
+    ) -> tuple[float, tuple[list[int], list[int], list[float]]]:
+        """What follows `places` (most recent first), at most `size` nodes, `width` children each, and what it is worth.
 
-def follow(
-    text: Tokens[int], places: list[int], match: int, size: int, least: float, width: int
-) -> tuple[float, Draft]:
-    """What follows `places` (most recent first), at most `size` nodes, `width` children each, and its expected tokens.
-
-    The likeliest paths come first, none below `least`. A copy that reaches the end of the text goes on into itself. The
-    trust in a node is its share of the ways on, less the more tokens matched before them.
-    """
-    tokens, parents, trust, worth, order, end = list[int](), list[int](), list[float](), 0.0, 0, len(text)
-    # minus the path's probability, first met, depth, token, the node above, trust, places behind it
-    heap: list[tuple[float, int, int, int, int, float, list[int]]] = [(-1.0, 0, 0, END, -1, 0.0, places)]
-    while heap:
-        cost, _, depth, token, node, own, places = heapq.heappop(heap)
-        if depth:
-            worth -= cost
-            tokens.append(token)
-            parents.append(node)
-            trust.append(own)
-            node = len(tokens) - 1
-        if len(tokens) == size:
-            break
-        after: dict[int, list[int]] = {}
-        for at in places:
-            token = text[at] if at < end else tokens[_path(parents, node)[at - end]]
-            if token != END:
-                after.setdefault(token, []).append(at + 1)
-        total, sure = sum(map(len, after.values())), 1 - 1 / (1 + match + depth)
-        for token, going in heapq.nsmallest(width, after.items(), key=_fewest) if len(after) > 1 else after.items():
-            if -cost * (share := len(going) / total) >= least:
-                order += 1
-                heapq.heappush(heap, (cost * share, order, depth + 1, token, node, share * sure, going))
-    return worth, Draft(tokens, parents, trust=trust)
-
-
-def _fewest(item: tuple[int, list[int]]) -> int:
-    return -len(item[1])
+        The likeliest paths come first, none below `least`. A copy that reaches the end of the text goes on into itself.
+        The trust in a node is its share of the ways on, less the more tokens matched before them.
+        """
+        tokens, parents, trust, worth, order, end = list[int](), list[int](), list[float](), 0.0, 0, len(self.text)
+        # minus the path's probability, first met, depth, token, the node above, trust, places behind it
+        heap: list[tuple[float, int, int, int, int, float, list[int]]] = [(-1.0, 0, 0, END, -1, 0.0, places)]
+        while heap:
+            cost, _, depth, token, node, own, places = heapq.heappop(heap)
+            if depth:
+                worth -= cost
+                tokens.append(token)
+                parents.append(node)
+                trust.append(own)
+                node = len(tokens) - 1
+            if len(tokens) == size:
+                break
+            after: dict[int, list[int]] = {}
+            for at in places:
+                token = self.text[at] if at < end else tokens[_path(parents, node)[at - end]]
+                if token != END:
+                    after.setdefault(token, []).append(at + 1)
+            total, sure = sum(map(len, after.values())), 1 - 1 / (1 + match + depth)
+            for token, going in heapq.nsmallest(width, after.items(), key=lambda item: -len(item[1])):
+                if -cost * (share := len(going) / total) >= least:
+                    order += 1
+                    heapq.heappush(heap, (cost * share, order, depth + 1, token, node, share * sure, going))
+        return worth, (tokens, parents, trust)
 
 
 def _path(parents: list[int], node: int) -> list[int]:
@@ -148,8 +168,9 @@ class Suffix(Drafter):
             suffix_decoding_max_spec_factor=(0, 1e9),
             suffix_decoding_min_token_prob=(0, 1),
         )
+        self.index: type[Index] = Index if native.active == native.REFERENCE else native.kernels.SuffixIndex
         self.indexes: dict[int, Index] = {}
-        self.past, self.text, self.lengths = Index(), array("i"), deque[int]()
+        self.past, self.lengths = self.index(), deque[int]()
 
     def propose(self, seqs: list[Sequence], k: int) -> list[Draft]:
         """One chain (or tree) of at most k nodes per sequence; empty without a match."""
@@ -159,26 +180,18 @@ class Suffix(Drafter):
         """Drop the sequence's index; remember its output, and the end of the prompt, which an answer starts from."""
         self.indexes.pop(seq.id, None)
         if seq.settled > seq.prompt_len and self.suffix_decoding_max_cached_requests:
-            first, start = max(0, seq.prompt_len - self.suffix_decoding_max_tree_depth), len(self.text)
-            self.text.extend([*seq.tokens[first : seq.settled][1 - CACHED_TOKENS :], END])
-            self.past.enter(self.text, start)
-            self.lengths.append(len(self.text) - start)
-            while len(self.lengths) > self.suffix_decoding_max_cached_requests or len(self.text) > CACHED_TOKENS:
-                self.past.drop(self.text, self.lengths.popleft())
+            first = max(0, seq.prompt_len - self.suffix_decoding_max_tree_depth)
+            tokens = [*seq.tokens[first : seq.settled][1 - CACHED_TOKENS :], END]
+            self.past.enter(tokens, True)
+            self.lengths.append(len(tokens))
+            while len(self.lengths) > self.suffix_decoding_max_cached_requests or len(self.past) > CACHED_TOKENS:
+                self.past.drop(self.lengths.popleft())
 
     def _guess(self, seq: Sequence, k: int) -> Draft:
-        index, tail = self.indexes.setdefault(seq.id, Index()), seq.tokens[-self.suffix_decoding_max_tree_depth :]
-        index.enter(seq.tokens[: seq.settled] if seq.parent else seq.tokens, 0)
-        best, guess, width = 0.0, Draft(), k if self.tree else 1
-        texts: list[tuple[Index, Tokens[int]]] = [(index, seq.tokens), (self.past, self.text)]
-        for where, text in texts:
-            found = where.search(text, tail)
-            for n in sorted(set(found.values()) - {0}, reverse=True):
-                size = min(k, int(self.suffix_decoding_max_spec_factor * n + 1e-6))
-                if size <= best:  # not even a sure guess of this length would be worth more
-                    break
-                places = sorted((at for at, match in found.items() if match >= n), reverse=True)
-                worth, draft = follow(text, places, n, size, self.suffix_decoding_min_token_prob, width)
-                if worth > best:
-                    best, guess = worth, draft
-        return guess
+        index = self.indexes.get(seq.id) or self.indexes.setdefault(seq.id, self.index())
+        index.enter(seq.tokens[len(index) : seq.settled], False)
+        tokens, parents, trust = index.guess(
+            self.past, seq.tokens[seq.settled :], self.suffix_decoding_max_tree_depth, k,
+            self.suffix_decoding_max_spec_factor, self.suffix_decoding_min_token_prob, k if self.tree else 1,
+        )  # fmt: skip
+        return Draft(tokens, parents, trust=trust)
