@@ -198,7 +198,18 @@ def test_a_sample_counts_what_comes_in_the_time_it_takes() -> None:
     assert (s.emitted, s.steps, s.drafted, s.accepted) == (17, 9, 36, 8)
     # Of 4 seconds, the share that 0.7 of all 6 were; and of one, what it says.
     assert (s.draft, s.target) == pytest.approx((4 * 0.7 / 6 + 0.15, 4 * 1.75 / 6 + 0.375)) and s.first == [0.5] * 3
+    assert s.rates == [(3 + 5) / 4, 2 / 1]
     assert Sample().rate == 0
+
+
+def test_the_spread_over_prompts_is_told(done: Path) -> None:
+    plain, ngram, _ = report.read(done / "results.jsonl")[:3]
+    assert plain.by_batch == [1, 1] and ngram.by_batch is not None and len(ngram.by_batch) == 2
+    assert "quartiles" not in report.markdown([plain, ngram]), "two prompts have no spread"
+    many = replace(ngram, by_batch=[1.0, 0.9, 3.0, 2.0, 1.5, 1.2, 1.1, 2.5])
+    said = "ngram k=4, by prompt: 0.90 at least, quartiles 1.02, 1.35, 2.38, 3.00 at most."
+    assert said in report.markdown([plain, many])
+    assert "by batch: 0.90 at least" in report.markdown([replace(many, batch=2)])
 
 
 @pytest.fixture(scope="module")

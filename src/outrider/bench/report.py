@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import quantiles
 from typing import Any
 
 from rich.box import SIMPLE
@@ -18,6 +19,7 @@ from rich.table import Table
 from outrider.errors import ConfigError
 from outrider.files import write_text
 
+MANY = 8  # batches from which on their spread is told
 UNSTEADY = 1.5  # repeats that differ by more than this ratio were not alone on the machine
 RUN = 8  # tokens that make a repetition
 
@@ -43,6 +45,7 @@ class Sample:
     exactness: set[str] = field(default_factory=set)  # of the outputs
     forwards: int = 0  # of the target, prefill included
     expert_bytes: int = 0  # that these read
+    rates: list[float] = field(default_factory=list)  # tokens/s of each batch; 0 if its first forward emitted all
 
     @property
     def rate(self) -> float:
@@ -108,6 +111,7 @@ class Result:
     activations: str | None = None
     repeated: float | None = None  # see `repeated`
     new_tokens: int | None = None  # of all prompts together, once, if answers end where the model ends them
+    by_batch: list[float] | None = None  # speedup of each batch, median over the rounds
 
     @property
     def numbers(self) -> str:
@@ -203,6 +207,13 @@ def remarks(group: list[Result]) -> list[str]:
         where = ", ".join(f"prompt {d.prompt} at token {d.position}, gap {d.gap:.2g}" for d in x.differences)
         ties = "" if x.near_ties is None else f"; near-ties: {x.near_ties} of {len(x.differences)}"
         lines += [f"{x.method} differs from plain: {where}{ties}."] * bool(where and not may_differ(x))
+        if x.method != "plain" and len(each := sorted(x.by_batch or [])) >= MANY:
+            low, middle, high = quantiles(each, n=4)
+            which = "batch" if x.batch > 1 else "prompt"
+            lines.append(
+                f"{x.method}, by {which}: {each[0]:.2f} at least, quartiles {low:.2f}, {middle:.2f}, {high:.2f}, "
+                f"{each[-1]:.2f} at most."
+            )
         slow, fast = min(x.repeats), max(x.repeats)
         if fast > UNSTEADY * slow or x.speedup_max > UNSTEADY * x.speedup_min:
             speeds, ratios = f"{slow:,.1f} to {fast:,.1f}", f"{x.speedup_min:.2f} to {x.speedup_max:.2f}"

@@ -300,13 +300,15 @@ def sample(llm: LLM, prompts: list[list[int]], params: SamplingParams, batch: in
         s.first += [t["time_to_first_token"] for t in times]
         seconds = max(t["total_seconds"] for t in times) - min(t["time_to_first_token"] for t in times)
         s.seconds += seconds
+        timed = sum(len(o.token_ids) - int(o.metrics["timing"]["first_tokens"]) for o in outputs)
+        s.timed += timed
+        s.rates.append(timed / seconds if timed else 0.0)
         if decode := sum(t["decode_seconds"] for t in times):  # requests share their steps, in a stream only some
             s.draft += seconds * sum(t["draft_seconds"] for t in times) / decode
             s.target += seconds * sum(t["target_seconds"] for t in times) / decode
         for output in outputs:
             spec = output.metrics["speculative_decoding"]
             s.tokens.append(output.token_ids)
-            s.timed += len(output.token_ids) - int(output.metrics["timing"]["first_tokens"])
             s.emitted += len(output.token_ids)
             s.steps += spec["num_spec_steps"]
             s.drafted += spec["num_draft_tokens"]
@@ -350,6 +352,8 @@ def result(
     s, model = settings, llm.runner.model
     rates, base = [x.rate for x in samples], [x.rate for x in plain]
     ratios = [rate / of for rate, of in zip(rates, base, strict=True)]
+    pairs = [zip(x.rates, y.rates, strict=False) for x, y in zip(samples, plain, strict=True)]
+    each = [[rate / of for rate, of in pair if of] for pair in pairs]
     drafted, seconds = sum(x.drafted for x in samples), sum(x.seconds for x in samples)
     shares: list[float | None] = [None] * 3
     if seconds and own["engine"] == "outrider":
@@ -368,6 +372,7 @@ def result(
         max_tokens=s.max_tokens,
         tokens_per_second=median(rates), repeats=rates, speedup=median(rates) / median(base),
         speedup_min=min(ratios), speedup_max=max(ratios),
+        by_batch=[median(rounds) for rounds in zip(*each, strict=True)] or None,
         acceptance_length=sum(x.emitted for x in samples) / sum(x.steps for x in samples),
         draft_acceptance_rate=sum(x.accepted for x in samples) / drafted if drafted else None,
         draft_share=shares[0], target_share=shares[1], rest_share=shares[2],
