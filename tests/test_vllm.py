@@ -65,9 +65,11 @@ def test_rows_move_and_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_any_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over random lives of requests, drafts are of ids that there are, short enough, and one list for each row."""
-    for method in ("suffix", "suffix:tree=true", "ngram:prompt_lookup_min=1", json.dumps(
-        {"method": "merge", "drafters": [{"method": "suffix", "tree": True}, {"method": "ngram"}]}
-    )):  # fmt: skip
+    both = [{"method": "suffix", "tree": True}, {"method": "ngram"}]
+    for method in (
+        "suffix", "suffix:tree=true", "ngram:prompt_lookup_min=1", json.dumps({"method": "merge", "drafters": both}),
+        "auto", json.dumps({"method": "auto", "drafters": both}),
+    ):  # fmt: skip
         dice, proposer, live = random.Random(0), make(monkeypatch, 3, method), list[list[int]]()
         drafted = 0
         for _ in range(150):

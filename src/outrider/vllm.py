@@ -25,6 +25,7 @@ import numpy as np
 from outrider import drafters
 from outrider.config import SamplingParams, SpeculativeConfig
 from outrider.draft import Draft
+from outrider.drafters.auto import Auto
 from outrider.errors import ConfigError, told
 from outrider.sequence import Sequence
 from outrider.speculate import Drafter
@@ -72,7 +73,13 @@ class Proposer:
         else:
             config = SpeculativeConfig.parse(text)
         self.drafter = drafters.create(config)
-        _check(self.drafter)
+        if isinstance(
+            self.drafter, Auto
+        ):  # it chooses by what a step costs, which is vLLM's affair: its sources remain
+            one, *more = given = self.drafter.given
+            merge = {"method": "merge", "drafters": given}
+            self.drafter = drafters.create(SpeculativeConfig.of(merge if more else one))
+        check(self.drafter)
         shape = SimpleNamespace(vocab_size=self.vocab)
         target: Any = SimpleNamespace(model=SimpleNamespace(config=shape), tokenizer=None, follows_paths=True)
         self.drafter.attach(target, _no_model)
@@ -131,11 +138,11 @@ class Proposer:
         return path[: max(0, min(legal, self.k, room))]
 
 
-def _check(drafter: Drafter) -> None:
+def check(drafter: Drafter) -> None:
     """Raises ConfigError for what learns from logits or hidden states, or runs a model."""
     if (parts := getattr(drafter, "parts", None)) is not None:
         for part in parts:
-            _check(part)
+            check(part)
     elif not drafter.cheap or type(drafter).observe is not Drafter.observe:
         raise ConfigError(f"method {drafter.name!r} needs more than tokens; inside vLLM: ngram, suffix, rest, merge")
 

