@@ -25,7 +25,6 @@ import numpy as np
 from outrider import drafters
 from outrider.config import SamplingParams, SpeculativeConfig
 from outrider.draft import Draft
-from outrider.drafters.auto import Auto
 from outrider.errors import ConfigError, told
 from outrider.sequence import Sequence
 from outrider.speculate import Drafter
@@ -76,7 +75,7 @@ class Proposer:
         if isinstance(
             self.drafter, Auto
         ):  # it chooses by what a step costs, which is vLLM's affair: its sources remain
-            one, *more = given = self.drafter.given
+            one, *more = given = vars(self.drafter)["given"]
             merge = {"method": "merge", "drafters": given}
             self.drafter = drafters.create(SpeculativeConfig.of(merge if more else one))
         check(self.drafter)
