@@ -72,9 +72,7 @@ class Proposer:
         else:
             config = SpeculativeConfig.parse(text)
         self.drafter = drafters.create(config)
-        if isinstance(
-            self.drafter, Auto
-        ):  # it chooses by what a step costs, which is vLLM's affair: its sources remain
+        if config.method == "auto":  # it chooses by what a step costs, which is vLLM's affair: its sources remain
             one, *more = given = vars(self.drafter)["given"]
             merge = {"method": "merge", "drafters": given}
             self.drafter = drafters.create(SpeculativeConfig.of(merge if more else one))
