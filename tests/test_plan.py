@@ -6,7 +6,9 @@ import json
 
 import pytest
 
+from outrider.bench.forwards import EACH, ROWS, measure
 from outrider.cli import app, main
+from outrider.control import Curve
 from outrider.errors import ConfigError
 from outrider.load import embedded, open_source
 from outrider.plan import (
@@ -17,6 +19,7 @@ from outrider.plan import (
     Planner,
     Rate,
     Shape,
+    Timed,
     acceptance,
     against,
     expected,
@@ -101,6 +104,43 @@ def test_against_what_was_measured(tmp_path):
     right, wrong = against(file, planner, 512)
     assert right.predicted == pytest.approx(2.2, rel=0.05) and abs(right.off) < 0.15 < abs(wrong.off)
     assert within([right, wrong]) == 0.5 and within([]) == 0.0
+
+
+TIMED = Timed(  # a row costs a tenth of a forward, a thousand keys as much, and half of that for each row more
+    Curve({n: 0.9 + 0.1 * n for n in (1, 2, 64)}),
+    {n: Curve({keys: 0.0001 * keys * (0.5 + 0.5 * n) for keys in (1, 10**6)}) for n in (1, 9)},
+    outside=0.5,
+)
+
+
+def test_forwards_as_measured():
+    planner = Planner(LLAMA_8B, Device(1e12, 1e15, 1e12), timed=TIMED)
+    assert planner.forward(1, 1, 1000) == pytest.approx(1.1) and planner.forward(4, 5, 1000) == pytest.approx(2.9 + 1.2)
+    assert planner.step("none", 4, 1000, 0.0, 0)[0] == pytest.approx(4 / (1.3 + 0.4 + 0.5))
+    speed, _ = planner.step("self:view", 4, 1000, 1.0, 4, seen=500)
+    assert speed == pytest.approx(4 * 5 / (4 * (1.3 + 0.2) + 2.9 + 1.2 + 0.5))
+    of_draft = Planner(LLAMA_8B, Device(1e12, 1e15, 1e12), LLAMA_8B, TIMED, TIMED)
+    assert of_draft.drafting("draft_model", 4, 4, 1000, 500)[0] == pytest.approx(4 * (1.3 + 0.2))
+    coarse, _ = planner.drafting("self:weights=int8", 1, 1, 1)
+    assert coarse == pytest.approx(planner.forward(1, 1, 1) * 8.125 / 16, rel=0.01)
+
+
+def test_lines_of_long_contexts(tmp_path):
+    """They say the draft length in their name, and how many keys the draft sees."""
+    view = {"method": "self", "view": "retrieval:budget=500"}
+    long = {"context": 1000, "batch": 4, "method": "self view=retrieval:budget=500 k=4", "speculative_config": view}
+    long |= {"acceptance_length": 5.0, "draft_acceptance_rate": 1.0}
+    triforce = {"speculative_config": {"method": "triforce"}, "method": "triforce k=4"}
+    (file := tmp_path / "results.jsonl").write_text("\n".join([line(**long), line(**triforce)]))
+    (found,) = against(file, Planner(LLAMA_8B, Device(1e12, 1e15, 1e12), timed=TIMED), 512)
+    assert found.predicted == pytest.approx(5 * (1.3 + 0.4 + 0.5) / (4 * (1.3 + 0.2) + 2.9 + 1.2 + 0.5))
+
+
+def test_forwards_are_measured(tiny_llm):
+    timed = measure(tiny_llm)
+    assert {*timed.rows} == {*ROWS} and {*timed.keys} == {*EACH} and timed.outside >= 0
+    assert all(seconds > 0 for curve in (timed.rows, *timed.keys.values()) for seconds in curve.values())
+    assert not tiny_llm.runner.slots
 
 
 @pytest.mark.parametrize("text", ["x", "[]", "{}", line(batch="a"), line(speedup=None), "[" * 9999])

@@ -6,13 +6,15 @@ fixed time a layer for starting it. A step drafts k tokens, verifies k + 1 rows,
 1 + a + a^2 + ... + a^k tokens, a being the chance that a drafted token is right (Leviathan et al., 2211.17192; with the
 keys, MagicDec, 2408.11049). Nothing is loaded: the model's config is enough.
 
-The machine is measured here or one of `DEVICES`, by its makers' figures times what kernels reach of them. Acceptance is
-from `ACCEPTANCE`: where it was measured it says on what; else it is assumed, and says so.
+The machine is measured here or one of `DEVICES`, by its makers' figures times what kernels reach of them. Where the
+model's weights are at hand, its forwards are measured instead (`Timed`, bench/forwards.py). Acceptance is from
+`ACCEPTANCE`: where it was measured it says on what; else it is assumed, and says so.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -20,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from outrider.config import ModelConfig, real, whole
+from outrider.control import Curve
 from outrider.errors import ConfigError, brief
 
 
@@ -146,6 +149,24 @@ class Shape:
 
 
 @dataclass(frozen=True)
+class Timed:
+    """Forwards of a model as measured on a machine, in seconds.
+
+    `rows`: of so many rows, behind little text. `keys`: what keys add to it, by the rows of each sequence, over the
+    keys of all sequences together. `outside`: what a step takes beside its forward.
+    """
+
+    rows: Curve
+    keys: dict[int, Curve]
+    outside: float
+
+    def forward(self, batch: int, rows: int, context: float) -> float:
+        """Seconds of a forward: `batch` sequences of so many rows, behind `context` tokens each."""
+        each = Curve({n: curve.at(round(batch * context)) for n, curve in self.keys.items()})
+        return self.rows.at(batch * rows) + each.at(rows)
+
+
+@dataclass(frozen=True)
 class Link:
     """What lies between ranks: bytes a second that one receives as reached, and seconds that a collective takes."""
 
@@ -221,6 +242,14 @@ class Prediction:
     source: str  # of the chance
 
 
+class _Roofline(NamedTuple):
+    shape: Shape
+    device: Device
+
+    def forward(self, batch: int, rows: int, context: float) -> float:
+        return self.shape.forward(self.device, batch, rows, context)
+
+
 @dataclass(frozen=True)
 class Planner:
     """A model on a machine; `draft` is the draft model's shape, None: a tenth of the target."""
@@ -228,34 +257,48 @@ class Planner:
     shape: Shape
     device: Device
     draft: Shape | None = None
+    timed: Timed | None = None  # the model's forwards ...
+    timed_draft: Timed | None = None  # ... and the draft model's, if they were measured
 
-    def drafting(self, method: str, batch: int, k: int, context: float) -> tuple[float, float]:
-        """Seconds to draft k tokens for each sequence, and the bytes that drafting holds."""
+    def forward(self, batch: int, rows: int, context: float) -> float:
+        """Seconds of a forward of the model."""
+        return (self.timed or _Roofline(self.shape, self.device)).forward(batch, rows, context)
+
+    def drafting(self, method: str, batch: int, k: int, context: float, seen: int | None = None) -> tuple[float, float]:
+        """Seconds to draft k tokens for each sequence, and the bytes that drafting holds. `seen`: keys at most."""
         s, d = self.shape, self.device
+        context = context if seen is None else min(context, seen)
         if method in ("ngram", "suffix"):
             return 1e-4 * batch, 0.0
         if method == "draft_model":
             small = self.draft or replace(
                 s, weights=int(s.weights * SMALLER), expert=int(s.expert * SMALLER), layers=max(1, s.layers // 4)
             )
-            return k * small.forward(d, batch, 1, context), small.weight_bytes + batch * small.kv_bytes(context)
+            one = (self.timed_draft or _Roofline(small, d)).forward(batch, 1, context)
+            return k * one, small.weight_bytes + batch * small.kv_bytes(context)
         if method.startswith("self:weights="):
             coarse = replace(s, bits={"int8": 8.125, "int4": 4.5}[method.partition("=")[2]])
-            return k * coarse.forward(d, batch, 1, context), coarse.weight_bytes + batch * s.kv_bytes(context)
+            share = coarse.forward(d, batch, 1, context) / s.forward(d, batch, 1, context)
+            return k * share * self.forward(batch, 1, context), coarse.weight_bytes + batch * s.kv_bytes(context)
         if method.startswith("self:"):
-            return k * s.forward(d, batch, 1, min(context, WINDOW)), batch * s.kv_bytes(min(context, WINDOW))
+            context = min(context, seen or WINDOW)
+            return k * self.forward(batch, 1, context), batch * s.kv_bytes(context)
         layers = k if method == "medusa" else 1  # heads side by side, or a layer again and again, before the vocabulary
         own = layers * (s.hidden**2 if method == "medusa" else 16 * s.hidden**2) + s.hidden * s.vocab
         head = replace(s, weights=own, layers=1, expert=0, experts=0, chosen=0)
         return (1 if method == "medusa" else k) * head.forward(d, batch, 1, 0), head.weight_bytes
 
-    def step(self, method: str, batch: int, context: float, chance: float, k: int) -> tuple[float, float]:
+    def step(
+        self, method: str, batch: int, context: float, chance: float, k: int, seen: int | None = None
+    ) -> tuple[float, float]:
         """Tokens a second of all sequences, and bytes."""
-        s, held = self.shape, self.shape.weight_bytes + batch * self.shape.kv_bytes(context)
+        held, outside = self.shape.weight_bytes + batch * self.shape.kv_bytes(context), 0.0
+        if self.timed:
+            outside = self.timed.outside
         if not k:
-            return batch / s.forward(self.device, batch, 1, context), held
-        spent, own = self.drafting(method, batch, k, context)
-        seconds = spent + s.forward(self.device, batch, 1 + k, context)
+            return batch / (self.forward(batch, 1, context) + outside), held
+        spent, own = self.drafting(method, batch, k, context, seen)
+        seconds = spent + self.forward(batch, 1 + k, context) + outside
         return batch * expected(chance, k) / seconds, held + own
 
     def predict(self, method: str, suite: str, context: int, batch: int, rate: Rate | None = None) -> Prediction:
@@ -358,31 +401,32 @@ def published() -> list[Published]:
     ]
 
 
-METHODS = {"ngram", "suffix", "draft_model", "medusa", "eagle3"}
+METHODS = {"ngram", "suffix", "draft_model", "medusa", "eagle3", "self"}
 
 
 def against(path: Path, planner: Planner, context: int) -> Iterator[Miss]:
-    """Compare the lines of `outrider bench` with the roofline, given their tokens a forward and draft length.
+    """Compare the lines of `outrider bench`, or of `bench long`, with the plan, given their tokens a forward.
 
     Lines of methods that have no plan, and of drafts without a fixed length, are left out. Raises ConfigError.
     """
     for line, data in _lines(path):
         config, method = data.get("speculative_config"), data.get("method")
         config = config if isinstance(config, dict) else {}
-        k = whole(config.get("num_speculative_tokens"), 1, 256)
         length, speedup = real(data.get("acceptance_length"), 1, 1e3), real(data.get("speedup"), 1e-6, 1e6)
         batch, at = whole(data.get("batch"), 1, 2**20), whole(data.get("context"), 1) or context
         if length is None or speedup is None or batch is None or not isinstance(method, str):
             raise ConfigError(f"{path}, line {line}: no result of outrider bench")
-        kind = config.get("method")
-        if kind == "self" and "view" in config:
-            kind = "self:view=streaming:budget=512"
-        if k is None or kind not in METHODS | {"self:view=streaming:budget=512"}:
+        named = re.search(r" k=(\d+)$", method)
+        k = whole(config.get("num_speculative_tokens") or (int(named[1]) if named else None), 1, 256)
+        kind, seen = config.get("method"), re.search(r"budget=(\d+)", str(config.get("view") or config.get("kv")))
+        if k is None or kind not in METHODS or (kind == "self" and "view" not in config):
             continue
+        kind = "self:view" if kind == "self" else kind
         if rate := real(data.get("draft_acceptance_rate"), 0, 1):  # where nothing is found, fewer are drafted
             k = min(k, max(1, round((length - 1) / rate)))
         plain, _ = planner.step(kind, batch, at, 0.0, 0)
-        drafted, _ = planner.step(kind, batch, at, 0.0, k)  # tokens of which none is right ...
+        # tokens of which none is right ...
+        drafted, _ = planner.step(kind, batch, at, 0.0, k, int(seen[1]) if seen else None)
         name = f"{data.get('suite', 'text')}, {at} tokens, {batch} at a time: {method}"
         yield Miss(name, speedup, length * drafted / plain)  # ... times those that were
 

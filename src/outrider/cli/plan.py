@@ -24,6 +24,7 @@ from outrider.plan import (
     Planner,
     Prediction,
     Shape,
+    Timed,
     traffic,
     within,
 )
@@ -83,7 +84,8 @@ def plan(
     shape = Shape.of(open_source(model).config, bits)
     small = Shape.of(open_source(draft).config) if draft else None
     machine = _measured() if device == "here" else DEVICES[device]
-    planner = Planner(shape, machine, small)
+    timed = [_timed(name, quantization) if name and device == "here" else None for name in (model, draft)]
+    planner = Planner(shape, machine, small, *timed)
     console = _console()
     if against is not None:
         _compare(list(compared(against, planner, contexts[0])), as_json, console)
@@ -155,6 +157,18 @@ def _measured() -> Device:
     with torch.inference_mode():
         one, many = seconds(1), seconds(256)
     return Device(2 * n * n / one, 2 * n * n * 256 / many, float(free_memory(where)), 5e-6)
+
+
+def _timed(name: str, quantization: str | None) -> Timed | None:
+    """The model's forwards on this machine; None without its weights."""
+    from outrider.bench.forwards import measure
+    from outrider.llm import LLM
+    from outrider.load import find
+
+    path = find(name)
+    if not path.is_file() and not any(path.glob("*.safetensors")):
+        return None
+    return measure(LLM(name, quantization=quantization, enable_prefix_caching=False))
 
 
 def _table(suite: str, found: list[Prediction], planner: Planner) -> Table:
