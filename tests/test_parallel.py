@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 from ranks import run_case
@@ -222,6 +226,70 @@ def test_a_rank_that_dies_ends_all(victim):
     (line,) = other.stderr.read().splitlines()
     assert line == f"outrider: rank {victim} has ended (killed, or out of memory?); all ranks end"
     end(ranks)
+
+
+def stream(url: str, i: int, most: int, leave: int | None = None, begun: threading.Event | None = None) -> list[int]:
+    """Tokens that a server streams; a client may leave after so many. Raises RuntimeError for an error among them."""
+    asked = {"prompt": "One day", "temperature": 0.9, "seed": i, "max_tokens": most, "ignore_eos": True}
+    asked |= {"stream": True, "return_token_ids": True}
+    tokens: list[int] = []
+    with httpx.stream("POST", f"{url}/v1/completions", json=asked, timeout=120) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                frame = json.loads(line[6:])
+                if "error" in frame:
+                    raise RuntimeError(frame["error"]["message"])
+                tokens += frame["choices"][0]["token_ids"]
+                if begun:
+                    begun.set()
+                if leave and len(tokens) >= leave:
+                    break
+    return tokens
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_a_server_on_ranks(how):
+    """Streams side by side have one rank's tokens, whoever leaves. It ends when it is told to, and if a rank dies."""
+    options = ["--dtype", "float32", "--device", "cpu", "--port", "0", "--drain", "0"]
+    ranks = launch(2, "-m", "outrider", "serve", "tiny", *options)
+    try:
+        url = re.search("tiny at (http://[^ ]*) .*2 ranks, gather", ranks[0].stderr.readline())[1]
+        llm, begun = LLM("tiny", device="cpu", dtype="float32"), threading.Event()
+        with ThreadPoolExecutor() as pool:
+            leaves = [None, 5, None, 9, None]
+            found = list(pool.map(lambda i: stream(url, i, 40, leaves[i]), range(len(leaves))))
+            for i, (tokens, leave) in enumerate(zip(found, leaves, strict=True)):
+                one = llm.generate("One day", temperature=0.9, seed=i, max_tokens=40, ignore_eos=True)[0].token_ids
+                assert tokens == (one if leave is None else one[: len(tokens)]) and len(tokens) >= (leave or 40)
+            endless = pool.submit(stream, url, 1, 2000, None, begun)
+            assert begun.wait(60)
+            for rank in ranks if how == signal.SIGTERM else ranks[1:]:
+                rank.send_signal(how)  # torchrun sends it to all
+            with pytest.raises(RuntimeError if how == signal.SIGTERM else httpx.RemoteProtocolError) as ended:
+                endless.result(30)
+    finally:
+        codes, said = end(ranks, 30)
+    lost = [line for line in said.splitlines() if "has ended" in line]
+    if how == signal.SIGTERM:
+        assert codes == [128 + how, 0] and not lost and "the engine was closed" in str(ended.value)
+    else:
+        assert codes == [1, -how] and len(lost) == 1 and lost[0].startswith("outrider: rank 1 has ended")
+    assert "Traceback" not in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["generate", "bench"])
+def test_torchrun(command):
+    """The real one, whose ranks all end."""
+    args = {
+        "generate": ["--model", "tiny", "--max-tokens", "8", "--temperature", "0", "--json", "One day"],
+        "bench": ["--model", "tiny", "--prompt", "One day", "--max-tokens", "8", "--methods", "none,ngram", "--json"],
+    }[command]
+    run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "outrider", command, *args]
+    done = subprocess.run([sys.executable, *run], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    print(lines)
 
 
 def test_port_clash_is_named():

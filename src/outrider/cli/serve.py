@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -83,7 +85,10 @@ def serve(
     max_stop_strings: Annotated[int, typer.Option(help="Most stop strings of a request.", min=1)] = 4,
     max_logprobs: Annotated[int, typer.Option(help="Most logprobs of a request.", min=0)] = 20,
     keep_alive: Annotated[float, typer.Option(help="Seconds of silence until a stream says it lives.", min=0.1)] = 15,
-    drain: Annotated[float, typer.Option(help="Seconds that requests may go on after SIGTERM or Ctrl-C.", min=0)] = 30,
+    drain: Annotated[
+        float | None,
+        typer.Option(help="Seconds that requests may go on after SIGTERM or Ctrl-C. Default: 30; on ranks 20.", min=0),
+    ] = None,
     cors_origin: Annotated[
         list[str] | None, typer.Option(help="Origin whose pages may call, repeatable; * for all. Default: none.")
     ] = None,
@@ -135,8 +140,11 @@ def serve(
     import ssl
 
     from outrider.async_llm import AsyncLLM
+    from outrider.parallel import launched
     from outrider.serve.settings import Settings, checked, generation_defaults
 
+    if drain is None:
+        drain = 30.0 if launched()[1] == 1 else 20.0  # torchrun kills after 30, and ends take their time, too
     overrides = checked(overrides, "--override-generation-config")
     defaults = generation_defaults(generation_config, Path()) if generation_config != "auto" else None
     log_to_stderr(log_format, log_level)
@@ -193,6 +201,7 @@ def serve(
     at = f"unix:{uds}" if listening is None else _url(listening, secure=bool(tls))
     across = f", {llm.parallelism}" if llm.parallelism else ""
     tell(f"{settings.names[0]} at {at} ({llm.exactness}, {config.method}{across}); Ctrl-C ends it")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # which uvicorn raises again, at its end
     running.run(sockets=None if listening is None else [listening])
 
 
