@@ -25,7 +25,7 @@ def run_case(case: dict[str, Any], **ranks: Any) -> dict[str, Any]:
         found[name] = [request.seq.output for request in requests]
         assert not any(request.drafter_error for request in requests), requests[0].drafter_error
     about = {"exactness": llm.exactness, "preemptions": llm.engine.preemptions, "parallelism": llm.parallelism}
-    about["weights"] = sum(linear.nbytes for layer in llm.runner.model.layers for linear in (layer.qkv, layer.o))
+    about["weights"] = sum(linear.nbytes for layer in llm.runner.model.layers for linear in layer.linears)
     return {"tokens": found, "leaked": llm.engine.leaked, **about}
 
 

@@ -26,7 +26,7 @@ from outrider.config import DTYPES, ModelConfig, Names
 from outrider.errors import CheckpointError, ConfigError, ModelNotFound, VocabularyMismatch
 from outrider.model import Layer, Model, head_order
 from outrider.ops import MLP, Experts, Linear, Quantized, join, packs, quantises
-from outrider.parallel import Cut, CutModel, Gathered, Group, Normed, Summed, cut, cut_quantized, within
+from outrider.parallel import Cut, CutExperts, CutModel, Gathered, Group, Normed, Summed, cut, cut_quantized, within
 
 logger = logging.getLogger(__name__)
 PACKAGED = "smollm2"
@@ -586,23 +586,38 @@ class _Builder:
             k_norm=k_norm,
             attention_norm=self.norm(at, names.after_attention, hidden),
             mlp_norm=self.norm(at, names.after_mlp, hidden),
-            sinks=self.tensor(f"{attn}sinks", c.num_heads).float() if c.sinks else None,
+            sinks=self.sinks(attn) if c.sinks else None,
         )
 
+    def sinks(self, at: str) -> Tensor:
+        """Those of the heads that this rank holds."""
+        found = self.tensor(f"{at}sinks", self.config.num_heads).float()
+        return cut(found, [self.cut.mine([q for q, _ in self.cut.heads])]) if self.cut else found
+
     def mlp(
-        self, prefix: str, wide: int, bias: bool, names: tuple[tuple[str, ...], str] | None = None, turns: bool = False
+        self,
+        prefix: str,
+        wide: int,
+        bias: bool,
+        names: tuple[tuple[str, ...], str] | None = None,
+        turns: bool = False,
+        expert: bool = False,
     ) -> MLP:
-        """A dense MLP, or an expert; `names` of its gate_up and down, whose rows take turns if it `turns`."""
+        """A dense MLP, or an expert, whose results are not brought together here.
+
+        `names` of its gate_up and down, whose rows take turns if it `turns`.
+        """
         c, (gate_up, down) = self.config, names or (self.config.names.gate_up, self.config.names.down)
         parts = dict.fromkeys(gate_up, 2 * wide // len(gate_up))
-        order = torch.arange(2 * wide).view(-1, 2).T.flatten() if turns else None
-        gated, rows, cut = c.activation == "silu", None, self.cut
-        if cut:
-            own = cut.mine(cut.inner)
-            rows = [own, range(wide + own.start, wide + own.stop)]
+        held, own, rows = [range(wide)], range(wide), None
+        if self.cut:
+            held = self.cut.wide(wide)
+            own = self.cut.mine(held)
+            rows = [range(2 * own.start, 2 * own.stop)] if turns else [own, range(wide + own.start, wide + own.stop)]
+        order = torch.arange(2 * len(own)).view(-1, 2).T.flatten() if turns else None
         return MLP(
-            self.linear(prefix, parts, c.hidden_size, bias, gated=gated, order=order, rows=rows),
-            self.last(prefix, down, wide, bias, cut.inner if cut else []),
+            self.linear(prefix, parts, c.hidden_size, bias, c.activation == "silu", order=order, rows=rows),
+            (self.branch if expert else self.last)(prefix, down, wide, bias, held),
             c.activation,
             c.clamp,
         )
@@ -611,38 +626,39 @@ class _Builder:
         """The experts of a layer; where transformers has them in memory, under its names."""
         m, names, files = self.config.mixture, self.config.names, self.weights.files
         assert m is not None
-        if self.cut:
-            raise ConfigError(f"{self.config.architecture}: experts are not cut over ranks yet; use one rank")
         if f"{at}{names.router}.weight" not in files and f"{at}{Names.router}.weight" in files:
             names = replace(names, router=Names.router, experts=Names.experts, expert_down=Names.expert_down)
         prefix, fused = f"{at}{names.experts}.", ("gate_up_proj",)
         gate_up = fused if f"{prefix}0.{fused[0]}.weight" in files else names.expert_gate_up
         own = gate_up, names.expert_down
-        found = [self.mlp(f"{prefix}{e}.", m.width, m.bias, own, m.interleaved) for e in range(m.count)]
+        found = [self.mlp(f"{prefix}{e}.", m.width, m.bias, own, m.interleaved, True) for e in range(m.count)]
         router, scores = f"{at}{names.router}", {"": m.count}
         if m.shared:
             above, _, name = router.rpartition(".")
             router, scores = above, {f".{name}": m.count, ".shared_expert_gate": 1}
-            found.append(self.mlp(f"{above}.shared_expert.", m.shared, m.bias))
-        return Experts(
-            self.linear(router, scores, self.config.hidden_size, m.bias, scheme=None),
-            found,
-            m.chosen,
-            m.normalised,
-            bool(m.shared),
-        )
+            found.append(self.mlp(f"{above}.shared_expert.", m.shared, m.bias, expert=True))
+        scored = self.linear(router, scores, self.config.hidden_size, m.bias, scheme=None)
+        made = scored, found, m.chosen, m.normalised, bool(m.shared)
+        return CutExperts(*made, self.cut) if self.cut else Experts(*made)
+
+    def branch(self, at: str, name: str, inputs: int, bias: bool, held: list[range]) -> Linear:
+        """Of the product that ends a branch what this rank has: some of its outputs, or all of the inputs it `held`."""
+        cut, hidden = self.cut, self.config.hidden_size
+        if cut is None or not cut.sums:
+            return self.linear(at, {name: hidden}, inputs, bias, rows=[cut.mine(cut.hidden)] if cut else None)
+        own = self.linear(at, {name: hidden}, inputs, bias, rows=[range(hidden)], columns=cut.mine(held))
+        if own.bias is not None and cut.group.rank:
+            own.bias.zero_()  # added once, by rank 0
+        return own
 
     def last(self, at: str, name: str, inputs: int, bias: bool, held: list[range]) -> Linear:
         """The product that ends a branch, of whose inputs each rank has those it `held`."""
-        cut, part = self.cut, {name: self.config.hidden_size}
+        own, cut = self.branch(at, name, inputs, bias, held), self.cut
         if cut is None:
-            return self.linear(at, part, inputs, bias)
-        if not cut.sums:
-            own = self.linear(at, part, inputs, bias, rows=[cut.mine(cut.hidden)])
-            return Gathered(own, cut.group, cut.hidden, held)
-        own = self.linear(at, part, inputs, False, rows=[range(self.config.hidden_size)], columns=cut.mine(held))
-        added = self.tensor(f"{at}{name}.bias", self.config.hidden_size) if bias else None
-        return Summed(own, cut.group, inputs, added)
+            return own
+        if cut.sums:
+            return Summed(own, cut.group, inputs, own.out_features)
+        return Gathered(own, cut.group, cut.hidden, held)
 
     def norm(self, at: str, name: str | None, width: int) -> Tensor | None:
         """The weight of a norm, if there is one of that name."""

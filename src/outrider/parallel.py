@@ -41,7 +41,7 @@ from torch import Tensor
 from outrider.config import ModelConfig
 from outrider.errors import ConfigError, EngineError, told
 from outrider.model import Attends, Model, Wanted
-from outrider.ops import Linear, Quantized, rms_norm
+from outrider.ops import MLP, Experts, Linear, Quantized, rms_norm
 
 MODES = {
     "gather": "the bits of one rank's run",
@@ -93,9 +93,13 @@ class Cut:
         if n > c.num_heads:
             raise ConfigError(f"a model of {c.num_heads} query heads is cut over at most {c.num_heads} ranks, not {n}")
         self.heads = split_heads(c.num_heads, c.num_kv_heads, n)
-        self.inner = split(c.intermediate_size, n, SUPER)
+        self.inner = self.wide(c.intermediate_size)
         self.hidden = split(c.hidden_size, n, GRAIN)
         self.vocab = split(c.vocab_size, n, GRAIN)
+
+    def wide(self, width: int) -> list[range]:
+        """Columns of an MLP's inner numbers, for each rank."""
+        return split(width, self.group.size, SUPER)
 
     @property
     def config(self) -> ModelConfig:
@@ -290,11 +294,7 @@ class Gathered(_Across):
 
 
 class Summed(_Across):
-    """Cut by inputs: partial sums in float32, added up, and rounded once."""
-
-    def __init__(self, own: Linear, group: Group, inputs: int, bias: Tensor | None) -> None:
-        super().__init__(own, group, inputs, own.out_features)
-        self.bias = bias
+    """Cut by inputs: partial sums in float32, added up, and rounded once. Of the biases all but rank 0's are zero."""
 
     def __call__(
         self,
@@ -307,9 +307,7 @@ class Summed(_Across):
         """As Linear's, for x (rows, this rank's inputs), which are not normed."""
         assert norm is None
         y = self.group.sum(self.own(x, dtype=torch.float32))
-        for added in (self.bias, residual):
-            y = y if added is None else y + added.float()
-        return y.to(dtype or x.dtype)
+        return (y if residual is None else y + residual.float()).to(dtype or x.dtype)
 
 
 class Normed(_Across):
@@ -346,6 +344,37 @@ class Normed(_Across):
         q.copy_(every_q[:, mine.start : mine.stop])
         k.copy_(every_k[:, every[group.rank].start : every[group.rank].stop])
         return y
+
+
+class CutExperts(Experts):
+    """Experts that are cut alike: what all of a row's give comes together at once. Each rank has the whole router."""
+
+    native: Any = None  # the kernels do not stop for others
+
+    def __init__(
+        self, router: Linear, experts: list[MLP], chosen: int, normalised: bool, shared: bool, cut: Cut
+    ) -> None:
+        super().__init__(router, experts, chosen, normalised, shared)
+        self.cut = cut
+
+    def _fit(self, e: MLP) -> None:
+        """Only the whole fits."""
+
+    def _whole(self, inner: list[Tensor]) -> list[Tensor]:
+        if self.cut.sums:
+            return inner
+        m, own = self.cut.whole.mixture, len(inner) - self.shared  # the one that is shared is another width
+        assert m is not None
+        found = list[Tensor]()
+        for parts, width in ((inner[:own], m.width), (inner[own:], m.shared)):
+            if parts:
+                every = self.cut.group.gather(torch.cat(parts), self.cut.wide(width))
+                found += torch.split(every, [len(x) for x in parts])
+        return found
+
+    def _each(self, x: Tensor) -> Tensor:
+        own, group = super()._each(x), self.cut.group
+        return group.sum(own) if self.cut.sums else group.gather(own, self.cut.hidden)
 
 
 @dataclass
@@ -422,7 +451,8 @@ def columns_alone(model: CutModel) -> bool:
     """Whether outputs have the same bits when their matrix is cut between them, as this model's are."""
     cut: Cut = model.cut
     generator = torch.Generator().manual_seed(1)
-    for inputs in (cut.whole.hidden_size, cut.whole.intermediate_size):
+    experts = cut.whole.mixture
+    for inputs in (cut.whole.hidden_size, experts.width if experts else cut.whole.intermediate_size):
         weight = torch.randn(cut.whole.hidden_size, inputs, generator=generator).to(model.device, model.dtype)
         x = torch.randn(3, inputs, generator=generator).to(model.device, model.dtype)
         parts = [Linear(weight[own.start : own.stop].clone())(x) for own in cut.hidden]

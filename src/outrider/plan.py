@@ -194,18 +194,22 @@ def traffic(config: ModelConfig, ranks: int, mode: str, rows: int, wanted: int, 
     def widest(parts: list[range]) -> int:
         return (ranks - 1) * max(map(len, parts))
 
-    hidden, sizes = config.hidden_size, list[int]()
+    hidden, m = config.hidden_size, config.mixture
     if mode == "gather":
-        sizes = [itemsize * widest(p) for p in (cut.queries(), cut.hidden, cut.inner, cut.hidden)]
+        dense = [itemsize * widest(p) for p in (cut.queries(), cut.hidden, cut.inner, cut.hidden)]
+        sparse = [*dense[:2], *([itemsize * m.chosen * widest(cut.wide(m.width))] if m else [])]
+        sparse += [itemsize * widest(cut.wide(m.shared))] if m and m.shared else []
+        sparse.append(4 * widest(cut.hidden))  # experts are summed before they are rounded
     elif mode == "ordered":
-        sizes = [4 * (ranks - 1) * hidden] * 2
+        dense = sparse = [4 * (ranks - 1) * hidden] * 2
     else:  # a ring: each part goes around twice
-        sizes = [8 * rows * hidden * (ranks - 1) // ranks // max(1, rows)] * 2
+        dense = sparse = [8 * rows * hidden * (ranks - 1) // ranks // max(1, rows)] * 2
+    also, mixed = list[int](), len(m.layers) if m else 0
     if config.qk_norm == "full":
         keys = [range(kv.start * config.head_dim, kv.stop * config.head_dim) for _, kv in cut.heads]
-        sizes += [itemsize * widest(cut.queries()), itemsize * widest(keys)]
-    calls = config.num_layers * len(sizes) + (wanted > 0)
-    return calls, config.num_layers * rows * sum(sizes) + 4 * wanted * widest(cut.vocab)
+        also = [itemsize * widest(cut.queries()), itemsize * widest(keys)]
+    sizes = (config.num_layers - mixed) * dense + mixed * sparse + config.num_layers * also
+    return len(sizes) + (wanted > 0), rows * sum(sizes) + 4 * wanted * widest(cut.vocab)
 
 
 def fastest_mode(config: ModelConfig, ranks: int, device: str) -> str:

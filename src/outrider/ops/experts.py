@@ -61,9 +61,12 @@ class MLP:
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         """What it gives for rms_norm(x) * norm, plus residual: (rows, hidden), as all three tensors are, or `dtype`."""
+        return self.down(self.inner(x, norm, eps), residual=residual, dtype=dtype)
+
+    def inner(self, x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
+        """(rows, inner), as x is, of which `down` makes the rest."""
         inner = self.gate_up(x, norm, eps)
-        inner = inner if self.gate_up.gated else gated(inner, self.activation, self.clamp)
-        return self.down(inner, residual=residual, dtype=dtype)
+        return inner if self.gate_up.gated else gated(inner, self.activation, self.clamp)
 
 
 class Experts:
@@ -79,12 +82,15 @@ class Experts:
         self.normalised, self.shared = normalised, shared
         self.hidden, self.dtype, self._read = router.in_features, router.dtype, 0
         for e in experts:
-            inner, up = e.down.in_features, e.gate_up
-            sizes, wide = (up.in_features, e.down.out_features), inner if up.gated else 2 * inner
-            if sizes != (self.hidden, self.hidden) or up.out_features != wide or self.dtype != e.down.dtype:
-                raise ValueError(f"an expert of {sizes[0]} -> {up.out_features}, {inner} -> {sizes[1]} does not fit")
+            self._fit(e)
         if router.out_features != len(experts) or not 0 < chosen <= len(experts) - shared:
             raise ValueError(f"{chosen} of {len(experts)} experts cannot be chosen by {router.out_features} scores")
+
+    def _fit(self, e: MLP) -> None:
+        inner, up = e.down.in_features, e.gate_up
+        sizes, wide = (up.in_features, e.down.out_features), inner if up.gated else 2 * inner
+        if sizes != (self.hidden, self.hidden) or up.out_features != wide or self.dtype != e.down.dtype:
+            raise ValueError(f"an expert of {sizes[0]} -> {up.out_features}, {inner} -> {sizes[1]} does not fit")
 
     @property
     def linears(self) -> list[Linear]:
@@ -150,13 +156,20 @@ class Experts:
         return at, weights
 
     def _each(self, x: Tensor) -> Tensor:
+        """What the experts give for x, normed: (rows, hidden) float32."""
         at, weights = self.route(self.router(x, dtype=torch.float32))
-        parts = x.new_empty(*at.shape, self.hidden, dtype=torch.float32)
-        for i in sorted(set(at.flatten().tolist())):
-            expert, (rows, places) = self.experts[i], (at == i).nonzero(as_tuple=True)
-            parts[rows, places] = expert(x[rows], None, 0.0, dtype=torch.float32)
-            self._read += expert.nbytes
+        parts = x.new_empty(*at.shape, self.experts[0].down.out_features, dtype=torch.float32)
+        chosen = sorted(set(at.flatten().tolist()))
+        places = [(at == i).nonzero(as_tuple=True) for i in chosen]
+        inner = self._whole([self.experts[i].inner(x[rows]) for i, (rows, _) in zip(chosen, places, strict=True)])
+        for i, place, own in zip(chosen, places, inner, strict=True):
+            parts[place] = self.experts[i].down(own, dtype=torch.float32)
+            self._read += self.experts[i].nbytes
         total = torch.zeros_like(parts[:, 0])
         for j in range(at.shape[1]):
             total = total + weights[:, j, None] * parts[:, j]
         return total
+
+    def _whole(self, inner: list[Tensor]) -> list[Tensor]:
+        """What `down` takes: of each expert that some row chose (rows, inner), in the order of the experts."""
+        return inner
