@@ -5,7 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import secrets
 import signal
+import socket
+import subprocess
+import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -15,12 +20,12 @@ import pytest
 import yaml
 
 from outrider import LLM, SamplingParams
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, EngineError
 
 ray = pytest.importorskip("ray", reason="the extra 'ray' is not installed")
 from ray import serve  # noqa: E402
 
-from outrider.ray import ENGINE, Replicas, app  # noqa: E402
+from outrider.ray import ENGINE, Engine, Replicas, app  # noqa: E402
 
 pytestmark = pytest.mark.slow
 PORT = 18431
@@ -47,10 +52,12 @@ def body(i: int, most: int = 200) -> dict:
     }  # fmt: skip
 
 
-async def answer(client: httpx.AsyncClient, asked: dict, seen: dict | None = None) -> tuple[list[int], str, int]:
+async def answer(
+    client: httpx.AsyncClient, asked: dict, seen: dict | None = None, url: str = URL
+) -> tuple[list[int], str, int]:
     """Tokens, text and usage of a stream; `seen` counts frames as they come."""
     tokens, text, usage = [], "", 0
-    async with client.stream("POST", f"{URL}/v1/completions", json=asked) as response:
+    async with client.stream("POST", f"{url}/v1/completions", json=asked) as response:
         assert response.status_code == 200, await response.aread()
         async for line in response.aiter_lines():
             if not line.startswith("data: {"):
@@ -178,6 +185,83 @@ def test_engines_of_two_ranks(cluster):
             return await asyncio.gather(*(answer(http, body(i, 60)) for i in range(3)))
 
     assert asyncio.run(main()) == wanted
+
+
+def marked(mark: str) -> dict[int, str]:
+    """Processes that have this in their environment, and what they are called."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has just gone, or is another's
+            if mark.encode() in (process / "environ").read_bytes():
+                found[int(process.name)] = (process / "cmdline").read_text()
+    return found
+
+
+def test_the_command():
+    """`outrider serve --replicas 2`: streams outlive an engine, and may end after SIGTERM; no process stays."""
+    with socket.socket() as some:
+        some.bind(("127.0.0.1", 0))
+        port = some.getsockname()[1]
+    mark, url = secrets.token_hex(8), f"http://127.0.0.1:{port}"
+    args = ["--replicas", "2", "--port", str(port), "--dtype", "float32", "--device", "cpu", "--drain", "120"]
+    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {"OUTRIDER_TEST": mark}
+    command = [sys.executable, "-m", "outrider", "serve", "tiny", *args]
+    process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    wanted = expected(4, 400)
+
+    async def main() -> None:
+        until = time.monotonic() + 300
+        async with client() as http:
+            while True:
+                engines = [pid for pid, name in marked(mark).items() if name.startswith("ray::ServeReplica:outrider:E")]
+                with suppress(httpx.HTTPError):
+                    if (await http.get(f"{url}/health")).status_code == 200 and len(engines) == 2:
+                        break
+                assert time.monotonic() < until and process.poll() is None, process.stderr.read()
+                await asyncio.sleep(1)
+            for act in (lambda: os.kill(engines[0], signal.SIGKILL), process.terminate):
+                seen: dict = {}
+                streams = [asyncio.ensure_future(answer(http, body(i, 400), seen, url)) for i in range(4)]
+                while seen.get("frames", 0) < 40:
+                    await asyncio.sleep(0.02)
+                assert not any(s.done() for s in streams)
+                act()
+                assert await asyncio.gather(*streams) == wanted
+
+    try:
+        asyncio.run(main())
+        said = process.communicate(timeout=120)[1]
+        assert process.returncode == 0 and "Traceback" not in said, said[-3000:]
+        until = time.monotonic() + 60
+        while rest := marked(mark):
+            assert time.monotonic() < until, rest
+            time.sleep(0.5)
+    finally:
+        for pid in marked(mark):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_stuck_engine_is_not_well(monkeypatch):
+    """What Serve asks: an engine whose step does not end is replaced."""
+    engine = Engine(Replicas.of({"model": "tiny", "llm": SMALL["llm"], "server": {"stall": 0.2}}))
+    engine.check_health()
+    go = threading.Event()
+    monkeypatch.setattr(engine.llm.llm.engine, "step", lambda **_: go.wait())
+
+    async def main() -> None:
+        asked = engine.generate("", [([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))], {}, [[]])
+        assert await anext(asked) is None  # accepted
+        with pytest.raises(EngineError, match="has not come to the end of a step for"):
+            for _ in range(1000):
+                engine.check_health()
+                await asyncio.sleep(0.02)
+        monkeypatch.undo()
+        go.set()
+        assert sum([len(event.token_ids) async for event, _ in asked]) == 4
+        engine.check_health()
+        await engine.__del__()
+
+    asyncio.run(main())
 
 
 def test_options():

@@ -8,8 +8,10 @@ not much more to do than others (serve/replicas.py). If an engine dies, its answ
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
+import signal
 import socket
 import threading
 import time
@@ -36,7 +38,8 @@ from outrider.serve.app import create_app
 from outrider.serve.replicas import Lost, beginning, ranked, resumed
 from outrider.serve.settings import Settings, generation_defaults
 
-ENGINE = "Engine"
+NAME, ENGINE = "outrider", "Engine"
+LAST_WORDS = 10.0  # seconds for engines to end once they have drained
 HEALTH = 5.0  # seconds between questions whether an engine is well
 
 
@@ -308,8 +311,12 @@ class FarAnswer:
         if (deadline := options.get("deadline")) is not None:  # counted from the start, whoever writes
             options["deadline"] = max(0.001, deadline - (time.monotonic() - self._began))
         stream = self._engines.options(stream=True).generate.remote(self._key, self._prompts, options, begun)
-        async for _ in _typed(stream):
-            return stream
+        try:
+            async for _ in _typed(stream):
+                return stream
+        except BaseException:  # whoever asked has gone, too
+            stream.cancel()
+            raise
         raise Lost
 
     def close(self) -> None:
@@ -340,10 +347,27 @@ async def _typed(stream: Any) -> AsyncGenerator[Any, None]:
 
 
 def run(args: Mapping[str, Any], host: str, port: int, root_path: str = "") -> None:
-    """Serve on the Ray that there is (RAY_ADDRESS), or a new one on this machine, until Ctrl-C."""
-    application = app(args)  # what is wrong is known before anything is started
+    """Serve on the Ray that there is (RAY_ADDRESS), or a new one on this machine, until SIGTERM or Ctrl-C.
+
+    Then no more requests are taken, and those there are may go on for `drain` seconds.
+    """
+    plan, application = Replicas.of(args), app(args)  # what is wrong is known before anything is started
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    if not ray.is_initialized():
-        ray.init(log_to_driver=True, include_dashboard=False)
+    own: dict[str, Any] = {}
+    if not os.environ.get("RAY_ADDRESS"):  # what was asked for is started, on however few cores
+        engines = max(plan.replicas, plan.max_replicas or 0) * plan.tensor_parallel_size
+        needed = engines * plan.num_cpus + plan.ingresses * plan.ingress_cpus
+        own = {"address": "local", "num_cpus": max(os.cpu_count() or 1, math.ceil(needed))}
+    ray.init(log_to_driver=True, include_dashboard=False, **own)
     serve.start(http_options={"host": host, "port": port, "root_path": root_path})
-    serve.run(application, name="outrider", blocking=True)
+    serve.run(application, name=NAME)
+    ending = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ending.set())
+    ending.wait()
+    serve.delete(NAME, _blocking=False)
+    until = time.monotonic() + plan.settings.drain + LAST_WORDS
+    while NAME in serve.status().applications and time.monotonic() < until:
+        time.sleep(0.2)
+    serve.shutdown()
+    ray.shutdown()
