@@ -37,20 +37,12 @@ def _sampling(params: dict[str, Any]) -> SamplingParams:
 
 def traffic(case: dict[str, Any], mode: str) -> list[Any]:
     """Collectives and bytes of one forward of five rows, of which all logits are asked for, and what was predicted."""
-    from outrider import Draft
+    from outrider.bench.ranks import counted
     from outrider.plan import traffic as predicted
-    from outrider.sequence import Sequence
 
     llm = LLM(case["model"], device="cpu", tensor_parallel_mode=mode, **case.get("options", {}))
-    group, seq = llm.runner.model.group, Sequence([1, 2, 3], SamplingParams(), seed=0)
-    llm.runner.extend([seq])
-    group.calls = group.received = 0
-    seq.tokens.append(4)
-    llm.runner.extend([seq], [Draft.chain([5, 6, 7, 8])])
-    llm.runner.free(seq)
-    whole = llm.runner.model.cut.whole
-    measured = [group.calls, group.received]
-    return [measured, list(predicted(whole, group.size, mode, 5, 5, llm.runner.model.dtype.itemsize))]
+    model = llm.runner.model
+    return [counted(llm, 5), predicted(model.cut.whole, model.group.size, mode, 5, 5, model.dtype.itemsize)]
 
 
 def main() -> None:

@@ -256,10 +256,11 @@ def test_a_stuck_engine_is_not_well(monkeypatch):
                 engine.check_health()
                 await asyncio.sleep(0.02)
         monkeypatch.undo()
+        monkeypatch.delattr(Engine, "__del__")  # which only Serve awaits
         go.set()
         assert sum([len(event.token_ids) async for event, _ in asked]) == 4
         engine.check_health()
-        await engine.__del__()
+        await engine.llm.aclose()
 
     asyncio.run(main())
 

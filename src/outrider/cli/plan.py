@@ -35,6 +35,8 @@ from outrider.plan import (
     published as seeds,
 )
 
+COUNTED = "counted_collectives", "counted_bytes"
+
 
 def plan(
     model: Model = "smollm2",
@@ -48,7 +50,10 @@ def plan(
     draft: Annotated[str | None, typer.Option(help="The draft model; default: one of a tenth of the target.")] = None,
     quantization: Quantization = None,
     ranks: Annotated[
-        str | None, typer.Option(help="Numbers of GPUs, with commas: what one that shares the model receives, a step.")
+        str | None,
+        typer.Option(
+            help="Numbers of ranks, with commas: what one receives, a step. Under torchrun it is counted, too."
+        ),
     ] = None,
     against: Annotated[Path | None, typer.Option(help="A results.jsonl of bench: how far off would this be?")] = None,
     published: Annotated[
@@ -78,7 +83,7 @@ def plan(
     if quantization not in (None, "int8", "int4"):
         raise ConfigError(f"quantization {quantization!r} is unknown; valid: int8, int4")
     if ranks is not None:
-        _traffic(open_source(model).config, read_ints(ranks, "--ranks"), as_json)
+        _traffic(model, read_ints(ranks, "--ranks"), as_json)
         return
     bits = {None: 16.0, "int8": 8.125, "int4": 4.5}[quantization]
     shape = Shape.of(open_source(model).config, bits)
@@ -106,25 +111,43 @@ def plan(
         _plot(found, output)
 
 
-def _traffic(config: Any, sizes: list[int], as_json: bool) -> None:
-    found = list[dict[str, Any]]()
+def _traffic(model: str, sizes: list[int], as_json: bool) -> None:
+    from outrider.load import open_source
+    from outrider.parallel import launched
+
+    config, started, found = open_source(model).config, launched()[1], list[dict[str, Any]]()
+    if started > 1 and sizes != [started]:
+        raise ConfigError(
+            f"--ranks {','.join(map(str, sizes))}, but torchrun has started {started}; give --ranks {started}"
+        )
     for size in sizes:
         for mode in ("gather", "ordered"):
+            llm, itemsize = None, 2
+            if started > 1:
+                from outrider.bench.ranks import counted
+                from outrider.llm import LLM
+
+                llm = LLM(model, tensor_parallel_mode=mode)
+                itemsize = llm.runner.model.dtype.itemsize
             for rows in (1, 9):
-                calls, received = traffic(config, size, mode, rows, rows)
+                calls, received = traffic(config, size, mode, rows, rows, itemsize)
                 seconds = {name: calls * link.start + received / link.bandwidth for name, link in LINKS.items()}
                 found.append({"ranks": size, "mode": mode, "rows": rows, "collectives": calls, "bytes": received})
                 found[-1] |= {f"{name}_seconds": seconds[name] for name in ("nvlink", "pcie")}
+                if llm is not None:
+                    found[-1] |= dict(zip(COUNTED, counted(llm, rows), strict=True))
     if as_json:
         for line in found:
             put_json(line)
         return
-    table = Table("GPUs", "mode", "rows", "collectives", "received", "NVLink", "PCIe", box=SIMPLE)
+    also = ("collectives, counted", "bytes, counted") if started > 1 else ()
+    table = Table("ranks", "mode", "rows", "collectives", "received", "NVLink", "PCIe", *also, box=SIMPLE)
     for line in found:
         times = [f"{1000 * line[f'{name}_seconds']:.2f} ms" for name in ("nvlink", "pcie")]
         about = [str(line[key]) for key in ("ranks", "mode", "rows", "collectives")]
-        table.add_row(*about, f"{line['bytes'] / 1e6:.2f} MB", *times)
-    Console(highlight=False, soft_wrap=True).print(table)
+        size_of = f"{line['bytes'] / 1e6:.2f} MB" if started == 1 else str(line["bytes"])
+        table.add_row(*about, size_of, *times, *(str(line[key]) for key in COUNTED if key in line))
+    _console().print(table)
 
 
 def _console() -> Console:
