@@ -28,7 +28,7 @@ from ray import serve  # noqa: E402
 from outrider.ray import ENGINE, Engine, Replicas, app  # noqa: E402
 
 pytestmark = pytest.mark.slow
-PORT = 18431
+PORT, MARK = 18431, secrets.token_hex(8)
 URL = f"http://127.0.0.1:{PORT}"
 SMALL = {"num_cpus": 0.1, "ingress_cpus": 0.1, "llm": {"dtype": "float32", "device": "cpu"}}
 PROMPTS = ["Once upon a time", "One day, a little girl named Lily", "The dog and the cat", "Tom had a red ball."]
@@ -37,7 +37,7 @@ PROMPTS = ["Once upon a time", "One day, a little girl named Lily", "The dog and
 @pytest.fixture(scope="module")
 def cluster():
     """A Ray on this machine."""
-    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1", "OUTRIDER_TEST": MARK}
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
     serve.start(http_options={"port": PORT})
     yield
@@ -178,13 +178,21 @@ async def _routes() -> None:
 def test_engines_of_two_ranks(cluster):
     """Each engine is a group of two, beside each other; a rank that is killed takes its engine with it, no answer."""
     serve.run(app({"model": "tiny", "tensor_parallel_size": 2, **SMALL}), name="outrider")
-    wanted = expected(3, 60)
+    wanted = expected(3, 200)
 
     async def main() -> list:
+        seen: dict = {}
         async with client() as http:
-            return await asyncio.gather(*(answer(http, body(i, 60)) for i in range(3)))
+            streams = [asyncio.ensure_future(answer(http, body(i), seen)) for i in range(3)]
+            while seen.get("frames", 0) < 30:
+                await asyncio.sleep(0.02)
+            (rank,) = (pid for pid, name in marked(MARK).items() if name.startswith("ray::_Rank"))
+            assert not any(s.done() for s in streams)
+            os.kill(rank, signal.SIGKILL)
+            return await asyncio.gather(*streams)
 
     assert asyncio.run(main()) == wanted
+    wait_for(1)
 
 
 def marked(mark: str) -> dict[int, str]:
