@@ -175,7 +175,7 @@ def test_tokens(ranks, cases, alone):
             assert found["parallelism"].startswith(f"{size} ranks, {mode}: ")
             for method, tokens in found["tokens"].items():
                 assert tokens == found["tokens"]["none"], f"{name}, {mode}: {method} changes tokens"
-            if mode == "gather":
+            if mode == "gather" or name in FAMILIES:  # float32, whose last bits no token here hangs on
                 assert found["tokens"]["none"] == expected["tokens"]["none"], f"{name}: not what one rank gives"
             held = found["weights"] / expected["weights"]
             uneven = name in ("nine heads", "experts", "experts in bfloat16")  # and each has the routers

@@ -23,7 +23,6 @@ import queue
 import secrets
 import signal
 import socket
-import struct
 import sys
 import threading
 import time
@@ -50,6 +49,7 @@ MODES = {
 }
 JOINING = timedelta(seconds=120)  # for all ranks to come together
 COLLECTIVE = timedelta(minutes=10)  # between ranks that are alive: one may still be loading
+HELLO = 10.0  # seconds in which who connects says who it is
 LAST_WORDS = 1.5  # seconds in which rank 0 may report, in its own words, what the others have reported, too
 GRAIN = 32  # outputs that kernels compute together: cuts lie between them where there are enough
 SUPER = 256  # inputs that share a factor in some quantised formats
@@ -566,15 +566,16 @@ class Ranks:
             found: dict[int, socket.socket] = {}
             while len(found) < size - 1:
                 line, _ = server.accept()
-                hello = _read(line)
-                if hello and hello[0] == token:
+                line.settimeout(HELLO)
+                hello = next(_heard(line, 0), None)  # unbuffered: what follows is for who listens later
+                if isinstance(hello, list) and hello[:1] == [token]:
                     found[hello[1]] = line
             server.close()
             self._lines = [found[i] for i in range(1, size)]
         else:
             host, port, token = json.loads(store.get(address))
             self._lines = [socket.create_connection((host, port), JOINING.total_seconds())]
-            _send(self._lines[0], [token, rank, os.getpid()])
+            self._lines[0].sendall(_packed([token, rank]))
         for i, line in enumerate(self._lines):
             line.settimeout(None)
             line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -653,13 +654,13 @@ class Ranks:
 
     def answer(self, value: Any) -> None:
         """To rank 0."""
-        _send(self._lines[0], ["answer", value])
+        self._lines[0].sendall(_packed(["answer", value]))
 
     def report(self, error: BaseException) -> NoReturn:
         """Tell rank 0 why this one cannot go on, and end."""
         self._closing = True
         with suppress(OSError):
-            _send(self._lines[0], ["error", told(error)])
+            self._lines[0].sendall(_packed(["error", told(error)]))
         time.sleep(2 * LAST_WORDS)
         os._exit(1)
 
@@ -680,7 +681,7 @@ class Ranks:
         os._exit(1)
 
     def _listen(self, line: socket.socket, other: int) -> None:
-        while (heard := _read(line)) is not None:
+        for heard in _heard(line):
             if self.rank:
                 self._heard.put(heard)
                 self._closing = self._closing or ["end"] in heard
@@ -714,26 +715,10 @@ class Ranks:
 
 
 def _packed(data: Any) -> bytes:
-    body = json.dumps(data, separators=(",", ":")).encode()
-    return struct.pack("!Q", len(body)) + body
+    return json.dumps(data, separators=(",", ":")).encode() + b"\n"
 
 
-def _send(line: socket.socket, data: Any) -> None:
-    line.sendall(_packed(data))
-
-
-def _read(line: socket.socket) -> Any:
-    """The next message; None if there are no more."""
-    try:
-        return json.loads(_exactly(line, struct.unpack("!Q", _exactly(line, 8))[0]))
-    except (OSError, ValueError, EOFError):
-        return None
-
-
-def _exactly(line: socket.socket, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        if not (more := line.recv(min(2**20, size - len(data)))):
-            raise EOFError
-        data += more
-    return bytes(data)
+def _heard(line: socket.socket, buffering: int = -1) -> Iterator[Any]:
+    """The messages of a line, to its end."""
+    with suppress(OSError, ValueError), line.makefile("rb", buffering) as messages:
+        yield from map(json.loads, messages)
