@@ -43,7 +43,7 @@ async def storm(url: str, bodies: list[dict[str, Any]], seed: int) -> list[list[
         (some.uniform(0, 1), some.random() < 0.5, some.uniform(0, 1) if some.random() < 0.2 else None) for _ in bodies
     ]
 
-    async with httpx.AsyncClient(base_url=url, timeout=300, limits=httpx.Limits(max_connections=None)) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=1800, limits=httpx.Limits(max_connections=None)) as client:
 
         async def one(body: dict[str, Any], plan: Any) -> list[dict[str, Any]] | None:
             after, stream, patience = plan
