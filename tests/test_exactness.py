@@ -21,13 +21,15 @@ from helpers import (
     use,
 )
 
-from outrider import LLM, Draft, SamplingParams, drafters
+from outrider import LLM, Draft, SamplingParams, drafters, runner
 from outrider.config import SpeculativeConfig
 from outrider.datastore import fingerprint, write
 from outrider.errors import OutriderError
 from outrider.export import quantize
 from outrider.load import find, read_tokenizer
+from outrider.model import Model
 from outrider.quantize import ACTIVATIONS
+from outrider.runner import SCORED
 from outrider.sampling import Row, choose, gumbel
 from outrider.sequence import Sequence
 
@@ -438,6 +440,28 @@ def test_logprobs_of_prompts_that_are_read_twice(random_llm, make_llm):
     small.speculative_config = {"method": "ngram", "num_speculative_tokens": 3}
     assert all(map(alike, run(small, [(prompt, params), ([7] * 40, params)])[:2], expected))
     assert small.engine.preemptions
+
+
+def test_logits_of_many_tokens_come_in_pieces(make_checkpoint, monkeypatch):
+    """Of a prompt only the rows that are asked for have logits, and few of these at a time, whoever is beside it."""
+    path = make_checkpoint("qwen3", vocab_size=151936, num_hidden_layers=1, hidden_size=16, tie_word_embeddings=True)
+    llm, rows = LLM(path, device="cpu"), []
+    forward, logits = Model.forward, Model.logits
+
+    def watched(self, tokens, positions, lengths, kv, plan, states=None, wanted=None):
+        hidden = forward(self, tokens, positions, lengths, kv, plan, states, wanted)
+        rows.append(len(wanted.logits))
+        return hidden
+
+    monkeypatch.setattr(Model, "forward", watched)
+    monkeypatch.setattr(Model, "logits", lambda self, hidden: (rows.append(len(hidden)), logits(self, hidden))[1])
+    text = torch.randint(151936, (1500,), generator=torch.Generator().manual_seed(0)).tolist()
+    params = SamplingParams(max_tokens=3, seed=1, logprobs=2)
+    requests = [(text, params), *((text[i : i + 90], replace(params, prompt_logprobs=1)) for i in range(3))]
+    together = run(llm, requests)
+    assert max(rows) <= SCORED // 151936 == 110 and sum(rows) < 3 * 90 + 40
+    monkeypatch.setattr(runner, "SCORED", 2**40)
+    assert all(map(alike, together, (run(llm, [request])[0] for request in requests)))
 
 
 # --- streams ---------------------------------------------------------------------------------------------------------

@@ -7,17 +7,25 @@ import json
 import pytest
 import torch
 from helpers import logits_after
+from test_families import GROWING
 from test_gguf import Kind, write
 from test_truth import LLAMA3, check, prompt_of, reference, rope
 
 from outrider import LLM, export
 from outrider.cli import main
-from outrider.errors import ConfigError, ModelNotFound
+from outrider.errors import ConfigError, ModelNotFound, UnsupportedArchitecture
 from outrider.load import embedded, read_tokenizer
 
 
 @pytest.mark.parametrize(
-    "arch, config", [("llama", {}), ("llama", rope("llama3", **LLAMA3)), ("qwen3", {}), ("qwen2", {})]
+    "arch, config",
+    [
+        ("llama", {}),
+        ("llama", rope("llama3", **LLAMA3)),
+        ("qwen3", {}),
+        ("qwen2", {}),
+        ("ministral3", {"rope_parameters": GROWING}),
+    ],
 )
 def test_gguf_to_a_folder(make_checkpoint, tmp_path, arch, config):
     folder = make_checkpoint(arch, **config)
@@ -58,6 +66,11 @@ def test_what_cannot_be(make_checkpoint, tmp_path, monkeypatch):
         export.export(folder, target, "int8")
     with pytest.raises(ModelNotFound):
         export.export(tmp_path / "nothing", target)
+    with pytest.raises(UnsupportedArchitecture, match="in other pieces than Hugging Face has"):
+        export.export(make_checkpoint("granitemoe", num_local_experts=4, num_experts_per_tok=2), target)
+    for name in ("x" * 300, "nul\0"):
+        with pytest.raises(ConfigError, match=r"cannot be written|null"):
+            export.export(folder, tmp_path / name)
     blocked = tmp_path / "file"
     blocked.write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):

@@ -11,17 +11,20 @@ import torch
 from helpers import ScriptedDrafter, logits_after, run, use
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
+from transformers import AutoModelForCausalLM
 
 from outrider import LLM, Draft, SamplingParams, families
 from outrider.errors import ConfigError, OutriderError, UnsupportedArchitecture
 from outrider.export import export
 from outrider.hf import accelerate
+from outrider.ops import native
 from outrider.sequence import Sequence
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 SLIDES, FULL = "sliding_attention", "full_attention"
 DEEP = {"num_hidden_layers": 4}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+WIDE = {"num_hidden_layers": 1, "hidden_size": 16, "tie_word_embeddings": True}  # few weights but the vocabulary's
 LOCAL = {"layer_types": [SLIDES, SLIDES, FULL, SLIDES], "sliding_window": 8}
 GROWING = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}
 FACTORS = {"short_factor": [1.0, 1.1, 1.3, 1.7, 2.0, 2.5], "long_factor": [1.0, 1.5, 2.5, 4.0, 7.0, 9.0]}
@@ -74,14 +77,18 @@ VARIANTS = {
     "glm4-no-bias": ("glm4", {"attention_bias": False}),
     "ministral3": ("ministral3", {"rope_parameters": GROWING}),
     "ministral3-window": ("ministral3", {"sliding_window": 8, "rope_parameters": GROWING}),
+    "heads-80": ("llama", {"head_dim": 80, "intermediate_size": 97}),
+    "heads-96": ("llama", {"head_dim": 96, "intermediate_size": 111, "hidden_size": 72}),
+    "heads-128": ("llama", {"head_dim": 128, "intermediate_size": 65}),
+    "heads-256": ("qwen3", {"head_dim": 256, "intermediate_size": 33, "num_key_value_heads": 1}),
+    "vocabulary-151936": ("qwen3", WIDE | {"vocab_size": 151936}),
+    "vocabulary-262144": ("gemma3_text", WIDE | {"vocab_size": 262144, "query_pre_attn_scalar": 16}),
 }  # fmt: skip
 PROMPTS = [torch.randint(128, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (1, 20, 45)]
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_as_transformers(make_checkpoint, name):
-    from transformers import AutoModelForCausalLM
-
     arch, config = VARIANTS[name]
     path = make_checkpoint(arch, **config)
     llm, model = LLM(path, device="cpu", dtype="float32"), AutoModelForCausalLM.from_pretrained(path).eval()
@@ -93,6 +100,26 @@ def test_as_transformers(make_checkpoint, name):
             text = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
         assert_close(logits_after(llm, prompt), logits, rtol=1e-4, atol=1e-4)
         assert output.token_ids == text[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_caps_without_kernels(make_checkpoint, dtype):
+    """Both soft-caps of Gemma 2 as PyTorch computes them."""
+    path, before = make_checkpoint("gemma2", attn_logit_softcapping=2.0, final_logit_softcapping=3.0), native.active
+    native.use(native.REFERENCE)
+    try:
+        llm = LLM(path, device="cpu", dtype=dtype)
+        assert llm.runner.model.native_seconds is None
+        ours = [logits_after(llm, prompt) for prompt in PROMPTS]
+    finally:
+        native.use(before)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
+    close = {"rtol": 1e-4, "atol": 1e-4} if dtype == "float32" else {"rtol": 0, "atol": 0.1}
+    for prompt, mine in zip(PROMPTS, ours, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt])).logits[0, -1].float()
+        assert 2.5 < logits.abs().max() <= 3 and mine.abs().max() <= 3
+        assert_close(mine, logits, **close)
 
 
 def bush(seq: Sequence, k: int) -> Draft:

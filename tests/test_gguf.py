@@ -15,7 +15,7 @@ import pytest
 import torch
 from helpers import logits_after
 from safetensors.torch import load_file
-from test_families import EXPERTS, LONG, YARN
+from test_families import EXPERTS, GROWING, LONG, YARN
 from test_truth import LLAMA3, check, prompt_of, reference, rope
 from torch.testing import assert_close
 
@@ -140,6 +140,9 @@ def _add_switches(w: gguf.GGUFWriter, c) -> None:
         w.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         w.add_rope_scaling_factor(c.rope["factor"])
         w.add_rope_scaling_orig_ctx_len(c.rope["original_max_position_embeddings"])
+    if c.query_growth:
+        w.add_rope_scaling_yarn_log_mul(c.rope["mscale_all_dim"])
+        w.add_attn_temperature_scale(c.query_growth[0])
     if c.mixture:
         w.add_expert_count(c.mixture.count)
         w.add_expert_used_count(c.mixture.chosen)
@@ -197,6 +200,7 @@ FAMILIES = {
     "granite-moe": ("granitemoe", {"num_local_experts": 6, "num_experts_per_tok": 2, "attention_multiplier": 0.1}),
     "gpt-oss": ("gpt_oss", {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 8,
                             "rope_parameters": YARN | {"truncate": False}}),
+    "ministral3": ("ministral3", {"rope_parameters": GROWING}),
 }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from helpers import logits_after, run
 from safetensors.torch import load_file, save_file
 
 from outrider import LLM, SamplingParams
+from outrider.cli import main
 from outrider.errors import CheckpointError, ConfigError, UnsupportedArchitecture
 from outrider.export import export, quantize
 from outrider.load import load, open_source
@@ -405,6 +406,50 @@ def test_quantize_round_trip(make_checkpoint, tmp_path, bits):
         )
     if native.active != native.REFERENCE:
         assert LLM(folder, device="cpu").exactness == "bitwise"
+
+
+@pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, -1), (8, 32), (8, 64)])
+def test_groups_of_quantize(make_checkpoint, tmp_path, bits, group):
+    """So many inputs share a scale as are asked for, here and as the config says it to others."""
+    plain = make_checkpoint(**SIZES, dtype=torch.bfloat16)
+    folder = quantize(plain, tmp_path / "q", bits, group=group)
+    said = json.loads((folder / "config.json").read_text())["quantization_config"]["config_groups"]["group_0"][
+        "weights"
+    ]
+    assert (said["num_bits"], said["strategy"]) == (bits, "channel" if group < 0 else "group")
+    assert said["group_size"] == (None if group < 0 else group)
+    before, source = open_source(plain), open_source(folder)
+    for name, shape in before.weights.shapes.items():
+        if name.endswith("_proj.weight"):
+            width = shape[1] if group < 0 else group
+            old, new = (s.weights.mapped(name, *shape).float().view(shape[0], -1, width) for s in (before, source))
+            step = old.abs().amax(-1, keepdim=True) / 2 ** (bits - 1)
+            assert (old - new).abs().max() < step.max() and (old - new).abs().mean() < 0.4 * step.mean()
+    assert logits_after(LLM(folder, device="cpu"), [5, 9, 3]).isfinite().all()
+
+
+def test_what_quantize_refuses(make_checkpoint, tmp_path, monkeypatch, capsys):
+    plain = make_checkpoint(**SIZES, dtype=torch.bfloat16)
+    for options, says in (
+        ({"group": 16}, "group must be 32, 64, 128 or -1, not 16"),
+        ({"group": 128}, "groups of 128 inputs do not divide those of all linears"),
+        ({"bits": 5}, "bits must be 4 or 8, not 5"),
+        ({"bits": True}, "bits must be 4 or 8"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            quantize(plain, tmp_path / "q", **options)
+    with pytest.raises(ConfigError, match="new or empty folder"):
+        quantize(plain, plain)
+    phi = make_checkpoint("granitemoe", num_local_experts=4, num_experts_per_tok=2)
+    with pytest.raises(UnsupportedArchitecture, match="in other pieces than Hugging Face has"):
+        quantize(phi, tmp_path / "q")
+    assert not (tmp_path / "q").exists()
+    monkeypatch.setattr("sys.argv", ["outrider", "quantize", str(plain), str(tmp_path / "q"), "--group", "32"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    told = capsys.readouterr()
+    assert ended.value.code in (0, None) and told.out == "" and "MB of weights" in told.err
+    assert load_file(tmp_path / "q" / "model.safetensors")[Q + "weight_scale"].shape == (64, 4)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

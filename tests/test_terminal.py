@@ -298,14 +298,38 @@ def test_options_of_others_need_no_help(monkeypatch):
     assert drafters.describe("repeat")[1] == Option("word", "str", "x", "")
 
 
-def test_without_kernels_it_says_so_once(run, monkeypatch):
+WITHOUT = """
+import sys
+
+sys.modules["outrider.ops._kernels"] = None
+from outrider import LLM
+from outrider.cli.info import kernels
+
+for _ in range(2):
+    LLM(sys.argv[1], device="cpu").generate([[1, 2]], max_tokens=2)
+print(kernels())
+"""
+
+
+def test_without_kernels_it_says_so_once(make_checkpoint):
+    """An installation without a compiler works, and says what it lacks: once, where a model is loaded."""
+    command = [sys.executable, "-c", WITHOUT, str(make_checkpoint())]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stderr.count("kernels are missing; install a C++ compiler") == 1 == done.stderr.count("\n")
+    assert "PyTorch: the compiled kernels are missing; install" in done.stdout
+
+
+def test_why_there_are_no_kernels(monkeypatch):
     from outrider.ops import native
 
-    monkeypatch.setattr(native, "kernels", None)
+    assert native.kernels is None or not native.lacking()
     monkeypatch.setattr(native, "active", "reference")
-    _, out, err = run("generate", PROMPT, "--max-tokens", "3")
-    assert err.count("kernels are missing") == 1 and "install" in err and "kernels" not in out
-    assert "kernels are missing" in " ".join(run("info")[1].split())
+    monkeypatch.setattr(native, "wrong", ["avx2", "portable"])
+    monkeypatch.setattr(native, "kernels", object())
+    assert "wrong here: avx2, portable" in native.lacking()
+    monkeypatch.setattr(native, "kernels", None)
+    monkeypatch.setattr(native, "unloaded", "do not load (no GLIBCXX)")
+    assert "kernels do not load (no GLIBCXX); install" in native.lacking()
 
 
 def test_chat_says_what_it_does(say):

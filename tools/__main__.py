@@ -172,21 +172,21 @@ def reference(
 
 @app.command()
 def perplexity(
-    model: Annotated[str, typer.Argument(help="What `--model` takes.")],
+    models: Annotated[list[str], typer.Argument(help="What `--model` takes. Of several each as it is stored.")],
     data: Data,
     windows: Annotated[int, typer.Option(min=2, help="Pieces of text in each domain.")] = 16,
     length: Annotated[int, typer.Option(min=2, help="Tokens of a piece.")] = 512,
     threads: Threads = None,
 ) -> None:
-    """Perplexity on held-out text of a model's weights and activations as they may be rounded, as Markdown."""
+    """Perplexity on held-out text, as Markdown: of one model as it may be rounded, or of several beside the first."""
     from tools import perplexity as reading
 
     run.check_threads(threads)
     if threads is not None:
         torch.set_num_threads(threads)
     with bar() as show:
-        lines = list(reading.measure(model, data, windows, length, show))
-    print(reading.markdown(lines))
+        for row in reading.markdown(reading.measure(models, data, windows, length, show)):
+            print(row, flush=True)
 
 
 @app.command()

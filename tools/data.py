@@ -61,12 +61,7 @@ def texts(data: Path) -> Iterator[Text]:
         for name in ("books_train.tar.xz", "books_eval.tar.xz"):
             for book in archived(data / name):
                 yield Text("books", book, name == "books_eval.tar.xz")
-        packages = Path(sysconfig.get_path("purelib"))
-        for root in (Path(sysconfig.get_path("stdlib")), *(packages / name for name in PACKAGES)):
-            for path in sorted(root.rglob("*.py")):
-                within = path.relative_to(root)
-                if not NO_CODE & set(within.parts):
-                    yield Text("code", path.read_text("utf-8", errors="replace"), _twentieth(within.as_posix()))
+        yield from modules()
         known = set[str]().union(*(_runs(text) for name in BENCHMARKS for text in _strings(data / name)))
         for pair in map(json.loads, _xz(data / "t0_sample.jsonl.xz").strip().split("\n")):
             if not known & _runs(pair["prompt"]):
@@ -78,6 +73,16 @@ def texts(data: Path) -> Iterator[Text]:
                 yield Text("maths", chat(pair["question"], answer), _twentieth(pair["question"]))
     except (OSError, EOFError, lzma.LZMAError, tarfile.TarError, ValueError, KeyError) as error:
         raise ConfigError(f"{data} is not the folder with the training texts: {error}") from None
+
+
+def modules() -> Iterator[Text]:
+    """The domain `code`, which needs no folder: Python's own modules, and torch's with those that it brings."""
+    packages = Path(sysconfig.get_path("purelib"))
+    for root in (Path(sysconfig.get_path("stdlib")), *(packages / name for name in PACKAGES)):
+        for path in sorted(root.rglob("*.py")):
+            within = path.relative_to(root)
+            if not NO_CODE & set(within.parts):
+                yield Text("code", path.read_text("utf-8", errors="replace"), _twentieth(within.as_posix()))
 
 
 def chat(question: str, answer: str) -> str:

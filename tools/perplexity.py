@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import lzma
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ KINDS = (
     ("bfloat16", None, None), ("bfloat16", None, "int8"),
     *(("bfloat16", scheme, activations) for scheme in SCHEMES for activations in (None, "int8")),
 )  # fmt: skip
-"""dtype, quantization and activations of each candidate; others are compared with the first, of weights as stored."""
+"""dtype, quantization and activations of a model's candidates, of which the first has its weights as stored."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def _documents(tokenizer: Any, data: Path) -> dict[str, list[str]]:
         pairs = [json.loads(line) for line in (data / "gsm8k_test200.jsonl").read_text("utf-8").splitlines()]
     except (OSError, ValueError, lzma.LZMAError) as error:
         raise ConfigError(f"{data} is not the folder with the held-out texts: {error}") from None
-    found["code"] = [text.text for text in corpora.texts(data) if text.held and text.domain == "code"]
+    found["code"] = [module.text for module in corpora.modules() if module.held]
     if tokenizer.chat_template:
         talks = [[("user", p["question"]), ("assistant", p["answer"])] for p in pairs]
         found["chat"] = [
@@ -89,11 +89,18 @@ def _documents(tokenizer: Any, data: Path) -> dict[str, list[str]]:
     return found
 
 
-def measure(model: str, data: Path, count: int, length: int, progress: Progress) -> Iterator[Line]:
-    """A line for each candidate that this model has."""
+def measure(models: list[str], data: Path, count: int, length: int, progress: Progress) -> Iterator[Line]:
+    """A line for each candidate that a model has, or for each of several models as they are stored.
+
+    These have one tokenizer, the first one's. Raises VocabularyMismatch.
+    """
     texts: dict[str, list[list[int]]] = {}
-    for i, (dtype, scheme, activations) in enumerate(KINDS):
-        progress(f"{scheme or dtype} {activations or ''}", i, len(KINDS))
+    several = len(models) > 1
+    candidates = [(model, *kind) for model in models for kind in (KINDS[:1] if several else KINDS)]
+    for i, (model, dtype, scheme, activations) in enumerate(candidates):
+        name = f"{scheme or 'as stored'}, {activations or dtype}"
+        name = Path(model).name if several else name
+        progress(name, i, len(candidates))
         try:
             llm = LLM(model, dtype=dtype, quantization=scheme, activations=activations, device="cpu")
         except ConfigError:
@@ -103,24 +110,23 @@ def measure(model: str, data: Path, count: int, length: int, progress: Progress)
         texts = texts or windows(llm.tokenizer, data, count, length)
         reader = Reader(llm)
         losses = {domain: torch.stack([reader.losses(ids).mean() for ids in some]) for domain, some in texts.items()}
-        yield Line(f"{scheme or 'as stored'}, {activations or dtype}", losses)
+        yield Line(name, losses)
         del llm, reader
-    progress("done", len(KINDS), len(KINDS))
+    progress("done", len(candidates), len(candidates))
 
 
-def markdown(lines: list[Line]) -> str:
-    """Perplexity by domain, and all in all how much more it is than the first line's, in percent with its error."""
-    first = lines[0]
-    rows = []
+def markdown(lines: Iterable[Line]) -> Iterator[str]:
+    """Perplexity by domain, and all in all how much more it is than the first line's, in percent with its error.
+
+    Rows of a table, as the lines come.
+    """
+    first = None
     for line in lines:
+        if first is None:
+            first = line
+            yield markdown_table(["weights, activations", *first.losses, "perplexity"], [])
         more = torch.cat([line.losses[d] - first.losses[d] for d in first.losses]).double()
         error = float(more.std() / math.sqrt(len(more)))
         change = f"{100 * math.expm1(float(more.mean())):+.2f} ± {100 * error:.2f} %" if line is not first else ""
-        rows.append(
-            [
-                line.name,
-                *(f"{math.exp(float(x.mean())):.3f}" for x in line.losses.values()),
-                change,
-            ]
-        )
-    return markdown_table(["weights, activations", *first.losses, "perplexity"], rows)
+        each = (f"{math.exp(float(x.mean())):.3f}" for x in line.losses.values())
+        yield f"| {' | '.join([line.name, *each, change])} |"

@@ -40,8 +40,15 @@ ARCHITECTURES = {
     "smollm3": "SmolLM3ForCausalLM", "olmo2": "Olmo2ForCausalLM", "granite": "GraniteForCausalLM",
     "glm4": "Glm4ForCausalLM", "qwen2moe": "Qwen2MoeForCausalLM", "qwen3moe": "Qwen3MoeForCausalLM",
     "olmoe": "OlmoeForCausalLM", "granitemoe": "GraniteMoeForCausalLM", "gpt-oss": "GptOssForCausalLM",
+    "mistral3": "Ministral3ForCausalLM",
 }  # fmt: skip
-PAIRED = ("llama", "granite", "granitemoe", "smollm3")  # whose queries and keys lie as llama.cpp turns Llama's
+PAIRED = (
+    "llama",
+    "granite",
+    "granitemoe",
+    "smollm3",
+    "mistral3",
+)  # queries and keys as llama.cpp turns Llama's
 PARTIAL = ("phi3", "glm4")  # whose rope may turn part of a head
 OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 INSIDE = {
@@ -257,6 +264,10 @@ class File:
             rope["partial_rotary_factor"] = self._number("rope.dimension_count", size) / size
         if self.family == "gpt-oss":
             rope["truncate"] = False
+        if self.family == "mistral3":
+            rope["llama_4_scaling_beta"] = self._get("attention.temperature_scale")
+            if all_dim := self._get("rope.scaling.yarn_log_multiplier"):
+                rope |= {"mscale": 1.0, "mscale_all_dim": all_dim}
         short, long = self.long
         if short is not None and long is not None:
             rope |= {

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Late
 from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -24,6 +26,7 @@ from outrider.follow import LeadingRunner, follow, guarantee
 from outrider.kv import OffloadKV, PagedKV
 from outrider.kv.paged import MODEST
 from outrider.load import Checkpoint, Progress, check_vocabulary, load, open_source
+from outrider.ops import native
 from outrider.outputs import GenerationOutput, TokenEvent
 from outrider.parallel import CutModel, Group, ranks_for
 from outrider.plan import fastest_mode
@@ -37,6 +40,7 @@ Message = Mapping[str, Any]
 PIECE, SEAM = 2**14, 16  # characters of a long prompt counted at a time; tokens that cutting it there may have made
 RENDERING = 5.0  # seconds that a chat template may take
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 class LLM:
@@ -90,6 +94,8 @@ class LLM:
         else:
             group = self._group(self.ranks.size, model) if self.ranks else None
             self.checkpoint = load(model, dtype, device, progress, quantization, activations, group)
+        if self.checkpoint.model.device.type == "cpu" and (reason := native.lacking()):
+            _say_once(f"slower than it could be: {reason}")
         self.tokenizer = self.checkpoint.tokenizer
         self.runner = self._runner(self.checkpoint, self.engine_config.kv_offload)
         self._measured, self.parallelism = guarantee(self.runner.model)  # in words; empty on one rank
@@ -442,6 +448,11 @@ def _within(seconds: float, work: Callable[[], T]) -> T:
     finally:
         if not outcome.done():
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
+
+
+@cache
+def _say_once(line: str) -> None:
+    log.warning(line)
 
 
 def _make(kind: Any, given: dict[str, Any]) -> Any:

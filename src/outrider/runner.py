@@ -28,7 +28,7 @@ from outrider.sampling import logprob
 from outrider.sequence import Sequence
 
 MASK_ELEMENTS = 2**25  # bounds the mask of a prefill chunk, where there are masks: long contexts in smaller chunks
-SCORED = 2**24  # logits of a prompt's tokens that one forward brings, where they are asked for
+SCORED = 2**24  # logits of a prompt's tokens that are there at a time, where they are asked for
 
 
 @dataclass
@@ -289,11 +289,10 @@ class Runner:
 
     def _fits(self, seq: Sequence) -> int:
         """Rows of a sequence that one forward takes at most."""
-        most = max(16, min(self.chunk, SCORED // self.model.config.vocab_size)) if self._unscored(seq) else self.chunk
         if self.follows_paths:
-            return most
+            return self.chunk
         group = self.model.config.num_heads // self.model.config.num_kv_heads
-        return min(most, max(16, MASK_ELEMENTS // (group * len(seq.tokens))))
+        return min(self.chunk, max(16, MASK_ELEMENTS // (group * len(seq.tokens))))
 
     def _part(self, seq: Sequence, start: int, most: int, tokens: list[int], entries: list[Entry]) -> int:
         """Put tokens of a sequence from place `start` on into a forward, but not the last; returns how many."""
@@ -322,17 +321,14 @@ class Runner:
             positions += own
             lengths += [max(p + 1, prompts[e.seq]) if border is None else ends[e.seq] for p in own]
         states: dict[int, Any] = dict.fromkeys(point for rows in self.taps or () for point in rows.points)
-        asked, scored = wanted.rows, list(self._to_score(seqs, entries))
-        wanted.rows = sorted({*asked, *(row for _, row, _ in scored)})
+        if scored := list(self._to_score(seqs, entries)):
+            states[NORMED] = None
         hidden = self.model.forward(tokens, positions, lengths, self.kv, plan, states or None, wanted)
-        if scored:
-            assert wanted.logits is not None
-            found = {row: i for i, row in enumerate(wanted.rows)}
-            for seq, row, at in scored:
-                top = seq.params.prompt_logprobs or 0
-                self.scores[seq.id][at] = logprob(wanted.logits[found[row]], seq.tokens[at], top)
-            keep = [found[row] for row in asked]
-            wanted.rows, wanted.logits, hidden = asked, wanted.logits[keep], hidden[keep]
+        size = max(16, SCORED // self.model.config.vocab_size)
+        for piece in (scored[i : i + size] for i in range(0, len(scored), size)):
+            logits = self.model.logits(states[NORMED][[row for _, row, _ in piece]])
+            for own, (seq, _, at) in zip(logits, piece, strict=True):
+                self.scores[seq.id][at] = logprob(own, seq.tokens[at], seq.params.prompt_logprobs or 0)
         for rows in self.taps or ():
             for e in entries:
                 rows.add(e.seq, e.start, states, slice(e.row, e.row + e.n))

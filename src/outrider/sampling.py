@@ -84,10 +84,10 @@ def _settled(logits: Tensor, rows: list[Row], stream: str) -> dict[int, int]:
         return {}
     logits, kept, drawn, wishes = logits.contiguous(), [], [], []
     for i, row in enumerate(rows):
-        p = row.seq.params
-        if p.temperature == 0:
+        p, own = row.seq.params, logits[i]
+        temperature, key = _heat(row, stream)
+        if not temperature:
             continue
-        own = logits[i]
         if _edits(row.seq):
             try:
                 own = process(own, row).contiguous()
@@ -96,9 +96,8 @@ def _settled(logits: Tensor, rows: list[Row], stream: str) -> dict[int, int]:
             kept.append(own)  # while its address is in use
         least = _log(p.min_p) if p.min_p > 0 else -math.inf
         top_k = p.top_k if 0 < p.top_k < len(own) else 0
-        key = noise_key(row.seq.seed, row.position, _fresh(row.seq, stream) if stream else "") % 2**64
         drawn.append(i)
-        wishes.append((own.data_ptr(), max(p.temperature, SMALLEST), top_k, _single(p.top_p), least, key))
+        wishes.append((own.data_ptr(), temperature, top_k, _single(p.top_p), least, key % 2**64))
     tokens = native.kernels.draw(wishes, logits.shape[1], torch.get_num_threads()) if wishes else []
     return {i: token for i, token in zip(drawn, tokens, strict=True) if token >= 0}
 
@@ -115,12 +114,16 @@ def _single(x: float) -> float:
 
 def _drawn(logits: Tensor, rows: list[Row], stream: str) -> list[int]:
     """Law 1 in one call where the logits lie, for rows whose requests ask for nothing but a temperature."""
-    temperatures = [max(row.seq.params.temperature, SMALLEST) if row.seq.params.temperature else 0.0 for row in rows]
-    keys = [
-        noise_key(row.seq.seed, row.position, _fresh(row.seq, stream) if stream else "") if t else 0
-        for row, t in zip(rows, temperatures, strict=True)
-    ]
-    return pick(logits, keys, temperatures)
+    heats = [_heat(row, stream) for row in rows]
+    return pick(logits, [key for _, key in heats], [temperature for temperature, _ in heats])
+
+
+def _heat(row: Row, stream: str) -> tuple[float, int]:
+    """What a row is divided by, and the key of its noise; zeros where it is not drawn."""
+    if not row.seq.params.temperature:
+        return 0.0, 0
+    name = _fresh(row.seq, stream) if stream else ""
+    return max(row.seq.params.temperature, SMALLEST), noise_key(row.seq.seed, row.position, name)
 
 
 def likeliest(logits: Tensor) -> list[int]:

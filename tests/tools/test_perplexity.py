@@ -42,4 +42,4 @@ def test_the_ratio():
     one, two = (
         perplexity.Line(name, {"books": torch.tensor([1.0, 2.0]) + more}) for name, more in (("a", 0), ("b", 0.6931472))
     )
-    assert perplexity.markdown([one, two]).splitlines()[-1] == "| b | 8.963 | +100.00 ± 0.00 % |"
+    assert list(perplexity.markdown([one, two]))[-1] == "| b | 8.963 | +100.00 ± 0.00 % |"

@@ -35,7 +35,6 @@ from outrider.cli.options import (
     read_floats,
     read_ints,
     read_json,
-    warn_without_kernels,
 )  # fmt: skip
 from outrider.config import SpeculativeConfig
 from outrider.errors import ConfigError
@@ -50,7 +49,6 @@ bench_app = typer.Typer(invoke_without_command=True)
 @contextmanager
 def bar() -> Iterator[Callable[[str, int, int], None]]:
     """What runs now, on standard error. Drawn only when told: a thread that refreshes it would share the cores."""
-    warn_without_kernels()
     console = Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     hidden = not console.is_terminal

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 import outrider
-from outrider.cli.options import MISSING, Activations, Device, Dtype, Quantization, Reporter, check_model, load_llm
+from outrider.cli.options import Activations, Device, Dtype, Quantization, Reporter, check_model, load_llm
 from outrider.cli.output import put_json, visible
 from outrider.config import ModelConfig
 from outrider.errors import ConfigError
@@ -33,8 +33,8 @@ def kernels() -> str:
     """What the compiled kernels run on."""
     from outrider.ops import native
 
-    if native.kernels is None:
-        return f"reference operations in PyTorch: {MISSING}"
+    if reason := native.lacking():
+        return f"reference operations in PyTorch: {reason}"
     wrong = f"; refused, as their products are wrong: {', '.join(native.wrong)}" if native.wrong else ""
     return f"{native.active}, self-check passed; available: {', '.join(native.available())}{wrong}"
 

@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import outrider
-from outrider.cli.output import tell
 from outrider.config import SamplingParams, SpeculativeConfig, StructuredOutputsParams
 from outrider.errors import ConfigError, brief
 
@@ -280,21 +279,7 @@ def load_llm(
     model: str, config: SpeculativeConfig | None, dtype: str, device: str, reporter: Reporter, **engine: Any
 ) -> outrider.LLM:
     """An LLM with progress on the terminal; `engine` as EngineConfig's fields, quantization and activations."""
-    llm = outrider.LLM(model, speculative_config=config, dtype=dtype, device=device, progress=reporter, **engine)
-    if llm.runner.model.device.type == "cpu":
-        warn_without_kernels()
-    return llm
-
-
-def warn_without_kernels() -> None:
-    """Say it, on standard error, if this installation computes without the compiled kernels, and what helps."""
-    from outrider.ops import native
-
-    if native.kernels is None:
-        tell(f"slower than it could be: {MISSING}")
-
-
-MISSING = "the compiled kernels are missing; install a C++ compiler (g++ or clang), then install outrider again"
+    return outrider.LLM(model, speculative_config=config, dtype=dtype, device=device, progress=reporter, **engine)
 
 
 def summary(metrics: dict[str, Any], tokens: int, seed: int | None = None, width: int | None = None) -> str:

@@ -25,10 +25,14 @@ HUGE = 2**21  # bytes of a large page
 SHELF = 16 * HUGE  # bytes of a shelf's block
 FORMATS = {torch.float32: F32, torch.bfloat16: BF16}
 
+kernels: Any = None
+unloaded = "are missing"
 try:
-    kernels: Any = importlib.import_module("outrider.ops._kernels")
-except ImportError:  # installed without a compiler
-    kernels = None
+    kernels = importlib.import_module("outrider.ops._kernels")
+except ModuleNotFoundError:  # installed without a compiler
+    pass
+except ImportError as error:  # built for another system
+    unloaded = f"do not load ({error})"
 
 
 def available() -> list[str]:
@@ -141,3 +145,14 @@ def _choose() -> list[str]:
 active: str = REFERENCE
 wrong = _choose()
 """Instruction sets whose products disagreed with float64 when this was loaded: none, unless a kernel is broken."""
+
+
+def lacking() -> str:
+    """Why a CPU runs on the reference operations though nobody asked for that, and what helps; else empty."""
+    if kernels is None:
+        return f"the compiled kernels {unloaded}; install a C++ compiler (g++ or clang), then install outrider again"
+    if active == REFERENCE and wrong:
+        return (
+            f"the compiled kernels are refused, as their products are wrong here: {', '.join(wrong)}; please report it"
+        )
+    return ""
