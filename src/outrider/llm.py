@@ -370,8 +370,8 @@ class LLM:
             least += max(0, len(piece) - SEAM)
             if least > self.engine.max_len:
                 raise RequestTooLong(
-                    f"the prompt of {len(text)} characters has more than {least} tokens in its first {at + PIECE}, "
-                    f"over the context of {self.engine.max_len}; shorten the prompt"
+                    f"this model's maximum context length is {self.engine.max_len} tokens, and the prompt of "
+                    f"{len(text)} characters has more than {least} in its first {at + PIECE}; shorten the prompt"
                 )
 
 
@@ -415,17 +415,19 @@ def _message(given: Any) -> dict[str, Any]:
     """A message whose content is one text. Raises ConfigError."""
     content = given.get("content") if isinstance(given, Mapping) and isinstance(given.get("role"), str) else None
     if _is_list(content) and content:
-        bad = [p for p in content if not (isinstance(p, Mapping) and p.get("type") == "text" and _is_text(p))]
-        if bad:
-            raise ConfigError(f"a part of a message is {{'type': 'text', 'text': ...}}, not {brief(bad[0])}")
-        content = "\n".join(part["text"] for part in content)  # as vLLM does
+        content = "\n".join(map(_text_of, content))  # as vLLM does
     if not isinstance(content, str):
         raise ConfigError(f"a message is {{'role': ..., 'content': ...}}, not {brief(given)}")
     return {**given, "content": content}
 
 
-def _is_text(part: Mapping[str, Any]) -> bool:
-    return isinstance(part.get("text"), str)
+def _text_of(part: Any) -> str:
+    """Of a part of a message; what a model refused to say is text as well."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    text = part.get(kind) if kind in ("text", "refusal") else None
+    if not isinstance(text, str):
+        raise ConfigError(f"a part of a message is {{'type': 'text', 'text': ...}}, not {brief(part)}")
+    return text
 
 
 def _within(seconds: float, work: Callable[[], T]) -> T:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 from fake_openai import CUT, Fake
@@ -331,17 +335,64 @@ def test_bad_options_are_one_line() -> None:
 
 
 @pytest.mark.slow
-def test_our_server_against_the_engine(tmp_path):
-    s = server.Settings("tiny", streams=(1, 2), max_tokens=4, long=80, shared=64, repeats=1)
+def test_our_server_against_the_engine_and_another_server(tmp_path):
+    other = f"again={shlex.quote(sys.executable)} -m outrider serve tiny --port {{port}} --speculate none"
+    s = server.Settings("tiny", streams=(1, 2), max_tokens=4, long=80, shared=64, repeats=1, against=(other,))
     rows = list(server.run(s))
-    assert [row.unit for row in rows] == ["tokens/s", "tokens/s", "ms", "ms"]
+    assert [row.against for row in rows[:4]] == ["the engine called directly", "again"] * 2
+    assert [row.unit for row in rows] == ["tokens/s"] * 4 + ["ms"] * 2
     assert all(row.server > 0 and row.other > 0 and row.ratio == row.server / row.other for row in rows)
     server.write(rows, tmp_path)
-    assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 4
-    assert "2 streams" in (tmp_path / "table.md").read_text()
+    assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 6
+    table = (tmp_path / "table.md").read_text()
+    assert "| 2 streams |" in table and "| again |" in table and "suite chat, greedy, 4 tokens each" in table
 
 
-@pytest.mark.parametrize("wrong", [{"max_tokens": 1}, {"long": 0}, {"shared": 1}, {"repeats": 0}])
+HEALTHY = """
+import http.server, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(child.pid, file=open(sys.argv[2], "w"), flush=True)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+    def log_message(self, *_): pass
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def test_a_server_that_was_started_ends_with_all_that_it_started(tmp_path):
+    with server._serving("other", [sys.executable, "-c", HEALTHY, "{port}", str(tmp_path / "pid")]) as url:
+        assert urlopen(f"{url}/health", timeout=5).status == 200
+        child = int((tmp_path / "pid").read_text())
+        os.kill(child, 0)
+    for _ in range(200):
+        with suppress(FileNotFoundError):
+            if Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                time.sleep(0.02)
+                continue
+        break
+    else:
+        pytest.fail("its child lives on")
+
+
+def test_a_server_that_does_not_start_says_why():
+    with (
+        pytest.raises(ConfigError, match="other ended with 3: no such model"),
+        server._serving("other", [sys.executable, "-c", "import sys; print('no such model'); sys.exit(3)"]),
+    ):
+        pass
+    with (
+        pytest.raises(ConfigError, match="other: /no/such/program cannot be started: No such file"),
+        server._serving("other", ["/no/such/program", "{port}"]),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"max_tokens": 1}, {"long": 0}, {"shared": 1}, {"repeats": 0}, {"against": ("vllm",)}, {"against": ("v=serve",)},
+     {"against": ("v='serve {port}",)}],
+)  # fmt: skip
 def test_what_cannot_be_measured_of_a_server(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         server.Settings("tiny", **wrong)

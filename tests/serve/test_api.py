@@ -398,6 +398,28 @@ def test_tokens_there_and_back(client, tiny_llm):
     assert client.post("/detokenize", {"tokens": []}).json() == {"prompt": ""}
 
 
+def test_what_can_be_got_has_a_head(client):
+    for path in ("/health", "/v1/models", "/v1/models/tiny", "/version", "/metrics", "/"):
+        answer = client.send(("HEAD", path, {}))[0]
+        got = client.get(path)
+        assert answer.status_code == 200 and answer.headers.get("content-type") == got.headers.get("content-type")
+    assert client.send(("HEAD", "/v1/models/none", {}))[0].status_code == 404
+    assert client.send(("HEAD", "/v1/completions", {}))[0].status_code == 405
+
+
+def test_what_an_answer_and_a_stream_may_carry_of_openais(client):
+    """Messages as its client gives them back, a refusal among them; a stream that is not to be padded."""
+    talk = [{"role": "user", "content": "hi"}, {"role": "user", "content": [{"type": "text", "text": "bye"}]}]
+    said = {"refusal": None, "annotations": [], "audio": None, "function_call": None, "tool_calls": None}
+    for content in ("no", [{"type": "refusal", "refusal": "no"}], [{"type": "text", "text": "no"}]):
+        asked = [talk[0], {"role": "assistant", "content": content, **said}, talk[1]]
+        options = {"include_usage": True, "include_obfuscation": False}
+        body = {"messages": asked, "max_tokens": 3, "seed": 1, "stream_options": options}
+        usage = client.frames(body, "/v1/chat/completions")[-1]["usage"]
+        plain = [talk[0], {"role": "assistant", "content": "no"}, {"role": "user", "content": "bye"}]
+        assert usage["prompt_tokens"] == len(client.llm.llm.render(plain))
+
+
 def test_health_and_version(client, monkeypatch):
     import outrider
 

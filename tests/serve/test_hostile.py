@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import logging
 from typing import Any
@@ -103,7 +104,14 @@ def test_fields_that_are_ignored(client):
     quiet = {"user": "me", "metadata": {"a": [1]}, "store": False, "service_tier": "auto", "safety_identifier": "x"}
     quiet |= {"prompt_cache_key": "k", "prompt_cache_retention": "24h"}
     chat = {"parallel_tool_calls": True, "reasoning_effort": "low", "verbosity": "low", "prediction": None}
-    chat |= {"functions": None, "function_call": "none", "audio": None, "web_search_options": None, "echo": False}
+    chat |= {
+        "top_logprobs": 0,
+        "functions": None,
+        "function_call": "none",
+        "audio": None,
+        "web_search_options": None,
+        "echo": False,
+    }
     assert client.complete({"prompt": PROMPT, "max_tokens": 1, **quiet})
     assert client.chat(
         {"messages": TALK, "max_tokens": 1, **quiet, **chat, "tools": None, "response_format": {"type": "text"}}
@@ -135,6 +143,28 @@ def test_content_types(client, kind):
         ("POST", "/v1/completions", {"content": b'{"prompt": "x"}', "headers": {"content-type": kind}})
     )
     assert "content type" in refused(answer[0])["message"]
+
+
+def test_bodies_that_are_packed(client):
+    packed = gzip.compress(json.dumps({"prompt": PROMPT, "max_tokens": 1}).encode())
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    sent = client.send(("POST", "/v1/completions", {"content": packed, "headers": headers}))[0]
+    assert "content-encoding 'gzip'" in refused(sent)["message"]
+    plain = {"prompt": PROMPT, "max_tokens": 1}
+    assert client.post("/v1/completions", plain, headers={"content-encoding": "identity"}).status_code == 200
+
+
+def test_a_field_of_a_field_is_named(client):
+    body = {"prompt": PROMPT, "stream": True, "stream_options": {"include_usages": True}}
+    assert "'include_usages'" in refused(client.post("/v1/completions", body), param="stream_options")["message"]
+
+
+def test_a_prompt_over_the_context_is_said_as_clients_look_for_it(client):
+    """litellm tells by these words that a shorter conversation would do."""
+    most = client.llm.llm.engine.max_len
+    for prompt in ([5] * most, "a " * (most + 5000)):
+        error = refused(client.post("/v1/completions", {"prompt": prompt}))
+        assert "this model's maximum context length is" in error["message"]
 
 
 JSON = st.recursive(

@@ -147,5 +147,7 @@ def test_openais_client(live, tiny_llm):
     class Sea(pydantic.BaseModel):
         deep: bool
 
-    parsed = made.responses.parse(model="tiny", input="The sea?", text_format=Sea, max_output_tokens=60)
+    parsed = made.responses.parse(
+        model="tiny", input="The sea?", text_format=Sea, max_output_tokens=60, extra_body={"seed": 3}
+    )
     assert isinstance(parsed.output_parsed, Sea)

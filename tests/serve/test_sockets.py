@@ -92,6 +92,46 @@ def test_no_proper_request(live, tiny_llm, caplog):
     assert "a request failed" not in caplog.text
 
 
+def test_a_length_and_chunks_end_the_connection(live):
+    """What a proxy took for the end of this request may be another; nothing behind it is read."""
+    chunks = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
+    answer = answered(live(), post(chunks, "Transfer-Encoding: chunked", length=4) + post(BODY))
+    assert answer.startswith(b"HTTP/1.1 400") and answer.count(b"HTTP/1.1") == 1
+    assert b"connection: close" in answer.lower() and b"Transfer-Encoding, one of them" in answer
+
+
+def test_a_head_that_does_not_end_is_not_kept(live):
+    with connect(live()) as peer:
+        peer.sendall(post(BODY)[:60] + b"X-A: ")
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):
+            for _ in range(200):
+                peer.sendall(b"b" * 65536)
+                time.sleep(0.002)
+
+
+def test_bodies_in_chunks_and_old_clients(live, tiny_llm):
+    """Chunks of any size, one that stalls and goes, HTTP/1.0 and its streams, a client that asks first."""
+    url = live()
+    with connect(url) as peer:
+        peer.sendall(post(b"", "Transfer-Encoding: chunked", "Connection: close", length=-1))
+        for at in range(0, len(BODY), 7):
+            piece = BODY[at : at + 7]
+            peer.sendall(b"%x\r\n%b\r\n" % (len(piece), piece))
+        peer.sendall(b"0\r\nX-Trailer: 1\r\n\r\n")
+        assert peer.recv(65536).startswith(b"HTTP/1.1 200")
+    with connect(url) as peer:
+        peer.sendall(post(b"10\r\nabc", "Transfer-Encoding: chunked", length=-1))
+        time.sleep(0.05)
+    old = answered(url, post(BODY).replace(b"HTTP/1.1", b"HTTP/1.0"))
+    assert b" 200 " in old[:20] and b"text_completion" in old and b"chunked" not in old.lower()
+    stream = json.dumps({"prompt": PROMPT, "max_tokens": 2, "stream": True}).encode()
+    old = answered(url, post(stream).replace(b"HTTP/1.1", b"HTTP/1.0"))
+    assert old.endswith(b"data: [DONE]\n\n") and b"chunked" not in old.lower()
+    assert answered(url, post(BODY, "Expect: 100-continue")).startswith(b"HTTP/1.1 100 ")
+    wait_until(lambda: not tiny_llm.engine.running and not tiny_llm.engine.waiting)
+    assert tiny_llm.engine.leaked == 0
+
+
 def test_two_requests_at_once_on_one_connection(live):
     answer = answered(live(), post(BODY) + post(BODY))
     assert answer.count(b"HTTP/1.1 200") == 2

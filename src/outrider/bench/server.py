@@ -1,24 +1,30 @@
-"""Our server against the engine called directly, and what its users see while a long prompt is read, or read again.
+"""Our server against the engine called directly and against others', and what users see while a long prompt is read.
 
-The server runs in a process of its own; the engine, with the same weights and options, in this one. Both take turns.
+Each server runs in a process of its own, the engine, with our server's weights and options, in this one. They take
+turns, with the same prompts: token ids of a suite's texts.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import os
 import random
+import shlex
+import signal
 import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
 from urllib.request import urlopen
 
 import numpy as np
@@ -27,12 +33,15 @@ import torch
 from outrider.bench import serve as load
 from outrider.bench.report import markdown_table
 from outrider.bench.run import at_least, provenance
+from outrider.bench.suites import load_suite
 from outrider.config import SamplingParams, SpeculativeConfig
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, brief
 from outrider.files import write_text
 from outrider.llm import LLM
 
-READY = 600  # seconds that the server may take to load
+READY = 600  # seconds that a server may take to load
+END = 60  # seconds that it may take to end
+SETTLE = 0.3  # seconds after which the threads of whoever had the turn before sleep
 BESIDE = 4  # streams that run while a long prompt is read
 
 
@@ -47,9 +56,21 @@ class Settings:
     long: int = 4000  # tokens of the prompt that is read beside others
     shared: int = 1000  # tokens of the beginning that requests have in common
     repeats: int = 3
+    suite: str = "chat"
+    data: Path | None = None
+    temperature: float = 0.0
+    against: tuple[str, ...] = ()  # other servers: NAME=COMMAND, with {port} where the command wants it
 
     def __post_init__(self) -> None:
         at_least(self, {"max_tokens": 2, "long": 2, "shared": 33, "repeats": 1})
+        for each in self.against:
+            name, _, command = each.partition("=")
+            if not name.strip() or "{port}" not in command:
+                raise ConfigError(f"against must be NAME=COMMAND with {{port}} in the command, not {brief(each)}")
+            try:
+                shlex.split(command)
+            except ValueError as error:
+                raise ConfigError(f"against: {brief(command)} is no command: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -79,66 +100,96 @@ def run(s: Settings, show: load.Show = lambda *_: None) -> Iterator[Row]:
         raise ConfigError(f"the context of {llm.engine.max_len} has no room for prompts of {s.long} and {s.shared}")
     some, vocab = random.Random(0), llm.runner.model.config.vocab_size
 
+    suite = load_suite(s.suite, None, s.data)
+    prompts = [ids for ids in suite.encode(llm) if len(ids) <= room]
+    if not prompts:
+        raise ConfigError(f"suite {s.suite} has no prompt that leaves room for {s.max_tokens} tokens")
+    asked = itertools.cycle(prompts)
+
     def text(n: int) -> list[int]:
         return [some.randrange(vocab // 2) for _ in range(n)]
 
     def row(what: str, unit: str, against: str, rounds: list[tuple[float, float]]) -> Row:
         server, other = (statistics.median(side) for side in zip(*rounds, strict=True))
         about = provenance(torch.device("cpu"))
-        return Row(what, unit, server, other, against, server / other, rounds, asdict(s), **about)
+        given = {**asdict(s), "data": str(s.data) if s.data else None}
+        return Row(what, unit, server, other, against, server / other, rounds, given, **about)
 
-    with _serving(s) as url:
+    with ExitStack() as running:
+        ours = [sys.executable, "-m", "outrider", "serve", s.model, "--port", "{port}", "--speculate", s.speculate]
+        ours += ["--max-num-seqs", str(max(32, *s.streams)), "--log-level", "error"]
+        show("starting", 0, 1 + len(s.against))
+        url = running.enter_context(_serving("our server", ours))
+        sides: dict[str, Callable[[list[list[int]]], float]] = {"the engine called directly": partial(_direct, s, llm)}
+        for i, each in enumerate(s.against, 1):
+            show("starting", i, 1 + len(s.against))
+            name, _, command = each.partition("=")
+            other = running.enter_context(_serving(name, shlex.split(command)))
+            sides[name] = partial(_over_http, replace(s, model=asyncio.run(load._model(load.Settings(other)))), other)
         for n in s.streams:
-            rounds = []
+            rounds: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
             for i in range(s.repeats + 1):  # the first warms up
                 show(f"{n} streams", i, s.repeats + 1)
-                prompts = [text(32) for _ in range(n)]
-                rounds.append((_over_http(s, url, prompts), _direct(s, llm, prompts)))
-            yield row(f"{n} streams", "tokens/s", "the engine called directly", rounds[1:])
-        rounds = []
+                together = [next(asked) for _ in range(n)]
+                server = _over_http(s, url, together)
+                for name, side in sides.items():
+                    rounds[name].append((server, side(together)))
+            for name in sides:
+                yield row(f"{n} streams", "tokens/s", name, rounds[name][1:])
+        gaps = []
         for i in range(s.repeats):
             show("a long prompt", i, s.repeats)
-            rounds.append((_gap(s, url, text, long=True), _gap(s, url, text, long=False)))
+            beside = [[next(asked) for _ in range(BESIDE)] for _ in range(2)]
+            gaps.append((_gap(s, url, beside[0], text(s.long)), _gap(s, url, beside[1])))
         title = f"p99 between frames of {BESIDE} streams, a prompt of {s.long} tokens being read"
-        yield row(title, "ms", "without that prompt", rounds)
-        rounds = []
+        yield row(title, "ms", "without that prompt", gaps)
+        firsts = []
         for i in range(s.repeats):
             show("a shared beginning", i, s.repeats)
             begin = text(s.shared)
             cold, warm = ([_ask(s, url, begin + text(16))[0].first or 0.0] for _ in range(2))
-            rounds.append((1000 * warm[0], 1000 * cold[0]))
-        yield row(f"first token behind {s.shared} tokens that were read before", "ms", "the first time", rounds)
+            firsts.append((1000 * warm[0], 1000 * cold[0]))
+        yield row(f"first token behind {s.shared} tokens that were read before", "ms", "the first time", firsts)
 
 
 @contextmanager
-def _serving(s: Settings) -> Iterator[str]:
+def _serving(name: str, command: list[str]) -> Iterator[str]:
+    """Start a server and wait until it is healthy; at the end it ends, with all that it started."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "outrider", "serve", s.model, "--port", str(port), "--speculate", s.speculate]
-    command += ["--max-num-seqs", str(max(32, *s.streams)), "--log-level", "error"]
-    process, url = subprocess.Popen(command), f"http://127.0.0.1:{port}"
-    try:
-        for _ in range(10 * READY):
-            if process.poll() is not None:
-                raise ConfigError(f"the server ended with {process.returncode}")
-            try:
-                with urlopen(f"{url}/health", timeout=5):
+    command = [word.replace("{port}", str(port)) for word in command]
+    url = f"http://127.0.0.1:{port}"
+    with tempfile.TemporaryFile() as log:
+        try:
+            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        except OSError as error:
+            raise ConfigError(f"{name}: {command[0]} cannot be started: {error.strerror or error}") from None
+        try:
+            for _ in range(10 * READY):
+                if process.poll() is not None:
+                    log.seek(0)
+                    said = log.read().decode("utf-8", "replace").strip().splitlines()[-3:]
+                    raise ConfigError(f"{name} ended with {process.returncode}: {' | '.join(said)}")
+                with suppress(OSError), urlopen(f"{url}/health", timeout=5):
                     break
-            except (URLError, OSError):
                 time.sleep(0.1)
-        else:
-            raise ConfigError(f"the server did not answer within {READY} seconds")
-        yield url
-    finally:
-        process.terminate()
-        process.wait()
+            else:
+                raise ConfigError(f"{name} did not answer at {url}/health within {READY} seconds")
+            yield url
+        finally:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(END)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def _ask(s: Settings, url: str, *prompts: list[int], late: list[int] | None = None) -> list[load.Answer]:
     """Answers to prompts that are asked at once, and to one that comes when they are under way."""
     settings = load.Settings(
-        url, model=s.model, endpoint="completions", max_tokens=s.max_tokens, temperature=1.0, ignore_eos=True
+        url, model=s.model, endpoint="completions", max_tokens=s.max_tokens, temperature=s.temperature, ignore_eos=True
     )
 
     async def every() -> list[load.Answer]:
@@ -155,29 +206,32 @@ def _ask(s: Settings, url: str, *prompts: list[int], late: list[int] | None = No
 
     answers = asyncio.run(every())
     if bad := [answer for answer in answers if answer.error]:
-        raise ConfigError(f"the server failed: {bad[0].error}: {bad[0].said}")
+        raise ConfigError(f"the server of {s.model} failed: {bad[0].error}: {bad[0].said}")
     return answers
 
 
 def _over_http(s: Settings, url: str, prompts: list[list[int]]) -> float:
+    time.sleep(SETTLE)
     began = time.perf_counter()
     answers = _ask(s, url, *prompts)
     return sum(answer.tokens for answer in answers) / (time.perf_counter() - began)
 
 
 def _direct(s: Settings, llm: LLM, prompts: list[list[int]]) -> float:
+    time.sleep(SETTLE)
     began = time.perf_counter()
     requests = [
-        llm.engine.add(prompt, SamplingParams(max_tokens=s.max_tokens, seed=i, ignore_eos=True))[0]
+        llm.engine.add(
+            prompt, SamplingParams(max_tokens=s.max_tokens, temperature=s.temperature, seed=i, ignore_eos=True)
+        )[0]
         for i, prompt in enumerate(prompts)
     ]
     llm.engine.finish(requests)
     return sum(request.ready for request in requests) / (time.perf_counter() - began)
 
 
-def _gap(s: Settings, url: str, text: Any, long: bool) -> float:
-    prompts = [text(32) for _ in range(BESIDE)]
-    answers = _ask(s, url, *prompts, late=text(s.long) if long else None)[:BESIDE]
+def _gap(s: Settings, url: str, prompts: list[list[int]], late: list[int] | None = None) -> float:
+    answers = _ask(s, url, *prompts, late=late)[: len(prompts)]
     return 1000 * float(np.percentile([gap for answer in answers for gap in answer.gaps], 99))
 
 
@@ -192,9 +246,15 @@ def cells(r: Row) -> list[str]:
 def write(rows: list[Row], folder: Path) -> None:
     """results.jsonl and table.md, replacing those of an earlier run. Raises ConfigError if they cannot be written."""
     write_text(folder / "results.jsonl", "".join(json.dumps(asdict(r), ensure_ascii=False) + "\n" for r in rows))
-    given, about = rows[0].settings, rows[0].hardware
-    remark = (
-        f"{given['model']}, {given['speculate']}; {about['cpu']}, {about['cores']} cores, load {about['load']:.1f}."
-    )
     table = markdown_table(HEADER, map(cells, rows))
-    write_text(folder / "table.md", "\n\n".join([f"`{rows[0].command}`", table, remark]) + "\n")
+    write_text(folder / "table.md", "\n\n".join([f"`{rows[0].command}`", table, remark(rows[0])]) + "\n")
+
+
+def remark(r: Row) -> str:
+    """What stands below the table."""
+    s, about = r.settings, r.hardware
+    law = "greedy" if s["temperature"] == 0 else f"temperature {s['temperature']:g}"
+    return (
+        f"{s['model']}, {s['speculate']}; prompts of suite {s['suite']}, {law}, {s['max_tokens']} tokens each; "
+        f"medians of {s['repeats']}; {about['cpu']}, {about['cores']} cores, load {about['load']:.1f}."
+    )

@@ -404,14 +404,24 @@ def server(
     long: Annotated[int, typer.Option(help="Tokens of the prompt that is read beside running streams.")] = 4000,
     shared: Annotated[int, typer.Option(help="Tokens that prompts have in common at their beginning.")] = 1000,
     repeats: Repeats = 3,
+    suite: Annotated[str, typer.Option(help="Prompts of the streams: " + ", ".join(SUITES))] = "chat",
+    data: Annotated[Path | None, typer.Option(envvar="OUTRIDER_DATA", help=f"Folder with {FILES}.")] = None,
+    temperature: Temperature = 0.0,
+    against: Annotated[
+        list[str] | None,
+        typer.Option(help="Another server, repeatable: 'llama-server=llama-server -m M.gguf --port {port}'."),
+    ] = None,
     output: Annotated[Path, typer.Option(help="Folder for results.jsonl and table.md.")] = Path("bench/results/server"),
 ) -> None:
-    """Our server, started here, against the engine called directly; long prompts beside others; shared beginnings."""
+    """Our server, started here, against the engine called directly, and against other servers; long prompts beside
+    others; shared beginnings."""
     from outrider.bench import server as measured
 
     settings = measured.Settings(
-        model, speculate, tuple(read_ints(streams, "--streams")), max_tokens, long, shared, repeats
-    )
+        model, speculate, tuple(read_ints(streams, "--streams")), max_tokens, long, shared, repeats, suite, data,
+        temperature, tuple(against or ()),
+    )  # fmt: skip
+    make_folder(output, "--output")  # before anything is measured
     rows: list[measured.Row] = []
     console = Console(highlight=False, soft_wrap=True)
     with bar() as show:

@@ -56,6 +56,8 @@ def create_app(llm: AsyncLLM, settings: Settings) -> FastAPI:
             schema = {"requestBody": {"content": content, "required": True}}
         verb = method or ("GET" if body is None else "POST")
         app.add_api_route(path, handler, methods=[verb], response_model=None, openapi_extra=schema)
+        if verb == "GET":  # whatever can be got has a head, which monitors and proxies ask for
+            app.add_api_route(path, handler, methods=["HEAD"], response_model=None, include_in_schema=False)
 
     route("/v1/chat/completions", server.chat, ChatBody)
     route("/v1/completions", server.complete, CompletionBody)
@@ -197,7 +199,10 @@ class Server:
     def _room(self, ids: list[int]) -> int:
         most = self.llm.llm.engine.max_len
         if (room := most - len(ids)) < 1:
-            raise RequestTooLong(f"the prompt has {len(ids)} tokens, the context {most}; leave room for one token")
+            raise RequestTooLong(
+                f"this model's maximum context length is {most} tokens, and the prompt has {len(ids)}; "
+                "leave room for one token"
+            )
         return room
 
     def _truncated(self, ids: list[int], body: Sampled) -> list[int]:

@@ -125,6 +125,9 @@ async def read(request: Request, kind: type[B]) -> B:
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media != "application/json":
         raise Refusal(400, f"the content type must be application/json, not {brief(media) if media else 'missing'}")
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding not in ("", "identity"):
+        raise Refusal(400, f"the body must come as it is, not with content-encoding {brief(coding)}")
     try:
         body = (await request.body()).decode("utf-8")
         data = json.loads(body, parse_constant=_no_number, parse_float=_finite, object_pairs_hook=_once)
@@ -154,6 +157,8 @@ def parse(kind: type[B], data: dict[str, Any]) -> B:
         first = error.errors(include_url=False, include_context=False)[0]
         name = str(first["loc"][0]) if first["loc"] else None
         reason = str(first["msg"])[:200]
+        if first["type"] == "extra_forbidden":  # inside a field
+            raise Refusal(400, f"{name} has no field {brief(first['loc'][-1])}", name) from None
         message = f"{name}: {reason}, not {brief(first['input'])}" if name and first["type"] != "missing" else reason
         raise Refusal(400, f"the field {name} is missing" if first["type"] == "missing" else message, name) from None
     except RecursionError:
@@ -320,6 +325,9 @@ class Gate:
             raise Refusal(
                 401, "a valid API key is missing; send it as 'Authorization: Bearer KEY'", WWW_Authenticate=challenge
             )
+        if b"content-length" in headers and b"transfer-encoding" in headers:
+            # a proxy may have read another end of this request than we do, and take what follows for the next one
+            raise Refusal(400, "give Content-Length or Transfer-Encoding, one of them", Connection="close")
         length = headers.get(b"content-length", b"")
         if length.isdigit() and int(length[:20]) > self.max_body:
             raise self._too_large()

@@ -25,9 +25,13 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """`include_usage`: a last frame with usage and metrics; `continuous_usage_stats`: usage in every frame."""
+    """`include_usage`: a last frame with usage and metrics; `continuous_usage_stats`: usage in every frame.
+
+    OpenAI's `include_obfuscation` would pad frames; it is ignored.
+    """
 
     include_usage: bool | None = None
+    include_obfuscation: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
@@ -249,7 +253,7 @@ class ChatBody(Sampled):
     def check(self, settings: Settings) -> None:
         """Also what belongs to conversations."""
         super().check(settings)
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise Refusal(400, "top_logprobs needs logprobs to be true", "top_logprobs")
         if self.chat_template is not None and not settings.trust_chat_template:
             raise Refusal(400, "chat_template is not taken from requests by this server", "chat_template")

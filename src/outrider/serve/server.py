@@ -35,6 +35,7 @@ def server(app: ASGIApp, llm: AsyncLLM, drain: float, **options: Any) -> Uvicorn
     """A server, ready to `run()`; `options` as uvicorn.Config's."""
     config = uvicorn.Config(
         app, log_config=None, access_log=False, server_header=False, ws="none",
+        http="h11",  # whatever else is installed: it bounds a request's head, which httptools does not
         timeout_graceful_shutdown=int(drain) + LAST_WORDS, **options,
     )  # fmt: skip
     return Uvicorn(config, llm, drain)
