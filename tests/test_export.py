@@ -69,7 +69,7 @@ def test_what_cannot_be(make_checkpoint, tmp_path, monkeypatch):
     with pytest.raises(UnsupportedArchitecture, match="in other pieces than Hugging Face has"):
         export.export(make_checkpoint("granitemoe", num_local_experts=4, num_experts_per_tok=2), target)
     for name in ("x" * 300, "nul\0"):
-        with pytest.raises(ConfigError, match=r"cannot be written|null"):
+        with pytest.raises(ConfigError, match=r"cannot be written|no file can have this name"):
             export.export(folder, tmp_path / name)
     blocked = tmp_path / "file"
     blocked.write_text("")

@@ -114,7 +114,7 @@ def test_caps_without_kernels(make_checkpoint, dtype):
     finally:
         native.use(before)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
-    close = {"rtol": 1e-4, "atol": 1e-4} if dtype == "float32" else {"rtol": 0, "atol": 0.1}
+    close = {"rtol": 1e-4, "atol": 1e-4} if dtype == "float32" else {"rtol": 0, "atol": 0.2}
     for prompt, mine in zip(PROMPTS, ours, strict=True):
         with torch.no_grad():
             logits = model(torch.tensor([prompt])).logits[0, -1].float()

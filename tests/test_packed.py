@@ -424,7 +424,10 @@ def test_groups_of_quantize(make_checkpoint, tmp_path, bits, group):
             width = shape[1] if group < 0 else group
             old, new = (s.weights.mapped(name, *shape).float().view(shape[0], -1, width) for s in (before, source))
             step = old.abs().amax(-1, keepdim=True) / 2 ** (bits - 1)
-            assert (old - new).abs().max() < step.max() and (old - new).abs().mean() < 0.4 * step.mean()
+            assert (old - new).abs().mean() < 0.4 * step.mean(), (
+                "the largest may be cut off where that helps the others"
+            )
+            assert all(len(own.unique()) <= 2**bits for own in new.flatten(0, 1))
     assert logits_after(LLM(folder, device="cpu"), [5, 9, 3]).isfinite().all()
 
 

@@ -92,7 +92,7 @@ def _documents(tokenizer: Any, data: Path) -> dict[str, list[str]]:
 def measure(models: list[str], data: Path, count: int, length: int, progress: Progress) -> Iterator[Line]:
     """A line for each candidate that a model has, or for each of several models as they are stored.
 
-    These have one tokenizer, the first one's. Raises VocabularyMismatch.
+    These have one tokenizer, the first one's.
     """
     texts: dict[str, list[list[int]]] = {}
     several = len(models) > 1
