@@ -153,12 +153,13 @@ class Timed:
     """Forwards of a model as measured on a machine, in seconds.
 
     `rows`: of so many rows, behind little text. `keys`: what keys add to it, by the rows of each sequence, over the
-    keys of all sequences together. `outside`: what a step takes beside its forward.
+    keys of all sequences together. `outside`, `drafted`: what a plain step, and one with drafts, take beside them.
     """
 
     rows: Curve
     keys: dict[int, Curve]
     outside: float
+    drafted: float
 
     def forward(self, batch: int, rows: int, context: float) -> float:
         """Seconds of a forward: `batch` sequences of so many rows, behind `context` tokens each."""
@@ -298,7 +299,7 @@ class Planner:
         """Tokens a second of all sequences, and bytes."""
         held, outside = self.shape.weight_bytes + batch * self.shape.kv_bytes(context), 0.0
         if self.timed:
-            outside = self.timed.outside
+            outside = self.timed.drafted if k else self.timed.outside
         if not k:
             return batch / (self.forward(batch, 1, context) + outside), held
         spent, own = self.drafting(method, batch, k, context, seen)

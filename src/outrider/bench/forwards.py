@@ -16,27 +16,41 @@ from outrider.llm import LLM
 from outrider.plan import Timed
 from outrider.runner import Runner, Slot
 from outrider.sequence import Sequence
+from outrider.speculate import Drafter
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 15, 17, 24, 32, 64, 128, 256)
 EACH = (1, 2, 4, 6, 9, 17)  # rows of a sequence, with keys
 SHORT, KEYS = 32, (4096, 32768)  # tokens of texts
-TIMES = 5
+TIMES = 9
+WRONG = 8  # nodes of the drafts by which the rest of a step is measured
 
 
 def measure(llm: LLM) -> Timed:
     """Time forwards of random tokens behind random keys, in seconds; keys no further than the model's context."""
     runner = _bare(llm.runner)
-    lengths = [min(n, runner.max_len - max(ROWS)) for n in KEYS]
-    rows = Curve({n: _seconds(runner, SHORT, n) for n in ROWS})
+    rows = Curve(_seconds(runner, SHORT, ROWS))
     keys = {n: Curve() for n in EACH}
-    for length in dict.fromkeys(lengths):
-        for n in EACH:
-            keys[n][length] = max(1e-9, _seconds(runner, length, n) - rows[n])
-        for n in EACH:
+    for length in dict.fromkeys(min(n, runner.max_len - max(EACH) - 1) for n in KEYS):
+        for n, seconds in _seconds(runner, length, EACH).items():
+            keys[n][length] = max(1e-9, seconds - rows[n])
             keys[n].setdefault(1, keys[n][length] / length)
     prompt = torch.randint(llm.runner.model.config.vocab_size, (SHORT,)).tolist()
     (plain,) = overhead.plain(llm, prompt, [1])
-    return Timed(rows, keys, max(0.0, plain.step - rows[1]))
+    llm.engine.draft_with(_Wrong(), WRONG)
+    (drafted,) = overhead.steps(llm, prompt, [1])
+    llm.speculative_config = None
+    rest = [
+        step.outside if step.outside is not None else max(0.0, step.step - rows[n])
+        for step, n in ((plain, 1), (drafted, 1 + WRONG))
+    ]
+    return Timed(rows, keys, *rest)
+
+
+class _Wrong(Drafter):
+    """Drafts what is hardly ever right, in no time."""
+
+    def propose(self, seqs: list[Sequence], k: int) -> list[Draft]:
+        return [Draft.chain([0] * k) for _ in seqs]
 
 
 def _bare(runner: Runner) -> Runner:
@@ -45,10 +59,14 @@ def _bare(runner: Runner) -> Runner:
     return Runner(model, PagedKV(model.config, model.dtype, model.device), runner.max_len)
 
 
-def _seconds(runner: Runner, length: int, rows: int) -> float:
-    """Of a forward of so many rows behind `length` tokens: median."""
-    tokens = torch.randint(runner.model.config.vocab_size, (length + rows,)).tolist()
-    seq, spent, kv = Sequence(tokens[: length + 1], SamplingParams(), 0), list[float](), runner.kv
+def _seconds(runner: Runner, length: int, counts: tuple[int, ...]) -> dict[int, float]:
+    """Of a forward of so many rows behind `length` tokens, the kernels' own where they compute all of it.
+
+    Medians of rounds over all counts: what slows the machine for a while slows all.
+    """
+    tokens = torch.randint(runner.model.config.vocab_size, (length + max(counts),)).tolist()
+    seq, kv, model = Sequence(tokens[: length + 1], SamplingParams(), 0), runner.kv, runner.model
+    spent: dict[int, list[float]] = {n: [] for n in counts}
     assert isinstance(kv, PagedKV)
     before = len(kv.slabs)
     kv.reserve(Plan([Entry(seq.id, 0, length, 0)]))
@@ -57,8 +75,10 @@ def _seconds(runner: Runner, length: int, rows: int) -> float:
             layer.normal_()
     runner.slots[seq.id] = Slot(tokens[:length], length)
     for _ in range(TIMES):
-        began = time.perf_counter()
-        runner.extend([seq], [Draft.chain(tokens[length + 1 :])]).flat[0, 0].item()
-        spent.append(time.perf_counter() - began)
+        for n in counts:
+            began, native = time.perf_counter(), model.native_seconds
+            runner.extend([seq], [Draft.chain(tokens[length + 1 : length + n])]).flat[0, 0].item()
+            whole, now = time.perf_counter() - began, model.native_seconds
+            spent[n].append(whole if native is None or now is None else now - native)
     runner.free(seq)
-    return median(spent[1:])
+    return {n: median(times[1:]) for n, times in spent.items()}

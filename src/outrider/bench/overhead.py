@@ -49,7 +49,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Plain:
-    """A plain step of so many sequences. Seconds; `outside` of the kernels, None where these run layer by layer."""
+    """A step of so many sequences. Seconds; `outside` of the kernels, None where these run layer by layer."""
 
     batch: int
     step: float
@@ -59,6 +59,11 @@ class Plain:
 def plain(llm: LLM, prompt: list[int], batches: list[int]) -> Iterator[Plain]:
     """Measure plain steps behind a prompt, with so many sequences at once."""
     llm.speculative_config = None
+    yield from steps(llm, prompt, batches)
+
+
+def steps(llm: LLM, prompt: list[int], batches: list[int]) -> Iterator[Plain]:
+    """Measure steps with the drafter that is in place."""
     model, params = llm.runner.model, SamplingParams(temperature=0, max_tokens=STEPS + 2, ignore_eos=True)
     for batch in batches:
         requests = [request for _ in range(batch) for request in llm.engine.add(prompt, params)]
