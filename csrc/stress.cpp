@@ -155,13 +155,13 @@ void attention(int caller) {
 
 int main() {
   callers(4, tasks);
-  callers(4, drawing);
   const Kernels *found[kMaxIsas];
   for (int i = 0, n = runnable_kernels(found); i < n; i++) {
     use_kernels(found[i]);
     callers(3, linear);
     callers(3, experts);
     callers(3, attention);
+    callers(4, drawing);
     printf("%s\n", found[i]->name);
   }
 }
