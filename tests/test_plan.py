@@ -8,6 +8,7 @@ import pytest
 
 from outrider.bench.forwards import EACH, ROWS, measure
 from outrider.cli import app, main
+from outrider.cli.plan import _timed
 from outrider.control import Curve
 from outrider.errors import ConfigError
 from outrider.load import embedded, open_source
@@ -142,6 +143,10 @@ def test_forwards_are_measured(tiny_llm):
     assert {*timed.rows} == {*ROWS} and {*timed.keys} == {*EACH} and timed.outside >= 0 and timed.drafted >= 0
     assert all(seconds > 0 for curve in (timed.rows, *timed.keys.values()) for seconds in curve.values())
     assert not tiny_llm.runner.slots
+
+
+def test_what_does_not_fit_is_not_loaded():
+    assert _timed("tiny", None, Device(1e9, 1e9, memory=1e6)) is None
 
 
 @pytest.mark.parametrize("text", ["x", "[]", "{}", line(batch="a"), line(speedup=None), "[" * 9999])

@@ -89,7 +89,7 @@ def plan(
     shape = Shape.of(open_source(model).config, bits)
     small = Shape.of(open_source(draft).config) if draft else None
     machine = _measured() if device == "here" else DEVICES[device]
-    timed = [_timed(name, quantization) if name and device == "here" else None for name in (model, draft)]
+    timed = [_timed(name, quantization, machine) if name and device == "here" else None for name in (model, draft)]
     planner = Planner(shape, machine, small, *timed)
     console = _console()
     if against is not None:
@@ -182,14 +182,15 @@ def _measured() -> Device:
     return Device(2 * n * n / one, 2 * n * n * 256 / many, float(free_memory(where)), 5e-6)
 
 
-def _timed(name: str, quantization: str | None) -> Timed | None:
-    """The model's forwards on this machine; None without its weights."""
+def _timed(name: str, quantization: str | None, machine: Device) -> Timed | None:
+    """The model's forwards on this machine; None without its weights, or if they take more than half of its memory."""
     from outrider.bench.forwards import measure
     from outrider.llm import LLM
     from outrider.load import find
 
     path = find(name)
-    if not path.is_file() and not any(path.glob("*.safetensors")):
+    size = sum(file.stat().st_size for file in ([path] if path.is_file() else path.glob("*.safetensors")))
+    if not 0 < size <= machine.memory / 2:
         return None
     return measure(LLM(name, quantization=quantization, enable_prefix_caching=False))
 
