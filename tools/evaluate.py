@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from outrider.bench.report import markdown_table
 from outrider.config import SamplingParams
 from outrider.draft import Draft
 from outrider.errors import ConfigError
@@ -165,7 +166,7 @@ def report(targets: Row[str], drafts: Row[str], held: Corpus, farthest: int, boo
     losses = [held_out(readers[i], held) for i in each("held-out loss")]
     blocks = [
         "**Held-out loss**, nats per token.",
-        _table(["", *names], [[d, *(f"{l[d]:.3f}" for l in losses)] for d in held]),
+        markdown_table(["", *names], [[d, *(f"{l[d]:.3f}" for l in losses)] for d in held]),
     ]
 
     texts = [held["books"].document(i).tolist()[: farthest + 1] for i in range(books)]
@@ -174,7 +175,7 @@ def report(targets: Row[str], drafts: Row[str], held: Corpus, farthest: int, boo
     blocks += [
         f"**Loss by position** on {books} held-out books: given all of the book before / the same tokens given at most "
         f"{2 * NEAR} tokens (ratio). Above 1 the context harms.",
-        _table(["position", *names], rows),
+        markdown_table(["position", *names], rows),
     ]
 
     tasks = [Recall(held, llm.tokenizer, ("books", "stories")) for llm in llms]
@@ -187,7 +188,7 @@ def report(targets: Row[str], drafts: Row[str], held: Corpus, farthest: int, boo
     ]
     blocks += [
         "**Recall**: share of the answer's tokens that are the greedy choice.",
-        _table(["task", "distance", *names], rows),
+        markdown_table(["task", "distance", *names], rows),
     ]
 
     stories = [held["stories"].document(i).tolist() for i in range(min(24, len(held["stories"].starts)))]
@@ -210,7 +211,7 @@ def report(targets: Row[str], drafts: Row[str], held: Corpus, farthest: int, boo
     blocks += [
         "**Draft and target** on held-out stories and on the target's own continuations of them (T = 1). Coupled "
         "acceptance: k = 1, T = 1; its bound is 1 - TV on own text.",
-        _table(head, rows),
+        markdown_table(head, rows),
     ]
     blocks += ["**Samples** of the last column (T = 0.7, seed 0; the questions greedily).", *samples(llms[-1])]
     progress("done", total, total)
@@ -235,10 +236,6 @@ def write(page: Path, text: str) -> None:
     if not (first and last):
         raise ConfigError(f"{page} has no place for the tables: it must contain the lines {MARKS[0]} and {MARKS[1]}")
     write_text(page, f"{before}{first}\n\n{text}\n\n{last}{after}")
-
-
-def _table(head: list[str], rows: list[list[str]]) -> str:
-    return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *rows])
 
 
 def _k(tokens: int) -> str:

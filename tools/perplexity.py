@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.bench.report import markdown_table
+from outrider.bench.report import markdown_row, markdown_table
 from outrider.corpus import archived
 from outrider.errors import ConfigError
 from outrider.llm import LLM
@@ -129,4 +129,4 @@ def markdown(lines: Iterable[Line]) -> Iterator[str]:
         error = float(more.std() / math.sqrt(len(more)))
         change = f"{100 * math.expm1(float(more.mean())):+.2f} ± {100 * error:.2f} %" if line is not first else ""
         each = (f"{math.exp(float(x.mean())):.3f}" for x in line.losses.values())
-        yield f"| {' | '.join([line.name, *each, change])} |"
+        yield markdown_row([line.name, *each, change])

@@ -42,13 +42,7 @@ ARCHITECTURES = {
     "olmoe": "OlmoeForCausalLM", "granitemoe": "GraniteMoeForCausalLM", "gpt-oss": "GptOssForCausalLM",
     "mistral3": "Ministral3ForCausalLM",
 }  # fmt: skip
-PAIRED = (
-    "llama",
-    "granite",
-    "granitemoe",
-    "smollm3",
-    "mistral3",
-)  # queries and keys as llama.cpp turns Llama's
+PAIRED = ("llama", "granite", "granitemoe", "smollm3", "mistral3")  # queries and keys as llama.cpp turns Llama's
 PARTIAL = ("phi3", "glm4")  # whose rope may turn part of a head
 OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 INSIDE = {

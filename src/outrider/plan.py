@@ -247,14 +247,6 @@ class Prediction:
     source: str  # of the chance
 
 
-class _Roofline(NamedTuple):
-    shape: Shape
-    device: Device
-
-    def forward(self, batch: int, rows: int, context: float) -> float:
-        return self.shape.forward(self.device, batch, rows, context)
-
-
 @dataclass(frozen=True)
 class Planner:
     """A model on a machine; `draft` is the draft model's shape, None: a tenth of the target."""
@@ -267,11 +259,15 @@ class Planner:
 
     def forward(self, batch: int, rows: int, context: float) -> float:
         """Seconds of a forward of the model."""
-        return (self.timed or _Roofline(self.shape, self.device)).forward(batch, rows, context)
+        if self.timed:
+            return self.timed.forward(batch, rows, context)
+        return self.shape.forward(self.device, batch, rows, context)
 
     def drafting(self, method: str, batch: int, k: int, context: float, seen: int | None = None) -> tuple[float, float]:
         """Seconds to draft k tokens for each sequence, and the bytes that drafting holds. `seen`: keys at most."""
         s, d = self.shape, self.device
+        if seen is None and method.startswith("self:view"):
+            seen = WINDOW
         context = context if seen is None else min(context, seen)
         if method in ("ngram", "suffix"):
             return 1e-4 * batch, 0.0
@@ -279,14 +275,13 @@ class Planner:
             small = self.draft or replace(
                 s, weights=int(s.weights * SMALLER), expert=int(s.expert * SMALLER), layers=max(1, s.layers // 4)
             )
-            one = (self.timed_draft or _Roofline(small, d)).forward(batch, 1, context)
+            one = replace(self, shape=small, timed=self.timed_draft).forward(batch, 1, context)
             return k * one, small.weight_bytes + batch * small.kv_bytes(context)
         if method.startswith("self:weights="):
             coarse = replace(s, bits={"int8": 8.125, "int4": 4.5}[method.partition("=")[2]])
             share = coarse.forward(d, batch, 1, context) / s.forward(d, batch, 1, context)
             return k * share * self.forward(batch, 1, context), coarse.weight_bytes + batch * s.kv_bytes(context)
         if method.startswith("self:"):
-            context = min(context, seen or WINDOW)
             return k * self.forward(batch, 1, context), batch * s.kv_bytes(context)
         layers = k if method == "medusa" else 1  # heads side by side, or a layer again and again, before the vocabulary
         own = layers * (s.hidden**2 if method == "medusa" else 16 * s.hidden**2) + s.hidden * s.vocab

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -27,14 +28,15 @@ WRONG = 8  # nodes of the drafts by which the rest of a step is measured
 
 def measure(llm: LLM) -> Timed:
     """Time forwards of random tokens behind random keys, in seconds; keys no further than the model's context."""
-    runner = _bare(llm.runner)
+    model = llm.runner.model
+    runner = Runner(model, PagedKV(model.config, model.dtype, model.device), llm.runner.max_len)
     rows = Curve(_seconds(runner, SHORT, ROWS))
     keys = {n: Curve() for n in EACH}
     for length in dict.fromkeys(min(n, runner.max_len - max(EACH) - 1) for n in KEYS):
         for n, seconds in _seconds(runner, length, EACH).items():
             keys[n][length] = max(1e-9, seconds - rows[n])
             keys[n].setdefault(1, keys[n][length] / length)
-    prompt = torch.randint(llm.runner.model.config.vocab_size, (SHORT,)).tolist()
+    prompt = torch.randint(model.config.vocab_size, (SHORT,)).tolist()
     (plain,) = overhead.plain(llm, prompt, [1])
     llm.engine.draft_with(_Wrong(), WRONG)
     (drafted,) = overhead.steps(llm, prompt, [1])
@@ -53,10 +55,23 @@ class _Wrong(Drafter):
         return [Draft.chain([0] * k) for _ in seqs]
 
 
-def _bare(runner: Runner) -> Runner:
-    """The model with a cache of its own, to be filled without reading anything."""
-    model = runner.model
-    return Runner(model, PagedKV(model.config, model.dtype, model.device), runner.max_len)
+def filled(runner: Runner, length: int, seed: int = 0, host: bool = False) -> Sequence:
+    """A sequence of random tokens of which the cache holds all but the last: random keys, on the host only if `host`.
+
+    Pages of the host that nobody wrote are one and the same, and read in no time.
+    """
+    vocab = runner.model.config.vocab_size
+    tokens = torch.randint(vocab, (length + 1,), generator=torch.Generator().manual_seed(seed)).tolist()
+    seq = Sequence(tokens, SamplingParams(max_tokens=64), seed)
+    kv: Any = runner.kv
+    before = len(kv.slabs)
+    kv.reserve(Plan([Entry(seq.id, 0, length, 0)]))
+    for slab in kv.slabs[before:]:
+        for layer in slab:
+            if host or layer.is_cuda:
+                layer.normal_()
+    runner.slots[seq.id] = Slot(tokens[:length], length)
+    return seq
 
 
 def _seconds(runner: Runner, length: int, counts: tuple[int, ...]) -> dict[int, float]:
@@ -64,20 +79,12 @@ def _seconds(runner: Runner, length: int, counts: tuple[int, ...]) -> dict[int, 
 
     Medians of rounds over all counts: what slows the machine for a while slows all.
     """
-    tokens = torch.randint(runner.model.config.vocab_size, (length + max(counts),)).tolist()
-    seq, kv, model = Sequence(tokens[: length + 1], SamplingParams(), 0), runner.kv, runner.model
+    model, seq = runner.model, filled(runner, length, host=True)
     spent: dict[int, list[float]] = {n: [] for n in counts}
-    assert isinstance(kv, PagedKV)
-    before = len(kv.slabs)
-    kv.reserve(Plan([Entry(seq.id, 0, length, 0)]))
-    for slab in kv.slabs[before:]:
-        for layer in slab:  # pages that nobody wrote are one and the same
-            layer.normal_()
-    runner.slots[seq.id] = Slot(tokens[:length], length)
     for _ in range(TIMES):
         for n in counts:
             began, native = time.perf_counter(), model.native_seconds
-            runner.extend([seq], [Draft.chain(tokens[length + 1 : length + n])]).flat[0, 0].item()
+            runner.extend([seq], [Draft.chain([1] * (n - 1))]).flat[0, 0].item()
             whole, now = time.perf_counter() - began, model.native_seconds
             spent[n].append(whole if native is None or now is None else now - native)
     runner.free(seq)

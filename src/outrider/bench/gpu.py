@@ -23,13 +23,14 @@ import torch
 from torch import Tensor
 
 from outrider import families
+from outrider.bench.forwards import filled
 from outrider.bench.report import markdown_table
 from outrider.bench.run import provenance
 from outrider.config import ModelConfig, SamplingParams
 from outrider.draft import Draft
 from outrider.errors import ConfigError, OutriderError
 from outrider.files import make_folder, write_text
-from outrider.kv import Entry, OffloadKV, PagedKV, Plan
+from outrider.kv import Entry, OffloadKV, PagedKV
 from outrider.llm import LLM
 from outrider.load import Progress
 from outrider.model import Layer, Model
@@ -39,9 +40,8 @@ from outrider.ops.triton.graph import cuda_capture
 from outrider.ops.triton.plan import PAGE, make, queries_tile
 from outrider.plan import DEVICES, Shape, expected
 from outrider.quantize import quantize
-from outrider.runner import Runner, Slot, check_exactness
+from outrider.runner import Runner, check_exactness
 from outrider.sampling import gumbel, noise_key
-from outrider.sequence import Sequence
 
 MINUTES = 38.0  # after which no part begins
 CACHE = 2**28  # bytes of weights that a measurement goes through, so that none come from the device's own cache
@@ -547,19 +547,3 @@ def random_model(config: ModelConfig, scheme: str | None, device: torch.device, 
     ]  # fmt: skip
     table = torch.randn(config.vocab_size, config.hidden_size, device=device, dtype=dtype)
     return Model(config, table, made, ones(config.hidden_size), product("head"), dtype, device)
-
-
-def filled(runner: Runner, length: int, seed: int = 0) -> Sequence:
-    """A sequence of random tokens of which the cache holds all but the last: random keys, on the host zeros."""
-    vocab = runner.model.config.vocab_size
-    tokens = torch.randint(vocab, (length + 1,), generator=torch.Generator().manual_seed(seed)).tolist()
-    seq = Sequence(tokens, SamplingParams(max_tokens=64), seed)
-    kv: Any = runner.kv
-    before = len(kv.slabs)
-    kv.reserve(Plan([Entry(seq.id, 0, length, 0)]))
-    for slab in kv.slabs[before:]:
-        for layer in slab:
-            if layer.is_cuda:
-                layer.normal_()
-    runner.slots[seq.id] = Slot(tokens[:length], length)
-    return seq

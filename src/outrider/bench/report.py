@@ -224,7 +224,12 @@ def remarks(group: list[Result]) -> list[str]:
 def markdown_table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     """As Markdown writes it."""
     header = list(header)
-    return "\n".join(f"| {' | '.join(row)} |" for row in [header, ["---"] * len(header), *rows])
+    return "\n".join(map(markdown_row, [header, ["---"] * len(header), *rows]))
+
+
+def markdown_row(cells: Iterable[str]) -> str:
+    """A row of such a table."""
+    return f"| {' | '.join(cells)} |"
 
 
 def _by_suite(results: list[Result]) -> dict[str, list[Result]]:
