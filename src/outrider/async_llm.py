@@ -1,7 +1,8 @@
 """The async front door: `async for event in AsyncLLM("tiny").generate("Once upon a time")`.
 
 One thread steps the engine while there is work. After each step it tells every event loop once, for all requests that
-have news; a request's tokens stay where they are until somebody reads them, so a slow reader costs nothing.
+have news, or, with an `event_interval`, for those whose readers are due some; a request's tokens stay where they are
+until somebody reads them, so a slow reader costs nothing.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import logging
+import math
 import threading
 import time
 from collections import defaultdict
@@ -19,9 +21,9 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
-from outrider.config import SamplingParams
+from outrider.config import SamplingParams, real
 from outrider.engine import Request, TextStream
-from outrider.errors import ConfigError, EngineError, QueueFull, told
+from outrider.errors import ConfigError, EngineError, QueueFull, brief, told
 from outrider.llm import LLM, Message, Prompt, sampling_params_of
 from outrider.load import Checkpoint
 from outrider.outputs import StepEvent
@@ -57,7 +59,10 @@ class AsyncLLM:
     model: what LLM takes, with LLM's keywords; or an LLM, which goes on working beside this.
     max_queued_requests, max_queued_tokens: outputs, and tokens of their prompts, that may wait beyond those that run;
         more are refused with QueueFull. None: any number.
-    watch: called in the event loop, once a step, with the Progress of its requests.
+    event_interval: seconds between two events of an output, unless a step takes longer: what comes meanwhile joins the
+        next one. First tokens and ends do not wait. Readers that run on the engine's own cores slow it down: each
+        event costs some tenths of a millisecond, whatever it holds.
+    watch: called in the event loop with the Progress of its requests, as they are told.
     """
 
     def __init__(
@@ -66,13 +71,17 @@ class AsyncLLM:
         *,
         max_queued_requests: int | None = None,
         max_queued_tokens: int | None = None,
+        event_interval: float = 0.0,
         watch: Callable[[list[Progress]], None] | None = None,
         **options: Any,
     ) -> None:
         if isinstance(model, LLM) and options:
             raise ConfigError(f"{next(iter(options))} belongs to the LLM that is given")
+        if real(event_interval, 0, 3600) is None:
+            raise ConfigError(f"event_interval must be seconds from 0 to 3600, not {brief(event_interval)}")
         self.llm = model if isinstance(model, LLM) else LLM(model, **options)
         self.max_queued_requests, self.max_queued_tokens, self.watch = max_queued_requests, max_queued_tokens, watch
+        self.event_interval = event_interval
         self.closed = False
         self._changed = threading.Condition()  # guards what follows
         self._answers: set[Answer] = set()  # all that have not ended, also those whose prompts are still being read
@@ -199,7 +208,7 @@ class AsyncLLM:
                     self._thread = None
                     return
                 answers = [answer for answer in self._answers if answer.requests]
-            self._turned = time.monotonic()
+            self._turned, began = time.monotonic(), time.perf_counter()
             try:
                 # another thread may be stepping, for an LLM's own caller; what it brings to ours is news, too
                 self.llm.engine.step(unless=lambda among=answers: any(a.has_news() for a in among))  # type: ignore[misc]
@@ -207,14 +216,15 @@ class AsyncLLM:
                 log.exception("a step of the engine failed")
                 for answer in answers:
                     answer.fail(EngineError(f"a step of the engine failed: {told(error)}"))
-            self._hand_over(answers)
+            self._hand_over(answers, began)
 
-    def _hand_over(self, answers: list[Answer]) -> None:
+    def _hand_over(self, answers: list[Answer], began: float) -> None:
         now = time.perf_counter()
         news: dict[asyncio.AbstractEventLoop, list[tuple[Answer, list[Progress]]]] = defaultdict(list)
         for answer in answers:
-            if progress := answer.progress(now):
-                news[answer.loop].append((answer, progress))
+            answer.note(now)
+            if answer.due(now + (now - began) - self.event_interval):  # the next step may take as long
+                news[answer.loop].append((answer, answer.show(now)))
         for loop, batch in news.items():
             try:
                 loop.call_soon_threadsafe(self._deliver, batch)
@@ -272,11 +282,15 @@ class Answer:
         self.wake = asyncio.Event()
         self.failure: Exception | None = None
         self._closed = False
-        self._told: list[tuple[int, bool]] = []  # per request, the state that was handed over last
+        self._noted: list[tuple[int, bool]] = []  # per request, the state after the last step, ...
+        self._shown: list[tuple[int, bool]] = []  # ... and the one that was handed over last
+        self._news: list[Progress] = []  # between the two
+        self._shown_at = -math.inf
 
     def take(self, engine: Any, requests: list[Request]) -> None:
         """The requests are there, in a thread; the answer may have been closed meanwhile."""
-        self._engine, self._told, self.requests = engine, [(0, False)] * len(requests), requests
+        self._noted, self._shown = ([(0, False)] * len(requests) for _ in range(2))
+        self._engine, self.requests = engine, requests
         if self._closed:
             self.close()
 
@@ -289,21 +303,32 @@ class Answer:
         request = self.requests[i]
         finished, ready = request.finished, request.ready
         if not finished and request.seq.finish_reason is not None:
-            return self._told[i][0], False
+            return self._noted[i][0], False
         return ready, finished
 
     def has_news(self) -> bool:
-        """Whether there is anything that `progress` has not told."""
-        return any(self._state(i) != known for i, known in enumerate(self._told))
+        """Whether there is anything that was not noted."""
+        return any(self._state(i) != known for i, known in enumerate(self._noted))
 
-    def progress(self, now: float) -> list[Progress]:
-        """What has come since this was last asked."""
-        found = []
-        for i, (request, known) in enumerate(zip(self.requests, self._told, strict=True)):
+    def note(self, now: float) -> None:
+        """Note what has come."""
+        for i, (request, known) in enumerate(zip(self.requests, self._noted, strict=True)):
             if (state := self._state(i)) != known:
-                found.append(Progress(request, state[0] - known[0], state[1], now))
-                self._told[i] = state
-        return found
+                self._news.append(Progress(request, state[0] - known[0], state[1], now))
+                self._noted[i] = state
+
+    def due(self, before: float) -> bool:
+        """Whether there are news that cannot wait: ends, first tokens, or the last ones were shown `before`."""
+        if not self._news:
+            return False
+        return self._shown_at <= before or any(
+            finished or not shown for (_, finished), (shown, _) in zip(self._noted, self._shown, strict=True)
+        )
+
+    def show(self, now: float) -> list[Progress]:
+        """Let the reader have what was noted, which is returned."""
+        self._shown_at, self._shown[:], news, self._news = now, self._noted, self._news, []
+        return news
 
     async def events(self) -> AsyncGenerator[StepEvent, None]:
         """What comes, to the end of all outputs. Closes the answer when it is left, however."""
@@ -318,7 +343,7 @@ class Answer:
                     raise self.failure
                 for i in sorted(alive):
                     request = self.requests[i]
-                    (ready, finished), begin, offset = self._told[i], read[i], request.seq.prompt_len
+                    (ready, finished), begin, offset = self._shown[i], read[i], request.seq.prompt_len
                     if ready == begin and not finished:
                         continue
                     if finished and request.error:

@@ -153,7 +153,8 @@ class Engine:
         self.stall, options = plan.settings.stall, dict(plan.llm)
         if plan.tensor_parallel_size > 1:
             _gather_ranks(plan)
-        self.llm = AsyncLLM(plan.model, tensor_parallel_size=plan.tensor_parallel_size, **options)
+        options |= {"event_interval": plan.settings.event_interval, "tensor_parallel_size": plan.tensor_parallel_size}
+        self.llm = AsyncLLM(plan.model, **options)
 
     async def generate(
         self,

@@ -86,8 +86,9 @@ def live(tiny_llm: LLM) -> Iterator[Callable[..., str]]:
     ends: list[Callable[[], None]] = []
 
     def start(drain: float = 5.0, options: dict[str, Any] | None = None, **settings: Any) -> str:
-        llm = AsyncLLM(tiny_llm)
-        running = server(create_app(llm, Settings(names=("tiny",), **settings)), llm, drain, **(options or {}))
+        given = Settings(names=("tiny",), **settings)
+        llm = AsyncLLM(tiny_llm, event_interval=given.event_interval)
+        running = server(create_app(llm, given), llm, drain, **(options or {}))
         listening = socket.create_server(("127.0.0.1", 0))
         thread = threading.Thread(target=running.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()

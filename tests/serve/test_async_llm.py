@@ -74,6 +74,27 @@ def test_events_are_the_output(tiny_llm):
     assert_released(tiny_llm)
 
 
+def test_an_interval_joins_events(tiny_llm):
+    """First tokens and ends come at once, all else waits; every step is told to who watches."""
+    news: list[Progress] = []
+    llm = AsyncLLM(tiny_llm, event_interval=3600, watch=news.extend)
+    options = {"max_tokens": 40, "temperature": 0.7, "seed": 4, "ignore_eos": True}
+    plain = tiny_llm.generate(PROMPT, n=3, **options)
+
+    async def both() -> Any:
+        return await asyncio.gather(collect(llm, PROMPT, n=3, **options), collect(llm, PROMPT, **options))
+
+    many, one = run(both())
+    for output, events in zip(plain, many.values(), strict=True):
+        assert [t for e in events for t in e.token_ids] == output.token_ids == events[-1].output.token_ids
+        assert "".join(e.text for e in events) == output.text
+    assert len(one[0]) == 2 and len(one[0][0].token_ids) < 40
+    assert sum(len(events) for events in many.values()) < 3 * 6
+    assert len(news) > 40 and sum(each.tokens for each in news) == 4 * 40
+    with pytest.raises(ConfigError, match="event_interval must be seconds from 0 to 3600, not -1"):
+        AsyncLLM(tiny_llm, event_interval=-1)
+
+
 def test_conversations_and_k(tiny_llm):
     tiny_llm.speculative_config = {"method": "ngram", "num_speculative_tokens": 3}
     llm = AsyncLLM(tiny_llm)

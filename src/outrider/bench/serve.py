@@ -236,11 +236,12 @@ async def ask(session: Any, s: Settings, body: dict[str, Any], due: float) -> An
             if response.status != 200:
                 _fail(answer, f"status {response.status}", _message(await response.text()))
             else:
-                ended = False
+                frames = list[tuple[str, float]]()  # read at the end: a server's cores may be ours
                 async for data in _events(response):
-                    if ended := _read(answer, data, time.perf_counter() - due):
+                    frames.append((data, time.perf_counter() - due))
+                    if data == "[DONE]" or data.startswith('{"error"'):
                         break
-                if not ended and answer.finish is None:
+                if not any([_read(answer, data, now) for data, now in frames]) and answer.finish is None:
                     _fail(answer, "disconnected", "the stream ended before the answer did")
     except (TimeoutError, asyncio.TimeoutError):
         _fail(answer, "timeout", f"no byte for {s.timeout:g} s")

@@ -85,6 +85,10 @@ def serve(
     max_stop_strings: Annotated[int, typer.Option(help="Most stop strings of a request.", min=1)] = 4,
     max_logprobs: Annotated[int, typer.Option(help="Most logprobs of a request.", min=0)] = 20,
     keep_alive: Annotated[float, typer.Option(help="Seconds of silence until a stream says it lives.", min=0.1)] = 15,
+    event_interval: Annotated[
+        float,
+        typer.Option(help="Seconds between frames of a stream; what comes meanwhile joins the next.", min=0, max=3600),
+    ] = 0.03,
     drain: Annotated[
         float | None,
         typer.Option(help="Seconds that requests may go on after SIGTERM or Ctrl-C. Default: 30; on ranks 20.", min=0),
@@ -157,6 +161,7 @@ def serve(
     about: dict[str, Any] = {
         "names": tuple(served_model_name or [model]), "api_keys": tuple(keys), "max_body": max_body, "max_n": max_n,
         "max_stop_strings": max_stop_strings, "max_logprobs": max_logprobs, "keep_alive": keep_alive, "drain": drain,
+        "event_interval": event_interval,
         "cors_origins": tuple(cors_origin or ()), "trust_chat_template": trust_request_chat_template,
     }  # fmt: skip
 
@@ -190,8 +195,10 @@ def serve(
         llm = load_llm(model, config, dtype, device, reporter, tensor_parallel_size=tensor_parallel_size, **limits)
         reporter.close()
         llm.runner.progress = None
-    engine = AsyncLLM(llm, max_queued_requests=max_queued_requests, max_queued_tokens=max_queued_tokens)
     settings = Settings(**about, defaults=sampled(llm.checkpoint.path))
+    engine = AsyncLLM(
+        llm, max_queued_requests=max_queued_requests, max_queued_tokens=max_queued_tokens, event_interval=event_interval
+    )
     where: dict[str, Any] = {"uds": str(uds)} if uds is not None else {"host": host, "port": port}
     tls: dict[str, Any] = {}
     if ssl_certfile is not None:
