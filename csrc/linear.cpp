@@ -319,10 +319,16 @@ struct Chunk {
 // acc[g] += the products of K k from the first one of each of G groups of `size`.
 template <class F, int R, int G, int K>
 INLINE void run(const Lines<typename F::X, R> &x, const uint8_t *data, int size, vf (&acc)[G][R][NV]) {
-#pragma GCC unroll 2
-  for (int k = 0; k < K; k += kStep)
+  const auto at = [&](int k) {
 #pragma GCC unroll 2
     for (int g = 0; g < G; g++) step<F, R>(x, g * size + k, data + size_t(g * size + k) * F::kBytes, acc[g]);
+  };
+  if constexpr (R == 5)  // a twelfth faster without the loop, where others are slower (GCC 12, Zen 4)
+#pragma GCC unroll 8
+    for (int k = 0; k < K; k += kStep) at(k);
+  else
+#pragma GCC unroll 2
+    for (int k = 0; k < K; k += kStep) at(k);
 }
 
 // out[r] += the chunk's products for R rows. The chunk has whole groups, or one that is short.
