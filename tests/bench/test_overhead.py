@@ -33,7 +33,7 @@ def test_the_command(tmp_path, monkeypatch):
     asked = ["bench", "overhead", str(tmp_path), "--history", "10,50", "--speculate", "suffix", "--device", "cpu"]
     shown = CliRunner().invoke(app, asked)
     assert shown.exit_code == 0 and shown.stdout.count("| suffix k=16 | ") == 2 and "A forward of tiny" in shown.stdout
-    assert shown.stdout.count("A plain step of ") == 2
+    assert shown.stdout.count("A plain step of ") == 4
 
 
 def test_plain_steps(monkeypatch):

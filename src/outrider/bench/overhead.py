@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -56,15 +57,16 @@ class Plain:
     outside: float | None
 
 
-def plain(llm: LLM, prompt: list[int], batches: list[int]) -> Iterator[Plain]:
-    """Measure plain steps behind a prompt, with so many sequences at once."""
+def plain(llm: LLM, prompt: list[int], batches: list[int], **sampling: Any) -> Iterator[Plain]:
+    """Measure plain steps behind a prompt, with so many sequences at once, greedy unless `sampling` says otherwise."""
     llm.speculative_config = None
-    yield from steps(llm, prompt, batches)
+    yield from steps(llm, prompt, batches, **sampling)
 
 
-def steps(llm: LLM, prompt: list[int], batches: list[int]) -> Iterator[Plain]:
+def steps(llm: LLM, prompt: list[int], batches: list[int], **sampling: Any) -> Iterator[Plain]:
     """Measure steps with the drafter that is in place."""
-    model, params = llm.runner.model, SamplingParams(temperature=0, max_tokens=STEPS + 2, ignore_eos=True)
+    model = llm.runner.model
+    params = SamplingParams(**{"temperature": 0, "max_tokens": STEPS + 2, "ignore_eos": True, **sampling})
     for batch in batches:
         requests = [request for _ in range(batch) for request in llm.engine.add(prompt, params)]
         steps, outside = list[float](), list[float]()

@@ -291,7 +291,7 @@ def overhead(
 ) -> None:
     """Measure what drafting costs beside the forwards, as a share of a forward of one token, as Markdown.
 
-    And what share of a plain step, of one sequence and of 16, is spent outside the kernels.
+    And what share of a plain step, of one sequence and of 16, greedy and sampled, is spent outside the kernels.
     """
     import torch
 
@@ -306,9 +306,13 @@ def overhead(
     rows = [[c.method, str(c.history), f"{1e3 * c.first:.1f}", f"{1e3 * c.step:.2f}", f"{c.share:.1%}"] for c in found]
     print(report.markdown_table(["method", "history", "first step ms", "step ms", "of a forward"], rows))
     print(f"\nA forward of {model}, one token: {1e3 * found[0].forward:.1f} ms, {torch.get_num_threads()} threads.")
-    for p in plain(llm, list(range(16)), [1, 16]):
-        share = "called layer by layer" if p.outside is None else f"{p.outside / p.step:.1%} of it outside the kernels"
-        print(f"A plain step of {p.batch}: {1e3 * p.step:.2f} ms, {share}.")
+    sampled = {"temperature": 0.7, "top_p": 0.9, "seed": 0}
+    for law, sampling in (("greedy", {}), ("T = 0.7, top-p 0.9", sampled)):
+        for p in plain(llm, list(range(16)), [1, 16], **sampling):
+            share = "called layer by layer"
+            if p.outside is not None:
+                share = f"{p.outside / p.step:.1%} of it ({1e3 * p.outside:.2f} ms) outside the kernels"
+            print(f"A plain step of {p.batch}, {law}: {1e3 * p.step:.2f} ms, {share}.")
 
 
 @bench_app.command()
