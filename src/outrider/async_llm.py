@@ -82,6 +82,7 @@ class AsyncLLM:
         self.llm = model if isinstance(model, LLM) else LLM(model, **options)
         self.max_queued_requests, self.max_queued_tokens, self.watch = max_queued_requests, max_queued_tokens, watch
         self.event_interval = event_interval
+        self._news: dict[asyncio.AbstractEventLoop, list[Progress]] = defaultdict(list)  # that was not told yet
         self.closed = False
         self._changed = threading.Condition()  # guards what follows
         self._answers: set[Answer] = set()  # all that have not ended, also those whose prompts are still being read
@@ -220,26 +221,27 @@ class AsyncLLM:
 
     def _hand_over(self, answers: list[Answer], began: float) -> None:
         now = time.perf_counter()
-        news: dict[asyncio.AbstractEventLoop, list[tuple[Answer, list[Progress]]]] = defaultdict(list)
+        readers: dict[asyncio.AbstractEventLoop, list[Answer]] = defaultdict(list)
         for answer in answers:
-            answer.note(now)
+            self._news[answer.loop] += answer.note(now)
             if answer.due(now + (now - began) - self.event_interval):  # the next step may take as long
-                news[answer.loop].append((answer, answer.show(now)))
-        for loop, batch in news.items():
+                answer.show(now)
+                readers[answer.loop].append(answer)
+        for loop, due in readers.items():
             try:
-                loop.call_soon_threadsafe(self._deliver, batch)
+                loop.call_soon_threadsafe(self._deliver, due, self._news.pop(loop))
             except RuntimeError:  # the loop is closed, and with it all that read there
-                for answer, _ in batch:
+                for answer in due:
                     answer.close()
         for answer in answers:
             if all(request.finished for request in answer.requests):
                 self._forget(answer)
 
-    def _deliver(self, batch: list[tuple[Answer, list[Progress]]]) -> None:
-        for answer, _ in batch:
+    def _deliver(self, answers: list[Answer], news: list[Progress]) -> None:
+        for answer in answers:
             answer.wake.set()
         if self.watch is not None:
-            self.watch([progress for _, each in batch for progress in each])
+            self.watch(news)
 
     def _forget(self, answer: Answer) -> None:
         with self._changed:
@@ -284,7 +286,6 @@ class Answer:
         self._closed = False
         self._noted: list[tuple[int, bool]] = []  # per request, the state after the last step, ...
         self._shown: list[tuple[int, bool]] = []  # ... and the one that was handed over last
-        self._news: list[Progress] = []  # between the two
         self._shown_at = -math.inf
 
     def take(self, engine: Any, requests: list[Request]) -> None:
@@ -310,25 +311,23 @@ class Answer:
         """Whether there is anything that was not noted."""
         return any(self._state(i) != known for i, known in enumerate(self._noted))
 
-    def note(self, now: float) -> None:
-        """Note what has come."""
+    def note(self, now: float) -> list[Progress]:
+        """What has come since this was last asked."""
+        found = []
         for i, (request, known) in enumerate(zip(self.requests, self._noted, strict=True)):
             if (state := self._state(i)) != known:
-                self._news.append(Progress(request, state[0] - known[0], state[1], now))
+                found.append(Progress(request, state[0] - known[0], state[1], now))
                 self._noted[i] = state
+        return found
 
     def due(self, before: float) -> bool:
         """Whether there are news that cannot wait: ends, first tokens, or the last ones were shown `before`."""
-        if not self._news:
-            return False
-        return self._shown_at <= before or any(
-            finished or not shown for (_, finished), (shown, _) in zip(self._noted, self._shown, strict=True)
-        )
+        news = [(now, then) for now, then in zip(self._noted, self._shown, strict=True) if now != then]
+        return any(self._shown_at <= before or ended or not read for (_, ended), (read, _) in news)
 
-    def show(self, now: float) -> list[Progress]:
-        """Let the reader have what was noted, which is returned."""
-        self._shown_at, self._shown[:], news, self._news = now, self._noted, self._news, []
-        return news
+    def show(self, now: float) -> None:
+        """Let the reader have what was noted."""
+        self._shown_at, self._shown[:] = now, self._noted
 
     async def events(self) -> AsyncGenerator[StepEvent, None]:
         """What comes, to the end of all outputs. Closes the answer when it is left, however."""

@@ -90,7 +90,9 @@ def test_an_interval_joins_events(tiny_llm):
         assert "".join(e.text for e in events) == output.text
     assert len(one[0]) == 2 and len(one[0][0].token_ids) < 40
     assert sum(len(events) for events in many.values()) < 3 * 6
-    assert len(news) > 40 and sum(each.tokens for each in news) == 4 * 40
+    assert sum(each.tokens for each in news) == 4 * 40
+    assert [each.at for each in news] == sorted(each.at for each in news)
+    assert 40 <= len({each.at for each in news}) < 160  # those of a step stand together, and all steps are told
     with pytest.raises(ConfigError, match="event_interval must be seconds from 0 to 3600, not -1"):
         AsyncLLM(tiny_llm, event_interval=-1)
 

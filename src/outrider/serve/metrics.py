@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import groupby
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -119,10 +120,11 @@ class Metrics:
         return made.labels(**self._labels)
 
     def progress(self, news: list[Progress]) -> None:
-        """What a step brought."""
-        if tokens := sum(each.tokens for each in news):
-            self._forward.observe(tokens)
-            self._generated.inc(tokens)
+        """What steps brought."""
+        for _, step in groupby(news, lambda each: each.at):
+            if tokens := sum(each.tokens for each in step):
+                self._forward.observe(tokens)
+                self._generated.inc(tokens)
         for each in news:
             request, timing = each.request, each.request.timing
             before, steps = self._seen.get(request, (0.0, 0))
