@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -426,6 +427,7 @@ def server(
         temperature, tuple(against or ()),
     )  # fmt: skip
     make_folder(output, "--output")  # before anything is measured
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the servers end with this
     rows: list[measured.Row] = []
     console = Console(highlight=False, soft_wrap=True)
     with bar() as show:
