@@ -43,7 +43,7 @@ int draw(const Draw &d, int vocab) {
   int32_t *places = static_cast<int32_t *>(scratch(7, sizeof(int32_t) * vocab));
   own.shape(d.logits, vocab, d.logits[top], d.temperature, shaped);
   const auto larger = [&](int a, int b) { return shaped[a] > shaped[b]; };
-  float floor = -kInfinity;
+  float floor = -kInfinity, certain = -kInfinity;  // of what may be kept, and of what is kept beyond doubt
   if (0 < d.top_k && d.top_k < vocab) {
     const int found = largest(shaped, vocab, d.top_k, places);
     std::nth_element(places, places + d.top_k - 1, places + found, larger);
@@ -59,21 +59,32 @@ int draw(const Draw &d, int vocab) {
       for (int i = 0; i < found; i++) mass += weights[places[i]];
       if (cut < floor) break;
     }
-    std::sort(places, places + found, larger);
+    // What stands before `begin` is kept, whatever its order; the next ones are sorted, and decide.
+    int begin = 0, end = found;
     double before = 0;
-    int last = 0;
-    for (int i = 0; i < found; before += weights[places[i++]] / total) {
-      if (i && std::abs(before - d.top_p) < kDoubt) return kUnsure;
-      if (i && before > d.top_p) break;
-      last = i;
+    while (end - begin > kFew) {
+      const int middle = begin + (end - begin) / 2;
+      std::nth_element(places + begin, places + middle, places + end, larger);
+      double share = 0;
+      for (int i = begin; i < middle; i++) share += weights[places[i]] / total;
+      if (before + share < d.top_p - kDoubt) begin = middle, before += share;
+      else end = middle;
     }
-    if (last + 1 < found && weights[places[last + 1]] > weights[places[last]] * (1 - kDoubt)) return kUnsure;
-    if (last + 1 == found && before < enough) {
-      // All that were looked at are kept: so is the rest only if it was looked at.
-      if (own.above(shaped, vocab, floor, places) != found) return kUnsure;
-    } else {
-      floor = shaped[places[last]];
+    end = std::min(found, end + 4 * kFew);
+    if (end < found) std::nth_element(places + begin, places + end, places + found, larger);
+    std::sort(places + begin, places + end, larger);
+    int sure = begin, maybe = begin;  // the last that is kept beyond doubt, and the last that may be
+    for (int i = begin; i < end && (!i || before < enough); before += weights[places[i++]] / total) {
+      maybe = i;
+      if (before < d.top_p - kDoubt) sure = i;
     }
+    while (maybe + 1 < end && weights[places[maybe + 1]] > weights[places[maybe]] * (1 - kDoubt)) maybe++;
+    if (maybe + 1 == end && end < found) return kUnsure;
+    const float least = shaped[places[maybe]];
+    certain = shaped[places[sure]];
+    // All that were looked at may be kept: so may the rest, unless it was looked at.
+    if (maybe + 1 == found && before < enough && own.above(shaped, vocab, floor, places) != found) return kUnsure;
+    floor = least;
   }
   floor = std::max(floor, d.least);
   int found = floor > -kInfinity || vocab <= kFew ? own.above(shaped, vocab, floor, places) : vocab;
@@ -97,5 +108,6 @@ int draw(const Draw &d, int vocab) {
     if (score > most) second = most, most = score, best = token;
     else second = std::max(second, score);
   }
-  return most - second > kGap * std::max(1.0f, std::abs(most) / 8) ? best : kUnsure;
+  const bool clear = most - second > kGap * std::max(1.0f, std::abs(most) / 8);
+  return clear && shaped[best] >= certain ? best : kUnsure;
 }
