@@ -87,6 +87,7 @@ class LlamaCpp:
         self.llm = llama.Llama(
             str(path), n_ctx=job.context + job.k + 1, n_threads=job.threads, n_threads_batch=job.threads, verbose=False,
             draft_model=draft(max_ngram_size=LOOKUP_NGRAM, num_pred_tokens=job.k) if job.k else None,
+            logits_all=bool(job.k),  # drafts need them; 0.3.36 would have room for those of one batch only
         )  # fmt: skip
         self.bytes, self.evaluate, self.llm.eval = path.stat().st_size, self.llm.eval, self._eval
         self.forwards = 0
