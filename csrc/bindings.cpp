@@ -4,6 +4,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include "choose.h"
 #include "dispatch.h"
 #include "pool.h"
 #include "sampling.h"
@@ -100,6 +101,13 @@ static void bind_elementwise(nb::module_ &m) {
   }, "For each row (address, temperature, top_k, top_p, least, key) its token, -1 where that is left to the reference.");
 }
 
+// Tokens of a Python list, from one place to another.
+static std::vector<int32_t> part(const nb::list &tokens, int64_t first, int64_t last) {
+  std::vector<int32_t> found;
+  for (int64_t i = first; i < last; i++) found.push_back(nb::cast<int32_t>(tokens[i]));
+  return found;
+}
+
 static void bind_suffix(nb::module_ &m) {
   nb::class_<SuffixIndex>(m, "SuffixIndex")
       .def(nb::init<>())
@@ -109,11 +117,27 @@ static void bind_suffix(nb::module_ &m) {
         if (length < 0 || length > index.size()) throw nb::index_error("there are not so many tokens");
         index.drop(length);
       })
-      .def("guess", [](SuffixIndex &own, const SuffixIndex &past, const std::vector<int32_t> &beyond, int depth, int k,
+      .def("guess", [](SuffixIndex &own, const SuffixIndex &past, const nb::list &tokens, int settled, int depth, int k,
                        double factor, double least, int width) {
+        if (settled < 0 || settled > int64_t(tokens.size())) throw nb::index_error("there are not so many tokens");
+        own.enter(part(tokens, own.size(), settled), false);
+        const std::vector<int32_t> beyond = part(tokens, settled, int64_t(tokens.size()));
         SuffixIndex::Guess guess = own.guess(past, beyond, depth, k, factor, least, width);
-        return std::make_tuple(guess.tokens, guess.parents, guess.trust);
+        return std::make_tuple(std::move(guess.tokens), std::move(guess.parents), std::move(guess.trust));
       });
+}
+
+static void bind_beliefs(nb::module_ &m) {
+  nb::class_<Beliefs>(m, "Beliefs")
+      .def(nb::init<uint64_t>())
+      .def("__len__", &Beliefs::size)
+      .def("choose", &Beliefs::choose)
+      .def("judge", [](Beliefs &beliefs, int64_t seq, const nb::list &text) {
+        const int64_t size = int64_t(text.size()), first = beliefs.waits(seq);
+        if (first >= 0) beliefs.judge(seq, first, part(text, first, size));
+      })
+      .def("hopes", &Beliefs::hopes)
+      .def("forget", &Beliefs::forget);
 }
 
 NB_MODULE(_kernels, m) {
@@ -141,4 +165,5 @@ NB_MODULE(_kernels, m) {
   bind_attention(m);
   bind_walk(m);
   bind_suffix(m);
+  bind_beliefs(m);
 }

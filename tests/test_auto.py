@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from outrider import LLM, Draft, SamplingParams, ops
 from outrider.config import SpeculativeConfig
+from outrider.control import Beliefs
 from outrider.drafters import create
-from outrider.drafters.auto import _machine
+from outrider.drafters.auto import Auto, _machine
 from outrider.errors import ConfigError, OutriderError
 from outrider.sequence import Sequence
 
@@ -96,7 +97,7 @@ def test_arrivals_do_not_stop_the_learning():
     """Requests that come and go at every few steps: costs and beliefs are learnt all the same."""
     short = [Trace(t.suite, t.temperature, t.prompt, t.output[:12], t.draft[:12]) for t in TRACES] * 4
     played = replay(auto, short, Machine(0.05), batch=6)
-    assert played.drafter.costs and played.drafter.beliefs.all
+    assert played.drafter.costs and played.drafter.beliefs.hopes(-1, 0b10, 2, 0.65) != [0.65] * 2
     assert any(n > 6 for _, n in played.steps), "something was accepted"
 
 
@@ -110,7 +111,22 @@ def test_a_large_batch_is_left_alone():
 def test_steps_end_where_requests_end():
     played = replay(auto, TRACES, Machine(0.02, 8), 4)
     assert played.tokens == sum(len(t.output) for t in TRACES)
-    assert all(a[0] < b[0] for a, b in pairwise(played.steps)) and not played.drafter.cases
+    assert all(a[0] < b[0] for a, b in pairwise(played.steps))
+    assert not played.drafter.cases and not len(played.drafter.beliefs)
+
+
+@pytest.mark.skipif(ops.native.kernels is None, reason="there are no kernels here")
+def test_the_reference_chooses_the_same():
+    """Step by step what the compiled beliefs do, with look-ups and a model to ask."""
+
+    def reference(*args) -> Auto:
+        drafter = auto(*args)
+        drafter.beliefs = Beliefs(sum(source.bit for source in drafter.dear))
+        return drafter
+
+    one, other = (replay(make, TRACES[:6], MACHINES["cheap model"], 3) for make in (auto, reference))
+    assert one.steps == other.steps and type(one.drafter.beliefs) is not type(other.drafter.beliefs)
+    assert any(n > 6 for _, n in one.steps), "something was accepted"
 
 
 # --- the drafter itself ---------------------------------------------------------------------------------------------

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
+import random
+from itertools import pairwise
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from outrider.control import CREDIT, KEPT, START, Account, Beliefs, Bush, Costs, Curve, cache_file, kind, pick
+from outrider.control import CREDIT, KEPT, START, Account, Beliefs, Bush, Costs, Curve, Guess, cache_file, kind
+from outrider.ops import native
+
+KINDS = [Beliefs, *([native.kernels.Beliefs] if native.kernels else [])]  # the reference, and the compiled one
 
 
 def test_a_curve_lies_on_what_was_measured():
@@ -114,58 +122,150 @@ def test_where_costs_are_kept(monkeypatch, tmp_path):
     assert cache_file() == tmp_path / "outrider" / "costs.json"
 
 
-def test_beliefs_begin_with_the_drafters_own_and_follow_the_text():
-    beliefs, what = Beliefs(), kind(1, 0, 0.9, 1)
-    assert beliefs.of(1, what, 0.9) == pytest.approx(0.9)
+@pytest.fixture(params=KINDS)
+def beliefs(request):
+    """None of source 4 alone, all others together."""
+    return request.param(4)
+
+
+def chance(beliefs, seq: int, trust: float) -> float:
+    """Of one guess by source 1 for a sequence whose text has no token yet."""
+    ((*_, worth),), _ = beliefs.choose([seq], [0], [[(1, [5], [-1], [trust])]], [1.0], [1.0, 1e-9], 0.0, 1, False)
+    return worth
+
+
+def test_beliefs_begin_with_the_drafters_own_and_follow_the_text(beliefs):
+    assert chance(beliefs, 1, 0.9) == pytest.approx(0.9)
     for _ in range(30):
-        beliefs.learn(1, what, False)
-    assert beliefs.of(1, what, 0.9) < 0.05 and 0.05 < beliefs.of(2, what, 0.9) < 0.2, "another request may differ"
+        chance(beliefs, 1, 0.9)
+        beliefs.judge(1, [6])
+    assert chance(beliefs, 1, 0.9) < 0.05 and 0.05 < chance(beliefs, 2, 0.9) < 0.2, "another request may differ"
     for _ in range(8):
-        beliefs.learn(2, what, True)
-    assert beliefs.of(2, what, 0.9) > 0.6 and beliefs.of(1, what, 0.9) < 0.2
+        chance(beliefs, 2, 0.9)
+        beliefs.judge(2, [5, 0])  # behind which nothing was guessed
+    assert chance(beliefs, 2, 0.9) > 0.6 and chance(beliefs, 1, 0.9) < 0.2
+    assert chance(beliefs, 1, 0.4) == pytest.approx(0.4), "of another kind"
+    beliefs.forget(1)
+    assert chance(beliefs, 1, 0.9) > 0.05 and len(beliefs) == 2
+
+
+def test_a_source_apart_is_judged_by_depth(beliefs):
+    """Whether any of its guesses was right, whatever its trust, drafted or not; and across steps."""
+    assert beliefs.hopes(1, 4, 3, 0.6) == pytest.approx([0.6] * 3)
+    for length in range(0, 40, 2):
+        draft = (4, [7, 8, 9], [-1, -1, 1], [0.1, 0.1, 0.1])
+        beliefs.choose([1], [length], [[draft]], [0.0], [1.0], 0.0, 0, False)
+        for end in (1, 2):
+            beliefs.judge(1, [8, 3] * (length // 2) + [8, 3][:end])
+    first, second, third = beliefs.hopes(1, 4, 3, 0.6)
+    assert first > 0.9 and second == third < 0.1
+
+
+def test_a_guess_is_watched_until_it_fails(beliefs):
+    """A longer one is compared in later steps, too; theirs wait for it."""
+    beliefs.choose([1], [0], [[(1, [5, 6, 7], [-1, 0, 1], [0.9] * 3)]], [0.0], [1.0], 0.0, 0, False)
+    beliefs.judge(1, [5])
+    beliefs.choose([1], [1], [[(2, [9], [-1], [0.9])]], [0.0], [1.0], 0.0, 0, False)
+    beliefs.judge(1, [5, 6, 8])
+    assert chance(beliefs, 2, 0.9) > 0.9, "the first of the chain came true"
+    ((*_, worth),), _ = beliefs.choose([2], [0], [[(2, [9], [-1], [0.9])]], [1.0], [1, 1e-9], 0.0, 1, False)
+    assert worth == pytest.approx(0.9), "what was guessed meanwhile was not compared"
+    ((*_, worth),), _ = beliefs.choose(
+        [3], [0], [[(1, [5, 6], [-1, 0], [0.9] * 2)]], [1.0], [1, 0.1, 0.01], 0.0, 2, False
+    )
+    first = chance(beliefs, 3, 0.9)
+    assert 0.4 < worth / first - 1 < 0.85, "of two deep ones one was right"
 
 
 def test_what_sources_agree_on_and_what_they_do_not_are_of_different_kinds():
     bush = Bush()
-    shared = bush.add(1, -1, 7, 0.8)
-    below = bush.add(1, shared, 5, 0.5)
-    assert bush.add(2, -1, 7, 0.3) == shared and (other := bush.add(2, -1, 8, 0.8)) > below
-    assert bush.depths == [1, 2, 1] and bush.trust[shared] == 0.8, "the first one's"
+    bush.add(1, [7, 5], [-1, 0], [0.8, 0.5])
+    bush.add(2, [7, 8], [-1, -1], [0.3, 0.8])
+    assert bush.tokens == [7, 5, 8] and bush.parents == [-1, 0, -1]
+    assert bush.depths == [1, 2, 1] and bush.trust[0] == 0.8, "the first one's"
     assert bush.kinds() == [kind(3, 0, 0.8, 1), kind(1, 0, 0.5, 2), kind(2, 1, 0.8, 1)]
-    assert len({*bush.kinds()}) == 3 and bush.kinds()[other] != kind(2, 0, 0.8, 1), "contradicted"
+    assert len({*bush.kinds()}) == 3 and bush.kinds()[2] != kind(2, 0, 0.8, 1), "contradicted"
 
 
-def bush_of(*chances: float) -> tuple[Bush, list[float]]:
-    """A chain with these chances to survive."""
-    bush = Bush()
-    for i in range(len(chances)):
-        bush.add(1, i - 1, i, 0.5)
-    return bush, list(chances)
+def picked(beliefs, *guesses: Guess, seconds: list[float], k: int = 8, chains: bool = False):
+    """Tokens for each of new sequences with one guess each."""
+    n = len(guesses)
+    trees, rate = beliefs.choose([*range(n)], [9] * n, [[g] for g in guesses], [1.0] * n, seconds, 0.0, k, chains)
+    return [tokens for tokens, *_ in trees], rate
+
+
+def chain(*survives: float) -> Guess:
+    """Whose nodes survive with these chances."""
+    trust = [a / b for b, a in pairwise([1.0, *survives])]
+    return 1, [*range(len(trust))], [*range(-1, len(trust) - 1)], trust
 
 
 @pytest.mark.parametrize(("row", "taken"), [(0.01, 4), (0.2, 3), (0.45, 2), (2.0, 0)])
-def test_as_many_rows_as_pay(row, taken):
-    bush, chances = bush_of(0.9, 0.7, 0.4, 0.05)
-    chosen, rate = pick([chances], [bush], [1 + row * i for i in range(9)], 0.0, 8)
+def test_as_many_rows_as_pay(beliefs, row, taken):
+    chosen, rate = picked(beliefs, chain(0.9, 0.7, 0.4, 0.05), seconds=[1 + row * i for i in range(9)])
     assert chosen == [list(range(taken))] and rate >= 1
 
 
-def test_sequences_compete_for_rows():
-    (good, sure), (bad, unsure) = bush_of(0.95, 0.9, 0.85), bush_of(0.3, 0.1)
-    chosen, _ = pick([sure, unsure], [good, bad], [1, 1.1, 1.2, 1.3, 9, 9], 0.0, 8)
-    assert chosen == [[0, 1, 2], []]
-    assert pick([sure, unsure], [good, bad], [1 + 0.01 * i for i in range(9)], 0.0, 2)[0] == [[0, 1], [0, 1]], (
-        "at most k each"
-    )
+def test_sequences_compete_for_rows(beliefs):
+    good, bad = chain(0.95, 0.9, 0.85), chain(0.3, 0.1)
+    assert picked(beliefs, good, bad, seconds=[1, 1.1, 1.2, 1.3, 9, 9])[0] == [[0, 1, 2], []]
+    most = picked(beliefs, good, bad, seconds=[1 + 0.01 * i for i in range(9)], k=2)[0]
+    assert most == [[0, 1], [0, 1]], "at most k each"
 
 
-def test_chains_have_no_branches():
-    bush = Bush()
-    first, second = bush.add(1, -1, 1, 0.6), bush.add(1, -1, 2, 0.4)
-    bush.add(1, second, 3, 0.9)
-    chances, seconds = [0.6, 0.4, 0.36], [1 + 0.001 * i for i in range(9)]
-    assert pick([chances], [bush], seconds, 0.0, 8)[0] == [[first, second, 2]]
-    assert pick([chances], [bush], seconds, 0.0, 8, chains=True)[0] == [[first]]
+def test_chains_have_no_branches(beliefs):
+    tree, seconds = (1, [1, 2, 3], [-1, -1, 1], [0.6, 0.4, 0.9]), [1 + 0.001 * i for i in range(9)]
+    assert picked(beliefs, tree, seconds=seconds)[0] == [[1, 2, 3]]
+    assert picked(beliefs, tree, seconds=seconds, chains=True)[0] == [[1]]
+
+
+def test_the_likelier_child_follows_its_parent(beliefs):
+    """So that it lies as in plain decoding."""
+    tree = (2, [1, 2, 3, 4], [-1, -1, 1, 1], [0.3, 0.7, 0.2, 0.8])
+    ((tokens, parents, who, _),), _ = beliefs.choose([1], [0], [[tree]], [1.0], [1, *[0.1] * 4], 0.0, 4, False)
+    assert (tokens, parents, who) == ([2, 4, 3, 1], [-1, 0, 0, -1], [1] * 4)
+
+
+@pytest.mark.skipif(len(KINDS) < 2, reason="there are no kernels here")
+@given(st.integers(0, 10**9))
+def test_both_choose_the_same(seed):
+    """Sequences come and go, several sources guess trees of few tokens, with equal and impossible trust."""
+    dice, both, texts = random.Random(seed), [own(0b100) for own in KINDS], dict[int, list[int]]()
+    trusts = (0.0, 0.05, 0.3, 0.5, 0.5, 0.97, 1, 1.5, -1.0, math.nan, dice.random())
+
+    def guess(source: int) -> Guess:
+        n = dice.randint(0, 8)
+        parents = [dice.randint(-1, i - 1) if dice.random() < 0.3 else i - 1 for i in range(n)]
+        return source, dice.choices(range(3), k=n), parents, dice.choices(trusts, k=n)
+
+    for _ in range(dice.randint(1, 30)):
+        if dice.random() < 0.1 and texts:
+            gone, _ = texts.popitem()
+            for own in both:
+                own.forget(gone)
+        while len(texts) < 1 or dice.random() < 0.3:
+            texts[dice.randrange(10**6)] = []
+        some = dice.sample([*texts], dice.randint(1, len(texts)))
+        guesses = [[guess(source) for source in (1, 2, 4) if dice.random() < 0.7] for _ in some]
+        covers = dice.choices((0.0, 0.5, 1.0), k=len(some))
+        step = dice.choice((0.0, 0.01, 0.1, 0.5))
+        seconds = [1 + step * i for i in range(dice.randint(1, 20))]
+        rest = covers, seconds, dice.choice((0.0, 0.3)), dice.randint(0, 8), dice.random() < 0.2
+        one, other = (own.choose(some, [len(texts[seq]) for seq in some], guesses, *rest) for own in both)
+        assert one == other
+        for seq in some:
+            texts[seq] += dice.choices(range(3), k=dice.randint(0, 3))
+            for own in both if dice.random() < 0.9 else ():
+                own.judge(seq, texts[seq])
+        asked = dice.choice(some), dice.choice((1, 4)), 4, 0.65
+        one, other = (own.hopes(*asked) for own in both)
+        assert one == other and len(both[0]) == len(both[1])
+
+
+@pytest.mark.parametrize("parent", [0, 1, 9])
+def test_parents_come_first(beliefs, parent):
+    with pytest.raises(IndexError):
+        beliefs.choose([1], [0], [[(1, [5], [parent], [0.5])]], [1.0], [1.0, 1.1], 0.0, 4, False)
 
 
 def test_an_account_bounds_what_is_lost():

@@ -24,9 +24,8 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -34,7 +33,6 @@ from outrider.config import real
 from outrider.errors import OutriderError
 from outrider.files import write_text
 
-Array = np.ndarray[Any, np.dtype[np.float64]]
 log = logging.getLogger(__name__)
 
 UNSEEN = 0.03  # of the least forward known: what a row may cost while no two counts were measured
@@ -64,23 +62,21 @@ class Curve(dict[int, float]):
 
     def at(self, count: int) -> float:
         """Seconds of one count."""
-        return float(self.over(np.array([count]))[0])
+        return self.over(count, count)[0]
 
-    def over(self, counts: np.ndarray[Any, Any]) -> Array:
-        """Seconds of many; beyond the last that was measured with the slope at its end."""
+    def over(self, first: int, last: int) -> list[float]:
+        """Seconds of `first` to `last`; beyond the last that was measured with the slope at its end."""
         known = sorted(self)
         seconds = [*accumulate((self[n] for n in known), max)]
-        slope = UNSEEN * seconds[0] / known[0]
         if len(known) > 1:
-            slope = (seconds[-1] - seconds[-2]) / (known[-1] - known[-2])
-        if len(counts) == 1:  # the case of a step's own costs
-            i = bisect(known, at := counts[0])
-            if i == len(known):
-                return np.array([seconds[-1] + slope * (at - known[-1])])
-            share = (at - known[i - 1]) / (known[i] - known[i - 1]) if i else 0.0
-            return np.array([seconds[max(0, i - 1)] + share * (seconds[i] - seconds[max(0, i - 1)])])
-        found: Array = np.interp(counts, known, seconds)
-        found += slope * np.maximum(0, counts - known[-1])
+            slopes = [(b - a) / (n - m) for (m, n), (a, b) in zip(pairwise(known), pairwise(seconds), strict=True)]
+        else:
+            slopes = [UNSEEN * seconds[0] / known[0]]
+        found, i = [seconds[0]] * (min(known[0], last + 1) - first), bisect(known, first) - 1
+        for n in range(first + len(found), last + 1):  # without numpy: of few numbers, whose caches are cold
+            while i + 1 < len(known) and known[i + 1] <= n:
+                i += 1
+            found.append(seconds[i] + slopes[min(i, len(slopes) - 1)] * (n - known[i]))
         return found
 
 
@@ -93,8 +89,10 @@ class Costs:
         self.ratios: list[float] | None = [] if self.curves else None  # of now to then
         self.squares, self.products, self.mixed = np.zeros((3, 3)), np.zeros(3), 0
         self.ladders, self.added = dict[tuple[int, int, int], list[float]](), 0  # what `ladder` said, for a while
+        self.heard: list[tuple[int, int, float, int]] = []  # forwards that are looked at when somebody asks
 
     def __bool__(self) -> bool:
+        self._learn()
         return (bool(self.curves) and self.ratios is None) or self.mixed >= 8
 
     def add(self, rows: int, keys: int, seconds: float, read: int = 0) -> None:
@@ -104,8 +102,17 @@ class Costs:
         rows' own share is what least squares make of it, which serves until a forward without any was measured.
         """
         self.added += 1
+        self.heard.append((rows, keys, seconds, read))
         if self.added < 4 * FRESH or self.added % FRESH == 0:
             self.ladders.clear()
+            self._learn()
+
+    def _learn(self) -> None:
+        heard, self.heard = self.heard, []
+        for rows, keys, seconds, read in heard:
+            self._enter(rows, keys, seconds, read)
+
+    def _enter(self, rows: int, keys: int, seconds: float, read: int) -> None:
         if read:
             x = np.array([1.0, rows, read])
             self.squares, self.products = MEMORY * self.squares + np.outer(x, x), MEMORY * self.products + x * seconds
@@ -119,22 +126,23 @@ class Costs:
             self.curves = {o: Curve({n: s * factor for n, s in c.items()}) for o, c in self.curves.items()}
         self.curves.setdefault(_octave(keys), Curve()).add(_knot(rows), seconds)
 
-    def over(self, first: int, last: int, keys: int) -> Array:
+    def over(self, first: int, last: int, keys: int) -> list[float]:
         """Seconds of `first` rows to `last`; infinite where far more rows than were ever measured.
 
         Lengths that were not met yet have the nearest ones' curve, moved to what is known.
         """
-        counts, octave = np.arange(first, last + 1), _octave(keys)
+        self._learn()
+        octave = _octave(keys)
         if not self.curves:
-            base, row, _ = np.linalg.lstsq(self.squares, self.products, rcond=1e-9)[0]
-            least = self.products[0] / self.squares[0, 0] / 100
-            return np.asarray(np.maximum(least, base) + max(0.0, row) * counts)
+            base, row, _ = np.linalg.lstsq(self.squares, self.products, rcond=1e-9)[0].tolist()
+            least = float(self.products[0] / self.squares[0, 0] / 100)
+            return [max(least, base) + max(0.0, row) * n for n in range(first, last + 1)]
         own, curve, factor = self.curves.get(octave), self._nearest(octave), 1.0
         if own and own is not curve:
             ((rows, spent),) = own.items()
             factor = spent / curve.at(rows)
-        known = max(max(curve), *(own or [0]))
-        return np.where(counts <= 2 * known + 2, factor * curve.over(counts), np.inf)
+        most = 2 * max(max(curve), *(own or [0])) + 2
+        return [factor * s if n <= most else math.inf for n, s in enumerate(curve.over(first, last), first)]
 
     def _nearest(self, octave: int) -> Curve:
         """The curve of these lengths, or of the nearest ones, if it has more than one point."""
@@ -147,18 +155,18 @@ class Costs:
         Empty if so few rows were never measured: what more of them cost cannot be said then.
         """
         asked = rows, more, _octave(keys)
-        if asked not in self.ladders:
-            seconds, known = np.empty(0), not self.curves or min(self._nearest(asked[2])) <= _knot(rows)
-            if self and known:
-                seconds = self.over(rows, rows + more, keys)
-                rates = (rows + np.arange(len(seconds))) / seconds
-                seconds = seconds[: int(np.flatnonzero(rates >= rates[0])[-1]) + 1]
-            self.ladders[asked] = seconds.tolist()
-        return self.ladders[asked]
+        seconds = self.ladders.get(asked)
+        if seconds is None:
+            seconds = self.ladders[asked] = []
+            if self and (not self.curves or min(self._nearest(asked[2])) <= _knot(rows)):
+                seconds += self.over(rows, rows + more, keys)
+                while (rows + len(seconds) - 1) / seconds[-1] < rows / seconds[0]:
+                    del seconds[-1]
+        return seconds
 
     def at(self, rows: int, keys: int) -> float:
         """Seconds of one forward."""
-        return float(self.over(rows, rows, keys)[0])
+        return self.over(rows, rows, keys)[0]
 
     def save(self) -> None:
         """Keep them, now and then. A file that cannot be written is no error: the next run measures anew."""
@@ -209,35 +217,6 @@ def _knot(rows: int) -> int:
     return rows if rows <= 16 else round(2 ** (round(4 * math.log2(rows)) / 4))
 
 
-Kind = tuple[int, int, int, int]  # who guessed it (bits), who guessed otherwise, how sure, how deep
-
-
-def kind(who: int, otherwise: int, trust: float | None, depth: int) -> Kind:
-    """What a guess is counted as. `trust` None: whatever they guessed at this depth."""
-    return who, otherwise, -1 if trust is None else bisect(TRUSTS, trust), bisect(DEPTHS, depth)
-
-
-class Beliefs:
-    """How often guesses of a kind come true once those before them have: of all requests, and of each sequence."""
-
-    def __init__(self) -> None:
-        self.all: dict[Kind, tuple[float, float]] = {}  # right, made
-        self.own: dict[int, dict[Kind, tuple[float, float]]] = {}
-
-    def learn(self, seq: int, what: Kind, right: bool) -> None:
-        """One guess was judged."""
-        for counts, memory in ((self.all, MEMORY), (self.own.setdefault(seq, {}), OWN_MEMORY)):
-            hits, made = counts.get(what, (0.0, 0.0))
-            counts[what] = memory * hits + right, memory * made + 1
-
-    def of(self, seq: int, what: Kind, prior: float) -> float:
-        """The probability that such a guess for this sequence is right; `prior` while nothing is known."""
-        hits, made = self.all.get(what, (0.0, 0.0))
-        general = (hits + PRIOR_WEIGHT * prior) / (made + PRIOR_WEIGHT)
-        hits, made = self.own.get(seq, {}).get(what, (0.0, 0.0))
-        return (hits + OWN_WEIGHT * general) / (made + OWN_WEIGHT)
-
-
 @dataclass
 class Account:
     """What drafts brought a sequence less what they cost it, in plain steps, with a small allowance."""
@@ -258,6 +237,16 @@ class Account:
         self.credit = min(CREDIT, max(-DEBT, self.credit + brought - cost))
 
 
+Kind = tuple[int, int, int, int]  # who guessed it (bits), who guessed otherwise, how sure, how deep
+Guess = tuple[int, list[int], list[int], list[float]]  # whose it is (a bit), tokens, parents, trust
+Picked = tuple[list[int], list[int], list[int], float]  # tokens, parents, whose each is (number), expected tokens
+
+
+def kind(who: int, otherwise: int, trust: float | None, depth: int) -> Kind:
+    """What a guess is counted as. `trust` None: whatever they guessed at this depth."""
+    return who, otherwise, -1 if trust is None else bisect(TRUSTS, trust), bisect(DEPTHS, depth)
+
+
 @dataclass
 class Bush:
     """All guesses for one sequence in one trie; parents come before their children."""
@@ -269,18 +258,21 @@ class Bush:
     trust: list[float] = field(default_factory=list)  # of the first of them
     index: dict[tuple[int, int], int] = field(default_factory=dict)
 
-    def add(self, source: int, parent: int, token: int, trust: float) -> int:
-        """Enter one guess of a source (a bit) behind a node (-1: the sequence); returns its node."""
-        node = self.index.setdefault((parent, token), len(self.tokens))
-        if node == len(self.tokens):
-            self.tokens.append(token)
-            self.parents.append(parent)
-            self.depths.append(1 + self.depths[parent] if parent >= 0 else 1)
-            self.who.append(source)
-            self.trust.append(trust)
-        else:
-            self.who[node] |= source
-        return node
+    def add(self, source: int, tokens: list[int], parents: list[int], trust: list[float]) -> None:
+        """Enter the guesses of a source (a bit)."""
+        at: list[int] = []
+        for token, parent, own in zip(tokens, parents, trust, strict=False):
+            above = at[parent] if parent >= 0 else -1
+            node = self.index.setdefault((above, token), len(self.tokens))
+            if node == len(self.tokens):
+                self.tokens.append(token)
+                self.parents.append(above)
+                self.depths.append(1 + self.depths[above] if above >= 0 else 1)
+                self.who.append(source)
+                self.trust.append(min(1.0, max(0.0, own)))
+            else:
+                self.who[node] |= source
+            at.append(node)
 
     def kinds(self) -> list[Kind]:
         """What each node is counted as: a guess that a source shares is worth more, one that it contradicts less."""
@@ -291,6 +283,139 @@ class Bush:
             kind(who, guessing[parent] & ~who, trust, depth)
             for parent, who, trust, depth in zip(self.parents, self.who, self.trust, self.depths, strict=True)
         ]
+
+    def drafted(self, nodes: list[int]) -> tuple[list[int], list[int], list[int]]:
+        """Of chosen nodes tokens, parents and first sources, in an order in which the first child follows its parent.
+
+        `nodes` has the likeliest first, so that an accepted first child lies as in plain decoding.
+        """
+        below: dict[int, list[int]] = {}
+        for node in reversed(nodes):
+            below.setdefault(self.parents[node], []).append(node)
+        tokens, parents, who, stack = list[int](), list[int](), list[int](), [(node, -1) for node in below.get(-1, ())]
+        while stack:
+            node, above = stack.pop()
+            tokens.append(self.tokens[node])
+            parents.append(above)
+            who.append((self.who[node] & -self.who[node]).bit_length() - 1)
+            stack += [(child, len(tokens) - 1) for child in below.get(node, ())]
+        return tokens, parents, who
+
+
+@dataclass
+class Probe:
+    """Guesses that are compared with the text as it comes, whether they were drafted or not."""
+
+    tokens: list[int]
+    parents: list[int]
+    kinds: list[Kind]  # per node: what it is counted as; of a single source's guess none
+    at: int  # the place in the text where the next token is compared
+    source: int = 0  # whose guess it is, if all that counts is whether any was right at each depth; else 0
+    node: int = -1  # reached so far
+    depth: int = 1
+
+
+@dataclass
+class Own:
+    """What is known of one sequence."""
+
+    counts: dict[Kind, tuple[float, float]] = field(default_factory=dict)
+    probes: dict[int, Probe] = field(default_factory=dict)  # of sources apart; 0: of all together
+    bush: Probe | None = None  # of the step under way
+
+
+class Beliefs:
+    """How often guesses of a kind come true once those before them have: of all requests, and of each sequence.
+
+    So `choose` knows which of a step's guesses get rows, and `judge` learns what came of all of them. `apart` are the
+    sources (bits) that are judged by themselves, too. Sequences go by their ids. The reference of csrc/choose.cpp.
+    """
+
+    def __init__(self, apart: int) -> None:
+        self.apart = apart
+        self.all: dict[Kind, tuple[float, float]] = {}  # right, made
+        self.own: dict[int, Own] = {}
+
+    def __len__(self) -> int:
+        """How many sequences something is kept of."""
+        return len(self.own)
+
+    def choose(
+        self, seqs: list[int], lengths: list[int], guesses: list[list[Guess]], covers: list[float],
+        seconds: list[float], drafted: float, k: int, chains: bool,
+    ) -> tuple[list[Picked], float]:  # fmt: skip
+        """Per sequence which of its guesses to verify, and the tokens a second that are expected with them.
+
+        lengths: of the texts that they continue.  covers: what share of their worth may be spent.  The others: see
+        `pick`.
+        """
+        bushes, every = list[Bush](), list[list[float]]()
+        for seq, length, given, cover in zip(seqs, lengths, guesses, covers, strict=True):
+            bush, known = Bush(), self.own.setdefault(seq, Own())
+            for source, tokens, parents, trust in given:
+                bush.add(source, tokens, parents, trust)
+                if source & self.apart:
+                    known.probes[source] = Probe(tokens, parents, [], length, source)
+            kinds, chances = bush.kinds(), list[float]()
+            for what, parent, own in zip(kinds, bush.parents, bush.trust, strict=True):
+                chances.append(self._of(known, what, own) * (chances[parent] if parent >= 0 else cover))
+            known.bush = Probe(bush.tokens, bush.parents, kinds, length)
+            bushes.append(bush)
+            every.append(chances)
+        chosen, rate = pick(every, bushes, seconds, drafted, k, chains)
+        worth = [sum(chances[node] for node in nodes) for chances, nodes in zip(every, chosen, strict=True)]
+        trees = [bush.drafted(nodes) for bush, nodes in zip(bushes, chosen, strict=True)]
+        return [(*tree, own) for tree, own in zip(trees, worth, strict=True)], rate
+
+    def judge(self, seq: int, text: list[int]) -> None:
+        """Compare guesses for a sequence with what came, as far as they reach."""
+        known = self.own.get(seq)
+        if known is None:
+            return
+        if known.bush and known.bush.tokens:
+            known.probes.setdefault(0, known.bush)
+        known.bush = None
+        known.probes = {source: probe for source, probe in known.probes.items() if self._judge(known, probe, text)}
+
+    def hopes(self, seq: int, source: int, deep: int, prior: float) -> list[float]:
+        """The chance of a source apart to be right at each depth, if it is asked."""
+        known = self.own.get(seq) or Own()
+        return [self._of(known, kind(source, 0, None, depth), prior) for depth in range(1, deep + 1)]
+
+    def forget(self, seq: int) -> None:
+        """Drop what is known of this sequence alone."""
+        self.own.pop(seq, None)
+
+    def _of(self, known: Own, what: Kind, prior: float) -> float:
+        """The probability that such a guess is right; `prior` while nothing is known."""
+        hits, made = self.all.get(what, (0.0, 0.0))
+        general = (hits + PRIOR_WEIGHT * prior) / (made + PRIOR_WEIGHT)
+        hits, made = known.counts.get(what, (0.0, 0.0))
+        return (hits + OWN_WEIGHT * general) / (made + OWN_WEIGHT)
+
+    def _learn(self, known: Own, what: Kind, right: bool) -> None:
+        """One guess was judged."""
+        for counts, memory in ((self.all, MEMORY), (known.counts, OWN_MEMORY)):
+            hits, made = counts.get(what, (0.0, 0.0))
+            counts[what] = memory * hits + right, memory * made + 1
+
+    def _judge(self, known: Own, probe: Probe, text: list[int]) -> bool:
+        """Compare one guess; whether it goes on."""
+        while probe.at < len(text):
+            token, right, last, guessed = text[probe.at], -1, probe.node, False
+            for node in range(last + 1, len(probe.parents)):
+                if probe.parents[node] == last:
+                    guessed = True
+                    if hit := probe.tokens[node] == token:
+                        right = node
+                    if not probe.source:
+                        self._learn(known, probe.kinds[node], hit)
+            if guessed and probe.source:
+                self._learn(known, kind(probe.source, 0, None, probe.depth), right >= 0)
+            if right < 0:
+                return False
+            probe.at, probe.node, probe.depth = probe.at + 1, right, probe.depth + 1
+        return True
 
 
 def pick(

@@ -6,7 +6,8 @@ import itertools
 import math
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from operator import lt
 
 from torch import Tensor
 
@@ -38,7 +39,7 @@ class Draft:
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.parents) or not 0 <= self.riders <= len(self.tokens):
             raise ValueError(f"draft of {len(self.tokens)} tokens, {len(self.parents)} parents, {self.riders} riders")
-        if any(not -1 <= parent < i for i, parent in enumerate(self.parents)):
+        if self.parents and not (min(self.parents) >= -1 and all(map(lt, self.parents, range(len(self.parents))))):
             raise ValueError(f"draft parents must come before their children: {self.parents}")
 
     @staticmethod
@@ -73,7 +74,7 @@ class Draft:
     @property
     def is_chain(self) -> bool:
         """Whether every node follows the one before it."""
-        return all(parent == i - 1 for i, parent in enumerate(self.parents))
+        return [*self.parents] == [*range(-1, len(self.parents) - 1)]
 
     def depths(self) -> list[int]:
         """Per node, how many tokens after the sequence's last one it stands (1 = directly after)."""
@@ -125,7 +126,8 @@ class Draft:
 
         And without those that can be accepted from number `nodes` on, or hang on one of them.
         """
-        if nodes is None and len(self) <= depth and not any(not 0 <= token < vocab for token in self.tokens):
+        tokens = self.tokens
+        if nodes is None and len(tokens) <= depth and (not tokens or 0 <= min(tokens) <= max(tokens) < vocab):
             return self
         depths: list[float] = []
         most = self.verifiable if nodes is None else min(nodes, self.verifiable)
@@ -166,4 +168,4 @@ class Verdict:
     def copy(self) -> Verdict:
         """One of its own lists."""
         path, tokens, logprobs = self.path.copy(), self.tokens.copy(), self.logprobs.copy()
-        return replace(self, path=path, tokens=tokens, logprobs=logprobs)
+        return Verdict(path, tokens, self.drafted, self.chain, self.forced, self.by, logprobs, self.error)

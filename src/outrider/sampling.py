@@ -84,10 +84,10 @@ def _settled(logits: Tensor, rows: list[Row], stream: str) -> dict[int, int]:
         return {}
     logits, kept, drawn, wishes = logits.contiguous(), [], [], []
     for i, row in enumerate(rows):
-        p, own = row.seq.params, logits[i]
-        temperature, key = _heat(row, stream)
+        p, (temperature, key) = row.seq.params, _heat(row, stream)
         if not temperature:
             continue
+        own = logits[i]
         if _edits(row.seq):
             try:
                 own = process(own, row).contiguous()

@@ -95,9 +95,10 @@ class Sequence:
             own = {"tokens": Tokens(), "params": replace(self.params, **lists), "memory": {}, "stop_check": None}
             own |= {"metrics": SpecMetrics(inner=self.metrics.inner), "mirror": None}
             vars(self.mirror).update(vars(self) | own)
-        list.extend(self.mirror.tokens, self.tokens[len(self.mirror.tokens) :])
-        vars(self.mirror).update(rule=rule, finish_reason=self.finish_reason)
-        return self.mirror
+        mirror = self.mirror
+        list.extend(mirror.tokens, self.tokens[len(mirror.tokens) :])
+        vars(mirror).update(rule=rule, finish_reason=self.finish_reason)
+        return mirror
 
     def accept(self, tokens: list[int]) -> int:
         """Append tokens until one of them ends the sequence; returns how many were taken."""

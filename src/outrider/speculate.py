@@ -159,7 +159,7 @@ def _fault(guess: Any, vocab: int, rule: Rule) -> str | None:
     if not isinstance(guess, Draft):
         return f"{brief(guess)} is none"
     lists = guess.tokens, guess.parents, [guess.riders]
-    if not all(isinstance(items, list) and all(type(item) is int for item in items) for items in lists):
+    if not all([isinstance(items, list) and {*map(type, items)} <= {int} for items in lists]):
         return "tokens and parents are lists of int, riders is one"
     try:
         guess.__post_init__()

@@ -76,7 +76,8 @@ def verify(seqs: list[Sequence], drafts: list[Draft], logits: Tensor, rule: Rule
         else:
             these = slice(at, at + 1 + draft.verifiable)
             at = these.stop
-            verdict = _judge(draft, own, rows[these], chosen[these], probs[these], rule)
+            p = probs if rule.method == "coupled" else probs[these]  # which does not look at them
+            verdict = _judge(draft, own, rows[these], chosen[these], p, rule)
         if (top := seq.params.logprobs) is not None and not verdict.error:
             nodes = [-1, *verdict.path]
             verdict.logprobs = [logprob(own[n + 1], t, top) for n, t in zip(nodes, verdict.tokens, strict=True)]

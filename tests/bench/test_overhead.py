@@ -34,6 +34,7 @@ def test_the_command(tmp_path, monkeypatch):
     shown = CliRunner().invoke(app, asked)
     assert shown.exit_code == 0 and shown.stdout.count("| suffix k=16 | ") == 2 and "A forward of tiny" in shown.stdout
     assert shown.stdout.count("A plain step of ") == 4
+    assert all(f"Drafting between forwards, {name}: " in shown.stdout for name in ("plain", "suffix k=16"))
 
 
 def test_plain_steps(monkeypatch):
@@ -44,5 +45,6 @@ def test_plain_steps(monkeypatch):
         assert plain.batch in (1, 3)
         assert (plain.outside is None) != (llm.runner.model.native_seconds is not None)
         assert plain.outside is None or 0 < plain.outside < plain.step
+        assert 0 < plain.drafting < plain.step
     monkeypatch.setattr(type(llm.runner.model), "_walks", lambda model: False)
     assert next(overhead.plain(llm, [1, 2, 3], [2])).outside is None

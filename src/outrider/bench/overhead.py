@@ -4,7 +4,8 @@ The history is a text, which is continued by itself, token by token, as if the t
 forward's outputs, which some drafters look at, are noise: no forward is needed but the one to compare with, of one
 token of the target behind a short history (it only grows with the history, so the shares are upper bounds).
 
-And what a plain step costs outside the kernels, all that the engine does included.
+And what a plain step costs outside the kernels, all that the engine does included; and what drafting costs between
+forwards that are real, which leave nothing of it in the caches.
 """
 
 from __future__ import annotations
@@ -50,11 +51,15 @@ class Cost:
 
 @dataclass(frozen=True)
 class Plain:
-    """A step of so many sequences. Seconds; `outside` of the kernels, None where these run layer by layer."""
+    """A step of so many sequences. Seconds; `outside` of the kernels, None where these run layer by layer.
+
+    `drafting` is what the drafter took, checks of what it says included.
+    """
 
     batch: int
     step: float
     outside: float | None
+    drafting: float
 
 
 def plain(llm: LLM, prompt: list[int], batches: list[int], **sampling: Any) -> Iterator[Plain]:
@@ -69,14 +74,16 @@ def steps(llm: LLM, prompt: list[int], batches: list[int], **sampling: Any) -> I
     params = SamplingParams(**{"temperature": 0, "max_tokens": STEPS + 2, "ignore_eos": True, **sampling})
     for batch in batches:
         requests = [request for _ in range(batch) for request in llm.engine.add(prompt, params)]
-        steps, outside = list[float](), list[float]()
+        steps, outside, drafting = list[float](), list[float](), list[float]()
         while not all(request.finished for request in requests):
-            began, native = time.perf_counter(), model.native_seconds or 0.0
+            began, native, drafted = time.perf_counter(), model.native_seconds or 0.0, requests[0].timing.draft
             llm.engine.step()
             steps.append(time.perf_counter() - began)
             outside.append(steps[-1] - ((model.native_seconds or 0.0) - native))
+            drafting += [requests[0].timing.draft - drafted] if len(steps) > 1 else []
         walked = model.native_seconds is not None
-        yield Plain(batch, median(steps[1:]), median(outside[1:]) if walked else None)  # the first reads the prompts
+        kernels = median(outside[1:]) if walked else None  # the first step reads the prompts
+        yield Plain(batch, median(steps[1:]), kernels, median(drafting))
 
 
 def run(llm: LLM, methods: list[SpeculativeConfig], text: Path, histories: list[int]) -> Iterator[Cost]:
@@ -93,14 +100,15 @@ def run(llm: LLM, methods: list[SpeculativeConfig], text: Path, histories: list[
     forward = _forward(llm, tokens[:16])
     for history in histories:
         for config in methods:
-            with _nothing_kept():  # what passes for forwards here must not be taken for their costs
+            with nothing_kept():  # what passes for forwards here must not be taken for their costs
                 llm.speculative_config = config
             times = _steps(llm, tokens[: history + STEPS + 1], history)
             yield Cost(label(config), history, times[0], median(times[1:]), forward)
 
 
 @contextmanager
-def _nothing_kept() -> Iterator[None]:
+def nothing_kept() -> Iterator[None]:
+    """Drafters that are made here know no costs of earlier runs, and leave none."""
     before = os.environ.get("OUTRIDER_CACHE")
     os.environ["OUTRIDER_CACHE"] = ""
     try:

@@ -292,12 +292,14 @@ def overhead(
 ) -> None:
     """Measure what drafting costs beside the forwards, as a share of a forward of one token, as Markdown.
 
-    And what share of a plain step, of one sequence and of 16, greedy and sampled, is spent outside the kernels.
+    And what share of a plain step, of one sequence and of 16, greedy and sampled, is spent outside the kernels; and how
+    long drafting takes between real forwards.
     """
     import torch
 
-    from outrider.bench.overhead import plain
+    from outrider.bench.overhead import nothing_kept, plain, steps
     from outrider.bench.overhead import run as costs
+    from outrider.bench.run import label
     from outrider.llm import LLM
 
     methods = [SpeculativeConfig.parse(spoken) for spoken in speculate or ("ngram", "suffix", "lookahead", "auto")]
@@ -314,6 +316,11 @@ def overhead(
             if p.outside is not None:
                 share = f"{p.outside / p.step:.1%} of it ({1e3 * p.outside:.2f} ms) outside the kernels"
             print(f"A plain step of {p.batch}, {law}: {1e3 * p.step:.2f} ms, {share}.")
+    for config in (None, *methods):
+        with nothing_kept():
+            llm.speculative_config = config
+        each = [f"{1e6 * p.drafting:.0f} us of {p.batch}" for p in steps(llm, list(range(16)), [1, 32])]
+        print(f"Drafting between forwards, {label(config) if config else 'plain'}: {', '.join(each)}.")
 
 
 @bench_app.command()

@@ -31,10 +31,11 @@ import torch
 
 from outrider import drafters
 from outrider.config import MOST_NODES, option
-from outrider.control import TOP_UP, Account, Beliefs, Bush, Costs, Curve, Kind, cache_file, kind, pick
+from outrider.control import TOP_UP, Account, Beliefs, Costs, Curve, Guess, Picked, cache_file
 from outrider.draft import Draft, Verdict
 from outrider.errors import ConfigError, OutriderError
 from outrider.load import companions, kind_of
+from outrider.ops import native
 from outrider.runner import Output, Runner
 from outrider.sequence import Sequence
 from outrider.speculate import Drafter
@@ -50,25 +51,11 @@ ALL_ROWS = 512  # nodes of all sequences together
 
 
 @dataclass
-class Probe:
-    """A guess that is compared with the text as it comes, whether it was drafted or not."""
-
-    tokens: list[int]
-    parents: list[int]
-    kinds: list[Kind]  # per node: what it is counted as; of a single source's guess none
-    at: int  # the place in the text where the next token is compared
-    source: int = 0  # whose guess it is, if all that counts is whether any was right at each depth; else 0
-    node: int = -1  # reached so far
-    depth: int = 1
-
-
-@dataclass
 class Case:
     """What is kept for a sequence."""
 
     rows: Account  # of steps in which no model was run to draft
     asks: Account  # of the others
-    probes: dict[int, Probe] = field(default_factory=dict)  # of single sources that run a model; 0: of all together
     asked: dict[str, int] = field(default_factory=dict)  # by source that runs a model: the step, ...
     read: dict[str, int] = field(default_factory=dict)  # ... and how many tokens it has read
     steps: int = 0
@@ -118,8 +105,12 @@ class Auto(Drafter):
             Source(part.name if names.count(part.name) == 1 else f"{part.name} {i}", part, 1 << i)
             for i, part in enumerate(self.parts)
         ]
-        self.costs, self.beliefs, self.cases = Costs(), Beliefs(), dict[int, Case]()
-        self.dear = any(not part.cheap for part in self.parts)
+        self.dear = [source for source in self.sources if not source.drafter.cheap]
+        self.least = 0 if self.dear else 2**63  # length of the texts that any of them is for
+        self.watching = [part for part in self.parts if type(part).observe is not Drafter.observe]
+        compiled = native.active != native.REFERENCE and len(self.parts) < 64  # bits of a number
+        self.beliefs: Beliefs = (native.kernels.Beliefs if compiled else Beliefs)(sum(own.bit for own in self.dear))
+        self.costs, self.cases = Costs(), dict[int, Case]()
         self.chains, self.vocab, self.chunk = False, 2**63, 2**63
         self.sent = self.spent = self.own = 0.0
         self.seconds = list[float]()
@@ -148,6 +139,7 @@ class Auto(Drafter):
         self._start()
         for source in self.sources:
             source.least = LONG if source.name == "self" and not self.drafters else 0
+        self.least = min((source.least for source in self.dear), default=2**63)
         self.chains = not target.follows_paths  # another branch than the first would cost `bitwise`
         self.chunk, self.vocab = target.chunk, target.model.config.vocab_size
         if target.base is None:
@@ -156,11 +148,11 @@ class Auto(Drafter):
     def propose(self, seqs: list[Sequence], k: int) -> list[Draft]:
         """One tree per sequence of at most k nodes, and the riders of who has some."""
         began = self.clock()
-        cases, n = [self._case(seq) for seq in seqs], len(seqs)
-        self.seconds = self.costs.ladder(n, min(n * k, ALL_ROWS), sum(len(seq.tokens) for seq in seqs))
-        trees = self._trees(seqs, cases, min(k, len(self.seconds) - 1)) if len(self.seconds) > 1 else [Draft()] * n
+        cases, lengths, n = [self._case(seq) for seq in seqs], [len(seq.tokens) for seq in seqs], len(seqs)
+        seconds = self.seconds = self.costs.ladder(n, min(n * k, ALL_ROWS), sum(lengths))
+        trees = self._trees(seqs, cases, lengths, min(k, len(seconds) - 1)) if len(seconds) > 1 else [Draft()] * n
         for case, tree in zip(cases, trees, strict=True):
-            case.nodes += len(tree)
+            case.nodes += len(tree.tokens)
         self.sent = self.clock()
         self.spent = self.sent - began
         return trees
@@ -172,97 +164,74 @@ class Auto(Drafter):
         case.steps, case.nodes, case.ran = case.steps + 1, 0, False
         return case
 
-    def _trees(self, seqs: list[Sequence], cases: list[Case], k: int) -> list[Draft]:
-        seconds = self.seconds
-        open_ = [i for i, (seq, case) in enumerate(zip(seqs, cases, strict=True)) if case.rows.covers and seq.room > 1]
-        bushes, riders = [Bush() for _ in seqs], [Draft()] * len(seqs)
+    def _trees(self, seqs: list[Sequence], cases: list[Case], lengths: list[int], k: int) -> list[Draft]:
+        open_ = [i for i, case in enumerate(cases) if case.rows.covers and seqs[i].room > 1]
+        guesses: list[list[Guess]] = [[] for _ in seqs]
+        riders: dict[int, Draft] = {}
         for source in self.sources:
             if source.drafter.cheap:
-                self._ask(source, seqs, cases, open_, k, bushes, riders)
-        kinds = [bush.kinds() for bush in bushes]
-        chances = self._chances(seqs, cases, bushes, kinds)
-        chosen, rate = pick(chances, bushes, seconds, 0.0, k, self.chains)
-        if self.dear and (asked := self._worth(seqs, cases, chances, chosen, rate, seconds, k)) is not None:
+                self._ask(source, seqs, open_, k, guesses, riders)
+        picked, rate = self._choose(seqs, cases, lengths, guesses, 0.0, k)
+        far = max(lengths) >= self.least  # else none fits, as a rule
+        if far and (asked := self._worth(seqs, cases, picked, rate, k)):
             source, who, length = asked
             drafted = -self.clock()
-            self._ask(source, seqs, cases, who, length, bushes, riders)
+            self._ask(source, seqs, who, length, guesses, riders)
             drafted += self.clock()
             self._time(source, seqs, cases, who, length, drafted)
-            kinds = [bush.kinds() for bush in bushes]
-            chances = self._chances(seqs, cases, bushes, kinds)
-            chosen, _ = pick(chances, bushes, seconds, drafted, k, self.chains)
-        for i, bush in enumerate(bushes):
-            if bush.tokens and 0 not in cases[i].probes:
-                cases[i].probes[0] = Probe(bush.tokens, bush.parents, kinds[i], len(seqs[i].tokens))
-        return [
-            self._draft(bush, nodes, tail) if nodes or tail.riders else Draft()
-            for bush, nodes, tail in zip(bushes, chosen, riders, strict=True)
-        ]
-
-    def _draft(self, bush: Bush, nodes: list[int], riding: Draft) -> Draft:
-        """The chosen nodes, likeliest first, so that an accepted first child lies as in plain decoding; the riders."""
-        below: dict[int, list[int]] = {}
-        for node in reversed(nodes):
-            below.setdefault(bush.parents[node], []).append(node)
-        tokens, parents, by, stack = list[int](), list[int](), list[str](), [(node, -1) for node in below.get(-1, ())]
-        while stack:
-            node, above = stack.pop()
-            tokens.append(bush.tokens[node])
-            parents.append(above)
-            by.append(self.sources[(bush.who[node] & -bush.who[node]).bit_length() - 1].name)
-            stack += [(child, len(tokens) - 1) for child in below.get(node, ())]
-        if riding.riders:
-            first, start = riding.verifiable, len(tokens)
-            parents += [parent - first + start if parent >= first else -1 for parent in riding.parents[first:]]
-            tokens, by = tokens + riding.tokens[first:], by + [""] * riding.riders
-        return Draft(tokens, parents, riders=riding.riders, by=by)
-
-    def _chances(
-        self, seqs: list[Sequence], cases: list[Case], bushes: list[Bush], kinds: list[list[Kind]]
-    ) -> list[list[float]]:
-        """Per sequence and node the probability to survive, less where the account is overdrawn that pays."""
-        every = []
-        for seq, case, bush, whats in zip(seqs, cases, bushes, kinds, strict=True):
-            own, covers = list[float](), (case.asks if case.ran else case.rows).covers
-            for what, parent, trust in zip(whats, bush.parents, bush.trust, strict=True):
-                own.append(self.beliefs.of(seq.id, what, trust) * (own[parent] if parent >= 0 else covers))
-            every.append(own)
-        return every
+            picked, _ = self._choose(seqs, cases, lengths, guesses, drafted, k)
+        return [self._draft(own, riders.get(i)) for i, own in enumerate(picked)]
 
     def _ask(
-        self, source: Source, seqs: list[Sequence], cases: list[Case], who: list[int], k: int, bushes: list[Bush],
-        riders: list[Draft],
+        self, source: Source, seqs: list[Sequence], who: list[int], k: int, guesses: list[list[Guess]],
+        riders: dict[int, Draft],
     ) -> None:  # fmt: skip
         """Enter a source's guesses."""
         if not who:
             return
         for i, guess in zip(who, source.drafter.propose([seqs[i] for i in who], k), strict=True):
-            draft, bush, at = guess.clip(seqs[i].room - 1, self.vocab), bushes[i], list[int]()
+            draft = guess.clip(seqs[i].room - 1, self.vocab)
             if draft.riders:
                 riders[i], source.beyond = draft, float(draft.riders)
-            tokens, parents = draft.tokens[: draft.verifiable], draft.parents[: draft.verifiable]
-            source.tree = source.tree or not draft.is_chain
-            for token, parent, trust in zip(tokens, parents, draft.trust or [0.5] * len(draft), strict=False):
-                at.append(bush.add(source.bit, at[parent] if parent >= 0 else -1, token, trust))
-            if tokens and not source.drafter.cheap:
-                cases[i].probes[source.bit] = Probe(tokens, parents, [], len(seqs[i].tokens), source.bit)
+            source.tree = source.tree or (not source.drafter.cheap and not draft.is_chain)
+            if n := len(draft.tokens) - draft.riders:
+                guesses[i].append((source.bit, draft.tokens[:n], draft.parents[:n], draft.trust or [0.5] * n))
+
+    def _choose(
+        self, seqs: list[Sequence], cases: list[Case], lengths: list[int], guesses: list[list[Guess]], drafted: float,
+        k: int,
+    ) -> tuple[list[Picked], float]:  # fmt: skip
+        """The guesses that get rows; fewer where the account is overdrawn that pays."""
+        covers = [(case.asks if case.ran else case.rows).covers for case in cases]
+        ids = [seq.id for seq in seqs]
+        return self.beliefs.choose(ids, lengths, guesses, covers, self.seconds, drafted, k, self.chains)
+
+    def _draft(self, picked: Picked, riding: Draft | None) -> Draft:
+        """What was picked, and the riders of who has some."""
+        tokens, parents, who, _ = picked
+        by = [self.sources[number].name for number in who]
+        if riding is None:
+            return Draft(tokens, parents, by=by) if tokens else Draft()
+        first, start = riding.verifiable, len(tokens)
+        parents += [parent - first + start if parent >= first else -1 for parent in riding.parents[first:]]
+        return Draft(tokens + riding.tokens[first:], parents, riders=riding.riders, by=by + [""] * riding.riders)
 
     def _worth(
-        self, seqs: list[Sequence], cases: list[Case], chances: list[list[float]],
-        chosen: list[list[int]], rate: float, ladder: list[float], k: int,
-    ) -> tuple[Source, list[int], int] | None:  # fmt: skip
+        self, seqs: list[Sequence], cases: list[Case], picked: list[Picked], rate: float, k: int
+    ) -> tuple[Source, list[int], int] | None:
         """Which source that runs a model to ask, for which sequences, for how many tokens; None if none pays."""
         n, best = len(seqs), None
         may = [i for i in range(n) if cases[i].asks.covers == 1 and cases[i].steps > 1 and seqs[i].room > 1]
-        had = [sum(own[node] for node in nodes) for own, nodes in zip(chances, chosen, strict=True)]
-        seconds, plain = np.array(ladder), ladder[0]
-        for source in self.sources:
+        seconds, plain = np.array(self.seconds), self.seconds[0]
+        had, drafted = [worth for *_, worth in picked], sum(len(tokens) for tokens, *_ in picked)
+        for source in self.dear:
             fits = [i for i in may if len(seqs[i].tokens) >= source.least]
-            if source.drafter.cheap or not fits:
+            if not fits:
                 continue
             deep = min(k, source.drafter.num_speculative_tokens if source.drafter.num_speculative_tokens > 0 else k)
             lengths = np.arange(1, deep + 1)
-            gains = np.stack([np.cumsum(np.cumprod(self._hopes(source, seqs[i], deep))) for i in fits])
+            hopes = [self.beliefs.hopes(seqs[i].id, source.bit, deep, HOPE) for i in fits]
+            gains = np.cumsum(np.cumprod(hopes, 1), 1)
             more = np.maximum(0.0, gains - np.array([had[i] for i in fits])[:, None])
             lags = [len(seqs[i].tokens) - cases[i].read.get(source.name, 0) for i in fits]
             reading = np.array([source.reading * lag if lag > MOST_NODES // 4 else 0.0 for lag in lags])
@@ -273,10 +242,10 @@ class Auto(Drafter):
             rows = np.minimum(
                 len(seconds) - 1, (np.arange(1, len(fits) + 1)[:, None] * (lengths + source.beyond)).astype(int)
             )
-            each = source.rounds.over(np.arange(1, len(fits) + 1)) if source.rounds else np.zeros(len(fits))
+            each = np.array(source.rounds.over(1, len(fits)) if source.rounds else [0.0] * len(fits))
             cost = each[:, None] * (np.ones_like(lengths) if source.tree else lengths)
             paid = np.cumsum((reading / ahead)[order])[:, None]
-            spent = np.maximum(seconds[np.maximum(rows, sum(map(len, chosen)))], seconds[0]) + cost + paid
+            spent = np.maximum(seconds[np.maximum(rows, drafted)], seconds[0]) + cost + paid
             rates = (n + sum(had) + np.cumsum(more[order], 0)) / spent
             if source.tree:
                 rates[:, :-1] = 0.0
@@ -290,10 +259,6 @@ class Auto(Drafter):
             ):
                 best = rate, source, [again], deep
         return None if best is None else (best[1], sorted(best[2]), best[3])
-
-    def _hopes(self, source: Source, seq: Sequence, deep: int) -> list[float]:
-        """The chance of a source to be right at each depth, if asked."""
-        return [self.beliefs.of(seq.id, kind(source.bit, 0, None, depth), HOPE) for depth in range(1, deep + 1)]
 
     @staticmethod
     def _again(source: Source, cases: list[Case], fits: list[int], cost: float) -> int | None:
@@ -320,52 +285,29 @@ class Auto(Drafter):
     def observe(self, seqs: list[Sequence], verdicts: list[Verdict], output: Output) -> None:
         """Learn what the step cost and brought, and which guesses were right, drafted or not."""
         began = self.clock()
-        n, rows = len(seqs), sum(1 + len(draft) for draft in output.drafts)
-        keys = sum(len(seq.tokens) - len(verdict.tokens) for seq, verdict in zip(seqs, verdicts, strict=True))
+        n, rows = len(seqs), sum([1 + len(draft.tokens) for draft in output.drafts])
+        keys = sum([len(seq.tokens) - len(verdict.tokens) for seq, verdict in zip(seqs, verdicts, strict=True)])
         if output.read <= self.chunk:  # else it was more than one forward
             self.costs.add(rows, keys, began - self.sent, output.read)
         cases = [self.cases.get(seq.id) or self._case(seq) for seq in seqs]
-        nodes = sum(case.nodes for case in cases)
-        for case, verdict, draft in zip(cases, verdicts, output.drafts, strict=True):
+        nodes = sum([case.nodes for case in cases])
+        for seq, case, verdict, draft in zip(seqs, cases, verdicts, output.drafts, strict=True):
             if case.nodes:
                 seconds = self.seconds[min(rows - n, len(self.seconds) - 1)] - self.seconds[0] + self.own
                 accepted = sum(node not in draft.forced for node in verdict.path)
                 account = case.asks if case.ran else case.rows
                 account.enter(accepted, seconds * n / self.seconds[0] * case.nodes / nodes)
             case.rows.credit, case.asks.credit = case.rows.credit + TOP_UP, case.asks.credit + TOP_UP
-        for seq, case in zip(seqs, cases, strict=True):
-            for name in [*case.probes]:
-                self._judge(name, seq, case)
-        for part in self.parts:
-            if type(part).observe is not Drafter.observe:
-                part.observe(seqs, verdicts, output)
+            self.beliefs.judge(seq.id, seq.tokens)
+        for part in self.watching:
+            part.observe(seqs, verdicts, output)
         spent = self.spent + self.clock() - began
         self.own += 0.1 * (min(spent, 2 * self.own or spent) - self.own)
-
-    def _judge(self, name: int, seq: Sequence, case: Case) -> None:
-        """Compare a guess with what came, as far as it reaches."""
-        probe = case.probes[name]
-        parents, tokens = probe.parents, seq.tokens
-        while probe.at < len(tokens):
-            token, right, last, guessed = tokens[probe.at], -1, probe.node, False
-            for node in range(last + 1, len(parents)):
-                if parents[node] == last:
-                    guessed = True
-                    if hit := probe.tokens[node] == token:
-                        right = node
-                    if not probe.source:
-                        self.beliefs.learn(seq.id, probe.kinds[node], hit)
-            if guessed and probe.source:
-                self.beliefs.learn(seq.id, kind(probe.source, 0, None, probe.depth), right >= 0)
-            if right < 0:
-                del case.probes[name]
-                return
-            probe.at, probe.node, probe.depth = probe.at + 1, right, probe.depth + 1
 
     def forget(self, seq: Sequence) -> None:
         """Drop what is known of this sequence alone; keep the costs for the next run."""
         self.cases.pop(seq.id, None)
-        self.beliefs.own.pop(seq.id, None)
+        self.beliefs.forget(seq.id)
         for part in self.parts:
             part.forget(seq)
         self.costs.save()

@@ -69,11 +69,15 @@ class Index:
         self.base += length
 
     def guess(
-        self, past: Index, beyond: list[int], depth: int, k: int, factor: float, least: float, width: int
+        self, past: Index, tokens: list[int], settled: int, depth: int, k: int, factor: float, least: float, width: int
     ) -> tuple[list[int], list[int], list[float]]:
-        """What is expected behind this text and `beyond`, by this text or by `past`: tokens, parents, trust."""
-        settled, best, guess = len(self.text), 0.0, (list[int](), list[int](), list[float]())
-        self.text.extend(beyond)
+        """What is expected behind `tokens`, by them or by `past`: tokens, parents, trust.
+
+        Their beginning is this text; the first `settled` are from now on.
+        """
+        self.enter(tokens[len(self) : settled], False)
+        known, best, guess = len(self), 0.0, (list[int](), list[int](), list[float]())
+        self.text.extend(tokens[settled:])
         tail = self.text[-depth:].tolist()
         for where in (self, past):
             found = where._search(tail)
@@ -85,7 +89,7 @@ class Index:
                 worth, own = where._follow(places, n, size, least, width)
                 if worth > best:
                     best, guess = worth, own
-        del self.text[settled:]
+        del self.text[known:]
         return guess
 
     def _search(self, tail: list[int]) -> dict[int, int]:
@@ -188,10 +192,11 @@ class Suffix(Drafter):
                 self.past.drop(self.lengths.popleft())
 
     def _guess(self, seq: Sequence, k: int) -> Draft:
-        index = self.indexes.get(seq.id) or self.indexes.setdefault(seq.id, self.index())
-        index.enter(seq.tokens[len(index) : seq.settled], False)
+        index = self.indexes.get(seq.id)
+        if index is None:
+            index = self.indexes[seq.id] = self.index()
         tokens, parents, trust = index.guess(
-            self.past, seq.tokens[seq.settled :], self.suffix_decoding_max_tree_depth, k,
+            self.past, seq.tokens, seq.settled, self.suffix_decoding_max_tree_depth, k,
             self.suffix_decoding_max_spec_factor, self.suffix_decoding_min_token_prob, k if self.tree else 1,
         )  # fmt: skip
         return Draft(tokens, parents, trust=trust)

@@ -1,0 +1,208 @@
+#include "choose.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+namespace {
+
+constexpr double kTrusts[] = {0.05, 0.12, 0.25, 0.4, 0.55, 0.7, 0.8, 0.88, 0.94, 0.97};  // between levels of trust
+constexpr int kDeep = 2, kAny = -1;  // the depth from which guesses are deep; of any trust
+constexpr double kMemory = 0.995, kOwnMemory = 0.97;  // weight of the past, of all requests and of one
+constexpr double kPriorWeight = 2, kOwnWeight = 8;    // guesses that the prior, and all requests against one, count for
+constexpr double kMargin = 1.01;                      // a draft is worth it if it promises this much more than none
+
+int sure(double trust) { return int(std::upper_bound(std::begin(kTrusts), std::end(kTrusts), trust) - kTrusts); }
+
+}  // namespace
+
+void Beliefs::enter(Bush &bush, const Guess &guess, std::vector<int> &at) const {
+  const auto &[source, tokens, parents, trust] = guess;
+  at.clear();
+  for (size_t i = 0; i < std::min({tokens.size(), parents.size(), trust.size()}); i++) {
+    if (parents[i] >= int(i)) throw std::out_of_range("a guess's parents come before it");
+    const int above = parents[i] >= 0 ? at[parents[i]] : -1, size = int(bush.tokens.size());
+    int node = above + 1;
+    while (node < size && (bush.parents[node] != above || bush.tokens[node] != tokens[i])) node++;
+    if (node == size) {
+      bush.tokens.push_back(tokens[i]);
+      bush.parents.push_back(above);
+      bush.depths.push_back(above >= 0 ? 1 + bush.depths[above] : 1);
+      bush.who.push_back(source);
+      bush.trust.push_back(std::min(1.0, std::max(0.0, trust[i])));
+    } else {
+      bush.who[node] |= source;
+    }
+    at.push_back(node);
+  }
+}
+
+std::tuple<std::vector<Beliefs::Picked>, double> Beliefs::choose(
+    const std::vector<int64_t> &seqs, const std::vector<int64_t> &lengths,
+    const std::vector<std::vector<Guess>> &guesses, const Reals &covers, const Reals &seconds, double drafted, int k,
+    bool chains) {
+  const int n = int(seqs.size());
+  if (lengths.size() != seqs.size() || guesses.size() != seqs.size() || covers.size() != seqs.size() || seconds.empty())
+    throw std::invalid_argument("lengths, guesses and covers are one for each sequence, and seconds at least one");
+  struct Way {
+    double chance;
+    int i, node;
+  };
+  std::vector<Way> ways;
+  std::vector<Bush> bushes(n);
+  std::vector<Reals> every(n);
+  std::vector<int> at;
+  std::vector<uint64_t> guessing;
+  for (int i = 0; i < n; i++) {
+    Own &known = own[seqs[i]];
+    Bush &bush = bushes[i];
+    bush.at = lengths[i];
+    for (const Guess &guess : guesses[i]) {
+      enter(bush, guess, at);
+      if (const uint64_t source = std::get<0>(guess); source & apart) {
+        std::vector<Bush> &probes = known.probes;
+        auto probe = std::find_if(probes.begin(), probes.end(), [&](const Bush &p) { return p.source == source; });
+        if (probe == probes.end()) probe = probes.emplace(probe);
+        *probe = Bush();
+        probe->tokens = std::get<1>(guess);
+        probe->parents = std::get<2>(guess);
+        probe->at = lengths[i];
+        probe->source = source;
+      }
+    }
+    const int size = int(bush.tokens.size());
+    guessing.assign(size + 1, 0);
+    for (int node = 0; node < size; node++) guessing[bush.parents[node] + 1] |= bush.who[node];
+    for (int node = 0; node < size; node++) {
+      const int parent = bush.parents[node];
+      const uint64_t who = bush.who[node];
+      const int kind = number({who, guessing[parent + 1] & ~who, sure(bush.trust[node]), bush.depths[node] >= kDeep});
+      bush.kinds.push_back(kind);
+      every[i].push_back(of(known, kind, bush.trust[node]) * (parent >= 0 ? every[i][parent] : covers[i]));
+      ways.push_back({every[i][node], i, node});
+    }
+  }
+
+  std::sort(ways.begin(), ways.end(), [](const Way &a, const Way &b) {
+    return a.chance != b.chance ? a.chance > b.chance : a.i != b.i ? a.i < b.i : a.node < b.node;
+  });
+  std::vector<std::vector<char>> taken(n), above(n);  // by node + 1: whether it is, and whether a child of it is
+  for (int i = 0; i < n; i++) {
+    taken[i].assign(every[i].size() + 1, 0);
+    above[i].assign(every[i].size() + 1, 0);
+    taken[i][0] = 1;
+  }
+  std::vector<int> room(n, k);
+  std::vector<Way> chosen;
+  const double none = n / (seconds[0] + drafted);
+  double expected = n, best = none * kMargin;
+  size_t many = 0;
+  for (const Way &way : ways) {
+    if (chosen.size() + 1 >= seconds.size()) break;
+    const int above_it = bushes[way.i].parents[way.node] + 1;
+    if (!room[way.i] || !taken[way.i][above_it] || (chains && above[way.i][above_it])) continue;
+    room[way.i]--;
+    above[way.i][above_it] = 1;
+    taken[way.i][way.node + 1] = 1;
+    chosen.push_back(way);
+    expected += way.chance;
+    if (const double rate = expected / (seconds[chosen.size()] + drafted); rate > best) {
+      best = rate;
+      many = chosen.size();
+    }
+  }
+  chosen.resize(many);
+
+  // Children behind their parents, the likeliest first: an accepted first child lies as in plain decoding.
+  std::vector<Picked> picked(n);
+  std::vector<std::vector<std::vector<int>>> below(n);  // by node + 1: chosen children, the likeliest last
+  for (int i = 0; i < n; i++) below[i].resize(many ? every[i].size() + 1 : 0);
+  for (const Way &way : chosen) std::get<3>(picked[way.i]) += way.chance;
+  for (auto way = chosen.rbegin(); way != chosen.rend(); ++way)
+    below[way->i][bushes[way->i].parents[way->node] + 1].push_back(way->node);
+  std::vector<std::pair<int, int>> stack;
+  for (int i = 0; i < n && many; i++) {
+    auto &[tokens, parents, who, worth] = picked[i];
+    for (int node : below[i][0]) stack.emplace_back(node, -1);
+    while (!stack.empty()) {
+      const auto [node, parent] = stack.back();
+      stack.pop_back();
+      tokens.push_back(bushes[i].tokens[node]);
+      parents.push_back(parent);
+      who.push_back(__builtin_ctzll(bushes[i].who[node]));
+      for (int child : below[i][node + 1]) stack.emplace_back(child, int(tokens.size()) - 1);
+    }
+  }
+  for (int i = 0; i < n; i++) own[seqs[i]].bush = std::move(bushes[i]);
+  return {std::move(picked), many ? best : none};
+}
+
+int64_t Beliefs::waits(int64_t seq) const {
+  const auto found = own.find(seq);
+  if (found == own.end()) return -1;
+  const Bush &bush = found->second.bush;
+  int64_t first = bush.tokens.empty() ? -1 : bush.at;
+  for (const Bush &probe : found->second.probes) first = first < 0 ? probe.at : std::min(first, probe.at);
+  return first;
+}
+
+void Beliefs::judge(int64_t seq, int64_t first, const Ints &tokens) {
+  const auto found = own.find(seq);
+  if (found == own.end()) return;
+  Own &known = found->second;
+  std::vector<Bush> &probes = known.probes;
+  if (!known.bush.tokens.empty() && std::none_of(probes.begin(), probes.end(), [](Bush &p) { return !p.source; }))
+    probes.push_back(std::move(known.bush));
+  known.bush = Bush();
+  const auto ends = [&](Bush &probe) { return !judge(known, probe, first, tokens); };
+  probes.erase(std::remove_if(probes.begin(), probes.end(), ends), probes.end());
+}
+
+bool Beliefs::judge(Own &known, Bush &probe, int64_t first, const Ints &tokens) {
+  for (; probe.at < first + int64_t(tokens.size()); probe.at++, probe.depth++) {
+    const int32_t token = tokens[probe.at - first];
+    const int last = probe.node;
+    int right = -1;
+    bool guessed = false;
+    for (int node = last + 1; node < int(probe.parents.size()); node++)
+      if (probe.parents[node] == last) {
+        const bool hit = probe.tokens[node] == token;
+        guessed = true;
+        if (hit) right = node;
+        if (!probe.source) learn(known, probe.kinds[node], hit);
+      }
+    if (guessed && probe.source) learn(known, number({probe.source, 0, kAny, probe.depth >= kDeep}), right >= 0);
+    if (right < 0) return false;
+    probe.node = right;
+  }
+  return true;
+}
+
+Beliefs::Reals Beliefs::hopes(int64_t seq, uint64_t source, int deep, double prior) {
+  static const Own nobody;
+  const auto found = own.find(seq);
+  const Own &known = found == own.end() ? nobody : found->second;
+  Reals chances;
+  for (int depth = 1; depth <= deep; depth++)
+    chances.push_back(of(known, number({source, 0, kAny, depth >= kDeep}), prior));
+  return chances;
+}
+
+int Beliefs::number(const Kind &kind) {
+  const auto [found, is_new] = numbers.try_emplace(kind, int(all.size()));
+  if (is_new) all.emplace_back();
+  return found->second;
+}
+
+// The probability that such a guess is right; `prior` while nothing is known.
+double Beliefs::of(const Own &known, int kind, double prior) const {
+  const Count mine = kind < int(known.counts.size()) ? known.counts[kind] : Count();
+  const double general = (all[kind].right + kPriorWeight * prior) / (all[kind].made + kPriorWeight);
+  return (mine.right + kOwnWeight * general) / (mine.made + kOwnWeight);
+}
+
+void Beliefs::learn(Own &known, int kind, bool right) {
+  if (kind >= int(known.counts.size())) known.counts.resize(kind + 1);
+  all[kind] = {kMemory * all[kind].right + right, kMemory * all[kind].made + 1};
+  Count &mine = known.counts[kind];
+  mine = {kOwnMemory * mine.right + right, kOwnMemory * mine.made + 1};
+}
