@@ -313,7 +313,7 @@ def test_layers_that_do_nothing_are_found(make_checkpoint, tmp_path):
 
 def test_layers_that_cannot_be(random_llm):
     for layers in (1, 99, -2):
-        with pytest.raises(ConfigError, match="layers of method self must be 2 to"):
+        with pytest.raises(ConfigError, match="layers of method self must be at least 2 and fewer"):
             random_llm.speculative_config = {"method": "self", "layers": layers}
 
 

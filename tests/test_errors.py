@@ -215,6 +215,7 @@ def test_wrong_places(tmp_path, make_checkpoint):
     ({"device": "abacus"}, ("abacus", "cpu")), ({"device": "meta"}, ("meta", "cpu")),
     ({"device": "cuda:99"}, ("cuda:99", "cpu")), ({"device": 5}, ("5", "cpu")),
     ({"max_num_sequences": 3}, ("'max_num_sequences'", "max_num_seqs")),
+    ({"tensor_parallel_mode": "sideways"}, ("tensor_parallel_mode", "'sideways'", "gather", "auto")),
     *[({key: value}, (key, "at least 1", repr(value)))
       for key in ("max_num_seqs", "max_model_len", "max_num_batched_tokens", "kv_memory")
       for value in (0, -1, 1.5, "8", True)],
@@ -555,7 +556,8 @@ def test_chat_templates(tiny_llm):
     for bad in ({"chat_template": 5}, {"chat_template_kwargs": 5}, {"chat_template_kwargs": {5: 6}},
                 {"chat_template": "{{ x.y.z }}"}, {"chat_template": "{% for"}, {"continue_final_message": True},
                 {"chat_template": "{{ raise_exception('no\nno') }}"},
-                {"chat_template_kwargs": {"tokenize": True}}):  # fmt: skip
+                {"chat_template_kwargs": {"tokenize": True}}, {"chat_template_kwargs": {"chat_template": "x"}},
+                ):  # fmt: skip
         with refused(ConfigError, "template"):
             tiny_llm.chat(TALK, **bad, **SHORT)
     with refused(ConfigError, "conversation"):

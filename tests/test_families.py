@@ -236,6 +236,11 @@ def test_known_and_not_supported(name):
         families.read({"architectures": [name]})
 
 
+def test_an_architecture_of_two_lines_is_named_in_one():
+    with pytest.raises(UnsupportedArchitecture, match=r"^architecture ab is not supported.*$"):
+        families.read({"architectures": ["a\nb"]})
+
+
 @pytest.mark.parametrize("name", ["gemma3", "glm4"])
 def test_weights_that_change_are_not_shared(make_checkpoint, name):
     from transformers import AutoModelForCausalLM

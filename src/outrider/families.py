@@ -345,7 +345,7 @@ def check(hf: Hf) -> Family:
 
 def _architecture(hf: Hf) -> str:
     names = hf.get("architectures")
-    return str(names[0]) if isinstance(names, list) and names else "?"
+    return "".join(str(names[0]).split()) if isinstance(names, list) and names else "?"
 
 
 def read(hf: Hf, eos: tuple[int, ...] = ()) -> ModelConfig:

@@ -28,7 +28,7 @@ from outrider.kv.paged import MODEST
 from outrider.load import Checkpoint, Progress, check_vocabulary, load, open_source
 from outrider.ops import native
 from outrider.outputs import GenerationOutput, TokenEvent
-from outrider.parallel import CutModel, Group, ranks_for
+from outrider.parallel import MODES, CutModel, Group, ranks_for
 from outrider.plan import fastest_mode
 from outrider.runner import Runner, check_exactness
 
@@ -83,6 +83,10 @@ class LLM:
         for name, given in (("quantization", quantization), ("activations", activations)):
             if given is not None and isinstance(model, Checkpoint):
                 raise ConfigError(f"{name}: chosen while a model is loaded; this one is in memory: give its folder")
+        if tensor_parallel_mode not in (*MODES, "auto"):
+            raise ConfigError(
+                f"tensor_parallel_mode {brief(tensor_parallel_mode)} is unknown; valid: {', '.join(MODES)}, auto"
+            )
         self._dtype, self._device, self._progress = dtype, device, progress
         self.ranks, self._mode = ranks_for(tensor_parallel_size, device), tensor_parallel_mode
         if self.ranks and self.ranks.rank:
@@ -329,6 +333,8 @@ class LLM:
             raise ConfigError(f"chat_template is the text of a template, not {brief(chat_template)}")
         if not (chat_template_kwargs is None or isinstance(chat_template_kwargs, Mapping)):
             raise ConfigError(f"chat_template_kwargs maps names to values, not {brief(chat_template_kwargs)}")
+        if own := [name for name in ("chat_template", "tokenize") if name in (chat_template_kwargs or ())]:
+            raise ConfigError(f"chat_template_kwargs are variables of the template, and {own[0]!r} is none")
         if not _is_list(messages):
             raise ConfigError(f"a conversation is a list of messages, not {brief(messages)}")
         if not messages:

@@ -616,9 +616,7 @@ class Ranks:
         return [self._heard.get() for _ in self._lines]
 
     def group(self, size: int, mode: str) -> Group:
-        """The first `size` ranks, with sums in this mode. Raises ConfigError."""
-        if mode not in MODES:
-            raise ConfigError(f"tensor_parallel_mode {mode!r} is unknown; valid: {', '.join(MODES)}, auto")
+        """The first `size` ranks, with sums in this mode, one of MODES. Raises ConfigError."""
         if not 1 <= size <= self.size:
             raise ConfigError(f"a group of {size} ranks: there are {self.size}")
         if (size, mode) not in self._groups:

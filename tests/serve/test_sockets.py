@@ -63,6 +63,7 @@ TRICKS: dict[str, bytes] = {
     "no number": post(BODY, "Content-Length: many", length=-1),
     "huge length": post(BODY, f"Content-Length: {10**30}", length=-1),
     "a broken chunk": post(b"zz\r\n{}\r\n0\r\n\r\n", "Transfer-Encoding: chunked", length=-1),
+    "a broken chunk, not read": b"POST /v1/other HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
     "a folded header": post(BODY, "X-A: b\r\n  c"),
     "nul in a header": post(BODY, "X-Request-Id: a\x00b"),
     "a line in a header": post(BODY, "X-Request-Id: a\rSet-Cookie: b"),

@@ -66,7 +66,7 @@ class SelfDraft(Autoregressive):
             self.model = load_checkpoint(target.path, dtype, device, quantization=self.weights, group=group).model
         if self.layers and not 2 <= self.layers < depth:
             raise ConfigError(
-                f"layers of method self must be 2 to {depth - 1} of this model's {depth}, not {self.layers}"
+                f"layers of method self must be at least 2 and fewer than this model's {depth}, not {self.layers}"
             )
         gaps = self.layers - 1
         self.kept = [(i * (depth - 1) + gaps // 2) // gaps for i in range(self.layers)] if self.layers else None

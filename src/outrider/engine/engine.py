@@ -517,8 +517,7 @@ class Engine:
         for request in [r for r in (*self.waiting, *self.running) if r.due <= now]:
             if request in self.waiting:
                 self.waiting.remove(request)
-            after = request.due - request.timing.started
-            self._fail(request, DeadlineExceeded(f"the request has not ended within its deadline, {after:.3g} seconds"))
+            self._fail(request, DeadlineExceeded("the request has not ended within its deadline"))
 
     def _fail(self, request: Request, error: Exception) -> None:
         request.seq.fail(_typed(error))

@@ -18,6 +18,7 @@ from contextlib import aclosing, suppress
 from dataclasses import fields
 from typing import Any, TypeVar
 
+from h11 import LocalProtocolError
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -292,7 +293,10 @@ class Gate:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode("ascii"))]
-            await send(message)
+            try:
+                await send(message)
+            except LocalProtocolError:  # what came behind the head is no HTTP: uvicorn has refused it and ends
+                raise Gone from None
 
         try:
             self._admit(scope, headers)
