@@ -1,4 +1,4 @@
-"""One rank decides, the others replay: what changes rank 0's caches, and its forwards, happens on all (parallel.py).
+"""One rank decides, the others replay: what changes rank 0's caches, and its forwards, happens on all (parallel/).
 
 Rank 0 runs the engine, the drafters and the sampling alone. What it does to a cache that lies cut over ranks is noted
 as it happens, and sent along with the next forward: numbers and token ids, in one order for all. The others hold the
