@@ -155,6 +155,8 @@ class Engine:
             _gather_ranks(plan)
         options |= {"event_interval": plan.settings.event_interval, "tensor_parallel_size": plan.tensor_parallel_size}
         self.llm = AsyncLLM(plan.model, **options)
+        if self.llm.llm.ranks is not None:
+            self.llm.llm.ranks.on_end = None  # who reads here goes on elsewhere, the sooner the better
 
     async def generate(
         self,

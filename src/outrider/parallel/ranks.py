@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -27,6 +27,7 @@ JOINING = timedelta(seconds=120)  # for all ranks to come together
 COLLECTIVE = timedelta(minutes=10)  # between ranks that are alive: one may still be loading
 HELLO = 10.0  # seconds in which who connects says who it is
 LAST_WORDS = 1.5  # seconds in which rank 0 may report, in its own words, what the others have reported, too
+PARTING = 5.0  # seconds in which those whom rank 0 has told of the end may pass it on
 
 Op = list[Any]
 
@@ -110,7 +111,11 @@ def dismiss() -> None:
 
 
 class Ranks:
-    """This process's place among the others, and its lines to them: rank 0 has one to each, they have one to it."""
+    """This process's place among the others, and its lines to them: rank 0 has one to each, they have one to it.
+
+    `on_end` is called on rank 0, in any thread, with why all ranks end; the process does PARTING seconds later, or when
+    its main thread comes to its own end. Without it, it ends at once.
+    """
 
     def __init__(self, rank: int, size: int, device: torch.device, store: Any) -> None:
         self.rank, self.size, self.device = rank, size, device
@@ -120,6 +125,8 @@ class Ranks:
         self._groups: dict[tuple[int, str], Group] = {}
         self._ours: dict[int, Any] = {}
         self._level = 0
+        self.on_end: Callable[[str], None] | None = None
+        self._dying, self._parted = threading.Lock(), threading.Event()
         self._lines: list[socket.socket] = []
         self._heard: queue.Queue[Any] = queue.Queue()  # from rank 0: ops; from the others: answers
         address = f"outrider/{size}"
@@ -237,6 +244,8 @@ class Ranks:
         self._die(what)
 
     def _die(self, what: str) -> NoReturn:
+        if not self._dying.acquire(blocking=False):
+            _wait_for_death()
         with suppress(Exception):
             sys.stdout.flush()
         with suppress(OSError):
@@ -245,6 +254,9 @@ class Ranks:
             for line in self._lines:
                 with suppress(OSError):
                     line.sendall(_packed([["end"]]))
+            if self.on_end is not None:
+                self.on_end(what)
+                self._parted.wait(PARTING)
         os._exit(1)
 
     def _listen(self, line: socket.socket, other: int) -> None:
@@ -260,6 +272,9 @@ class Ranks:
                     self._die(f"rank {other} failed: {heard[1]}")
         if self._closing:
             self._heard.put(None)
+            if self.rank:  # it may wait for a collective that nobody comes to
+                time.sleep(2 * PARTING)
+                os._exit(1)
         elif self.rank == 0:
             self._die(f"rank {other} has ended (killed, or out of memory?)")
         elif self.rank == 1:
@@ -269,6 +284,9 @@ class Ranks:
 
     def close(self) -> None:
         """Let the others go."""
+        if self._dying.locked():
+            self._parted.set()
+            _wait_for_death()
         if self._closing:
             return
         self._closing = True
@@ -279,6 +297,12 @@ class Ranks:
                     line.sendall(_packed(self._waiting))
         with suppress(Exception):
             dist.destroy_process_group()
+
+
+def _wait_for_death() -> NoReturn:
+    """Another thread has said why this process ends, and is about to end it."""
+    while True:
+        time.sleep(PARTING)
 
 
 def _packed(data: Any) -> bytes:
