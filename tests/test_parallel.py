@@ -25,6 +25,7 @@ from ranks import run_case
 from test_exactness import batch_of, config_of
 
 from outrider import LLM, drafters
+from outrider.config import Mixture
 from outrider.errors import ConfigError
 from outrider.load import open_source
 from outrider.ops import Quantized
@@ -417,3 +418,17 @@ def test_prediction():
         traffic(config, config.num_heads + 1, "gather", 1, 1)
     whole = Cut(config, Group(None, 2, "gather", None))
     assert sum(map(len, whole.vocab)) == config.vocab_size
+
+
+def test_what_is_too_narrow():
+    """There must be something for each rank; the error says how many there may be."""
+    config = open_source("tiny").config
+    mixture = Mixture(count=8, chosen=2, width=6, layers=tuple(range(config.num_layers)))
+    for narrow, what in (
+        ({"mixture": mixture}, "6 columns in its experts"), ({"mixture": replace(mixture, shared=5)}, "5 columns in"),
+        ({"intermediate_size": 3}, "3 columns in its MLPs"), ({"vocab_size": 6}, "6 tokens"),
+        ({"num_heads": 8, "hidden_size": 4}, "4 hidden columns"),
+    ):  # fmt: skip
+        wide = replace(config, **{"num_heads": 8, **narrow})
+        with pytest.raises(ConfigError, match=f"a model of {what}.* over at most {what[0]} ranks, not 7"):
+            Cut(wide, Group(None, 7, "gather", None))

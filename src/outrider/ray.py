@@ -30,7 +30,7 @@ from ray.serve.request_router import RequestRouter
 from outrider import drafters
 from outrider.async_llm import AsyncLLM
 from outrider.config import EngineConfig, SamplingParams, SpeculativeConfig
-from outrider.errors import ConfigError, EngineError, QueueFull
+from outrider.errors import ConfigError, EngineError, QueueFull, told
 from outrider.llm import LLM
 from outrider.load import open_source
 from outrider.outputs import StepEvent
@@ -361,9 +361,12 @@ def run(args: Mapping[str, Any], host: str, port: int, root_path: str = "") -> N
         engines = max(plan.replicas, plan.max_replicas or 0) * plan.tensor_parallel_size
         needed = engines * plan.num_cpus + plan.ingresses * plan.ingress_cpus
         own = {"address": "local", "num_cpus": max(os.cpu_count() or 1, math.ceil(needed))}
-    ray.init(log_to_driver=True, include_dashboard=False, **own)
-    serve.start(http_options={"host": host, "port": port, "root_path": root_path})
-    serve.run(application, name=NAME)
+    try:
+        ray.init(log_to_driver=True, include_dashboard=False, **own)
+        serve.start(http_options={"host": host, "port": port, "root_path": root_path})
+        serve.run(application, name=NAME)
+    except Exception as error:  # Ray raises what it likes: no machine at the address, a port that is taken, no start
+        raise EngineError(f"Ray does not serve: {told(error)}") from None
     ending = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ending.set())

@@ -48,8 +48,14 @@ class Cut:
 
     def __post_init__(self) -> None:
         c, n = self.whole, self.group.size
-        if n > c.num_heads:
-            raise ConfigError(f"a model of {c.num_heads} query heads is cut over at most {c.num_heads} ranks, not {n}")
+        parts = {"query heads": c.num_heads, "hidden columns": c.hidden_size, "tokens": c.vocab_size}
+        if c.mixture is None or len(c.mixture.layers) < c.num_layers:
+            parts["columns in its MLPs"] = c.intermediate_size
+        if c.mixture is not None:
+            parts["columns in its experts"] = min(c.mixture.width, c.mixture.shared or c.mixture.width)
+        what = min(parts, key=lambda name: parts[name])
+        if n > (most := parts[what]):
+            raise ConfigError(f"a model of {most} {what} is cut over at most {most} ranks, not {n}")
         self.heads = split_heads(c.num_heads, c.num_kv_heads, n)
         self.inner = self.wide(c.intermediate_size)
         self.hidden = split(c.hidden_size, n, GRAIN)
