@@ -373,7 +373,19 @@ def run(args: Mapping[str, Any], host: str, port: int, root_path: str = "") -> N
     ending.wait()
     serve.delete(NAME, _blocking=False)
     until = time.monotonic() + plan.settings.drain + LAST_WORDS
-    while NAME in serve.status().applications and time.monotonic() < until:
+    while (NAME in serve.status().applications or _relaying()) and time.monotonic() < until:
         time.sleep(0.2)
-    serve.shutdown()
+    if own:  # elsewhere there may be others' applications
+        serve.shutdown()
     ray.shutdown()
+
+
+def _relaying() -> int:
+    """Answers that Serve's proxies have not passed on to the end: they would be cut, though the ingress has gone."""
+    found = 0
+    for about in ray.util.list_named_actors(all_namespaces=True):
+        if about["name"].startswith("SERVE_PROXY_ACTOR"):
+            with suppress(Exception):  # it has gone, or is another version's
+                proxy: Any = ray.get_actor(about["name"], about["namespace"])
+                found += ray.get(proxy.__ray_call__.remote(lambda own: own.http_proxy._ongoing_requests), timeout=5)
+    return found
