@@ -205,20 +205,22 @@ class Ranks:
 
     @contextmanager
     def level(self) -> Iterator[None]:
-        """Ctrl-C waits until the ranks are at one place again."""
+        """Ctrl-C, and what else this process would end by in Python, waits until the ranks are at one place again."""
         if self._level or threading.current_thread() is not threading.main_thread():
             yield
             return
-        late: list[Any] = []
-        before = signal.signal(signal.SIGINT, lambda *about: late.append(about))
+        late: list[int] = []
+        heard = [number for number in (signal.SIGINT, signal.SIGTERM) if callable(signal.getsignal(number))]
+        before = [signal.signal(number, lambda number, _: late.append(number)) for number in heard]
         self._level = 1
         try:
             yield
         finally:
             self._level = 0
-            signal.signal(signal.SIGINT, before)
-            if late and callable(before):
-                before(*late[0])
+            for number, handler in zip(heard, before, strict=True):
+                signal.signal(number, handler)
+            if late:
+                signal.raise_signal(late[0])
 
     # --- of all ---
 
@@ -291,6 +293,10 @@ class Ranks:
             return
         self._closing = True
         if self.rank == 0:
+            for i, line in enumerate(self._lines):  # before torchrun has told us to end because of that
+                with suppress(OSError):
+                    if line.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b"":
+                        self._die(f"rank {i + 1} has ended (killed, or out of memory?)")
             self._waiting.append(["end"])
             for line in self._lines:
                 with suppress(OSError):
