@@ -292,7 +292,7 @@ def test_a_server_on_ranks(how):
             with suppress(httpx.TransportError):  # nobody listens any more
                 assert httpx.get(f"{url}/health").status_code == 503
     finally:
-        codes, said = end(ranks, 10)
+        codes, said = end(ranks, 30)
     lost = [line for line in said.splitlines() if "has ended" in line]
     if how == signal.SIGTERM:
         assert codes == [128 + how, 0] and not lost
