@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from ranks import run_case
 from test_exactness import batch_of, config_of
 
 from outrider import LLM, drafters
+from outrider.config import Mixture
 from outrider.errors import ConfigError
 from outrider.load import open_source
 from outrider.ops import Quantized
@@ -242,16 +244,18 @@ def test_a_rank_that_dies_ends_all(victim):
 
 
 def stream(url: str, i: int, most: int, leave: int | None = None, begun: threading.Event | None = None) -> list[int]:
-    """Tokens that a server streams; a client may leave after so many. Raises RuntimeError for an error among them."""
+    """Tokens that a server streams; a client may leave after so many. RuntimeError: an error, and then only [DONE]."""
     asked = {"prompt": "One day", "temperature": 0.9, "seed": i, "max_tokens": most, "ignore_eos": True}
     asked |= {"stream": True, "return_token_ids": True}
     tokens: list[int] = []
     with httpx.stream("POST", f"{url}/v1/completions", json=asked, timeout=120) as response:
-        for line in response.iter_lines():
+        lines = filter(None, response.iter_lines())
+        for line in lines:
             if line.startswith("data: {"):
                 frame = json.loads(line[6:])
                 if "error" in frame:
-                    raise RuntimeError(frame["error"]["message"])
+                    assert list(lines) == ["data: [DONE]"]
+                    raise RuntimeError(frame["error"])
                 tokens += frame["choices"][0]["token_ids"]
                 if begun:
                     begun.set()
@@ -267,24 +271,31 @@ def test_a_server_on_ranks(how):
     ranks = launch(2, "-m", "outrider", "serve", "tiny", *options)
     try:
         url = re.search("tiny at (http://[^ ]*) .*2 ranks, gather", ranks[0].stderr.readline())[1]
-        llm, begun = LLM("tiny", device="cpu", dtype="float32"), threading.Event()
+        llm = LLM("tiny", device="cpu", dtype="float32")
         with ThreadPoolExecutor() as pool:
             leaves = [None, 5, None, 9, None]
             found = list(pool.map(lambda i: stream(url, i, 40, leaves[i]), range(len(leaves))))
             for i, (tokens, leave) in enumerate(zip(found, leaves, strict=True)):
                 one = llm.generate("One day", temperature=0.9, seed=i, max_tokens=40, ignore_eos=True)[0].token_ids
                 assert tokens == (one if leave is None else one[: len(tokens)]) and len(tokens) >= (leave or 40)
-            endless = pool.submit(stream, url, 1, 2000, None, begun)
-            assert begun.wait(60)
+            begun = [threading.Event() for _ in range(4)]
+            endless = [pool.submit(stream, url, i, 2000, None, event) for i, event in enumerate(begun)]
+            asked = {"prompt": "One day", "max_tokens": 2000, "ignore_eos": True}
+            whole = pool.submit(httpx.post, f"{url}/v1/completions", json=asked, timeout=120)
+            assert all(event.wait(60) for event in begun)
             for rank in ranks if how == signal.SIGTERM else ranks[1:]:
                 rank.send_signal(how)  # torchrun sends it to all
-            with pytest.raises(RuntimeError if how == signal.SIGTERM else httpx.RemoteProtocolError) as ended:
-                endless.result(30)
+            why = "the engine was closed" if how == signal.SIGTERM else "rank 1 has ended (killed, or out of memory?)"
+            errors = [each.exception(30).args[0] for each in endless] + [whole.result(30).json()["error"]]
+            assert whole.result().status_code == 503 and all(error["message"].startswith(why) for error in errors)
+            assert all((error["type"], error["code"]) == ("ServiceUnavailableError", 503) for error in errors)
+            with suppress(httpx.TransportError):  # nobody listens any more
+                assert httpx.get(f"{url}/health").status_code == 503
     finally:
         codes, said = end(ranks, 30)
     lost = [line for line in said.splitlines() if "has ended" in line]
     if how == signal.SIGTERM:
-        assert codes == [128 + how, 0] and not lost and "the engine was closed" in str(ended.value)
+        assert codes == [128 + how, 0] and not lost
     else:
         assert codes == [1, -how] and len(lost) == 1 and lost[0].startswith("outrider: rank 1 has ended")
     assert "Traceback" not in said
@@ -407,3 +418,17 @@ def test_prediction():
         traffic(config, config.num_heads + 1, "gather", 1, 1)
     whole = Cut(config, Group(None, 2, "gather", None))
     assert sum(map(len, whole.vocab)) == config.vocab_size
+
+
+def test_what_is_too_narrow():
+    """There must be something for each rank; the error says how many there may be."""
+    config = open_source("tiny").config
+    mixture = Mixture(count=8, chosen=2, width=6, layers=tuple(range(config.num_layers)))
+    for narrow, what in (
+        ({"mixture": mixture}, "6 columns in its experts"), ({"mixture": replace(mixture, shared=5)}, "5 columns in"),
+        ({"intermediate_size": 3}, "3 columns in its MLPs"), ({"vocab_size": 6}, "6 tokens"),
+        ({"num_heads": 8, "hidden_size": 4}, "4 hidden columns"),
+    ):  # fmt: skip
+        wide = replace(config, **{"num_heads": 8, **narrow})
+        with pytest.raises(ConfigError, match=f"a model of {what}.* over at most {what[0]} ranks, not 7"):
+            Cut(wide, Group(None, 7, "gather", None))

@@ -32,6 +32,7 @@ PORT, MARK = 18431, secrets.token_hex(8)
 URL = f"http://127.0.0.1:{PORT}"
 SMALL = {"num_cpus": 0.1, "ingress_cpus": 0.1, "llm": {"dtype": "float32", "device": "cpu"}}
 PROMPTS = ["Once upon a time", "One day, a little girl named Lily", "The dog and the cat", "Tom had a red ball."]
+TEMPERATURES = [0.9, 0.0]
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +48,9 @@ def cluster():
 
 def body(i: int, most: int = 200) -> dict:
     return {
-        "prompt": PROMPTS[i % len(PROMPTS)], "temperature": 0.9, "seed": i, "max_tokens": most, "ignore_eos": True,
-        "stream": True, "return_token_ids": True, "stream_options": {"include_usage": True},
+        "prompt": PROMPTS[i % len(PROMPTS)], "temperature": TEMPERATURES[i % 2], "seed": i,
+        "max_tokens": most, "ignore_eos": True, "stream": True, "return_token_ids": True,
+        "stream_options": {"include_usage": True},
     }  # fmt: skip
 
 
@@ -77,7 +79,7 @@ def expected(count: int, most: int) -> list[tuple[list[int], str, int]]:
     """What one undisturbed engine gives."""
     llm, found = LLM("tiny", dtype="float32", device="cpu"), []
     for i in range(count):
-        params = SamplingParams(temperature=0.9, seed=i, max_tokens=most, ignore_eos=True)
+        params = SamplingParams(temperature=TEMPERATURES[i % 2], seed=i, max_tokens=most, ignore_eos=True)
         (output,) = llm.generate(PROMPTS[i % len(PROMPTS)], params)
         found.append((output.token_ids, output.text, most))
     return found

@@ -108,6 +108,33 @@ def test_whatever_a_drafter_does(monkeypatch: pytest.MonkeyPatch, caplog: pytest
     assert proposer.propose([[1]], None, None) == [[]]
 
 
+@pytest.mark.parametrize("method", ["suffix", "ngram:prompt_lookup_min=1", "auto"])
+def test_odd_batches(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    """Never raises, whatever comes: what no request can be gets no draft, and the rows beside it have theirs."""
+    dice = random.Random(1)
+    for _ in range(40):
+        proposer, texts = make(monkeypatch, dice.choice([1, 3, 99]), method), [[1, 2, 3, 1, 2]] * 3
+        for _ in range(8):
+            many = dice.choice([0, 1, 5, 40])
+            texts = [[*text[-30:], dice.choice([1, 2, 3, -1, VOCAB, 2**31 - 1])] for text in texts]
+            sampled, lengths, tokens = batch(*((dice.choice(texts), dice.choice([0, 1, 2, 90])) for _ in range(many)))
+            lengths[:many] += np.array([dice.choice([0, 0, 0, -99, 10**9]) for _ in range(many)], int)
+            kind = dice.choice([np.int32, np.int64, np.uint8, np.uint64, np.float32, bool, object])
+            drafts = proposer.propose(sampled, dice.choice([lengths, lengths.tolist()]), tokens.astype(kind))
+            assert len(drafts) == many
+            for draft in drafts:
+                assert len(draft) <= proposer.k and all(type(t) is int and 0 <= t < VOCAB for t in draft)
+    proposer = make(monkeypatch, 4, method)
+    sampled, lengths, tokens = batch(([1, 2, 3, 1, 2], 1), ([1, 2, -3, 1, 2], 1), ([1, 2, 3, 1, 2], 1))
+    lengths[2] = 10**6
+    assert proposer.propose(sampled, lengths, tokens)[0][:1] == [3] and not any(
+        proposer.propose(sampled, lengths, tokens)[1:]
+    )
+    for odd in (None, 3, [None], {}):
+        assert not any(proposer.propose(odd, lengths, tokens))
+    assert proposer.propose(sampled, None, None) == proposer.propose(sampled, lengths, tokens.tolist()) == [[]] * 3
+
+
 @pytest.mark.parametrize(
     "method",
     ["medusa", "draft_model:model=tiny-draft", "recycle", "lookahead", "nonsense", "{", '{"method": 3}', "suffix:x=1"],

@@ -43,6 +43,13 @@ def _close_all() -> None:
         llm.close()
 
 
+def _lose_all(what: str) -> None:
+    """A rank has ended, and with it the model."""
+    for llm in list(_open):
+        if llm.llm.ranks is not None:
+            llm.lose(what)
+
+
 @dataclass(frozen=True)
 class Progress:
     """What a step brought to a request, as `AsyncLLM.watch` is told."""
@@ -83,12 +90,14 @@ class AsyncLLM:
         self.max_queued_requests, self.max_queued_tokens, self.watch = max_queued_requests, max_queued_tokens, watch
         self.event_interval = event_interval
         self._news: dict[asyncio.AbstractEventLoop, list[Progress]] = defaultdict(list)  # that was not told yet
-        self.closed = False
+        self.closed, self.lost = False, False  # lost: with a rank, and this process is about to end
         self._changed = threading.Condition()  # guards what follows
         self._answers: set[Answer] = set()  # all that have not ended, also those whose prompts are still being read
         self._thread: threading.Thread | None = None
         self._turned = 0.0  # when the thread's loop came round last
         _open.add(self)
+        if self.llm.ranks is not None:
+            self.llm.ranks.on_end = _lose_all
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -266,8 +275,17 @@ class AsyncLLM:
             self._changed.notify_all()
         for answer in rest:
             answer.fail(EngineError("the engine was closed before the answer was complete"))
-        if thread is not None and thread is not threading.current_thread():
+        if thread is not None and thread is not threading.current_thread() and not self.lost:
             thread.join(LAST_STEP)
+
+    def lose(self, what: str) -> None:
+        """End all requests without waiting for the engine, which will not come back: EngineError, that says `what`."""
+        with self._changed:
+            self.closed = self.lost = True
+            rest, self._answers = list(self._answers), set()
+            self._changed.notify_all()
+        for answer in rest:
+            answer.fail(EngineError(what))
 
     async def aclose(self, drain: float = 0.0) -> None:
         """`close`, while the event loop goes on."""
@@ -375,7 +393,7 @@ class Answer:
 
     def fail(self, error: Exception) -> None:
         """End it with an error, from any thread."""
-        self.failure = error
+        self.failure = self.failure or error
         with suppress(RuntimeError):  # its loop is closed
             self.loop.call_soon_threadsafe(self.wake.set)
         self.close()

@@ -1,4 +1,4 @@
-"""One rank decides, the others replay: what changes rank 0's caches, and its forwards, happens on all (parallel.py).
+"""One rank decides, the others replay: what changes rank 0's caches, and its forwards, happens on all (parallel/).
 
 Rank 0 runs the engine, the drafters and the sampling alone. What it does to a cache that lies cut over ranks is noted
 as it happens, and sent along with the next forward: numbers and token ids, in one order for all. The others hold the
@@ -7,6 +7,7 @@ same models and caches, by number, and do the same; they know no requests, no cl
 
 from __future__ import annotations
 
+import logging
 import signal
 import sys
 import threading
@@ -105,6 +106,7 @@ def follow(ranks: Ranks) -> NoReturn:
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
+    logging.getLogger("outrider").setLevel(logging.ERROR)  # of the same model, rank 0 says the same
     try:
         Follower(ranks).run()
     except Exception as error:

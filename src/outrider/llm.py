@@ -53,7 +53,7 @@ class LLM:
     quantization: None, int8 or int4: the model's weights are rounded as they are loaded; draft models stay as they are.
     activations: None, or int8: beside weights of 4 to 8 bits the activations are rounded, too; drafts are as above.
     tensor_parallel_size: ranks over which the model is cut, as torchrun has started them; None: all of them.
-    tensor_parallel_mode: gather, ordered, reduce (parallel.py has what they promise), or auto, the faster by prediction
+    tensor_parallel_mode: gather, ordered, reduce (parallel/ has what they promise), or auto, the faster by prediction
         of the first two. On ranks other than 0 this constructor serves rank 0, and ends the process when that ends.
     progress: called as (what, done, total) while loading and reading long prompts.
     Further keywords are those of EngineConfig. Raises OutriderError's kinds: ModelNotFound, CheckpointError, ...

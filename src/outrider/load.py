@@ -61,7 +61,7 @@ def load(
     `name`: what `find` takes. `dtype`: auto (the checkpoint's; bfloat16 for a quantised file), float32, bfloat16,
     float16. `device`: auto (CUDA if there is one), cpu, cuda, cuda:N. `quantization`: None, int8 or int4 (quantize.py).
     `activations`: None, or int8: rows of products with weights of 4 to 8 bits are rounded to 8 bits.
-    `group`: ranks to cut it over (parallel.py); each reads its part, and the others are told to by rank 0.
+    `group`: ranks to cut it over (parallel/); each reads its part, and the others are told to by rank 0.
     Raises ModelNotFound, UnsupportedArchitecture, CheckpointError, ConfigError.
     """
     where = group.ranks.device if group else _device(device)

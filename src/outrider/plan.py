@@ -181,7 +181,7 @@ LINKS = {  # per direction on paper: NVLink 4 450 GB/s, PCIe 4 x16 32 GB/s; gloo
 
 
 def traffic(config: ModelConfig, ranks: int, mode: str, rows: int, wanted: int, itemsize: int = 2) -> tuple[int, int]:
-    """Collectives of a forward of so many rows, cut over ranks (parallel.py), and the bytes that rank 0 receives.
+    """Collectives of a forward of so many rows, cut over ranks (parallel/), and the bytes that rank 0 receives.
 
     `wanted`: rows whose logits are asked for; `itemsize` of the model's numbers. Partial sums and logits have four.
     Raises ConfigError for what cannot be cut so.

@@ -30,7 +30,7 @@ from ray.serve.request_router import RequestRouter
 from outrider import drafters
 from outrider.async_llm import AsyncLLM
 from outrider.config import EngineConfig, SamplingParams, SpeculativeConfig
-from outrider.errors import ConfigError, EngineError, QueueFull
+from outrider.errors import ConfigError, EngineError, QueueFull, told
 from outrider.llm import LLM
 from outrider.load import open_source
 from outrider.outputs import StepEvent
@@ -155,6 +155,8 @@ class Engine:
             _gather_ranks(plan)
         options |= {"event_interval": plan.settings.event_interval, "tensor_parallel_size": plan.tensor_parallel_size}
         self.llm = AsyncLLM(plan.model, **options)
+        if self.llm.llm.ranks is not None:
+            self.llm.llm.ranks.on_end = None  # who reads here goes on elsewhere, the sooner the better
 
     async def generate(
         self,
@@ -359,16 +361,31 @@ def run(args: Mapping[str, Any], host: str, port: int, root_path: str = "") -> N
         engines = max(plan.replicas, plan.max_replicas or 0) * plan.tensor_parallel_size
         needed = engines * plan.num_cpus + plan.ingresses * plan.ingress_cpus
         own = {"address": "local", "num_cpus": max(os.cpu_count() or 1, math.ceil(needed))}
-    ray.init(log_to_driver=True, include_dashboard=False, **own)
-    serve.start(http_options={"host": host, "port": port, "root_path": root_path})
-    serve.run(application, name=NAME)
+    try:
+        ray.init(log_to_driver=True, include_dashboard=False, **own)
+        serve.start(http_options={"host": host, "port": port, "root_path": root_path})
+        serve.run(application, name=NAME)
+    except Exception as error:  # Ray raises what it likes: no machine at the address, a port that is taken, no start
+        raise EngineError(f"Ray does not serve: {told(error)}") from None
     ending = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ending.set())
     ending.wait()
     serve.delete(NAME, _blocking=False)
     until = time.monotonic() + plan.settings.drain + LAST_WORDS
-    while NAME in serve.status().applications and time.monotonic() < until:
+    while (NAME in serve.status().applications or _relaying()) and time.monotonic() < until:
         time.sleep(0.2)
-    serve.shutdown()
+    if own:  # elsewhere there may be others' applications
+        serve.shutdown()
     ray.shutdown()
+
+
+def _relaying() -> int:
+    """Answers that Serve's proxies have not passed on to the end: they would be cut, though the ingress has gone."""
+    found = 0
+    for about in ray.util.list_named_actors(all_namespaces=True):
+        if about["name"].startswith("SERVE_PROXY_ACTOR"):
+            with suppress(Exception):  # it has gone, or is another version's
+                proxy: Any = ray.get_actor(about["name"], about["namespace"])
+                found += ray.get(proxy.__ray_call__.remote(lambda own: own.http_proxy._ongoing_requests), timeout=5)
+    return found

@@ -14,9 +14,11 @@ draft too long ends its engine. So a row is known by its tokens, and whatever go
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
+from collections.abc import Sequence as Seq
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,22 +40,23 @@ Ids = np.ndarray[Any, Any]
 class Known:
     """A request, by what it has said so far."""
 
-    def __init__(self, tokens: Ids, prompt: int, longest: int) -> None:
-        self.copy = np.empty(longest, np.int64)
-        self.seq = Sequence(tokens[:prompt].tolist(), SamplingParams(temperature=0, max_tokens=2**31), seed=0)
-        self.copy[:prompt] = tokens[:prompt]
+    def __init__(self, prompt: list[int], longest: int) -> None:
+        self.copy = np.empty(longest, np.int32)
+        self.seq = Sequence(prompt, SamplingParams(temperature=0, max_tokens=2**31), seed=0)
+        self.copy[: len(prompt)] = prompt
         self.seen = 0  # the call in which it was last there
 
     def begins(self, tokens: Ids) -> bool:
         """Whether these tokens go on from what it has said."""
         n = len(self.seq.tokens)
-        return n <= len(tokens) and bool((self.copy[:n] == tokens[:n]).all())
+        same = n <= len(tokens) and self.copy[n - 1] == tokens[n - 1]  # which most others are told apart by
+        return bool(same and (self.copy[:n] == tokens[:n]).all())
 
-    def grow(self, tokens: Ids) -> None:
+    def grow(self, new: list[int]) -> None:
         """Take over what has come since."""
         n = len(self.seq.tokens)
-        self.copy[n : len(tokens)] = tokens[n:]
-        self.seq.tokens += tokens[n:].tolist()
+        self.copy[n : n + len(new)] = new
+        self.seq.tokens += new
 
 
 class Proposer:
@@ -82,6 +85,7 @@ class Proposer:
         self.drafter.attach(target, _no_model)
         self.known: list[Known] = []  # those at the places of the last call's rows first
         self.calls = 0
+        self.level = logging.WARNING
 
     def load_model(self, *_: Any, **__: Any) -> None:
         """Called when the target is loaded; there is nothing to load here."""
@@ -90,49 +94,63 @@ class Proposer:
         """Drafts of at most k tokens, a list for each row of the batch.
 
         sampled: per row the tokens that the step gave, none if it still reads its prompt. lengths: per row how many of
-        its `tokens` (rows, max_model_len) count. Never raises.
+        its `tokens` (rows, max_model_len) count. Never raises; what cannot be a request's row gets no draft.
         """
-        drafts: list[list[int]] = [[] for _ in sampled]
+        drafts: list[list[int]] = []
         try:
+            drafts += [[] for _ in sampled]
             self._fill(drafts, sampled, lengths, tokens)
         except Exception as error:  # it would end the engine, and with it every request
-            log.warning("no drafts in this step: %s", told(error))
+            log.log(self.level, "no drafts in this step: %s", told(error))
             log.debug("where drafting failed", exc_info=error)
+            self.level = logging.DEBUG  # it may be so in every step
         return drafts
 
     def _fill(self, drafts: list[list[int]], sampled: Any, lengths: Any, tokens: Any) -> None:
         self.calls += 1
-        rows = [i for i, own in enumerate(sampled) if len(own)]
-        there = [self._find(i, tokens[i, : int(lengths[i])], len(sampled[i])) for i in rows]
-        gone = [known for known in self.known if known not in there and self.calls - known.seen > PATIENCE]
-        self.known = there + [known for known in self.known if known not in there and known not in gone]
-        for known in gone:
-            self.drafter.forget(known.seq)
+        rows: dict[int, Known] = {}
+        for i, own in enumerate(sampled if tokens.dtype.kind in "iu" else ()):
+            if 0 < len(own) < lengths[i] and (known := self._find(i, tokens[i, : int(lengths[i])], len(own))):
+                rows[i] = known
+        there = list(rows.values())
+        absent = [known for known in self.known if known.seen != self.calls]
+        self.known = there + [known for known in absent if self.calls - known.seen <= PATIENCE]
+        for known in absent:
+            if self.calls - known.seen > PATIENCE:
+                self.drafter.forget(known.seq)
         for i, draft in zip(rows, self.drafter.propose([known.seq for known in there], self.k), strict=True):
             drafts[i] = self._chain(draft, self.longest - int(lengths[i]) - 1)
 
-    def _find(self, row: int, tokens: Ids, fresh: int) -> Known:
-        """The request that these tokens are of; most often it stands where it stood in the last call."""
+    def _find(self, row: int, tokens: Ids, fresh: int) -> Known | None:
+        """The request that these tokens are of; most often it stands where it stood in the last call.
+
+        None if they can be no request's: ids that are none (beyond the vocabulary there are those of images), too many.
+        """
         there = self.known[row : row + 1] + self.known
         known = next((k for k in there if k.seen != self.calls and k.begins(tokens)), None)
+        new = tokens[len(known.seq.tokens) if known else 0 :].tolist()
+        if len(tokens) > self.longest or (new and (min(new) < 0 or max(new) >= 2**31)):
+            return None
         if known is None:
-            known = Known(tokens, len(tokens) - fresh, self.longest)
+            known, new = Known(new[:-fresh], self.longest), new[-fresh:]
         known.seen = self.calls
-        known.grow(tokens)
+        known.grow(new)
         return known
 
     def _chain(self, draft: Draft, room: int) -> list[int]:
         """The path of a draft from which most is expected: vLLM takes chains only."""
-        sure: list[tuple[float, float]] = []  # of each node: that it is reached, and the tokens down to it
-        for i, parent in enumerate(draft.parents[: draft.verifiable]):
-            reached, worth = sure[parent] if parent >= 0 else (1.0, 0.0)
-            reached *= draft.trust[i] if draft.trust else 1.0
-            sure.append((reached, worth + reached))
-        if not sure:
-            return []
-        path = list(draft.words(max(range(len(sure)), key=lambda i: sure[i][1])))
-        legal = next((i for i, token in enumerate(path) if not 0 <= token < self.vocab), len(path))
-        return path[: max(0, min(legal, self.k, room))]
+        path: Seq[int] = draft.tokens[: draft.verifiable]
+        if not draft.is_chain:
+            sure: list[tuple[float, float]] = []  # of each node: that it is reached, and the tokens down to it
+            for i, parent in enumerate(draft.parents[: draft.verifiable]):
+                reached, worth = sure[parent] if parent >= 0 else (1.0, 0.0)
+                reached *= draft.trust[i] if draft.trust else 1.0
+                sure.append((reached, worth + reached))
+            path = draft.words(max(range(len(sure)), key=lambda i: sure[i][1], default=-1))
+        path = list(map(int, path[: max(0, min(self.k, room))]))
+        if path and (min(path) < 0 or max(path) >= self.vocab):
+            path = list(itertools.takewhile(lambda token: 0 <= token < self.vocab, path))
+        return path
 
 
 def check(drafter: Drafter) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import signal
 import sys
 from typing import Annotated, Any
 
@@ -87,6 +88,8 @@ def main(command: typer.Typer = app) -> None:
         from outrider.follow import join
 
         join()
+    if os.environ.get("WORLD_SIZE", "1") != "1":  # the others are told, too
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # not every terminal has every character
     try:

@@ -24,6 +24,10 @@ class Uvicorn(uvicorn.Server):
         super().__init__(config)
         self.llm, self.drain = llm, drain
 
+    async def on_tick(self, counter: int) -> bool:
+        """Whether it shall end."""
+        return await super().on_tick(counter) or self.llm.lost
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End."""
         closing = asyncio.ensure_future(self.llm.aclose(self.drain))
