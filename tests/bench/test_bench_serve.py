@@ -361,7 +361,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 
 
 def test_a_server_that_was_started_ends_with_all_that_it_started(tmp_path):
-    with server._serving("other", [sys.executable, "-c", HEALTHY, "{port}", str(tmp_path / "pid")]) as url:
+    with server._serving("other", [sys.executable, "-c", HEALTHY, "{port}", str(tmp_path / "pid")]) as (url, _):
         assert urlopen(f"{url}/health", timeout=5).status == 200
         child = int((tmp_path / "pid").read_text())
         os.kill(child, 0)

@@ -1,7 +1,8 @@
 """Our server against the engine called directly and against others', and what users see while a long prompt is read.
 
 Each server runs in a process of its own, the engine, with our server's weights and options, in this one. They take
-turns, with the same prompts: token ids of a suite's texts.
+turns, with the same prompts: token ids of a suite's texts. Whose turn it is not is stopped (SIGSTOP): some servers'
+processes spin while they wait, on the cores of the others.
 """
 
 from __future__ import annotations
@@ -119,23 +120,30 @@ def run(s: Settings, show: load.Show = lambda *_: None) -> Iterator[Row]:
         ours = [sys.executable, "-m", "outrider", "serve", s.model, "--port", "{port}", "--speculate", s.speculate]
         ours += ["--max-num-seqs", str(max(32, *s.streams)), "--log-level", "error"]
         show("starting", 0, 1 + len(s.against))
-        url = running.enter_context(_serving("our server", ours))
-        sides: dict[str, Callable[[list[list[int]]], float]] = {"the engine called directly": partial(_direct, s, llm)}
+        url, own = running.enter_context(_serving("our server", ours))
+        sides: dict[str, tuple[int, Callable[[list[list[int]]], float]]] = {
+            "the engine called directly": (0, partial(_direct, s, llm))
+        }
         for i, each in enumerate(s.against, 1):
             show("starting", i, 1 + len(s.against))
             name, _, command = each.partition("=")
-            other = running.enter_context(_serving(name, shlex.split(command)))
-            sides[name] = partial(_over_http, replace(s, model=asyncio.run(load._model(load.Settings(other)))), other)
+            other, group = running.enter_context(_serving(name, shlex.split(command)))
+            there = replace(s, model=asyncio.run(load._model(load.Settings(other))))
+            sides[name] = group, partial(_over_http, there, other)
+        groups = [own, *(group for group, _ in sides.values() if group)]
         for n in s.streams:
             rounds: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
             for i in range(s.repeats + 1):  # the first warms up
                 show(f"{n} streams", i, s.repeats + 1)
                 together = [next(asked) for _ in range(n)]
+                _turn(groups, own)
                 server = _over_http(s, url, together)
-                for name, side in sides.items():
+                for name, (group, side) in sides.items():
+                    _turn(groups, group)
                     rounds[name].append((server, side(together)))
             for name in sides:
                 yield row(f"{n} streams", "tokens/s", name, rounds[name][1:])
+        _turn(groups, own)
         gaps = []
         for i in range(s.repeats):
             show("a long prompt", i, s.repeats)
@@ -152,9 +160,15 @@ def run(s: Settings, show: load.Show = lambda *_: None) -> Iterator[Row]:
         yield row(f"first token behind {s.shared} tokens that were read before", "ms", "the first time", firsts)
 
 
+def _turn(groups: list[int], running: int) -> None:
+    """Let one of the groups of processes run, and stop the others."""
+    for group in groups:
+        os.killpg(group, signal.SIGCONT if group == running else signal.SIGSTOP)
+
+
 @contextmanager
-def _serving(name: str, command: list[str]) -> Iterator[str]:
-    """Start a server and wait until it is healthy; at the end it ends, with all that it started."""
+def _serving(name: str, command: list[str]) -> Iterator[tuple[str, int]]:
+    """Start a server and wait until it is healthy: its URL, and its group of processes, which end at the end."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -176,8 +190,10 @@ def _serving(name: str, command: list[str]) -> Iterator[str]:
                 time.sleep(0.1)
             else:
                 raise ConfigError(f"{name} did not answer at {url}/health within {READY} seconds")
-            yield url
+            yield url, process.pid
         finally:
+            with suppress(ProcessLookupError):
+                _turn([process.pid], process.pid)
             process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 process.wait(END)
