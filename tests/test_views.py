@@ -321,6 +321,26 @@ def test_the_log_holds_the_last_queries():
     assert log.last(7, 0).numel() == 0
 
 
+def test_nothing_is_kept_for_a_drafter_that_is_gone(random_llm):
+    kv, prompt = random_llm.runner.kv, text(100)
+    try:
+        random_llm.speculative_config = {"method": "self", "view": "snapkv:budget=192"}
+        assert kv.log.size > 0
+        drafting = random_llm.drafting
+        with pytest.raises(ConfigError):
+            random_llm.speculative_config = {"method": "self", "view": "nonsense"}
+        assert kv.log.size > 0, "the drafter that stays has lost its queries"
+        random_llm.speculative_config = None
+        plain = random_llm.generate(prompt, max_tokens=20, temperature=0)[0]
+        assert kv.log.size == 0 and not random_llm.runner.taps
+        random_llm.drafting = drafting
+        again = random_llm.generate(prompt, max_tokens=20, temperature=0)[0]
+        assert kv.log.size > 0 and again.token_ids == plain.token_ids
+        assert random_llm.speculative_config.method == "self" and again.metrics["method"] == "self"
+    finally:
+        random_llm.speculative_config = None
+
+
 # --- what it costs ----------------------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shlex
+import signal
 import subprocess
 import tempfile
 from contextlib import suppress
@@ -119,20 +121,25 @@ class Workers(Peer):
 
 
 class Worker:
-    """A process that answers JSON lines: peer_worker.py under the Python of another environment."""
+    """A process that answers JSON lines: peer_worker.py under the Python of another environment.
+
+    It is stopped while it is not asked: some engines spin while they wait, on the cores of the others.
+    """
 
     def __init__(self, python: Path) -> None:
         self.log = tempfile.TemporaryFile()  # noqa: SIM115
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.log, "text": True}
         # -I: our own files and PYTHONPATH are not for it to find
-        self.process = subprocess.Popen([str(python), "-I", str(WORKER)], **pipes)
+        self.process = subprocess.Popen([str(python), "-I", str(WORKER)], process_group=0, **pipes)
 
     def ask(self, message: dict[str, Any]) -> dict[str, Any]:
         """Its answer; `{"error": ...}` also if it has ended, with the last that it said."""
         assert self.process.stdin and self.process.stdout
+        self._signal(signal.SIGCONT)
         try:
             print(json.dumps(message), file=self.process.stdin, flush=True)
             if line := self.process.stdout.readline():
+                self._signal(signal.SIGSTOP)
                 return dict(json.loads(line))
         except BrokenPipeError:
             pass
@@ -140,9 +147,13 @@ class Worker:
         last = self.log.read().decode("utf-8", "replace").strip().splitlines()[-5:]
         return {"error": f"its process ended with status {self.process.wait()}: {' | '.join(last)}"}
 
+    def _signal(self, what: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, what)
+
     def close(self) -> None:
         """End it."""
-        self.process.kill()
+        self._signal(signal.SIGKILL)
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout, self.log):
             if pipe:

@@ -11,7 +11,7 @@ from concurrent.futures import TimeoutError as Late
 from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar, overload
 
 import numpy as np
 import torch
@@ -30,7 +30,8 @@ from outrider.ops import native
 from outrider.outputs import GenerationOutput, TokenEvent
 from outrider.parallel import MODES, CutModel, Group, ranks_for
 from outrider.plan import fastest_mode
-from outrider.runner import Runner, check_exactness
+from outrider.runner import Runner, Watched, check_exactness
+from outrider.speculate import Drafter
 
 Ids = Sequence[int] | np.ndarray[Any, Any] | Tensor  # arrays and tensors: integers, in one dimension
 Prompt = str | Ids
@@ -41,6 +42,14 @@ PIECE, SEAM = 2**14, 16  # characters of a long prompt counted at a time; tokens
 RENDERING = 5.0  # seconds that a chat template may take
 T = TypeVar("T")
 log = logging.getLogger(__name__)
+
+
+class Drafting(NamedTuple):
+    """A drafter that is attached, how it was asked for, and what the target keeps for it."""
+
+    drafter: Drafter
+    config: SpeculativeConfig
+    watched: Watched
 
 
 class LLM:
@@ -180,9 +189,28 @@ class LLM:
             if size != self._draft_size:
                 self._idle, self._drafts, self._draft_size = {}, {}, size
             self._idle, self._drafts = {**self._idle, **self._drafts}, {}
-            drafter.attach(self.runner, self._load_draft)
-            self.engine.draft_with(drafter, drafter.num_speculative_tokens, config.rule)
-            self._speculative = config
+            before, self.runner.watched = self.runner.watched, Watched()
+            try:
+                drafter.attach(self.runner, self._load_draft)
+            except BaseException:  # the drafter that was there stays
+                self.runner.watched = before
+                raise
+            self._draft_with(drafter, config)
+
+    def _draft_with(self, drafter: Drafter, config: SpeculativeConfig) -> None:
+        self.engine.draft_with(drafter, drafter.num_speculative_tokens, config.rule)
+        self._speculative = config
+
+    @property
+    def drafting(self) -> Drafting:
+        """The drafter with all that it has learnt; assign it to go on with that drafter after others had their turn."""
+        return Drafting(self.engine.drafter, self._speculative, self.runner.watched)
+
+    @drafting.setter
+    def drafting(self, drafting: Drafting) -> None:
+        with self.engine.idle():
+            self.runner.watched = drafting.watched
+            self._draft_with(drafting.drafter, drafting.config)
 
     def generate(
         self,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -20,6 +20,7 @@ from outrider.config import SamplingParams
 from outrider.draft import Draft, Verdict
 from outrider.errors import CheckpointError, ConfigError
 from outrider.kv import DenseKV, Entry, KVCache, PagedKV, Plan, QuantizedView, View, parse
+from outrider.kv.base import QueryLog
 from outrider.kv.rows import NORMED, Rows
 from outrider.model import Model, Wanted
 from outrider.ops import KEY_BLOCK, Linear, follows_paths
@@ -61,6 +62,13 @@ class Slot:
     beyond: bool = False  # whether they were read as of a sequence beyond the model's border
 
 
+class Watched(NamedTuple):
+    """What a runner keeps of each forward: the hidden states of taps, and how many of the last queries."""
+
+    taps: frozenset[Rows] = frozenset()
+    queries: int = 0
+
+
 class Runner:
     """A model and a cache.
 
@@ -98,6 +106,19 @@ class Runner:
         rows = Rows(points, self.model.config.hidden_size, self.model.dtype.itemsize, base)
         self.taps.add(rows)
         return rows
+
+    @property
+    def watched(self) -> Watched:
+        """What is kept of each forward for drafters. Assign it where no sequence is held: nothing else is kept then."""
+        return Watched(frozenset(self.taps), self._log.size)
+
+    @watched.setter
+    def watched(self, watched: Watched) -> None:
+        self.taps, self._log.size = WeakSet(watched.taps), watched.queries
+
+    @property
+    def _log(self) -> QueryLog:
+        return getattr(self.kv, "log", None) or QueryLog()  # a cache that has no views has none
 
     @property
     def follows_paths(self) -> bool:

@@ -192,7 +192,9 @@ def test_a_sample_counts_what_comes_in_the_time_it_takes() -> None:
     fake: Any = SimpleNamespace(
         generate=lambda prompts, params: batches[len(prompts)], runner=SimpleNamespace(model=model)
     )
-    s = sample(fake, [[1], [2], [3]], SamplingParams(), batch=2)
+    s = Sample()
+    for part in ([[1], [2]], [[3]]):
+        s += sample(fake, part, SamplingParams())
     # The first forward of each sequence gives 4, 1 and 2 tokens, before the clock starts.
     assert (s.timed, s.seconds, s.rate) == (3 + 5 + 2, 4.0 + 1.0, 2.0)
     assert (s.emitted, s.steps, s.drafted, s.accepted) == (17, 9, 36, 8)
@@ -298,18 +300,21 @@ def test_differences_are_found_and_explained(llm: LLM, monkeypatch: pytest.Monke
 
     def wrong(llm: LLM, prompts: list[list[int]], *rest: Any) -> Sample:
         s = true(llm, prompts, *rest)
-        if llm.speculative_config.method == "ngram":
-            tokens = s.tokens[1]
-            given = llm.generate(prompts[1] + tokens[:5], max_tokens=1, temperature=0, logprobs=2)[0].logprobs
+        calls.append(llm.speculative_config.method)
+        if calls[-1] == "ngram" and calls.count("ngram") % 2 == 0:  # the second of two prompts, in each round
+            (tokens,) = s.tokens
+            given = llm.generate(prompts[0] + tokens[:5], max_tokens=1, temperature=0, logprobs=2)[0].logprobs
             assert given is not None
             (_, high), (second, low) = given[0].top.items()
             tokens[5], expected["gap"] = second, high - low
         return s
 
+    calls: list[str] = []
     expected: dict[str, float] = {}
     monkeypatch.setattr(module, "sample", wrong)
     plain, r = run(Settings(methods=METHODS[:1], prompts=2, max_tokens=10, repeats=2))
     assert plain.identical and not r.identical
+    assert calls == ["none", "ngram"] * 4, "the methods do not take turns at each prompt"
     (d,) = r.differences
     assert (d.prompt, d.position) == (1, 5) and d.plain_token != d.token
     assert d.gap == pytest.approx(expected["gap"], abs=1e-6) and r.near_ties == (d.gap <= 0.25)

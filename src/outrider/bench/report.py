@@ -47,6 +47,13 @@ class Sample:
     expert_bytes: int = 0  # that these read
     rates: list[float] = field(default_factory=list)  # tokens/s of each batch; 0 if its first forward emitted all
 
+    def __iadd__(self, other: Sample) -> Sample:
+        """The prompts of another pass behind these."""
+        for name, value in vars(other).items():
+            own = getattr(self, name)
+            setattr(self, name, own | value if isinstance(own, set) else own + value)
+        return self
+
     @property
     def rate(self) -> float:
         """Tokens per second after the first forward; 0 if that forward emitted them all."""
@@ -86,7 +93,7 @@ class Result:
     max_tokens: int  # new tokens per prompt; fewer where `new_tokens` says so
     tokens_per_second: float  # after the first forward, over all sequences; median of the repeats
     repeats: list[float]  # tokens per second of each
-    speedup: float  # ratio of medians, against our plain decoding in the same rounds
+    speedup: float  # against our plain decoding beside it; median over the rounds
     speedup_min: float  # over the rounds, each against its own plain pass
     speedup_max: float
     acceptance_length: float  # tokens emitted / forwards of the target
@@ -195,8 +202,8 @@ def remarks(group: list[Result]) -> list[str]:
         f"weights {r.weight_bytes / 1e6:,.1f} MB, keys and values {kv / 1e6:,.1f} MB.",
         f"{h['gpu'] or h['cpu']}, {h['threads']} threads on {h['cores']} cores, load {h['load']:.1f}; outrider "
         f"{r.versions['outrider']} ({r.commit}), torch {r.versions['torch']}, {r.date[:10]}.",
-        f"Median over repeats ({len(r.repeats)}), the methods taking turns; tokens/s after the first forward; speedup "
-        "against plain in the same run.",
+        f"Median over repeats ({len(r.repeats)}), the methods taking turns at each "
+        f"{'batch' if r.batch > 1 else 'prompt'}; tokens/s after the first forward; speedup against plain beside it.",
     ]
     if r.repeated is not None:
         lines.append(circles(r.repeated))

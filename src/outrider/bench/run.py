@@ -1,7 +1,8 @@
 """Methods x suites on one model: what is measured, in which order, against what.
 
-Plain decoding is always the first method of every round, and the methods take turns within each repeat, so that a
-machine that drifts hits all alike. Each method is warmed up before it is timed. Speeds are medians over the repeats.
+Plain decoding is always the first method of every round, and the methods take turns at each batch of prompts, so that a
+machine that drifts hits all alike. In each round a method begins anew and is warmed up before it is timed; what it
+learns from a prompt serves the next. Speeds are medians over the rounds.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from outrider.bench.report import Difference, Result, Sample, repeated
 from outrider.bench.suites import SUITES, Suite, load_suite
 from outrider.config import MOST_LOGPROBS, SamplingParams, SpeculativeConfig
 from outrider.errors import ConfigError
-from outrider.llm import LLM
+from outrider.llm import LLM, Drafting
 from outrider.load import Progress
 from outrider.model import Model
 
@@ -200,18 +201,30 @@ def run(
     peer = peers.make(settings.peer, llm, settings.methods, context) if settings.peer else None
     kv_bytes: dict[str, int] = {}
 
-    def measure(suite: Suite, method: str) -> Sample:
-        llm.speculative_config, ids = methods[method], prompts[suite.name]
-        longest = max(map(len, ids)) + settings.max_tokens
-        each = llm.runner.kv.nbytes(longest) + llm.engine.drafter.kv_bytes(longest)
-        kv_bytes[method] = each * min(settings.batch, len(ids))
+    def parts(suite: Suite) -> list[list[list[int]]]:
+        """What is asked at a time. Of a stream that is all: the engine takes as many as it may."""
+        ids = prompts[suite.name]
+        size = len(ids) if suite.stream else settings.batch
+        return [ids[at : at + size] for at in range(0, len(ids), size)]
+
+    drafting: dict[str, Drafting] = {}  # of this round, between a method's turns
+
+    def measure(suite: Suite, method: str, ids: list[list[int]], first: bool) -> Sample:
         own = params[suite.name]
-        llm.generate(ids[: settings.batch], replace(own, max_tokens=min(WARM_UP_TOKENS, settings.max_tokens)))
-        together = len(ids) if suite.stream else settings.batch  # of a stream the engine takes as many as it may
-        return sample(llm, ids, own, together)
+        if first:
+            llm.speculative_config = methods[method]
+            llm.generate(ids[: settings.batch], replace(own, max_tokens=min(WARM_UP_TOKENS, settings.max_tokens)))
+            longest = max(map(len, prompts[suite.name])) + settings.max_tokens
+            each = llm.runner.kv.nbytes(longest) + llm.engine.drafter.kv_bytes(longest)
+            kv_bytes[method] = each * min(settings.batch, len(prompts[suite.name]))
+        else:
+            llm.drafting = drafting[method]
+        found = sample(llm, ids, own)
+        drafting[method] = llm.drafting
+        return found
 
     for suite in suites:
-        samples, _ = rounds(suite, list(methods), settings.repeats, measure, report)
+        samples, _ = rounds(suite, list(methods), settings.repeats, parts(suite), measure, report)
         for name, passes in samples.items():
             config = methods[name]
             spoken = {"method": config.method, "acceptance_method": config.acceptance_method, **config.options}
@@ -227,14 +240,14 @@ def run(
     with closing(peer):
         lengths: list[int] = []  # of plain decoding's outputs, which a peer's are to have
 
-        def measure_peer(suite: Suite, method: str) -> Sample:
+        def measure_peer(suite: Suite, method: str, ids: list[list[int]], first: bool) -> Sample:
             if method == "plain":  # ours again, so that ratios compare what ran side by side
-                ours = measure(suite, method)
+                ours = measure(suite, method, ids, first)
                 lengths[:] = map(len, ours.tokens)
                 return ours
-            ids = prompts[suite.name]
             try:
-                peer.measure(method, ids[:1], [WARM_UP_TOKENS])
+                if first:
+                    peer.measure(method, ids[:1], [WARM_UP_TOKENS])
                 return peer.measure(method, ids, lengths)
             except Exception as error:  # another's code: it raises what it likes
                 reason = " ".join(str(error).split())[:300]
@@ -242,7 +255,7 @@ def run(
 
         for suite in suites:
             names = ["plain", *peer.methods]
-            samples, failed = rounds(suite, names, settings.repeats, measure_peer, report)
+            samples, failed = rounds(suite, names, settings.repeats, parts(suite), measure_peer, report)
             left_out = [f"Left out, for it failed: {reason}" for reason in failed]
             for line in left_out:
                 warn(f"{suite.name}: {line}")
@@ -270,50 +283,52 @@ def rounds(
     suite: Suite,
     methods: list[str],
     repeats: int,
-    measure: Callable[[Suite, str], Sample],
+    parts: list[list[list[int]]],
+    measure: Callable[[Suite, str, list[list[int]], bool], Sample],
     report: Progress,
 ) -> tuple[dict[str, list[Sample]], list[str]]:
-    """All methods in turn, `repeats` times: per method one sample each time, and why those left out failed."""
+    """`repeats` times the methods in turn at each part: per method a sample of each time; why those left out failed."""
     samples: dict[str, list[Sample]] = {method: [] for method in methods}
     failed: list[str] = []
     for i in range(repeats):
-        for j, method in enumerate(methods):
-            if method not in samples or (failed and len(samples) == 1):
-                continue  # it failed; or plain is alone, to be compared with nothing
-            report(f"{suite.name}, repeat {i + 1} of {repeats}: {method}", i * len(methods) + j, repeats * len(methods))
-            try:
-                samples[method].append(measure(suite, method))
-            except PeerFailed as error:
-                del samples[method]
-                failed.append(str(error))
+        for all_of in samples.values():
+            all_of.append(Sample())
+        for at, part in enumerate(parts):
+            for method in list(samples):
+                if failed and len(samples) == 1:
+                    continue  # plain is alone, to be compared with nothing
+                what = f"{suite.name}, repeat {i + 1} of {repeats}: {method}"
+                report(what, i * len(parts) + at, repeats * len(parts))
+                try:
+                    samples[method][-1] += measure(suite, method, part, at == 0)
+                except PeerFailed as error:
+                    del samples[method]
+                    failed.append(str(error))
     report(suite.name, 1, 1)
     return samples, failed
 
 
-def sample(llm: LLM, prompts: list[list[int]], params: SamplingParams, batch: int) -> Sample:
-    """One pass over the prompts, `batch` of them at a time."""
+def sample(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> Sample:
+    """One pass over the prompts, together."""
     s, model = Sample(), llm.runner.model
     s.forwards, s.expert_bytes = -model.forwards, -model.expert_bytes
-    for at in range(0, len(prompts), batch):
-        outputs = llm.generate(prompts[at : at + batch], params)
-        times = [o.metrics["timing"] for o in outputs]
-        s.first += [t["time_to_first_token"] for t in times]
-        seconds = max(t["total_seconds"] for t in times) - min(t["time_to_first_token"] for t in times)
-        s.seconds += seconds
-        timed = sum(len(o.token_ids) - int(o.metrics["timing"]["first_tokens"]) for o in outputs)
-        s.timed += timed
-        s.rates.append(timed / seconds if timed else 0.0)
-        if decode := sum(t["decode_seconds"] for t in times):  # requests share their steps, in a stream only some
-            s.draft += seconds * sum(t["draft_seconds"] for t in times) / decode
-            s.target += seconds * sum(t["target_seconds"] for t in times) / decode
-        for output in outputs:
-            spec = output.metrics["speculative_decoding"]
-            s.tokens.append(output.token_ids)
-            s.emitted += len(output.token_ids)
-            s.steps += spec["num_spec_steps"]
-            s.drafted += spec["num_draft_tokens"]
-            s.accepted += spec["num_accepted_draft_tokens"]
-            s.exactness.add(output.metrics["exactness"])
+    outputs = llm.generate(prompts, params)
+    times = [o.metrics["timing"] for o in outputs]
+    s.first = [t["time_to_first_token"] for t in times]
+    s.seconds = max(t["total_seconds"] for t in times) - min(t["time_to_first_token"] for t in times)
+    s.timed = sum(len(o.token_ids) - int(o.metrics["timing"]["first_tokens"]) for o in outputs)
+    s.rates = [s.rate]
+    if decode := sum(t["decode_seconds"] for t in times):  # requests share their steps, in a stream only some
+        s.draft = s.seconds * sum(t["draft_seconds"] for t in times) / decode
+        s.target = s.seconds * sum(t["target_seconds"] for t in times) / decode
+    for output in outputs:
+        spec = output.metrics["speculative_decoding"]
+        s.tokens.append(output.token_ids)
+        s.emitted += len(output.token_ids)
+        s.steps += spec["num_spec_steps"]
+        s.drafted += spec["num_draft_tokens"]
+        s.accepted += spec["num_accepted_draft_tokens"]
+        s.exactness.add(output.metrics["exactness"])
     s.forwards += model.forwards
     s.expert_bytes += model.expert_bytes
     return s
@@ -370,7 +385,7 @@ def result(
         activations=s.activations, device=str(model.device),
         temperature=s.temperature, top_p=s.top_p, seed=s.seed, batch=s.batch, prompts=len(prompts),
         max_tokens=s.max_tokens,
-        tokens_per_second=median(rates), repeats=rates, speedup=median(rates) / median(base),
+        tokens_per_second=median(rates), repeats=rates, speedup=median(ratios),
         speedup_min=min(ratios), speedup_max=max(ratios),
         by_batch=[median(rounds) for rounds in zip(*each, strict=True)] or None,
         acceptance_length=sum(x.emitted for x in samples) / sum(x.steps for x in samples),
