@@ -306,7 +306,7 @@ def test_quantised_logits(random_llm):
 
 
 def test_the_log_holds_the_last_queries():
-    log, q = QueryLog(), torch.arange(40.0).view(40, 1, 1)
+    log, q = QueryLog(1), torch.arange(40.0).view(40, 1, 1)
     log.size = 3
     log.add(0, 0, 0, q[:10])
     log.truncate(0, 10)
@@ -319,6 +319,17 @@ def test_the_log_holds_the_last_queries():
     log.truncate(0, 13)
     assert log.last(0, 0).flatten().tolist() == [10, 12, 20]
     assert log.last(7, 0).numel() == 0
+    log.add(0, 0, 13, q[21:23])  # past its room
+    log.add(0, slice(None), 15, q[None, 23:40])
+    assert log.last(0, 0).flatten().tolist() == [37, 38, 39]
+    log.truncate(0, 16)
+    assert log.last(0, 0).flatten().tolist() == [21, 22, 23]
+    log.add(0, 0, 20, q[:1])  # tokens between were never seen
+    assert log.last(0, 0).flatten().tolist() == [0]
+    log.truncate(0, 5)
+    assert log.last(0, 0).numel() == 0
+    log.add(0, 0, 5, torch.arange(1000.0).view(-1, 1, 1))  # a prompt: only its end is kept
+    assert log.last(0, 0).flatten().tolist() == [997, 998, 999] and log.held[0].rows.numel() < 300
 
 
 def test_nothing_is_kept_for_a_drafter_that_is_gone(random_llm):

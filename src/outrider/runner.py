@@ -118,7 +118,7 @@ class Runner:
 
     @property
     def _log(self) -> QueryLog:
-        return getattr(self.kv, "log", None) or QueryLog()  # a cache that has no views has none
+        return getattr(self.kv, "log", None) or QueryLog(0)  # a cache that has no views has none
 
     @property
     def follows_paths(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from outrider.config import MOST_NODES
 from outrider.ops import DevicePlan, Stores
 
 
@@ -101,37 +102,56 @@ class KVCache(Protocol):
 
 
 class QueryLog:
-    """The last `size` queries of each sequence and layer: a view of a cache chooses its keys by them."""
+    """The last `size` queries of each sequence in each of `layers`: a view of a cache chooses its keys by them."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int) -> None:
+        self.layers = layers
         self.size = 0  # 0 = nobody asks
-        self.held: dict[
-            int, dict[int, tuple[int, Tensor]]
-        ] = {}  # per sequence and layer: first slot, (rows, heads, dim)
+        self.held: dict[int, Log] = {}
 
-    def add(self, seq: int, layer: int, start: int, q: Tensor) -> None:
-        """Queries (n, heads, dim) of the tokens in slots [start, start + n)."""
-        layers = self.held.setdefault(seq, {})
-        first, before = layers.get(layer, (start, q[:0]))
-        before = before[max(0, start - first - self.size) : max(0, start - first)]
-        layers[layer] = start - len(before), torch.cat([before, q])
+    def add(self, seq: int, layer: int | slice, start: int, q: Tensor) -> None:
+        """Queries (n, heads, dim) of the tokens in slots [start, start + n); of all layers, (layers, n, heads, dim)."""
+        if (spare := q.shape[-3] - self.size - MOST_NODES) > 0:  # of a prompt, the last: no draft takes more back
+            start, q = start + spare, q[..., spare:, :, :]
+        n, log = q.shape[-3], self.held.get(seq)
+        if log is None or not log.first <= start <= log.end or start + n - log.first > log.rows.shape[1]:
+            before = log.last(start, self.size) if log and log.first <= start <= log.end else q.new_empty(1, 0, 1, 1)
+            kept = before.shape[1]
+            rows = q.new_empty(self.layers, 2 * self.size + n, *q.shape[-2:])
+            rows[:, :kept] = before
+            log = self.held[seq] = Log(rows, start - kept, start)
+        log.rows[layer, start - log.first : start - log.first + n] = q
+        log.end = start + n
 
     def last(self, seq: int, layer: int) -> Tensor:
         """The last ones of a sequence, (up to size, heads, dim)."""
-        _, q = self.held.get(seq, {}).get(layer, (0, torch.empty(0, 1, 1)))
-        return q[-self.size :]
+        log = self.held.get(seq)
+        return log.last(log.end, self.size)[layer] if log else torch.empty(0, 1, 1)
 
     def keep(self, seq: int, start: int, path: list[int]) -> None:
         """As KVCache.keep."""
-        for layer, (first, q) in self.held.get(seq, {}).items():
-            at = start - first
-            self.held[seq][layer] = first, torch.cat([q[:at], q[[at + node for node in path]]])
+        if log := self.held.get(seq):
+            at = start - log.first
+            log.rows[:, at : at + len(path)] = log.rows[:, [at + node for node in path]]
+            log.end = start + len(path)
 
     def truncate(self, seq: int, length: int) -> None:
-        """Forget what lies behind the first `length` tokens, and before the last `size` of these."""
-        for layer, (first, q) in self.held.get(seq, {}).items():
-            begin = max(first, length - self.size)
-            self.held[seq][layer] = begin, q[begin - first : max(0, length - first)]
+        """Forget what lies behind the first `length` tokens."""
+        if log := self.held.get(seq):
+            log.first, log.end = min(log.first, length), min(log.end, length)
+
+
+@dataclass
+class Log:
+    """Queries of a sequence's slots [first, end): `rows` (layers, room, heads, dim) begin with those of slot `first`."""
+
+    rows: Tensor
+    first: int
+    end: int
+
+    def last(self, end: int, n: int) -> Tensor:
+        """The last n before `end`, of all layers."""
+        return self.rows[:, max(0, end - n - self.first) : end - self.first]
 
 
 class Storage(KVCache, Protocol):

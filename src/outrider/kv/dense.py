@@ -19,7 +19,7 @@ class DenseKV:
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, limit: int | None = None) -> None:
         self.config, self.dtype, self.device = config, dtype, device
         self.limit = limit  # tokens beyond which there is no spare room
-        self.log = QueryLog()
+        self.log = QueryLog(config.num_layers)
         self.scale, self.softcap = config.attention_scale, config.attention_softcap
         self.store: dict[int, list[Tensor]] = {}  # per sequence, per layer (2, kv_heads, capacity, dim)
 
@@ -87,8 +87,7 @@ class DenseKV:
 
         def log(queries: Tensor) -> None:
             for e in plan.entries:
-                for layer, q in enumerate(queries[:, e.row : e.row + e.n]):
-                    self.log.add(e.seq, layer, e.start, q)
+                self.log.add(e.seq, slice(None), e.start, queries[:, e.row : e.row + e.n])
 
         return Stores(runs, self.dtype, log if self.log.size else None)
 

@@ -75,7 +75,7 @@ class PagedKV:
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, most: int | None = None) -> None:
         self.config, self.dtype, self.device, self.most = config, dtype, device, most
         self.modest = MODEST  # bytes that the pool may grow to before what is cached must go
-        self.log = QueryLog()
+        self.log = QueryLog(config.num_layers)
         self.scale, self.softcap = config.attention_scale, config.attention_softcap
         self.pool = Pool()
         self.tables: dict[int, Table] = {}
@@ -257,8 +257,7 @@ class PagedKV:
             runs.append((e.row, e.n, e.start, SLAB, e.parents, [], table.ids.data_ptr(), len(table.blocks)))
 
         def note(queries: Tensor) -> None:
-            for layer, q in enumerate(queries):
-                self._note(layer, q, plan)
+            self._note(slice(None), queries, plan)
 
         return Stores(runs, self.dtype, note if self.log.size else None, self._pointers)
 
@@ -274,10 +273,10 @@ class PagedKV:
         slabs[:, : len(self.slabs)] = self._pointers
         return Fixed(made, slabs)
 
-    def _note(self, layer: int, q: Tensor, plan: Plan) -> None:
+    def _note(self, layer: int | slice, q: Tensor, plan: Plan) -> None:
         if self.log.size:
             for e in plan.entries:
-                self.log.add(e.seq, layer, e.start, q[e.row : e.row + e.n])
+                self.log.add(e.seq, layer, e.start, q[..., e.row : e.row + e.n, :, :])
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None = None) -> Tensor:
         """Store k and v (tokens, kv_heads, dim), let q (tokens, heads, dim) look; returns (tokens, heads * dim)."""
