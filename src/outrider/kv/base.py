@@ -143,7 +143,7 @@ class QueryLog:
 
 @dataclass
 class Log:
-    """Queries of a sequence's slots [first, end): `rows` (layers, room, heads, dim) begin with those of slot `first`."""
+    """Queries of a sequence's slots [first, end): `rows` is (layers, room, heads, dim), and begins with `first`."""
 
     rows: Tensor
     first: int
