@@ -38,11 +38,12 @@ void Beliefs::enter(Bush &bush, const Guess &guess, std::vector<int> &at) const 
 
 std::tuple<std::vector<Beliefs::Picked>, double> Beliefs::choose(
     const std::vector<int64_t> &seqs, const std::vector<int64_t> &lengths,
-    const std::vector<std::vector<Guess>> &guesses, const Reals &covers, const Reals &seconds, double drafted, int k,
-    bool chains) {
+    const std::vector<std::vector<Guess>> &guesses, const Reals &covers, const Reals &seconds, double drafted,
+    const Ints &most, bool chains) {
   const int n = int(seqs.size());
-  if (lengths.size() != seqs.size() || guesses.size() != seqs.size() || covers.size() != seqs.size() || seconds.empty())
-    throw std::invalid_argument("lengths, guesses and covers are one for each sequence, and seconds at least one");
+  for (size_t size : {lengths.size(), guesses.size(), covers.size(), most.size()})
+    if (size != seqs.size()) throw std::invalid_argument("lengths, guesses, covers and most are one for each sequence");
+  if (seconds.empty()) throw std::invalid_argument("seconds are at least one");
   struct Way {
     double chance;
     int i, node;
@@ -91,7 +92,7 @@ std::tuple<std::vector<Beliefs::Picked>, double> Beliefs::choose(
     above[i].assign(every[i].size() + 1, 0);
     taken[i][0] = 1;
   }
-  std::vector<int> room(n, k);
+  Ints room = most;
   std::vector<Way> chosen;
   const double none = n / (seconds[0] + drafted);
   double expected = n, best = none * kMargin;

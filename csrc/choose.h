@@ -22,7 +22,8 @@ class Beliefs {
   // Per sequence which of its guesses to verify, and the tokens a second that are expected with them.
   std::tuple<std::vector<Picked>, double> choose(const std::vector<int64_t> &seqs, const std::vector<int64_t> &lengths,
                                                  const std::vector<std::vector<Guess>> &guesses, const Reals &covers,
-                                                 const Reals &seconds, double drafted, int k, bool chains);
+                                                 const Reals &seconds, double drafted, const Ints &most,
+                                                 bool chains);
   // From which place on a sequence's text is to be judged; -1: nothing is.
   int64_t waits(int64_t seq) const;
   // Compare guesses for a sequence with the tokens that stand in its text from place `first` on.

@@ -30,11 +30,24 @@ def test_a_curve_lies_on_what_was_measured():
 def test_a_hiccup_is_not_the_cost_and_load_is_everybodys():
     curve = Curve({1: 1.0, 8: 1.2})
     curve.add(8, 100.0)
-    assert curve.at(8) < 1.5
+    assert curve.at(8) < 1.6, "of a hundred seconds"
     curve = Curve({1: 1.0, 8: 1.2})
     for _ in range(30):  # the machine has become half as fast, and only single rows are measured
         curve.add(1, 2.0)
     assert curve.at(1) == pytest.approx(2.0, rel=0.1) and curve.at(8) > 1.6
+
+
+def test_what_was_thought_too_dear_is_believed_less_and_less():
+    """One wrong measurement of a count that nobody would ask for again, on a machine that is good otherwise."""
+    curve = Curve()
+    for _ in range(9):
+        for count in (1, 2, 4):
+            curve.add(count, 1 + 0.1 * (count - 1))
+    curve.add(8, 50.0)
+    first = curve.at(8)
+    for _ in range(300):
+        curve.add(2, 1.1)
+    assert 1.6 < curve.at(8) < first < 3.0
 
 
 def test_costs_grow_no_further_than_was_looked():
@@ -47,12 +60,13 @@ def test_costs_grow_no_further_than_was_looked():
 
 def test_long_texts_have_their_own_costs():
     costs = Costs()
-    for rows, seconds in ((1, 1.0), (9, 3.0)):
+    for rows, seconds in ((1, 1.0), (9, 2.5)):
         costs.add(rows, 100, seconds)
     costs.add(1, 50_000, 10.0)
-    assert costs.at(9, 50_000) == pytest.approx(30.0), "the shape of the nearest, moved to what is known"
+    shape = costs.at(9, 100) / costs.at(1, 100)
+    assert costs.at(9, 50_000) == pytest.approx(10 * shape), "the shape of the nearest, moved to what is known"
     costs.add(9, 50_000, 12.0)
-    assert costs.at(9, 50_000) < 30 and costs.at(9, 100) == pytest.approx(3.0)
+    assert costs.at(9, 50_000) < 15 and costs.at(9, 100) == pytest.approx(2.5, rel=0.05)
 
 
 def test_rows_are_told_from_prompts():
@@ -130,7 +144,7 @@ def beliefs(request):
 
 def chance(beliefs, seq: int, trust: float) -> float:
     """Of one guess by source 1 for a sequence whose text has no token yet."""
-    ((*_, worth),), _ = beliefs.choose([seq], [0], [[(1, [5], [-1], [trust])]], [1.0], [1.0, 1e-9], 0.0, 1, False)
+    ((*_, worth),), _ = beliefs.choose([seq], [0], [[(1, [5], [-1], [trust])]], [1.0], [1.0, 1e-9], 0.0, [1], False)
     return worth
 
 
@@ -154,7 +168,7 @@ def test_a_source_apart_is_judged_by_depth(beliefs):
     assert beliefs.hopes(1, 4, 3, 0.6) == pytest.approx([0.6] * 3)
     for length in range(0, 40, 2):
         draft = (4, [7, 8, 9], [-1, -1, 1], [0.1, 0.1, 0.1])
-        beliefs.choose([1], [length], [[draft]], [0.0], [1.0], 0.0, 0, False)
+        beliefs.choose([1], [length], [[draft]], [0.0], [1.0], 0.0, [0], False)
         for end in (1, 2):
             beliefs.judge(1, [8, 3] * (length // 2) + [8, 3][:end])
     first, second, third = beliefs.hopes(1, 4, 3, 0.6)
@@ -163,15 +177,15 @@ def test_a_source_apart_is_judged_by_depth(beliefs):
 
 def test_a_guess_is_watched_until_it_fails(beliefs):
     """A longer one is compared in later steps, too; theirs wait for it."""
-    beliefs.choose([1], [0], [[(1, [5, 6, 7], [-1, 0, 1], [0.9] * 3)]], [0.0], [1.0], 0.0, 0, False)
+    beliefs.choose([1], [0], [[(1, [5, 6, 7], [-1, 0, 1], [0.9] * 3)]], [0.0], [1.0], 0.0, [0], False)
     beliefs.judge(1, [5])
-    beliefs.choose([1], [1], [[(2, [9], [-1], [0.9])]], [0.0], [1.0], 0.0, 0, False)
+    beliefs.choose([1], [1], [[(2, [9], [-1], [0.9])]], [0.0], [1.0], 0.0, [0], False)
     beliefs.judge(1, [5, 6, 8])
     assert chance(beliefs, 2, 0.9) > 0.9, "the first of the chain came true"
-    ((*_, worth),), _ = beliefs.choose([2], [0], [[(2, [9], [-1], [0.9])]], [1.0], [1, 1e-9], 0.0, 1, False)
+    ((*_, worth),), _ = beliefs.choose([2], [0], [[(2, [9], [-1], [0.9])]], [1.0], [1, 1e-9], 0.0, [1], False)
     assert worth == pytest.approx(0.9), "what was guessed meanwhile was not compared"
     ((*_, worth),), _ = beliefs.choose(
-        [3], [0], [[(1, [5, 6], [-1, 0], [0.9] * 2)]], [1.0], [1, 0.1, 0.01], 0.0, 2, False
+        [3], [0], [[(1, [5, 6], [-1, 0], [0.9] * 2)]], [1.0], [1, 0.1, 0.01], 0.0, [2], False
     )
     first = chance(beliefs, 3, 0.9)
     assert 0.4 < worth / first - 1 < 0.85, "of two deep ones one was right"
@@ -190,7 +204,7 @@ def test_what_sources_agree_on_and_what_they_do_not_are_of_different_kinds():
 def picked(beliefs, *guesses: Guess, seconds: list[float], k: int = 8, chains: bool = False):
     """Tokens for each of new sequences with one guess each."""
     n = len(guesses)
-    trees, rate = beliefs.choose([*range(n)], [9] * n, [[g] for g in guesses], [1.0] * n, seconds, 0.0, k, chains)
+    trees, rate = beliefs.choose([*range(n)], [9] * n, [[g] for g in guesses], [1.0] * n, seconds, 0.0, [k] * n, chains)
     return [tokens for tokens, *_ in trees], rate
 
 
@@ -222,7 +236,7 @@ def test_chains_have_no_branches(beliefs):
 def test_the_likelier_child_follows_its_parent(beliefs):
     """So that it lies as in plain decoding."""
     tree = (2, [1, 2, 3, 4], [-1, -1, 1, 1], [0.3, 0.7, 0.2, 0.8])
-    ((tokens, parents, who, _),), _ = beliefs.choose([1], [0], [[tree]], [1.0], [1, *[0.1] * 4], 0.0, 4, False)
+    ((tokens, parents, who, _),), _ = beliefs.choose([1], [0], [[tree]], [1.0], [1, *[0.1] * 4], 0.0, [4], False)
     assert (tokens, parents, who) == ([2, 4, 3, 1], [-1, 0, 0, -1], [1] * 4)
 
 
@@ -250,7 +264,7 @@ def test_both_choose_the_same(seed):
         covers = dice.choices((0.0, 0.5, 1.0), k=len(some))
         step = dice.choice((0.0, 0.01, 0.1, 0.5))
         seconds = [1 + step * i for i in range(dice.randint(1, 20))]
-        rest = covers, seconds, dice.choice((0.0, 0.3)), dice.randint(0, 8), dice.random() < 0.2
+        rest = covers, seconds, dice.choice((0.0, 0.3)), dice.choices(range(9), k=len(some)), dice.random() < 0.2
         one, other = (own.choose(some, [len(texts[seq]) for seq in some], guesses, *rest) for own in both)
         assert one == other
         for seq in some:
@@ -265,7 +279,7 @@ def test_both_choose_the_same(seed):
 @pytest.mark.parametrize("parent", [0, 1, 9])
 def test_parents_come_first(beliefs, parent):
     with pytest.raises(IndexError):
-        beliefs.choose([1], [0], [[(1, [5], [parent], [0.5])]], [1.0], [1.0, 1.1], 0.0, 4, False)
+        beliefs.choose([1], [0], [[(1, [5], [parent], [0.5])]], [1.0], [1.0, 1.1], 0.0, [4], False)
 
 
 def test_an_account_bounds_what_is_lost():

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +36,9 @@ from outrider.files import write_text
 log = logging.getLogger(__name__)
 
 UNSEEN = 0.03  # of the least forward known: what a row may cost while no two counts were measured
+STEP = 0.05  # by how much one measurement moves what is known well
+FADING, MOST_WEIGHT = 0.99, 8.0  # of a measurement with each that follows; of all of one count
+DOUBTED, SLOPE = 2.0, 0.2  # measurements that a promise counts for; promised, in forwards, beside one known count
 FRESH = 8  # forwards after which what they taught is looked at again
 MARGIN = 1.01  # a draft is worth it if it promises this much more than none
 ALLOWANCE, START = 0.01, 2.0  # plain steps: for each token that may come, at most
@@ -49,16 +52,41 @@ KEPT = 64  # machines and models whose costs are kept in the file
 
 
 class Curve(dict[int, float]):
-    """Seconds over a count, as measured: a moving average per count that was seen, and lines between them."""
+    """Seconds over a count, as measured: a moving average per count that was seen, and lines between them.
+
+    A machine that others use gives measurements that are several times too long, now and then; a count that was once
+    thought too dear is not measured again. So one measurement moves an average by little, and what was measured seldom,
+    or long ago, counts less than what its neighbours promise.
+    """
+
+    def __init__(self, known: Mapping[int, float] | None = None) -> None:
+        super().__init__(known or {})
+        self.weights = dict.fromkeys(self, 1.0)  # measurements, fading
 
     def add(self, count: int, seconds: float) -> None:
-        """One measurement. A hiccup is not the cost; what is fewer costs no more; what slows one slows all."""
-        old = self.get(count) or (min(seconds, 4 * self.at(count)) if self else seconds)
-        change = min(seconds, 2 * old) / old - 1
-        drift, own = 1 + 0.1 * change, old * (1 + 0.2 * change)
+        """One measurement. What is fewer costs no more; what slows one slows all."""
+        for other in self.weights:
+            self.weights[other] *= FADING
+        old = self.get(count) or (min(seconds, 2 * self.at(count)) if self else seconds)
+        weight = self.weights[count] = min(MOST_WEIGHT, self.weights.get(count, 0.0) + 1)
+        change, most = seconds / old - 1, max(STEP, 0.5 / weight)
+        drift, own = 1 + max(-STEP, min(STEP, change)), old * (1 + max(-most, min(most, change)))
         for other, known in self.items():
             self[other] = known * drift if other > count else min(known * drift, own)
         self[count] = own
+
+    def _believed(self) -> tuple[list[int], list[float]]:
+        """The counts that were measured, and what they are taken to cost."""
+        known = sorted(self)
+        seconds = [self[known[0]]]
+        for i, n in enumerate(known[1:], 1):
+            own, below = self[n], known[i - 1]
+            a, b = (below, known[i + 1]) if i + 1 < len(known) else (known[0], below)
+            slope = (self[b] - self[a]) / (b - a) if a < b else SLOPE * self[a] / a
+            promised = self[below] + slope * (n - below)
+            weight = self.weights[n]
+            seconds.append(max(seconds[-1], (weight * own + DOUBTED * min(own, promised)) / (weight + DOUBTED)))
+        return known, seconds
 
     def at(self, count: int) -> float:
         """Seconds of one count."""
@@ -66,8 +94,7 @@ class Curve(dict[int, float]):
 
     def over(self, first: int, last: int) -> list[float]:
         """Seconds of `first` to `last`; beyond the last that was measured with the slope at its end."""
-        known = sorted(self)
-        seconds = [*accumulate((self[n] for n in known), max)]
+        known, seconds = self._believed()
         if len(known) > 1:
             slopes = [(b - a) / (n - m) for (m, n), (a, b) in zip(pairwise(known), pairwise(seconds), strict=True)]
         else:
@@ -232,6 +259,11 @@ class Account:
         """What share of a guess's worth may be spent on it: all, or less if it is overdrawn, or nothing."""
         return 1.0 if self.credit >= 0 else DOUBT if self.credit >= -self.start else 0.0
 
+    @property
+    def stake(self) -> float:
+        """What one step may lose: what there is, and as much debt as there was allowance."""
+        return self.credit + 0.5 * self.start
+
     def enter(self, brought: float, cost: float) -> None:
         """One step. What is owed beyond DEBT is let off: it was bad luck, or the machine did something else."""
         self.credit = min(CREDIT, max(-DEBT, self.credit + brought - cost))
@@ -342,7 +374,7 @@ class Beliefs:
 
     def choose(
         self, seqs: list[int], lengths: list[int], guesses: list[list[Guess]], covers: list[float],
-        seconds: list[float], drafted: float, k: int, chains: bool,
+        seconds: list[float], drafted: float, most: list[int], chains: bool,
     ) -> tuple[list[Picked], float]:  # fmt: skip
         """Per sequence which of its guesses to verify, and the tokens a second that are expected with them.
 
@@ -362,7 +394,7 @@ class Beliefs:
             known.bush = Probe(bush.tokens, bush.parents, kinds, length)
             bushes.append(bush)
             every.append(chances)
-        chosen, rate = pick(every, bushes, seconds, drafted, k, chains)
+        chosen, rate = pick(every, bushes, seconds, drafted, most, chains)
         worth = [sum(chances[node] for node in nodes) for chances, nodes in zip(every, chosen, strict=True)]
         trees = [bush.drafted(nodes) for bush, nodes in zip(bushes, chosen, strict=True)]
         return [(*tree, own) for tree, own in zip(trees, worth, strict=True)], rate
@@ -419,14 +451,19 @@ class Beliefs:
 
 
 def pick(
-    chances: list[list[float]], bushes: list[Bush], seconds: Seq[float], drafted: float, k: int, chains: bool = False
+    chances: list[list[float]],
+    bushes: list[Bush],
+    seconds: Seq[float],
+    drafted: float,
+    most: list[int],
+    chains: bool = False,
 ) -> tuple[list[list[int]], float]:
-    """Per sequence the nodes to verify, at most k, the likeliest first; and tokens per second expected with them.
+    """Per sequence the nodes to verify, the likeliest first; and tokens per second expected with them.
 
     chances: per sequence and node, of surviving.  seconds: of the forward with no node, one, and so on.  drafted:
-    seconds spent.  chains: one child behind each node at most.
+    seconds spent.  most: nodes of each sequence.  chains: one child behind each node at most.
     """
-    n, room, chosen = len(bushes), [k] * len(bushes), list[tuple[int, int]]()
+    n, room, chosen = len(bushes), [*most], list[tuple[int, int]]()
     taken: list[set[int]] = [{-1} for _ in bushes]
     parents: list[set[int]] = [set() for _ in bushes]
     expected, best, many = float(n), n / (seconds[0] + drafted) * MARGIN, 0

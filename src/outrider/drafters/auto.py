@@ -20,6 +20,7 @@ import hashlib
 import logging
 import platform
 import time
+from bisect import bisect
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -201,10 +202,15 @@ class Auto(Drafter):
         self, seqs: list[Sequence], cases: list[Case], lengths: list[int], guesses: list[list[Guess]], drafted: float,
         k: int,
     ) -> tuple[list[Picked], float]:  # fmt: skip
-        """The guesses that get rows; fewer where the account is overdrawn that pays."""
+        """The guesses that get rows; fewer where the account is overdrawn that pays, or would be if all were wrong."""
+        ids, seconds = [seq.id for seq in seqs], self.seconds
         covers = [(case.asks if case.ran else case.rows).covers for case in cases]
-        ids = [seq.id for seq in seqs]
-        return self.beliefs.choose(ids, lengths, guesses, covers, self.seconds, drafted, k, self.chains)
+        least = seconds[0] / len(seqs)  # what a token takes plainly
+        most = [
+            k if case.ran else min(k, max(1, bisect(seconds, seconds[0] + case.rows.stake * least) - 1))
+            for case in cases
+        ]
+        return self.beliefs.choose(ids, lengths, guesses, covers, seconds, drafted, most, self.chains)
 
     def _draft(self, picked: Picked, riding: Draft | None) -> Draft:
         """What was picked, and the riders of who has some."""
@@ -291,9 +297,12 @@ class Auto(Drafter):
             self.costs.add(rows, keys, began - self.sent, output.read)
         cases = [self.cases.get(seq.id) or self._case(seq) for seq in seqs]
         nodes = sum([case.nodes for case in cases])
+        extra = self.seconds[min(rows - n, len(self.seconds) - 1)] - self.seconds[0] if nodes else 0.0
+        if nodes and not output.read:  # what was thought too little of is charged in full; a hiccup is not
+            extra = min(max(extra, began - self.sent - self.seconds[0]), 2 * extra)
         for seq, case, verdict, draft in zip(seqs, cases, verdicts, output.drafts, strict=True):
             if case.nodes:
-                seconds = self.seconds[min(rows - n, len(self.seconds) - 1)] - self.seconds[0] + self.own
+                seconds = extra + self.own
                 accepted = sum(node not in draft.forced for node in verdict.path)
                 account = case.asks if case.ran else case.rows
                 account.enter(accepted, seconds * n / self.seconds[0] * case.nodes / nodes)
