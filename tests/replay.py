@@ -114,9 +114,14 @@ class Replayed(NamedTuple):
         return self.tokens / self.seconds
 
 
-def replay(make: Make, traces: list[Trace], machine: Machine, batch: int = 1) -> Replayed:
-    """Answer the traces in their order, `batch` at a time, each new one as another ends."""
-    clock, at = Clock(), dict[int, Trace]()
+def replay(
+    make: Make, traces: list[Trace], machine: Machine, batch: int = 1, hiccup: Callable[[], float] = lambda: 1.0
+) -> Replayed:
+    """Answer the traces in their order, `batch` at a time, each new one as another ends.
+
+    `hiccup` says how many times longer a forward seems to take than it does: time that is seen, and not counted.
+    """
+    clock, at, unreal = Clock(), dict[int, Trace](), 0.0
     drafter = make(at, machine, clock)
     waiting, running, seen, steps = list(traces), list[Sequence](), set[int](), []
     while waiting or running:
@@ -130,7 +135,9 @@ def replay(make: Make, traces: list[Trace], machine: Machine, batch: int = 1) ->
         read = sum(len(seq.tokens) - 1 for seq in running if seq.id not in seen)
         seen |= {seq.id for seq in running}
         rows = sum(1 + len(draft) for draft in drafts)
-        clock.now += machine.forward(rows, read)
+        seconds, longer = machine.forward(rows, read), hiccup()
+        clock.now += seconds * longer
+        unreal += seconds * (longer - 1)
         verdicts = [
             _walk(draft, at[seq.id].output[len(seq.output) :]) for seq, draft in zip(running, drafts, strict=True)
         ]
@@ -139,11 +146,11 @@ def replay(make: Make, traces: list[Trace], machine: Machine, batch: int = 1) ->
         none = torch.zeros(rows, 1)
         output = Output(list(none.split([1 + len(d) for d in drafts])), [none[:1]] * len(drafts), drafts, none, read)
         drafter.observe(running, verdicts, output)
-        steps.append((clock.now, sum(len(verdict.tokens) for verdict in verdicts)))
+        steps.append((clock.now - unreal, sum(len(verdict.tokens) for verdict in verdicts)))
         for seq in [seq for seq in running if not seq.room]:
             drafter.forget(seq)
             running.remove(seq)
-    return Replayed(clock.now, sum(n for _, n in steps), steps, drafter)
+    return Replayed(clock.now - unreal, sum(n for _, n in steps), steps, drafter)
 
 
 def _walk(draft: Draft, truth: list[int]) -> Verdict:
