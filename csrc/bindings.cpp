@@ -6,6 +6,7 @@
 
 #include "choose.h"
 #include "dispatch.h"
+#include "lookups.h"
 #include "pool.h"
 #include "sampling.h"
 #include "suffix.h"
@@ -127,6 +128,33 @@ static void bind_suffix(nb::module_ &m) {
       });
 }
 
+static void bind_lookups(nb::module_ &m) {
+  nb::class_<NgramIndex>(m, "NgramIndex")
+      .def(nb::init<int, int>())
+      .def("guess", [](NgramIndex &own, const nb::list &tokens, int settled, int k) {
+        if (settled < 0 || settled > int64_t(tokens.size())) throw nb::index_error("there are not so many tokens");
+        own.enter(part(tokens, own.size(), settled));
+        NgramIndex::Copy copy = own.guess(part(tokens, settled, int64_t(tokens.size())), k);
+        return std::make_tuple(std::move(copy.tokens), std::move(copy.trust));
+      });
+  nb::class_<Shards>(m, "Shards", "Addresses of a datastore's shards, which its maker keeps in memory.")
+      .def("__init__", [](Shards *own, const std::vector<std::tuple<uintptr_t, uintptr_t, int64_t>> &given) {
+        std::vector<Shards::Shard> shards;
+        for (const auto &[ids, order, size] : given)
+          shards.push_back({static_cast<const uint32_t *>(at(ids)), static_cast<const uint32_t *>(at(order)), size});
+        new (own) Shards(std::move(shards));
+      })
+      .def("guess", [](const Shards &own, const std::vector<uint32_t> &context, int least, int length, int hits, int k,
+                       bool tree) {
+        Shards::Guess guess;
+        {
+          nb::gil_scoped_release released;  // it may wait for the disk
+          guess = own.guess(context, least, length, hits, k, tree);
+        }
+        return std::make_tuple(std::move(guess.tokens), std::move(guess.parents), std::move(guess.trust));
+      });
+}
+
 static void bind_beliefs(nb::module_ &m) {
   nb::class_<Beliefs>(m, "Beliefs")
       .def(nb::init<uint64_t>())
@@ -165,5 +193,6 @@ NB_MODULE(_kernels, m) {
   bind_attention(m);
   bind_walk(m);
   bind_suffix(m);
+  bind_lookups(m);
   bind_beliefs(m);
 }

@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from outrider import LLM, SamplingParams, SpeculativeConfig, drafters
+from outrider.drafters.ngram import Index
 from outrider.errors import ConfigError
 from outrider.load import embedded
+from outrider.ops import native
 from outrider.sequence import Sequence
 
 # --- ngram -----------------------------------------------------------------------------------------------------------
@@ -36,11 +38,13 @@ def lookup(tokens: list[int], settled: int, k: int, low: int, high: int) -> list
     return []
 
 
+@pytest.mark.parametrize("index", [Index, *([native.kernels.NgramIndex] if native.kernels else [])])
 @given(seed=st.integers(0, 10**9), low=st.integers(1, 3), more=st.integers(0, 3), k=st.integers(1, 9))
-def test_ngram(seed, low, more, k):
+def test_ngram(index, seed, low, more, k):
     dice, high = random.Random(seed), low + more
     options = {"prompt_lookup_min": low, "prompt_lookup_max": high}
     drafter = drafters.create(SpeculativeConfig("ngram", options=options))
+    drafter.index = index
     seqs = [Sequence(dice.choices(range(3), k=dice.randint(1, 12)), SamplingParams(), 0) for _ in range(2)]
     for _ in range(8):  # sequences grow by blocks; forks come and go between
         fork = seqs[0].fork()
@@ -49,6 +53,7 @@ def test_ngram(seed, low, more, k):
             for seq, draft in zip(group, drafter.propose(group, k), strict=True):
                 assert draft.is_chain
                 assert draft.tokens == lookup(seq.tokens, seq.settled, k, low, high)
+                assert draft.trust == Index(low, high).guess(seq.tokens, seq.settled, min(k, seq.room - 1))[1]
         for seq in seqs:
             seq.tokens += dice.choices(range(3), k=dice.randint(1, 3))
     for seq in seqs:

@@ -25,6 +25,7 @@ from outrider.errors import ConfigError, EngineError
 ray = pytest.importorskip("ray", reason="the extra 'ray' is not installed")
 from ray import serve  # noqa: E402
 
+import outrider.ray  # noqa: E402
 from outrider.ray import ENGINE, Engine, Replicas, app  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -207,48 +208,117 @@ def marked(mark: str) -> dict[int, str]:
     return found
 
 
-def test_the_command():
-    """`outrider serve --replicas 2`: streams outlive an engine, and may end after SIGTERM; no process stays."""
-    with socket.socket() as some:
-        some.bind(("127.0.0.1", 0))
-        port = some.getsockname()[1]
-    mark, url = secrets.token_hex(8), f"http://127.0.0.1:{port}"
-    args = ["--replicas", "2", "--port", str(port), "--dtype", "float32", "--device", "cpu", "--drain", "120"]
-    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {"OUTRIDER_TEST": mark}
-    command = [sys.executable, "-m", "outrider", "serve", "tiny", *args]
-    process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+class Command:
+    """`outrider serve --replicas 2`, and what it says; at the end no process of its own is left."""
+
+    def __init__(self, path: Path, *args: str) -> None:
+        with socket.socket() as some:
+            some.bind(("127.0.0.1", 0))
+            self.port = some.getsockname()[1]
+        self.mark, self.url, self.said = secrets.token_hex(8), f"http://127.0.0.1:{self.port}", path / "said"
+        env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+        command = [sys.executable, "-m", "outrider", "serve", "tiny", "--replicas", "2", "--port", str(self.port)]
+        with self.said.open("wb") as said:
+            self.process = subprocess.Popen(
+                [*command, "--dtype", "float32", "--device", "cpu", *args],
+                env=env | {"OUTRIDER_TEST": self.mark}, stdout=subprocess.DEVNULL, stderr=said,
+            )  # fmt: skip
+
+    def engines(self, seconds: float = 300) -> list[int]:
+        """As soon as there are two processes of them."""
+        until = time.monotonic() + seconds
+        while True:
+            found = [pid for pid, name in marked(self.mark).items() if name.startswith("ray::ServeReplica:outrider:E")]
+            if len(found) == 2:
+                return found
+            assert time.monotonic() < until and self.process.poll() is None, self.said.read_text()[-3000:]
+            time.sleep(0.1)
+
+    def wait_for(self, words: str, seconds: float = 300) -> None:
+        """Until it has said so."""
+        until = time.monotonic() + seconds
+        while words not in self.said.read_text():
+            assert time.monotonic() < until and self.process.poll() is None, self.said.read_text()[-3000:]
+            time.sleep(0.1)
+
+    def __enter__(self) -> Command:
+        return self
+
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+        try:
+            if failed is None:
+                code, said = self.process.wait(120), self.said.read_text()
+                assert code == 0 and "\nTraceback" not in said, said  # Serve's own lines begin with who says them
+                until = time.monotonic() + 60
+                while rest := marked(self.mark):
+                    assert time.monotonic() < until, rest
+                    time.sleep(0.5)
+        finally:
+            for pid in marked(self.mark):
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_the_command(tmp_path):
+    """Streams outlive an engine, and may end after SIGTERM."""
     wanted = expected(4, 400)
 
     async def main() -> None:
-        until = time.monotonic() + 300
         async with client() as http:
-            while True:
-                engines = [pid for pid, name in marked(mark).items() if name.startswith("ray::ServeReplica:outrider:E")]
-                with suppress(httpx.HTTPError):
-                    if (await http.get(f"{url}/health")).status_code == 200 and len(engines) == 2:
-                        break
-                assert time.monotonic() < until and process.poll() is None, process.stderr.read()
-                await asyncio.sleep(1)
-            for act in (lambda: os.kill(engines[0], signal.SIGKILL), process.terminate):
+            for act in (lambda: os.kill(engines[0], signal.SIGKILL), command.process.terminate):
                 seen: dict = {}
-                streams = [asyncio.ensure_future(answer(http, body(i, 400), seen, url)) for i in range(4)]
+                streams = [asyncio.ensure_future(answer(http, body(i, 400), seen, command.url)) for i in range(4)]
                 while seen.get("frames", 0) < 40:
                     await asyncio.sleep(0.02)
                 assert not any(s.done() for s in streams)
                 act()
                 assert await asyncio.gather(*streams) == wanted
 
-    try:
+    with Command(tmp_path, "--drain", "120") as command:
+        command.wait_for("is ready at")
+        engines = command.engines()
         asyncio.run(main())
-        said = process.communicate(timeout=120)[1]
-        assert process.returncode == 0 and "Traceback" not in said, said[-3000:]
-        until = time.monotonic() + 60
-        while rest := marked(mark):
-            assert time.monotonic() < until, rest
-            time.sleep(0.5)
-    finally:
-        for pid in marked(mark):
-            os.kill(pid, signal.SIGKILL)
+
+
+def test_ended_while_it_starts(tmp_path):
+    """What an engine already answers is drained, though another has not started; and so does nothing at all end."""
+    (wanted,) = expected(1, 400)
+
+    async def main() -> None:
+        async with client() as http:
+            until = time.monotonic() + 300
+            while True:  # the ingress is there, and one engine or two
+                with suppress(httpx.HTTPError):
+                    if (await http.get(f"{command.url}/health")).status_code == 200:
+                        break
+                assert time.monotonic() < until, command.said.read_text()[-3000:]
+                await asyncio.sleep(0.1)
+            seen: dict = {}
+            stream = asyncio.ensure_future(answer(http, body(0, 400), seen, command.url))
+            while not seen:
+                if "is ready at" not in command.said.read_text():  # one that still starts goes, and starts again
+                    for pid in sorted(command.engines())[1:]:
+                        os.kill(pid, signal.SIGKILL)
+                await asyncio.sleep(0.1)
+            command.process.terminate()
+            assert await stream == wanted
+
+    with Command(tmp_path, "--drain", "120") as command:
+        asyncio.run(main())
+    with Command(tmp_path) as command:
+        command.engines()
+        command.process.terminate()
+
+
+def test_too_busy_to_say(monkeypatch):
+    """A proxy that does not say how many answers it passes on passes on some; one that has gone passes on none."""
+    monkeypatch.setattr(ray.util, "list_named_actors", lambda **_: [{"name": "SERVE_PROXY_ACTOR-1", "namespace": ""}])
+    for error, relaying in ((ray.exceptions.GetTimeoutError(), True), (ValueError("no actor"), False)):
+
+        def fail(*_, error=error):
+            raise error
+
+        monkeypatch.setattr(ray, "get_actor", fail)
+        assert outrider.ray._relaying() is relaying
 
 
 def test_a_stuck_engine_is_not_well(monkeypatch):

@@ -7,6 +7,7 @@ import json
 import lzma
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_cli import run  # noqa: F401 - a fixture
 
-from outrider import LLM, SamplingParams, datastore
+from outrider import LLM, Draft, SamplingParams, datastore
 from outrider.datastore import HEADER, SEPARATOR, Store, build, suffix_array, write
 from outrider.drafters.rest import Rest, follow, grow
 from outrider.errors import ConfigError
 from outrider.load import find, read_tokenizer
+from outrider.ops import native
 from outrider.sequence import Sequence
 
 IDS = st.lists(st.integers(0, 3), max_size=12)
@@ -71,6 +73,35 @@ def test_find(tmp_path_factory, documents, context, shortest, length, shard):
     assert Counter(map(tuple, rows)) == brute(documents, context, 5, shortest, length)
     few = store.find(context, 5, shortest, length, 2)
     assert len(few) == min(2, len(rows)) and not Counter(map(tuple, few)) - Counter(map(tuple, rows))
+
+
+@pytest.mark.skipif(native.kernels is None, reason="no compiled kernels")
+@given(
+    st.lists(st.lists(st.integers(0, 2), max_size=30), min_size=1, max_size=6).filter(any), IDS, st.integers(1, 12),
+    st.integers(1, 5), st.integers(1, 9), st.sampled_from([1, 20, 2**26]), st.booleans(),
+)  # fmt: skip
+def test_compiled(tmp_path_factory, documents, context, k, length, hits, shard, tree):
+    """The compiled look-up guesses what its reference does."""
+    store = write(documents, tmp_path_factory.getbasetemp() / "compiled.store", vocab=4, shard_tokens=shard)
+    wanted = (grow if tree else follow)(store.find(context, 6, 2, length, hits), k)
+    assert Draft(*store.compiled().guess(context[-6:], 2, length, hits, k, tree)[:2]) == replace(wanted, trust=None)
+    assert store.compiled().guess(context[-6:], 2, length, hits, k, tree)[2] == (wanted.trust or [])
+
+
+@pytest.mark.skipif(native.kernels is None, reason="no compiled kernels")
+def test_compiled_reads_what_is_there(tmp_path):
+    """A suffix array of wild places leads nowhere outside of the ids."""
+    path = tmp_path / "wild.store"
+    write([[1, 2, 3] * 50], path, vocab=4)
+    raw = bytearray(path.read_bytes())
+    raw[-4 * 151 :] = np.random.default_rng(0).integers(0, 2**32, 151, np.uint64).astype("<u4").tobytes()
+    path.write_bytes(raw)
+    store = Store(path)
+    found = store.compiled()
+    for context in ([1, 2], [3, 1, 2, 3, 1], [0, 0], [2**32 - 1, 5]):
+        for tree in (False, True):
+            tokens, parents, trust = found.guess(context, 1, 9, 99, 9, tree)
+            assert len(tokens) == len(parents) == len(trust) <= 9
 
 
 def test_find_by_hand(tmp_path):

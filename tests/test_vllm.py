@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from outrider.draft import Draft
+from outrider.drafters.ngram import Ngram
 from outrider.drafters.suffix import Suffix
 from outrider.errors import ConfigError, OutriderError
 from outrider.vllm import PATIENCE, VARIABLE, Proposer
@@ -57,7 +58,7 @@ def test_rows_move_and_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [known.seq.tokens for known in proposer.known] == [[*two, 14, 11], [*one, 4]]
     drafts = [proposer.propose(*batch(([20 + i, 21 + i], 1)))[0] for i in range(PATIENCE + 2)]
     assert not any(id(known.seq) in ids for known in proposer.known) and not any(drafts)
-    assert proposer.drafter.lengths  # type: ignore[attr-defined]  # they were told to be over, and are remembered
+    assert proposer.parts[0].lengths  # type: ignore[attr-defined]  # they were told to be over, and are remembered
     same = [5, 6, 5]
     proposer.propose(*batch((same, 1), (same, 1)))  # the same request twice, side by side
     assert proposer.propose(*batch(([*same, 6], 1), ([*same, 9], 1)))[0][:1] == [5]
@@ -68,7 +69,7 @@ def test_any_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     both = [{"method": "suffix", "tree": True}, {"method": "ngram"}]
     for method in (
         "suffix", "suffix:tree=true", "ngram:prompt_lookup_min=1", json.dumps({"method": "merge", "drafters": both}),
-        "auto", json.dumps({"method": "auto", "drafters": both}),
+        "auto", json.dumps({"method": "auto", "drafters": both}), "recycle:recycled=2",
     ):  # fmt: skip
         dice, proposer, live = random.Random(0), make(monkeypatch, 3, method), list[list[int]]()
         drafted = 0
@@ -108,6 +109,34 @@ def test_whatever_a_drafter_does(monkeypatch: pytest.MonkeyPatch, caplog: pytest
     assert proposer.propose([[1]], None, None) == [[]]
 
 
+def test_the_best_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what several guess, the chain from which most is expected; each within its own bounds."""
+    few = {"method": "suffix", "num_speculative_tokens": 2}
+    proposer = make(monkeypatch, 4, json.dumps({"method": "merge", "drafters": [few, {"method": "ngram"}]}))
+    rows = batch(([1, 2], 1), ([3, 4], 1), ([5, 6], 1))
+    one, two = Draft.chain([1, 2], [0.9, 0.9]), Draft.chain([3, 4, 5], [0.5, 0.9, 0.9])
+    asked = list[int]()
+
+    def answer(*drafts: Draft) -> Any:
+        def propose(_: Any, __: Any, k: int) -> list[Draft]:
+            asked.append(k)
+            return [*drafts]
+
+        return propose
+
+    monkeypatch.setattr(Suffix, "propose", answer(one, Draft(), one))
+    monkeypatch.setattr(Ngram, "propose", answer(two, two, one))
+    assert proposer.propose(*rows) == [[1, 2], [3, 4, 5], [1, 2]] and asked == [2, 4]
+
+
+def test_recycled_without_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What followed a token last, in whatever request, is guessed after it."""
+    proposer = make(monkeypatch, 3, "recycle")
+    assert proposer.propose(*batch(([1, 2, 3, 1, 4, 5], 1)))[0] == []
+    assert proposer.propose(*batch(([1, 2, 3, 1, 4, 5, 1], 1)))[0] == [4, 5, 1]
+    assert proposer.propose(*batch(([1, 2, 3, 1, 4, 5, 1, 2], 1), ([9, 9, 2], 1))) == [[3, 1, 2], [3, 1, 2]]
+
+
 @pytest.mark.parametrize("method", ["suffix", "ngram:prompt_lookup_min=1", "auto"])
 def test_odd_batches(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     """Never raises, whatever comes: what no request can be gets no draft, and the rows beside it have theirs."""
@@ -137,7 +166,7 @@ def test_odd_batches(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
 
 @pytest.mark.parametrize(
     "method",
-    ["medusa", "draft_model:model=tiny-draft", "recycle", "lookahead", "nonsense", "{", '{"method": 3}', "suffix:x=1"],
+    ["medusa", "draft_model:model=tiny-draft", "lookahead", "nonsense", "{", '{"method": 3}', "suffix:x=1"],
 )
 def test_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     with pytest.raises(OutriderError):
@@ -145,5 +174,5 @@ def test_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch, method: str) -> None
     with pytest.raises(ConfigError, match="needs more than tokens"):
         make(
             monkeypatch,
-            method=json.dumps({"method": "merge", "drafters": [{"method": "suffix"}, {"method": "recycle"}]}),
+            method=json.dumps({"method": "merge", "drafters": [{"method": "suffix"}, {"method": "lookahead"}]}),
         )

@@ -69,7 +69,7 @@ class Workers(Peer):
         self.methods |= {f"{self.label} prompt lookup k={k}": {"prompt_lookup_num_tokens": k} for k in lookups(configs)}
         for config in configs if name in HOSTS else ():
             with suppress(ConfigError):  # it needs more than tokens
-                vllm.check(drafter := drafters.create(config))
+                vllm.look_ups(drafter := drafters.create(config))
                 how = json.dumps({"method": config.method, **config.options})
                 own = {"num_speculative_tokens": drafter.num_speculative_tokens, "proposer": how}
                 self.methods[f"{self.label} with our {label(config)}"] = own

@@ -25,6 +25,7 @@ from outrider.corpus import PIECE, files, texts
 from outrider.errors import ConfigError
 from outrider.files import expand, replacing
 from outrider.load import Progress
+from outrider.ops import native
 
 SEPARATOR = 2**32 - 1
 VERSION = 1
@@ -89,6 +90,10 @@ class Store:
             spans = self._spans(context[-n:])
             low, high, found = (n, high, spans) if any(a < b for a, b in spans) else (low, n - 1, found)
         return list(self._after(found, low, length, hits)) if found else []
+
+    def compiled(self) -> Any:
+        """The shards for csrc/lookups.cpp, as long as this store is there."""
+        return native.kernels.Shards([(ids.ctypes.data, order.ctypes.data, len(ids)) for _, ids, order in self.shards])
 
     def _spans(self, wanted: list[int]) -> list[tuple[int, int]]:
         """Per shard, the part of its suffix array where `wanted` stands and the document goes on."""

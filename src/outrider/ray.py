@@ -23,7 +23,7 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.request_router import RequestRouter
 
@@ -361,31 +361,56 @@ def run(args: Mapping[str, Any], host: str, port: int, root_path: str = "") -> N
         engines = max(plan.replicas, plan.max_replicas or 0) * plan.tensor_parallel_size
         needed = engines * plan.num_cpus + plan.ingresses * plan.ingress_cpus
         own = {"address": "local", "num_cpus": max(os.cpu_count() or 1, math.ceil(needed))}
+    deployed = False
     try:
         ray.init(log_to_driver=True, include_dashboard=False, **own)
+        for number in ENDINGS:  # ray.init has set its own
+            signal.signal(number, _end)
         serve.start(http_options={"host": host, "port": port, "root_path": root_path})
-        serve.run(application, name=NAME)
+        deployed = True
+        serve.run(application, name=NAME)  # until all engines have started, and those that have may be at work
+        threading.Event().wait()
+    except _Ended:
+        if deployed:
+            _drained(plan.settings.drain, alone=bool(own))
     except Exception as error:  # Ray raises what it likes: no machine at the address, a port that is taken, no start
         raise EngineError(f"Ray does not serve: {told(error)}") from None
-    ending = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ending.set())
-    ending.wait()
-    serve.delete(NAME, _blocking=False)
-    until = time.monotonic() + plan.settings.drain + LAST_WORDS
-    while (NAME in serve.status().applications or _relaying()) and time.monotonic() < until:
-        time.sleep(0.2)
     if own:  # elsewhere there may be others' applications
         serve.shutdown()
     ray.shutdown()
 
 
-def _relaying() -> int:
-    """Answers that Serve's proxies have not passed on to the end: they would be cut, though the ingress has gone."""
-    found = 0
+ENDINGS = signal.SIGTERM, signal.SIGINT
+
+
+class _Ended(BaseException):
+    """Someone wants us to end."""
+
+
+def _end(*_: Any) -> None:
+    for number in ENDINGS:  # once is enough
+        signal.signal(number, signal.SIG_IGN)
+    raise _Ended
+
+
+def _drained(seconds: float, alone: bool) -> None:
+    """Take no more requests, and wait for those there are; `alone`: this Ray ends with us, Serve's proxies, too."""
+    serve.delete(NAME, _blocking=False)
+    until = time.monotonic() + seconds + LAST_WORDS
+    while (NAME in serve.status().applications or (alone and _relaying())) and time.monotonic() < until:
+        time.sleep(0.2)
+
+
+def _relaying() -> bool:
+    """Whether Serve's proxies have not passed on all answers: they would be cut, though the ingress has gone."""
     for about in ray.util.list_named_actors(all_namespaces=True):
         if about["name"].startswith("SERVE_PROXY_ACTOR"):
-            with suppress(Exception):  # it has gone, or is another version's
+            try:
                 proxy: Any = ray.get_actor(about["name"], about["namespace"])
-                found += ray.get(proxy.__ray_call__.remote(lambda own: own.http_proxy._ongoing_requests), timeout=5)
-    return found
+                if ray.get(proxy.__ray_call__.remote(lambda own: own.http_proxy._ongoing_requests), timeout=5):
+                    return True
+            except GetTimeoutError:  # whoever is too busy to say
+                return True
+            except (RayError, ValueError):  # it has gone, or is another version's
+                continue
+    return False

@@ -19,6 +19,7 @@ import json
 import logging
 import os
 from collections.abc import Sequence as Seq
+from operator import itemgetter, mul
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,23 +35,26 @@ from outrider.speculate import Drafter
 log = logging.getLogger(__name__)
 VARIABLE = "OUTRIDER_VLLM"
 PATIENCE = 8  # calls until a request that is not seen counts as ended
+EDGE = 512  # tokens at each end by which requests are told apart
 Ids = np.ndarray[Any, Any]
 
 
 class Known:
     """A request, by what it has said so far."""
 
-    def __init__(self, prompt: list[int], longest: int) -> None:
-        self.copy = np.empty(longest, np.int32)
+    def __init__(self, prompt: list[int], copy: Ids) -> None:
+        self.copy = copy  # a row as long as they get
         self.seq = Sequence(prompt, SamplingParams(temperature=0, max_tokens=2**31), seed=0)
         self.copy[: len(prompt)] = prompt
         self.seen = 0  # the call in which it was last there
 
     def begins(self, tokens: Ids) -> bool:
-        """Whether these tokens go on from what it has said."""
+        """Whether these tokens go on from what it has said. Both ends tell requests apart; a mistake costs drafts."""
         n = len(self.seq.tokens)
-        same = n <= len(tokens) and self.copy[n - 1] == tokens[n - 1]  # which most others are told apart by
-        return bool(same and (self.copy[:n] == tokens[:n]).all())
+        if n > len(tokens) or self.seq.tokens[-1] != tokens[n - 1]:
+            return False
+        first, last = slice(min(n, EDGE)), slice(max(0, n - EDGE), n)
+        return all(self.copy[part].tobytes() == tokens[part].tobytes() for part in (last, first))
 
     def grow(self, new: list[int]) -> None:
         """Take over what has come since."""
@@ -74,15 +78,16 @@ class Proposer:
                 raise ConfigError(f"{VARIABLE} is not JSON: {error}") from None
         else:
             config = SpeculativeConfig.parse(text)
-        self.drafter = drafters.create(config)
-        if config.method == "auto":  # it chooses by what a step costs, which is vLLM's affair: its sources remain
-            one, *more = given = vars(self.drafter)["given"]
-            merge = {"method": "merge", "drafters": given}
-            self.drafter = drafters.create(SpeculativeConfig.of(merge if more else one))
-        check(self.drafter)
+        drafter = drafters.create(config)
+        self.parts = look_ups(drafter)
         shape = SimpleNamespace(vocab_size=self.vocab)
         target: Any = SimpleNamespace(model=SimpleNamespace(config=shape), tokenizer=None, follows_paths=True)
-        self.drafter.attach(target, _no_model)
+        for part in self.parts:
+            part.attach(target, _no_model)
+            if hasattr(part, "tree"):
+                part.tree = False  # of which vLLM would take one path
+        self.budgets = [self.k if part is drafter else min(self.k, part.num_speculative_tokens) for part in self.parts]
+        self.learning: list[Any] = [part for part in self.parts if hasattr(part, "follow")]
         self.known: list[Known] = []  # those at the places of the last call's rows first
         self.calls = 0
         self.level = logging.WARNING
@@ -109,17 +114,21 @@ class Proposer:
     def _fill(self, drafts: list[list[int]], sampled: Any, lengths: Any, tokens: Any) -> None:
         self.calls += 1
         rows: dict[int, Known] = {}
-        for i, own in enumerate(sampled if tokens.dtype.kind in "iu" else ()):
-            if 0 < len(own) < lengths[i] and (known := self._find(i, tokens[i, : int(lengths[i])], len(own))):
+        own_rows = zip(sampled if tokens.dtype.kind in "iu" else (), map(int, lengths), strict=False)
+        for i, (own, length) in enumerate(own_rows):
+            if 0 < len(own) < length and (known := self._find(i, tokens[i, :length], len(own))):
                 rows[i] = known
         there = list(rows.values())
         absent = [known for known in self.known if known.seen != self.calls]
         self.known = there + [known for known in absent if self.calls - known.seen <= PATIENCE]
         for known in absent:
             if self.calls - known.seen > PATIENCE:
-                self.drafter.forget(known.seq)
-        for i, draft in zip(rows, self.drafter.propose([known.seq for known in there], self.k), strict=True):
-            drafts[i] = self._chain(draft, self.longest - int(lengths[i]) - 1)
+                for part in self.parts:
+                    part.forget(known.seq)
+        seqs = [known.seq for known in there]
+        guesses = [part.propose(seqs, k) for part, k in zip(self.parts, self.budgets, strict=True)]
+        for i, *own in zip(rows, *guesses, strict=True):
+            drafts[i] = self._chain(own, self.longest - int(lengths[i]) - 1)
 
     def _find(self, row: int, tokens: Ids, fresh: int) -> Known | None:
         """The request that these tokens are of; most often it stands where it stood in the last call.
@@ -131,35 +140,49 @@ class Proposer:
         new = tokens[len(known.seq.tokens) if known else 0 :].tolist()
         if len(tokens) > self.longest or (new and (min(new) < 0 or max(new) >= 2**31)):
             return None
+        start = -1
         if known is None:
-            known, new = Known(new[:-fresh], self.longest), new[-fresh:]
+            known, start = Known(new[:-fresh], np.empty(self.longest, tokens.dtype)), 0
+            new = new[-fresh:]
+        for part in self.learning:
+            part.follow([*known.seq.tokens[start:], *new])
         known.seen = self.calls
         known.grow(new)
         return known
 
-    def _chain(self, draft: Draft, room: int) -> list[int]:
-        """The path of a draft from which most is expected: vLLM takes chains only."""
-        path: Seq[int] = draft.tokens[: draft.verifiable]
-        if not draft.is_chain:
-            sure: list[tuple[float, float]] = []  # of each node: that it is reached, and the tokens down to it
-            for i, parent in enumerate(draft.parents[: draft.verifiable]):
-                reached, worth = sure[parent] if parent >= 0 else (1.0, 0.0)
-                reached *= draft.trust[i] if draft.trust else 1.0
-                sure.append((reached, worth + reached))
-            path = draft.words(max(range(len(sure)), key=lambda i: sure[i][1], default=-1))
-        path = list(map(int, path[: max(0, min(self.k, room))]))
+    def _chain(self, guesses: list[Draft], room: int) -> list[int]:
+        """The path of these guesses from which most is expected: vLLM takes chains only."""
+        _, path = max(map(expected, guesses), key=itemgetter(0))
+        path = [*map(int, path[: max(0, min(self.k, room))])]
         if path and (min(path) < 0 or max(path) >= self.vocab):
             path = list(itertools.takewhile(lambda token: 0 <= token < self.vocab, path))
         return path
 
 
-def check(drafter: Drafter) -> None:
-    """Raises ConfigError for what learns from logits or hidden states, or runs a model."""
+def expected(draft: Draft) -> tuple[float, Seq[int]]:
+    """How many tokens of its best path are expected to be right, and the path."""
+    trust = draft.trust or [1.0] * len(draft)
+    if draft.is_chain:
+        return sum(itertools.accumulate(trust[: draft.verifiable], mul)), draft.tokens[: draft.verifiable]
+    sure: list[tuple[float, float]] = []  # of each node: that it is reached, and the tokens down to it
+    for parent, own in zip(draft.parents[: draft.verifiable], trust, strict=False):
+        reached, worth = sure[parent] if parent >= 0 else (1.0, 0.0)
+        sure.append((reached * own, worth + reached * own))
+    best = max(range(len(sure)), key=lambda i: sure[i][1], default=-1)
+    return (sure[best][1], draft.words(best)) if sure else (0.0, [])
+
+
+def look_ups(drafter: Drafter) -> list[Drafter]:
+    """What it is made of: vLLM says what a step takes, so there is nothing for `auto` to choose by.
+
+    Raises ConfigError for what learns from logits or hidden states alone, or runs a model.
+    """
     if (parts := getattr(drafter, "parts", None)) is not None:
-        for part in parts:
-            check(part)
-    elif not drafter.cheap or type(drafter).observe is not Drafter.observe:
-        raise ConfigError(f"method {drafter.name!r} needs more than tokens; inside vLLM: ngram, suffix, rest, merge")
+        return [one for part in parts for one in look_ups(part)]
+    if not drafter.cheap or (type(drafter).observe is not Drafter.observe and not hasattr(drafter, "follow")):
+        valid = "ngram, suffix, recycle, rest, merge, auto"
+        raise ConfigError(f"method {drafter.name!r} needs more than tokens; inside vLLM: {valid}")
+    return [drafter]
 
 
 def _no_model(name: str) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar
 
 import torch
@@ -52,6 +53,18 @@ class Recycle(Drafter):
             chances = (best.values - best.values[:, :1]).float().softmax(-1)
         for token, ids, own in zip(tokens, best.indices.tolist(), chances.tolist(), strict=True):
             self.table[str(token)] = ids, own
+
+    def follow(self, tokens: list[int]) -> None:
+        """Where nobody shows logits (vllm.py): what followed each token is expected after it again, the last first."""
+        fresh: dict[int, list[int]] = {}
+        for after, token in pairwise(reversed(tokens)):
+            own = fresh.setdefault(token, [])
+            if len(own) < self.recycled and after not in own:
+                own.append(after)
+        for token, own in fresh.items():
+            known = self.table.get(str(token), ([], []))[0]
+            ids = [*own, *(after for after in known if after not in own)][: self.recycled]
+            self.table[str(token)] = ids, [0.5**n for n in range(1, 1 + len(ids))]
 
     def _grow(self, token: int, k: int) -> Draft:
         tokens, parents, trust = list[int](), list[int](), list[float]()

@@ -5,7 +5,8 @@ memory-mapped suffix array; what followed its occurrences makes a trie whose nod
 By default the most frequent path is proposed; with `tree`, the most frequent nodes. Pays where the text resembles the
 store and not itself: code of a known house or library, set phrases, answers like earlier ones. Costs no forward and no
 memory; a look-up takes about as long as a few dozen random page reads. Unlike the original it maps the file instead of
-reading it, reads 32-bit ids, stays within documents and guesses nothing where it knows nothing.
+reading it, reads 32-bit ids, stays within documents and guesses nothing where it knows nothing. csrc/lookups.cpp does
+the same; what stands here is its reference.
 Build stores with `outrider datastore build`.
 """
 
@@ -21,6 +22,7 @@ from outrider.datastore import Store
 from outrider.draft import Draft
 from outrider.drafters import check
 from outrider.errors import ConfigError
+from outrider.ops import native
 from outrider.runner import Runner
 from outrider.sequence import Sequence
 from outrider.speculate import Drafter
@@ -44,6 +46,7 @@ class Rest(Drafter):
             raise ConfigError("method rest needs a 'datastore', a file made by `outrider datastore build`")
         check(self, max_token_span=(2, MOST_NODES), max_continuation=(1, MOST_NODES))
         self.store = Store(self.datastore)
+        self.shards = None if native.active == native.REFERENCE else self.store.compiled()
 
     def attach(self, target: Runner, load: Callable[[str], Runner]) -> None:
         """Refuse a store of other tokens."""
@@ -51,11 +54,14 @@ class Rest(Drafter):
 
     def propose(self, seqs: list[Sequence], k: int) -> list[Draft]:
         """One draft per sequence, empty where the store does not know its last two tokens."""
-        length, shape = min(k, self.max_continuation), grow if self.tree else follow
-        return [shape(self._look_up(seq, length), k) if k > 0 else Draft() for seq in seqs]
+        return [self._guess(seq.tokens[-self.max_token_span :], k) if k > 0 else Draft() for seq in seqs]
 
-    def _look_up(self, seq: Sequence, length: int) -> list[list[int]]:
-        return self.store.find(seq.tokens[-self.max_token_span :], self.max_token_span, 2, length, HITS)
+    def _guess(self, context: list[int], k: int) -> Draft:
+        length = min(k, self.max_continuation)
+        if self.shards is None:
+            return (grow if self.tree else follow)(self.store.find(context, self.max_token_span, 2, length, HITS), k)
+        tokens, parents, trust = self.shards.guess(context, 2, length, HITS, k, self.tree)
+        return Draft(tokens, parents, trust=trust)
 
 
 def follow(rows: list[list[int]], k: int) -> Draft:

@@ -1,0 +1,57 @@
+// Look-ups of what followed the same tokens: in a sequence itself, and in a datastore.
+#pragma once
+
+#include <cstdint>
+#include <unordered_map>
+#include <vector>
+
+// Prompt lookup (src/outrider/drafters/ngram.py, whose Index does the same).
+class NgramIndex {
+ public:
+  struct Copy {
+    std::vector<int32_t> tokens;
+    std::vector<double> trust;
+  };
+
+  // N-grams of `least` to `most` tokens.
+  NgramIndex(int least, int most) : least(least), most(most) {}
+  // Append tokens.
+  void enter(const std::vector<int32_t> &tokens);
+  // What followed the last occurrence of the longest n-gram that ends this text and `beyond`, at most k tokens.
+  Copy guess(const std::vector<int32_t> &beyond, int k);
+  int size() const { return int(text.size()); }
+
+ private:
+  int least, most;
+  std::vector<int32_t> text;
+  std::unordered_map<uint64_t, int32_t> ends;  // hash of an n-gram -> the place behind its last occurrence
+  int upto = 1;                                // ends below this are entered
+};
+
+// A datastore's shards (src/outrider/datastore.py), which their maker keeps in memory, and the guesses of method rest
+// (src/outrider/drafters/rest.py does the same).
+class Shards {
+ public:
+  struct Shard {
+    const uint32_t *ids, *order;  // tokens, big-endian; its suffix array, little-endian
+    int64_t size;
+  };
+  struct Guess {
+    std::vector<int32_t> tokens, parents;
+    std::vector<double> trust;
+  };
+
+  explicit Shards(std::vector<Shard> shards) : shards(std::move(shards)) {}
+  // The chain, or tree, of at most k tokens that most often followed the longest known end of `context`, of at least
+  // `least` tokens, at `hits` of the places where it stands, `length` tokens of each.
+  Guess guess(const std::vector<uint32_t> &context, int least, int length, int hits, int k, bool tree) const;
+
+ private:
+  struct Place {
+    const Shard *shard;
+    int64_t at;
+  };
+  std::vector<Place> places(const uint32_t *key, int n, int hits) const;
+
+  std::vector<Shard> shards;
+};
