@@ -157,6 +157,7 @@ Shards::Guess Shards::guess(const std::vector<uint32_t> &context, int least, int
   std::vector<int32_t> number(nodes.size(), -1);
   for (int at : picked) {
     number[at] = int32_t(guess.tokens.size());
+    guess.trust[number[at]] *= 1 - 1 / double(low + nodes[at].depth);  // less, the fewer tokens match before it
     guess.tokens.push_back(nodes[at].token);
     guess.parents.push_back(number[nodes[at].parent]);
   }

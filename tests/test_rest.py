@@ -7,7 +7,6 @@ import json
 import lzma
 import sys
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,7 @@ from test_cli import run  # noqa: F401 - a fixture
 
 from outrider import LLM, Draft, SamplingParams, datastore
 from outrider.datastore import HEADER, SEPARATOR, Store, build, suffix_array, write
-from outrider.drafters.rest import Rest, follow, grow
+from outrider.drafters.rest import Rest, follow, grow, guess
 from outrider.errors import ConfigError
 from outrider.load import find, read_tokenizer
 from outrider.ops import native
@@ -83,9 +82,8 @@ def test_find(tmp_path_factory, documents, context, shortest, length, shard):
 def test_compiled(tmp_path_factory, documents, context, k, length, hits, shard, tree):
     """The compiled look-up guesses what its reference does."""
     store = write(documents, tmp_path_factory.getbasetemp() / "compiled.store", vocab=4, shard_tokens=shard)
-    wanted = (grow if tree else follow)(store.find(context, 6, 2, length, hits), k)
-    assert Draft(*store.compiled().guess(context[-6:], 2, length, hits, k, tree)[:2]) == replace(wanted, trust=None)
-    assert store.compiled().guess(context[-6:], 2, length, hits, k, tree)[2] == (wanted.trust or [])
+    tokens, parents, trust = store.compiled().guess(context[-6:], 2, length, hits, k, tree)
+    assert Draft(tokens, parents, trust=trust) == guess(*store.match(context, 6, 2, length, hits), k, tree)
 
 
 @pytest.mark.skipif(native.kernels is None, reason="no compiled kernels")

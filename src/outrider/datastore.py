@@ -83,13 +83,19 @@ class Store:
         Up to `length` tokens of each occurrence, within its document; of at most `hits` occurrences, evenly spread
         over the sorted ones, which makes them a fair sample of the continuations.
         """
+        return self.match(context, longest, shortest, length, hits)[1]
+
+    def match(
+        self, context: list[int], longest: int, shortest: int, length: int, hits: int
+    ) -> tuple[int, list[list[int]]]:
+        """As `find`, with how many tokens that suffix has."""
         found: list[tuple[int, int]] = []
         low, high = shortest - 1, min(longest, len(context))
         while low < high:  # if a suffix stands before something, so do the shorter ones
             n = (low + high + 1) // 2
             spans = self._spans(context[-n:])
             low, high, found = (n, high, spans) if any(a < b for a, b in spans) else (low, n - 1, found)
-        return list(self._after(found, low, length, hits)) if found else []
+        return low, list(self._after(found, low, length, hits)) if found else []
 
     def compiled(self) -> Any:
         """The shards for csrc/lookups.cpp, as long as this store is there."""

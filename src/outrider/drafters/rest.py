@@ -5,8 +5,8 @@ memory-mapped suffix array; what followed its occurrences makes a trie whose nod
 By default the most frequent path is proposed; with `tree`, the most frequent nodes. Pays where the text resembles the
 store and not itself: code of a known house or library, set phrases, answers like earlier ones. Costs no forward and no
 memory; a look-up takes about as long as a few dozen random page reads. Unlike the original it maps the file instead of
-reading it, reads 32-bit ids, stays within documents and guesses nothing where it knows nothing. csrc/lookups.cpp does
-the same; what stands here is its reference.
+reading it, reads 32-bit ids, stays within documents and guesses nothing where it knows nothing. What stands here is the
+reference of csrc/lookups.cpp.
 Build stores with `outrider datastore build`.
 """
 
@@ -59,9 +59,16 @@ class Rest(Drafter):
     def _guess(self, context: list[int], k: int) -> Draft:
         length = min(k, self.max_continuation)
         if self.shards is None:
-            return (grow if self.tree else follow)(self.store.find(context, self.max_token_span, 2, length, HITS), k)
+            return guess(*self.store.match(context, self.max_token_span, 2, length, HITS), k, self.tree)
         tokens, parents, trust = self.shards.guess(context, 2, length, HITS, k, self.tree)
         return Draft(tokens, parents, trust=trust)
+
+
+def guess(match: int, rows: list[list[int]], k: int, tree: bool) -> Draft:
+    """What follows most often. The trust in a node is its share of the ways on, less the fewer tokens match before."""
+    draft = (grow if tree else follow)(rows, k)
+    draft.trust = [own * (1 - 1 / (match + d)) for own, d in zip(draft.trust or [], draft.depths(), strict=True)]
+    return draft
 
 
 def follow(rows: list[list[int]], k: int) -> Draft:
