@@ -21,12 +21,13 @@ import yaml
 
 from outrider import LLM, SamplingParams
 from outrider.errors import ConfigError, EngineError
+from outrider.outputs import GenerationOutput, StepEvent
 
 ray = pytest.importorskip("ray", reason="the extra 'ray' is not installed")
 from ray import serve  # noqa: E402
 
 import outrider.ray  # noqa: E402
-from outrider.ray import ENGINE, Engine, Replicas, app  # noqa: E402
+from outrider.ray import ENGINE, Engine, FarAnswer, Replicas, app  # noqa: E402
 
 pytestmark = pytest.mark.slow
 PORT, MARK = 18431, secrets.token_hex(8)
@@ -307,6 +308,50 @@ def test_ended_while_it_starts(tmp_path):
     with Command(tmp_path) as command:
         command.engines()
         command.process.terminate()
+
+
+def test_an_engine_that_goes_before_its_first_token():
+    """The one that writes the answer instead says what there is to say of the prompt."""
+
+    class Engines:
+        """A handle: the first engine accepts, and is gone; the second writes a token of each output."""
+
+        calls = 0
+
+        @property
+        def generate(self) -> Engines:
+            return self
+
+        def options(self, **_) -> Engines:
+            return self
+
+        def remote(self, *_):
+            self.calls += 1
+            return Stream(self.calls)
+
+    class Stream:
+        def __init__(self, call: int) -> None:
+            self.items = iter([None, *(() if call == 1 else ((token(0), (3, ["a"])), (token(1), (4, ["b"]))))])
+
+        async def __anext__(self):
+            with suppress(StopIteration):
+                return next(self.items)
+            raise ray.exceptions.ActorDiedError()
+
+        def cancel(self) -> None:
+            pass
+
+    def token(index: int) -> StepEvent:
+        output = GenerationOutput("x", [5], "length", 0, [1, 2], [None], {})
+        return StepEvent(index, [5], ["x"], [None], None, "length", output)
+
+    async def main() -> None:
+        answer = FarAnswer(Engines(), [([1, 2], SamplingParams(n=2))], {})
+        await answer.open()
+        assert [event.index async for event in answer.events()] == [0, 1]
+        assert [(own.cached, own.prompt_logprobs) for own in answer.requests] == [(3, ["a"]), (4, ["b"])]
+
+    asyncio.run(main())
 
 
 def test_too_busy_to_say(monkeypatch):

@@ -281,7 +281,7 @@ class FarAnswer:
         self._engines, self._prompts, self._options = engines, prompts, options
         self._key = beginning(prompts[0][0], options.get("cache_salt"))
         self._stream: Any = None  # that an engine has accepted, and nobody reads yet
-        self._first = True
+        self._told = set[int]()  # outputs of which it is known what the prompt is like
 
     async def open(self) -> None:
         """Wait until an engine has accepted the requests. Raises what it refuses them with."""
@@ -297,14 +297,14 @@ class FarAnswer:
             yield event
 
     async def _attempt(self, begun: list[list[int]]) -> AsyncGenerator[StepEvent, None]:
-        stream, again = self._stream, not self._first
-        self._stream, self._first = None, False
+        stream, self._stream = self._stream, None
         if stream is None:
             stream = await self._begin(begun)
         try:
             async for event, about in _typed(stream):
-                if about is not None and not again:
+                if about is not None and event.index not in self._told:
                     self.requests[event.index].cached, self.requests[event.index].prompt_logprobs = about
+                    self._told.add(event.index)
                 yield event
         finally:
             stream.cancel()
