@@ -41,7 +41,14 @@ TEMPERATURES = [0.9, 0.0]
 def cluster():
     """A Ray on this machine."""
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1", "OUTRIDER_TEST": MARK}
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    for attempt in range(3):  # Ray gives itself 30 seconds to start, which a busy machine may take
+        try:
+            ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+            break
+        except Exception:
+            ray.shutdown()
+            if attempt == 2:
+                raise
     serve.start(http_options={"port": PORT})
     yield
     serve.shutdown()
