@@ -40,7 +40,8 @@ class Recycle(Drafter):
 
     def propose(self, seqs: list[Sequence], k: int) -> list[Draft]:
         """The k likeliest nodes through the table; none behind a token that was never read."""
-        return [self._grow(seq.tokens[-1], k) for seq in seqs]
+        guess = self._grow if self.tree else self._line
+        return [guess(seq.tokens[-1], k) for seq in seqs]
 
     def observe(self, seqs: list[Sequence], verdicts: list[Verdict], output: Output) -> None:
         """Renew what follows each token that this forward read."""
@@ -66,9 +67,16 @@ class Recycle(Drafter):
             ids = [*own, *(after for after in known if after not in own)][: self.recycled]
             self.table[str(token)] = ids, [0.5**n for n in range(1, 1 + len(ids))]
 
+    def _line(self, token: int, k: int) -> Draft:
+        tokens, trust = list[int](), list[float]()
+        while len(tokens) < k and (known := self.table.get(str(token))):
+            token = known[0][0]
+            tokens.append(token)
+            trust.append(known[1][0])
+        return Draft.chain(tokens, trust)
+
     def _grow(self, token: int, k: int) -> Draft:
         tokens, parents, trust = list[int](), list[int](), list[float]()
-        width = self.recycled if self.tree else 1
         heap: list[tuple[float, int, int, int, float]] = [(-1.0, 0, -1, token, 1.0)]  # likeliest, first met, above, ...
         met = 0
         while heap and len(tokens) <= k:
@@ -77,7 +85,7 @@ class Recycle(Drafter):
             parents.append(parent)
             trust.append(own)
             ids, chances = self.table.get(str(token), ((), ()))
-            for follower, chance in zip(ids[:width], chances, strict=False):
+            for follower, chance in zip(ids, chances, strict=True):
                 met += 1
                 heapq.heappush(heap, (cost * chance, met, len(tokens) - 1, follower, chance))
         return Draft(tokens[1:], [parent - 1 for parent in parents[1:]], trust=trust[1:])
