@@ -4,9 +4,9 @@
         "method": "custom_class", "model": "outrider.vllm.Proposer", "num_speculative_tokens": 8})
 
 vLLM hands no options through; the environment variable OUTRIDER_VLLM says how drafts are made, in the short form of our
-command line (`suffix`, the default; `ngram:prompt_lookup_max=8`; `rest:datastore=FILE`) or as JSON
-(`{"method": "merge", "drafters": [{"method": "suffix"}, {"method": "ngram"}]}`). Verification, and so the promise, is
-vLLM's: the distribution stays, a seed's tokens may not.
+command line (`suffix`; `ngram:prompt_lookup_max=8`; `rest:datastore=FILE`) or as JSON
+(`{"method": "merge", "drafters": [{"method": "suffix"}, {"method": "ngram"}]}`, the default). Verification, and so the
+promise, is vLLM's: the distribution stays, a seed's tokens may not.
 
 Read from vLLM 0.30 to 0.33: it calls `propose` after every step, without request ids; rows of its batch move, and one
 draft too long ends its engine. So a row is known by its tokens, and whatever goes wrong here costs its drafts only.
@@ -34,6 +34,7 @@ from outrider.speculate import Drafter
 
 log = logging.getLogger(__name__)
 VARIABLE = "OUTRIDER_VLLM"
+DEFAULT = '{"method": "merge", "drafters": [{"method": "suffix"}, {"method": "ngram"}]}'
 PATIENCE = 8  # calls until a request that is not seen counts as ended
 EDGE = 512  # last tokens by which requests are told apart
 Ids = np.ndarray[Any, Any]
@@ -70,7 +71,7 @@ class Proposer:
         self.k = int(vllm_config.speculative_config.num_speculative_tokens)
         model = vllm_config.model_config
         self.vocab, self.longest = int(model.get_vocab_size()), int(model.max_model_len)
-        text = os.environ.get(VARIABLE, "suffix")
+        text = os.environ.get(VARIABLE, DEFAULT)
         if text.lstrip().startswith("{"):
             try:
                 config = SpeculativeConfig.of(json.loads(text))
