@@ -160,8 +160,11 @@ def parse(kind: type[B], data: dict[str, Any]) -> B:
         reason = str(first["msg"])[:200]
         if first["type"] == "extra_forbidden":  # inside a field
             raise Refusal(400, f"{name} has no field {brief(first['loc'][-1])}", name) from None
-        message = f"{name}: {reason}, not {brief(first['input'])}" if name and first["type"] != "missing" else reason
-        raise Refusal(400, f"the field {name} is missing" if first["type"] == "missing" else message, name) from None
+        if first["type"] == "missing":
+            raise Refusal(400, f"the field {name} is missing", name) from None
+        if name and (told := kind.model_fields[name].description):
+            raise Refusal(400, f"{name} must be {told}, not {brief(data[name])}", name) from None
+        raise Refusal(400, f"{name}: {reason}, not {brief(first['input'])}" if name else reason, name) from None
     except RecursionError:
         raise Refusal(400, "the body is nested too deeply") from None
 
