@@ -208,6 +208,7 @@ def test_the_command_measures_here(capsys, monkeypatch, tmp_path):
     [
         (["--device", "abacus"], "'abacus' is unknown; valid: here, b200"),
         (["--suite", "poems"], "'poems' is unknown; valid: chat"), (["--batch", "0"], "at least 1"),
+        (["--context", "9" * 400], "at most 1099511627776"), (["--output", "plan.xyz"], "pdf, pgf, png"),
         (["--quantization", "int3"], "valid: int8, int4"), (["--against", "nowhere"], "nowhere cannot be read"),
     ],
     ids=str,

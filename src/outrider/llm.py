@@ -415,7 +415,7 @@ def sampling_params_of(given: SamplingParams | None, sampling: dict[str, Any]) -
     if given is not None and sampling:
         raise ConfigError("give sampling_params or its fields, not both")
     if given is not None and not isinstance(given, SamplingParams):
-        raise ConfigError(f"sampling_params must be SamplingParams, not {given!r}; or give its fields as keywords")
+        raise ConfigError(f"sampling_params must be SamplingParams, not {brief(given)}; or give its fields as keywords")
     return given if given is not None else _make(SamplingParams, sampling)
 
 
@@ -427,7 +427,7 @@ def _ids(prompt: Any) -> list[int] | None:
     """The token ids that a prompt is given as; None if it is something else. Which ids exist is checked later."""
     if isinstance(prompt, (Tensor, np.ndarray)):
         return prompt.tolist() if prompt.ndim == 1 and _integral(prompt) else None
-    if not _is_list(prompt) or not all(isinstance(t, int) or (np.ndim(t) == 0 and _integral(t)) for t in prompt):
+    if not _is_list(prompt) or not all(isinstance(t, int) or (_integral(t) and t.ndim == 0) for t in prompt):
         return None
     return [t if isinstance(t, bool) else int(t) for t in prompt]
 
@@ -435,7 +435,8 @@ def _ids(prompt: Any) -> list[int] | None:
 def _integral(array: Any) -> bool:
     """Whether a tensor, an array or a number of numpy's holds integers."""
     if isinstance(array, Tensor):
-        return not (array.is_floating_point() or array.is_complex() or array.dtype == torch.bool)
+        there = array.layout == torch.strided and not array.is_meta
+        return there and not (array.is_floating_point() or array.is_complex() or array.dtype == torch.bool)
     return isinstance(array, (np.ndarray, np.generic)) and np.issubdtype(array.dtype, np.integer)
 
 

@@ -85,6 +85,8 @@ def plan(
     if ranks is not None:
         _traffic(model, read_ints(ranks, "--ranks"), as_json)
         return
+    if output is not None:
+        _plottable(output)
     bits = {None: 16.0, "int8": 8.125, "int4": 4.5}[quantization]
     configs = {name: open_source(name).config for name in (model, draft) if name}
     shape = Shape.of(configs[model], bits)
@@ -232,11 +234,23 @@ def _compare(known: list[Miss], as_json: bool, console: Console) -> None:
     console.print(f"within 15 %: {within(known):.0%} of {len(known)}; within 20 %: {within(known, 0.2):.0%}")
 
 
-def _plot(found: list[Prediction], path: Path) -> None:
+def _plottable(path: Path) -> str:
+    """The format of a plot by its name's end; png without one. Raises ConfigError for one that cannot be drawn."""
     from outrider.bench import report
-    from outrider.files import replacing
 
     report.require_matplotlib()
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    kind, valid = path.suffix.lstrip(".").lower() or "png", sorted(FigureCanvasBase.filetypes)
+    if kind not in valid:
+        raise ConfigError(f"--output {path}: plots are drawn as {', '.join(valid)}, not as {kind!r}")
+    return kind
+
+
+def _plot(found: list[Prediction], path: Path) -> None:
+    from outrider.files import replacing
+
+    kind = _plottable(path)
     import matplotlib
 
     matplotlib.use("Agg")
@@ -255,5 +269,5 @@ def _plot(found: list[Prediction], path: Path) -> None:
     axes.set_ylabel("tokens of text")
     figure.colorbar(image, label="best speed-up")
     with replacing(path) as partial:
-        figure.savefig(partial, format=path.suffix.lstrip(".") or "png")
+        figure.savefig(partial, format=kind)
     plt.close(figure)

@@ -37,6 +37,7 @@ KINDS = {  # vLLM's names
     413: "RequestTooLargeError", 500: "InternalServerError", 501: "NotImplementedError", 503: "ServiceUnavailableError",
     504: "DeadlineExceededError",
 }  # fmt: skip
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")  # others share a counter: each costs memory
 OPEN = ("/health", "/metrics")  # to those without a key, too
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": keep-alive\n\n"
@@ -319,7 +320,8 @@ class Gate:
             raise
         finally:
             seconds, route = time.perf_counter() - began, getattr(scope.get("route"), "path", "none")
-            self.seen(scope["method"], route, status, seconds)
+            method = scope["method"]
+            self.seen(method if method in METHODS else "other", route, status, seconds)
             about = {"request_id": request_id, "method": scope["method"], "path": scope["path"], "status": status}
             about |= {"seconds": round(seconds, 4), **state["log"]}
             level = logging.DEBUG if route in (*OPEN, "/ping") else logging.INFO
