@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from pathlib import Path
 
 import numpy
@@ -147,10 +146,9 @@ TRIFORCE = {"method": "triforce", "model": "no-such-model"}
     ({"method": "ngram", "num_speculative_tokens": True}, "num_speculative_tokens"),
 ])  # fmt: skip
 def test_every_option_has_bounds(config, words):
-    began = time.perf_counter()
     with pytest.raises(ConfigError, match=words) as caught:
         drafters.create(SpeculativeConfig.of(config))
-    assert "\n" not in str(caught.value) and len(str(caught.value)) < 800 and time.perf_counter() - began < 5
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 800
 
 
 @pytest.mark.parametrize("name", FOREIGN)

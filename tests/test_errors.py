@@ -69,6 +69,14 @@ def shard(folder, weight_map) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
+def tokenizer(folder, config=None, **changes) -> None:
+    """The embedded models' tokenizer, changed."""
+    own = json.loads((embedded()["tiny"] / "tokenizer.json").read_text("utf-8"))
+    about = {"tokenizer_class": "PreTrainedTokenizerFast"} | (config or {})
+    (folder / "tokenizer.json").write_text(json.dumps(own | changes))
+    (folder / "tokenizer_config.json").write_text(json.dumps(about))
+
+
 DOWN = "model.layers.1.mlp.down_proj.weight"
 DAMAGE = {
     "no config": (lambda f: (f / "config.json").unlink(), ModelNotFound, "config.json"),
@@ -114,6 +122,13 @@ DAMAGE = {
     "missing head": (lambda f: reweigh(f, lambda w: w.pop("lm_head.weight")), CheckpointError, "lm_head.weight"),
     "end of sequence": (lambda f: (f / "generation_config.json").write_text('{"eos_token_id": ["x"]}'), CheckpointError,
                         "eos_token_id"),
+    "tokenizer that breaks as it reads": (
+        lambda f: tokenizer(f, post_processor={
+            "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<none>", "type_id": 0}}], "pair": [],
+            "special_tokens": {},
+        }), CheckpointError, "tokenizer cannot be read", "no entry"),
+    "tokenizer without bounds": (
+        lambda f: tokenizer(f, config={"model_max_length": "many"}), CheckpointError, "tokenizer cannot be read"),
     "broken tokenizer": (lambda f: (f / "tokenizer.json").write_text("{"), CheckpointError, "tokenizer"),
 }  # fmt: skip
 
@@ -474,7 +489,8 @@ def test_prompts_of_other_types(random_llm, tiny_llm):
     assert output.token_ids == expected[0] and list(map(type, output.prompt_token_ids)) == [int] * 3
     assert tiny_llm.generate(["One", tiny_llm.encode("One")], **params)[0].prompt == "One"
     for bad in (torch.tensor([[1, 2]]), torch.tensor([1.0]), torch.tensor([True]), np.array([1.5]), np.array("x"),
-                torch.tensor(1), [np.float32(1)], [torch.tensor([1.0])], {1, 2}, range):  # fmt: skip
+                torch.tensor(1), [np.float32(1)], [torch.tensor([1.0])], {1, 2}, range,
+                [[[1], [2, 3]]], [[1, [2]]], torch.tensor([1]).to("meta"), torch.tensor([1]).to_sparse()):  # fmt: skip
         with refused(ConfigError, "token ids"):
             random_llm.generate(bad, **params)
     with refused(RequestError, "128"):

@@ -259,7 +259,8 @@ def test_refusals(make):
             "do_sample=False": {"do_sample": True, "temperature": 0.0}, "top_p": {"do_sample": True, "top_p": 2.0},
             "need a tokenizer": {"stop_strings": "a"}, "padding on the left|left": {"attention_mask": MASK.flip(1)},
             "shape": {"attention_mask": MASK[:1]}, "pad_token_id": {"stopping_criteria": [lambda ids, scores: True]},
-            "give inputs or": {"input_ids": IDS},
+            "give inputs or": {"input_ids": IDS}, "seed must": {"seed": "x"}, "a 64-bit": {"seed": 2**64},
+            "must be a GenerationConfig": {"generation_config": {"max_new_tokens": 5}},
         }.items():  # fmt: skip
             with pytest.raises(ConfigError, match=match):
                 model.generate(IDS, **options)
@@ -267,9 +268,10 @@ def test_refusals(make):
             model.generate(IDS, attention_mask=MASK * 0)
         with pytest.raises(RequestTooLong):
             model.generate(IDS, max_new_tokens=5000)
-        for bad in (IDS[0], [[1, 2]], IDS.float(), None):
+        for bad in (IDS[0], [[1, 2]], IDS.float(), IDS > 0, None):
             with pytest.raises(ConfigError, match="give inputs or input_ids"):
                 model.generate(bad)
+        assert model.generate(IDS, max_new_tokens=1, do_sample=True, seed=2**64 - 1).shape == (3, 9)  # rows wrap around
         assert model.generate(IDS, max_new_tokens=1).shape == (3, 9)  # nothing is left behind
 
 

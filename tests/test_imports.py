@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,3 +68,13 @@ def test_the_rules_bite():
         with pytest.raises(AssertionError, match="not in the package"):
             imported(ast.parse(outside))
     assert {"sampling", "kv", "model", "cli"} <= {f.relative_to(ROOT).parts[0].removesuffix(".py") for f in FILES}
+
+
+def test_what_is_imported_is_named():
+    """Every package that is imported is a dependency, of ours or of an extra."""
+    project = (Path(__file__).parents[1] / "pyproject.toml").read_text("utf-8")
+    named = {name.replace("-", "_") for name in re.findall(r'"([\w-]+)[\w\[\]]*>=', project)}
+    named |= {"starlette", "pydantic", "tokenizers"}  # FastAPI's, whose names it takes, and transformers'
+    lines = re.compile(r"^\s*(?:from (\w+)[\w.]* import|import (\w+))", re.M)
+    found = {one or other for file in FILES for one, other in lines.findall(file.read_text("utf-8"))}
+    assert {"torch", "h11"} <= found and not found - named - sys.stdlib_module_names - {"outrider"}

@@ -185,6 +185,18 @@ def test_the_command(capsys, monkeypatch, tmp_path):
     assert len(predictions) == len(ACCEPTANCE) * 2 * 2 * 2 and {"k", "speedup", "memory", "source"} <= {*predictions[0]}
 
 
+def test_contexts_beyond_the_models_own_are_told(capsys, monkeypatch):
+    """The model's and the draft model's; in JSON on each line, and never on standard output beside it."""
+    flags = ["--model", "tiny", "--draft", "tiny-draft", "--device", "h100"]
+    own = {name: open_source(name).config.context for name in ("tiny", "tiny-draft")}
+    code, out, err = run(capsys, monkeypatch, *flags, "--context", f"{own['tiny']},{own['tiny'] + 1}", "--json")
+    assert code == 0 and f"tiny reads {own['tiny']} tokens" in err and f"tiny-draft reads {own['tiny-draft']}" in err
+    lines = [json.loads(text) for text in out.splitlines()]
+    assert {(p["context"] - own["tiny"], p["within_context"]) for p in lines} == {(0, True), (1, False)}
+    code, _, err = run(capsys, monkeypatch, *flags, "--context", str(min(own.values())))
+    assert code == 0 and "reads" not in err
+
+
 def test_the_command_measures_here(capsys, monkeypatch, tmp_path):
     (file := tmp_path / "results.jsonl").write_text(line())
     code, out, _ = run(capsys, monkeypatch, "--model", "tiny", "--against", str(file))
@@ -196,6 +208,7 @@ def test_the_command_measures_here(capsys, monkeypatch, tmp_path):
     [
         (["--device", "abacus"], "'abacus' is unknown; valid: here, b200"),
         (["--suite", "poems"], "'poems' is unknown; valid: chat"), (["--batch", "0"], "at least 1"),
+        (["--context", "9" * 400], "at most 1099511627776"), (["--output", "plan.xyz"], "pdf, pgf, png"),
         (["--quantization", "int3"], "valid: int8, int4"), (["--against", "nowhere"], "nowhere cannot be read"),
     ],
     ids=str,

@@ -340,6 +340,9 @@ def test_a_processor_must_return_logits(result):
     llm = LLM("tiny", dtype="float32")
     with pytest.raises(ConfigError, match="must return logits of shape"):
         llm.generate([10], max_tokens=2, logits_processors=[lambda tokens, logits: result])
+    nothing = torch.zeros(llm.runner.model.config.vocab_size, device="meta")
+    with pytest.raises(ConfigError, match="a tensor like the logits it is given"):
+        llm.generate([10], max_tokens=2, logits_processors=[lambda tokens, logits: nothing])
     assert llm.generate([10], max_tokens=2)[0].token_ids
 
 

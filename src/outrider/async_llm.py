@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
-from outrider.config import SamplingParams, real
+from outrider.config import SamplingParams, real, whole
 from outrider.engine import Request, TextStream
 from outrider.errors import ConfigError, EngineError, QueueFull, brief, told
 from outrider.llm import LLM, Message, Prompt, sampling_params_of
@@ -86,6 +86,9 @@ class AsyncLLM:
             raise ConfigError(f"{next(iter(options))} belongs to the LLM that is given")
         if real(event_interval, 0, 3600) is None:
             raise ConfigError(f"event_interval must be seconds from 0 to 3600, not {brief(event_interval)}")
+        for name, bound in (("max_queued_requests", max_queued_requests), ("max_queued_tokens", max_queued_tokens)):
+            if bound is not None and whole(bound, 0) is None:
+                raise ConfigError(f"{name} must be a whole number of at least 0, or None, not {brief(bound)}")
         self.llm = model if isinstance(model, LLM) else LLM(model, **options)
         self.max_queued_requests, self.max_queued_tokens, self.watch = max_queued_requests, max_queued_tokens, watch
         self.event_interval = event_interval
@@ -202,7 +205,7 @@ class AsyncLLM:
             raise
         with self._changed:
             answer.take(engine, requests)
-            if self._thread is None:
+            if self._thread is None or not self._thread.is_alive():  # a forked process has none
                 self._turned = time.monotonic()
                 self._thread = threading.Thread(target=self._drive, name="outrider-engine", daemon=True)
                 self._thread.start()

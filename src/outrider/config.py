@@ -302,16 +302,16 @@ class SamplingParams:
         count("max_tokens", 1, 2**62, "a whole number of at least 1")
         count("min_tokens", 0, 2**62, "a whole number of at least 0")
         count("top_k", -1, 2**62, "a whole number: 0 or -1 for all tokens, else how many to keep")
-        number("temperature", 0, 1e6, "at least 0 and finite (0 = greedy)")
+        number("temperature", 0, 1e6, "between 0 (greedy) and 1000000")
         number("top_p", 0, 1, "above 0 and at most 1")
         number("min_p", 0, 1, "between 0 and 1")
         number("presence_penalty", -2, 2, "between -2 and 2")
         number("frequency_penalty", -2, 2, "between -2 and 2")
-        number("repetition_penalty", 0, 1e6, "above 0 and finite (1 = none)")
+        number("repetition_penalty", 0, 1e6, "above 0 (1 = none) and at most 1000000")
         if self.top_p == 0:
             raise ConfigError("top_p must be above 0 and at most 1, not 0; for greedy decoding set temperature=0")
         if self.repetition_penalty == 0:
-            raise ConfigError("repetition_penalty must be above 0 and finite (1 = none), not 0")
+            raise ConfigError("repetition_penalty must be above 0 (1 = none) and at most 1000000, not 0")
         if self.min_tokens > self.max_tokens:
             raise ConfigError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
         if self.seed is not None:

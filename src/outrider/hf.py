@@ -19,9 +19,9 @@ from torch import Tensor
 from transformers import GenerationConfig, StopStringCriteria
 
 from outrider import families
-from outrider.config import SamplingParams, SpeculativeConfig
+from outrider.config import SamplingParams, SpeculativeConfig, whole
 from outrider.engine import Request
-from outrider.errors import ConfigError, RequestError, UnsupportedArchitecture, told
+from outrider.errors import ConfigError, RequestError, UnsupportedArchitecture, brief, told
 from outrider.llm import LLM
 from outrider.load import Checkpoint, adopt
 
@@ -38,6 +38,8 @@ ONES = {"num_beams", "num_beam_groups", "use_cache", "typical_p", "length_penalt
 IDLE = {"bos_token_id", "decoder_start_token_id", "transformers_version", "_from_model_config", "disable_compile",
         "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
         "assistant_lookbehind", "target_lookbehind"}  # fmt: skip
+
+INTEGERS = {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8}
 
 Config = SpeculativeConfig | Mapping[str, Any] | None
 Processor = Callable[[Tensor, Tensor], Tensor]  # (1, n) ids, (1, vocab) scores -> scores
@@ -136,6 +138,10 @@ class Accelerated:
         """
         if self._weights not in (None, [p.data_ptr() for p in self.model.parameters()]):
             raise ConfigError("the model's weights were moved, cast or replaced; call outrider.hf.accelerate again")
+        if not (generation_config is None or isinstance(generation_config, GenerationConfig)):
+            raise ConfigError(f"generation_config must be a GenerationConfig, not {brief(generation_config)}")
+        if seed is not None and whole(seed, -(2**63), 2**64 - 1) is None:
+            raise ConfigError(f"seed must be a 64-bit whole number or None, not {brief(seed)}")
         config = self.llm.runner.model.config
         ids = _prompts(inputs, input_ids)
         asked = _options(kwargs, generation_config, self.model.generation_config)
@@ -181,7 +187,9 @@ class Accelerated:
             for i, (row, start) in enumerate(zip(ids.tolist(), starts, strict=True)):
                 edits = [_edit(process, row[:start], device) for process in processors]
                 ends = _ends(criteria, row[:start], device) if criteria else None
-                requests += engine.add(row[start:], replace(params, seed=seed + i, logits_processors=edits), ends)
+                requests += engine.add(
+                    row[start:], replace(params, seed=(seed + i) % 2**64, logits_processors=edits), ends
+                )
             if streamer is not None:
                 streamer.put(ids.cpu())
                 for tokens in engine.follow(requests[0]):
@@ -198,7 +206,7 @@ class Accelerated:
 def _prompts(inputs: Tensor | None, input_ids: Tensor | None) -> Tensor:
     """The one that is given, (batch, length)."""
     ids = inputs if input_ids is None else input_ids
-    shaped = isinstance(ids, Tensor) and ids.ndim == 2 and len(ids) and not ids.is_floating_point()
+    shaped = isinstance(ids, Tensor) and ids.ndim == 2 and len(ids) and ids.dtype in INTEGERS
     if ids is None or not shaped or (inputs is not None and input_ids is not None):
         raise ConfigError("give inputs or input_ids: one tensor (batch, length) of token ids")
     return ids

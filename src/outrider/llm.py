@@ -39,6 +39,7 @@ Message = Mapping[str, Any]
 """`{"role": ..., "content": ...}`, the content being text or a list of parts `{"type": "text", "text": ...}`."""
 
 PIECE, SEAM = 2**14, 16  # characters of a long prompt counted at a time; tokens that cutting it there may have made
+RENDERED = "chat_template", "tokenize", "conversation", "messages", "self"  # what rendering itself calls so
 RENDERING = 5.0  # seconds that a chat template may take
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -361,12 +362,12 @@ class LLM:
             raise ConfigError(f"chat_template is the text of a template, not {brief(chat_template)}")
         if not (chat_template_kwargs is None or isinstance(chat_template_kwargs, Mapping)):
             raise ConfigError(f"chat_template_kwargs maps names to values, not {brief(chat_template_kwargs)}")
-        if own := [name for name in ("chat_template", "tokenize") if name in (chat_template_kwargs or ())]:
+        if own := [name for name in RENDERED if name in (chat_template_kwargs or ())]:
             raise ConfigError(f"chat_template_kwargs are variables of the template, and {own[0]!r} is none")
         if not _is_list(messages):
             raise ConfigError(f"a conversation is a list of messages, not {brief(messages)}")
         if not messages:
-            raise EmptyPrompt("the conversation is empty; give at least one message")
+            raise EmptyPrompt("messages: the conversation is empty; give at least one")
         conversation = [_message(given) for given in messages]
         options = {
             "chat_template": chat_template,
@@ -414,7 +415,7 @@ def sampling_params_of(given: SamplingParams | None, sampling: dict[str, Any]) -
     if given is not None and sampling:
         raise ConfigError("give sampling_params or its fields, not both")
     if given is not None and not isinstance(given, SamplingParams):
-        raise ConfigError(f"sampling_params must be SamplingParams, not {given!r}; or give its fields as keywords")
+        raise ConfigError(f"sampling_params must be SamplingParams, not {brief(given)}; or give its fields as keywords")
     return given if given is not None else _make(SamplingParams, sampling)
 
 
@@ -426,7 +427,7 @@ def _ids(prompt: Any) -> list[int] | None:
     """The token ids that a prompt is given as; None if it is something else. Which ids exist is checked later."""
     if isinstance(prompt, (Tensor, np.ndarray)):
         return prompt.tolist() if prompt.ndim == 1 and _integral(prompt) else None
-    if not _is_list(prompt) or not all(isinstance(t, int) or (np.ndim(t) == 0 and _integral(t)) for t in prompt):
+    if not _is_list(prompt) or not all(isinstance(t, int) or (_integral(t) and t.ndim == 0) for t in prompt):
         return None
     return [t if isinstance(t, bool) else int(t) for t in prompt]
 
@@ -434,7 +435,8 @@ def _ids(prompt: Any) -> list[int] | None:
 def _integral(array: Any) -> bool:
     """Whether a tensor, an array or a number of numpy's holds integers."""
     if isinstance(array, Tensor):
-        return not (array.is_floating_point() or array.is_complex() or array.dtype == torch.bool)
+        there = array.layout == torch.strided and not array.is_meta
+        return there and not (array.is_floating_point() or array.is_complex() or array.dtype == torch.bool)
     return isinstance(array, (np.ndarray, np.generic)) and np.issubdtype(array.dtype, np.integer)
 
 
@@ -451,7 +453,7 @@ def _message(given: Any) -> dict[str, Any]:
     if _is_list(content) and content:
         content = "\n".join(map(_text_of, content))  # as vLLM does
     if not isinstance(content, str):
-        raise ConfigError(f"a message is {{'role': ..., 'content': ...}}, not {brief(given)}")
+        raise ConfigError(f"messages: each is {{'role': ..., 'content': ...}}, not {brief(given)}")
     return {**given, "content": content}
 
 
@@ -460,7 +462,7 @@ def _text_of(part: Any) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else None
     text = part.get(kind) if kind in ("text", "refusal") else None
     if not isinstance(text, str):
-        raise ConfigError(f"a part of a message is {{'type': 'text', 'text': ...}}, not {brief(part)}")
+        raise ConfigError(f"messages: a part of one is {{'type': 'text', 'text': ...}}, not {brief(part)}")
     return text
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from outrider import families, gguf, packed, quantize
 from outrider.config import DTYPES, ModelConfig, Names
-from outrider.errors import CheckpointError, ConfigError, ModelNotFound, VocabularyMismatch
+from outrider.errors import CheckpointError, ConfigError, ModelNotFound, VocabularyMismatch, brief
 from outrider.model import Layer, Model, head_order
 from outrider.ops import MLP, Experts, Linear, Quantized, join, packs, quantises
 from outrider.parallel import Cut, CutExperts, CutModel, Gathered, Group, Normed, Summed, cut, cut_quantized, within
@@ -123,7 +123,7 @@ def _gguf_tokenizer(file: gguf.File) -> Any:
     """The file's own, or the `tokenizer.json` beside it if it has none that can be read."""
     beside = (file.path.parent / "tokenizer.json").is_file()
     try:
-        return file.tokenizer() or (read_tokenizer(file.path.parent) if beside else None)
+        return _tried(file.path, file.tokenizer) or (read_tokenizer(file.path.parent) if beside else None)
     except CheckpointError:
         if not beside:
             raise
@@ -157,7 +157,7 @@ def find(name: str | Path) -> Path:
     `hub/id:Q4_K_M` for one file of it. Raises ModelNotFound.
     """
     if not isinstance(name, (str, Path)) or not str(name).strip():
-        raise ModelNotFound(f"a model is a folder, a file, a hub id or an embedded name, not {name!r}")
+        raise ModelNotFound(f"a model is a folder, a file, a hub id or an embedded name, not {brief(name)}")
     hint = f"give a folder, a GGUF file, a hub id, or an embedded model ({', '.join(embedded())}, {PACKAGED})"
     shown = str(name) if len(str(name)) < 200 else f"{str(name)[:200]}..."
     try:
@@ -262,11 +262,11 @@ def read_config(path: Path) -> ModelConfig:
     eos = generation.get("eos_token_id", hf.get("eos_token_id"))
     eos = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if any(not isinstance(token, int) for token in eos):
-        raise CheckpointError(f"{path}: eos_token_id must be a token id or a list of them, not {eos!r}")
+        raise CheckpointError(f"{path}: eos_token_id must be a token id or a list of them, not {brief(eos)}")
     return families.read(hf, tuple(eos))
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     """What transformers says, in one line; never that one should run the checkpoint's own code."""
     if "trust_remote_code" in str(error):
         return "it asks to run Python code of its own, which is never done; convert it to a known family's format"
@@ -289,9 +289,21 @@ def read_tokenizer(path: Path) -> Any:
         return None
     from transformers import AutoTokenizer
 
+    return _tried(path, lambda: AutoTokenizer.from_pretrained(path, trust_remote_code=False))
+
+
+def _tried(path: Path, read: Callable[[], Any]) -> Any:
+    """What `read` gives, once it has read a text and written one: of what is damaged, some is seen only then.
+
+    `tokenizers` panics, which raises no Exception. The text is empty: not every tokenizer has a token for another.
+    """
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:
+        if (tokenizer := read()) is not None:
+            tokenizer.decode(tokenizer("")["input_ids"])
+        return tokenizer
+    except (CheckpointError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
         raise CheckpointError(f"{path}: the tokenizer cannot be read: {_reason(error)}") from None
 
 

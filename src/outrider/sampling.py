@@ -308,8 +308,12 @@ def _custom(processor: LogitsProcessor, tokens: list[int], logits: Tensor) -> Te
     if not isinstance(edited, Tensor) or edited.shape != logits.shape:
         what = tuple(edited.shape) if isinstance(edited, Tensor) else type(edited).__name__
         raise ConfigError(f"{name} must return logits of shape {tuple(logits.shape)}, not {what}")
-    edited = edited.to(logits).clamp(max=LARGEST)
-    if not math.isfinite(most := float(edited.max())):
+    try:
+        edited = edited.to(logits).clamp(max=LARGEST)
+        most = float(edited.max())
+    except RuntimeError as error:  # a sparse tensor, or one without data
+        raise ConfigError(f"{name} must return a tensor like the logits it is given: {told(error)}") from None
+    if not math.isfinite(most):
         raise RequestError(f"{name} " + ("returned NaN" if math.isnan(most) else "leaves no token to choose"))
     return edited
 

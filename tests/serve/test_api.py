@@ -440,6 +440,14 @@ def test_health_and_version(client, monkeypatch):
     assert refused.status_code == 503 and refused.headers["retry-after"]
 
 
+def test_methods_that_nobody_knows_share_a_counter(client):
+    """A client that makes names up must not make the server grow."""
+    for i in range(3):
+        client.send((f"MADE{i}", "/version", {}))
+    text = client.get("/metrics").text
+    assert 'method="other"' in text and "MADE" not in text
+
+
 def test_metrics(client):
     def value(name: str, labels: str = "") -> float:
         found = re.findall(rf"^{re.escape(name)}{{([^}}]*)}} (\S+)$", client.get("/metrics").text, re.M)

@@ -172,6 +172,23 @@ def test_leaving_and_cancelling_give_all_back(tiny_llm):
     llm.close()
 
 
+@pytest.mark.parametrize("name", ["max_queued_requests", "max_queued_tokens"])
+@pytest.mark.parametrize("bound", [-1, "x", 1.5, True])
+def test_bounds_of_the_queue_that_cannot_be(tiny_llm, name, bound):
+    with pytest.raises(ConfigError, match=f"{name} must be a whole number of at least 0, or None"):
+        AsyncLLM(tiny_llm, **{name: bound})
+
+
+def test_a_thread_that_is_gone_is_replaced(random_llm):
+    """As in a forked process, which has the object and none of the threads."""
+    llm = AsyncLLM(random_llm)
+    llm._thread = threading.Thread(target=int)
+    llm._thread.start()
+    llm._thread.join()
+    assert run(collect(llm, [1, 2], max_tokens=2))[0]
+    llm.close()
+
+
 def test_a_full_queue_refuses(tiny_llm):
     llm = AsyncLLM(tiny_llm, max_queued_requests=2)
     room = tiny_llm.engine_config.max_num_seqs + 2

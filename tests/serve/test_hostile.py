@@ -92,6 +92,31 @@ def test_a_wrong_field_of_a_chat(client, field, value):
     refused(client.send(("POST", "/v1/chat/completions", {"content": body, "headers": kind}))[0])
 
 
+@pytest.mark.parametrize(
+    ("path", "field", "value", "told"),
+    [
+        ("completions", "prompt", [1.5], "text, a list of token ids, or a list of either, not [1.5]"),
+        ("completions", "prompt", ["a", [1]], "a list of either"), ("completions", "stop", 5, "a list of texts, not 5"),
+        ("completions", "speculative_config", "ngram", "an object, or false"),
+        ("chat/completions", "tool_choice", 5, "none, auto, required, or an object"),
+        ("responses", "input", 5, "text, or a list of items"), ("responses", "tool_choice", [], "none, auto, required"),
+        ("completions", "temperature", 1e300, "between 0 (greedy) and 1000000"), ("completions", "n", 0, "1 to 128"),
+        ("completions", "logit_bias", {"5": 1, "05": 2}, "'05' is no token id"),
+        ("completions", "logit_bias", {"\u0663": 1}, "is no token id"),
+        ("chat/completions", "messages", [], "give at least one"),
+        ("chat/completions", "messages", [{"role": "user", "content": 5}], "{'role': ..., 'content': ...}"),
+        ("chat/completions", "messages", [{"role": "user", "content": [{"type": "image_url"}]}], "{'type': 'text'"),
+        ("responses", "input", [{"role": "user", "content": 5}], "'content': ..."),
+        ("responses", "input", [], "give at least one"),
+    ],
+)  # fmt: skip
+def test_what_a_field_may_be_is_told(client, path, field, value, told):
+    """All that it may be, not the first of it, and under its own name."""
+    start = {"completions": {"prompt": PROMPT}, "chat/completions": {"messages": TALK}, "responses": {"input": "x"}}
+    error = refused(client.post(f"/v1/{path}", {**start[path], field: value}), param=field)
+    assert told in error["message"]
+
+
 def test_a_missing_field_a_near_miss_and_a_removed_one(client):
     assert refused(client.post("/v1/completions", {}), param="prompt")["message"] == "the field prompt is missing"
     assert "max_tokens" in refused(client.post("/v1/completions", {"prompt": "x", "max_token": 3}))["message"]

@@ -188,13 +188,13 @@ def clean(sampling: dict[str, Any], flag: str = "--logit-bias") -> dict[str, Any
 
 
 def read_ints(text: str, option: str) -> list[int]:
-    """Numbers of at least 1, with commas between them. Raises ConfigError, naming the option."""
+    """Numbers from 1 to 2**40, with commas between them. Raises ConfigError, naming the option."""
     try:
         found = [int(part) for part in text.replace("_", "").split(",")]
     except ValueError:
-        raise ConfigError(f"{option} must be whole numbers with commas, such as 4096,32768, not {text!r}") from None
-    if min(found) < 1:
-        raise ConfigError(f"{option} must be whole numbers of at least 1, not {text}")
+        raise ConfigError(f"{option} must be whole numbers and commas, as 4096,32768, not {brief(text)}") from None
+    if not 1 <= min(found) <= max(found) <= 2**40:  # beyond lies what no machine holds, and no float counts
+        raise ConfigError(f"{option} must be whole numbers of at least 1 and at most {2**40}, not {brief(text)}")
     return found
 
 

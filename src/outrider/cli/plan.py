@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.cli.options import Model, Quantization, read_ints
-from outrider.cli.output import as_line, put_json
+from outrider.cli.output import as_line, put_json, tell
 from outrider.errors import ConfigError
 from outrider.plan import (
     ACCEPTANCE,
@@ -85,9 +85,12 @@ def plan(
     if ranks is not None:
         _traffic(model, read_ints(ranks, "--ranks"), as_json)
         return
+    if output is not None:
+        _plottable(output)
     bits = {None: 16.0, "int8": 8.125, "int4": 4.5}[quantization]
-    shape = Shape.of(open_source(model).config, bits)
-    small = Shape.of(open_source(draft).config) if draft else None
+    configs = {name: open_source(name).config for name in (model, draft) if name}
+    shape = Shape.of(configs[model], bits)
+    small = Shape.of(configs[draft]) if draft else None
     machine = _measured() if device == "here" else DEVICES[device]
     timed = [_timed(name, quantization, machine) if name and device == "here" else None for name in (model, draft)]
     planner = Planner(shape, machine, small, *timed)
@@ -96,9 +99,13 @@ def plan(
         _compare(list(compared(against, planner, contexts[0])), as_json, console)
         return
     found = planner.table(list(ACCEPTANCE), suites, contexts, batches)
+    for name, config in configs.items():
+        if max(contexts) > config.context:
+            tell(f"{name} reads {config.context} tokens: lines of more say what it would give if it read them")
     if as_json:
+        most = configs[model].context
         for prediction in found:
-            put_json(dataclasses.asdict(prediction))
+            put_json(dataclasses.asdict(prediction) | {"within_context": prediction.context <= most})
     else:
         about = f"{shape.weight_bytes / 1e9:.2f} GB of weights"
         console.print(
@@ -227,11 +234,23 @@ def _compare(known: list[Miss], as_json: bool, console: Console) -> None:
     console.print(f"within 15 %: {within(known):.0%} of {len(known)}; within 20 %: {within(known, 0.2):.0%}")
 
 
-def _plot(found: list[Prediction], path: Path) -> None:
+def _plottable(path: Path) -> str:
+    """The format of a plot by its name's end; png without one. Raises ConfigError for one that cannot be drawn."""
     from outrider.bench import report
-    from outrider.files import replacing
 
     report.require_matplotlib()
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    kind, valid = path.suffix.lstrip(".").lower() or "png", sorted(FigureCanvasBase.filetypes)
+    if kind not in valid:
+        raise ConfigError(f"--output {path}: plots are drawn as {', '.join(valid)}, not as {kind!r}")
+    return kind
+
+
+def _plot(found: list[Prediction], path: Path) -> None:
+    from outrider.files import replacing
+
+    kind = _plottable(path)
     import matplotlib
 
     matplotlib.use("Agg")
@@ -250,5 +269,5 @@ def _plot(found: list[Prediction], path: Path) -> None:
     axes.set_ylabel("tokens of text")
     figure.colorbar(image, label="best speed-up")
     with replacing(path) as partial:
-        figure.savefig(partial, format=path.suffix.lstrip(".") or "png")
+        figure.savefig(partial, format=kind)
     plt.close(figure)

@@ -133,17 +133,12 @@ class Server:
             body = asked.as_chat()
             self._check(body)
             parser, more = self._tools(body)
-        except Refusal as error:
-            raise in_its_words(error) from None
-        return await self._generate(
-            request,
-            body,
-            "resp_",
-            lambda: [self._rendered(body)],
-            None,
-            lambda job: Respond(job, parser, asked),
-            **more,
-        )
+            return await self._generate(
+                request, body, "resp_", lambda: [self._rendered(body)], None, lambda job: Respond(job, parser, asked),
+                **more,
+            )  # fmt: skip
+        except (Refusal, OutriderError) as error:
+            raise in_its_words(refusal(error)) from None
 
     async def _generate(
         self,

@@ -37,6 +37,7 @@ KINDS = {  # vLLM's names
     413: "RequestTooLargeError", 500: "InternalServerError", 501: "NotImplementedError", 503: "ServiceUnavailableError",
     504: "DeadlineExceededError",
 }  # fmt: skip
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")  # others share a counter: each costs memory
 OPEN = ("/health", "/metrics")  # to those without a key, too
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": keep-alive\n\n"
@@ -160,8 +161,11 @@ def parse(kind: type[B], data: dict[str, Any]) -> B:
         reason = str(first["msg"])[:200]
         if first["type"] == "extra_forbidden":  # inside a field
             raise Refusal(400, f"{name} has no field {brief(first['loc'][-1])}", name) from None
-        message = f"{name}: {reason}, not {brief(first['input'])}" if name and first["type"] != "missing" else reason
-        raise Refusal(400, f"the field {name} is missing" if first["type"] == "missing" else message, name) from None
+        if first["type"] == "missing":
+            raise Refusal(400, f"the field {name} is missing", name) from None
+        if name and (told := kind.model_fields[name].description):
+            raise Refusal(400, f"{name} must be {told}, not {brief(data[name])}", name) from None
+        raise Refusal(400, f"{name}: {reason}, not {brief(first['input'])}" if name else reason, name) from None
     except RecursionError:
         raise Refusal(400, "the body is nested too deeply") from None
 
@@ -316,7 +320,8 @@ class Gate:
             raise
         finally:
             seconds, route = time.perf_counter() - began, getattr(scope.get("route"), "path", "none")
-            self.seen(scope["method"], route, status, seconds)
+            method = scope["method"]
+            self.seen(method if method in METHODS else "other", route, status, seconds)
             about = {"request_id": request_id, "method": scope["method"], "path": scope["path"], "status": status}
             about |= {"seconds": round(seconds, 4), **state["log"]}
             level = logging.DEBUG if route in (*OPEN, "/ping") else logging.INFO

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from outrider.config import SamplingParams
 from outrider.errors import brief
@@ -14,11 +14,17 @@ from outrider.serve.http import Refusal
 from outrider.serve.settings import SAMPLED_BY, Settings
 
 SALT = re.compile(r"[^@/\\]{1,128}")
-TOKEN_ID = re.compile(r"-?\d{1,18}")
+TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,17}")  # each spelt in one way: no key can stand for another
+
+
+Choice = Annotated[str | dict[str, Any] | None, Field(description="none, auto, required, or an object that names one")]
 
 
 class Body(BaseModel):
-    """Strict: a number is no text, a text no number; null is as good as nothing said."""
+    """Strict: a number is no text, a text no number; null is as good as nothing said.
+
+    A field that may be of several kinds is described by what they are, which is what a wrong one is answered with.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
     pointless: ClassVar[dict[str, Any]] = {}
@@ -73,7 +79,7 @@ class Common(Ignored):
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
     min_tokens: int | None = None
-    stop: str | list[str] | None = None
+    stop: Annotated[str | list[str] | None, Field(description="text, or a list of texts")] = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -83,7 +89,7 @@ class Common(Ignored):
     priority: int | None = None
     deadline: float | None = None
     cache_salt: str | None = None
-    speculative_config: dict[str, Any] | bool | None = None
+    speculative_config: Annotated[dict[str, Any] | bool | None, Field(description="an object, or false")] = None
     structured_outputs: dict[str, Any] | None = None
 
 
@@ -105,8 +111,8 @@ class Sampled(Common):
         """Refuse what the server's limits or the fields' relations do not allow."""
         if self.stream_options is not None and not self.stream:
             raise Refusal(400, "stream_options belongs to a stream; set stream to true", "stream_options")
-        if (self.n or 1) > settings.max_n:
-            raise Refusal(400, f"n must be at most {settings.max_n}, not {self.n}", "n")
+        if self.n is not None and not 1 <= self.n <= settings.max_n:
+            raise Refusal(400, f"n must be 1 to {settings.max_n}, not {brief(self.n)}", "n")
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(stops) > settings.max_stop_strings:
             raise Refusal(400, f"stop has {len(stops)} strings; at most {settings.max_stop_strings}", "stop")
@@ -186,7 +192,10 @@ def _bias(given: dict[str, float]) -> dict[int, float]:
 class CompletionBody(Sampled):
     """`/v1/completions`."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: Annotated[
+        str | list[int] | list[str] | list[list[int]],
+        Field(description="text, a list of token ids, or a list of either"),
+    ]
     logprobs: int | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
@@ -242,7 +251,7 @@ class ChatBody(Sampled):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: Choice = None
     parallel_tool_calls: bool | None = None
     include_reasoning: Any = None  # ignored, as the next three
     reasoning_effort: Any = None

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
 
 from outrider.errors import brief
 from outrider.outputs import StepEvent
 from outrider.serve.answers import Chat, Job
 from outrider.serve.http import Refusal, frame, parse, refusal
-from outrider.serve.protocol import ChatBody, Common, Ignored
+from outrider.serve.protocol import ChatBody, Choice, Common, Ignored
 from outrider.serve.tools import Parser
 
 STATELESS = "this server keeps nothing of an answer; send the whole conversation as input"
@@ -28,12 +30,12 @@ class ResponsesBody(Common):
         "previous_input_messages": [],
     }  # fmt: skip
 
-    input: str | list[dict[str, Any]]
+    input: Annotated[str | list[dict[str, Any]], Field(description="text, or a list of items")]
     instructions: str | None = None
     max_output_tokens: int | None = None
     text: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: Choice = None
     parallel_tool_calls: bool | None = None
     metadata: dict[str, str] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
