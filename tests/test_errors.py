@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import threading
 from contextlib import contextmanager
@@ -63,6 +64,12 @@ def truncate(folder, name: str) -> None:
 
 def pickled(folder) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def replaced(folder, name: str, make) -> None:
+    """Something else of that name, which is no file."""
+    (folder / name).unlink(missing_ok=True)
+    make(folder / name)
 
 
 def shard(folder, weight_map) -> None:
@@ -129,6 +136,20 @@ DAMAGE = {
         }), CheckpointError, "tokenizer cannot be read", "no entry"),
     "tokenizer without bounds": (
         lambda f: tokenizer(f, config={"model_max_length": "many"}), CheckpointError, "tokenizer cannot be read"),
+    "weights that are a pipe": (lambda f: replaced(f, "model.safetensors", os.mkfifo), CheckpointError,
+                                "model.safetensors is a pipe", "should be a file"),
+    "weights that are a folder": (lambda f: replaced(f, "model.safetensors", os.mkdir), CheckpointError,
+                                  "model.safetensors is a folder"),
+    "an index that is a pipe": (lambda f: replaced(f, "model.safetensors.index.json", os.mkfifo), CheckpointError,
+                                "index.json is a pipe"),
+    "a shard that is a folder": (lambda f: (shard(f, {DOWN: "x.safetensors"}), os.mkdir(f / "x.safetensors")),
+                                 CheckpointError, "x.safetensors is a folder"),
+    "generation config that is a pipe": (lambda f: replaced(f, "generation_config.json", os.mkfifo), CheckpointError,
+                                         "generation_config.json is a pipe"),
+    "tokenizer that is a pipe": (lambda f: replaced(f, "tokenizer.json", os.mkfifo), CheckpointError,
+                                 "tokenizer.json is a pipe"),
+    "tokenizer that is a folder": (lambda f: replaced(f, "tokenizer_config.json", os.mkdir), CheckpointError,
+                                   "tokenizer_config.json is a folder"),
     "broken tokenizer": (lambda f: (f / "tokenizer.json").write_text("{"), CheckpointError, "tokenizer"),
 }  # fmt: skip
 

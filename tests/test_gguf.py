@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import struct
 from functools import cache
@@ -392,6 +393,12 @@ def test_damaged_files_are_errors_and_nothing_else(make_checkpoint, tmp_path):
         bad.write_bytes(raw)
         with contextlib.suppress(OutriderError):
             File(bad).config()
+    for make in (os.mkfifo, os.mkdir):
+        own = tmp_path / make.__name__
+        own.mkdir()
+        make(own / "model.gguf")
+        with pytest.raises(CheckpointError, match=r"model\.gguf is a (pipe|folder)"):
+            LLM(own)
     for count in (2**32, 2**63, 2**64 - 1):
         bad.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, count, count) + b"\0" * 64)
         with pytest.raises(CheckpointError):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from outrider import families, packed
-from outrider.config import DTYPES, ModelConfig
+from outrider import compensate, families, packed
+from outrider.config import DTYPES, ModelConfig, Names
 from outrider.errors import CheckpointError, ConfigError, UnsupportedArchitecture, brief
 from outrider.families import FAMILIES
 from outrider.files import expand, new_folder, replacing, write_text
 from outrider.load import Progress, Source, open_source
 from outrider.model import Rotary
+from outrider.quantize import Rounded, rounded
 
 SHARD = 2**31  # bytes of a file
 
@@ -43,13 +45,20 @@ def export(name: str | Path, target: str | Path, dtype: str = "auto", progress: 
 
 
 def quantize(
-    name: str | Path, target: str | Path, bits: int = 4, progress: Progress | None = None, group: int | None = None
+    name: str | Path,
+    target: str | Path,
+    bits: int = 4,
+    progress: Progress | None = None,
+    group: int | None = None,
+    calibration: str | Path | list[str | Path] = "self",
 ) -> Path:
     """Write a checkpoint as compressed-tensors W4A16 or W8A16, which vLLM and transformers load; returns the folder.
 
-    The linears of the layers get `bits`, 4 or 8: of 4 bits a scale for each group of inputs (128, 64 or 32: the largest
-    that divides them all, else all), of 8 one for each output; or for each `group` of inputs, of which -1 is all. The
-    rest stays, in bfloat16, or float16 if it was that. Raises as `export`.
+    The linears of the layers get `bits`, 4 or 8: of 4 bits a scale and a zero for each group of inputs (32, 64 or 128:
+    the smallest that divides them all, else all), of 8 a scale for each output; or for each `group` of inputs, of which
+    -1 is all. The rest stays, in bfloat16, or float16 if it was that. Weights of 4 bits are compensated (compensate.py)
+    by `calibration`: what the model writes itself ("self"), or texts, files or folders of them; with "none" they are
+    rounded to nearest, as those of 8 bits are. Raises as `export`, and ConfigError for texts that are not to be read.
     """
     if bits not in (4, 8) or isinstance(bits, bool):
         raise ConfigError(f"bits must be 4 or 8, not {brief(bits)}")
@@ -60,29 +69,43 @@ def quantize(
     shapes = {
         name: shape for name, shape in source.weights.shapes.items() if name.endswith(".weight") and len(shape) == 2
     }
-    linears = {name for name in shapes if name.endswith("_proj.weight")}
-    if not linears:
-        raise UnsupportedArchitecture(f"{source.path} has no linears named *_proj: nothing that would be quantised")
+    routers = (f".{source.config.names.router}.weight", f".{Names.router}.weight", ".shared_expert_gate.weight")
+    linears = {name for name in shapes if name.startswith("model.layers.") and not name.endswith(routers)}
     if group not in (None, -1, 32, 64, 128):
         raise ConfigError(f"group must be 32, 64, 128 or -1, not {brief(group)}")
-    sizes = (group,) if group else (128, 64, 32, -1) if bits == 4 else (-1,)
+    sizes = (group,) if group else (32, 64, 128, -1) if bits == 4 else (-1,)
     fits = [n for n in sizes if n == -1 or all(shapes[name][1] % n == 0 for name in linears)]
     if not fits:
         raise ConfigError(f"groups of {group} inputs do not divide those of all linears; give another, or none")
-    group = fits[0]
+    group, symmetric = fits[0], bits == 8
     outside = ("model.embed_tokens.weight",)
     ignore = sorted({"lm_head", *(name[: -len(".weight")] for name in shapes.keys() - linears - {*outside})})
+    ready: dict[str, Rounded] = {}
+    coming: Iterator[dict[str, Rounded]] | None = None
+    if bits == 4 and calibration != "none":
+        if calibration == "self":
+            texts = compensate.said(name, progress)
+        else:
+            files = calibration if isinstance(calibration, list) else [calibration]
+            texts = compensate.read(files, source.tokenizer())
+        coming = compensate.layers(source, texts, bits, group, symmetric, plain, progress)
 
     def convert(name: str, tensor: Tensor) -> dict[str, Tensor]:
         if name not in linears:
             return {name: tensor.to(plain).contiguous()}
         if not tensor.isfinite().all():
             raise CheckpointError(f"{source.path}: {name} is not finite: it holds NaN or infinite numbers")
-        return packed.compress(name, tensor, bits, group, plain)
+        if coming is None:
+            size = shapes[name][1] if group == -1 else group
+            return packed.compress(name, rounded(tensor, bits, size, symmetric, plain), bits)
+        while name not in ready:
+            ready.update(next(coming))
+        return packed.compress(name, ready.pop(name), bits)
 
     with new_folder(target) as folder:
-        _describe(source, folder, {"dtype": kind, "quantization_config": packed.config(bits, group, ignore)})
-        _write(source, folder, convert, plain, progress)
+        about = packed.config(bits, group, symmetric, ignore)
+        _describe(source, folder, {"dtype": kind, "quantization_config": about})
+        _write(source, folder, convert, plain, None if coming else progress)
     return target
 
 
@@ -138,13 +161,19 @@ def _describe(source: Source, folder: Path, says: dict[str, Any]) -> None:
         write_text(folder / "generation_config.json", json.dumps({"eos_token_id": ends}) + "\n")
 
 
+def _place(name: str) -> tuple[int, str]:
+    """By which tensors are sorted: those of a layer lie together."""
+    found = re.match(r"model\.layers\.(\d+)\.", name)
+    return int(found[1]) if found else -1, name
+
+
 Convert = Callable[[str, Tensor], dict[str, Tensor]]
 """`convert(name, tensor)`: what is written for a tensor, by its names; no larger than it is in the dtype."""
 
 
 def _write(source: Source, folder: Path, convert: Convert, dtype: torch.dtype, progress: Progress | None) -> None:
     """All tensors, in files of bounded size."""
-    names = sorted(source.weights.shapes)
+    names = sorted(source.weights.shapes, key=_place)
     sizes = {name: dtype.itemsize * torch.Size(source.weights.shapes[name]).numel() for name in names}
     shards, room = [list[str]()], SHARD
     for name in names:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from outrider.errors import ConfigError
+from outrider.errors import CheckpointError, ConfigError
 
 
 @contextmanager
@@ -82,6 +82,13 @@ def make_folder(path: Path, what: str) -> None:
         raise ConfigError(f"{what} {path} cannot be a folder: {reason}; give one that can be written") from None
     if not os.access(path, os.W_OK | os.X_OK):
         raise ConfigError(f"{what} {path} is a folder that cannot be written; give another one")
+
+
+def check_regular(path: Path) -> None:
+    """Raise CheckpointError for what is there and no file: opening a pipe would wait for whoever writes to it."""
+    if path.exists() and not path.is_file():
+        kind = "a folder" if path.is_dir() else "a pipe, socket or device"
+        raise CheckpointError(f"{path} is {kind}; it should be a file of the checkpoint")
 
 
 def check_zip(path: Path) -> None:

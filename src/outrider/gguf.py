@@ -24,6 +24,7 @@ from torch import Tensor
 from outrider import quantize
 from outrider.config import ModelConfig, Names
 from outrider.errors import CheckpointError, UnsupportedArchitecture
+from outrider.files import check_regular
 from outrider.ops import Quantized
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
@@ -122,6 +123,7 @@ class File:
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, Stored] = {}
         for part in _parts(path):
+            check_regular(part)
             try:
                 reader = _Reader(part)
                 metadata, tensors = reader.read()

@@ -24,6 +24,7 @@ from torch import Tensor
 from outrider import families, gguf, packed, quantize
 from outrider.config import DTYPES, ModelConfig, Names
 from outrider.errors import CheckpointError, ConfigError, ModelNotFound, VocabularyMismatch, brief
+from outrider.files import check_regular
 from outrider.model import Layer, Model, head_order
 from outrider.ops import MLP, Experts, Linear, Quantized, join, packs, quantises
 from outrider.parallel import Cut, CutExperts, CutModel, Gathered, Group, Normed, Summed, cut, cut_quantized, within
@@ -78,7 +79,7 @@ def load(
         source.weights.rounds = activations
     share = Cut(source.config, group) if group else None
     number = group.announce("load", str(name), dtype, quantization, activations) if group else 0
-    model = _Builder(source.config, source.weights, kind, where, quantization, cut=share).model(progress)
+    model = Builder(source.config, source.weights, kind, where, quantization, cut=share).model(progress)
     if group and isinstance(model, CutModel) and number:
         model.number = number
         finalize(model, group.ranks.tell, "drop", number)
@@ -274,6 +275,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _json(path: Path) -> dict[str, Any]:
+    check_regular(path)
     try:
         data = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -287,6 +289,9 @@ def read_tokenizer(path: Path) -> Any:
     """The folder's tokenizer, or None if it has none."""
     if not any((path / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
         return None
+    for file in path.glob("*.*"):
+        if file.suffix in (".json", ".jinja", ".model", ".txt"):
+            check_regular(file)
     from transformers import AutoTokenizer
 
     return _tried(path, lambda: AutoTokenizer.from_pretrained(path, trust_remote_code=False))
@@ -336,6 +341,7 @@ class _Weights:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.kinds: dict[str, str] = {}  # dtypes, as safetensors names them
         for name in names:
+            check_regular(path / name)
             try:
                 with safe_open(path / name, "pt") as file:
                     for inside in file.keys():  # noqa: SIM118 - not a dict
@@ -500,7 +506,7 @@ def adopt(config: ModelConfig, tensors: Mapping[str, Tensor], path: Path, share:
     some = next(iter(tensors.values()))
     held = _Held(path, tensors)
     held.split(config)
-    return _Builder(config, held, some.dtype, some.device, share=share).model()
+    return Builder(config, held, some.dtype, some.device, share=share).model()
 
 
 def _fuse(parts: list[Tensor]) -> Tensor:
@@ -521,7 +527,7 @@ def _fuse(parts: list[Tensor]) -> Tensor:
     return fused
 
 
-class _Builder:
+class Builder:
     """Makes a Model of a checkpoint's tensors, layer by layer: no more than one layer is held twice.
 
     `share`: the tensors stay where they are (see `adopt`). `scheme`: how linears are quantised. `cut`: which part of

@@ -18,7 +18,7 @@ from torch import Tensor
 from outrider.config import whole
 from outrider.errors import CheckpointError, UnsupportedArchitecture, brief
 from outrider.ops import Quantized
-from outrider.quantize import E2M1, powers, symmetric
+from outrider.quantize import E2M1, Rounded, powers
 
 GROUP = 128  # inputs that share a scale in our kernels, where the checkpoint has one for all inputs
 NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)  # AWQ: where in a word the outputs lie
@@ -485,21 +485,22 @@ def packed(codes: Tensor, bits: int) -> Tensor:
     return whole.contiguous().view(torch.int32)
 
 
-def compress(name: str, weight: Tensor, bits: int, group: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The tensors of a weight (out, in) in compressed-tensors' pack-quantized format; group -1: a scale a row."""
-    size = weight.shape[1] if group == -1 else group
-    values, scales = symmetric(weight, bits, size, dtype)
-    return {
-        f"{name}_packed": packed(values, bits),
-        f"{name}_scale": scales,
-        f"{name}_shape": torch.tensor(weight.shape),
+def compress(name: str, rounded: Rounded, bits: int) -> dict[str, Tensor]:
+    """The tensors of a weight (out, in) in compressed-tensors' pack-quantized format."""
+    tensors = {
+        f"{name}_packed": packed(rounded.values, bits),
+        f"{name}_scale": rounded.scales,
+        f"{name}_shape": torch.tensor(rounded.values.shape),
     }
+    if rounded.zeros is not None:
+        tensors[f"{name}_zero_point"] = packed(rounded.zeros.T, bits).T.contiguous()
+    return tensors
 
 
-def config(bits: int, group: int, ignore: list[str]) -> dict[str, Any]:
-    """The quantization_config of what `compress` makes."""
+def config(bits: int, group: int, symmetric: bool, ignore: list[str]) -> dict[str, Any]:
+    """The quantization_config of what `compress` makes; group -1: a scale a row."""
     weights = {
-        "num_bits": bits, "type": "int", "symmetric": True, "strategy": "channel" if group == -1 else "group",
+        "num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": "channel" if group == -1 else "group",
         "group_size": None if group == -1 else group, "dynamic": False,
     }  # fmt: skip
     scheme = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}

@@ -9,6 +9,8 @@ Blocks of a GGUF file are such weights already and run as they are stored.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -86,34 +88,71 @@ def quantize(weight: Tensor, scheme: str, rounded: bool = False) -> Quantized:
     return Quantized(bits, group, values, scales, offsets)
 
 
-CLIPS = [1 - 0.025 * i for i in range(13)]  # of a group's largest weight, tried as the end of its range
+CLIPS = [1 - 0.025 * i for i in range(13)]  # of a group's range, tried as what its integers span
 
 
-def symmetric(weight: Tensor, bits: int, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Integers (out, in) int8 and scales (out, groups) for weights (out, in), in groups that divide the inputs.
+@dataclass
+class Rounded:
+    """Weights (out, in) as integers with a sign, values (out, in) int8, less the zeros (out, groups) int8 of their
+    groups, if there are any, times the scales (out, groups) of these."""
 
-    Of some ranges up to the largest weight, each group gets that of the least squared error; scales are rounded to
-    dtype before weights are.
+    values: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+
+    def dense(self) -> Tensor:
+        """The weights that these stand for, (out, in) float32."""
+        rows, groups = self.scales.shape
+        values = self.values.float().view(rows, groups, -1)
+        values = values if self.zeros is None else values - self.zeros[..., None]
+        return (values * self.scales.float()[..., None]).view(rows, -1)
+
+
+def ranges(
+    w: Tensor, bits: int, symmetric: bool, dtype: torch.dtype, importance: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """A scale of dtype and a zero for each group of weights w (..., group), both (...) float32.
+
+    Of some ranges up to that of the weights the one of the least squared error, in which a weight may count by its
+    `importance` (group,). A scale is never 0; zeros are whole, and 0 if `symmetric`.
     """
+    half, zero = 2 ** (bits - 1), w.new_zeros(w.shape[:-1])
+    low, high = w.amin(-1).clamp(max=0), w.amax(-1).clamp(min=0)
+    span = torch.maximum(-low, high) / (half - 0.5) if symmetric else (high - low) / (2 * half - 1)
+    best, least = (torch.ones_like(span), zero), torch.full_like(span, torch.inf)
+    for clip in CLIPS:
+        scale = (span * clip).to(dtype).float()
+        scale = torch.where(scale == 0, 1.0, scale)
+        if not symmetric:
+            zero = (-half - clip * low / scale).round_().clamp_(-half, half - 1)
+        q = (w / scale[..., None]).round_().add_(zero[..., None]).clamp_(-half, half - 1)
+        error = (q.sub_(zero[..., None]).mul_(scale[..., None]).sub_(w)).square_()
+        error = (error if importance is None else error.mul_(importance)).sum(-1)
+        better = error < least
+        least = torch.where(better, error, least)
+        best = torch.where(better, scale, best[0]), torch.where(better, zero, best[1])
+    return best
+
+
+def rounded(weight: Tensor, bits: int, group: int, symmetric: bool, dtype: torch.dtype) -> Rounded:
+    """Weights (out, in) to the nearest in groups that divide the inputs; scales are rounded to dtype before weights."""
     rows, inputs = weight.shape
-    half = 2 ** (bits - 1)
-    values = torch.empty(rows, inputs, dtype=torch.int8)
-    scales = torch.empty(rows, inputs // group, dtype=dtype)
+    half, groups = 2 ** (bits - 1), inputs // group
+    found = Rounded(
+        torch.empty(rows, inputs, dtype=torch.int8),
+        torch.empty(rows, groups, dtype=dtype),
+        None if symmetric else torch.empty(rows, groups, dtype=torch.int8),
+    )
     step = max(1, BLOCK // inputs)
     for at in range(0, rows, step):
-        w = weight[at : at + step].float().reshape(-1, inputs // group, group)
-        largest = w.abs().amax(-1)
-        least = torch.full_like(largest, torch.inf)
-        for clip in CLIPS:
-            scale = (largest * (clip / (half - 0.5))).to(dtype)
-            divisor = torch.where(scale == 0, 1.0, scale.float())[..., None]
-            q = (w / divisor).round_().clamp_(-half, half - 1)
-            error = (q * divisor - w).square_().sum(-1)
-            better = error < least
-            least = torch.where(better, error, least)
-            scales[at : at + step][better] = torch.where(scale == 0, 1.0, scale)[better].to(dtype)
-            values[at : at + step].view(len(w), -1, group)[better] = q[better].char()
-    return values, scales
+        own = slice(at, at + step)
+        w = weight[own].float().reshape(-1, groups, group)
+        scale, zero = ranges(w, bits, symmetric, dtype)
+        q = (w / scale[..., None]).round_().add_(zero[..., None]).clamp_(-half, half - 1)
+        found.values[own], found.scales[own] = q.view(len(w), -1).char(), scale.to(dtype)
+        if found.zeros is not None:
+            found.zeros[own] = zero.char()
+    return found
 
 
 def powers(exponents: Tensor, bias: int) -> Tensor:

@@ -32,11 +32,19 @@ def quantize(
     group: Annotated[
         int | None, typer.Option(help="Inputs that share a scale: 32, 64, 128, or -1 for all; default: what fits.")
     ] = None,
+    calibration: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="With 4 bits: text by which errors offset each other, a file (.txt, .jsonl) or folder; repeatable; "
+            "none: round to nearest. Default: what the model writes itself."
+        ),
+    ] = None,
 ) -> None:
     """Write a checkpoint with weights of 4 or 8 bits, as compressed-tensors W4A16 or W8A16, which others load, too."""
     from outrider.export import quantize as write
 
     with Reporter() as reporter:
-        write(model, folder, bits, reporter, group)
+        alone = calibration[0] if calibration and calibration[0] in ("self", "none") else None
+        write(model, folder, bits, reporter, group, alone or [*(calibration or [])] or "self")
     size = sum(path.stat().st_size for path in folder.expanduser().glob("*.safetensors"))
     tell(f"{folder}: {size / 1e6:,.0f} MB of weights")
