@@ -177,7 +177,7 @@ def bf16_llm() -> LLM:
 @pytest.fixture(scope="module", params=[None, *ACTIVATIONS])
 def packed_llm(request, make_checkpoint, tmp_path_factory) -> LLM:
     """The random model with weights of 4 bits, from a quantised checkpoint, with activations of every kind."""
-    folder = quantize(make_checkpoint(), tmp_path_factory.mktemp("w4a16") / "model")
+    folder = quantize(make_checkpoint(), tmp_path_factory.mktemp("w4a16") / "model", calibration="none")
     return LLM(folder, device="cpu", activations=request.param)
 
 

@@ -389,17 +389,18 @@ Q = "model.layers.0.self_attn.q_proj."
 def test_quantize_round_trip(make_checkpoint, tmp_path, bits):
     """What `quantize` writes is what we read: no weight farther than a step, the rest untouched, and exact decoding."""
     plain = make_checkpoint(**SIZES, dtype=torch.bfloat16)
-    folder = quantize(plain, tmp_path / "q", bits)
+    folder = quantize(plain, tmp_path / "q", bits, calibration="none")
     before, source = open_source(plain), open_source(folder)
     stored = load_file(folder / "model.safetensors")
     assert stored[Q + "weight_packed"].shape == (64, 128 * bits // 32)
-    assert stored[Q + "weight_scale"].shape == ((64, 2) if bits == 4 else (64, 1))  # 192 inputs want groups of 64
+    assert stored[Q + "weight_scale"].shape == ((64, 4) if bits == 4 else (64, 1))
+    assert (Q + "weight_zero_point" in stored) == (bits == 4)
     for name, shape in before.weights.shapes.items():
         old, new = before.weights.mapped(name, *shape), source.weights.mapped(name, *shape)
         if not name.endswith("_proj.weight"):
             assert torch.equal(old, new), name
             continue
-        scales = stored[name + "_scale"].float().repeat_interleave(64 if bits == 4 else shape[1], 1)
+        scales = stored[name + "_scale"].float().repeat_interleave(32 if bits == 4 else shape[1], 1)
         off = (new - old.float()).abs()
         assert (off <= scales * 0.5001).float().mean() > 0.97 and off.mean() < old.float().abs().mean() / (
             8 if bits == 4 else 90
@@ -412,7 +413,7 @@ def test_quantize_round_trip(make_checkpoint, tmp_path, bits):
 def test_groups_of_quantize(make_checkpoint, tmp_path, bits, group):
     """So many inputs share a scale as are asked for, here and as the config says it to others."""
     plain = make_checkpoint(**SIZES, dtype=torch.bfloat16)
-    folder = quantize(plain, tmp_path / "q", bits, group=group)
+    folder = quantize(plain, tmp_path / "q", bits, group=group, calibration="none")
     said = json.loads((folder / "config.json").read_text())["quantization_config"]["config_groups"]["group_0"][
         "weights"
     ]
@@ -438,6 +439,8 @@ def test_what_quantize_refuses(make_checkpoint, tmp_path, monkeypatch, capsys):
         ({"group": 128}, "groups of 128 inputs do not divide those of all linears"),
         ({"bits": 5}, "bits must be 4 or 8, not 5"),
         ({"bits": True}, "bits must be 4 or 8"),
+        ({"bits": 8, "calibration": "text.txt"}, "8 bits are rounded to nearest"),
+        ({"calibration": str(plain / "nothing.txt")}, "no tokenizer"),
     ):
         with pytest.raises(ConfigError, match=says):
             quantize(plain, tmp_path / "q", **options)
@@ -447,7 +450,7 @@ def test_what_quantize_refuses(make_checkpoint, tmp_path, monkeypatch, capsys):
     with pytest.raises(UnsupportedArchitecture, match="in other pieces than Hugging Face has"):
         quantize(phi, tmp_path / "q")
     assert not (tmp_path / "q").exists()
-    monkeypatch.setattr("sys.argv", ["outrider", "quantize", str(plain), str(tmp_path / "q"), "--group", "32"])
+    monkeypatch.setattr("sys.argv", ["outrider", "quantize", str(plain), str(tmp_path / "q"), "--calibration", "none"])
     with pytest.raises(SystemExit) as ended:
         main()
     told = capsys.readouterr()
@@ -461,7 +464,7 @@ def test_quantize_is_read_by_transformers(make_checkpoint, tmp_path, bits):
     pytest.importorskip("compressed_tensors")
     from transformers import AutoModelForCausalLM
 
-    folder = quantize(make_checkpoint(**SIZES, dtype=torch.bfloat16), tmp_path / "q", bits)
+    folder = quantize(make_checkpoint(**SIZES, dtype=torch.bfloat16), tmp_path / "q", bits, calibration="none")
     model, source = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), open_source(folder)
     with torch.no_grad():
         logits = model(torch.tensor([[5, 9, 3]])).logits
@@ -470,6 +473,30 @@ def test_quantize_is_read_by_transformers(make_checkpoint, tmp_path, bits):
             assert torch.equal(parameter, source.weights.mapped(name, *parameter.shape)), name
     ours = load(folder, dtype="float32", device="cpu")
     assert torch.allclose(logits_after(LLM(ours), [5, 9, 3]), logits[0, -1], rtol=1e-4, atol=1e-3)
+
+
+MIXTURES = {
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+}
+
+
+@pytest.mark.parametrize("arch", MIXTURES)
+def test_quantised_experts_are_read_by_transformers(make_checkpoint, tmp_path, arch):
+    """Which has experts in one tensor, and so takes them dequantised only; it knows no zeros of theirs."""
+    pytest.importorskip("compressed_tensors")
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+    plain = make_checkpoint(arch, **SIZES, **MIXTURES[arch], dtype=torch.bfloat16)
+    folder = quantize(plain, tmp_path / "q", calibration="none")
+    dense = CompressedTensorsConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=dense)
+    with torch.no_grad():
+        logits = model(torch.tensor([[5, 9, 3]])).logits[0, -1]
+    assert sum(stored.endswith("weight_packed") for stored in load_file(folder / "model.safetensors")) == 2 * (4 + 12)
+    assert torch.allclose(
+        logits_after(LLM(folder, device="cpu", dtype="float32"), [5, 9, 3]), logits, rtol=1e-4, atol=1e-3
+    )
 
 
 SCHEMES = [("W4A16", 32), ("W4A16", 64), ("W4A16_ASYM", 64), ("W8A16", None), ("W8A8", None), ("FP8_DYNAMIC", None),

@@ -250,19 +250,18 @@ def said(name: str | Path, progress: Progress | None = None) -> list[list[int]]:
         total = sum(map(len, texts))
         if total >= TOKENS:
             return _even(texts)
-    raise ConfigError(
-        f"{name} writes {total} tokens where {TOKENS} would calibrate it; give texts of yours to do that by"
-    )
+    raise ConfigError(f"{name} writes {total} tokens where {TOKENS} would calibrate it; give texts to calibrate it by")
 
 
-def read(paths: list[str | Path], tokenizer: Any) -> list[list[int]]:
-    """Texts (token ids) of at most TOKENS tokens in all, from files that `corpus` reads. Raises ConfigError."""
-    if tokenizer is None:
+def read(paths: list[str | Path], source: Source) -> list[list[int]]:
+    """Texts (token ids) of about TOKENS tokens in all, of files that `corpus` reads. Raises ConfigError."""
+    if (tokenizer := source.tokenizer()) is None:
         raise ConfigError("this model has no tokenizer, and calibration texts are read by it")
     start, found, total = tokenizer.bos_token_id, list[list[int]](), 0
     begin = [] if start is None else [start]
     for text in corpus.texts(corpus.files(paths)):
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = ids[1:] if ids[:1] == begin else ids
         size = LENGTH - len(begin)
         found += [begin + ids[at : at + size] for at in range(0, len(ids), size)]
         total += len(ids)

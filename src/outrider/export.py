@@ -54,14 +54,17 @@ def quantize(
 ) -> Path:
     """Write a checkpoint as compressed-tensors W4A16 or W8A16, which vLLM and transformers load; returns the folder.
 
-    The linears of the layers get `bits`, 4 or 8: of 4 bits a scale and a zero for each group of inputs (32, 64 or 128:
-    the smallest that divides them all, else all), of 8 a scale for each output; or for each `group` of inputs, of which
-    -1 is all. The rest stays, in bfloat16, or float16 if it was that. Weights of 4 bits are compensated (compensate.py)
+    The linears of the layers get `bits`, 4 or 8: of 4 bits a scale and (but for mixtures) a zero for each group of
+    inputs (32, 64 or 128: the smallest that divides them all, else all), of 8 a scale for each output; or for each
+    `group` of inputs, of which -1 is all. The rest stays, in bfloat16, or float16 if it was that. Weights of 4 bits are compensated (compensate.py)
     by `calibration`: what the model writes itself ("self"), or texts, files or folders of them; with "none" they are
     rounded to nearest, as those of 8 bits are. Raises as `export`, and ConfigError for texts that are not to be read.
     """
     if bits not in (4, 8) or isinstance(bits, bool):
         raise ConfigError(f"bits must be 4 or 8, not {brief(bits)}")
+    files = calibration if isinstance(calibration, list) else [calibration]
+    if bits == 8 and not {*map(str, files)} <= {"self", "none"}:
+        raise ConfigError("weights of 8 bits are rounded to nearest, which costs little; leave calibration out")
     target, source = expand(target), open_source(name)
     _same_tensors(source)
     kind = "float16" if source.config.dtype == "float16" else "bfloat16"
@@ -77,33 +80,31 @@ def quantize(
     fits = [n for n in sizes if n == -1 or all(shapes[name][1] % n == 0 for name in linears)]
     if not fits:
         raise ConfigError(f"groups of {group} inputs do not divide those of all linears; give another, or none")
-    group, symmetric = fits[0], bits == 8
+    group = fits[0]
+    symmetric = bits == 8 or source.config.mixture is not None  # transformers reads no zeros of experts
     outside = ("model.embed_tokens.weight",)
     ignore = sorted({"lm_head", *(name[: -len(".weight")] for name in shapes.keys() - linears - {*outside})})
+    about = packed.config(bits, group, symmetric, ignore)
     ready: dict[str, Rounded] = {}
-    coming: Iterator[dict[str, Rounded]] | None = None
-    if bits == 4 and calibration != "none":
-        if calibration == "self":
-            texts = compensate.said(name, progress)
-        else:
-            files = calibration if isinstance(calibration, list) else [calibration]
-            texts = compensate.read(files, source.tokenizer())
-        coming = compensate.layers(source, texts, bits, group, symmetric, plain, progress)
-
-    def convert(name: str, tensor: Tensor) -> dict[str, Tensor]:
-        if name not in linears:
-            return {name: tensor.to(plain).contiguous()}
-        if not tensor.isfinite().all():
-            raise CheckpointError(f"{source.path}: {name} is not finite: it holds NaN or infinite numbers")
-        if coming is None:
-            size = shapes[name][1] if group == -1 else group
-            return packed.compress(name, rounded(tensor, bits, size, symmetric, plain), bits)
-        while name not in ready:
-            ready.update(next(coming))
-        return packed.compress(name, ready.pop(name), bits)
 
     with new_folder(target) as folder:
-        about = packed.config(bits, group, symmetric, ignore)
+        coming: Iterator[dict[str, Rounded]] | None = None
+        if bits == 4 and calibration != "none":
+            texts = compensate.said(name, progress) if calibration == "self" else compensate.read(files, source)
+            coming = compensate.layers(source, texts, bits, group, symmetric, plain, progress)
+
+        def convert(name: str, tensor: Tensor) -> dict[str, Tensor]:
+            if name not in linears:
+                return {name: tensor.to(plain).contiguous()}
+            if not tensor.isfinite().all():
+                raise CheckpointError(f"{source.path}: {name} is not finite: it holds NaN or infinite numbers")
+            if coming is None:
+                size = shapes[name][1] if group == -1 else group
+                return packed.compress(name, rounded(tensor, bits, size, symmetric, plain), bits)
+            while name not in ready:
+                ready.update(next(coming))
+            return packed.compress(name, ready.pop(name), bits)
+
         _describe(source, folder, {"dtype": kind, "quantization_config": about})
         _write(source, folder, convert, plain, None if coming else progress)
     return target
