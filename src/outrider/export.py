@@ -56,9 +56,10 @@ def quantize(
 
     The linears of the layers get `bits`, 4 or 8: of 4 bits a scale and (but for mixtures) a zero for each group of
     inputs (32, 64 or 128: the smallest that divides them all, else all), of 8 a scale for each output; or for each
-    `group` of inputs, of which -1 is all. The rest stays, in bfloat16, or float16 if it was that. Weights of 4 bits are compensated (compensate.py)
-    by `calibration`: what the model writes itself ("self"), or texts, files or folders of them; with "none" they are
-    rounded to nearest, as those of 8 bits are. Raises as `export`, and ConfigError for texts that are not to be read.
+    `group` of inputs, of which -1 is all. The rest stays, in bfloat16, or float16 if it was that. Weights of 4 bits are
+    compensated (compensate.py) by `calibration`: what the model writes itself ("self"), or texts, files or folders of
+    them; with "none" they are rounded to nearest, as those of 8 bits are. Raises as `export`, and ConfigError for texts
+    that cannot be read or are too few.
     """
     if bits not in (4, 8) or isinstance(bits, bool):
         raise ConfigError(f"bits must be 4 or 8, not {brief(bits)}")

@@ -507,6 +507,7 @@ def config(bits: int, group: int, symmetric: bool, ignore: list[str]) -> dict[st
     return {
         "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
         "config_groups": {"group_0": scheme}, "ignore": ignore, "kv_cache_scheme": None,
+        **({} if symmetric else {"dequantize": True}),  # transformers 5.23 makes no room for packed zeros
     }  # fmt: skip
 
 
