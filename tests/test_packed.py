@@ -460,19 +460,20 @@ def test_what_quantize_refuses(make_checkpoint, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_quantize_is_read_by_transformers(make_checkpoint, tmp_path, bits):
-    """compressed-tensors unpacks the very weights that we run on, in transformers' model."""
+    """compressed-tensors unpacks the very weights that we run on (with zeros, rounded to their scales' bfloat16)."""
     pytest.importorskip("compressed_tensors")
     from transformers import AutoModelForCausalLM
 
     folder = quantize(make_checkpoint(**SIZES, dtype=torch.bfloat16), tmp_path / "q", bits, calibration="none")
     model, source = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), open_source(folder)
     with torch.no_grad():
-        logits = model(torch.tensor([[5, 9, 3]])).logits
+        logits = model(torch.tensor([[5, 9, 3]])).logits[0, -1]
     for name, parameter in model.named_parameters():
         if name.endswith("_proj.weight"):
-            assert torch.equal(parameter, source.weights.mapped(name, *parameter.shape)), name
-    ours = load(folder, dtype="float32", device="cpu")
-    assert torch.allclose(logits_after(LLM(ours), [5, 9, 3]), logits[0, -1], rtol=1e-4, atol=1e-3)
+            ours = source.weights.mapped(name, *parameter.shape)
+            assert torch.equal(parameter, ours.bfloat16().float() if bits == 4 else ours), name
+    off = (logits_after(LLM(folder, device="cpu", dtype="float32"), [5, 9, 3]) - logits).abs().max()
+    assert off < (0.02 if bits == 4 else 1e-4) * logits.abs().max()
 
 
 MIXTURES = {
@@ -483,20 +484,18 @@ MIXTURES = {
 
 @pytest.mark.parametrize("arch", MIXTURES)
 def test_quantised_experts_are_read_by_transformers(make_checkpoint, tmp_path, arch):
-    """Which has experts in one tensor, and so takes them dequantised only; it knows no zeros of theirs."""
+    """Which has them in one tensor, dequantises them as it loads, and knows no zeros of theirs."""
     pytest.importorskip("compressed_tensors")
-    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+    from transformers import AutoModelForCausalLM
 
     plain = make_checkpoint(arch, **SIZES, **MIXTURES[arch], dtype=torch.bfloat16)
     folder = quantize(plain, tmp_path / "q", calibration="none")
-    dense = CompressedTensorsConfig(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=dense)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         logits = model(torch.tensor([[5, 9, 3]])).logits[0, -1]
     assert sum(stored.endswith("weight_packed") for stored in load_file(folder / "model.safetensors")) == 2 * (4 + 12)
-    assert torch.allclose(
-        logits_after(LLM(folder, device="cpu", dtype="float32"), [5, 9, 3]), logits, rtol=1e-4, atol=1e-3
-    )
+    off = (logits_after(LLM(folder, device="cpu", dtype="float32"), [5, 9, 3]) - logits).abs().max()
+    assert off < 0.02 * logits.abs().max()  # there, weights are rounded to bfloat16
 
 
 SCHEMES = [("W4A16", 32), ("W4A16", 64), ("W4A16_ASYM", 64), ("W8A16", None), ("W8A8", None), ("FP8_DYNAMIC", None),

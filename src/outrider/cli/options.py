@@ -67,7 +67,9 @@ Model = Annotated[
 ]
 Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
-Quantization = Annotated[str | None, typer.Option(help="int8 or int4: round the weights while loading.")]
+Quantization = Annotated[
+    str | None, typer.Option(help="int8 or int4: round the weights while loading; see `outrider quantize`.")
+]
 Activations = Annotated[str | None, typer.Option(help="int8: round activations, too, for weights of 4 to 8 bits.")]
 MaxModelLen = Annotated[int | None, typer.Option(help="Context limit in tokens; default: the model's.")]
 KvOffload = Annotated[bool, typer.Option("--kv-offload", help="Keep keys and values in host memory, stream them.")]
