@@ -482,7 +482,7 @@ def packed(codes: Tensor, bits: int) -> Tensor:
     whole = torch.nn.functional.pad(codes.int() + 2 ** (bits - 1), (0, -codes.shape[1] % each)).to(torch.uint8)
     if bits == 4:
         whole = whole[:, ::2] | whole[:, 1::2] << 4
-    return whole.contiguous().view(torch.int32)
+    return whole.flatten().view(torch.int32).view(len(whole), -1)
 
 
 def compress(name: str, rounded: Rounded, bits: int) -> dict[str, Tensor]:
