@@ -398,7 +398,7 @@ def test_damaged_files_are_errors_and_nothing_else(make_checkpoint, tmp_path):
         own.mkdir()
         make(own / "model.gguf")
         with pytest.raises(CheckpointError, match=r"model\.gguf is a (pipe|folder)"):
-            LLM(own)
+            File(own / "model.gguf")
     for count in (2**32, 2**63, 2**64 - 1):
         bad.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, count, count) + b"\0" * 64)
         with pytest.raises(CheckpointError):
