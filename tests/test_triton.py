@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from outrider.ops import Quantized
 from outrider.ops.triton import launch, plan
-from outrider.quantize import quantize, symmetric
+from outrider.quantize import quantize, rounded
 from outrider.sampling import gumbel, noise_key
 
 CPU = torch.device("cpu")
@@ -99,7 +99,8 @@ def quantised(name, n, k):
         case "int8" | "int4":
             return quantize(w, name)
         case "symmetric":
-            values, scales = symmetric(w[:, : k // 32 * 32], 4, 32, torch.float16)
+            own = rounded(w[:, : k // 32 * 32], 4, 32, True, torch.float16)
+            values, scales = own.values, own.scales
             return Quantized(4, 32, values, scales)
         case "zeros":
             zeros = some(0, 16, n, -(-k // 128))

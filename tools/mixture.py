@@ -13,7 +13,7 @@ from torch import Tensor
 
 from outrider.bench.report import markdown_table
 from outrider.ops import MLP, Experts, Linear, Quantized, native
-from outrider.quantize import symmetric
+from outrider.quantize import rounded
 
 HIDDEN, WIDE, COUNT, CHOSEN = 2048, 768, 128, 8
 STREAM = 2**28  # bytes
@@ -71,7 +71,8 @@ def _experts(router: Tensor, gate_up: Tensor, down: Tensor, name: str) -> Expert
             return Linear(weight, gated=gated)
         bits, group = GROUPS[name]
         if weight.shape not in packed:
-            packed[weight.shape] = Quantized(bits, group, *symmetric(weight, bits, group, torch.bfloat16))
+            found = rounded(weight, bits, group, True, torch.bfloat16)
+            packed[weight.shape] = Quantized(bits, group, found.values, found.scales)
         return Linear(packed[weight.shape], gated=gated)
 
     packed: dict[torch.Size, Quantized] = {}
