@@ -12,26 +12,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.control import CREDIT, KEPT, START, Account, Beliefs, Bush, Costs, Curve, Guess, cache_file, kind
+from outrider.control import CREDIT, KEPT, START, Account, Beliefs, Bush, Costs, Curve, Guess, Learnt, cache_file, kind
 from outrider.ops import native
 
 KINDS = [Beliefs, *([native.kernels.Beliefs] if native.kernels else [])]  # the reference, and the compiled one
 
 
 def test_a_curve_lies_on_what_was_measured():
-    curve = Curve()
+    curve = Learnt()
     for count, seconds in ((1, 1.0), (9, 1.8), (5, 1.4)):
         curve.add(count, seconds)
     assert curve.at(5) < curve.at(7) < curve.at(9) < curve.at(20)
     assert curve.at(20) == pytest.approx(curve.at(9) + 11 * (curve.at(9) - curve.at(5)) / 4)
     assert Curve({4: 2.0}).at(1) == 2.0, "fewer cost no more than what was seen"
+    assert Curve({1: 1.0, 4: 9.0, 8: 3.0}).over(1, 8)[3:] == [9.0] * 5, "what is known is not doubted"
 
 
 def test_a_hiccup_is_not_the_cost_and_load_is_everybodys():
-    curve = Curve({1: 1.0, 8: 1.2})
+    curve = Learnt({1: 1.0, 8: 1.2})
     curve.add(8, 100.0)
     assert curve.at(8) < 1.6, "of a hundred seconds"
-    curve = Curve({1: 1.0, 8: 1.2})
+    curve = Learnt({1: 1.0, 8: 1.2})
     for _ in range(30):  # the machine has become half as fast, and only single rows are measured
         curve.add(1, 2.0)
     assert curve.at(1) == pytest.approx(2.0, rel=0.1) and curve.at(8) > 1.6
@@ -39,7 +40,7 @@ def test_a_hiccup_is_not_the_cost_and_load_is_everybodys():
 
 def test_what_was_thought_too_dear_is_believed_less_and_less():
     """One wrong measurement of a count that nobody would ask for again, on a machine that is good otherwise."""
-    curve = Curve()
+    curve = Learnt()
     for _ in range(9):
         for count in (1, 2, 4):
             curve.add(count, 1 + 0.1 * (count - 1))

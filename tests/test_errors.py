@@ -382,7 +382,7 @@ def test_text_and_chat(tiny_llm, random_llm):
             tiny_llm.generate(prompt)
     with refused(ConfigError, "chat template", "generate"):
         random_llm.chat([{"role": "user", "content": "Hello"}])
-    with refused(EmptyPrompt, "one message"):
+    with refused(EmptyPrompt, "give at least one"):
         tiny_llm.chat([])
     good = {"role": "user", "content": "Hello"}
     for bad in (

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -52,11 +52,38 @@ KEPT = 64  # machines and models whose costs are kept in the file
 
 
 class Curve(dict[int, float]):
-    """Seconds over a count, as measured: a moving average per count that was seen, and lines between them.
+    """Seconds over a count, and lines between the counts that are known."""
 
-    A machine that others use gives measurements that are several times too long, now and then; a count that was once
-    thought too dear is not measured again. So one measurement moves an average by little, and what was measured seldom,
-    or long ago, counts less than what its neighbours promise.
+    def at(self, count: int) -> float:
+        """Seconds of one count."""
+        return self.over(count, count)[0]
+
+    def over(self, first: int, last: int) -> list[float]:
+        """Seconds of `first` to `last`; beyond the last that is known with the slope at its end."""
+        known, seconds = self._points()
+        if len(known) > 1:
+            slopes = [(b - a) / (n - m) for (m, n), (a, b) in zip(pairwise(known), pairwise(seconds), strict=True)]
+        else:
+            slopes = [UNSEEN * seconds[0] / known[0]]
+        found, i = [seconds[0]] * (min(known[0], last + 1) - first), bisect(known, first) - 1
+        for n in range(first + len(found), last + 1):  # without numpy: of few numbers, whose caches are cold
+            while i + 1 < len(known) and known[i + 1] <= n:
+                i += 1
+            found.append(seconds[i] + slopes[min(i, len(slopes) - 1)] * (n - known[i]))
+        return found
+
+    def _points(self) -> tuple[list[int], list[float]]:
+        """The counts that are known, and what they cost: none less than a smaller one."""
+        known = sorted(self)
+        return known, [*accumulate((self[n] for n in known), max)]
+
+
+class Learnt(Curve):
+    """A curve measured while others use the machine: a moving average for each count.
+
+    Some measurements are several times too long, and a count that was once thought too dear is not measured again. So
+    one moves an average by little, and what was measured seldom, or long ago, counts less than what the counts beside
+    it promise.
     """
 
     def __init__(self, known: Mapping[int, float] | None = None) -> None:
@@ -75,8 +102,7 @@ class Curve(dict[int, float]):
             self[other] = known * drift if other > count else min(known * drift, own)
         self[count] = own
 
-    def _believed(self) -> tuple[list[int], list[float]]:
-        """The counts that were measured, and what they are taken to cost."""
+    def _points(self) -> tuple[list[int], list[float]]:
         known = sorted(self)
         seconds = [self[known[0]]]
         for i, n in enumerate(known[1:], 1):
@@ -87,24 +113,6 @@ class Curve(dict[int, float]):
             weight = self.weights[n]
             seconds.append(max(seconds[-1], (weight * own + DOUBTED * min(own, promised)) / (weight + DOUBTED)))
         return known, seconds
-
-    def at(self, count: int) -> float:
-        """Seconds of one count."""
-        return self.over(count, count)[0]
-
-    def over(self, first: int, last: int) -> list[float]:
-        """Seconds of `first` to `last`; beyond the last that was measured with the slope at its end."""
-        known, seconds = self._believed()
-        if len(known) > 1:
-            slopes = [(b - a) / (n - m) for (m, n), (a, b) in zip(pairwise(known), pairwise(seconds), strict=True)]
-        else:
-            slopes = [UNSEEN * seconds[0] / known[0]]
-        found, i = [seconds[0]] * (min(known[0], last + 1) - first), bisect(known, first) - 1
-        for n in range(first + len(found), last + 1):  # without numpy: of few numbers, whose caches are cold
-            while i + 1 < len(known) and known[i + 1] <= n:
-                i += 1
-            found.append(seconds[i] + slopes[min(i, len(slopes) - 1)] * (n - known[i]))
-        return found
 
 
 class Costs:
@@ -150,8 +158,8 @@ class Costs:
             if len(self.ratios) < 3:
                 return
             factor, self.ratios = sorted(self.ratios)[1], None
-            self.curves = {o: Curve({n: s * factor for n, s in c.items()}) for o, c in self.curves.items()}
-        self.curves.setdefault(_octave(keys), Curve()).add(_knot(rows), seconds)
+            self.curves = {o: Learnt({n: s * factor for n, s in c.items()}) for o, c in self.curves.items()}
+        self.curves.setdefault(_octave(keys), Learnt()).add(_knot(rows), seconds)
 
     def over(self, first: int, last: int, keys: int) -> list[float]:
         """Seconds of `first` rows to `last`; infinite where far more rows than were ever measured.
@@ -171,7 +179,7 @@ class Costs:
         most = 2 * max(max(curve), *(own or [0])) + 2
         return [factor * s if n <= most else math.inf for n, s in enumerate(curve.over(first, last), first)]
 
-    def _nearest(self, octave: int) -> Curve:
+    def _nearest(self, octave: int) -> Learnt:
         """The curve of these lengths, or of the nearest ones, if it has more than one point."""
         better = [o for o in self.curves if len(self.curves[o]) > 1] or [*self.curves]
         return self.curves[min(better, key=lambda o: abs(o - octave))]
@@ -219,16 +227,16 @@ def cache_file() -> Path | None:
     return None
 
 
-def _read(file: Path) -> dict[str, dict[int, Curve]]:
+def _read(file: Path) -> dict[str, dict[int, Learnt]]:
     """What a file of costs holds; nothing if it is not there, and without what is damaged."""
     try:
         data = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    found: dict[str, dict[int, Curve]] = {}
+    found: dict[str, dict[int, Learnt]] = {}
     for name, curves in data.items() if isinstance(data, Mapping) else ():
         with suppress(ValueError, TypeError, AttributeError):
-            made = {int(o): Curve({int(n): s for n, s in points.items()}) for o, points in curves.items()}
+            made = {int(o): Learnt({int(n): s for n, s in points.items()}) for o, points in curves.items()}
             sound = all(n > 0 and real(s, 1e-9, 1e6) for points in made.values() for n, s in points.items())
             if made and sound and all(made.values()):
                 found[name] = made

@@ -352,7 +352,7 @@ def test_transformers_as_a_peer() -> None:
         (["--suite", "spec-bench"], "pass its folder with --data or OUTRIDER_DATA"),
         (["--speculative-config", "{"], "--speculative-config is not JSON"),
         (["--speculate", "ngram:k=x"], "num_speculative_tokens must be"),
-        (["--temperature", "-1"], "temperature must be at least 0"),
+        (["--temperature", "-1"], "temperature must be between 0"),
         (["--output", __file__], "cannot be a folder"),
         (["--suite", "stories,,"], "a comma too many; valid: chat, code"),
         (["--threads", str(2**40)], "threads must be at least 1 and at most 1024"),

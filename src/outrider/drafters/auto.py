@@ -32,7 +32,7 @@ import torch
 
 from outrider import drafters
 from outrider.config import MOST_NODES, option
-from outrider.control import TOP_UP, Account, Beliefs, Costs, Curve, Guess, Picked, cache_file
+from outrider.control import TOP_UP, Account, Beliefs, Costs, Guess, Learnt, Picked, cache_file
 from outrider.draft import Draft, Verdict
 from outrider.errors import ConfigError, OutriderError
 from outrider.load import companions, kind_of
@@ -71,7 +71,7 @@ class Source:
     name: str
     drafter: Drafter
     bit: int
-    rounds: Curve = field(default_factory=Curve)  # over sequences: seconds a token of a chain, or of a whole tree
+    rounds: Learnt = field(default_factory=Learnt)  # over sequences: seconds a token of a chain, or of a whole tree
     reading: float = 0.0  # seconds a token of text that it has not read
     tree: bool = False  # whether its drafts have branches: then their size is its own affair
     beyond: float = 0.0  # riders
