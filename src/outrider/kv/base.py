@@ -109,6 +109,12 @@ class QueryLog:
         self.size = 0  # 0 = nobody asks
         self.held: dict[int, Log] = {}
 
+    def note(self, layer: int | slice, q: Tensor, plan: Plan) -> None:
+        """The queries (tokens, heads, dim) of a forward, or of all layers behind each other, if anybody asks."""
+        if self.size:
+            for e in plan.entries:
+                self.add(e.seq, layer, e.start, q[..., e.row : e.row + e.n, :, :])
+
     def add(self, seq: int, layer: int | slice, start: int, q: Tensor) -> None:
         """Queries (n, heads, dim) of the tokens in slots [start, start + n); of all layers, (layers, n, heads, dim)."""
         if (spare := q.shape[-3] - self.size - MOST_NODES) > 0:  # of a prompt, the last: no draft takes more back

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -71,9 +72,7 @@ class DenseKV:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None = None) -> Tensor:
         """Store k and v (tokens, kv_heads, dim), let q (tokens, heads, dim) look; returns (tokens, heads * dim)."""
-        if self.log.size:
-            for e in plan.entries:
-                self.log.add(e.seq, layer, e.start, q[e.row : e.row + e.n])
+        self.log.note(layer, q, plan)
         own = [self.store[e.seq][layer] for e in plan.entries]
         how = self.config.windows[layer], self.scale, plan.scratch, sinks, self.softcap
         return attend_all(q, k, v, plan.entries, own, *how)
@@ -84,12 +83,8 @@ class DenseKV:
         for e in plan.entries:
             layers = self.store[e.seq]
             runs.append((e.row, e.n, e.start, layers[-1].shape[2], e.parents, [own.data_ptr() for own in layers], 0, 0))
-
-        def log(queries: Tensor) -> None:
-            for e in plan.entries:
-                self.log.add(e.seq, slice(None), e.start, queries[:, e.row : e.row + e.n])
-
-        return Stores(runs, self.dtype, log if self.log.size else None)
+        note = partial(self.log.note, slice(None), plan=plan) if self.log.size else None
+        return Stores(runs, self.dtype, note)
 
     def keep(self, seq: int, start: int, path: list[int]) -> None:
         """Compact an accepted branch: nodes of `path`, stored from slot `start`, move behind the prefix in order."""

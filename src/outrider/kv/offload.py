@@ -75,7 +75,7 @@ class OffloadKV(PagedKV):
         """As PagedKV's; what is new goes home later."""
         if layer < self.on_chip:
             return super().attend(layer, q, k, v, plan, sinks)
-        self._note(layer, q, plan)
+        self.log.note(layer, q, plan)
         new = torch.stack([k, v])
         home = torch.empty(new.shape, dtype=self.dtype, pin_memory=self.side is not None)
         self.fresh.append((layer, plan, home.copy_(new, non_blocking=True)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -255,11 +256,8 @@ class PagedKV:
         for e in plan.entries:
             table = self.tables[e.seq]
             runs.append((e.row, e.n, e.start, SLAB, e.parents, [], table.ids.data_ptr(), len(table.blocks)))
-
-        def note(queries: Tensor) -> None:
-            self._note(slice(None), queries, plan)
-
-        return Stores(runs, self.dtype, note if self.log.size else None, self._pointers)
+        note = partial(self.log.note, slice(None), plan=plan) if self.log.size else None
+        return Stores(runs, self.dtype, note, self._pointers)
 
     def fixed(self, plan: Plan, rows: int) -> Fixed | None:
         """What a forward reads of this cache, in tensors of few sizes, for a graph; None if only `attend` knows."""
@@ -273,15 +271,10 @@ class PagedKV:
         slabs[:, : len(self.slabs)] = self._pointers
         return Fixed(made, slabs)
 
-    def _note(self, layer: int | slice, q: Tensor, plan: Plan) -> None:
-        if self.log.size:
-            for e in plan.entries:
-                self.log.add(e.seq, layer, e.start, q[..., e.row : e.row + e.n, :, :])
-
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None = None) -> Tensor:
         """Store k and v (tokens, kv_heads, dim), let q (tokens, heads, dim) look; returns (tokens, heads * dim)."""
         window = self.config.windows[layer]
-        self._note(layer, q, plan)
+        self.log.note(layer, q, plan)
         if follows_paths(q.dtype, q.device, q.shape[2]):
             tables = [self.tables[e.seq] for e in plan.entries]
             ids = [table.ids[: len(table.blocks)] for table in tables]
