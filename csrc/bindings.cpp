@@ -125,6 +125,12 @@ static void bind_suffix(nb::module_ &m) {
         const std::vector<int32_t> beyond = part(tokens, settled, int64_t(tokens.size()));
         SuffixIndex::Guess guess = own.guess(past, beyond, depth, k, factor, least, width);
         return std::make_tuple(std::move(guess.tokens), std::move(guess.parents), std::move(guess.trust));
+      })
+      .def("chain", [](SuffixIndex &own, const SuffixIndex &past, const nb::list &tokens, int settled, int k) {
+        if (settled < 0 || settled > int64_t(tokens.size())) throw nb::index_error("there are not so many tokens");
+        own.enter(part(tokens, own.size(), settled), false);
+        SuffixIndex::Guess guess = own.chain(past, part(tokens, settled, int64_t(tokens.size())), k);
+        return std::make_tuple(std::move(guess.tokens), std::move(guess.trust));
       });
 }
 

@@ -21,7 +21,7 @@ uint64_t hash(const int32_t *tokens, int size) {
 void SuffixIndex::enter(const std::vector<int32_t> &tokens, bool apart) {
   const int start = apart ? size() : 0;
   text.insert(text.end(), tokens.begin(), tokens.end());
-  for (int i = 0; i < 3; i++)
+  for (int i = 0; i < kCounts; i++)
     for (int at = int(back[i].size()); at < size(); at++) {
       int64_t distance = 0;
       if (at - start >= kSizes[i]) {
@@ -34,7 +34,7 @@ void SuffixIndex::enter(const std::vector<int32_t> &tokens, bool apart) {
 }
 
 void SuffixIndex::drop(int length) {
-  for (int i = 0; i < 3; i++) {
+  for (int i = 0; i < kCounts; i++) {
     for (int at = kSizes[i]; at < length; at++) {
       const auto found = last[i].find(hash(&text[at - kSizes[i]], kSizes[i]));
       if (found != last[i].end() && found->second == base + at) last[i].erase(found);
@@ -48,7 +48,7 @@ void SuffixIndex::drop(int length) {
 // Places behind occurrences of the end of a tail, each once, and how many tokens match there.
 void SuffixIndex::search(const int32_t *tail, int length, std::vector<Place> &found) const {
   found.clear();
-  for (int i = 0; i < 3; i++) {
+  for (int i = 0; i < kCounts; i++) {
     if (kSizes[i] > length) continue;
     const auto first = last[i].find(hash(tail + length - kSizes[i], kSizes[i]));
     int64_t at = first == last[i].end() ? -1 : first->second - base;
@@ -147,4 +147,31 @@ SuffixIndex::Guess SuffixIndex::guess(const SuffixIndex &past, const std::vector
   }
   text.resize(settled);
   return best;
+}
+
+// What followed the last n-gram of this size the last time; kEnd if nothing did.
+int32_t SuffixIndex::next(const std::vector<int32_t> &tail, int i) const {
+  if (kSizes[i] > int(tail.size())) return kEnd;
+  const auto found = last[i].find(hash(tail.data() + tail.size() - kSizes[i], kSizes[i]));
+  return found == last[i].end() ? kEnd : text[found->second - base];
+}
+
+SuffixIndex::Guess SuffixIndex::chain(const SuffixIndex &past, const std::vector<int32_t> &beyond, int k) {
+  const size_t settled = text.size();
+  text.insert(text.end(), beyond.begin(), beyond.end());
+  std::vector<int32_t> tail(text.end() - std::min(kSizes[0], size()), text.end());
+  Guess g;
+  for (int i = 0; i < kCounts && int(g.tokens.size()) < k; i++)
+    for (const SuffixIndex *where : {static_cast<const SuffixIndex *>(this), &past}) {
+      const int32_t token = where->next(tail, i);
+      if (token == kEnd) continue;
+      g.parents.push_back(int(g.tokens.size()) - 1);
+      g.tokens.push_back(token);
+      g.trust.push_back(1 - 1 / double(1 + kSizes[i]));
+      tail.push_back(token);
+      i = -1;  // the longest first, again
+      break;
+    }
+  text.resize(settled);
+  return g;
 }

@@ -20,19 +20,22 @@ class SuffixIndex {
   // What is expected behind this text and `beyond`, by this text or by `past`.
   Guess guess(const SuffixIndex &past, const std::vector<int32_t> &beyond, int depth, int k, double factor, double least,
               int width);
+  // k tokens, each of them what followed the longest n-gram before it the last time, in this text or else in `past`.
+  Guess chain(const SuffixIndex &past, const std::vector<int32_t> &beyond, int k);
   int size() const { return int(text.size()); }
 
  private:
-  static constexpr int kSizes[] = {8, 3, 1}, kFollowed = 64;
+  static constexpr int kSizes[] = {8, 4, 2, 1}, kCounts = 4, kFollowed = 64;
   struct Place {
     int at, match;
   };
 
   void search(const int32_t *tail, int length, std::vector<Place> &found) const;
+  int32_t next(const std::vector<int32_t> &tail, int i) const;
   Guess follow(std::vector<int> places, int match, int size, double least, int width) const;
 
   std::vector<int32_t> text;
-  std::unordered_map<uint64_t, int64_t> last[3];  // hash of an n-gram -> place after its last occurrence
-  std::vector<int32_t> back[3];                   // per place, how far back the one before it is; 0 = none
+  std::unordered_map<uint64_t, int64_t> last[kCounts];  // hash of an n-gram -> place after its last occurrence
+  std::vector<int32_t> back[kCounts];                   // per place, how far back the one before it is; 0 = none
   int64_t base = 0;                               // the place of the first token
 };

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider import LLM, SamplingParams, SpeculativeConfig, drafters
-from outrider.drafters.suffix import FOLLOWED, SIZES, Index
+from outrider.drafters.suffix import END, FOLLOWED, SIZES, Index
 from outrider.errors import ConfigError
 from outrider.ops import native
 from outrider.sequence import Sequence
@@ -103,6 +103,40 @@ def test_guesses(index, seed, k, depth, words, factor, least, kept):
             drafter.forget(seq)
             past = [*past, seq.tokens[max(0, seq.prompt_len - depth) :]][-kept:] if kept else []
     assert not drafter.indexes and len(drafter.lengths) == min(kept, 6)
+
+
+@pytest.mark.parametrize("index", KINDS)
+@given(seed=st.integers(0, 10**9), k=st.integers(0, 9), words=st.integers(1, 6), kept=st.sampled_from([0, 100]))
+def test_full_chains(index, seed, k, words, kept):
+    """Each token anew by the longest n-gram that stood before: the sequence's own last one, else the past's."""
+    dice, past = random.Random(seed), []
+    drafter = make(index, max_tree_depth=9, max_cached_requests=kept)
+    drafter.full = True
+
+    def next_(tail: list[int], text: list[int], end: int) -> int | None:
+        for n in SIZES:
+            for own, last in ((text, end), (past, len(past))):
+                at = next((at for at in range(last - 1, n - 1, -1) if own[at - n : at] == tail[-n:]), None)
+                if at is not None and own[at] != END:
+                    return own[at]
+        return None
+
+    for _ in range(3):
+        seqs = [sequence(dice.choices(range(words), k=dice.randint(1, 20))) for _ in range(2)]
+        for _ in range(4):
+            fork = seqs[0].fork()
+            fork.tokens += dice.choices(range(words), k=2)
+            for seq in (*seqs, fork):
+                (draft,) = drafter.propose([seq], k)
+                chain = list[int]()
+                while len(chain) < k and (token := next_(seq.tokens + chain, seq.tokens, seq.settled)) is not None:
+                    chain.append(token)
+                assert draft.is_chain and draft.tokens == chain
+            for seq in seqs:
+                seq.tokens += dice.choices(range(words), k=dice.randint(1, 3))
+        for seq in seqs:
+            drafter.forget(seq)
+            past += [*seq.tokens[max(0, seq.prompt_len - 9) :], END] if kept else []
 
 
 @given(

@@ -60,7 +60,7 @@ def test_rows_move_and_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     proposer.propose(*batch(([*two, 14, 11], 2), ([*one, 4], 1)))  # they have changed places
     assert {id(known.seq): known.seq.tokens[0] for known in proposer.known} == ids
     assert [known.seq.tokens for known in proposer.known] == [[*two, 14, 11], [*one, 4]]
-    drafts = [proposer.propose(*batch(([20 + i, 21 + i], 1)))[0] for i in range(PATIENCE + 2)]
+    drafts = [proposer.propose(*batch(([20 + 2 * i, 21 + 2 * i], 1)))[0] for i in range(PATIENCE + 2)]
     assert not any(id(known.seq) in ids for known in proposer.known) and not any(drafts)
     assert proposer.parts[0].lengths  # type: ignore[attr-defined]  # they were told to be over, and are remembered
     same = [5, 6, 5]

@@ -4,9 +4,9 @@
         "method": "custom_class", "model": "outrider.vllm.Proposer", "num_speculative_tokens": 8})
 
 vLLM hands no options through; the environment variable OUTRIDER_VLLM says how drafts are made, in the short form of our
-command line (`suffix`; `ngram:prompt_lookup_max=8`; `rest:datastore=FILE`) or as JSON
-(`{"method": "merge", "drafters": [{"method": "suffix"}, {"method": "ngram"}]}`, the default). Verification, and so the
-promise, is vLLM's: the distribution stays, a seed's tokens may not.
+command line (`suffix`, the default; `ngram:prompt_lookup_max=8`; `rest:datastore=FILE`) or as JSON
+(`{"method": "merge", "drafters": [{"method": "suffix"}, {"method": "ngram"}]}`). Verification, and so the promise, is
+vLLM's: the distribution stays, a seed's tokens may not.
 
 Read from vLLM 0.30 to 0.33: it calls `propose` after every step, without request ids; rows of its batch move, and one
 draft too long ends its engine. So a row is known by its tokens, and whatever goes wrong here costs its drafts only.
@@ -28,13 +28,14 @@ import numpy as np
 from outrider import drafters
 from outrider.config import SamplingParams, SpeculativeConfig
 from outrider.draft import Draft
+from outrider.drafters.suffix import Suffix
 from outrider.errors import ConfigError, told
 from outrider.sequence import Sequence
 from outrider.speculate import Drafter
 
 log = logging.getLogger(__name__)
 VARIABLE = "OUTRIDER_VLLM"
-DEFAULT = '{"method": "merge", "drafters": [{"method": "suffix"}, {"method": "ngram"}]}'
+DEFAULT = "suffix"
 PATIENCE = 8  # calls until a request that is not seen counts as ended
 EDGE = 512  # last tokens by which requests are told apart
 Ids = np.ndarray[Any, Any]
@@ -87,6 +88,8 @@ class Proposer:
             part.attach(target, _no_model)
             if hasattr(part, "tree"):
                 part.tree = False  # of which vLLM would take one path
+            if isinstance(part, Suffix):
+                part.full = True  # vLLM has no use for what is known about guesses
         self.budgets = [self.k if part is drafter else min(self.k, part.num_speculative_tokens) for part in self.parts]
         self.learning: list[Any] = [part for part in self.parts if hasattr(part, "follow")]
         self.known: list[Known] = []  # those at the places of the last call's rows first

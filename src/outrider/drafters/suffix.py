@@ -8,7 +8,7 @@ or each other: agents, editing, code, a question asked again.
 
 In place of a suffix tree stand hash chains, as in deflate: for n-grams of SIZES tokens the last place where one ended,
 and from each place the distance to the one before; the last FOLLOWED are compared with the tail. Counts are exact up to
-so many places, and of the most recent ones beyond. Memory: up to 0.3 kB a token, of running sequences until they end
+so many places, and of the most recent ones beyond. Memory: up to 0.4 kB a token, of running sequences until they end
 and of the last `suffix_decoding_max_cached_requests` outputs, but of no more than CACHED_TOKENS of those.
 """
 
@@ -27,7 +27,7 @@ from outrider.ops import native
 from outrider.sequence import Sequence
 from outrider.speculate import Drafter
 
-SIZES = (8, 3, 1)  # of the n-grams looked up; matches between them are found by comparing
+SIZES = (8, 4, 2, 1)  # of the n-grams looked up; matches between them are found by comparing
 FOLLOWED = 64  # places per n-gram
 CACHED_TOKENS = 2**20
 END = -1  # stands behind each earlier output
@@ -91,6 +91,27 @@ class Index:
                     best, guess = worth, own
         del self.text[known:]
         return guess
+
+    def chain(self, past: Index, tokens: list[int], settled: int, k: int) -> tuple[list[int], list[float]]:
+        """k tokens, each what followed the longest n-gram before it the last time, here or else in `past`; trust."""
+        self.enter(tokens[len(self) : settled], False)
+        known, copied, trust = len(self), list[int](), list[float]()
+        self.text.extend(tokens[settled:])
+        while len(copied) < k:
+            tail = [*self.text[-SIZES[0] :], *copied]
+            each = ((where._next(tail, i), size) for i, size in enumerate(SIZES) for where in (self, past))
+            token, size = next((found for found in each if found[0] != END), (END, 0))
+            if token == END:
+                break
+            copied.append(token)
+            trust.append(1 - 1 / (1 + size))
+        del self.text[known:]
+        return copied, trust
+
+    def _next(self, tail: list[int], i: int) -> int:
+        """What followed the last n-gram of this size the last time; END if nothing did."""
+        at = self.last[i].get(hash(tuple(tail[-SIZES[i] :]))) if SIZES[i] <= len(tail) else None
+        return END if at is None else self.text[at - self.base]
 
     def _search(self, tail: list[int]) -> dict[int, int]:
         """Places behind occurrences of the end of `tail`, and how many tokens match there."""
@@ -175,6 +196,7 @@ class Suffix(Drafter):
         self.index: type[Index] = Index if native.active == native.REFERENCE else native.kernels.SuffixIndex
         self.indexes: dict[int, Index] = {}
         self.past, self.lengths = self.index(), deque[int]()
+        self.full = False  # k tokens each time, looked up one by one: for who judges no guess by its trust
 
     def propose(self, seqs: list[Sequence], k: int) -> list[Draft]:
         """One chain (or tree) of at most k nodes per sequence; empty without a match."""
@@ -195,6 +217,8 @@ class Suffix(Drafter):
         index = self.indexes.get(seq.id)
         if index is None:
             index = self.indexes[seq.id] = self.index()
+        if self.full:
+            return Draft.chain(*index.chain(self.past, seq.tokens, seq.settled, k))
         tokens, parents, trust = index.guess(
             self.past, seq.tokens, seq.settled, self.suffix_decoding_max_tree_depth, k,
             self.suffix_decoding_max_spec_factor, self.suffix_decoding_min_token_prob, k if self.tree else 1,
