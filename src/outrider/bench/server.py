@@ -61,6 +61,8 @@ class Settings:
     data: Path | None = None
     temperature: float = 0.0
     against: tuple[str, ...] = ()  # other servers: NAME=COMMAND, with {port} where the command wants it
+    quantization: str | None = None
+    activations: str | None = None
 
     def __post_init__(self) -> None:
         at_least(self, {"max_tokens": 2, "long": 2, "shared": 33, "repeats": 1})
@@ -95,7 +97,9 @@ class Row:
 
 def run(s: Settings, show: load.Show = lambda *_: None) -> Iterator[Row]:
     """Measure; a row for each figure. Raises ConfigError if the server does not come up or refuses what is asked."""
-    llm = LLM(s.model, speculative_config=SpeculativeConfig.parse(s.speculate), max_num_seqs=max(32, *s.streams))
+    rounded: dict[str, Any] = {"quantization": s.quantization, "activations": s.activations}
+    many, method = max(32, *s.streams), SpeculativeConfig.parse(s.speculate)
+    llm = LLM(s.model, speculative_config=method, max_num_seqs=many, **rounded)
     room = llm.engine.max_len - s.max_tokens
     if max(s.long, s.shared + 16) > room:
         raise ConfigError(f"the context of {llm.engine.max_len} has no room for prompts of {s.long} and {s.shared}")
@@ -118,7 +122,8 @@ def run(s: Settings, show: load.Show = lambda *_: None) -> Iterator[Row]:
 
     with ExitStack() as running:
         ours = [sys.executable, "-m", "outrider", "serve", s.model, "--port", "{port}", "--speculate", s.speculate]
-        ours += ["--max-num-seqs", str(max(32, *s.streams)), "--log-level", "error"]
+        ours += ["--max-num-seqs", str(many), "--log-level", "error"]
+        ours += [word for name, value in rounded.items() if value for word in (f"--{name}", value)]
         show("starting", 0, 1 + len(s.against))
         url, own = running.enter_context(_serving("our server", ours))
         sides: dict[str, tuple[int, Callable[[list[list[int]]], float]]] = {
@@ -270,7 +275,9 @@ def remark(r: Row) -> str:
     """What stands below the table."""
     s, about = r.settings, r.hardware
     law = "greedy" if s["temperature"] == 0 else f"temperature {s['temperature']:g}"
+    rounded = [f"{name} {s[name]}" for name in ("quantization", "activations") if s.get(name)]
+    own = [s["model"], *rounded, s["speculate"]]
     return (
-        f"{s['model']}, {s['speculate']}; prompts of suite {s['suite']}, {law}, {s['max_tokens']} tokens each; "
+        f"{', '.join(own)}; prompts of suite {s['suite']}, {law}, {s['max_tokens']} tokens each; "
         f"medians of {s['repeats']}; {about['cpu']}, {about['cores']} cores, load {about['load']:.1f}."
     )

@@ -419,6 +419,8 @@ def server(
     suite: Annotated[str, typer.Option(help="Prompts of the streams: " + ", ".join(SUITES))] = "chat",
     data: Annotated[Path | None, typer.Option(envvar="OUTRIDER_DATA", help=f"Folder with {FILES}.")] = None,
     temperature: Temperature = 0.0,
+    quantization: Quantization = None,
+    activations: Activations = None,
     against: Annotated[
         list[str] | None,
         typer.Option(help="Another server, repeatable: 'llama-server=llama-server -m M.gguf --port {port}'."),
@@ -431,7 +433,7 @@ def server(
 
     settings = measured.Settings(
         model, speculate, tuple(read_ints(streams, "--streams")), max_tokens, long, shared, repeats, suite, data,
-        temperature, tuple(against or ()),
+        temperature, tuple(against or ()), quantization, activations,
     )  # fmt: skip
     make_folder(output, "--output")  # before anything is measured
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the servers end with this
