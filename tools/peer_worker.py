@@ -155,7 +155,7 @@ class Vllm:
     def __init__(self, job: Job) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{job.threads - 1}"
-        os.environ["VLLM_CPU_KVCACHE_SPACE"] = "4"  # GiB; by default it takes a share of the machine
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = "2"  # GiB a worker; by default it takes a share of the machine
         os.environ["VLLM_NO_USAGE_STATS"] = "1"
         os.environ["OUTRIDER_VLLM"] = job.proposer
         self.vllm: Any = importlib.import_module("vllm")
