@@ -28,7 +28,6 @@ import numpy as np
 from outrider import drafters
 from outrider.config import SamplingParams, SpeculativeConfig
 from outrider.draft import Draft
-from outrider.drafters.suffix import Suffix
 from outrider.errors import ConfigError, told
 from outrider.sequence import Sequence
 from outrider.speculate import Drafter
@@ -88,7 +87,7 @@ class Proposer:
             part.attach(target, _no_model)
             if hasattr(part, "tree"):
                 part.tree = False  # of which vLLM would take one path
-            if isinstance(part, Suffix):
+            if hasattr(part, "full"):
                 part.full = True  # vLLM has no use for what is known about guesses
         self.budgets = [self.k if part is drafter else min(self.k, part.num_speculative_tokens) for part in self.parts]
         self.learning: list[Any] = [part for part in self.parts if hasattr(part, "follow")]
