@@ -73,7 +73,7 @@ def everything(arch: int):
     """Each kernel as models use it: tiles of rows, formats, head sizes, windows."""
     machine, common = launch.TABLE[arch], {"EMULATE": False}
     formats = [("plain", 0, None, 0, 0, "*bf16"), ("half", 0, None, 0, 0, "*fp16"), ("int8", 1, 128, 0, 0, "*i8")]
-    formats += [("int4", 2, 64, 1, 0, "*u8"), ("gptq", 3, 128, 0, 1, "*u8"), ("fp8", 4, 128, 0, 0, "*u8")]
+    formats += [("int4", 2, 32, 1, 0, "*u8"), ("gptq", 3, 128, 0, 1, "*u8"), ("fp8", 4, 128, 0, 0, "*u8")]
     formats += [("fp4", 5, 32, 0, 0, "*u8")]
     for label, code, group, offsets, zeros, kind in formats:
         tiles = sorted({launch.rows_tile(rows, machine, code) for rows in (1, 17, 33, 65)})

@@ -33,26 +33,33 @@ def correlated(rows: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize(("inputs", "group"), [(160, 32), (192, 64), (256, 128), (160, 160)])
 def test_as_defined(inputs, group, symmetric):
-    """Column by column, with the inverse of what is left of H: the same integers, scales and zeros."""
+    """Column by column, the largest inputs first, with the inverse of what is left of H: the same integers, scales and
+    zeros."""
     x, weight = correlated(400, inputs)
     x[:, 5] = 0  # an input that is never there
+    x[:, 40] *= 3  # has the first turn
     h = x.T @ x
     full = h.double().clone()
     full[5, 5] = 1
     full += torch.eye(inputs) * compensate.DAMPING * full.diagonal().mean()
-    inverses = [torch.linalg.inv(full[j:, j:]) for j in range(inputs)]
-    importance = torch.tensor([1 / inverse[0, 0] for inverse in inverses])
+    turns = sorted(range(inputs), key=lambda j: -float(h[j, j]))
+    assert turns[0] == 40 and turns[-1] == 5
+    inverses = [torch.linalg.inv(full[turns[i:]][:, turns[i:]]) for i in range(inputs)]
+    importance = torch.empty(inputs)
+    importance[turns] = torch.tensor([1 / float(inverse[0, 0]) for inverse in inverses])
     w, found = weight.double(), compensated(weight, h, 4, group, symmetric, BF16)
-    for j in range(inputs):
-        if j % group == 0:
-            own = slice(j, j + group)
-            scale, zero = ranges(w[:, own].float(), 4, symmetric, BF16, importance[own])
-            assert torch.equal(found.scales[:, j // group].float(), scale)
-            assert symmetric or torch.equal(found.zeros[:, j // group].float(), zero)
+    factors = []
+    for g in range(inputs // group):
+        own = slice(g * group, (g + 1) * group)
+        factors.append(ranges(weight[:, own], 4, symmetric, BF16, importance[own]))
+        assert torch.equal(found.scales[:, g].float(), factors[g][0])
+        assert symmetric or torch.equal(found.zeros[:, g].float(), factors[g][1])
+    for i, j in enumerate(turns):
+        scale, zero = factors[j // group]
         q = (w[:, j] / scale + zero).round().clamp(-8, 7)
         assert torch.equal(found.values[:, j].double(), q), j
-        error = (w[:, j] - (q - zero) * scale) / inverses[j][0, 0]
-        w[:, j:] -= error[:, None] * inverses[j][0]
+        error = (w[:, j] - (q - zero) * scale) / inverses[i][0, 0]
+        w[:, turns[i:]] -= error[:, None] * inverses[i][0]
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -87,7 +94,7 @@ def test_layers_see_what_those_before_them_make(make_checkpoint, tmp_path, monke
     written = open_source(ours).weights.mapped(name, 64, 128)
     assert (written == expected.dense()).float().mean() > 0.99  # up to ties: sums have another order there
     plain = rounded(source.weights.mapped(name, 64, 128), 4, 32, False, BF16)
-    assert (written == plain.dense()).float().mean() < 0.5
+    assert (written == plain.dense()).float().mean() < 0.8
     exact, *others = (LLM(way, device="cpu", dtype="float32") for way in (folder, ours, nearest))
     off = [sum((logits_after(o, t) - logits_after(exact, t)).square().sum() for t in texts_of(5, 40)) for o in others]
     assert off[0] < off[1]

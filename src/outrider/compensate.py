@@ -1,10 +1,10 @@
 """Weights of few bits whose errors make up for each other (GPTQ, Frantar et al. 2210.17323).
 
 Of a linear's inputs on some text it is enough to know H, the sum of x x^T: a row of weights that is off by e gives
-outputs that are off by e H e^T in all, squared. Inputs are rounded one after the other, and the weights of those that
-are still free take over what can be made good of the error: with H^-1 = U^T U, U upper triangular, they become
-w[j+1:] - (w[j] - q[j]) / U[j, j] * U[j, j+1:]. Layers go one by one, and each linear sees its inputs as those rounded
-before it make them.
+outputs that are off by e H e^T in all, squared. Inputs are rounded one after the other, the largest first, and the
+weights of those that are still free take over what can be made good of the error: with H^-1 = U^T U, U upper
+triangular, they become w[j+1:] - (w[j] - q[j]) / U[j, j] * U[j, j+1:]. Layers go one by one, and each linear sees its
+inputs as those rounded before it make them.
 
 The text is what the model says itself, or the user's.
 """
@@ -38,8 +38,8 @@ TOKENS = 16384  # of all texts
 LEAST, MOST = 1024, 2**20  # of a user's texts, of which more are not read
 BATCH, ROUNDS = 64, 16  # texts that the model writes at a time, and how often at most
 FEW = 32  # rows with which nothing is compensated: those of an expert that is hardly ever chosen
-DAMPING = 0.01  # added to H's diagonal, of its mean
-COLUMNS = 128  # inputs after which the rest is brought up to date: a multiple of every group
+DAMPING = 0.1  # added to H's diagonal, of its mean: what a text says of inputs is not what the next one says
+COLUMNS = 128  # inputs after which the rest is brought up to date
 ROWS = 4096  # multiplied at a time
 CPU = torch.device("cpu")
 
@@ -59,31 +59,34 @@ def factor(h: Tensor) -> Tensor:
 def compensated(
     weight: Tensor, h: Tensor, bits: int, group: int, symmetric: bool, dtype: torch.dtype
 ) -> quantize.Rounded:
-    """Weights (out, in) rounded for inputs whose sum of squares is h (in, in), which is overwritten.
+    """Weights (out, in) rounded for inputs whose sum of squares is h (in, in).
 
-    As `quantize.rounded`, but the range of each group is that of the least error once the inputs before it are rounded.
+    As `quantize.rounded`, but a weight counts by its input in the search for its group's range. The largest inputs have
+    the first turns, while most others are free to make up for them; groups stay those of neighbours.
     """
-    u, half = factor(h), 2 ** (bits - 1)
+    turns = h.diagonal().argsort(descending=True, stable=True)
+    u, half = factor(h[turns][:, turns]), 2 ** (bits - 1)
     w = weight.float().T.contiguous()  # (in, out): an input's weights lie together
     inputs, outputs = w.shape
-    importance = u.diagonal().square().reciprocal()  # of an input's error, those before it being settled
-    values = torch.empty(inputs, outputs, dtype=torch.int8)
-    ranges: list[tuple[Tensor, Tensor]] = []
+    importance = torch.empty(inputs)  # of an input's error, those before it being settled
+    importance[turns] = u.diagonal().square().reciprocal()
+    parts = [slice(at, at + group) for at in range(0, inputs, group)]
+    found = [quantize.ranges(w[own].T, bits, symmetric, dtype, importance[own]) for own in parts]
+    scales, zeros = (torch.stack(own) for own in zip(*found, strict=True))
+    w, values = w[turns], torch.empty(inputs, outputs, dtype=torch.int8)
+    places = turns.tolist()
     for first in range(0, inputs, COLUMNS):
         last = min(first + COLUMNS, inputs)
         errors = torch.empty(last - first, outputs)
         for j in range(first, last):
-            if j % group == 0:
-                own = slice(j, j + group)
-                ranges.append(quantize.ranges(w[own].T, bits, symmetric, dtype, importance[own]))
-            scale, zero = ranges[-1]
+            scale, zero = scales[places[j] // group], zeros[places[j] // group]
             q = (w[j] / scale).round_().add_(zero).clamp_(-half, half - 1)
-            values[j] = q.char()
+            values[places[j]] = q.char()
             errors[j - first] = (w[j] - (q - zero) * scale) / u[j, j]
             w[j + 1 : last].addr_(u[j, j + 1 : last], errors[j - first], alpha=-1)
         w[last:].addmm_(u[first:last, last:].T, errors, alpha=-1)
-    scales, zeros = (torch.stack(own, 1) for own in zip(*ranges, strict=True))
-    return quantize.Rounded(values.T.contiguous(), scales.to(dtype), None if symmetric else zeros.char())
+    zeros = zeros.char().T.contiguous()
+    return quantize.Rounded(values.T.contiguous(), scales.to(dtype).T.contiguous(), None if symmetric else zeros)
 
 
 class _Rounding(Linear):

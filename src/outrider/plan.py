@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from outrider.config import ModelConfig, real, whole
 from outrider.control import Curve
 from outrider.errors import ConfigError, brief
+from outrider.quantize import STORED
 
 
 @dataclass(frozen=True)
@@ -278,7 +279,7 @@ class Planner:
             one = replace(self, shape=small, timed=self.timed_draft).forward(batch, 1, context)
             return k * one, small.weight_bytes + batch * small.kv_bytes(context)
         if method.startswith("self:weights="):
-            coarse = replace(s, bits={"int8": 8.125, "int4": 4.5}[method.partition("=")[2]])
+            coarse = replace(s, bits=STORED[method.partition("=")[2]])
             share = coarse.forward(d, batch, 1, context) / s.forward(d, batch, 1, context)
             return k * share * self.forward(batch, 1, context), coarse.weight_bytes + batch * s.kv_bytes(context)
         if method.startswith("self:"):

@@ -19,7 +19,9 @@ from outrider.errors import ConfigError
 from outrider.ops import Factors, Quantized, native, quantises
 
 # bits, inputs per group, whether a group has an offset beside its scale
-SCHEMES = {"int8": (8, 128, False), "int4": (4, 64, True)}
+SCHEMES = {"int8": (8, 128, False), "int4": (4, 32, True)}
+# bits that a weight takes, its share of scale and offset included
+STORED = {scheme: bits + 16 * (1 + offset) / group for scheme, (bits, group, offset) in SCHEMES.items()}
 HEAD = "int8"
 FINE = 32  # rows rounded in groups of 128 cost five times as much perplexity
 ACTIVATIONS = ("int8",)  # to which the rows of products with such weights may be rounded, group by group
@@ -29,6 +31,8 @@ GGUF = {  # bytes of a block, weights in it
 }  # fmt: skip
 E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the numbers that a code of MXFP4 has
 BLOCK = 2**22  # weights rounded at a time: bounds the float copies
+FITTED = 2**18  # those whose scales are searched, again and again: they stay in the cache
+FITS = [-1 + 0.5 * i for i in range(7)]  # steps more than a group's range has, tried for its scale
 
 
 def check(scheme: str, dtype: torch.dtype, device: torch.device) -> None:
@@ -57,9 +61,9 @@ def check_activations(activations: str, dtype: torch.dtype, device: torch.device
 def quantize(weight: Tensor, scheme: str, rounded: bool = False) -> Quantized:
     """The weights (out, in) of a linear under a scheme, rounded to nearest in groups along `in`.
 
-    Without offsets a group spans -amax .. amax in 2^bits - 1 levels, with them min .. max in 2^bits. The scale is
-    rounded to bfloat16 first, so that values are rounded for the scale that they get. With `rounded`, for rows that are
-    rounded in the same groups, these are of at most FINE inputs under int8.
+    Without offsets a group spans -amax .. amax in 2^bits - 1 levels, with them what `fitted` finds. Factors are rounded
+    to bfloat16 first, so that values are rounded for those that they get. With `rounded`, for rows that are rounded in
+    the same groups, these are of at most FINE inputs under int8.
     """
     bits, group, offset = SCHEMES[scheme]
     group = min(group, FINE) if rounded and bits == 8 else group
@@ -69,7 +73,7 @@ def quantize(weight: Tensor, scheme: str, rounded: bool = False) -> Quantized:
     scales = torch.empty(rows, groups, dtype=torch.bfloat16)
     offsets = torch.empty_like(scales) if offset else None
     half = 2 ** (bits - 1)
-    step = max(1, BLOCK // inputs)
+    step = max(1, (FITTED if offset else BLOCK) // inputs)
     for at in range(0, rows, step):
         block = slice(at, at + step)
         w = weight[block].float()
@@ -78,14 +82,44 @@ def quantize(weight: Tensor, scheme: str, rounded: bool = False) -> Quantized:
             scale = (w.abs().amax(-1) / (half - 1)).bfloat16()
             shift = torch.zeros_like(scale)
         else:
-            low, high = w.aminmax(dim=-1)
-            scale = ((high - low) / (2 * half - 1)).bfloat16()
+            scale, low = fitted(w, 2 * half - 1)
+            scale = scale.bfloat16()
             offsets[block] = shift = (low + half * scale.float()).bfloat16()
         scales[block] = scale
         divisor = torch.where(scale == 0, 1.0, scale.float())[..., None]  # a group of equal weights is all offset
         q = ((w - shift.float()[..., None]) / divisor).round_().clamp_(-half, half - 1)
         values[block] = q.view(len(q), -1)[:, :inputs]
     return Quantized(bits, group, values, scales, offsets)
+
+
+def fitted(w: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    """A scale and an offset (...) for each group of weights w (..., group), which become q * scale + offset with q from
+    0 to `top`.
+
+    Those of the range, or of a few that are wider or narrower: the integers that such a range gives, and for these the
+    least squares. A weight counts by its size beside the group's (llama.cpp's make_qkx2_quants searches so).
+    """
+    low, high = w.aminmax(dim=-1)
+    span, dot = high - low, torch.linalg.vecdot
+    part = w / torch.maximum(-low, high).clamp(min=torch.finfo().tiny)[..., None]  # of the largest
+    count = part.abs() + part.square().mean(-1, keepdim=True).sqrt()
+    x = (w - low[..., None]) / torch.where(span == 0, 1.0, span)[..., None]
+    cx = count * x
+    total, sum_x, square = count.sum(-1), cx.sum(-1), dot(cx, x)
+    scale, offset = torch.full_like(low, 1 / top), torch.zeros_like(low)
+    least = dot(count, (x - (x * top).round_().mul_(scale[..., None])).square_())
+    for more in FITS:
+        q = (x * (top + more)).round_().clamp_(max=top)
+        cq = count * q
+        sum_q, qq, qx = cq.sum(-1), dot(cq, q), dot(cx, q)
+        spread = total * qq - sum_q * sum_q
+        own = (total * qx - sum_q * sum_x) / spread
+        base = (sum_x - own * sum_q) / total
+        error = (square - own * qx - base * sum_x).clamp(min=1e-6)  # less is float32's own
+        better = error < least  # not if all q are one, and own no number
+        least = torch.where(better, error, least)
+        scale, offset = torch.where(better, own, scale), torch.where(better, base, offset)
+    return scale * span, low + offset * span
 
 
 CLIPS = [1 - 0.025 * i for i in range(13)]  # of a group's range, tried as what its integers span

@@ -39,7 +39,7 @@ from outrider.ops.triton import launch
 from outrider.ops.triton.graph import cuda_capture
 from outrider.ops.triton.plan import PAGE, make, queries_tile
 from outrider.plan import DEVICES, Shape, expected
-from outrider.quantize import quantize
+from outrider.quantize import STORED, quantize
 from outrider.runner import Runner, check_exactness
 from outrider.sampling import gumbel, noise_key
 
@@ -440,7 +440,7 @@ def predictions() -> str:
     """What the planner's roofline expects of plain decoding behind 1024 tokens, as a table: no measurement."""
     machines, body = ("a100", "h100", "h200", "b200"), []
     for name, config in shapes().items():
-        for label, size in (("bf16", 16.0), ("int8", 8.125), ("int4", 4.5)):
+        for label, size in (("bf16", 16.0), *STORED.items()):
             forward = partial(Shape.of(config, size).forward, batch=1, context=1024)
             body.append([name, label, *(f"{1 / forward(device=DEVICES[kind], rows=1):.0f}" for kind in machines)])
     return markdown_table(["model", "weights", *(kind.upper() for kind in machines)], body)

@@ -34,6 +34,7 @@ from outrider.plan import (
 from outrider.plan import (
     published as seeds,
 )
+from outrider.quantize import STORED
 
 COUNTED = "counted_collectives", "counted_bytes"
 
@@ -80,14 +81,14 @@ def plan(
         raise ConfigError(f"--suite {bad[0]!r} is unknown; valid: {', '.join(SUITES)}")
     if device != "here" and device not in DEVICES:
         raise ConfigError(f"--device {device!r} is unknown; valid: here, {', '.join(DEVICES)}")
-    if quantization not in (None, "int8", "int4"):
-        raise ConfigError(f"quantization {quantization!r} is unknown; valid: int8, int4")
+    if quantization not in (None, *STORED):
+        raise ConfigError(f"quantization {quantization!r} is unknown; valid: {', '.join(STORED)}")
     if ranks is not None:
         _traffic(model, read_ints(ranks, "--ranks"), as_json)
         return
     if output is not None:
         _plottable(output)
-    bits = {None: 16.0, "int8": 8.125, "int4": 4.5}[quantization]
+    bits = STORED[quantization] if quantization else 16.0
     configs = {name: open_source(name).config for name in (model, draft) if name}
     shape = Shape.of(configs[model], bits)
     small = Shape.of(configs[draft]) if draft else None
