@@ -48,6 +48,10 @@ class Drafter:
     def observe(self, seqs: list[Sequence], verdicts: list[Verdict], output: Output) -> None:
         """See what became of the drafts. The sequences have grown by the verdicts' tokens."""
 
+    def look(self, bit: int) -> tuple[Any, ...] | None:
+        """How `auto` asks an index of every sequence, without a Draft between (control.Look); None: it does not."""
+        return None
+
     def forget(self, seq: Sequence) -> None:
         """A sequence is done: give back what it held."""
 
