@@ -109,6 +109,13 @@ static std::vector<int32_t> part(const nb::list &tokens, int64_t first, int64_t 
   return found;
 }
 
+static SuffixIndex::Guess follow(SuffixIndex &own, const SuffixIndex &past, const nb::list &tokens, int64_t settled,
+                                 int depth, int k, double factor, double least, int width) {
+  if (settled < 0 || settled > int64_t(tokens.size())) throw nb::index_error("there are not so many tokens");
+  own.enter(part(tokens, own.size(), settled), false);
+  return own.guess(past, part(tokens, settled, int64_t(tokens.size())), depth, k, factor, least, width);
+}
+
 static void bind_suffix(nb::module_ &m) {
   nb::class_<SuffixIndex>(m, "SuffixIndex")
       .def(nb::init<>())
@@ -120,10 +127,7 @@ static void bind_suffix(nb::module_ &m) {
       })
       .def("guess", [](SuffixIndex &own, const SuffixIndex &past, const nb::list &tokens, int settled, int depth, int k,
                        double factor, double least, int width) {
-        if (settled < 0 || settled > int64_t(tokens.size())) throw nb::index_error("there are not so many tokens");
-        own.enter(part(tokens, own.size(), settled), false);
-        const std::vector<int32_t> beyond = part(tokens, settled, int64_t(tokens.size()));
-        SuffixIndex::Guess guess = own.guess(past, beyond, depth, k, factor, least, width);
+        SuffixIndex::Guess guess = follow(own, past, tokens, settled, depth, k, factor, least, width);
         return std::make_tuple(std::move(guess.tokens), std::move(guess.parents), std::move(guess.trust));
       })
       .def("chain", [](SuffixIndex &own, const SuffixIndex &past, const nb::list &tokens, int settled, int k) {
@@ -161,14 +165,51 @@ static void bind_lookups(nb::module_ &m) {
       });
 }
 
+// What an index of each sequence guesses (control.py's Look).
+static Beliefs::Guess look_up(const nb::tuple &look, int64_t seq, const nb::list &tokens, int64_t settled, int k) {
+  nb::dict indexes = nb::cast<nb::dict>(look[1]);
+  const nb::int_ key(seq);
+  if (!indexes.contains(key)) indexes[key] = look[2]();
+  SuffixIndex &own = nb::cast<SuffixIndex &>(indexes[key]);
+  SuffixIndex::Guess guess =
+      follow(own, nb::cast<SuffixIndex &>(look[3]), tokens, settled, nb::cast<int>(look[4]), k,
+             nb::cast<double>(look[5]), nb::cast<double>(look[6]), nb::cast<bool>(look[7]) ? k : 1);
+  return {nb::cast<uint64_t>(look[0]), std::move(guess.tokens), std::move(guess.parents), std::move(guess.trust)};
+}
+
 static void bind_beliefs(nb::module_ &m) {
+  using Given = std::tuple<int64_t, nb::list, int64_t, int64_t>;
   nb::class_<Beliefs>(m, "Beliefs")
       .def(nb::init<uint64_t>())
       .def("__len__", &Beliefs::size)
-      .def("choose", &Beliefs::choose)
-      .def("judge", [](Beliefs &beliefs, int64_t seq, const nb::list &text) {
-        const int64_t size = int64_t(text.size()), first = beliefs.waits(seq);
-        if (first >= 0) beliefs.judge(seq, first, part(text, first, size));
+      .def("price", &Beliefs::price)
+      .def("open", &Beliefs::open)
+      .def("choose", [](Beliefs &beliefs, const std::vector<Given> &given, const std::vector<nb::tuple> &looks,
+                        const nb::dict &guesses, double drafted, int k, bool chains, bool again) {
+        k = std::min(k, beliefs.most());
+        std::vector<Beliefs::Text> texts;
+        for (const auto &[seq, tokens, settled, room] : given) {
+          if (!again) beliefs.begin(seq, room);
+          texts.push_back({seq, int64_t(tokens.size()), room, {}});
+          if (k < 1) continue;
+          if (guesses.size())
+            if (const nb::int_ at(texts.size() - 1); guesses.contains(at))
+              texts.back().guesses = nb::cast<std::vector<Beliefs::Guess>>(guesses[at]);
+          if (beliefs.open(seq, room))
+            for (const nb::tuple &look : looks) texts.back().guesses.push_back(look_up(look, seq, tokens, settled, k));
+        }
+        return beliefs.choose(texts, drafted, k, chains);
+      }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("again") = false)
+      .def("ran", &Beliefs::ran)
+      .def("standing", &Beliefs::standing)
+      .def("settle", [](Beliefs &beliefs, const std::vector<std::tuple<int64_t, nb::list, int>> &given, int rows,
+                        double took, double own) {
+        std::vector<Beliefs::Came> came;
+        for (const auto &[seq, text, accepted] : given) {
+          const int64_t size = int64_t(text.size()), waits = beliefs.waits(seq), first = waits < 0 ? size : waits;
+          came.push_back({seq, first, part(text, first, size), accepted});
+        }
+        beliefs.settle(came, rows, took, own);
       })
       .def("hopes", &Beliefs::hopes)
       .def("forget", &Beliefs::forget);

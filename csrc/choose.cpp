@@ -1,6 +1,7 @@
 #include "choose.h"
 
 #include <algorithm>
+#include <cmath>
 #include <stdexcept>
 
 namespace {
@@ -11,16 +12,45 @@ constexpr double kMemory = 0.995, kOwnMemory = 0.97;  // weight of the past, of 
 constexpr double kPriorWeight = 2, kOwnWeight = 8;    // guesses that the prior, and all requests against one, count for
 constexpr double kMargin = 1.01;                      // a draft is worth it if it promises this much more than none
 
+constexpr double kAllowance = 0.01, kStart = 2;             // plain steps: for each token that may come, at most
+constexpr double kTopUp = 0.005, kCredit = 32, kDebt = 6;   // for each step; at most; owed at most
+constexpr double kDoubt = 0.5;  // of a guess's worth, while the account is overdrawn by no more than it began with
+
 int sure(double trust) { return int(std::upper_bound(std::begin(kTrusts), std::end(kTrusts), trust) - kTrusts); }
 
 }  // namespace
 
-void Beliefs::enter(Bush &bush, const Guess &guess, std::vector<int> &at) const {
+Beliefs::Account::Account(int64_t room) : start(std::min(kStart, kAllowance * double(room))), credit(start) {}
+
+double Beliefs::Account::covers() const { return credit >= 0 ? 1 : credit >= -start ? kDoubt : 0; }
+
+void Beliefs::Account::enter(double brought, double cost) {
+  credit = std::min(kCredit, std::max(-kDebt, credit + brought - cost));
+}
+
+void Beliefs::begin(int64_t seq, int64_t room) {
+  const auto [found, is_new] = own.try_emplace(seq);
+  Own &known = found->second;
+  if (is_new) known.rows = known.asks = Account(room);
+  known.steps++;
+  known.ran = known.nodes = 0;
+}
+
+bool Beliefs::open(int64_t seq, int64_t room) const {
+  const auto found = own.find(seq);
+  return room > 1 && (found == own.end() || found->second.rows.covers() > 0);
+}
+
+void Beliefs::enter(Bush &bush, const Guess &guess, int64_t deepest, std::vector<int> &at) const {
   const auto &[source, tokens, parents, trust] = guess;
   at.clear();
   for (size_t i = 0; i < std::min({tokens.size(), parents.size(), trust.size()}); i++) {
     if (parents[i] >= int(i)) throw std::out_of_range("a guess's parents come before it");
     const int above = parents[i] >= 0 ? at[parents[i]] : -1, size = int(bush.tokens.size());
+    if (above < -1 || (above >= 0 ? bush.depths[above] : 0) >= deepest) {
+      at.push_back(-2);
+      continue;
+    }
     int node = above + 1;
     while (node < size && (bush.parents[node] != above || bush.tokens[node] != tokens[i])) node++;
     if (node == size) {
@@ -36,14 +66,10 @@ void Beliefs::enter(Bush &bush, const Guess &guess, std::vector<int> &at) const 
   }
 }
 
-std::tuple<std::vector<Beliefs::Picked>, double> Beliefs::choose(
-    const std::vector<int64_t> &seqs, const std::vector<int64_t> &lengths,
-    const std::vector<std::vector<Guess>> &guesses, const Reals &covers, const Reals &seconds, double drafted,
-    const Ints &most, bool chains) {
-  const int n = int(seqs.size());
-  for (size_t size : {lengths.size(), guesses.size(), covers.size(), most.size()})
-    if (size != seqs.size()) throw std::invalid_argument("lengths, guesses, covers and most are one for each sequence");
-  if (seconds.empty()) throw std::invalid_argument("seconds are at least one");
+std::tuple<std::vector<Beliefs::Picked>, double> Beliefs::choose(std::vector<Text> &texts, double drafted, int k,
+                                                                 bool chains) {
+  const int n = int(texts.size());
+  if (std::min(k, most()) < 1) return {std::vector<Picked>(n), 0};
   struct Way {
     double chance;
     int i, node;
@@ -53,12 +79,18 @@ std::tuple<std::vector<Beliefs::Picked>, double> Beliefs::choose(
   std::vector<Reals> every(n);
   std::vector<int> at;
   std::vector<uint64_t> guessing;
+  Ints room;
   for (int i = 0; i < n; i++) {
-    Own &known = own[seqs[i]];
+    Text &text = texts[i];
+    Own &known = own.at(text.seq);
     Bush &bush = bushes[i];
-    bush.at = lengths[i];
-    for (const Guess &guess : guesses[i]) {
-      enter(bush, guess, at);
+    bush.at = text.length;
+    std::stable_sort(text.guesses.begin(), text.guesses.end(), [&](const Guess &a, const Guess &b) {
+      const uint64_t one = std::get<0>(a), other = std::get<0>(b);
+      return std::make_pair(one & apart, one) < std::make_pair(other & apart, other);
+    });
+    for (const Guess &guess : text.guesses) {
+      enter(bush, guess, text.room - 1, at);
       if (const uint64_t source = std::get<0>(guess); source & apart) {
         std::vector<Bush> &probes = known.probes;
         auto probe = std::find_if(probes.begin(), probes.end(), [&](const Bush &p) { return p.source == source; });
@@ -66,10 +98,14 @@ std::tuple<std::vector<Beliefs::Picked>, double> Beliefs::choose(
         *probe = Bush();
         probe->tokens = std::get<1>(guess);
         probe->parents = std::get<2>(guess);
-        probe->at = lengths[i];
+        probe->at = text.length;
         probe->source = source;
       }
     }
+    const double covers = (known.ran ? known.asks : known.rows).covers();
+    const double stake = seconds[0] + known.rows.stake() * (seconds[0] / n);  // what a token takes plainly
+    const int may = int(std::upper_bound(seconds.begin(), seconds.end(), stake) - seconds.begin()) - 1;
+    room.push_back(std::min({k, most(), known.ran ? k : std::max(1, may)}));
     const int size = int(bush.tokens.size());
     guessing.assign(size + 1, 0);
     for (int node = 0; node < size; node++) guessing[bush.parents[node] + 1] |= bush.who[node];
@@ -78,7 +114,7 @@ std::tuple<std::vector<Beliefs::Picked>, double> Beliefs::choose(
       const uint64_t who = bush.who[node];
       const int kind = number({who, guessing[parent + 1] & ~who, sure(bush.trust[node]), bush.depths[node] >= kDeep});
       bush.kinds.push_back(kind);
-      every[i].push_back(of(known, kind, bush.trust[node]) * (parent >= 0 ? every[i][parent] : covers[i]));
+      every[i].push_back(of(known, kind, bush.trust[node]) * (parent >= 0 ? every[i][parent] : covers));
       ways.push_back({every[i][node], i, node});
     }
   }
@@ -92,7 +128,6 @@ std::tuple<std::vector<Beliefs::Picked>, double> Beliefs::choose(
     above[i].assign(every[i].size() + 1, 0);
     taken[i][0] = 1;
   }
-  Ints room = most;
   std::vector<Way> chosen;
   const double none = n / (seconds[0] + drafted);
   double expected = n, best = none * kMargin;
@@ -133,7 +168,11 @@ std::tuple<std::vector<Beliefs::Picked>, double> Beliefs::choose(
       for (int child : below[i][node + 1]) stack.emplace_back(child, int(tokens.size()) - 1);
     }
   }
-  for (int i = 0; i < n; i++) own[seqs[i]].bush = std::move(bushes[i]);
+  for (int i = 0; i < n; i++) {
+    Own &known = own.at(texts[i].seq);
+    known.nodes = known.ran + int(std::get<0>(picked[i]).size());
+    known.bush = std::move(bushes[i]);
+  }
   return {std::move(picked), many ? best : none};
 }
 
@@ -146,15 +185,35 @@ int64_t Beliefs::waits(int64_t seq) const {
   return first;
 }
 
-void Beliefs::judge(int64_t seq, int64_t first, const Ints &tokens) {
-  const auto found = own.find(seq);
-  if (found == own.end()) return;
-  Own &known = found->second;
+void Beliefs::settle(const std::vector<Came> &came, int rows, double took, double beside) {
+  const int n = int(came.size());
+  int nodes = 0;
+  for (const Came &one : came)
+    if (const auto found = own.find(one.seq); found != own.end()) nodes += found->second.nodes;
+  double extra = 0;
+  if (nodes) {
+    extra = seconds.at(std::min(rows - n, most())) - seconds[0];
+    // What was thought too little of is charged in full; a hiccup is not.
+    if (std::isfinite(took)) extra = std::min(std::max(extra, took - seconds[0]), 2 * extra);
+  }
+  for (const Came &one : came) {
+    const auto found = own.find(one.seq);
+    if (found == own.end()) continue;
+    Own &known = found->second;
+    if (known.nodes)
+      (known.ran ? known.asks : known.rows).enter(one.accepted, (extra + beside) * n / seconds[0] * known.nodes / nodes);
+    known.rows.credit += kTopUp;
+    known.asks.credit += kTopUp;
+    judge(known, one);
+  }
+}
+
+void Beliefs::judge(Own &known, const Came &came) {
   std::vector<Bush> &probes = known.probes;
   if (!known.bush.tokens.empty() && std::none_of(probes.begin(), probes.end(), [](Bush &p) { return !p.source; }))
     probes.push_back(std::move(known.bush));
   known.bush = Bush();
-  const auto ends = [&](Bush &probe) { return !judge(known, probe, first, tokens); };
+  const auto ends = [&](Bush &probe) { return !judge(known, probe, came.first, came.tokens); };
   probes.erase(std::remove_if(probes.begin(), probes.end(), ends), probes.end());
 }
 

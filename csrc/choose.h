@@ -14,20 +14,39 @@ class Beliefs {
   using Guess = std::tuple<uint64_t, Ints, Ints, Reals>;  // whose it is (a bit), tokens, parents, trust
   using Picked = std::tuple<Ints, Ints, Ints, double>;    // tokens, parents, whose each is (number), expected tokens
 
+  struct Text {
+    int64_t seq, length, room;  // its id, its tokens, and how many may yet come
+    std::vector<Guess> guesses;
+  };
+  struct Came {
+    int64_t seq, first;  // its id, and the place in its text of the first of these tokens
+    Ints tokens;
+    int accepted;
+  };
+
   // Sources of `apart` (bits) are also judged by themselves.
   explicit Beliefs(uint64_t apart) : apart(apart) {}
 
   // How many sequences something is kept of.
   int size() const { return int(own.size()); }
-  // Per sequence which of its guesses to verify, and the tokens a second that are expected with them.
-  std::tuple<std::vector<Picked>, double> choose(const std::vector<int64_t> &seqs, const std::vector<int64_t> &lengths,
-                                                 const std::vector<std::vector<Guess>> &guesses, const Reals &covers,
-                                                 const Reals &seconds, double drafted, const Ints &most,
-                                                 bool chains);
+  // From now on a forward with no node, with one, and so on takes so long.
+  void price(Reals now) { seconds = std::move(now); }
+  // How many nodes have a price.
+  int most() const { return int(seconds.size()) - 1; }
+  // A step begins for a sequence.
+  void begin(int64_t seq, int64_t room);
+  // Whether to draft for a sequence at all.
+  bool open(int64_t seq, int64_t room) const;
+  // Per sequence which of its guesses to verify, at most k, and the tokens a second that are expected with them.
+  std::tuple<std::vector<Picked>, double> choose(std::vector<Text> &texts, double drafted, int k, bool chains);
+  // A model was run for a sequence in the step under way, and its draft has riders.
+  void ran(int64_t seq, int riders) { own.at(seq).ran = 1 + riders; }
+  // A sequence's steps, and what is left to run models for it, in plain steps.
+  std::tuple<int, double> standing(int64_t seq) const { return {own.at(seq).steps, own.at(seq).asks.credit}; }
+  // A step is over: who was drafted for pays, and guesses are compared with what came.
+  void settle(const std::vector<Came> &came, int rows, double took, double beside);
   // From which place on a sequence's text is to be judged; -1: nothing is.
   int64_t waits(int64_t seq) const;
-  // Compare guesses for a sequence with the tokens that stand in its text from place `first` on.
-  void judge(int64_t seq, int64_t first, const Ints &tokens);
   // The chance of a source apart to be right at each depth, if it is asked.
   Reals hopes(int64_t seq, uint64_t source, int deep, double prior);
   // Drop what is known of this sequence alone.
@@ -47,6 +66,13 @@ class Beliefs {
       return std::size_t(h ^ (h >> 29));
     }
   };
+  struct Account {
+    double start, credit;
+    explicit Account(int64_t room = 0);
+    double covers() const;
+    double stake() const { return credit + 0.5 * start; }
+    void enter(double brought, double cost);
+  };
   struct Count {
     double right = 0, made = 0;
   };
@@ -59,18 +85,23 @@ class Beliefs {
     int node = -1, depth = 1;   // reached so far, when it is compared
   };
   struct Own {
+    Account rows, asks;         // of steps in which no model was run to draft, and of the others
+    int steps = 0, ran = 0;     // ran: a model's run and riders, in the step under way; nodes: these, and its rows
+    int nodes = 0;
     std::vector<Count> counts;  // by number of the kind
     std::vector<Bush> probes;   // of sources apart; of source 0: all together
     Bush bush;                  // of the step under way
   };
 
-  void enter(Bush &bush, const Guess &guess, std::vector<int> &at) const;
+  void enter(Bush &bush, const Guess &guess, int64_t deepest, std::vector<int> &at) const;
   int number(const Kind &kind);
   double of(const Own &known, int kind, double prior) const;
   void learn(Own &known, int kind, bool right);
+  void judge(Own &known, const Came &came);
   bool judge(Own &known, Bush &probe, int64_t first, const Ints &tokens);
 
   uint64_t apart;
+  Reals seconds;
   std::unordered_map<Kind, int, Hash> numbers;
   std::vector<Count> all;  // by number of the kind
   std::unordered_map<int64_t, Own> own;

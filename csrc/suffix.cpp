@@ -1,11 +1,13 @@
 #include "suffix.h"
 
 #include <algorithm>
-#include <deque>
+#include <cstdint>
+#include <numeric>
 
 namespace {
 
 constexpr int32_t kEnd = -1;  // stands behind each earlier output
+constexpr size_t kNowhere = SIZE_MAX;
 
 uint64_t hash(const int32_t *tokens, int size) {
   uint64_t h = 0x9E3779B97F4A7C15;
@@ -65,24 +67,31 @@ void SuffixIndex::search(const int32_t *tail, int length, std::vector<Place> &fo
 }
 
 // What follows places (the most recent first): the likeliest paths come first, none below `least`.
-SuffixIndex::Guess SuffixIndex::follow(std::vector<int> places, int match, int size, double least, int width) const {
+SuffixIndex::Guess SuffixIndex::follow(const std::vector<int> &places, int match, int size, double least,
+                                       int width) const {
   struct Way {
     double cost;  // minus the path's probability
-    int order, depth, token, node;
+    int depth, token, node;
     double trust;
-    std::vector<int> places;
+    size_t first, last;  // of the places behind it, in `behind`
   };
+  struct Child {
+    int32_t token;
+    int count;
+    size_t next;  // where in `behind` its next place goes; kNowhere if it is not followed
+  };
+  // Kept from call to call: new memory is cold memory.
+  static thread_local std::vector<Way> ways;
+  static thread_local std::vector<int> heap, behind, whose, order, path;
+  static thread_local std::vector<Child> after;
   Guess g;
-  std::deque<Way> ways{{-1, 0, 0, kEnd, -1, 0, std::move(places)}};
-  std::vector<Way *> heap{&ways[0]};
-  const auto later = [](const Way *a, const Way *b) {
-    return a->cost != b->cost ? a->cost > b->cost : a->order > b->order;
-  };
-  std::vector<std::pair<int32_t, std::vector<int>>> after;
-  std::vector<int32_t> path;
+  behind.assign(places.begin(), places.end());
+  ways.assign(1, {-1, 0, kEnd, -1, 0, 0, places.size()});
+  heap.assign(1, 0);
+  const auto later = [](int a, int b) { return ways[a].cost != ways[b].cost ? ways[a].cost > ways[b].cost : a > b; };
   while (!heap.empty()) {
     std::pop_heap(heap.begin(), heap.end(), later);
-    const Way &way = *heap.back();
+    const Way way = ways[heap.back()];
     heap.pop_back();
     int node = -1;
     if (way.depth) {
@@ -96,27 +105,40 @@ SuffixIndex::Guess SuffixIndex::follow(std::vector<int> places, int match, int s
     path.clear();
     for (int up = node; up >= 0; up = g.parents[up]) path.push_back(g.tokens[up]);
     after.clear();
+    whose.clear();
     int total = 0;
-    for (int at : way.places) {
-      const int beyond = at - this->size();  // a copy that reaches the end goes on into itself
-      const int32_t token = beyond < 0 ? text[at] : path[path.size() - 1 - beyond];
-      if (token == kEnd) continue;
-      auto it = std::find_if(after.begin(), after.end(), [&](const auto &a) { return a.first == token; });
-      if (it == after.end()) it = after.insert(it, {token, {}});
-      it->second.push_back(at + 1);
+    for (size_t i = way.first; i < way.last; i++) {
+      const int beyond = behind[i] - this->size();  // a copy that reaches the end goes on into itself
+      const int32_t token = beyond < 0 ? text[behind[i]] : path[path.size() - 1 - beyond];
+      int child = token == kEnd ? -1 : 0;
+      while (child >= 0 && child < int(after.size()) && after[child].token != token) child++;
+      if (child == int(after.size())) after.push_back({token, 0, kNowhere});
+      whose.push_back(child);
+      if (child < 0) continue;
+      after[child].count++;
       total++;
     }
-    std::stable_sort(after.begin(), after.end(),
-                     [](const auto &a, const auto &b) { return a.second.size() > b.second.size(); });
+    order.resize(after.size());
+    std::iota(order.begin(), order.end(), 0);
+    std::sort(order.begin(), order.end(), [](int a, int b) {
+      return after[a].count != after[b].count ? after[a].count > after[b].count : a < b;
+    });
     const double sure = 1 - 1 / double(1 + match + way.depth);
-    for (int i = 0; i < std::min(width, int(after.size())); i++) {
-      const double share = double(after[i].second.size()) / total;
+    size_t end = behind.size();
+    for (int i = 0; i < std::min(width, int(order.size())); i++) {
+      Child &child = after[order[i]];
+      const double share = double(child.count) / total;
       if (-way.cost * share < least) continue;
-      ways.push_back({way.cost * share, int(ways.size()), way.depth + 1, after[i].first, node, share * sure,
-                      std::move(after[i].second)});
-      heap.push_back(&ways.back());
+      ways.push_back({way.cost * share, way.depth + 1, child.token, node, share * sure, end, end + child.count});
+      heap.push_back(int(ways.size()) - 1);
       std::push_heap(heap.begin(), heap.end(), later);
+      child.next = end;
+      end += child.count;
     }
+    behind.resize(end);
+    for (size_t i = way.first; i < way.last; i++)
+      if (const int child = whose[i - way.first]; child >= 0 && after[child].next != kNowhere)
+        behind[after[child].next++] = behind[i] + 1;
   }
   return g;
 }
@@ -127,8 +149,8 @@ SuffixIndex::Guess SuffixIndex::guess(const SuffixIndex &past, const std::vector
   text.insert(text.end(), beyond.begin(), beyond.end());
   const int length = std::min(depth, size());
   Guess best;
-  std::vector<Place> found;
-  std::vector<int> matches, places;
+  static thread_local std::vector<Place> found;
+  static thread_local std::vector<int> matches, places;
   for (const SuffixIndex *where : {static_cast<const SuffixIndex *>(this), &past}) {
     where->search(text.data() + text.size() - length, length, found);
     matches.clear();

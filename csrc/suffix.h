@@ -32,7 +32,7 @@ class SuffixIndex {
 
   void search(const int32_t *tail, int length, std::vector<Place> &found) const;
   int32_t next(const std::vector<int32_t> &tail, int i) const;
-  Guess follow(std::vector<int> places, int match, int size, double least, int width) const;
+  Guess follow(const std::vector<int> &places, int match, int size, double least, int width) const;
 
   std::vector<int32_t> text;
   std::unordered_map<uint64_t, int64_t> last[kCounts];  // hash of an n-gram -> place after its last occurrence

@@ -143,9 +143,21 @@ def beliefs(request):
     return request.param(4)
 
 
+def choose(beliefs, texts: dict[int, int], guesses: list[list[Guess]], seconds: list[float], k=8, chains=False, **more):
+    """Of a step with sequences of such lengths that have a thousand tokens to come."""
+    beliefs.price(seconds)
+    given = [(seq, [0] * length, length, 1000) for seq, length in texts.items()]
+    return beliefs.choose(given, [], dict(enumerate(guesses)), 0.0, k, chains, **more)
+
+
+def came(beliefs, seq: int, text: list[int]) -> None:
+    """A step that cost nothing."""
+    beliefs.settle([(seq, text, 0)], 1, 0.0, 0.0)
+
+
 def chance(beliefs, seq: int, trust: float) -> float:
     """Of one guess by source 1 for a sequence whose text has no token yet."""
-    ((*_, worth),), _ = beliefs.choose([seq], [0], [[(1, [5], [-1], [trust])]], [1.0], [1.0, 1e-9], 0.0, [1], False)
+    ((*_, worth),), _ = choose(beliefs, {seq: 0}, [[(1, [5], [-1], [trust])]], [1.0, 1e-9])
     return worth
 
 
@@ -153,11 +165,11 @@ def test_beliefs_begin_with_the_drafters_own_and_follow_the_text(beliefs):
     assert chance(beliefs, 1, 0.9) == pytest.approx(0.9)
     for _ in range(30):
         chance(beliefs, 1, 0.9)
-        beliefs.judge(1, [6])
+        came(beliefs, 1, [6])
     assert chance(beliefs, 1, 0.9) < 0.05 and 0.05 < chance(beliefs, 2, 0.9) < 0.2, "another request may differ"
     for _ in range(8):
         chance(beliefs, 2, 0.9)
-        beliefs.judge(2, [5, 0])  # behind which nothing was guessed
+        came(beliefs, 2, [5, 0])  # behind which nothing was guessed
     assert chance(beliefs, 2, 0.9) > 0.6 and chance(beliefs, 1, 0.9) < 0.2
     assert chance(beliefs, 1, 0.4) == pytest.approx(0.4), "of another kind"
     beliefs.forget(1)
@@ -169,25 +181,23 @@ def test_a_source_apart_is_judged_by_depth(beliefs):
     assert beliefs.hopes(1, 4, 3, 0.6) == pytest.approx([0.6] * 3)
     for length in range(0, 40, 2):
         draft = (4, [7, 8, 9], [-1, -1, 1], [0.1, 0.1, 0.1])
-        beliefs.choose([1], [length], [[draft]], [0.0], [1.0], 0.0, [0], False)
+        choose(beliefs, {1: length}, [[draft]], [1.0, 99.0])
         for end in (1, 2):
-            beliefs.judge(1, [8, 3] * (length // 2) + [8, 3][:end])
+            came(beliefs, 1, [8, 3] * (length // 2) + [8, 3][:end])
     first, second, third = beliefs.hopes(1, 4, 3, 0.6)
     assert first > 0.9 and second == third < 0.1
 
 
 def test_a_guess_is_watched_until_it_fails(beliefs):
     """A longer one is compared in later steps, too; theirs wait for it."""
-    beliefs.choose([1], [0], [[(1, [5, 6, 7], [-1, 0, 1], [0.9] * 3)]], [0.0], [1.0], 0.0, [0], False)
-    beliefs.judge(1, [5])
-    beliefs.choose([1], [1], [[(2, [9], [-1], [0.9])]], [0.0], [1.0], 0.0, [0], False)
-    beliefs.judge(1, [5, 6, 8])
+    choose(beliefs, {1: 0}, [[(1, [5, 6, 7], [-1, 0, 1], [0.9] * 3)]], [1.0, 99.0])
+    came(beliefs, 1, [5])
+    choose(beliefs, {1: 1}, [[(2, [9], [-1], [0.9])]], [1.0, 99.0])
+    came(beliefs, 1, [5, 6, 8])
     assert chance(beliefs, 2, 0.9) > 0.9, "the first of the chain came true"
-    ((*_, worth),), _ = beliefs.choose([2], [0], [[(2, [9], [-1], [0.9])]], [1.0], [1, 1e-9], 0.0, [1], False)
+    ((*_, worth),), _ = choose(beliefs, {2: 0}, [[(2, [9], [-1], [0.9])]], [1, 1e-9])
     assert worth == pytest.approx(0.9), "what was guessed meanwhile was not compared"
-    ((*_, worth),), _ = beliefs.choose(
-        [3], [0], [[(1, [5, 6], [-1, 0], [0.9] * 2)]], [1.0], [1, 0.1, 0.01], 0.0, [2], False
-    )
+    ((*_, worth),), _ = choose(beliefs, {3: 0}, [[(1, [5, 6], [-1, 0], [0.9] * 2)]], [1, 0.1, 0.01])
     first = chance(beliefs, 3, 0.9)
     assert 0.4 < worth / first - 1 < 0.85, "of two deep ones one was right"
 
@@ -204,8 +214,7 @@ def test_what_sources_agree_on_and_what_they_do_not_are_of_different_kinds():
 
 def picked(beliefs, *guesses: Guess, seconds: list[float], k: int = 8, chains: bool = False):
     """Tokens for each of new sequences with one guess each."""
-    n = len(guesses)
-    trees, rate = beliefs.choose([*range(n)], [9] * n, [[g] for g in guesses], [1.0] * n, seconds, 0.0, [k] * n, chains)
+    trees, rate = choose(beliefs, dict.fromkeys(range(len(guesses)), 9), [[g] for g in guesses], seconds, k, chains)
     return [tokens for tokens, *_ in trees], rate
 
 
@@ -237,7 +246,7 @@ def test_chains_have_no_branches(beliefs):
 def test_the_likelier_child_follows_its_parent(beliefs):
     """So that it lies as in plain decoding."""
     tree = (2, [1, 2, 3, 4], [-1, -1, 1, 1], [0.3, 0.7, 0.2, 0.8])
-    ((tokens, parents, who, _),), _ = beliefs.choose([1], [0], [[tree]], [1.0], [1, *[0.1] * 4], 0.0, [4], False)
+    ((tokens, parents, who, _),), _ = choose(beliefs, {1: 0}, [[tree]], [1, *[0.1] * 4])
     assert (tokens, parents, who) == ([2, 4, 3, 1], [-1, 0, 0, -1], [1] * 4)
 
 
@@ -253,34 +262,53 @@ def test_both_choose_the_same(seed):
         parents = [dice.randint(-1, i - 1) if dice.random() < 0.3 else i - 1 for i in range(n)]
         return source, dice.choices(range(3), k=n), parents, dice.choices(trusts, k=n)
 
+    index = native.kernels.SuffixIndex
+    looks = [[(2, {}, index, index(), 8, 2.0, 0.1, tree)] for tree in 2 * [dice.random() < 0.5]]  # one for each
+
     for _ in range(dice.randint(1, 30)):
         if dice.random() < 0.1 and texts:
             gone, _ = texts.popitem()
-            for own in both:
+            for own, ((_, indexes, *_),) in zip(both, looks, strict=True):
                 own.forget(gone)
+                indexes.pop(gone, None)
         while len(texts) < 1 or dice.random() < 0.3:
-            texts[dice.randrange(10**6)] = []
-        some = dice.sample([*texts], dice.randint(1, len(texts)))
-        guesses = [[guess(source) for source in (1, 2, 4) if dice.random() < 0.7] for _ in some]
-        covers = dice.choices((0.0, 0.5, 1.0), k=len(some))
-        step = dice.choice((0.0, 0.01, 0.1, 0.5))
-        seconds = [1 + step * i for i in range(dice.randint(1, 20))]
-        rest = covers, seconds, dice.choice((0.0, 0.3)), dice.choices(range(9), k=len(some)), dice.random() < 0.2
-        one, other = (own.choose(some, [len(texts[seq]) for seq in some], guesses, *rest) for own in both)
+            texts[dice.randrange(10**6)] = dice.choices(range(3), k=dice.randint(1, 9))
+        some = [
+            (seq, texts[seq], len(texts[seq]), dice.choice((1, 3, 400))) for seq in dice.sample([*texts], len(texts))
+        ]
+        step, drafted, chains = dice.choice((0.0, 0.01, 0.1, 0.5)), dice.choice((0.0, 0.3)), dice.random() < 0.2
+        seconds, k = [1 + step * i for i in range(dice.randint(0, 20))], dice.randint(0, 9)
+        for own in both:
+            own.price(seconds)
+        cheap = {i: [guess(1)] for i in range(len(some)) if dice.random() < 0.7}
+        one, other = (own.choose(some, [*look], cheap, 0.0, k, chains) for own, look in zip(both, looks, strict=True))
         assert one == other
-        for seq in some:
+        if dice.random() < 0.5:  # a model is asked for some
+            dear = {i: [*cheap.get(i, ()), guess(4)] for i in range(len(some)) if dice.random() < 0.5}
+            for i, own in [(i, own) for i in dear for own in both]:
+                own.ran(some[i][0], i % 2)
+            one, other = (
+                own.choose(some, look, dear, drafted, k, chains, True) for own, look in zip(both, looks, strict=True)
+            )
+            assert one == other
+        came = []
+        for seq in texts:
             texts[seq] += dice.choices(range(3), k=dice.randint(0, 3))
-            for own in both if dice.random() < 0.9 else ():
-                own.judge(seq, texts[seq])
-        asked = dice.choice(some), dice.choice((1, 4)), 4, 0.65
+            came += [(seq, texts[seq], dice.randint(0, 3))] if dice.random() < 0.9 else []
+        rest = len(came) + dice.randint(0, 9), dice.choice((0.5, 1.2, 9.0, math.inf)), dice.choice((0.0, 0.2))
+        for own in both:
+            own.settle(came, *rest)
+        asked = some[0][0], dice.choice((1, 4)), 4, 0.65
         one, other = (own.hopes(*asked) for own in both)
         assert one == other and len(both[0]) == len(both[1])
+        one, other = ([(own.standing(seq), own.open(seq, 9)) for seq, *_ in some] for own in both)
+        assert one == other
 
 
 @pytest.mark.parametrize("parent", [0, 1, 9])
 def test_parents_come_first(beliefs, parent):
     with pytest.raises(IndexError):
-        beliefs.choose([1], [0], [[(1, [5], [parent], [0.5])]], [1.0], [1.0, 1.1], 0.0, [4], False)
+        choose(beliefs, {1: 0}, [[(1, [5], [parent], [0.5])]], [1.0, 1.1])
 
 
 def test_an_account_bounds_what_is_lost():
@@ -292,3 +320,36 @@ def test_an_account_bounds_what_is_lost():
     for _ in range(100):
         account.enter(3.0, 0.5)
     assert account.credit == CREDIT and Account(10).credit < 0.2, "a short answer has little to lose"
+
+
+def test_who_loses_is_not_drafted_for(beliefs):
+    """Until it is allowed some again; whom nothing was drafted for pays nothing."""
+    right, steps = (1, [5], [-1], [0.9]), 0
+    while beliefs.open(1, 9):
+        ((tokens, *_), (none, *_)), _ = choose(beliefs, {1: 0, 2: 0}, [[right], []], [1.0, 1.01])
+        beliefs.settle([(1, [5], 0), (2, [5], 0)], 3, 1.01, 0.3)
+        steps += 1
+        assert tokens and not none and beliefs.open(2, 9) and not beliefs.open(2, 1), "nothing is to come"
+    assert 5 < steps < 9 and beliefs.standing(1)[0] == steps and beliefs.standing(1)[1] > START
+    for _ in range(200):
+        came(beliefs, 1, [5])
+    assert beliefs.open(1, 9)
+
+
+def test_a_model_is_paid_from_another_account(beliefs):
+    """Riders count like rows."""
+    guesses = [[(1, [5], [-1], [0.9])]]
+    choose(beliefs, {1: 0}, guesses, [1.0, 1.1, 1.2])
+    beliefs.ran(1, 1)
+    choose(beliefs, {1: 0}, guesses, [1.0, 1.1, 1.2], again=True)
+    beliefs.settle([(1, [6], 0)], 3, math.inf, 0.3)
+    assert beliefs.standing(1) == (1, pytest.approx(START - (0.2 + 0.3) + 0.005)) and beliefs.open(1, 9)
+
+
+def test_nothing_is_guessed_beyond_the_end(beliefs):
+    """The last token that may come is the target's own."""
+    beliefs.price([1.0, *[1.001] * 8])
+    chain_of_4 = {0: [(1, [1, 2, 3, 4], [-1, 0, 1, 2], [0.9] * 4)]}
+    for room in (1, 2, 4, 9):
+        ((tokens, *_),), _ = beliefs.choose([(room, [0], 1, room)], [], chain_of_4, 0.0, 8, False)
+        assert tokens == [1, 2, 3, 4][: room - 1]

@@ -20,12 +20,13 @@ import math
 import os
 import time
 from bisect import bisect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -280,6 +281,9 @@ class Account:
 Kind = tuple[int, int, int, int]  # who guessed it (bits), who guessed otherwise, how sure, how deep
 Guess = tuple[int, list[int], list[int], list[float]]  # whose it is (a bit), tokens, parents, trust
 Picked = tuple[list[int], list[int], list[int], float]  # tokens, parents, whose each is (number), expected tokens
+Text = tuple[int, list[int], int, int]  # a sequence's id, its tokens, how many are settled, how many may yet come
+# A look-up: whose (a bit), each sequence's index, what makes one, and what else an index is asked with, last if a tree.
+Look = tuple[int, dict[int, Any], Callable[[], Any], Any, int, float, float, bool]
 
 
 def kind(who: int, otherwise: int, trust: float | None, depth: int) -> Kind:
@@ -298,11 +302,14 @@ class Bush:
     trust: list[float] = field(default_factory=list)  # of the first of them
     index: dict[tuple[int, int], int] = field(default_factory=dict)
 
-    def add(self, source: int, tokens: list[int], parents: list[int], trust: list[float]) -> None:
-        """Enter the guesses of a source (a bit)."""
+    def add(self, source: int, tokens: list[int], parents: list[int], trust: list[float], deepest: int = 2**62) -> None:
+        """Enter the guesses of a source (a bit), down to a depth."""
         at: list[int] = []
         for token, parent, own in zip(tokens, parents, trust, strict=False):
             above = at[parent] if parent >= 0 else -1
+            if above < -1 or (self.depths[above] if above >= 0 else 0) >= deepest:
+                at.append(-2)
+                continue
             node = self.index.setdefault((above, token), len(self.tokens))
             if node == len(self.tokens):
                 self.tokens.append(token)
@@ -359,78 +366,133 @@ class Probe:
 class Own:
     """What is known of one sequence."""
 
+    rows: Account  # of steps in which no model was run to draft
+    asks: Account  # of the others
+    steps: int = 0
+    ran: int = 0  # in the step under way: a model's run and riders, if one was run for it; ...
+    nodes: int = 0  # ... these, and its rows: for what it pays
     counts: dict[Kind, tuple[float, float]] = field(default_factory=dict)
     probes: dict[int, Probe] = field(default_factory=dict)  # of sources apart; 0: of all together
     bush: Probe | None = None  # of the step under way
+
+    @property
+    def account(self) -> Account:
+        """Who pays for the step under way."""
+        return self.asks if self.ran else self.rows
 
 
 class Beliefs:
     """How often guesses of a kind come true once those before them have: of all requests, and of each sequence.
 
-    So `choose` knows which of a step's guesses get rows, and `judge` learns what came of all of them. `apart` are the
-    sources (bits) that are judged by themselves, too. Sequences go by their ids. The reference of csrc/choose.cpp.
+    So `choose` knows which of a step's guesses get rows, and `settle` learns what came of all of them, and who pays.
+    `apart` are the sources (bits) that are judged by themselves, too. Sequences go by their ids. The reference of
+    csrc/choose.cpp.
     """
 
     def __init__(self, apart: int) -> None:
         self.apart = apart
         self.all: dict[Kind, tuple[float, float]] = {}  # right, made
         self.own: dict[int, Own] = {}
+        self.seconds: list[float] = []
 
     def __len__(self) -> int:
         """How many sequences something is kept of."""
         return len(self.own)
 
-    def choose(
-        self, seqs: list[int], lengths: list[int], guesses: list[list[Guess]], covers: list[float],
-        seconds: list[float], drafted: float, most: list[int], chains: bool,
-    ) -> tuple[list[Picked], float]:  # fmt: skip
-        """Per sequence which of its guesses to verify, and the tokens a second that are expected with them.
+    def price(self, seconds: list[float]) -> None:
+        """From now on a forward with no node, with one, and so on takes so long (`Costs.ladder`)."""
+        self.seconds = seconds
 
-        lengths: of the texts that they continue.  covers: what share of their worth may be spent.  The others: see
-        `pick`.
+    def open(self, seq: int, room: int) -> bool:
+        """Whether to draft for a sequence at all."""
+        known = self.own.get(seq)
+        return room > 1 and (known is None or known.rows.covers > 0)
+
+    def choose(
+        self, texts: list[Text], looks: list[Look], guesses: dict[int, list[Guess]], drafted: float, k: int,
+        chains: bool, again: bool = False,
+    ) -> tuple[list[Picked], float]:  # fmt: skip
+        """Per sequence which guesses to verify, at most k, and the tokens a second that are expected with them.
+
+        Guesses are those of `looks`, for sequences that are open, and those given, by the sequence's place; cheap ones
+        come first, each kind in the order of the bits. Fewer are taken where the account is overdrawn that pays, or
+        would be if all were wrong. drafted: seconds spent.  chains: see `pick`.  again: in the same step, once a model
+        was run.
         """
-        bushes, every = list[Bush](), list[list[float]]()
-        for seq, length, given, cover in zip(seqs, lengths, guesses, covers, strict=True):
-            bush, known = Bush(), self.own.setdefault(seq, Own())
-            for source, tokens, parents, trust in given:
-                bush.add(source, tokens, parents, trust)
+        n, k = len(texts), min(k, len(self.seconds) - 1)
+        for seq, _, _, room in () if again else texts:
+            known = self.own.setdefault(seq, Own(Account(room), Account(room)))
+            known.steps, known.nodes, known.ran = known.steps + 1, 0, 0
+        if k < 1:
+            return [([], [], [], 0.0) for _ in texts], 0.0
+        bushes, every, most = list[Bush](), list[list[float]](), list[int]()
+        for i, (seq, text, settled, room) in enumerate(texts):
+            bush, known, given = Bush(), self.own[seq], [*guesses.get(i, ())]
+            for bit, indexes, make, past, depth, factor, least, tree in looks if self.open(seq, room) else ():
+                index: Any = indexes[seq] if seq in indexes else indexes.setdefault(seq, make())
+                given.append((bit, *index.guess(past, text, settled, depth, k, factor, least, k if tree else 1)))
+            for source, tokens, parents, trust in sorted(given, key=lambda guess: (guess[0] & self.apart, guess[0])):
+                bush.add(source, tokens, parents, trust, room - 1)
                 if source & self.apart:
-                    known.probes[source] = Probe(tokens, parents, [], length, source)
-            kinds, chances = bush.kinds(), list[float]()
+                    known.probes[source] = Probe(tokens, parents, [], len(text), source)
+            kinds, chances, covers = bush.kinds(), list[float](), known.account.covers
             for what, parent, own in zip(kinds, bush.parents, bush.trust, strict=True):
-                chances.append(self._of(known, what, own) * (chances[parent] if parent >= 0 else cover))
-            known.bush = Probe(bush.tokens, bush.parents, kinds, length)
+                chances.append(self._of(known.counts, what, own) * (chances[parent] if parent >= 0 else covers))
+            known.bush = Probe(bush.tokens, bush.parents, kinds, len(text))
             bushes.append(bush)
             every.append(chances)
-        chosen, rate = pick(every, bushes, seconds, drafted, most, chains)
-        worth = [sum(chances[node] for node in nodes) for chances, nodes in zip(every, chosen, strict=True)]
-        trees = [bush.drafted(nodes) for bush, nodes in zip(bushes, chosen, strict=True)]
-        return [(*tree, own) for tree, own in zip(trees, worth, strict=True)], rate
+            stake = self.seconds[0] + known.rows.stake * (self.seconds[0] / n)  # what a token takes plainly
+            most.append(k if known.ran else min(k, max(1, bisect(self.seconds, stake) - 1)))
+        chosen, rate = pick(every, bushes, self.seconds, drafted, most, chains)
+        picked: list[Picked] = []
+        for (seq, *_), bush, chances, nodes in zip(texts, bushes, every, chosen, strict=True):
+            self.own[seq].nodes = self.own[seq].ran + len(nodes)
+            picked.append((*bush.drafted(nodes), sum(chances[node] for node in nodes)))
+        return picked, rate
 
-    def judge(self, seq: int, text: list[int]) -> None:
-        """Compare guesses for a sequence with what came, as far as they reach."""
-        known = self.own.get(seq)
-        if known is None:
-            return
-        if known.bush and known.bush.tokens:
-            known.probes.setdefault(0, known.bush)
-        known.bush = None
-        known.probes = {source: probe for source, probe in known.probes.items() if self._judge(known, probe, text)}
+    def ran(self, seq: int, riders: int) -> None:
+        """A model was run for a sequence in the step under way, and its draft has riders."""
+        self.own[seq].ran = 1 + riders
+
+    def standing(self, seq: int) -> tuple[int, float]:
+        """A sequence's steps, and what is left to run models for it, in plain steps."""
+        known = self.own[seq]
+        return known.steps, known.asks.credit
+
+    def settle(self, came: list[tuple[int, list[int], int]], rows: int, took: float, own: float) -> None:
+        """A step is over: who was drafted for pays, and guesses are compared with what came, as far as they reach.
+
+        came: ids, texts and how many tokens were accepted.  rows: of the forward.  took: seconds; infinite if it did
+        something else, too.  own: seconds beside the forward.
+        """
+        known = [(self.own[seq], text, accepted) for seq, text, accepted in came if seq in self.own]
+        nodes, plain = sum(each.nodes for each, *_ in known), self.seconds[0] if self.seconds else 0.0
+        extra = self.seconds[min(rows - len(came), len(self.seconds) - 1)] - plain if nodes else 0.0
+        if nodes and took < math.inf:  # what was thought too little of is charged in full; a hiccup is not
+            extra = min(max(extra, took - plain), 2 * extra)
+        for each, text, accepted in known:
+            if each.nodes:
+                each.account.enter(accepted, (extra + own) * len(came) / plain * each.nodes / nodes)
+            each.rows.credit, each.asks.credit = each.rows.credit + TOP_UP, each.asks.credit + TOP_UP
+            if each.bush and each.bush.tokens:
+                each.probes.setdefault(0, each.bush)
+            each.bush = None
+            each.probes = {source: probe for source, probe in each.probes.items() if self._judge(each, probe, text)}
 
     def hopes(self, seq: int, source: int, deep: int, prior: float) -> list[float]:
         """The chance of a source apart to be right at each depth, if it is asked."""
-        known = self.own.get(seq) or Own()
-        return [self._of(known, kind(source, 0, None, depth), prior) for depth in range(1, deep + 1)]
+        counts = self.own[seq].counts if seq in self.own else {}
+        return [self._of(counts, kind(source, 0, None, depth), prior) for depth in range(1, deep + 1)]
 
     def forget(self, seq: int) -> None:
         """Drop what is known of this sequence alone."""
         self.own.pop(seq, None)
 
-    def _of(self, known: Own, what: Kind, prior: float) -> float:
+    def _of(self, counts: dict[Kind, tuple[float, float]], what: Kind, prior: float) -> float:
         """The probability that such a guess is right; `prior` while nothing is known."""
         hits, made = self.all.get(what, (0.0, 0.0))
         general = (hits + PRIOR_WEIGHT * prior) / (made + PRIOR_WEIGHT)
-        hits, made = known.counts.get(what, (0.0, 0.0))
+        hits, made = counts.get(what, (0.0, 0.0))
         return (hits + OWN_WEIGHT * general) / (made + OWN_WEIGHT)
 
     def _learn(self, known: Own, what: Kind, right: bool) -> None:

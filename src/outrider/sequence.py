@@ -89,15 +89,17 @@ class Sequence:
 
         Whatever a drafter does to it, the sequence itself stays what it is (Law 5).
         """
-        if self.mirror is None or len(self.mirror.tokens) > len(self.tokens):
-            self.mirror = object.__new__(Mirror)
+        mirror, n = self.mirror, len(self.tokens)
+        if mirror is None or len(mirror.tokens) > n:
+            mirror = self.mirror = object.__new__(Mirror)
             lists: dict[str, Any] = {k: copy(v) for k, v in vars(self.params).items() if isinstance(v, (list, dict))}
             own = {"tokens": Tokens(), "params": replace(self.params, **lists), "memory": {}, "stop_check": None}
             own |= {"metrics": SpecMetrics(inner=self.metrics.inner), "mirror": None}
-            vars(self.mirror).update(vars(self) | own)
-        mirror = self.mirror
-        list.extend(mirror.tokens, self.tokens[len(mirror.tokens) :])
-        vars(mirror).update(rule=rule, finish_reason=self.finish_reason)
+            vars(mirror).update(vars(self) | own)
+        if (known := len(mirror.tokens)) < n:
+            list.extend(mirror.tokens, self.tokens[known:])
+        state = mirror.__dict__
+        state["rule"], state["finish_reason"] = rule, self.finish_reason
         return mirror
 
     def accept(self, tokens: list[int]) -> int:

@@ -48,6 +48,10 @@ class Drafter:
     def observe(self, seqs: list[Sequence], verdicts: list[Verdict], output: Output) -> None:
         """See what became of the drafts. The sequences have grown by the verdicts' tokens."""
 
+    def look(self, bit: int) -> tuple[Any, ...] | None:
+        """How `auto` asks an index of every sequence, without a Draft between (control.Look); None: it does not."""
+        return None
+
     def forget(self, seq: Sequence) -> None:
         """A sequence is done: give back what it held."""
 
@@ -86,8 +90,9 @@ def step(
     gives what is no draft; and if `observe` raises, with the verdicts.
     """
     began = time.perf_counter()
-    k = min(k, MOST_NODES) if any(seq.room > 1 for seq in seqs) else 0  # counts nodes; what is too deep is clipped
-    drafts = _drafts(drafter, seqs, k, rule, runner.model.config)
+    k = min(k, MOST_NODES) if any([seq.room > 1 for seq in seqs]) else 0  # counts nodes; what is too deep is clipped
+    told_of = [i for i, seq in enumerate(seqs) if seq.k != 0]
+    drafts = _drafts(drafter, seqs, told_of, k, rule, runner.model.config)
     drafted = time.perf_counter()
     output = runner.extend(seqs, drafts, reading or ())
     verdicts = verify(seqs, drafts, output.flat, rule) if seqs else []
@@ -101,53 +106,52 @@ def step(
     for draft, verdict in zip(drafts, verdicts, strict=True):
         verdict.forced, verdict.by = draft.forced, draft.by
     observing = time.perf_counter()
-    told_of = [i for i, seq in enumerate(seqs) if seq.k != 0]
-    seen = [verdict.copy() for verdict in verdicts]
     try:
         if told_of:
             shown = [seqs[i].shown(rule) for i in told_of]
-            drafter.observe(shown, [seen[i] for i in told_of], output.of(told_of))
+            drafter.observe(shown, [verdicts[i].copy() for i in told_of], output.of(told_of))
     except Exception as error:  # a drafter may be anybody's: it raises what it likes
         raise DrafterError(f"drafter {_name(drafter)}: observe raised {told(error)}", verdicts) from error
     ended = time.perf_counter()
     if times is not None:
         times.total, times.target = ended - began, verified - drafted
-        times.rows = sum(1 + len(draft) for draft in drafts)
+        times.rows = sum([1 + len(draft.tokens) for draft in drafts])
         times.draft = drafted - began + ended - observing
     return verdicts
 
 
-def _drafts(drafter: Drafter, seqs: list[Sequence], k: int, rule: Rule, config: ModelConfig) -> list[Draft]:
+def _drafts(
+    drafter: Drafter, seqs: list[Sequence], told_of: list[int], k: int, rule: Rule, config: ModelConfig
+) -> list[Draft]:
     """What the drafter proposes, checked, and clipped to what each sequence may take. Raises DrafterError."""
-    everyone, seqs = seqs, [seq for seq in seqs if seq.k != 0]
-    if not seqs:
-        return [Draft() for _ in everyone]
-    k = min(k, max(k if seq.k is None else seq.k for seq in seqs))
-    shown = [seq.shown(rule) for seq in seqs]
+    if not told_of:
+        return [Draft() for _ in seqs]
+    asked = [seqs[i] for i in told_of]
+    k = min(k, max([k if seq.k is None else seq.k for seq in asked]))
+    shown = [seq.shown(rule) for seq in asked]
     try:
         guesses = drafter.propose(shown, k)
     except Exception as error:
         raise DrafterError(f"drafter {_name(drafter)}: propose raised {told(error)}") from error
-    if not isinstance(guesses, (list, tuple)) or len(guesses) != len(seqs):
+    if not isinstance(guesses, (list, tuple)) or len(guesses) != len(asked):
         what = f"{len(guesses)}" if isinstance(guesses, (list, tuple)) else brief(guesses)
-        raise DrafterError(f"drafter {_name(drafter)}: propose must return {len(seqs)} drafts in a list, not {what}")
-    for seq, seen, guess in zip(seqs, shown, guesses, strict=True):
+        raise DrafterError(f"drafter {_name(drafter)}: propose must return {len(asked)} drafts in a list, not {what}")
+    drafts: list[Draft] = []
+    border = config.border
+    for seq, seen, guess in zip(asked, shown, guesses, strict=True):
         if fault := _fault(guess, config.vocab_size, rule):
             raise DrafterError(f"drafter {_name(drafter)}: propose must return Drafts; {fault}")
-        seq.metrics.inner = seen.metrics.inner
-    clipped = iter([_fitted(seq, guess, k, rule, config) for seq, guess in zip(seqs, guesses, strict=True)])
-    return [next(clipped) if seq.k != 0 else Draft() for seq in everyone]
-
-
-def _fitted(seq: Sequence, guess: Draft, k: int, rule: Rule, config: ModelConfig) -> Draft:
-    """A guess clipped to what the sequence may take, and, if anything is drafted at all, fitted to its grammar."""
-    deepest, border, n = seq.room - 1, config.border, len(seq.tokens)
-    if border is not None and n <= border:
-        deepest = min(deepest, border - n)  # what lies beyond sees all keys rotated otherwise
-    clipped = guess.clip(deepest, config.vocab_size, seq.k)
-    if seq.constraint is None or not k:
-        return clipped
-    return seq.constraint.fit(seq, clipped, deepest, rule.flips_coins)
+        seq.metrics.inner, deepest = seen.metrics.inner, seq.room - 1
+        if border is not None and len(seq.tokens) <= border:
+            deepest = min(deepest, border - len(seq.tokens))  # what lies beyond sees all keys rotated otherwise
+        draft = guess.clip(deepest, config.vocab_size, seq.k)
+        if seq.constraint is not None and k:  # if anything is drafted at all
+            draft = seq.constraint.fit(seq, draft, deepest, rule.flips_coins)
+        drafts.append(draft)
+    if len(asked) < len(seqs):
+        of = dict(zip(told_of, drafts, strict=True))
+        return [of[i] if i in of else Draft() for i in range(len(seqs))]
+    return drafts
 
 
 def _name(drafter: Drafter) -> str:
@@ -158,29 +162,26 @@ def _fault(guess: Any, vocab: int, rule: Rule) -> str | None:
     """What is wrong with what should be a Draft; None if nothing is."""
     if not isinstance(guess, Draft):
         return f"{brief(guess)} is none"
-    lists = guess.tokens, guess.parents, [guess.riders]
-    if not all([isinstance(items, list) and {*map(type, items)} <= {int} for items in lists]):
+    tokens, parents, trust, by, q = guess.tokens, guess.parents, guess.trust, guess.by, guess.q
+    lists = isinstance(tokens, list) and isinstance(parents, list)
+    if not lists or {*map(type, tokens), *map(type, parents), type(guess.riders)} != {int}:
         return "tokens and parents are lists of int, riders is one"
     try:
         guess.__post_init__()
     except ValueError as error:  # it may have been changed since it was made
         return str(error)
-    n = len(guess)
-    if guess.trust is not None and (
-        not isinstance(guess.trust, list)
-        or len(guess.trust) != n
-        or not all(real(trust, 0, 1) is not None for trust in guess.trust)
+    n, riders = len(tokens), guess.riders
+    if trust is not None and (
+        not isinstance(trust, list) or len(trust) != n or not all([real(own, 0, 1) is not None for own in trust])
     ):
         return f"trust is a list of {n} numbers from 0 to 1"
-    if guess.by is not None and (
-        not isinstance(guess.by, list) or len(guess.by) != n or not all(isinstance(name, str) for name in guess.by)
-    ):
+    if by is not None and (not isinstance(by, list) or len(by) != n or not all([isinstance(name, str) for name in by])):
         return f"by is a list of {n} names"
     if not isinstance(guess.forced, frozenset):
         return "forced is a frozenset of nodes"
-    if max(guess.verifiable, guess.riders) > MOST_NODES:
-        return f"it has {guess.verifiable} nodes and {guess.riders} riders; at most {MOST_NODES} of each are of use"
-    if (q := guess.q) is not None:
+    if n - riders > MOST_NODES or riders > MOST_NODES:
+        return f"it has {n - riders} nodes and {riders} riders; at most {MOST_NODES} of each are of use"
+    if q is not None:
         if not isinstance(q, torch.Tensor) or q.shape != (n, vocab) or not q.is_floating_point():
             what = f"{tuple(q.shape)} of {q.dtype}" if isinstance(q, torch.Tensor) else type(q).__name__
             return f"q is a float tensor of shape {(n, vocab)}, not {what}"

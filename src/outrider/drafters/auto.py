@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import platform
 import time
-from bisect import bisect
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -32,7 +32,7 @@ import torch
 
 from outrider import drafters
 from outrider.config import MOST_NODES, option
-from outrider.control import TOP_UP, Account, Beliefs, Costs, Guess, Learnt, Picked, cache_file
+from outrider.control import Beliefs, Costs, Guess, Learnt, Look, Picked, Text, cache_file
 from outrider.draft import Draft, Verdict
 from outrider.errors import ConfigError, OutriderError
 from outrider.load import companions, kind_of
@@ -49,19 +49,6 @@ LONG = 4096  # tokens of a text from which the target is asked to guess through 
 AGAIN = 24  # steps after which a source that runs a model may be asked again, if the account covers it
 HORIZON = 64  # tokens over which reading a text must pay
 ALL_ROWS = 512  # nodes of all sequences together
-
-
-@dataclass
-class Case:
-    """What is kept for a sequence."""
-
-    rows: Account  # of steps in which no model was run to draft
-    asks: Account  # of the others
-    asked: dict[str, int] = field(default_factory=dict)  # by source that runs a model: the step, ...
-    read: dict[str, int] = field(default_factory=dict)  # ... and how many tokens it has read
-    steps: int = 0
-    nodes: int = 0  # in the step under way: rows, ...
-    ran: bool = False  # ... and whether a model was run for it
 
 
 @dataclass
@@ -111,7 +98,11 @@ class Auto(Drafter):
         self.watching = [part for part in self.parts if type(part).observe is not Drafter.observe]
         compiled = native.active != native.REFERENCE and len(self.parts) < 64  # bits of a number
         self.beliefs: Beliefs = (native.kernels.Beliefs if compiled else Beliefs)(sum(own.bit for own in self.dear))
-        self.costs, self.cases = Costs(), dict[int, Case]()
+        looks: list[Any] = [source.drafter.look(source.bit) for source in self.sources]
+        self.looks: list[Look] = [look for look in looks if look]
+        self.others = [own for own, look in zip(self.sources, looks, strict=True) if own.drafter.cheap and not look]
+        self.costs = Costs()
+        self.asked: dict[int, dict[str, tuple[int, int]]] = {}  # by sequence and source: when, and the tokens it read
         self.chains, self.vocab, self.chunk = False, 2**63, 2**63
         self.sent = self.spent = self.own = 0.0
         self.seconds = list[float]()
@@ -148,43 +139,48 @@ class Auto(Drafter):
 
     def propose(self, seqs: list[Sequence], k: int) -> list[Draft]:
         """One tree per sequence of at most k nodes, and the riders of who has some."""
-        began = self.clock()
-        cases, lengths, n = [self._case(seq) for seq in seqs], [len(seq.tokens) for seq in seqs], len(seqs)
-        seconds = self.seconds = self.costs.ladder(n, min(n * k, ALL_ROWS), sum(lengths))
-        trees = self._trees(seqs, cases, lengths, min(k, len(seconds) - 1)) if len(seconds) > 1 else [Draft()] * n
-        for case, tree in zip(cases, trees, strict=True):
-            case.nodes += len(tree.tokens)
+        began, n = self.clock(), len(seqs)
+        lengths = [len(seq.tokens) for seq in seqs]
+        seconds = self.costs.ladder(n, min(n * k, ALL_ROWS), sum(lengths))
+        if seconds is not self.seconds:
+            self.seconds = seconds
+            self.beliefs.price(seconds)
+        texts = [(seq.id, seq.tokens, seq.settled, seq.room) for seq in seqs]
+        guesses, riders = self._cheap(seqs, min(k, len(seconds) - 1)) if self.others else ({}, {})
+        picked, rate = self.beliefs.choose(texts, self.looks, guesses, 0.0, k, self.chains)
+        if rate and max(lengths) >= self.least:  # else none fits, as a rule
+            picked = self._dear(seqs, texts, picked, rate, min(k, len(seconds) - 1), guesses, riders)
+        drafts = [self._draft(own, riders.get(i)) for i, own in enumerate(picked)]
         self.sent = self.clock()
         self.spent = self.sent - began
-        return trees
+        return drafts
 
-    def _case(self, seq: Sequence) -> Case:
-        case = self.cases.get(seq.id)
-        if case is None:
-            case = self.cases[seq.id] = Case(Account(seq.room), Account(seq.room))
-        case.steps, case.nodes, case.ran = case.steps + 1, 0, False
-        return case
-
-    def _trees(self, seqs: list[Sequence], cases: list[Case], lengths: list[int], k: int) -> list[Draft]:
-        open_ = [i for i, case in enumerate(cases) if case.rows.covers and seqs[i].room > 1]
-        guesses: list[list[Guess]] = [[] for _ in seqs]
+    def _cheap(self, seqs: list[Sequence], k: int) -> tuple[dict[int, list[Guess]], dict[int, Draft]]:
+        """What those guess whom `Beliefs` does not ask itself."""
+        guesses: dict[int, list[Guess]] = {}
         riders: dict[int, Draft] = {}
-        for source in self.sources:
-            if source.drafter.cheap:
-                self._ask(source, seqs, open_, k, guesses, riders)
-        picked, rate = self._choose(seqs, cases, lengths, guesses, 0.0, k)
-        far = max(lengths) >= self.least  # else none fits, as a rule
-        if far and (asked := self._worth(seqs, cases, picked, rate, k)):
-            source, who, length = asked
-            drafted = -self.clock()
-            self._ask(source, seqs, who, length, guesses, riders)
-            drafted += self.clock()
-            self._time(source, seqs, cases, who, length, drafted)
-            picked, _ = self._choose(seqs, cases, lengths, guesses, drafted, k)
-        return [self._draft(own, riders.get(i)) for i, own in enumerate(picked)]
+        open_ = [i for i, seq in enumerate(seqs) if self.beliefs.open(seq.id, seq.room)] if k > 0 else []
+        for source in self.others:
+            self._ask(source, seqs, open_, k, guesses, riders)
+        return guesses, riders
+
+    def _dear(
+        self, seqs: list[Sequence], texts: list[Text], picked: list[Picked], rate: float, k: int,
+        guesses: dict[int, list[Guess]], riders: dict[int, Draft],
+    ) -> list[Picked]:  # fmt: skip
+        """What to verify, once a source that runs a model was asked, if one pays."""
+        asked = self._worth(seqs, picked, rate, k)
+        if asked is None:
+            return picked
+        source, who, length = asked
+        drafted = -self.clock()
+        self._ask(source, seqs, who, length, guesses, riders)
+        drafted += self.clock()
+        self._time(source, seqs, who, length, drafted, riders)
+        return self.beliefs.choose(texts, self.looks, guesses, drafted, k, self.chains, True)[0]
 
     def _ask(
-        self, source: Source, seqs: list[Sequence], who: list[int], k: int, guesses: list[list[Guess]],
+        self, source: Source, seqs: list[Sequence], who: list[int], k: int, guesses: dict[int, list[Guess]],
         riders: dict[int, Draft],
     ) -> None:  # fmt: skip
         """Enter a source's guesses."""
@@ -196,21 +192,8 @@ class Auto(Drafter):
                 riders[i], source.beyond = draft, float(draft.riders)
             source.tree = source.tree or (not source.drafter.cheap and not draft.is_chain)
             if n := len(draft.tokens) - draft.riders:
-                guesses[i].append((source.bit, draft.tokens[:n], draft.parents[:n], draft.trust or [0.5] * n))
-
-    def _choose(
-        self, seqs: list[Sequence], cases: list[Case], lengths: list[int], guesses: list[list[Guess]], drafted: float,
-        k: int,
-    ) -> tuple[list[Picked], float]:  # fmt: skip
-        """The guesses that get rows; fewer where the account is overdrawn that pays, or would be if all were wrong."""
-        ids, seconds = [seq.id for seq in seqs], self.seconds
-        covers = [(case.asks if case.ran else case.rows).covers for case in cases]
-        least = seconds[0] / len(seqs)  # what a token takes plainly
-        most = [
-            k if case.ran else min(k, max(1, bisect(seconds, seconds[0] + case.rows.stake * least) - 1))
-            for case in cases
-        ]
-        return self.beliefs.choose(ids, lengths, guesses, covers, seconds, drafted, most, self.chains)
+                guess_of = source.bit, draft.tokens[:n], draft.parents[:n], draft.trust or [0.5] * n
+                guesses.setdefault(i, []).append(guess_of)
 
     def _draft(self, picked: Picked, riding: Draft | None) -> Draft:
         """What was picked, and the riders of who has some."""
@@ -223,11 +206,12 @@ class Auto(Drafter):
         return Draft(tokens + riding.tokens[first:], parents, riders=riding.riders, by=by + [""] * riding.riders)
 
     def _worth(
-        self, seqs: list[Sequence], cases: list[Case], picked: list[Picked], rate: float, k: int
+        self, seqs: list[Sequence], picked: list[Picked], rate: float, k: int
     ) -> tuple[Source, list[int], int] | None:
         """Which source that runs a model to ask, for which sequences, for how many tokens; None if none pays."""
         n, best = len(seqs), None
-        may = [i for i in range(n) if cases[i].asks.covers == 1 and cases[i].steps > 1 and seqs[i].room > 1]
+        standing = [self.beliefs.standing(seq.id) for seq in seqs]
+        may = [i for i, (steps, credit) in enumerate(standing) if credit >= 0 and steps > 1 and seqs[i].room > 1]
         seconds, plain = np.array(self.seconds), self.seconds[0]
         had, drafted = [worth for *_, worth in picked], sum(len(tokens) for tokens, *_ in picked)
         for source in self.dear:
@@ -239,7 +223,7 @@ class Auto(Drafter):
             hopes = [self.beliefs.hopes(seqs[i].id, source.bit, deep, HOPE) for i in fits]
             gains = np.cumsum(np.cumprod(hopes, 1), 1)
             more = np.maximum(0.0, gains - np.array([had[i] for i in fits])[:, None])
-            lags = [len(seqs[i].tokens) - cases[i].read.get(source.name, 0) for i in fits]
+            lags = [self._lag(source, seqs[i]) for i in fits]
             reading = np.array([source.reading * lag if lag > MOST_NODES // 4 else 0.0 for lag in lags])
             if not source.tried and max(lags) > MOST_NODES:
                 reading = np.array([plain * lag / 512 for lag in lags])  # a guess, until it was measured
@@ -260,28 +244,30 @@ class Auto(Drafter):
             many, at = np.unravel_index(int(rates.argmax()), rates.shape)
             if rates[many, at] > 1.02 * rate and (best is None or rates[many, at] > best[0]):
                 best = float(rates[many, at]), source, [fits[j] for j in order[: many + 1]], int(lengths[at])
-            elif (
-                best is None and (again := self._again(source, cases, fits, float(cost[0, -1]) * n / plain)) is not None
-            ):
-                best = rate, source, [again], deep
+            elif best is None:
+                waits = {i: standing[i][0] - self._last(source, seqs[i])[0] for i in fits}
+                longest = max(waits, key=lambda i: waits[i])
+                if waits[longest] > AGAIN and standing[longest][1] > float(cost[0, -1]) * n / plain:
+                    best = rate, source, [longest], deep  # things may have changed
         return None if best is None else (best[1], sorted(best[2]), best[3])
 
-    @staticmethod
-    def _again(source: Source, cases: list[Case], fits: list[int], cost: float) -> int | None:
-        """The sequence for which to ask once more, things may have changed; None if it is too early, or too dear."""
-        waiting = {i: cases[i].steps - cases[i].asked.get(source.name, 0) for i in fits}
-        longest = max(waiting, key=lambda i: waiting[i])
-        return longest if waiting[longest] > AGAIN and cases[longest].asks.credit > cost else None
+    def _last(self, source: Source, seq: Sequence) -> tuple[int, int]:
+        """The step of a sequence in which a source that runs a model was asked last, and the tokens it had read."""
+        return self.asked.get(seq.id, {}).get(source.name, (0, 0))
+
+    def _lag(self, source: Source, seq: Sequence) -> int:
+        """How many tokens it has not read."""
+        return len(seq.tokens) - self._last(source, seq)[1]
 
     def _time(
-        self, source: Source, seqs: list[Sequence], cases: list[Case], who: list[int], k: int, seconds: float
+        self, source: Source, seqs: list[Sequence], who: list[int], k: int, seconds: float, riders: dict[int, Draft]
     ) -> None:
         """What asking took: for what the source had to read, or for its guesses."""
-        lag = sum(len(seqs[i].tokens) - cases[i].read.get(source.name, 0) for i in who)
+        lag = sum(self._lag(source, seqs[i]) for i in who)
         for i in who:
-            cases[i].asked[source.name] = cases[i].steps
-            cases[i].read[source.name] = len(seqs[i].tokens)
-            cases[i].nodes, cases[i].ran = 1, True
+            seq = seqs[i]
+            self.asked.setdefault(seq.id, {})[source.name] = self.beliefs.standing(seq.id)[0], len(seq.tokens)
+            self.beliefs.ran(seq.id, riders[i].riders if i in riders else 0)
         if lag > MOST_NODES // 4 * len(who):
             source.reading = seconds / lag if not source.tried else 0.8 * source.reading + 0.2 * seconds / lag
         else:
@@ -291,23 +277,14 @@ class Auto(Drafter):
     def observe(self, seqs: list[Sequence], verdicts: list[Verdict], output: Output) -> None:
         """Learn what the step cost and brought, and which guesses were right, drafted or not."""
         began = self.clock()
-        n, rows = len(seqs), sum([1 + len(draft.tokens) for draft in output.drafts])
-        keys = sum([len(seq.tokens) - len(verdict.tokens) for seq, verdict in zip(seqs, verdicts, strict=True)])
+        took, rows = began - self.sent, sum([1 + len(draft.tokens) for draft in output.drafts])
         if output.read <= self.chunk:  # else it was more than one forward
-            self.costs.add(rows, keys, began - self.sent, output.read)
-        cases = [self.cases.get(seq.id) or self._case(seq) for seq in seqs]
-        nodes = sum([case.nodes for case in cases])
-        extra = self.seconds[min(rows - n, len(self.seconds) - 1)] - self.seconds[0] if nodes else 0.0
-        if nodes and not output.read:  # what was thought too little of is charged in full; a hiccup is not
-            extra = min(max(extra, began - self.sent - self.seconds[0]), 2 * extra)
-        for seq, case, verdict, draft in zip(seqs, cases, verdicts, output.drafts, strict=True):
-            if case.nodes:
-                seconds = extra + self.own
-                accepted = sum(node not in draft.forced for node in verdict.path)
-                account = case.asks if case.ran else case.rows
-                account.enter(accepted, seconds * n / self.seconds[0] * case.nodes / nodes)
-            case.rows.credit, case.asks.credit = case.rows.credit + TOP_UP, case.asks.credit + TOP_UP
-            self.beliefs.judge(seq.id, seq.tokens)
+            keys = sum([len(seq.tokens) for seq in seqs]) - sum([len(verdict.tokens) for verdict in verdicts])
+            self.costs.add(rows, keys, took, output.read)
+        came = []
+        for seq, verdict, draft in zip(seqs, verdicts, output.drafts, strict=True):
+            came.append((seq.id, seq.tokens, len(verdict.path) - len(draft.forced.intersection(verdict.path))))
+        self.beliefs.settle(came, rows, math.inf if output.read else took, self.own)
         for part in self.watching:
             part.observe(seqs, verdicts, output)
         spent = self.spent + self.clock() - began
@@ -315,7 +292,7 @@ class Auto(Drafter):
 
     def forget(self, seq: Sequence) -> None:
         """Drop what is known of this sequence alone; keep the costs for the next run."""
-        self.cases.pop(seq.id, None)
+        self.asked.pop(seq.id, None)
         self.beliefs.forget(seq.id)
         for part in self.parts:
             part.forget(seq)

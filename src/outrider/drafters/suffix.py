@@ -18,7 +18,7 @@ import heapq
 from array import array
 from collections import deque
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from outrider.config import MOST_NODES, option
 from outrider.draft import Draft
@@ -201,6 +201,13 @@ class Suffix(Drafter):
     def propose(self, seqs: list[Sequence], k: int) -> list[Draft]:
         """One chain (or tree) of at most k nodes per sequence; empty without a match."""
         return [self._guess(seq, k) for seq in seqs]
+
+    def look(self, bit: int) -> tuple[Any, ...]:
+        """How `auto` asks without a Draft between (control.Look)."""
+        return (
+            bit, self.indexes, self.index, self.past, self.suffix_decoding_max_tree_depth,
+            self.suffix_decoding_max_spec_factor, self.suffix_decoding_min_token_prob, self.tree,
+        )  # fmt: skip
 
     def forget(self, seq: Sequence) -> None:
         """Drop the sequence's index; remember its output, and the end of the prompt, which an answer starts from."""

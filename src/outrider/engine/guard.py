@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TypeVar
 
 from outrider.draft import Draft, Verdict
 from outrider.errors import OutriderError, told
@@ -14,7 +12,6 @@ from outrider.sequence import Sequence
 from outrider.speculate import Drafter
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 class Guard(Drafter):
@@ -31,13 +28,20 @@ class Guard(Drafter):
 
     def propose(self, seqs: list[Sequence], k: int) -> list[Draft]:
         """Its drafts; empty ones once it is switched off."""
-        if self.quiet:
-            return [Draft() for _ in seqs]
-        return self._ask(seqs, self.drafter.propose, seqs, k, otherwise=lambda: [Draft() for _ in seqs])
+        if not self.quiet and self.failure is None:
+            try:
+                return self.drafter.propose(seqs, k)
+            except Exception as error:
+                self._blame(error, seqs)
+        return [Draft() for _ in seqs]
 
     def observe(self, seqs: list[Sequence], verdicts: list[Verdict], output: Output) -> None:
         """Let it see what became of them."""
-        self._ask(seqs, self.drafter.observe, seqs, verdicts, output, otherwise=lambda: None)
+        if self.failure is None:
+            try:
+                self.drafter.observe(seqs, verdicts, output)
+            except Exception as error:
+                self._blame(error, seqs)
 
     def forget(self, seq: Sequence) -> None:
         """Let it give back what it held; it is asked even when switched off."""
@@ -48,19 +52,17 @@ class Guard(Drafter):
 
     def kv_bytes(self, tokens: int) -> int:
         """What it says it will hold."""
-        return self._ask([], self.drafter.kv_bytes, tokens, otherwise=lambda: 0)
+        if self.failure is None:
+            try:
+                return self.drafter.kv_bytes(tokens)
+            except Exception as error:
+                self._blame(error, [])
+        return 0
 
-    def _ask(self, seqs: list[Sequence], call: Callable[..., T], *args: Any, otherwise: Callable[[], T]) -> T:
-        if self.failure is not None:
-            return otherwise()
-        try:
-            return call(*args)
-        except OutriderError:
-            return otherwise()
-        except Exception as error:
-            if not any(seq.params.logits_processors for seq in seqs):
-                self._switch_off(error, seqs)
-            return otherwise()
+    def _blame(self, error: Exception, seqs: list[Sequence]) -> None:
+        """Switch it off, if what it raised is its own fault."""
+        if not isinstance(error, OutriderError) and not any(seq.params.logits_processors for seq in seqs):
+            self._switch_off(error, seqs)
 
     def _switch_off(self, error: Exception, seqs: list[Sequence]) -> None:
         if self.failure is None:
