@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -193,6 +194,24 @@ def test_mistakes_are_one_line_and_exit_code_2(run, flags):
     assert code == 2 and out == "" and "Traceback" not in err
     if err.startswith("outrider: "):  # the rest are typer's own usage messages
         assert err.count("\n") == 1 and len(err) > 20
+
+
+def test_what_lies_at_a_path_is_told(run, tmp_path):
+    """A folder, a pipe, broken JSON where a file belongs: what it is, and nothing waits for who writes to a pipe."""
+    folder, pipe, broken = tmp_path / "x.gguf", tmp_path / "pipe", tmp_path / "broken.json"
+    folder.mkdir()
+    os.mkfifo(pipe)
+    broken.write_text('{"a":')
+    for flags, told in (
+        (["--model", str(folder)], "x.gguf is a folder with no config.json"),
+        (["--model", str(pipe)], "is a pipe, socket or device"),
+        (["--speculate", f"rest:datastore={pipe}"], "is no file"),
+        (["--json-schema", str(broken)], "broken.json' is not JSON"),
+        (["--json-schema", "nowhere.json"], "'nowhere.json' is neither a file nor a JSON object"),
+        (["--structural-tag", "{}"], "it has `triggers`"),
+    ):
+        code, out, err = run("generate", "hi", *flags)
+        assert code == 2 and out == "" and told in err and err.count("\n") == 1, err
 
 
 def test_empty_prompt(run):

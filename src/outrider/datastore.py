@@ -45,6 +45,8 @@ class Store:
         self.path = expand(path)
         again = "build it again with `outrider datastore build`"
         try:
+            if self.path.exists() and not self.path.is_file():  # to open a pipe would wait for who writes to it
+                raise ConfigError(f"datastore {self.path} is no file; {again}")
             with open(self.path, "rb") as file:
                 raw, self.nbytes = file.read(HEADER), os.fstat(file.fileno()).st_size
                 if (header := _header(raw)) is None:
