@@ -205,7 +205,7 @@ def test_what_lies_at_a_path_is_told(run, tmp_path):
     for flags, told in (
         (["--model", str(folder)], "x.gguf is a folder with no config.json"),
         (["--model", str(pipe)], "is a pipe, socket or device"),
-        (["--speculate", f"rest:datastore={pipe}"], "is no file"),
+        (["--speculate", f"rest:datastore={pipe}"], "cannot be read: it is no file"),
         (["--json-schema", str(broken)], "broken.json' is not JSON"),
         (["--json-schema", "nowhere.json"], "'nowhere.json' is neither a file nor a JSON object"),
         (["--structural-tag", "{}"], "it has `triggers`"),
@@ -216,6 +216,29 @@ def test_what_lies_at_a_path_is_told(run, tmp_path):
 
 def test_empty_prompt(run):
     assert run("generate", "")[0] == 2
+
+
+def test_closed_streams():
+    """As under a shell's `<&- >&-`: what is said goes nowhere, and nothing else goes wrong."""
+    for closed, code in (("<&- >&-", 0), (">&- 2>&-", 0), ("<&- 2>&-", 0)):
+        command = f'exec "$0" -m outrider generate hi --max-tokens 2 {closed}'
+        done = subprocess.run(["sh", "-c", command, sys.executable], capture_output=True, text=True)
+        assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
+
+
+def test_interrupt_while_it_is_imported():
+    script = """
+import sys
+class Press:
+    def find_spec(self, name, *_):
+        if name == "outrider.cli":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Press())
+from outrider.__main__ import run
+run()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 130 and done.stderr == ""
 
 
 def test_interrupt_leaves_quietly():

@@ -84,6 +84,9 @@ app.command()(plan)
 def main(command: typer.Typer = app) -> None:
     """Entry point of `outrider`, and of other commands that end as it does."""
     code = 2
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed, as by >&-
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
     if os.environ.get("RANK", "0") != "0" and os.environ.get("WORLD_SIZE", "1") != "1":  # torchrun's others
         from outrider.follow import join
 
