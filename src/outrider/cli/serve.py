@@ -138,8 +138,8 @@ def serve(
             raise ConfigError(f"--ssl-{name} {file} is not there, or no file")
     if ssl_keyfile is not None and ssl_certfile is not None:
         _check_tls(ssl_keyfile, ssl_certfile, ssl_ca_certs)
-    for flag, given in (("served-model-name", served_model_name), ("cors-origin", cors_origin)):
-        if not all(each.strip() for each in given or ()):
+    for flag, values in (("served-model-name", served_model_name), ("cors-origin", cors_origin)):
+        if not all(value.strip() for value in values or ()):
             raise ConfigError(f"--{flag} is empty; give one, or leave it out")
     overrides = (
         read_json(override_generation_config, "--override-generation-config", '{"temperature": 0.7}')
