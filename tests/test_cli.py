@@ -226,6 +226,13 @@ def test_closed_streams():
         assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
 
 
+def test_a_world_that_is_none():
+    environment = {**os.environ, "WORLD_SIZE": "x"}
+    command = [sys.executable, "-m", "outrider", "generate", "hi", "--max-tokens", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 2 and "WORLD_SIZE" in done.stderr and done.stderr.count("\n") == 1
+
+
 def test_interrupt_while_it_is_imported():
     script = """
 import sys

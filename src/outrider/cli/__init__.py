@@ -115,7 +115,8 @@ def main(command: typer.Typer = app) -> None:
     if os.environ.get("WORLD_SIZE", "1") != "1":
         from outrider.parallel import dismiss
 
-        dismiss()
+        with contextlib.suppress(OutriderError):  # a WORLD_SIZE that is none, which has been told
+            dismiss()
     try:
         sys.stdout.flush()
     except OSError:  # what cannot be written need not be tried again at exit
