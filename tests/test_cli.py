@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -195,8 +196,56 @@ def test_mistakes_are_one_line_and_exit_code_2(run, flags):
         assert err.count("\n") == 1 and len(err) > 20
 
 
+def test_what_lies_at_a_path_is_told(run, tmp_path):
+    """A folder, a pipe, broken JSON where a file belongs: what it is, and nothing waits for who writes to a pipe."""
+    folder, pipe, broken = tmp_path / "x.gguf", tmp_path / "pipe", tmp_path / "broken.json"
+    folder.mkdir()
+    os.mkfifo(pipe)
+    broken.write_text('{"a":')
+    for flags, told in (
+        (["--model", str(folder)], "x.gguf is a folder with no config.json"),
+        (["--model", str(pipe)], "is a pipe, socket or device"),
+        (["--speculate", f"rest:datastore={pipe}"], "cannot be read: it is no file"),
+        (["--json-schema", str(broken)], "broken.json' is not JSON"),
+        (["--json-schema", "nowhere.json"], "'nowhere.json' is neither a file nor a JSON object"),
+        (["--structural-tag", "{}"], "it has `triggers`"),
+    ):
+        code, out, err = run("generate", "hi", *flags)
+        assert code == 2 and out == "" and told in err and err.count("\n") == 1, err
+
+
 def test_empty_prompt(run):
     assert run("generate", "")[0] == 2
+
+
+def test_closed_streams():
+    """As under a shell's `<&- >&-`: what is said goes nowhere, and nothing else goes wrong."""
+    for closed, code in (("<&- >&-", 0), (">&- 2>&-", 0), ("<&- 2>&-", 0)):
+        command = f'exec "$0" -m outrider generate hi --max-tokens 2 {closed}'
+        done = subprocess.run(["sh", "-c", command, sys.executable], capture_output=True, text=True)
+        assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
+
+
+def test_a_world_that_is_none():
+    environment = {**os.environ, "WORLD_SIZE": "x"}
+    command = [sys.executable, "-m", "outrider", "generate", "hi", "--max-tokens", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 2 and "WORLD_SIZE" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_interrupt_while_it_is_imported():
+    script = """
+import sys
+class Press:
+    def find_spec(self, name, *_):
+        if name == "outrider.cli":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Press())
+from outrider.__main__ import run
+run()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 130 and done.stderr == ""
 
 
 def test_interrupt_leaves_quietly():

@@ -456,6 +456,11 @@ def test_what_quantize_refuses(make_checkpoint, tmp_path, monkeypatch, capsys):
     told = capsys.readouterr()
     assert ended.value.code in (0, None) and told.out == "" and "MB of weights" in told.err
     assert load_file(tmp_path / "q" / "model.safetensors")[Q + "weight_scale"].shape == (64, 4)
+    twice = ["--calibration", "none"] * 2
+    monkeypatch.setattr("sys.argv", ["outrider", "quantize", str(plain), str(tmp_path / "r"), *twice])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2 and "--calibration none stands alone" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("bits", [4, 8])

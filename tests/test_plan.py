@@ -210,6 +210,8 @@ def test_the_command_measures_here(capsys, monkeypatch, tmp_path):
         (["--suite", "poems"], "'poems' is unknown; valid: chat"), (["--batch", "0"], "at least 1"),
         (["--context", "9" * 400], "at most 1099511627776"), (["--output", "plan.xyz"], "pdf, pgf, png"),
         (["--quantization", "int3"], "valid: int8, int4"), (["--against", "nowhere"], "nowhere cannot be read"),
+        (["--draft", ""], "--draft is empty"), (["--published", "--ranks", "2"], "--published stands alone"),
+        (["--output", "/nowhere/x.png"], "/nowhere/x.png cannot be written"), (["--output", "/"], "cannot be written"),
     ],
     ids=str,
 )  # fmt: skip

@@ -195,6 +195,8 @@ def test_long_texts_and_shards(tmp_path, tokenizer, monkeypatch):
         ("x.jsonl", '{"text": "a"}\n[1]', "x.jsonl:2 is no object"),
         ("x.jsonl", '{"body": "a"}', "has body, and no text.*--field"),
         ("x.txt", "", "no text to put"),
+        ("x.txt", "a\0b", "x.txt is no text"),
+        ("x.jsonl", "[" * 100_000, "x.jsonl:1 is not JSON"),
         ("x.gz", "not packed", "x.gz cannot be read"),
         ("x.xz", "not packed", "x.xz cannot be read"),
     ],
@@ -204,6 +206,20 @@ def test_unreadable_input(tmp_path, tokenizer, name, content, why):
     with pytest.raises(ConfigError, match=why):
         build([tmp_path / name], tokenizer, tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == [name]  # nothing half-written stays
+
+
+def test_no_other_file_is_replaced(tmp_path, tokenizer):
+    """The output comes first: who forgets it would lose a text."""
+    text, out = tmp_path / "a.txt", tmp_path / "out"
+    text.write_text(STORY)
+    for paths in ([text], [out]):
+        out.write_text(STORY * 2)
+        with pytest.raises(ConfigError, match="is no datastore: it would be lost"):
+            build(paths, tokenizer, out)
+        assert out.read_text() == STORY * 2
+    out.write_text("")
+    for _ in range(2):  # a store is replaced
+        build([text], tokenizer, out)
 
 
 def test_missing_input_and_output(tmp_path, tokenizer):

@@ -147,17 +147,21 @@ def test_lines_that_come_later_are_read(llm, said, tmp_path):
 def test_what_cannot_be_is_said(llm, said, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"p": [1], "o": [999, 1, 1, 1, 1]}\n')
     (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "bytes.jsonl").write_bytes(b"\xff\n")
+    (tmp_path / "deep.jsonl").write_text("[" * 10**5 + "\n")
     for data, settings, says in [
         (tmp_path / "nowhere", SMALL, "no file"),
         (tmp_path / "bad.jsonl", SMALL, "bad.jsonl:1 is no conversation"),
         (tmp_path / "empty.jsonl", SMALL, "too few"),
+        (tmp_path / "bytes.jsonl", SMALL, "bytes.jsonl:1 is no conversation"),
+        (tmp_path / "deep.jsonl", SMALL, "deep.jsonl:1 is no conversation"),
         (said, Eagle3Settings(**{**vars(SMALL), "batch": 10**6}), "too few"),
         (said, Eagle3Settings(**{**vars(SMALL), "vocab": 999}), "over the target's 128"),
         (said, Eagle3Settings(**{**vars(SMALL), "taps": (9,)}), "layer 9"),
     ]:
         with pytest.raises(ConfigError, match=says):
             Trainer([data], tmp_path / "run", settings, llm=llm)
-    for options in ({"depth": 0}, {"lr": 2.0}, {"length": 3}, {"vocab": 0}):
+    for options in ({"depth": 0}, {"lr": 2.0}, {"length": 3}, {"vocab": 0}, {"heads": -1}, {"taps": (-1,)}):
         with pytest.raises(ConfigError):
             Eagle3Settings(**options)
 
@@ -211,8 +215,20 @@ def test_prompts_of_many_files(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"question": "Why?"}\n{"turns": ["One", "Two"]}\n{"prompt": "P", "text": "T"}\n')
     assert read_prompts([tmp_path / "a.jsonl"]) == ["Why?", "One", "P"]
     (tmp_path / "b.jsonl").write_text('{"other": 1}\n')
-    with pytest.raises(ConfigError, match=r"b\.jsonl:1"):
-        read_prompts([tmp_path / "b.jsonl"])
+    (tmp_path / "c.jsonl").write_text("")
+    for name, told in (("b", r"b\.jsonl:1"), ("c", r"no prompt in .*c\.jsonl")):
+        with pytest.raises(ConfigError, match=told):
+            read_prompts([tmp_path / f"{name}.jsonl"])
+
+
+def test_what_is_no_conversation_is_not_cut_short(chatty, tmp_path):
+    for text in ("a line without an end", "one\ntwo", '{"other": 1', '{"p": [1], "o": [2]}\n{"q"', "[" * 10**5 + "\n"):
+        (tmp_path / "mine").write_text(text)
+        with pytest.raises(ConfigError, match="something else than conversations"):
+            write(tmp_path / "mine", 10, ConversationSettings(model="tiny"), llm=chatty)
+        assert (tmp_path / "mine").read_text() == text
+    with pytest.raises(ConfigError, match="is no file"):
+        write(tmp_path, 10, ConversationSettings(model="tiny"), llm=chatty)
 
 
 def test_command(said, make_checkpoint, tmp_path):

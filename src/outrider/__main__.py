@@ -1,5 +1,16 @@
-"""`python -m outrider`."""
+"""`outrider`, and `python -m outrider`."""
 
-from outrider.cli import main
+import sys
 
-main()
+
+def run() -> None:
+    """The command line. An interrupt while it is still imported ends it as quietly as one that comes later."""
+    try:
+        from outrider.cli import main
+    except KeyboardInterrupt:
+        sys.exit(130)
+    main()
+
+
+if __name__ == "__main__":
+    run()

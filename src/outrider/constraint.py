@@ -364,14 +364,17 @@ def _source(library: Any, binding: Binding, given: StructuredOutputsParams, kind
         return str(library.grammar_from("grammar", text))
     tag = json.loads(text)
     tags = []
-    for part in tag["structures"]:
-        trigger = next((t for t in tag["triggers"] if part["begin"].startswith(t)), None)
-        if trigger is None:
-            raise ValueError(f"no trigger begins {part['begin']!r}")
-        schema = part["schema"]
-        if given.disable_additional_properties:
-            _close(schema)
-        tags.append(library.StructTag(trigger=trigger, begin=part["begin"], grammar=schema, end=part["end"]))
+    try:
+        for part in tag["structures"]:
+            trigger = next((t for t in tag["triggers"] if part["begin"].startswith(t)), None)
+            if trigger is None:
+                raise ValueError(f"no trigger begins {part['begin']!r}")
+            schema = part["schema"]
+            if given.disable_additional_properties:
+                _close(schema)
+            tags.append(library.StructTag(trigger=trigger, begin=part["begin"], grammar=schema, end=part["end"]))
+    except (KeyError, TypeError, AttributeError):
+        raise ValueError("it has `triggers`, texts, and `structures`, each with `begin`, `schema`, `end`") from None
     return str(library.StructTag.to_grammar(tags, assume_special=False))
 
 

@@ -59,6 +59,8 @@ def texts(found: list[Path], field: str | None = None, progress: Progress | None
                         if not (text := stream.readline() if lines else stream.read(PIECE)):
                             break
                         report("reading", done + raw.tell(), total + 1)
+                        if not lines and "\0" in text:
+                            raise ConfigError(f"{path} is no text: it has zero bytes")
                         if not lines:
                             yield text
                         elif not text.isspace():
@@ -80,7 +82,7 @@ def archived(path: Path) -> Iterator[str]:
 def _field(line: str, field: str | None, where: str) -> str:
     try:
         entry = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where} is not JSON: {error}") from None
     for names in [[field]] if field else FIELDS:
         if isinstance(entry, dict) and all(isinstance(entry.get(name), str) for name in names):

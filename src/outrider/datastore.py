@@ -30,6 +30,7 @@ from outrider.ops import native
 SEPARATOR = 2**32 - 1
 VERSION = 1
 HEADER = 2**16  # bytes
+BEGIN = b'{"outrider_datastore"'  # of a store, even of one that is damaged
 KEYS = "documents", "tokens", "vocab", "fingerprint", "model", "shards"  # of the header, beside the version
 
 Ids = NDArray[np.uint32]
@@ -45,6 +46,8 @@ class Store:
         self.path = expand(path)
         again = "build it again with `outrider datastore build`"
         try:
+            if self.path.exists() and not self.path.is_file():  # to open a pipe would wait for who writes to it
+                raise ConfigError(f"datastore {self.path} cannot be read: it is no file; {again}")
             with open(self.path, "rb") as file:
                 raw, self.nbytes = file.read(HEADER), os.fstat(file.fileno()).st_size
                 if (header := _header(raw)) is None:
@@ -163,6 +166,7 @@ def build(
 
     `shard_tokens` bounds memory at about 30 bytes a token. `model` names whose tokenizer it is. Raises ConfigError.
     """
+    _check_replaceable(expand(output))
     found = files(paths, suffixes)
     vocab = 1 + max(tokenizer.get_vocab().values())
     return write(
@@ -198,6 +202,14 @@ def write(
         file.seek(0)
         file.write(raw)
     return Store(output)
+
+
+def _check_replaceable(output: Path) -> None:
+    """Raise ConfigError for a file with something else in it: it may be a text that was to be read."""
+    if os.path.isfile(output):
+        with open(output, "rb") as file:
+            if (begin := file.read(len(BEGIN))) and begin != BEGIN:
+                raise ConfigError(f"{output} is there and is no datastore: it would be lost; give another name")
 
 
 def suffix_array(tokens: Ids) -> Ids:

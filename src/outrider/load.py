@@ -171,6 +171,8 @@ def find(name: str | Path) -> Path:
                     f"{shown} is no GGUF file; give the folder of a checkpoint, or a file that ends in .gguf"
                 )
             return given
+        if given.exists():
+            raise ModelNotFound(f"{shown} is a pipe, socket or device; {hint}")
     except (OSError, RuntimeError, ValueError):  # too long, no such user, a zero byte
         raise ModelNotFound(f"no model at {shown!r}; {hint}") from None
     if (asset := embedded().get(str(name))) is not None:
@@ -209,7 +211,9 @@ def _in_folder(path: Path, pattern: str = "*.gguf") -> Path:
         raise ModelNotFound(
             f"{path} holds {len(models)} GGUF models; give one: {', '.join(m.name for m in models[:8])}"
         )
-    raise ModelNotFound(f"{path} has no config.json and no {pattern}; give the folder of a checkpoint, or a GGUF file")
+    raise ModelNotFound(
+        f"{path} is a folder with no config.json and no {pattern}; give the folder of a checkpoint, or a GGUF file"
+    )
 
 
 def companions(path: Path) -> list[str]:

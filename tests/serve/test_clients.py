@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
-from typing import Any
+from typing import Any, Literal
 
+import openai
+import pydantic
 import pytest
 
 from outrider import LLM
+from tests.serve.test_tools_served import MARK, TEMPLATE
 
 TALK: Any = [{"role": "user", "content": "Tell me of the sea."}]
 PROMPT = "Once upon a time there was a little girl who"
@@ -69,8 +73,6 @@ def test_langchain(spoken_to):
 
 @pytest.mark.slow
 def test_responses_of_openais_client(spoken_to):
-    import openai
-
     url, expected = spoken_to
     client = openai.OpenAI(base_url=url, api_key="key", max_retries=0)
     asked: Any = {"model": "tiny", "input": "Tell me of the sea.", "max_output_tokens": 12, "extra_body": {"seed": 3}}
@@ -81,6 +83,75 @@ def test_responses_of_openais_client(spoken_to):
     assert events[0].type == "response.created" and events[-1].type == "response.incomplete"
     with client.chat.completions.stream(model="tiny", messages=TALK, max_tokens=12, seed=3) as chunks:
         assert "".join(e.delta for e in chunks if e.type == "content.delta") == expected.text
+
+
+@pytest.fixture
+def hermes_at(live, tiny_llm: LLM, monkeypatch) -> str:
+    """The API's address; the chat template has tools."""
+    pytest.importorskip("llguidance")
+    monkeypatch.setattr(tiny_llm.tokenizer, "chat_template", TEMPLATE % MARK["hermes"])
+    return live() + "/v1"
+
+
+class Sea(pydantic.BaseModel):
+    """A sea."""
+
+    deep: bool
+    kind: Literal["salt", "sweet"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["TOOLS", "TOOLS_STRICT", "JSON_SCHEMA", "RESPONSES_TOOLS"])
+def test_instructor(hermes_at, mode):
+    instructor = pytest.importorskip("instructor")
+    client = instructor.from_openai(openai.OpenAI(base_url=hermes_at, api_key="x"), mode=instructor.Mode[mode])
+    asked: Any = {"messages": TALK, "response_model": Sea, "max_tokens": 600, "max_retries": 0}
+    assert isinstance(client.chat.completions.create(model="tiny", **asked), Sea)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["OpenAIChatModel", "OpenAIResponsesModel"])
+def test_pydantic_ai(hermes_at, kind):
+    ai = pytest.importorskip("pydantic_ai")
+    models, providers = (pytest.importorskip(f"pydantic_ai.{name}.openai") for name in ("models", "providers"))
+    model = getattr(models, kind)("tiny", provider=providers.OpenAIProvider(base_url=hermes_at, api_key="x"))
+    for output in (ai.NativeOutput(Sea), ai.ToolOutput(Sea)):
+        agent = ai.Agent(model, output_type=output, model_settings={"max_tokens": 200})
+        assert isinstance(agent.run_sync("Tell me of the sea.").output, Sea)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["OpenAIChatCompletionsModel", "OpenAIResponsesModel"])
+def test_openais_agents(hermes_at, kind):
+    agents = pytest.importorskip("agents")
+    agents.set_tracing_disabled(True)
+    heard: list[str] = []
+
+    @agents.function_tool
+    def listen(to: Literal["wind", "waves"]) -> str:
+        heard.append(to)
+        return "a roar"
+
+    async def talk() -> Any:
+        model = getattr(agents, kind)(model="tiny", openai_client=openai.AsyncOpenAI(base_url=hermes_at, api_key="x"))
+        settings = agents.ModelSettings(max_tokens=60, tool_choice="listen", extra_body={"seed": 1, "stop": ["."]})
+        agent = agents.Agent(name="a", model=model, tools=[listen], model_settings=settings)
+        run = agents.Runner.run_streamed(agent, "Tell me of the sea.", max_turns=3)
+        async for _ in run.stream_events():
+            pass
+        return run.final_output
+
+    assert isinstance(asyncio.run(talk()), str) and heard and set(heard) <= {"wind", "waves"}
+
+
+@pytest.mark.slow
+def test_llama_index(spoken_to):
+    like = pytest.importorskip("llama_index.llms.openai_like").OpenAILike
+    url, expected = spoken_to
+    given: Any = {"api_base": url, "api_key": "key", "max_tokens": 12, "context_window": 2048, "temperature": 1}
+    model = like(model="tiny", is_chat_model=True, additional_kwargs={"seed": 3}, max_retries=0, **given)
+    assert model.complete("Tell me of the sea.").text == expected.text
+    assert [*model.stream_complete("Tell me of the sea.")][-1].text == expected.text
 
 
 def test_the_clients_of_these_tests_are_not_the_packages():

@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ import openai
 import pytest
 
 from outrider.cli import main
+from outrider.cli.serve import _listen_at
 from tests.serve.conftest import frames_of
 
 PROMPT = "Once upon a time there was a little girl who"
@@ -136,6 +138,7 @@ def test_the_command(tmp_path, by):
     lines = [json.loads(line) for line in errors.splitlines() if line.startswith("{")]
     assert [line["status"] for line in lines if "status" in line] == [200, 200]
     assert "Traceback" not in errors and "leaked" not in errors
+    assert not at.exists()
 
 
 @pytest.mark.parametrize(
@@ -146,6 +149,11 @@ def test_the_command(tmp_path, by):
         (["--override-generation-config", '{"top_p": 7}'], "top_p"), (["--generation-config", "/nowhere"], "/nowhere"),
         (["--host", "no.such.host.invalid"], "cannot listen"), (["--speculate", "magic"], "magic"),
         (["--log-level", "loud"], "--log-level"), (["--ssl-ca-certs", "/nowhere"], "--ssl-ca-certs"),
+        (["--drain", "inf"], "--drain"), (["--keep-alive", "inf"], "--keep-alive"), (["--host", ""], "cannot listen"),
+        (["--max-logprobs", "5000"], "1024"), (["--served-model-name", " "], "--served-model-name is empty"),
+        (["--cors-origin", ""], "--cors-origin is empty"), (["--uds", "/nowhere/at"], "No such file"),
+        (["--uds", __file__], "cannot be a socket"), (["--uds", "x" * 200], "too long"),
+        (["--ssl-keyfile", __file__, "--ssl-certfile", __file__], "PEM"),
     ],
 )  # fmt: skip
 def test_options_that_cannot_be(options, message, monkeypatch, capsys):
@@ -154,6 +162,19 @@ def test_options_that_cannot_be(options, message, monkeypatch, capsys):
         main()
     said = capsys.readouterr().err.strip()
     assert ended.value.code == 2 and message in said and "\n" not in said
+
+
+def test_a_unix_socket_is_taken_only_from_the_dead(tmp_path, monkeypatch, capsys):
+    at = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX) as another:
+        another.bind(str(at))
+        another.listen()
+        monkeypatch.setattr(sys, "argv", ["outrider", "serve", "tiny", "--uds", str(at)])
+        with pytest.raises(SystemExit):
+            main()
+        assert "another server listens" in capsys.readouterr().err and at.is_socket()
+    with _listen_at(at):  # what is left of it is no hindrance
+        assert at.is_socket()
 
 
 def test_without_the_extra(monkeypatch, capsys):

@@ -78,6 +78,24 @@ def test_json(client):
     assert answer["text"] == {"format": form["format"]} and answer["incomplete_details"] is None
 
 
+def test_logprobs_are_the_chats(client):
+    body = {"max_output_tokens": 12, "seed": 3, "store": True, "include": ["message.output_text.logprobs"]}
+    body |= {"input": TALK, "top_logprobs": 2}
+    answer = client.post(ROUTE, body).json()
+    Response.model_validate(answer)
+    assert answer["store"] is False and answer["top_logprobs"] == 2
+    (part,) = answer["output"][0]["content"]
+    asked = {"messages": TALK, "max_tokens": 12, "seed": 3, "logprobs": True, "top_logprobs": 2}
+    assert part["logprobs"] == client.chat(asked)[0]["choices"][0]["logprobs"]["content"]
+    events = events_of(client, {**body, "speculative_config": False})
+    spelt = [each for e in events if e["type"] == "response.output_text.delta" for each in e["logprobs"]]
+    (done,) = [e for e in events if e["type"] == "response.output_text.done"]
+    assert done["logprobs"] == part["logprobs"] and spelt == part["logprobs"][: len(spelt)] and spelt
+    bare = client.post(ROUTE, {**body, "top_logprobs": None}).json()["output"][0]["content"][0]
+    assert [each["logprob"] for each in bare["logprobs"]] == [each["logprob"] for each in part["logprobs"]]
+    assert bare["logprobs"][0]["top_logprobs"] == []
+
+
 @pytest.mark.usefixtures("hermes")
 def test_calls(client):
     body = {
@@ -99,12 +117,16 @@ def test_calls(client):
     named = {"type": "function", "name": "now"}
     again = client.post(ROUTE, {"input": talk, "tools": FLAT, "tool_choice": named, "seed": 1, "max_output_tokens": 99})
     assert [item["name"] for item in again.json()["output"]] == ["now"], again.text
+    some = {"type": "allowed_tools", "mode": "required", "tools": [named]}
+    body = {"input": "x", "tools": FLAT, "tool_choice": some, "parallel_tool_calls": False, "max_output_tokens": 99}
+    assert [item["name"] for item in client.post(ROUTE, body).json()["output"]] == ["now"]
 
 
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"store": True}, "store"), ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"top_logprobs": 99}, "top_logprobs"), ({"include": "all"}, "include"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"), ({"conversation": "c"}, "conversation"), ({"n": 2}, "n"),
         ({"prompt": {"id": "p"}}, "prompt"), ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"text": {"format": {"type": "xml"}}}, "text"), ({"temperature": -1}, "temperature"),
@@ -112,6 +134,8 @@ def test_calls(client):
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
         ({"tools": FLAT}, "tools"), ({"tool_choice": "required"}, "tool_choice"), ({"model": "other"}, "model"),
         ({"tool_choice": {"type": "file_search"}}, "tool_choice"),
+        ({"tools": FLAT, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [5]}}, "tool_choice"),
+        ({"tools": FLAT, "tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice"),
     ],
 )  # fmt: skip
 def test_what_cannot_be(client, fields, param):

@@ -128,6 +128,25 @@ def test_one_call_or_none(client, hermes):
     assert "tool_calls" not in other["message"] and "get_weather" in other["message"]["content"]
 
 
+def test_calls_that_must_be_go_before_the_form_of_content(client, hermes):
+    """As at OpenAI: `response_format` is about the text, and there is none."""
+    body = {"messages": TALK, "tools": TOOLS, "tool_choice": named("get_weather"), "seed": 3, "max_tokens": 200}
+    plain, formed = client.chat(body, {**body, "response_format": {"type": "json_object"}})
+    calls = [each["choices"][0]["message"]["tool_calls"][0]["function"] for each in (plain, formed)]
+    assert calls[0] == calls[1] and calls[0]["name"] == "get_weather"
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_allowed_tools(client, hermes, mode):
+    """All functions are in the prompt, and only those that are allowed are called."""
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named("now")]}}
+    body = said(CITY) if mode == "auto" else {"messages": TALK, "tools": TOOLS, "max_tokens": 60, "seed": 1}
+    whole, some = client.chat({**body, "max_tokens": 1}, {**body, "tool_choice": allowed, "parallel_tool_calls": False})
+    assert whole["usage"]["prompt_tokens"] == some["usage"]["prompt_tokens"]
+    calls = [call["function"]["name"] for call in some["choices"][0]["message"].get("tool_calls", ())]
+    assert calls == (["now"] if mode == "required" else [])
+
+
 def test_the_conversation_goes_on(client, tiny_llm, hermes):
     call = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Oslo"}'}}
     talk = [
@@ -150,7 +169,8 @@ def test_the_conversation_goes_on(client, tiny_llm, hermes):
         ({"tools": []}, "tools"), ({"tools": [{"type": "web_search"}]}, "tools"), ({"tools": "x"}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"), ({"tools": TOOLS, "tool_choice": "some"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": named("nobody")}, "tool_choice"),
-        ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": "required", "structured_outputs": {"regex": "a"}}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
         ({"tools": TOOLS, "parallel_tool_calls": 1}, "parallel_tool_calls"),
         ({"messages": [{"role": "assistant", "tool_calls": [5]}]}, "messages"),
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "thing"}}}],

@@ -84,6 +84,9 @@ app.command()(plan)
 def main(command: typer.Typer = app) -> None:
     """Entry point of `outrider`, and of other commands that end as it does."""
     code = 2
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed, as by >&-
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
     if os.environ.get("RANK", "0") != "0" and os.environ.get("WORLD_SIZE", "1") != "1":  # torchrun's others
         from outrider.follow import join
 
@@ -112,7 +115,8 @@ def main(command: typer.Typer = app) -> None:
     if os.environ.get("WORLD_SIZE", "1") != "1":
         from outrider.parallel import dismiss
 
-        dismiss()
+        with contextlib.suppress(OutriderError):  # a WORLD_SIZE that is none, which has been told
+            dismiss()
     try:
         sys.stdout.flush()
     except OSError:  # what cannot be written need not be tried again at exit

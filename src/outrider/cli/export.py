@@ -9,6 +9,7 @@ import typer
 
 from outrider.cli.options import Dtype, Reporter, check_model
 from outrider.cli.output import tell
+from outrider.errors import ConfigError
 
 
 def export(
@@ -43,8 +44,11 @@ def quantize(
     """Write a checkpoint with weights of 4 or 8 bits, as compressed-tensors W4A16 or W8A16, which others load, too."""
     from outrider.export import quantize as write
 
+    words = [each for each in calibration or () if each in ("self", "none")]
+    if words and calibration != words[:1]:
+        raise ConfigError(f"--calibration {words[0]} stands alone; give it, or files and folders")
     with Reporter() as reporter:
-        alone = calibration[0] if calibration and calibration[0] in ("self", "none") else None
+        alone = words[0] if words else None
         write(model, folder, bits, reporter, group, alone or [*(calibration or [])] or "self")
     size = sum(path.stat().st_size for path in folder.expanduser().glob("*.safetensors"))
     tell(f"{folder}: {size / 1e6:,.0f} MB of weights")

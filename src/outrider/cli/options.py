@@ -174,7 +174,12 @@ def structured(given: dict[str, Any]) -> StructuredOutputsParams | None:
             except (OSError, UnicodeDecodeError, ValueError) as error:
                 raise ConfigError(f"{STRUCTURED[name][0]} {brief(text)} cannot be read: {error}") from None
         if text and name != "grammar":
-            given[name] = read_json(given[name], STRUCTURED[name][0], '{"type": "object"}')
+            flag = STRUCTURED[name][0]
+            if given[name] is text and not text.lstrip().startswith("{"):
+                raise ConfigError(f"{flag} {brief(text)} is neither a file nor a JSON object")
+            given[name] = read_json(
+                given[name], flag if given[name] is text else f"{flag} {brief(text)}", '{"type": "object"}'
+            )
     return StructuredOutputsParams(**given)
 
 

@@ -67,7 +67,11 @@ def plan(
 
     Only the model's config is read. Acceptance figures say whether they were measured, and on what, or assumed.
     """
+    if draft is not None and not draft.strip():
+        raise ConfigError("--draft is empty; give a folder, a hub id or an embedded model, or leave it out")
     if published:
+        if against is not None or output is not None or ranks is not None:
+            raise ConfigError("--published stands alone: leave --against, --output and --ranks out")
         theirs = [
             Miss(f"{p.where}, {p.context} tokens, {p.batch} at a time, k = {p.k}", p.speedup, p.predicted())
             for p in seeds()
@@ -245,6 +249,8 @@ def _plottable(path: Path) -> str:
     kind, valid = path.suffix.lstrip(".").lower() or "png", sorted(FigureCanvasBase.filetypes)
     if kind not in valid:
         raise ConfigError(f"--output {path}: plots are drawn as {', '.join(valid)}, not as {kind!r}")
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ConfigError(f"--output {path} cannot be written; give the name of a file in a folder that is there")
     return kind
 
 

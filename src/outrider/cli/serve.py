@@ -29,6 +29,7 @@ from outrider.cli.options import (
     speculative,
 )
 from outrider.cli.output import tell
+from outrider.config import MOST_LOGPROBS
 from outrider.errors import ConfigError
 
 LEVELS = ("debug", "info", "warning", "error")
@@ -83,15 +84,19 @@ def serve(
     max_body: Annotated[int, typer.Option(help="Most bytes of a request's body.", min=1)] = 16 * 2**20,
     max_n: Annotated[int, typer.Option(help="Most outputs of a prompt.", min=1)] = 128,
     max_stop_strings: Annotated[int, typer.Option(help="Most stop strings of a request.", min=1)] = 4,
-    max_logprobs: Annotated[int, typer.Option(help="Most logprobs of a request.", min=0)] = 20,
-    keep_alive: Annotated[float, typer.Option(help="Seconds of silence until a stream says it lives.", min=0.1)] = 15,
+    max_logprobs: Annotated[int, typer.Option(help="Most logprobs of a request.", min=0, max=MOST_LOGPROBS)] = 20,
+    keep_alive: Annotated[
+        float, typer.Option(help="Seconds of silence until a stream says it lives.", min=0.1, max=86400)
+    ] = 15,
     event_interval: Annotated[
         float,
         typer.Option(help="Seconds between frames of a stream; what comes meanwhile joins the next.", min=0, max=3600),
     ] = 0.03,
     drain: Annotated[
         float | None,
-        typer.Option(help="Seconds that requests may go on after SIGTERM or Ctrl-C. Default: 30; on ranks 20.", min=0),
+        typer.Option(
+            help="Seconds that requests may go on after SIGTERM or Ctrl-C. Default: 30; on ranks 20.", min=0, max=86400
+        ),
     ] = None,
     cors_origin: Annotated[
         list[str] | None, typer.Option(help="Origin whose pages may call, repeatable; * for all. Default: none.")
@@ -130,7 +135,12 @@ def serve(
         raise ConfigError("give --ssl-keyfile and --ssl-certfile together")
     for name, file in (("keyfile", ssl_keyfile), ("certfile", ssl_certfile), ("ca-certs", ssl_ca_certs)):
         if file is not None and not file.is_file():
-            raise ConfigError(f"--ssl-{name} {file} is not there")
+            raise ConfigError(f"--ssl-{name} {file} is not there, or no file")
+    if ssl_keyfile is not None and ssl_certfile is not None:
+        _check_tls(ssl_keyfile, ssl_certfile, ssl_ca_certs)
+    for flag, values in (("served-model-name", served_model_name), ("cors-origin", cors_origin)):
+        if not all(value.strip() for value in values or ()):
+            raise ConfigError(f"--{flag} is empty; give one, or leave it out")
     overrides = (
         read_json(override_generation_config, "--override-generation-config", '{"temperature": 0.7}')
         if (override_generation_config is not None)
@@ -190,7 +200,7 @@ def serve(
         return
     if max_replicas is not None:
         raise ConfigError("--max-replicas belongs to --replicas, which says how many there are at least")
-    listening = None if uds is not None else _listen(host, port)  # before minutes are spent on loading
+    listening = _listen(host, port) if uds is None else _listen_at(uds)  # before minutes are spent on loading
     with Reporter() as reporter:
         llm = load_llm(model, config, dtype, device, reporter, tensor_parallel_size=tensor_parallel_size, **limits)
         reporter.close()
@@ -205,11 +215,30 @@ def serve(
         tls = {"ssl_keyfile": ssl_keyfile, "ssl_certfile": ssl_certfile, "ssl_ca_certs": ssl_ca_certs}
         tls |= {"ssl_cert_reqs": ssl.CERT_REQUIRED} if ssl_ca_certs is not None else {}
     running = server(create_app(engine, settings), engine, drain, root_path=root_path, **where, **tls)
-    at = f"unix:{uds}" if listening is None else _url(listening, secure=bool(tls))
+    at = _url(listening, secure=bool(tls)) if uds is None else f"unix:{uds}"
     across = f", {llm.parallelism}" if llm.parallelism else ""
     tell(f"{settings.names[0]} at {at} ({llm.exactness}, {config.method}{across}); Ctrl-C ends it")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # which uvicorn raises again, at its end
-    running.run(sockets=None if listening is None else [listening])
+    try:
+        running.run(sockets=[listening])
+    finally:
+        if uds is not None:
+            uds.unlink(missing_ok=True)
+
+
+def _check_tls(key: Path, certificate: Path, authorities: Path | None) -> None:
+    import ssl
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(certificate, key, "")  # with a password nobody would be asked for it
+        if authorities is not None:
+            context.load_verify_locations(authorities)
+    except (OSError, ValueError) as error:
+        files = ", ".join(str(path) for path in (key, certificate, authorities) if path is not None)
+        raise ConfigError(
+            f"--ssl-...: {files}: {error}; give PEM files, the key's without a password and the certificate's own"
+        ) from None
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -217,9 +246,29 @@ def _listen(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=2048)
     except (OSError, UnicodeError) as error:
+        reason = str(getattr(error, "strerror", None) or error).partition(" (while")[0]
+        raise ConfigError(f"cannot listen at {host or 'nothing'}, port {port}: {reason}; give another") from None
+
+
+def _listen_at(path: Path) -> socket.socket:
+    """A Unix socket, which uvicorn will listen at. One that a server left behind, so that nobody does, is replaced."""
+    listening = socket.socket(socket.AF_UNIX)
+    try:
+        if path.is_socket():
+            try:
+                listening.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink()
+            else:
+                raise ConfigError(f"--uds {path}: another server listens there; give another path")
+        listening.bind(str(path))
+        path.chmod(0o666)  # as TCP: who may reach it is its folder's business
+    except OSError as error:
+        listening.close()
         raise ConfigError(
-            f"cannot listen at {host}, port {port}: {getattr(error, 'strerror', None) or error}"
+            f"--uds {path} cannot be a socket: {error.strerror or error}; give a new name where you can write"
         ) from None
+    return listening
 
 
 def _url(listening: socket.socket, secure: bool) -> str:

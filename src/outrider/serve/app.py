@@ -120,11 +120,11 @@ class Server:
         """`/v1/chat/completions`."""
         body = await read(request, ChatBody)
         self._check(body)
-        logprobs = (body.top_logprobs or 0) if body.logprobs else None
         parser, more = self._tools(body)
         return await self._generate(
-            request, body, "chatcmpl-", lambda: [self._rendered(body)], logprobs, lambda job: Chat(job, parser), **more
-        )
+            request, body, "chatcmpl-", lambda: [self._rendered(body)], body.alternatives,
+            lambda job: Chat(job, parser), **more,
+        )  # fmt: skip
 
     async def respond(self, request: Request) -> Response:
         """`/v1/responses`."""
@@ -134,8 +134,8 @@ class Server:
             self._check(body)
             parser, more = self._tools(body)
             return await self._generate(
-                request, body, "resp_", lambda: [self._rendered(body)], None, lambda job: Respond(job, parser, asked),
-                **more,
+                request, body, "resp_", lambda: [self._rendered(body)], body.alternatives,
+                lambda job: Respond(job, parser, asked), **more,
             )  # fmt: skip
         except (Refusal, OutriderError) as error:
             raise in_its_words(refusal(error)) from None
@@ -238,8 +238,9 @@ class Server:
             return None, {}
         more: dict[str, Any] = {"skip_special_tokens": False}  # in some vocabularies, what marks a call is special
         if forced := constraint(asked, family, self.llm.llm.tokenizer):
-            if body.constraint() is not None:
-                raise Refusal(400, "tool_choice and response_format cannot both say what the output is", "tool_choice")
+            if body.structured_outputs is not None:
+                said = "tool_choice and structured_outputs cannot both say what the output is"
+                raise Refusal(400, said, "tool_choice")
             more["structured_outputs"] = forced
         return lambda: Parser(family, asked.callable), more
 

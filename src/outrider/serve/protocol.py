@@ -272,6 +272,11 @@ class ChatBody(Sampled):
             name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
             raise Refusal(400, f"{name} must be at least 1, not {most}", name)
 
+    @property
+    def alternatives(self) -> int | None:
+        """How many of the likeliest tokens are asked for beside each of the output; None for no logprobs."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
     def most(self, default: int | None) -> int | None:
         """max_completion_tokens goes before max_tokens."""
         said = (self.max_completion_tokens, self.max_tokens, default)

@@ -17,6 +17,7 @@ from outrider.serve.tools import Parser
 
 STATELESS = "this server keeps nothing of an answer; send the whole conversation as input"
 AS_CHAT = {"max_output_tokens": "max_tokens", "text": "response_format", "input": "messages"}
+LOGPROBS = "message.output_text.logprobs"  # what `include` calls them
 SAME = (*(Common.model_fields.keys() - Ignored.model_fields.keys()), "parallel_tool_calls", "chat_template_kwargs")
 Item = dict[str, Any]
 
@@ -25,7 +26,7 @@ class ResponsesBody(Common):
     """`/v1/responses`."""
 
     pointless: ClassVar[dict[str, Any]] = Common.pointless | {
-        "top_logprobs": 0, "moderation": {}, "access_programs": [], "background_options": {}, "context_management": [],
+        "moderation": {}, "access_programs": [], "background_options": {}, "context_management": [],
         "image": {}, "mm_processor_kwargs": {}, "media_io_kwargs": {}, "enable_response_messages": False,
         "previous_input_messages": [],
     }  # fmt: skip
@@ -39,14 +40,15 @@ class ResponsesBody(Common):
     parallel_tool_calls: bool | None = None
     metadata: dict[str, str] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    include: list[str] | None = None  # of what it may name, logprobs are here
+    top_logprobs: int | None = None
     # refused, unless they say nothing
-    store: bool | None = None
     background: bool | None = None
     previous_response_id: Any = None
     conversation: Any = None
     prompt: Any = None
-    # ignored
-    include: Any = None
+    # ignored; most who ask to store only repeat OpenAI's default, and the answer says that it is not
+    store: bool | None = None
     reasoning: Any = None
     truncation: Any = None
     stream_options: Any = None
@@ -56,7 +58,7 @@ class ResponsesBody(Common):
 
     def as_chat(self) -> ChatBody:
         """The same, asked of `/v1/chat/completions`. Raises Refusal."""
-        for name in ("store", "background", "previous_response_id", "conversation", "prompt"):
+        for name in ("background", "previous_response_id", "conversation", "prompt"):
             if getattr(self, name):
                 raise Refusal(400, f"{name} is not supported: {STATELESS}", name)
         given = {name: getattr(self, name) for name in SAME}
@@ -65,11 +67,17 @@ class ResponsesBody(Common):
             messages.insert(0, {"role": "system", "content": self.instructions})
         choice: Any = self.tool_choice
         if isinstance(choice, dict) and choice.get("type") == "function":
-            choice = {"type": "function", "function": {"name": choice.get("name")}}
-        functions = [{"type": "function", "function": _without(tool, "type")} for tool in self.functions]
+            choice = _function(choice)
+        elif isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+            allowed = choice.get("tools")
+            tools = [_function(t) if isinstance(t, dict) else t for t in allowed] if isinstance(allowed, list) else None
+            choice = {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
+        functions = [_function(tool) for tool in self.functions]
         if not functions and choice == "auto":
             choice = None
-        said = {"messages": messages, "tools": functions or None, "tool_choice": choice}
+        said: dict[str, Any] = {"messages": messages, "tools": functions or None, "tool_choice": choice}
+        if self.top_logprobs or LOGPROBS in (self.include or ()):
+            said |= {"logprobs": True, "top_logprobs": self.top_logprobs}
         form = (self.text or {}).get("format")
         return parse(
             ChatBody, given | said | {"max_completion_tokens": self.max_output_tokens, "response_format": form}
@@ -81,8 +89,9 @@ class ResponsesBody(Common):
         return [tool for tool in self.tools or [] if tool.get("type") == "function"]
 
 
-def _without(given: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    return {key: value for key, value in given.items() if key not in names}
+def _function(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A function's fields one level further down, as chats have them."""
+    return {"type": given.get("type"), "function": {key: value for key, value in given.items() if key != "type"}}
 
 
 def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -133,6 +142,7 @@ class Respond(Chat):
         super().__init__(job, parser)
         self.asked = asked
         self.items: list[Item] = []  # the last may still be written
+        self.spelt: list[dict[str, Any]] = []  # logprobs of tokens whose text is still to be said
         self.made = {"id": job.head["id"], "object": "response", "created_at": job.head["created"]}
 
     async def whole(self) -> dict[str, Any]:
@@ -159,6 +169,7 @@ class Respond(Chat):
         for kind in ("created", "in_progress"):
             yield {"type": f"response.{kind}", "response": self._response("in_progress")}
         async for last in self._events():
+            self.spelt += (self._logprobs(last) or {"content": []})["content"]
             for delta in self.deltas(last):
                 if text := delta.get("content"):
                     for event in self._say(text):
@@ -182,10 +193,13 @@ class Respond(Chat):
     def _say(self, text: str) -> Iterator[dict[str, Any]]:
         if not self.items or self.items[-1]["type"] != "message":
             yield from self._begin(self._message())
-        self.items[-1]["content"][0]["text"] += text
-        yield {"type": "response.output_text.delta", **self._place(), "delta": text, "logprobs": []}
+        part, spelt, self.spelt = self.items[-1]["content"][0], self.spelt, []
+        part["text"] += text
+        part["logprobs"] += spelt
+        yield {"type": "response.output_text.delta", **self._place(), "delta": text, "logprobs": spelt}
 
     def _call(self, part: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        self.spelt = []
         if "id" in part:
             call = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "status": "in_progress"}
             yield from self._begin({**call, "call_id": part["id"], **part["function"]})
@@ -215,8 +229,10 @@ class Respond(Chat):
         item = self.items[-1]
         item["status"] = status
         if item["type"] == "message":
-            part = dict(item["content"][0])
-            yield {"type": "response.output_text.done", **self._place(), "text": part["text"], "logprobs": []}
+            item["content"][0]["logprobs"] += self.spelt
+            part, self.spelt = dict(item["content"][0]), []
+            said = {"text": part["text"], "logprobs": part["logprobs"]}
+            yield {"type": "response.output_text.done", **self._place(), **said}
             yield {"type": "response.content_part.done", **self._place(), "part": part}
         else:
             said = {"name": item["name"], "arguments": item["arguments"]}
@@ -260,6 +276,7 @@ class Respond(Chat):
             "text": {"format": (asked.text or {}).get("format") or {"type": "text"}},
             "tool_choice": asked.tool_choice or "auto",
             "tools": functions,
+            "top_logprobs": asked.top_logprobs or 0,
             "truncation": "disabled",
             "usage": None,
             **more,

@@ -97,7 +97,9 @@ def check(tools: Any, tool_choice: Any = None, parallel_tool_calls: Any = None) 
     if not (parallel_tool_calls is None or isinstance(parallel_tool_calls, bool)):
         raise ConfigError(f"parallel_tool_calls must be true or false, not {brief(parallel_tool_calls)}")
     choice = "auto" if tool_choice is None else tool_choice
-    if isinstance(choice, Mapping):
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        choice, functions = _allowed(choice.get("allowed_tools"), functions)
+    elif isinstance(choice, Mapping):
         function = choice.get("function") if choice.get("type") == "function" else None
         named = function.get("name") if isinstance(function, Mapping) else None
         if named not in functions:
@@ -106,6 +108,21 @@ def check(tools: Any, tool_choice: Any = None, parallel_tool_calls: Any = None) 
     elif choice not in ("none", "auto", "required"):
         raise ConfigError(f"tool_choice must be none, auto, required or a function, not {brief(choice)}")
     return Tools(functions, choice, parallel_tool_calls is not False)
+
+
+def _allowed(given: Any, functions: dict[str, Mapping[str, Any]]) -> tuple[str, dict[str, Mapping[str, Any]]]:
+    """The mode of OpenAI's `allowed_tools`, and those of the functions that it lets be called."""
+    mode, tools = (given.get("mode"), given.get("tools")) if isinstance(given, Mapping) else (None, None)
+    if mode not in ("auto", "required") or not isinstance(tools, (list, tuple)) or not tools:
+        raise ConfigError(f"tool_choice: allowed_tools has a mode, auto or required, and tools, not {brief(given)}")
+    found = dict[str, Mapping[str, Any]]()
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(name, str) or name not in functions:
+            raise ConfigError(f"tool_choice allows {brief(tool)}; there are {', '.join(functions)}")
+        found[name] = functions[name]
+    return mode, found
 
 
 def conversation(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

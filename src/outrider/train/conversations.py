@@ -20,6 +20,7 @@ from outrider.llm import LLM
 from outrider.train.settings import ConversationSettings as Settings
 
 FIELDS = ("prompt", "question", "instruction", "turns", "text")  # of a file's JSON lines, by turns
+BEGIN = b'{"p": ['  # of each line that is written
 HINTS = (
     "", "", "", "Write a", "How do I", "What is", "Explain", "Can you", "Give me", "I need help with", "Create a",
     "Tell me about", "Why", "Compare", "Solve", "Translate", "Calculate", "Imagine",
@@ -67,8 +68,10 @@ def read_prompts(paths: list[Path]) -> list[str]:
                 entry = json.loads(line)
                 given = next(entry[name] for name in FIELDS if name in entry)
                 found.append(given if isinstance(given, str) else str(given[0]))
-            except (ValueError, TypeError, StopIteration, IndexError):
+            except (ValueError, TypeError, StopIteration, IndexError, RecursionError):
                 raise ConfigError(f"{path}:{number} is no JSON object with one of {', '.join(FIELDS)}") from None
+    if paths and not found:
+        raise ConfigError(f"there is no prompt in {', '.join(map(str, paths))}")
     return found
 
 
@@ -137,13 +140,17 @@ def _resume(output: Path) -> tuple[int, int]:
     """Tokens of answers and conversations in the file."""
     if not output.exists():
         return 0, 0
+    if not output.is_file():
+        raise ConfigError(f"{output} is there and is no file; give another name")
     whole = output.read_bytes()
     lines = whole[: whole.rfind(b"\n") + 1]
+    try:
+        answers = [len(json.loads(line)["o"]) for line in lines.splitlines()]
+        if not BEGIN.startswith(whole[len(lines) :][: len(BEGIN)]):
+            raise ValueError
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise ConfigError(f"{output} holds something else than conversations; give another name") from None
     if len(lines) < len(whole):
         with open(output, "r+b") as file:
             file.truncate(len(lines))
-    try:
-        answers = [len(json.loads(line)["o"]) for line in lines.splitlines()]
-    except (ValueError, TypeError, KeyError):
-        raise ConfigError(f"{output} holds something else than conversations") from None
     return sum(answers), len(answers)

@@ -451,7 +451,7 @@ class Trainer:
         """Conversations (held out, prompt, output) after the lines `taken` of each file, which counts them."""
         vocab = self.head.config.vocab_size
         for path in self.data:
-            with open(path, encoding="utf-8") as file:
+            with open(path, encoding="utf-8", errors="replace") as file:
                 for number, line in enumerate(file, 1):
                     if number <= taken.get(str(path), 0) or not line.endswith("\n"):  # it may be written just now
                         continue
@@ -459,7 +459,7 @@ class Trainer:
                         entry = json.loads(line)
                         p, o = entry["p"], entry["o"]
                         fits = p and all(0 <= token < vocab for token in p + o)
-                    except (ValueError, TypeError, KeyError):
+                    except (ValueError, TypeError, KeyError, RecursionError):
                         fits = False
                     if not fits:
                         raise ConfigError(f"{path}:{number} is no conversation in this model's tokens")

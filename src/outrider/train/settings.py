@@ -82,9 +82,11 @@ class Eagle3Settings:
     dtype: str = "auto"
 
     def __post_init__(self) -> None:
-        least = {"vocab": 1, "depth": 1, "length": self.depth + 3, "prompt": 1, "batch": 1, "replay": 1}
+        least = {"vocab": 1, "depth": 1, "length": self.depth + 3, "prompt": 1, "batch": 1, "replay": 1, "heads": 0}
         for name, low in least.items():
             if (value := getattr(self, name)) < low:
                 raise ConfigError(f"{name} must be at least {low}, not {value}")
+        if any(layer < 0 for layer in self.taps):
+            raise ConfigError(f"taps must be layers, 0 for the first, not {', '.join(map(str, self.taps))}")
         if not 0 < self.lr < 1:
             raise ConfigError(f"lr must be above 0 and below 1, not {self.lr}")
