@@ -151,7 +151,7 @@ def test_the_command(tmp_path, by):
         (["--log-level", "loud"], "--log-level"), (["--ssl-ca-certs", "/nowhere"], "--ssl-ca-certs"),
         (["--drain", "inf"], "--drain"), (["--keep-alive", "inf"], "--keep-alive"), (["--host", ""], "cannot listen"),
         (["--max-logprobs", "5000"], "1024"), (["--served-model-name", " "], "--served-model-name is empty"),
-        (["--cors-origin", ""], "--cors-origin is empty"), (["--uds", "/nowhere/at"], "No such file"),
+        (["--cors-origin", ""], "--cors-origin is empty"), (["--uds", "/nowhere/at"], "--uds /nowhere/at cannot be a socket"),
         (["--uds", __file__], "cannot be a socket"), (["--uds", "x" * 200], "too long"),
         (["--ssl-keyfile", __file__, "--ssl-certfile", __file__], "PEM"),
     ],
