@@ -22,11 +22,12 @@ from torch import Tensor
 
 from outrider.bench.report import markdown_table, require_matplotlib
 from outrider.bench.run import at_least, commit, hardware, versions
+from outrider.config import SCHEMES
 from outrider.errors import ConfigError
 from outrider.files import write_text
 from outrider.load import Progress
 from outrider.ops import KEY_BLOCK, Linear, attend, native
-from outrider.quantize import SCHEMES, quantize
+from outrider.quantize import quantize
 
 SHAPES = ((2560, 2048), (2048, 2048), (11264, 2048), (2048, 5632))  # (outputs, inputs) of one layer
 HEADS, KV_HEADS, DIM = 32, 4, 64

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from outrider.bench.report import markdown_row, markdown_table
+from outrider.config import SCHEMES
 from outrider.corpus import archived
 from outrider.errors import ConfigError
 from outrider.llm import LLM
 from outrider.load import Progress
-from outrider.quantize import SCHEMES
 from tools import data as corpora
 from tools.evaluate import Reader
 

@@ -18,6 +18,10 @@ ACCEPTANCE_METHODS = {  # what decides which drafted tokens stay (verify.py), an
     "block": "exact in law; never accepts less than rejection; trees fall back to it",
     "typical": "LOSSY: keeps what the target finds typical (Medusa), so the text is not the target's own",
 }
+# `quantization`: bits, inputs per group, whether a group has an offset beside its scale
+SCHEMES = {"int8": (8, 128, False), "int4": (4, 32, True)}
+# bits that a weight takes, its share of scale and offset included
+STORED = {scheme: bits + 16 * (1 + offset) / group for scheme, (bits, group, offset) in SCHEMES.items()}
 MOST_OUTPUTS, MOST_LOGPROBS, MOST_WORDS = 16384, 1024, 1024  # of one request: what is more would end in want of memory
 
 

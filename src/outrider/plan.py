@@ -21,10 +21,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from outrider.config import ModelConfig, real, whole
+from outrider.config import STORED, ModelConfig, real, whole
 from outrider.control import Curve
 from outrider.errors import ConfigError, brief
-from outrider.quantize import STORED
 
 
 @dataclass(frozen=True)

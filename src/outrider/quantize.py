@@ -15,13 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from outrider.config import SCHEMES
 from outrider.errors import ConfigError
 from outrider.ops import Factors, Quantized, native, quantises
 
-# bits, inputs per group, whether a group has an offset beside its scale
-SCHEMES = {"int8": (8, 128, False), "int4": (4, 32, True)}
-# bits that a weight takes, its share of scale and offset included
-STORED = {scheme: bits + 16 * (1 + offset) / group for scheme, (bits, group, offset) in SCHEMES.items()}
 HEAD = "int8"
 FINE = 32  # rows rounded in groups of 128 cost five times as much perplexity
 ACTIVATIONS = ("int8",)  # to which the rows of products with such weights may be rounded, group by group

@@ -26,7 +26,7 @@ from outrider import families
 from outrider.bench.forwards import filled
 from outrider.bench.report import markdown_table
 from outrider.bench.run import provenance
-from outrider.config import ModelConfig, SamplingParams
+from outrider.config import STORED, ModelConfig, SamplingParams
 from outrider.draft import Draft
 from outrider.errors import ConfigError, OutriderError
 from outrider.files import make_folder, write_text
@@ -39,7 +39,7 @@ from outrider.ops.triton import launch
 from outrider.ops.triton.graph import cuda_capture
 from outrider.ops.triton.plan import PAGE, make, queries_tile
 from outrider.plan import DEVICES, Shape, expected
-from outrider.quantize import STORED, quantize
+from outrider.quantize import quantize
 from outrider.runner import Runner, check_exactness
 from outrider.sampling import gumbel, noise_key
 

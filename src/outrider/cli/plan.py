@@ -13,6 +13,7 @@ from rich.table import Table
 
 from outrider.cli.options import Model, Quantization, read_ints
 from outrider.cli.output import as_line, put_json, tell
+from outrider.config import STORED
 from outrider.errors import ConfigError
 from outrider.plan import (
     ACCEPTANCE,
@@ -34,7 +35,6 @@ from outrider.plan import (
 from outrider.plan import (
     published as seeds,
 )
-from outrider.quantize import STORED
 
 COUNTED = "counted_collectives", "counted_bytes"
 

@@ -19,8 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from outrider import quantize
-from outrider.config import MOST_NODES, option
+from outrider.config import MOST_NODES, SCHEMES, option
 from outrider.draft import Verdict
 from outrider.drafters import check
 from outrider.errors import ConfigError
@@ -47,10 +46,8 @@ class SelfDraft(Autoregressive):
         check(self, min_token_prob=(0, 1))
         if self.view:
             parse(self.view)
-        if self.weights and self.weights not in quantize.SCHEMES:
-            raise ConfigError(
-                f"weights of method self are rounded to {' or '.join(quantize.SCHEMES)}, not {self.weights!r}"
-            )
+        if self.weights and self.weights not in SCHEMES:
+            raise ConfigError(f"weights of method self are rounded to {' or '.join(SCHEMES)}, not {self.weights!r}")
 
     def attach(self, target: Runner, load: Callable[[str], Runner]) -> None:
         """Look through the view, round weights, leave out layers. Raises ConfigError for what cannot be."""
