@@ -109,11 +109,13 @@ static std::vector<int32_t> part(const nb::list &tokens, int64_t first, int64_t 
   return found;
 }
 
-static SuffixIndex::Guess follow(SuffixIndex &own, const SuffixIndex &past, const nb::list &tokens, int64_t settled,
-                                 int depth, int k, double factor, double least, int width) {
-  if (settled < 0 || settled > int64_t(tokens.size())) throw nb::index_error("there are not so many tokens");
-  own.enter(part(tokens, own.size(), settled), false);
-  return own.guess(past, part(tokens, settled, int64_t(tokens.size())), depth, k, factor, least, width);
+// Enter what is settled of a text in its index, which may have some of it; the tokens beyond.
+template <class Index>
+static std::vector<int32_t> entered(Index &own, const nb::list &tokens, int64_t settled) {
+  const int64_t size = int64_t(tokens.size());
+  if (settled < 0 || settled > size) throw nb::index_error("there are not so many tokens");
+  own.enter(part(tokens, own.size(), settled));
+  return part(tokens, settled, size);
 }
 
 static void bind_suffix(nb::module_ &m) {
@@ -127,13 +129,11 @@ static void bind_suffix(nb::module_ &m) {
       })
       .def("guess", [](SuffixIndex &own, const SuffixIndex &past, const nb::list &tokens, int settled, int depth, int k,
                        double factor, double least, int width) {
-        SuffixIndex::Guess guess = follow(own, past, tokens, settled, depth, k, factor, least, width);
+        SuffixIndex::Guess guess = own.guess(past, entered(own, tokens, settled), depth, k, factor, least, width);
         return std::make_tuple(std::move(guess.tokens), std::move(guess.parents), std::move(guess.trust));
       })
       .def("chain", [](SuffixIndex &own, const SuffixIndex &past, const nb::list &tokens, int settled, int k) {
-        if (settled < 0 || settled > int64_t(tokens.size())) throw nb::index_error("there are not so many tokens");
-        own.enter(part(tokens, own.size(), settled), false);
-        SuffixIndex::Guess guess = own.chain(past, part(tokens, settled, int64_t(tokens.size())), k);
+        SuffixIndex::Guess guess = own.chain(past, entered(own, tokens, settled), k);
         return std::make_tuple(std::move(guess.tokens), std::move(guess.trust));
       });
 }
@@ -142,9 +142,7 @@ static void bind_lookups(nb::module_ &m) {
   nb::class_<NgramIndex>(m, "NgramIndex")
       .def(nb::init<int, int>())
       .def("guess", [](NgramIndex &own, const nb::list &tokens, int settled, int k) {
-        if (settled < 0 || settled > int64_t(tokens.size())) throw nb::index_error("there are not so many tokens");
-        own.enter(part(tokens, own.size(), settled));
-        NgramIndex::Copy copy = own.guess(part(tokens, settled, int64_t(tokens.size())), k);
+        NgramIndex::Copy copy = own.guess(entered(own, tokens, settled), k);
         return std::make_tuple(std::move(copy.tokens), std::move(copy.trust));
       });
   nb::class_<Shards>(m, "Shards", "Addresses of a datastore's shards, which its maker keeps in memory.")
@@ -172,8 +170,8 @@ static Beliefs::Guess look_up(const nb::tuple &look, int64_t seq, const nb::list
   if (!indexes.contains(key)) indexes[key] = look[2]();
   SuffixIndex &own = nb::cast<SuffixIndex &>(indexes[key]);
   SuffixIndex::Guess guess =
-      follow(own, nb::cast<SuffixIndex &>(look[3]), tokens, settled, nb::cast<int>(look[4]), k,
-             nb::cast<double>(look[5]), nb::cast<double>(look[6]), nb::cast<bool>(look[7]) ? k : 1);
+      own.guess(nb::cast<SuffixIndex &>(look[3]), entered(own, tokens, settled), nb::cast<int>(look[4]), k,
+                nb::cast<double>(look[5]), nb::cast<double>(look[6]), nb::cast<bool>(look[7]) ? k : 1);
   return {nb::cast<uint64_t>(look[0]), std::move(guess.tokens), std::move(guess.parents), std::move(guess.trust)};
 }
 

@@ -69,7 +69,7 @@ void Beliefs::enter(Bush &bush, const Guess &guess, int64_t deepest, std::vector
 std::tuple<std::vector<Beliefs::Picked>, double> Beliefs::choose(std::vector<Text> &texts, double drafted, int k,
                                                                  bool chains) {
   const int n = int(texts.size());
-  if (std::min(k, most()) < 1) return {std::vector<Picked>(n), 0};
+  if (k < 1) return {std::vector<Picked>(n), 0};
   struct Way {
     double chance;
     int i, node;
@@ -105,7 +105,7 @@ std::tuple<std::vector<Beliefs::Picked>, double> Beliefs::choose(std::vector<Tex
     const double covers = (known.ran ? known.asks : known.rows).covers();
     const double stake = seconds[0] + known.rows.stake() * (seconds[0] / n);  // what a token takes plainly
     const int may = int(std::upper_bound(seconds.begin(), seconds.end(), stake) - seconds.begin()) - 1;
-    room.push_back(std::min({k, most(), known.ran ? k : std::max(1, may)}));
+    room.push_back(std::min(k, known.ran ? k : std::max(1, may)));
     const int size = int(bush.tokens.size());
     guessing.assign(size + 1, 0);
     for (int node = 0; node < size; node++) guessing[bush.parents[node] + 1] |= bush.who[node];

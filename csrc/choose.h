@@ -37,7 +37,7 @@ class Beliefs {
   void begin(int64_t seq, int64_t room);
   // Whether to draft for a sequence at all.
   bool open(int64_t seq, int64_t room) const;
-  // Per sequence which of its guesses to verify, at most k, and the tokens a second that are expected with them.
+  // Per sequence which of its guesses to verify, at most k (k <= most()), and the tokens a second expected with them.
   std::tuple<std::vector<Picked>, double> choose(std::vector<Text> &texts, double drafted, int k, bool chains);
   // A model was run for a sequence in the step under way, and its draft has riders.
   void ran(int64_t seq, int riders) { own.at(seq).ran = 1 + riders; }

@@ -5,13 +5,6 @@
 
 namespace {
 
-// Hashes of the n-grams before a place, each of one token more.
-uint64_t longer(uint64_t hash, int32_t token) {
-  hash = (hash ^ uint32_t(token)) * 0xBF58476D1CE4E5B9;
-  return hash ^ (hash >> 29);
-}
-
-constexpr uint64_t kEmpty = 0x9E3779B97F4A7C15;
 constexpr uint32_t kSeparator = 0xFFFFFFFF;
 
 }  // namespace

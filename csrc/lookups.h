@@ -5,6 +5,13 @@
 #include <unordered_map>
 #include <vector>
 
+// The hash of an n-gram, one token after the other.
+constexpr uint64_t kEmpty = 0x9E3779B97F4A7C15;
+inline uint64_t longer(uint64_t hash, int32_t token) {
+  hash = (hash ^ uint32_t(token)) * 0xBF58476D1CE4E5B9;
+  return hash ^ (hash >> 29);
+}
+
 // Prompt lookup (src/outrider/drafters/ngram.py, whose Index does the same).
 class NgramIndex {
  public:

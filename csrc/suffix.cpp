@@ -4,17 +4,16 @@
 #include <cstdint>
 #include <numeric>
 
+#include "lookups.h"
+
 namespace {
 
 constexpr int32_t kEnd = -1;  // stands behind each earlier output
 constexpr size_t kNowhere = SIZE_MAX;
 
 uint64_t hash(const int32_t *tokens, int size) {
-  uint64_t h = 0x9E3779B97F4A7C15;
-  for (int i = 0; i < size; i++) {
-    h = (h ^ uint32_t(tokens[i])) * 0xBF58476D1CE4E5B9;
-    h ^= h >> 29;
-  }
+  uint64_t h = kEmpty;
+  for (int i = 0; i < size; i++) h = longer(h, tokens[i]);
   return h;
 }
 

@@ -14,7 +14,7 @@ class SuffixIndex {
   };
 
   // Append tokens. N-grams reach back into what stands before them unless they are `apart`.
-  void enter(const std::vector<int32_t> &tokens, bool apart);
+  void enter(const std::vector<int32_t> &tokens, bool apart = false);
   // Take the first tokens out.
   void drop(int length);
   // What is expected behind this text and `beyond`, by this text or by `past`.
@@ -37,5 +37,5 @@ class SuffixIndex {
   std::vector<int32_t> text;
   std::unordered_map<uint64_t, int64_t> last[kCounts];  // hash of an n-gram -> place after its last occurrence
   std::vector<int32_t> back[kCounts];                   // per place, how far back the one before it is; 0 = none
-  int64_t base = 0;                               // the place of the first token
+  int64_t base = 0;                                     // the place of the first token
 };
