@@ -16,7 +16,7 @@ from outrider import LLM, Draft, SamplingParams, ops
 from outrider.config import SpeculativeConfig
 from outrider.control import Beliefs
 from outrider.drafters import create
-from outrider.drafters.auto import Auto, _machine
+from outrider.drafters.auto import ROWS, Auto, _machine
 from outrider.errors import ConfigError, OutriderError
 from outrider.sequence import Sequence
 
@@ -108,6 +108,21 @@ def test_a_request_changes_its_kind(machine, order):
     start = len(parts[0][0]) + 64 * (order < 0)  # a copy is seen at once
     own = window(auto, trace, MACHINES[machine], start)
     assert own > 0.85 * max(window(fixed(choice), trace, MACHINES[machine], start) for choice in CHOICES)
+
+
+@pytest.mark.parametrize("batch", [8, 16])
+@pytest.mark.parametrize("machine", MACHINES)
+def test_costs_that_were_measured_before_the_first_step(machine, batch):
+    """Twenty requests are soon over: to learn what the rows of many cost by trying is too slow."""
+    kind, traces = MACHINES[machine], [*TRACES, *TRACES[::-1]] * 2
+
+    def begun(*args) -> Auto:
+        drafter = auto(*args)
+        drafter.costs.begin({n: kind.forward(n) for n in ROWS})
+        return drafter
+
+    best = max(replay(fixed(choice), traces, kind, batch).rate for choice in ("none", "suffix:k=4", "suffix:k=16"))
+    assert replay(begun, traces, kind, batch).rate > 0.95 * best
 
 
 def test_arrivals_do_not_stop_the_learning():
@@ -216,12 +231,31 @@ def test_two_of_a_kind_are_told_apart(tiny_llm):
 
 def test_costs_outlive_the_process(tmp_path, monkeypatch):
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    measured = []
+    monkeypatch.setattr("outrider.drafters.auto._forwards", lambda target: measured.append(target) or {})
     for known in (False, True):
         llm = LLM("tiny", dtype="float32", speculative_config={"method": "auto"})
         assert bool(llm.engine.drafter.costs.curves) == known
         llm.generate("Once upon a time", max_tokens=8, temperature=0)
+    assert len(measured) == 1
     llm = LLM("tiny", dtype="bfloat16", speculative_config={"method": "auto"})
     assert not llm.engine.drafter.costs.curves, "another dtype has other costs"
+
+
+def test_forwards_are_measured_once_and_leave_nothing():
+    """What rows cost is known before the first request; no block stays taken, and none is found by others."""
+    llm = LLM("tiny", dtype="float32", speculative_config="auto")
+    costs = llm.engine.drafter.costs
+    assert set(costs.curves[0]) == {*ROWS} and costs and costs.at(max(ROWS), 64) > costs.at(1, 64)
+    assert_released(llm)
+    assert not llm.runner.kv.pool.cached
+
+
+def test_a_pool_too_small_to_measure_in():
+    llm = LLM("tiny", dtype="float32", speculative_config=None)
+    llm.runner.kv.most = 0
+    llm.speculative_config = "auto"
+    assert not llm.engine.drafter.costs.curves
 
 
 def test_trust_is_checked(tiny_llm):

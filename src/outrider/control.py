@@ -6,10 +6,11 @@ probability that it and all before it are accepted. `pick` takes the likeliest n
 tokens per second the most. (Goodput as in TurboSpec, 2406.14066, greedily over survival probabilities as in DSpark;
 Law 1 lets the choice look at everything.)
 
-Both sides are measured while serving. `Costs` are T; they outlive the process in a file of the cache folder. `Beliefs`
-are how often guesses come true, by who guessed, how sure and how deep, of all requests and of each one. Whatever they
-say, drafting may lose little: every sequence has an `Account` of what drafts brought and cost it, in plain steps, and
-while it is overdrawn it is not drafted for; sources that run a model have another one.
+Both sides are measured while serving. `Costs` are T; they outlive the process in a file of the cache folder, and begin
+with forwards that are timed when a model is loaded of which it knows nothing. `Beliefs` are how often guesses come
+true, by who guessed, how sure and how deep, of all requests and of each one. Whatever they say, drafting may lose
+little: every sequence has an `Account` of what drafts brought and cost it, in plain steps, and while it is overdrawn it
+is not drafted for; sources that run a model have another one.
 """
 
 from __future__ import annotations
@@ -127,9 +128,13 @@ class Costs:
         self.ladders, self.added = dict[tuple[int, int, int], list[float]](), 0  # what `ladder` said, for a while
         self.heard: list[tuple[int, int, float, int]] = []  # forwards that are looked at when somebody asks
 
+    def begin(self, seconds: Mapping[int, float]) -> None:
+        """Before anything was measured in steps: what forwards of so many rows took just now, over few keys."""
+        self.curves = {0: Learnt(seconds)}
+
     def __bool__(self) -> bool:
         self._learn()
-        return (bool(self.curves) and self.ratios is None) or self.mixed >= 8
+        return bool(self.curves) or self.mixed >= 8
 
     def add(self, rows: int, keys: int, seconds: float, read: int = 0) -> None:
         """One forward, in which prompts may have been read as well.

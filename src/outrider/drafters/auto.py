@@ -20,18 +20,20 @@ import hashlib
 import logging
 import math
 import platform
+import random
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
 
 from outrider import drafters
-from outrider.config import MOST_NODES, option
+from outrider.config import MOST_NODES, SamplingParams, option
 from outrider.control import Beliefs, Costs, Guess, Learnt, Look, Picked, Text, cache_file
 from outrider.draft import Draft, Verdict
 from outrider.errors import ConfigError, OutriderError
@@ -49,6 +51,8 @@ LONG = 4096  # tokens of a text from which the target is asked to guess through 
 AGAIN = 24  # steps after which a source that runs a model may be asked again, if the account covers it
 HORIZON = 64  # tokens over which reading a text must pay
 ALL_ROWS = 512  # nodes of all sequences together
+ROWS = (1, 8, 2, 16, 4, 32, 6, 12, 3, 24, 5, 9, 17, 48)  # whose forwards are measured first, the most telling ones ...
+MEASURING, READ = 1.0, 32  # ... for so many seconds, behind so many tokens
 
 
 @dataclass
@@ -136,6 +140,8 @@ class Auto(Drafter):
         self.chunk, self.vocab = target.chunk, target.model.config.vocab_size
         if target.base is None:
             self.costs = Costs(cache_file(), _machine(target))
+            if not self.costs.curves and (seconds := _forwards(target)):
+                self.costs.begin(seconds)
 
     def propose(self, seqs: list[Sequence], k: int) -> list[Draft]:
         """One tree per sequence of at most k nodes, and the riders of who has some."""
@@ -301,6 +307,26 @@ class Auto(Drafter):
     def kv_bytes(self, tokens: int) -> int:
         """What all sources hold together."""
         return sum(part.kv_bytes(tokens) for part in self.parts)
+
+
+def _forwards(target: Runner) -> dict[int, float]:
+    """Seconds of forwards by their rows, medians of three; of fewer rows, or once, where that would take long."""
+    runner = Runner(target.model, target.kv)  # not the target itself, which would let others find these tokens
+    tokens = random.Random(0).choices(range(target.model.config.vocab_size), k=READ + max(ROWS))
+    seq = Sequence(tokens[:READ], SamplingParams(max_tokens=max(ROWS)), seed=0)
+    spent: dict[int, list[float]] = {}
+    try:
+        runner.extend([seq])
+        until = time.perf_counter() + MEASURING
+        for n in [n for n in 3 * ROWS if READ + n <= target.max_len]:
+            if (began := time.perf_counter()) < until:
+                runner.extend([seq], [Draft.chain(tokens[READ : READ + n - 1])]).flat[0, 0].item()
+                spent.setdefault(n, []).append(time.perf_counter() - began)
+    except OutriderError as error:  # a cache of next to nothing
+        log.info("forwards were not measured: %s", error)
+    finally:
+        runner.free(seq)
+    return {n: median(times) for n, times in spent.items()}
 
 
 def _machine(target: Runner) -> str:
