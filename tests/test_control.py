@@ -337,13 +337,14 @@ def test_who_loses_is_not_drafted_for(beliefs):
 
 
 def test_a_model_is_paid_from_another_account(beliefs):
-    """Riders count like rows."""
-    guesses = [[(1, [5], [-1], [0.9])]]
-    choose(beliefs, {1: 0}, guesses, [1.0, 1.1, 1.2])
+    """A run and its riders count like rows: three of the four that the step is paid for are the first one's."""
+    guesses = [[(1, [5], [-1], [0.9])]] * 2
+    choose(beliefs, {1: 0, 2: 0}, guesses, [1.0, 1.05, 1.1, 1.2])
     beliefs.ran(1, 1)
-    choose(beliefs, {1: 0}, guesses, [1.0, 1.1, 1.2], again=True)
-    beliefs.settle([(1, [6], 0)], 3, math.inf, 0.3)
-    assert beliefs.standing(1) == (1, pytest.approx(START - (0.2 + 0.3) + 0.005)) and beliefs.open(1, 9)
+    choose(beliefs, {1: 0, 2: 0}, guesses, [1.0, 1.05, 1.1, 1.2], again=True)
+    beliefs.settle([(1, [6], 0), (2, [6], 0)], 5, math.inf, 0.3)
+    assert beliefs.standing(1) == (1, pytest.approx(START - 2 * (0.2 + 0.3) * 3 / 4 + 0.005)) and beliefs.open(1, 9)
+    assert beliefs.standing(2) == (1, pytest.approx(START + 0.005)), "rows are paid from the other one"
 
 
 def test_nothing_is_guessed_beyond_the_end(beliefs):
