@@ -67,6 +67,18 @@ def inflate(
 
 
 @app.command()
+def permute(
+    source: Annotated[str, typer.Argument(help="Llama checkpoint: folder, hub id or embedded model.")],
+    target: Annotated[Path, typer.Argument(help="New or empty folder.")],
+    seed: Annotated[int, typer.Option(help="Of the order.")] = 0,
+) -> None:
+    """Write a Llama with its channels in another order: the same function, other groups for whoever rounds it."""
+    from tools.permute import permute as reorder
+
+    reorder(find(source), target, seed)
+
+
+@app.command()
 def kernels(
     rows: Annotated[str, typer.Option(help="Rows of the linears, with commas.")] = "1,2,4,8,16,32,64",
     keys: Annotated[str, typer.Option(help="Keys of the attention, with commas.")] = "1024,4096,16384,65536,131072",

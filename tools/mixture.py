@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from outrider.bench.report import markdown_table
+from outrider.config import SCHEMES
 from outrider.ops import MLP, Experts, Linear, Quantized, native
-from outrider.quantize import rounded
+from outrider.quantize import quantize
 
 HIDDEN, WIDE, COUNT, CHOSEN = 2048, 768, 128, 8
 STREAM = 2**28  # bytes
-GROUPS = {"int8": (8, 128), "int4": (4, 64)}  # bits and group of the packed formats
 
 
 def run(layers: int, rows: list[int], repeats: int, formats: list[str]) -> str:
@@ -67,12 +67,10 @@ def _weights() -> tuple[Tensor, Tensor, Tensor]:
 
 def _experts(router: Tensor, gate_up: Tensor, down: Tensor, name: str) -> Experts:
     def linear(weight: Tensor, gated: bool) -> Linear:
-        if name not in GROUPS:
+        if name not in SCHEMES:
             return Linear(weight, gated=gated)
-        bits, group = GROUPS[name]
         if weight.shape not in packed:
-            found = rounded(weight, bits, group, True, torch.bfloat16)
-            packed[weight.shape] = Quantized(bits, group, found.values, found.scales)
+            packed[weight.shape] = quantize(weight, name)
         return Linear(packed[weight.shape], gated=gated)
 
     packed: dict[torch.Size, Quantized] = {}
