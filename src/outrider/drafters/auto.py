@@ -312,15 +312,16 @@ class Auto(Drafter):
 def _forwards(target: Runner) -> dict[int, float]:
     """Seconds of forwards by their rows, medians of three; of fewer rows, or once, where that would take long."""
     runner = Runner(target.model, target.kv)  # not the target itself, which would let others find these tokens
-    tokens = random.Random(0).choices(range(target.model.config.vocab_size), k=READ + max(ROWS))
-    seq = Sequence(tokens[:READ], SamplingParams(max_tokens=max(ROWS)), seed=0)
+    read = max(1, min(READ, target.max_len - max(ROWS)))
+    tokens = random.Random(0).choices(range(target.model.config.vocab_size), k=read + max(ROWS))
+    seq = Sequence(tokens[:read], SamplingParams(max_tokens=max(ROWS)), seed=0)
     spent: dict[int, list[float]] = {}
     try:
         runner.extend([seq])
         until = time.perf_counter() + MEASURING
-        for n in [n for n in 3 * ROWS if READ + n <= target.max_len]:
+        for n in [n for n in 3 * ROWS if read + n <= target.max_len]:
             if (began := time.perf_counter()) < until:
-                runner.extend([seq], [Draft.chain(tokens[READ : READ + n - 1])]).flat[0, 0].item()
+                runner.extend([seq], [Draft.chain(tokens[read : read + n - 1])]).flat[0, 0].item()
                 spent.setdefault(n, []).append(time.perf_counter() - began)
     except OutriderError as error:  # a cache of next to nothing
         log.info("forwards were not measured: %s", error)
