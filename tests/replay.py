@@ -144,7 +144,7 @@ def replay(
         for seq, verdict in zip(running, verdicts, strict=True):
             seq.tokens += verdict.tokens
         none = torch.zeros(rows, 1)
-        output = Output(list(none.split([1 + len(d) for d in drafts])), [none[:1]] * len(drafts), drafts, none, read)
+        output = Output(drafts, none, none, read)
         drafter.observe(running, verdicts, output)
         steps.append((clock.now - unreal, sum(len(verdict.tokens) for verdict in verdicts)))
         for seq in [seq for seq in running if not seq.room]:

@@ -280,7 +280,7 @@ def test_recycled_tokens_come_back():
     assert not drafter.propose([seq], 4)[0].tokens
     logits = torch.full((2, 10), -9.0)
     logits[0, 3], logits[0, 4], logits[1, 7] = 2.0, 1.0, 3.0  # behind 7: 3 or 4; behind 3: 7
-    drafter.observe([seq_of(seq, 3, 7)], [Verdict([0], [3, 7], 1)], Output([logits], [], [Draft.chain([3])], logits))
+    drafter.observe([seq_of(seq, 3, 7)], [Verdict([0], [3, 7], 1)], Output([Draft.chain([3])], logits, logits))
     draft = drafter.propose([seq], 3)[0]
     assert [draft.words(i) for i in range(3)] == [(3,), (3, 7), (3, 7, 3)] and draft.trust[0] > 0.7
 

@@ -310,7 +310,7 @@ def test_processors_are_asked_along_the_walk_only():
 
 @given(recipes=st.lists(trees, min_size=1, max_size=3), temperature=st.sampled_from([0.0, 0.5, 1.0]))
 def test_a_large_vocabulary_is_asked_along_the_walk(recipes, temperature):
-    """With a large vocabulary only the rows along the walk are drawn; the verdicts are the same."""
+    """With a large vocabulary only the rows along the walk are drawn, the first ones together; verdicts are the same."""
     params = SamplingParams(temperature=temperature, top_p=0.9, repetition_penalty=1.1)
     seqs = [Sequence([1, 2, i], params, seed=i) for i in range(len(recipes))]
     drafts = [grow(recipe, [1] * 20, vocab=3) for recipe in recipes]
@@ -318,9 +318,9 @@ def test_a_large_vocabulary_is_asked_along_the_walk(recipes, temperature):
     logits = torch.randn(sum(1 + len(draft) for draft in drafts), 3, generator=generator)
     asked = []
 
-    def choose(some, rows, stream=""):
+    def choose(some, rows, stream="", at=None):
         asked.append(len(rows))
-        return sampling.choose(some, rows, stream)
+        return sampling.choose(some, rows, stream, at)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rules, "choose", choose)
@@ -333,6 +333,7 @@ def test_a_large_vocabulary_is_asked_along_the_walk(recipes, temperature):
     ]
     if temperature:
         assert sum(asked) == sum(len(v.tokens) for v in alone)
+        assert asked[0] == len(seqs)  # all that are sure to be asked, at once
 
 
 @pytest.mark.parametrize("result", [None, torch.zeros(3), [1.0]])

@@ -38,6 +38,7 @@ from outrider.ops import (
 
 STILL = {"rope_type": "none", "rope_theta": 1.0}  # that turns nothing
 BLOCK = 512  # positions whose rotations are computed together
+STAGED = ("dynamic", "longrope")  # that turn by lengths, too
 
 
 @dataclass
@@ -100,6 +101,7 @@ class Model:
             still if i in c.unrotated else local if window else self.rotary for i, window in enumerate(c.windows)
         ]
         self._turns = list(dict.fromkeys(self.rotaries))
+        self.stretches = any(rotary.kind in STAGED for rotary in self._turns)  # rope asks for lengths
         self.forwards = 0  # so far
         graphs = launches(*kind) and self.device.type == "cuda" and not c.mixture
         self.graphs: Graphs | None = Graphs() if graphs else None  # None: kernels are called one by one
@@ -445,9 +447,11 @@ class Rotary:
         Only on a CPU.
         """
         blocks: dict[tuple[int, int], int] = {}
-        kept, found, row = list[Tensor](), list[int](), self.dim * self.dtype.itemsize
+        kept: list[Tensor] = []
+        found: list[int] = []
+        row, staged = self.dim * self.dtype.itemsize, self.kind in STAGED
         for p, n in zip(positions, lengths, strict=True):
-            key = p // BLOCK, self._stage(n)
+            key = p // BLOCK, self._stage(n) if staged else 0
             if (at := blocks.get(key)) is None:
                 kept.append(self._block(*key))
                 at = blocks[key] = kept[-1].data_ptr()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -29,6 +30,7 @@ from outrider.sampling import logprob
 from outrider.sequence import Sequence
 
 MASK_ELEMENTS = 2**25  # bounds the mask of a prefill chunk, where there are masks: long contexts in smaller chunks
+FEW = 16  # rows of a sequence that any forward takes, if its chunk does
 SCORED = 2**24  # logits of a prompt's tokens that are there at a time, where they are asked for
 
 
@@ -36,20 +38,33 @@ SCORED = 2**24  # logits of a prompt's tokens that are there at a time, where th
 class Output:
     """What one forward gave for each sequence: row 0 follows its last token, row 1 + i follows draft node i."""
 
-    logits: list[Tensor]  # per sequence (1 + nodes, vocab) float32, raw: parts of `flat`
-    hidden: list[Tensor]  # per sequence (1 + nodes, hidden), final and normed
     drafts: list[Draft]
-    flat: Tensor  # (rows, vocab), the logits of all sequences
+    flat: Tensor  # (rows, vocab) float32, the raw logits of all sequences
+    states: Tensor  # (rows, hidden), likewise, final and normed
     read: int = 0  # tokens that were fed beside these rows: of prompts, or what the cache had given back
 
+    @cached_property
+    def logits(self) -> list[Tensor]:
+        """Per sequence (1 + nodes, vocab): parts of `flat`."""
+        return self._parts(self.flat)
+
+    @cached_property
+    def hidden(self) -> list[Tensor]:
+        """Per sequence (1 + nodes, hidden): parts of `states`."""
+        return self._parts(self.states)
+
+    def _parts(self, rows: Tensor) -> list[Tensor]:
+        return list(torch.split(rows, [1 + len(draft.tokens) for draft in self.drafts]))
+
     def of(self, which: list[int]) -> Output:
-        """Of some of the sequences only, but for `flat`."""
+        """Of some of the sequences only, but for `flat` and `states`."""
         if len(which) == len(self.drafts):
             return self
-        logits, hidden = ([own[i] for i in which] for own in (self.logits, self.hidden))
         drafts = [self.drafts[i] for i in which]
         others = sum(1 + len(draft) for draft in self.drafts) - sum(1 + len(draft) for draft in drafts)
-        return Output(logits, hidden, drafts, self.flat, self.read + others)
+        some = Output(drafts, self.flat, self.states, self.read + others)
+        some.logits, some.hidden = ([own[i] for i in which] for own in (self.logits, self.hidden))
+        return some
 
 
 @dataclass
@@ -82,16 +97,15 @@ class Runner:
         self.model, self.kv, self.chunk = model, kv, chunk
         self.base = base  # whose verified keys this one's view shares
         self.max_len = max_len or model.config.context
-        self._dynamic = model.config.rope["rope_type"] == "dynamic"
+        self._dynamic, self._border = model.config.rope["rope_type"] == "dynamic", model.config.border
         self.progress: Callable[[int, int], None] | None = None
         self.path: Path | None = None  # the model's, likewise: what comes with it lies there
         self.tokenizer: Any = None  # the model's, set by who loads it: what holds token ids can check that it fits
         self.prefixes = False  # whether to look for, and to leave, blocks that begin other sequences of the same tokens
         self.slots: dict[int, Slot] = {}
-        self.scores: dict[
-            int, dict[int, Logprob]
-        ] = {}  # by id, of prompts to be measured: each place's token; filled here
+        self.scores: dict[int, dict[int, Logprob]] = {}  # by id, of prompts to be measured: each place's token
         self.taps = WeakSet[Rows]()  # kept up as long as a drafter holds them
+        self._tapped = False  # whether there ever were any: asking a WeakSet takes as long as a step's whole plan
 
     def tap(self, points: tuple[int, ...]) -> Rows:
         """From now on keep the hidden states at these points (see `Rows`) of all tokens read, while the result lives.
@@ -105,6 +119,7 @@ class Runner:
         base = self.base.tap(points) if self.base else None
         rows = Rows(points, self.model.config.hidden_size, self.model.dtype.itemsize, base)
         self.taps.add(rows)
+        self._tapped = True
         return rows
 
     @property
@@ -115,6 +130,7 @@ class Runner:
     @watched.setter
     def watched(self, watched: Watched) -> None:
         self.taps, self._log.size = WeakSet(watched.taps), watched.queries
+        self._tapped = bool(watched.taps)
 
     @property
     def _log(self) -> QueryLog:
@@ -162,41 +178,41 @@ class Runner:
         Of the sequences in `reading` it reads no more than so many of their pending tokens, and never the last; there
         is no output for these.
         """
-        drafts, reading = drafts or [Draft() for _ in seqs], list(reading)
+        drafts = drafts or [Draft() for _ in seqs]
         if self.base:
             self.base.read([seq.parent or seq for seq in seqs])
         with torch.inference_mode():
             starts = [self._catch_up(seq) for seq in seqs]
-            read = sum(len(seq.tokens) - 1 - start for seq, start in zip(seqs, starts, strict=True))
+            read = sum([len(seq.tokens) - 1 for seq in seqs]) - sum(starts)
             starts = self._prefill(seqs, starts)
             entries: list[Entry] = []
             tokens: list[int] = []
             wanted = Wanted([])
             for seq, draft, start in zip(seqs, drafts, starts, strict=True):
-                pending = seq.tokens[start:]
+                first, pending = len(tokens), len(seq.tokens) - start
+                tokens += seq.tokens[start:]
+                tokens += draft.tokens
                 parents = None
-                if not draft.is_chain:
-                    root = len(pending) - 1
+                if draft.tokens and not draft.is_chain:
+                    root = pending - 1
                     parents = [*range(-1, root), *(root if p < 0 else root + 1 + p for p in draft.parents)]
-                n = len(pending) + len(draft)
-                entries.append(Entry(seq.id, len(tokens), n, start, parents))
-                tokens += pending + draft.tokens
-                wanted.rows += range(len(tokens) - len(draft) - 1, len(tokens))
-            read += sum(min(n, self.pending(seq) - 1) for seq, n in reading)
-            parts = [self._part(seq, self._catch_up(seq), n, tokens, entries) for seq, n in reading]
-            hidden = self._forward([*seqs, *(seq for seq, _ in reading)], tokens, entries, wanted)
-            for (seq, _), part in zip(reading, parts, strict=True):
-                self._has_read(seq, part)
-            for seq, draft, start in zip(seqs, drafts, starts, strict=True):
+                entries.append(Entry(seq.id, first, len(tokens) - first, start, parents))
+                wanted.rows += range(first + pending - 1, len(tokens))
+            if reading:
+                reading = list(reading)
+                read += sum(min(n, self.pending(seq) - 1) for seq, n in reading)
+                parts = [self._part(seq, self._catch_up(seq), n, tokens, entries) for seq, n in reading]
+                hidden = self._forward([*seqs, *(seq for seq, _ in reading)], tokens, entries, wanted)
+                for (seq, _), part in zip(reading, parts, strict=True):
+                    self._has_read(seq, part)
+            else:
+                hidden = self._forward(seqs, tokens, entries, wanted)
+            for seq, entry in zip(seqs, entries, strict=False):  # those that only read come last
                 slot = self.slots[seq.id]
-                slot.tokens += seq.tokens[start:] + (draft.tokens if draft.is_chain else [])
+                slot.tokens += seq.tokens[entry.start :] if entry.parents else tokens[entry.row : entry.row + entry.n]
                 slot.settled = seq.settled
             assert wanted.logits is not None
-            if len(seqs) == 1:
-                return Output([wanted.logits], [hidden], drafts, wanted.logits, read)
-            counts = [1 + len(draft) for draft in drafts]
-            logits, states = torch.split(wanted.logits, counts), torch.split(hidden, counts)
-            return Output(list(logits), list(states), drafts, wanted.logits, read)
+            return Output(drafts, wanted.logits, hidden, read)
 
     def read(self, seqs: list[Sequence]) -> None:
         """Bring the cache up to all tokens of the sequences but the last, which every `extend` feeds."""
@@ -224,9 +240,11 @@ class Runner:
         """Keep the accepted path of each draft in the cache, drop the rest. Call before the sequences grow."""
         with torch.inference_mode():
             for seq, draft, verdict in zip(seqs, output.drafts, verdicts, strict=True):
+                if not draft.tokens:  # there is nothing to drop
+                    continue
                 slot, length = self.slots[seq.id], len(seq.tokens)
                 self.kv.keep(seq.id, length, verdict.path)
-                for rows in self.taps or ():  # iterating over an empty WeakSet is dear
+                for rows in self.taps if self._tapped else ():
                     rows.keep(seq.id, length, verdict.path)
                 if not self.follows_paths and verdict.path != list(range(len(verdict.path))):
                     slot.pure = min(slot.pure, length)
@@ -235,31 +253,32 @@ class Runner:
     def free(self, seq: Sequence) -> None:
         """Give back what a sequence holds."""
         if slot := self.slots.pop(seq.id, None):
-            self._publish(seq, slot, self._common(seq, slot, len(seq.tokens)))
+            self._publish(seq, slot, self._common(slot, seq.tokens, len(seq.tokens)))
         self.kv.free(seq.id)
         for rows in self.taps:
             rows.free(seq.id)
 
     def _catch_up(self, seq: Sequence) -> int:
         """Truncate the cache to what it shares with the sequence; at least the last token is fed again."""
-        slot = self.slots.setdefault(seq.id, Slot())
-        known, truth = slot.tokens, seq.tokens
-        n = self._common(seq, slot, len(truth) - 1)
-        self._publish(seq, slot, n)
-        if slot.beyond != self._beyond(seq):
+        slot = self.slots.get(seq.id) or self.slots.setdefault(seq.id, Slot())
+        known, truth, settled = slot.tokens, seq.tokens, seq.settled
+        n = self._common(slot, truth, len(truth) - 1)
+        if self.prefixes:
+            self._publish(seq, slot, n)
+        if self._border is not None and slot.beyond != self._beyond(seq):
             n, slot.settled, slot.beyond = 0, 0, not slot.beyond
             known.clear()  # all its keys are rotated otherwise now
-        m = self.kv.catch_up(seq.id, n, seq.settled - 1)
-        for rows in self.taps or ():
-            rows.catch_up(seq.id, n, min(m, seq.settled - 1))
+        m = self.kv.catch_up(seq.id, n, settled - 1)
+        for rows in self.taps if self._tapped else ():
+            rows.catch_up(seq.id, n, min(m, settled - 1))
         if len(known) != m:
             known[min(m, n) :] = truth[n:m]
             slot.settled = min(slot.settled, m)
         return m
 
-    def _common(self, seq: Sequence, slot: Slot, most: int) -> int:
-        """How many of its first tokens the cache holds, at most `most`."""
-        known, truth = slot.tokens, seq.tokens
+    def _common(self, slot: Slot, truth: list[int], most: int) -> int:
+        """How many of the first of these tokens the cache holds, at most `most`."""
+        known = slot.tokens
         n, limit = min(slot.settled, most), min(len(known), most)
         while n < limit and known[n] == truth[n]:
             n += 1
@@ -267,8 +286,7 @@ class Runner:
 
     def _beyond(self, seq: Sequence) -> bool:
         """Whether a sequence is longer than the model's border."""
-        border = self.model.config.border
-        return border is not None and len(seq.tokens) > border
+        return self._border is not None and len(seq.tokens) > self._border
 
     def _root(self, seq: Sequence, slot: Slot) -> Hashable:
         """What sequences of the same tokens must share to have the same keys: `dynamic` rope knows the prompt's end."""
@@ -286,8 +304,10 @@ class Runner:
 
         Or until no more than `leave` are left, if that is given.
         """
-        fits = [self._fits(seq) for seq in seqs]
         left = [len(seq.tokens) - start for seq, start in zip(seqs, starts, strict=True)]
+        if not leave and max(left, default=0) <= FEW and sum(left) <= self.chunk:
+            return starts
+        fits = [self._fits(seq) for seq in seqs]
         by_id = {seq.id: seq for seq in seqs}
         total, long = sum(left), False
         while sum(left) > (leave or self.chunk) or any(n > fit for n, fit in zip(left, fits, strict=True)):
@@ -313,7 +333,7 @@ class Runner:
         if self.follows_paths:
             return self.chunk
         group = self.model.config.num_heads // self.model.config.num_kv_heads
-        return min(self.chunk, max(16, MASK_ELEMENTS // (group * len(seq.tokens))))
+        return min(self.chunk, max(FEW, MASK_ELEMENTS // (group * len(seq.tokens))))
 
     def _part(self, seq: Sequence, start: int, most: int, tokens: list[int], entries: list[Entry]) -> int:
         """Put tokens of a sequence from place `start` on into a forward, but not the last; returns how many."""
@@ -332,28 +352,40 @@ class Runner:
     def _forward(self, seqs: list[Sequence], tokens: list[int], entries: list[Entry], wanted: Wanted) -> Tensor:
         plan = Plan(entries)
         self.kv.reserve(plan)
-        border = self.model.config.border
-        prompts = {seq.id: seq.prompt_len for seq in seqs}
-        ends = {seq.id: len(seq.tokens) for seq in seqs}
         positions: list[int] = []
-        lengths: list[int] = []
         for e in entries:
-            own = e.positions()
-            positions += own
-            lengths += [max(p + 1, prompts[e.seq]) if border is None else ends[e.seq] for p in own]
-        states: dict[int, Any] = dict.fromkeys(point for rows in self.taps or () for point in rows.points)
-        if scored := list(self._to_score(seqs, entries)):
+            positions += range(e.start, e.start + e.n) if e.parents is None else e.positions()
+        states: dict[int, Any] = {}
+        if self._tapped:
+            states = dict.fromkeys(point for rows in self.taps for point in rows.points)
+        scored = list(self._to_score(seqs, entries)) if self.scores else []
+        if scored:
             states[NORMED] = None
+        lengths = self._lengths(seqs, entries) if self.model.stretches else positions
         hidden = self.model.forward(tokens, positions, lengths, self.kv, plan, states or None, wanted)
-        size = max(16, SCORED // self.model.config.vocab_size)
-        for piece in (scored[i : i + size] for i in range(0, len(scored), size)):
-            logits = self.model.logits(states[NORMED][[row for _, row, _ in piece]])
-            for own, (seq, _, at) in zip(logits, piece, strict=True):
-                self.scores[seq.id][at] = logprob(own, seq.tokens[at], seq.params.prompt_logprobs or 0)
-        for rows in self.taps or ():
+        if scored:
+            self._score(scored, states[NORMED])
+        for rows in self.taps if self._tapped else ():
             for e in entries:
                 rows.add(e.seq, e.start, states, slice(e.row, e.row + e.n))
         return hidden
+
+    def _lengths(self, seqs: list[Sequence], entries: list[Entry]) -> list[int]:
+        """Per row the length by which rope turns it: the prompt's for a prompt's tokens, or the whole sequence's."""
+        by_id = {seq.id: seq for seq in seqs}
+        lengths: list[int] = []
+        for e in entries:
+            seq = by_id[e.seq]
+            lengths += [max(p + 1, seq.prompt_len) if self._border is None else len(seq.tokens) for p in e.positions()]
+        return lengths
+
+    def _score(self, scored: list[tuple[Sequence, int, int]], states: Tensor) -> None:
+        """Keep what a forward's normed states say of a prompt's tokens."""
+        size = max(FEW, SCORED // self.model.config.vocab_size)
+        for piece in (scored[i : i + size] for i in range(0, len(scored), size)):
+            logits = self.model.logits(states[[row for _, row, _ in piece]])
+            for own, (seq, _, at) in zip(logits, piece, strict=True):
+                self.scores[seq.id][at] = logprob(own, seq.tokens[at], seq.params.prompt_logprobs or 0)
 
     def _unscored(self, seq: Sequence) -> bool:
         """Whether some of a prompt's tokens have yet to be measured."""

@@ -17,6 +17,7 @@ import struct
 import threading
 from array import array
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -53,52 +54,57 @@ class Row:
         return len(self.seq.tokens) + len(self.path)
 
 
-def choose(logits: Tensor, rows: list[Row], stream: str = "") -> list[int]:
+def choose(logits: Tensor, rows: list[Row], stream: str = "", at: Seq[int] | None = None) -> list[int]:
     """One token for each row. logits (rows, vocab) float32, raw; a row's choice depends on that row alone.
 
     Without a `stream` this is Law 1. A named stream is other noise, independent of it and fresh at every step. -1 where
-    there is nothing to choose: `refusal` says why.
+    there is nothing to choose: `refusal` says why. `at`: which of the logits the rows have, if not all of them in turn.
     """
     if picks(logits):
-        own = [i for i, row in enumerate(rows) if _edits(row.seq) or _filters(row.seq.params, logits.shape[1])]
+        logits = logits if at is None else logits[list(at)]
+        own = [i for i, row in enumerate(rows) if row.seq.edited or _filters(row.seq.params, logits.shape[1])]
         chosen = _drawn(logits, rows, stream)  # of all rows: asking once is what costs
         others = likeliest(scores(logits[own], [rows[i] for i in own], stream)) if own else []
         for i, token in zip(own, others, strict=True):
             chosen[i] = token
         return chosen
-    settled = _settled(logits, rows, stream)
-    left = [i for i in range(len(rows)) if i not in settled]
-    if not settled:
-        return likeliest(scores(logits, rows, stream))
-    others = likeliest(scores(logits[left], [rows[i] for i in left], stream)) if left else []
-    settled |= dict(zip(left, others, strict=True))
+    at = range(len(rows)) if at is None else at
+    settled = _settled(logits, rows, stream, at)
+    if left := [i for i in range(len(rows)) if i not in settled]:
+        some = logits if len(left) == len(logits) else logits[[at[i] for i in left]]
+        settled |= dict(zip(left, likeliest(scores(some, [rows[i] for i in left], stream)), strict=True))
     return [settled[i] for i in range(len(rows))]
 
 
-def _settled(logits: Tensor, rows: list[Row], stream: str) -> dict[int, int]:
+def _settled(logits: Tensor, rows: list[Row], stream: str = "", at: Seq[int] | None = None) -> dict[int, int]:
     """The tokens of those rows that sample and are drawn by the kernels: all but a few, on a CPU.
 
     They find what the functions below would, or nothing where that is so close that last bits decide.
     """
     if not native.runs(logits.dtype, logits.device) or logits.dtype != torch.float32 or not logits.shape[1]:
         return {}
-    logits, kept, drawn, wishes = logits.contiguous(), [], [], []
-    for i, row in enumerate(rows):
-        p, (temperature, key) = row.seq.params, _heat(row, stream)
-        if not temperature:
+    logits = logits.contiguous()
+    vocab, lies = logits.shape[1], logits.data_ptr()
+    kept: list[Tensor] = []
+    drawn: list[int] = []
+    wishes: list[tuple[int, float, int, float, float, int]] = []
+    for i, (row, place) in enumerate(zip(rows, range(len(rows)) if at is None else at, strict=True)):
+        p = row.seq.params
+        if not p.temperature:
             continue
-        own = logits[i]
-        if _edits(row.seq):
+        own = lies + 4 * vocab * place
+        if row.seq.edited:
             try:
-                own = process(own, row).contiguous()
+                kept.append(process(logits[place], row).contiguous())
             except OutriderError:  # the reference will meet it, too
                 continue
-            kept.append(own)  # while its address is in use
+            own = kept[-1].data_ptr()  # in use as long as it is kept
+        temperature, key = _heat(row, stream)
         least = _log(p.min_p) if p.min_p > 0 else -math.inf
-        top_k = p.top_k if 0 < p.top_k < len(own) else 0
+        top_k = p.top_k if 0 < p.top_k < vocab else 0
         drawn.append(i)
-        wishes.append((own.data_ptr(), temperature, top_k, _single(p.top_p), least, key % 2**64))
-    tokens = native.kernels.draw(wishes, logits.shape[1], torch.get_num_threads()) if wishes else []
+        wishes.append((own, temperature, top_k, _single(p.top_p), least, key % 2**64))
+    tokens = native.kernels.draw(wishes, vocab, torch.get_num_threads()) if wishes else []
     return {i: token for i, token in zip(drawn, tokens, strict=True) if token >= 0}
 
 
@@ -149,7 +155,7 @@ def scores(logits: Tensor, rows: list[Row], stream: str = "") -> Tensor:
 
     May be `logits` itself.
     """
-    if rows and not any(row.seq.params.temperature > 0 or _edits(row.seq) for row in rows):
+    if rows and not any(row.seq.params.temperature > 0 or row.seq.edited for row in rows):
         return logits
     with few_threads(logits):
         logits, drawn = _shaped(logits, rows)
@@ -217,7 +223,7 @@ def _shaped(logits: Tensor, rows: list[Row]) -> tuple[Tensor, list[int]]:
 
     The result is a copy if there are any of these; else it may be `logits` itself.
     """
-    edited = [i for i, row in enumerate(rows) if _edits(row.seq)]
+    edited = [i for i, row in enumerate(rows) if row.seq.edited]
     if edited:
         logits = logits.clone()
         for i in edited:
@@ -244,17 +250,6 @@ def _column(params: list[SamplingParams], name: str, like: Tensor) -> Tensor:
 
 
 # --- what a request's parameters do to its logits -------------------------------------------------------------------
-
-
-def _edits(seq: Sequence) -> bool:
-    p = seq.params
-    return (
-        bool(p.logits_processors or p.logit_bias or p.min_tokens or p.presence_penalty or p.frequency_penalty)
-        or p.repetition_penalty != 1
-        or p.allowed_token_ids is not None
-        or bool(seq.banned)
-        or seq.constraint is not None
-    )
 
 
 def process(logits: Tensor, row: Row) -> Tensor:

@@ -73,6 +73,16 @@ class Sequence:
         return self.max_len - len(self.tokens)
 
     @property
+    def edited(self) -> bool:
+        """Whether its requests, its grammar or its banned words change the logits before a token is chosen."""
+        return self.params.edits or self.constraint is not None or bool(self.banned)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether its next token is the argmax of the raw logits."""
+        return self.params.greedy and self.constraint is None and not self.banned
+
+    @property
     def output(self) -> list[int]:
         """Tokens after the prompt."""
         return self.tokens[self.prompt_len :]

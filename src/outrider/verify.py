@@ -41,7 +41,7 @@ from torch.nn.functional import one_hot
 from outrider.config import Rule
 from outrider.draft import Draft, Verdict
 from outrider.errors import OutriderError
-from outrider.sampling import Row, choose, coins, distribution, draw, logprob, refusal
+from outrider.sampling import Row, choose, coins, distribution, draw, likeliest, logprob, refusal
 from outrider.sequence import Sequence
 
 COUPLED = Rule()
@@ -56,58 +56,85 @@ def verify(seqs: list[Sequence], drafts: list[Draft], logits: Tensor, rule: Rule
 
     logits (rows, vocab) float32: of each sequence in turn, a row that follows its last token and one for each node.
     """
-    stepwise = [_stepwise(seq, logits, rule) for seq in seqs]
-    rows: list[Row] = []
-    for seq, draft, alone in zip(seqs, drafts, stepwise, strict=True):
-        if not alone:
-            rows.append(Row(seq))
-            rows += [Row(seq, list(draft.words(i))) for i in range(draft.verifiable)]
-    parts = torch.split(logits, [1 + len(draft) for draft in drafts]) if len(seqs) > 1 else [logits]
-    flat = logits
-    if len(rows) < len(logits):
-        asked = zip(parts, drafts, stepwise, strict=True)
-        flat = torch.cat([logits[:0], *(own[: 1 + draft.verifiable] for own, draft, alone in asked if not alone)])
-    chosen = [] if rule.flips_coins else choose(flat, rows)
-    probs = flat if rule.method == "coupled" else distribution(flat, rows)
-    verdicts, at = [], 0
-    for seq, draft, own, alone in zip(seqs, drafts, parts, stepwise, strict=True):
-        if alone:
-            verdict = _ask_along(seq, draft, own)
-        else:
-            these = slice(at, at + 1 + draft.verifiable)
-            at = these.stop
-            p = probs if rule.method == "coupled" else probs[these]  # which does not look at them
-            verdict = _judge(draft, own, rows[these], chosen[these], p, rule)
+    verdicts = _coupled(seqs, drafts, logits) if rule.method == "coupled" else _judged(seqs, drafts, logits, rule)
+    first = 0
+    for seq, draft, verdict in zip(seqs, drafts, verdicts, strict=True):
         if (top := seq.params.logprobs) is not None and not verdict.error:
-            nodes = [-1, *verdict.path]
-            verdict.logprobs = [logprob(own[n + 1], t, top) for n, t in zip(nodes, verdict.tokens, strict=True)]
-        verdicts.append(verdict)
+            rows = [first + 1 + node for node in (-1, *verdict.path)]
+            verdict.logprobs = [logprob(logits[at], t, top) for at, t in zip(rows, verdict.tokens, strict=True)]
+        first += 1 + len(draft.tokens)
     return verdicts
 
 
-def _stepwise(seq: Sequence, logits: Tensor, rule: Rule) -> bool:
-    """Whether only the rows along the walk are asked.
+def _coupled(seqs: list[Sequence], drafts: list[Draft], logits: Tensor) -> list[Verdict]:
+    """Greedy rows in one call, then others in one; of those that are dear, what lies behind the first one by one."""
+    greedy = [seq.greedy for seq in seqs] if logits.is_cpu else [False] * len(seqs)
+    best = likeliest(logits) if any(greedy) else []
+    chosen = _asked(seqs, drafts, logits, greedy) if not all(greedy) else {}
+    verdicts: list[Verdict] = []
+    first = 0
+    for seq, draft, easy in zip(seqs, drafts, greedy, strict=True):
+        if easy and not draft.tokens and best[first] >= 0:
+            verdicts.append(Verdict([], [best[first]]))
+        else:
 
-    So it is with custom processors, which hear only of prefixes that the target itself has written, with grammars, for
-    whose masks most nodes of a draft need not pay, and on a CPU for draws from a large vocabulary: each costs a
-    millisecond or so.
+            def token(at: int, seq: Sequence = seq, draft: Draft = draft, first: int = first, easy: bool = easy) -> int:
+                row, found = chosen.get(first + at) or (Row(seq, list(draft.words(at - 1))), None)
+                if found is None:
+                    found = best[first + at] if easy else choose(logits, [row], at=[first + at])[0]
+                if found < 0:
+                    raise refusal(logits[first + at], row)
+                return found
+
+            ends = seq.eos if seq.params.logits_processors or seq.constraint else ()
+            verdicts.append(walk(draft, token, ends))
+        first += 1 + len(draft.tokens)
+    return verdicts
+
+
+def _asked(seqs: list[Sequence], drafts: list[Draft], logits: Tensor, greedy: list[bool]) -> dict[int, tuple[Row, int]]:
+    """By their number those rows that are asked for in any case, and their tokens.
+
+    Of some sequences it is the first row alone, the others only where the walk comes by: with custom processors, which
+    hear only of prefixes that the target itself has written, with grammars, for whose masks most nodes of a draft need
+    not pay, and on a CPU for draws from a large vocabulary: each costs a millisecond or so.
     """
-    p = seq.params
-    dear = p.temperature > 0 and logits.shape[1] >= LARGE and logits.device.type == "cpu"
-    return rule.method == "coupled" and (bool(p.logits_processors) or dear or seq.constraint is not None)
+    large = logits.is_cpu and logits.shape[1] >= LARGE
+    rows: list[Row] = []
+    places: list[int] = []
+    first = 0
+    for seq, draft, easy in zip(seqs, drafts, greedy, strict=True):
+        if not easy:
+            p = seq.params
+            along = bool(p.logits_processors) or (large and p.temperature > 0) or seq.constraint is not None
+            count = 0 if along else draft.verifiable
+            rows += [Row(seq), *(Row(seq, list(draft.words(node))) for node in range(count))]
+            places += range(first, first + 1 + count)
+        first += 1 + len(draft.tokens)
+    return dict(zip(places, zip(rows, choose(logits, rows, at=places), strict=True), strict=True))
 
 
-def _ask_along(seq: Sequence, draft: Draft, logits: Tensor) -> Verdict:
-    def token(at: int) -> int:
-        row = Row(seq, list(draft.words(at - 1)))
-        return _token(choose(logits[at : at + 1], [row])[0], logits[at], row)
+def _judged(seqs: list[Sequence], drafts: list[Draft], logits: Tensor, rule: Rule) -> list[Verdict]:
+    """By the rules that look at distributions."""
+    rows: list[Row] = []
+    places: list[int] = []
+    first = 0
+    for seq, draft in zip(seqs, drafts, strict=True):
+        rows += [Row(seq), *(Row(seq, list(draft.words(node))) for node in range(draft.verifiable))]
+        places += range(first, first + 1 + draft.verifiable)
+        first += 1 + len(draft.tokens)
+    logits = logits if len(places) == len(logits) else logits[places]
+    probs = distribution(logits, rows)
+    verdicts: list[Verdict] = []
+    first = 0
+    for draft in drafts:
+        own = slice(first, first + 1 + draft.verifiable)
+        verdicts.append(_judge(draft, logits[own], rows[own], probs[own], rule))
+        first = own.stop
+    return verdicts
 
-    return walk(draft, token, seq.eos if seq.params.logits_processors or seq.constraint else ())
 
-
-def _judge(draft: Draft, logits: Tensor, rows: list[Row], chosen: list[int], p: Tensor, rule: Rule) -> Verdict:
-    if rule.method == "coupled":
-        return walk(draft, lambda at: _token(chosen[at], logits[at], rows[at]))
+def _judge(draft: Draft, logits: Tensor, rows: list[Row], p: Tensor, rule: Rule) -> Verdict:
     if bool(p[0, 0].isnan()):
         return Verdict([], [], error=refusal(logits[0], rows[0]))
     if bool(p[:, 0].isnan().any()):  # somewhere in the draft there is nothing to choose: it may be there no more
@@ -115,7 +142,8 @@ def _judge(draft: Draft, logits: Tensor, rows: list[Row], chosen: list[int], p: 
     seq = rows[0].seq
     if rule.method == "typical":
         path = typical(draft, p, rule.epsilon, rule.alpha)
-        token = chosen[path[-1] + 1 if path else 0]
+        last = path[-1] + 1 if path else 0
+        token = choose(logits, [rows[last]], at=[last])[0]
     else:
         flips = coins(seq, draft.verifiable, "accept")
         chain = draft.parents[: draft.verifiable] == list(range(-1, draft.verifiable - 1))
@@ -123,12 +151,6 @@ def _judge(draft: Draft, logits: Tensor, rows: list[Row], chosen: list[int], p: 
         path, left = judge(draft, p, lambda node, probability: flips[node] < probability)
         token = draw(left, seq, "emit")
     return Verdict(path, [draft.tokens[i] for i in path] + [token], draft.verifiable, draft.is_chain)
-
-
-def _token(chosen: int, logits: Tensor, row: Row) -> int:
-    if chosen < 0:
-        raise refusal(logits, row)
-    return chosen
 
 
 def walk(draft: Draft, chosen: Callable[[int], int], ends: Container[int] = ()) -> Verdict:

@@ -141,7 +141,7 @@ def _steps(llm: LLM, tokens: list[int], history: int) -> list[float]:
         rows = 1 + len(draft)
         logits = torch.randn(rows, config.vocab_size, generator=noise).to(llm.runner.model.device)
         hidden = torch.randn(rows, config.hidden_size, generator=noise).to(llm.runner.model.device)
-        output = Output([logits], [hidden.to(llm.runner.model.dtype)], [draft], logits)
+        output = Output([draft], logits, hidden.to(llm.runner.model.dtype))
         seq.accept([token])
         began = time.perf_counter()
         drafter.observe([seq], [Verdict([], [token], draft.verifiable)], output)

@@ -103,8 +103,8 @@ class PagedKV:
     def catch_up(self, seq: int, length: int, settled: int) -> int:
         """All that was stored right is there; blocks behind it are given back."""
         self.log.truncate(seq, length)  # keys and values are overwritten before they are seen
-        if table := self.tables.get(seq):
-            needed = -(-length // BLOCK)
+        table, needed = self.tables.get(seq), -(-length // BLOCK)
+        if table and needed < len(table.blocks):
             self.pool.release(table.blocks[needed:])
             del table.blocks[needed:]
             table.published *= table.published <= needed
@@ -138,7 +138,7 @@ class PagedKV:
     def reserve(self, plan: Plan) -> None:
         """Give each sequence blocks of its own for the tokens of this forward. Raises PoolFull, OutOfMemory."""
         for e in plan.entries:
-            table = self.tables.setdefault(e.seq, Table())
+            table = self.tables.get(e.seq) or self.tables.setdefault(e.seq, Table())
             for at in range(e.start // BLOCK, -(-(e.start + e.n) // BLOCK)):
                 if at >= len(table.blocks):
                     table.put(at, self._take())
