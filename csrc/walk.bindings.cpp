@@ -37,7 +37,7 @@ static WalkRun checked(const Walk &w, int rows, int64_t slabs, Run run) {
   return out;
 }
 
-static void forward(const Walk &w, std::vector<int64_t> tokens, uintptr_t embedded, std::vector<uintptr_t> turns,
+static std::vector<int> forward(const Walk &w, std::vector<int64_t> tokens, uintptr_t embedded, std::vector<uintptr_t> turns,
                     int64_t sines, std::vector<Run> runs, uintptr_t slabs, int64_t slab_count, std::vector<int> wanted,
                     std::vector<std::pair<int, uintptr_t>> states, uintptr_t queries, uintptr_t out, uintptr_t logits,
                     int threads) {
@@ -47,14 +47,20 @@ static void forward(const Walk &w, std::vector<int64_t> tokens, uintptr_t embedd
   if (int(turns.size()) != rows * (most + 1)) throw nb::value_error("there must be a turn for each row and rotation");
   WalkPlan plan{rows, std::move(tokens), at(embedded), std::move(turns), sines, {},
                 reinterpret_cast<void *const *>(slabs), slab_count, std::move(wanted), std::move(states),
-                reinterpret_cast<void *>(queries), reinterpret_cast<void *>(out), reinterpret_cast<float *>(logits), threads};
+                reinterpret_cast<void *>(queries), reinterpret_cast<void *>(out), reinterpret_cast<float *>(logits), nullptr,
+                threads};
   if (!embedded && (int(plan.tokens.size()) != rows || (!w.embedding && !w.packed)))
     throw nb::value_error("there must be a token for each row, or the rows embedded");
   for (int row : plan.wanted)
     if (row < 0 || row >= rows) throw nb::value_error("a row that is wanted is not there");
   for (Run &run : runs) plan.runs.push_back(checked(w, rows, slab_count, std::move(run)));
-  nb::gil_scoped_release release;
-  walk(w, plan);
+  std::vector<int> best(logits ? plan.wanted.size() : 0);
+  plan.best = best.data();
+  {
+    nb::gil_scoped_release release;
+    walk(w, plan);
+  }
+  return best;
 }
 
 void bind_walk(nb::module_ &m) {

@@ -55,7 +55,9 @@ class Step {
       rest(w_.layers[last], out, qkv_, wanted);
     }
     norm(out, wanted, out);
-    if (plan_.logits) multiply(w_.head, out, wanted, plan_.logits, w_.vocab, true, nullptr, nullptr);
+    if (!plan_.logits) return;
+    multiply(w_.head, out, wanted, plan_.logits, w_.vocab, true, nullptr, nullptr);
+    kernels().elementwise.argmax(plan_.logits, wanted, w_.vocab, plan_.best, plan_.threads);
   }
 
  private:

@@ -54,6 +54,7 @@ struct WalkPlan {
   void *queries;                                      // (layers, rows, heads, dim), or null
   void *out;                                          // (wanted, hidden), normed
   float *logits;                                      // (wanted, vocab), or null
+  int *best;                                          // of each row of logits where it is largest, as argmax has it
   int threads;
 };
 

@@ -310,7 +310,7 @@ def test_processors_are_asked_along_the_walk_only():
 
 @given(recipes=st.lists(trees, min_size=1, max_size=3), temperature=st.sampled_from([0.0, 0.5, 1.0]))
 def test_a_large_vocabulary_is_asked_along_the_walk(recipes, temperature):
-    """With a large vocabulary only the rows along the walk are drawn, the first ones together; verdicts are the same."""
+    """With a large vocabulary only rows along the walk are drawn, the first ones together; verdicts are the same."""
     params = SamplingParams(temperature=temperature, top_p=0.9, repetition_penalty=1.1)
     seqs = [Sequence([1, 2, i], params, seed=i) for i in range(len(recipes))]
     drafts = [grow(recipe, [1] * 20, vocab=3) for recipe in recipes]

@@ -71,10 +71,14 @@ class Attends(Protocol):
 
 @dataclass
 class Wanted:
-    """Rows of a forward that are asked for, ascending; the forward puts their logits (rows, vocab) float32 here."""
+    """Rows of a forward that are asked for, ascending; the forward puts their logits (rows, vocab) float32 here.
+
+    And where it knows them, the likeliest token of each, as `argmax` says it.
+    """
 
     rows: list[int]
     logits: Tensor | None = None
+    best: list[int] | None = None
 
 
 @dataclass
@@ -179,9 +183,11 @@ class Model:
         turns, sines = [at for own, _, _ in found for at in own], found[0][1]
         given = tokens if self._walk.embeds else self.embed(torch.tensor(tokens))
         rows = list(range(len(tokens))) if wanted is None else wanted.rows
-        hidden, logits = self._walk(given, turns, sines, at, rows, {} if states is None else states, wanted is not None)
+        head = wanted is not None
+        hidden, logits, best = self._walk(given, turns, sines, at, rows, {} if states is None else states, head)
         if wanted is not None:
             wanted.logits = self._finish(logits)
+            wanted.best = best if wanted.logits is logits else None
         return hidden
 
     def _replayed(

@@ -42,6 +42,7 @@ class Output:
     flat: Tensor  # (rows, vocab) float32, the raw logits of all sequences
     states: Tensor  # (rows, hidden), likewise, final and normed
     read: int = 0  # tokens that were fed beside these rows: of prompts, or what the cache had given back
+    best: list[int] | None = None  # of each of these rows the likeliest token, -1 if that is not finite; if known
 
     @cached_property
     def logits(self) -> list[Tensor]:
@@ -212,7 +213,7 @@ class Runner:
                 slot.tokens += seq.tokens[entry.start :] if entry.parents else tokens[entry.row : entry.row + entry.n]
                 slot.settled = seq.settled
             assert wanted.logits is not None
-            return Output(drafts, wanted.logits, hidden, read)
+            return Output(drafts, wanted.logits, hidden, read, wanted.best)
 
     def read(self, seqs: list[Sequence]) -> None:
         """Bring the cache up to all tokens of the sequences but the last, which every `extend` feeds."""
@@ -238,17 +239,19 @@ class Runner:
 
     def commit(self, seqs: list[Sequence], output: Output, verdicts: list[Verdict]) -> None:
         """Keep the accepted path of each draft in the cache, drop the rest. Call before the sequences grow."""
-        with torch.inference_mode():
-            for seq, draft, verdict in zip(seqs, output.drafts, verdicts, strict=True):
-                if not draft.tokens:  # there is nothing to drop
-                    continue
-                slot, length = self.slots[seq.id], len(seq.tokens)
-                self.kv.keep(seq.id, length, verdict.path)
-                for rows in self.taps if self._tapped else ():
-                    rows.keep(seq.id, length, verdict.path)
-                if not self.follows_paths and verdict.path != list(range(len(verdict.path))):
-                    slot.pure = min(slot.pure, length)
-                slot.tokens[length:] = [draft.tokens[i] for i in verdict.path]
+        for seq, draft, verdict in zip(seqs, output.drafts, verdicts, strict=True):
+            if draft.tokens:
+                with torch.inference_mode():
+                    self._keep(seq, draft, verdict.path)
+
+    def _keep(self, seq: Sequence, draft: Draft, path: list[int]) -> None:
+        slot, length = self.slots[seq.id], len(seq.tokens)
+        self.kv.keep(seq.id, length, path)
+        for rows in self.taps if self._tapped else ():
+            rows.keep(seq.id, length, path)
+        if not self.follows_paths and path != list(range(len(path))):
+            slot.pure = min(slot.pure, length)
+        slot.tokens[length:] = [draft.tokens[i] for i in path]
 
     def free(self, seq: Sequence) -> None:
         """Give back what a sequence holds."""

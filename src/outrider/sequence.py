@@ -127,7 +127,7 @@ class Sequence:
             done = self.constraint is not None and self.constraint.done(self)
             if self.tokens[-1] in self.eos or done or (self.stop_check and self.stop_check()):
                 self.finish_reason = "stop"
-            elif self.room <= 0:
+            elif len(self.tokens) >= self.max_len:
                 self.finish_reason = "length"
         except Exception as error:  # a caller's criterion, say: it raises what it likes, and ends its own request
             self.fail(error)

@@ -34,6 +34,7 @@ class Drafter:
     num_speculative_tokens: int = 4  # k: most tokens of a draft, over all its branches
     name: ClassVar[str] = ""  # set when it is found by its name
     cheap: ClassVar[bool] = False  # whether its guesses run no model, and take microseconds
+    idle: ClassVar[bool] = False  # whether it never guesses nor looks: where nothing is to be drafted, no step asks it
 
     def attach(self, target: Runner, load: Callable[[str], Runner]) -> None:
         """Called once before use. `load(name)` gives a runner of another model on the target's device."""
@@ -91,20 +92,19 @@ def step(
     """
     began = time.perf_counter()
     k = min(k, MOST_NODES) if any([seq.room > 1 for seq in seqs]) else 0  # counts nodes; what is too deep is clipped
-    told_of = [i for i, seq in enumerate(seqs) if seq.k != 0]
+    told_of = [i for i, seq in enumerate(seqs) if seq.k != 0] if k or not drafter.idle else []
     drafts = _drafts(drafter, seqs, told_of, k, rule, runner.model.config)
     drafted = time.perf_counter()
     output = runner.extend(seqs, drafts, reading or ())
-    verdicts = verify(seqs, drafts, output.flat, rule) if seqs else []
+    verdicts = verify(seqs, drafts, output.flat, rule, output.best) if seqs else []
     runner.commit(seqs, output, verdicts)
     verified = time.perf_counter()
-    for seq, verdict in zip(seqs, verdicts, strict=True):
-        moved = not runner.follows_paths and verdict.path != list(range(len(verdict.path)))
-        seq.branched = seq.branched or moved
-        taken = seq.accept(verdict.tokens)
-        del verdict.tokens[taken:], verdict.path[taken:], verdict.logprobs[taken:]
-    for draft, verdict in zip(drafts, verdicts, strict=True):
+    for seq, draft, verdict in zip(seqs, drafts, verdicts, strict=True):
         verdict.forced, verdict.by = draft.forced, draft.by
+        if verdict.path and not runner.follows_paths and verdict.path != list(range(len(verdict.path))):
+            seq.branched = True
+        if (taken := seq.accept(verdict.tokens)) < len(verdict.tokens):
+            del verdict.tokens[taken:], verdict.path[taken:], verdict.logprobs[taken:]
     observing = time.perf_counter()
     try:
         if told_of:
@@ -125,7 +125,7 @@ def _drafts(
 ) -> list[Draft]:
     """What the drafter proposes, checked, and clipped to what each sequence may take. Raises DrafterError."""
     if not told_of:
-        return [Draft() for _ in seqs]
+        return [Draft()] * len(seqs)  # which nobody is shown
     asked = [seqs[i] for i in told_of]
     k = min(k, max([k if seq.k is None else seq.k for seq in asked]))
     shown = [seq.shown(rule) for seq in asked]

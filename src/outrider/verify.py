@@ -51,12 +51,15 @@ Coin = Callable[[int, float], bool]
 """`coin(node, probability)`: whether it falls right. Asked at most once per node; tests enumerate both answers."""
 
 
-def verify(seqs: list[Sequence], drafts: list[Draft], logits: Tensor, rule: Rule = COUPLED) -> list[Verdict]:
+def verify(
+    seqs: list[Sequence], drafts: list[Draft], logits: Tensor, rule: Rule = COUPLED, best: list[int] | None = None
+) -> list[Verdict]:
     """One verdict per sequence. If no token can be chosen for one (NaN, all banned, ...), its verdict says so.
 
     logits (rows, vocab) float32: of each sequence in turn, a row that follows its last token and one for each node.
+    `best`: each row's `likeliest`, if that is known.
     """
-    verdicts = _coupled(seqs, drafts, logits) if rule.method == "coupled" else _judged(seqs, drafts, logits, rule)
+    verdicts = _coupled(seqs, drafts, logits, best) if rule.method == "coupled" else _judged(seqs, drafts, logits, rule)
     first = 0
     for seq, draft, verdict in zip(seqs, drafts, verdicts, strict=True):
         if (top := seq.params.logprobs) is not None and not verdict.error:
@@ -66,10 +69,11 @@ def verify(seqs: list[Sequence], drafts: list[Draft], logits: Tensor, rule: Rule
     return verdicts
 
 
-def _coupled(seqs: list[Sequence], drafts: list[Draft], logits: Tensor) -> list[Verdict]:
+def _coupled(seqs: list[Sequence], drafts: list[Draft], logits: Tensor, best: list[int] | None) -> list[Verdict]:
     """Greedy rows in one call, then others in one; of those that are dear, what lies behind the first one by one."""
     greedy = [seq.greedy for seq in seqs] if logits.is_cpu else [False] * len(seqs)
-    best = likeliest(logits) if any(greedy) else []
+    if best is None:
+        best = likeliest(logits) if any(greedy) else []
     chosen = _asked(seqs, drafts, logits, greedy) if not all(greedy) else {}
     verdicts: list[Verdict] = []
     first = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from outrider.draft import Draft
 from outrider.sequence import Sequence
@@ -14,6 +15,7 @@ class NoDraft(Drafter):
     """Proposes nothing."""
 
     num_speculative_tokens: int = 0
+    idle: ClassVar[bool] = True
 
     def propose(self, seqs: list[Sequence], k: int) -> list[Draft]:
         """Empty drafts."""

@@ -130,14 +130,17 @@ class Engine:
     @contextmanager
     def idle(self) -> Iterator[None]:
         """The engine to oneself, where no request runs or starts. Raises ConfigError if there are any."""
-        with self._held():
-            self._sweep()
-            if self.running or self.waiting:
-                raise ConfigError(
-                    f"{len(self.running) + len(self.waiting)} requests are running; change how drafts are made when "
-                    "they have ended, and close streams that are not read to their end"
-                )
-            yield
+        try:
+            with self._turn.held():
+                self._sweep()
+                if self.running or self.waiting:
+                    raise ConfigError(
+                        f"{len(self.running) + len(self.waiting)} requests are running; change how drafts are made "
+                        "when they have ended, and close streams that are not read to their end"
+                    )
+                yield
+        finally:
+            self._bury()
 
     def add(
         self,
@@ -278,7 +281,7 @@ class Engine:
 
     def _bound(self, requests: list[Request]) -> None:
         """Let the cache have what the drafter's do not take of the memory."""
-        drafts = sum(self.guard.kv_bytes(len(r.seq.tokens)) for r in requests)
+        drafts = 0 if self.guard.idle else sum([self.guard.kv_bytes(len(r.seq.tokens)) for r in requests])
         self.kv.most = max(0, self.kv_memory - drafts) // self.kv.nbytes(BLOCK)
 
     def _preempt(self, request: Request) -> None:
@@ -307,16 +310,12 @@ class Engine:
         While another thread steps, waits for that; then, if `unless()` holds, does nothing. Nothing to do: an empty
         list. Raises RequestError if called by what a step calls.
         """
-        with self._held(unless) as mine:
-            return self._advance() if mine else []
-
-    @contextmanager
-    def _held(self, unless: Callable[[], bool] = lambda: False) -> Iterator[bool]:
         try:
             with self._turn.held(unless) as mine:
-                yield mine
+                return self._advance() if mine else []
         finally:
-            self._bury()
+            if self._doomed:
+                self._bury()
 
     def drive(self, done: Callable[[], bool]) -> None:
         """Step until `done()`, by turns with other threads that do."""
@@ -359,7 +358,8 @@ class Engine:
     def _advance(self) -> list[tuple[Request, list[int]]]:
         self._sweep()
         self._expire()
-        self._admit()
+        if self.waiting:
+            self._admit()
         if not self.running:
             return []
         running, news = self.running, None
@@ -370,10 +370,11 @@ class Engine:
                 news = self._try(through, reading, k, times)
             if news is None:
                 return []
-            read = sum(reading.values()) + sum(lacking[r] - 1 for r in through)
+            read = sum(reading.values()) + sum([lacking[r] for r in through]) - len(through)
             if times.rows or (not through and times.target):  # not a step that failed
                 self.pace.learn(times.rows + read, read, times.target)
-            self._report()
+            if self._backlog:
+                self._report()
             now = time.perf_counter()
             for request, verdict in news:
                 self._account(request, verdict, times, now)
@@ -409,6 +410,8 @@ class Engine:
         prompts = {r: lacks for r, lacks in lacking.items() if lacks > 1}
         plain = len(lacking) - len(prompts)
         left = max(1, self.runner.chunk - plain)
+        if not prompts:
+            return list(lacking), {}, min(self.k, left // plain)
         room = min(left, self.pace.beside(plain)) if plain else left
         k = self.k
         if plain and sum(prompts.values()) > room:  # some prompt has to wait: drafts shrink to a part of the room
@@ -433,8 +436,8 @@ class Engine:
 
         By Laws 1 and 2 the others' tokens are the same in any company.
         """
-        everyone = [*requests, *reading]
-        lengths, seqs = [len(r.seq.tokens) for r in everyone], [r.seq for r in requests]
+        everyone, seqs = [*requests, *reading], [r.seq for r in requests]
+        lengths = [len(r.seq.tokens) for r in everyone]
         try:
             with torch.inference_mode():
                 parts = [(r.seq, n) for r, n in reading.items()]
@@ -459,10 +462,11 @@ class Engine:
     def _account(self, request: Request, verdict: Verdict, times: StepTimes, now: float) -> None:
         accepted, t = len(verdict.path), request.timing
         request.seq.metrics.add(verdict.drafted, accepted, len(verdict.tokens))
-        request.drafted_by += [
-            GRAMMAR if node in verdict.forced else verdict.by[node] if verdict.by else self.drafter.name
-            for node in verdict.path
-        ]
+        if accepted:
+            request.drafted_by += [
+                GRAMMAR if node in verdict.forced else verdict.by[node] if verdict.by else self.drafter.name
+                for node in verdict.path
+            ]
         request.drafted_by += [None] * (len(verdict.tokens) - accepted)
         request.logprobs += verdict.logprobs
         if t.first_token:  # the first step is prefill: reported as time to first token

@@ -22,7 +22,7 @@ class Guard(Drafter):
     """
 
     def __init__(self, drafter: Drafter) -> None:
-        self.drafter, self.name = drafter, drafter.name  # type: ignore[misc]
+        self.drafter, self.name, self.idle = drafter, drafter.name, drafter.idle  # type: ignore[misc]
         self.failure: str | None = None  # what switched it off
         self.quiet = False  # nothing is to be drafted for now
 
@@ -66,7 +66,7 @@ class Guard(Drafter):
 
     def _switch_off(self, error: Exception, seqs: list[Sequence]) -> None:
         if self.failure is None:
-            self.failure = told(error)
+            self.failure, self.idle = told(error), True  # type: ignore[misc]
             log.warning("drafter %r is switched off, decoding goes on without drafts: %s", self.name, self.failure)
             log.debug("where drafter %r failed", self.name, exc_info=error)
         for seq in seqs:

@@ -141,8 +141,9 @@ class Walk:
         wanted: list[int],
         states: dict[int, Tensor],
         head: bool = True,
-    ) -> tuple[Tensor, Tensor]:
-        """Normed states (wanted, hidden) and, with `head`, logits (wanted, vocab) float32 of the rows `wanted`.
+    ) -> tuple[Tensor, Tensor, list[int]]:
+        """Normed states (wanted, hidden) of the rows `wanted`; with `head` their logits (wanted, vocab) float32, and of
+        each the likeliest token, as `argmax` says it.
 
         tokens: ids, or rows embedded (n, hidden). turns: for each row the address of its cosines (dim,), its sines
         `sines` bytes behind; of all rows for each rotation that the blocks name, one after another. Each key of
@@ -160,7 +161,7 @@ class Walk:
         out = torch.empty(len(wanted), self.hidden, dtype=self.dtype)
         logits = torch.empty(len(wanted) if head else 0, self.vocab)
         began = time.perf_counter()
-        self._native.forward(
+        best: list[int] = self._native.forward(
             tokens, native.address(embedded), turns, sines, stores.runs, native.address(stores.slabs),
             0 if stores.slabs is None else stores.slabs.shape[1], wanted,
             [(point, x.data_ptr()) for point, x in states.items()], native.address(queries), out.data_ptr(),
@@ -169,4 +170,4 @@ class Walk:
         self.seconds += time.perf_counter() - began
         if stores.queries and queries is not None:
             stores.queries(queries)
-        return out, logits
+        return out, logits, best
