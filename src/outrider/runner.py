@@ -179,41 +179,43 @@ class Runner:
         Of the sequences in `reading` it reads no more than so many of their pending tokens, and never the last; there
         is no output for these.
         """
+        if not torch.is_inference_mode_enabled():
+            with torch.inference_mode():
+                return self.extend(seqs, drafts, reading)
         drafts = drafts or [Draft() for _ in seqs]
         if self.base:
             self.base.read([seq.parent or seq for seq in seqs])
-        with torch.inference_mode():
-            starts = [self._catch_up(seq) for seq in seqs]
-            read = sum([len(seq.tokens) - 1 for seq in seqs]) - sum(starts)
-            starts = self._prefill(seqs, starts)
-            entries: list[Entry] = []
-            tokens: list[int] = []
-            wanted = Wanted([])
-            for seq, draft, start in zip(seqs, drafts, starts, strict=True):
-                first, pending = len(tokens), len(seq.tokens) - start
-                tokens += seq.tokens[start:]
-                tokens += draft.tokens
-                parents = None
-                if draft.tokens and not draft.is_chain:
-                    root = pending - 1
-                    parents = [*range(-1, root), *(root if p < 0 else root + 1 + p for p in draft.parents)]
-                entries.append(Entry(seq.id, first, len(tokens) - first, start, parents))
-                wanted.rows += range(first + pending - 1, len(tokens))
-            if reading:
-                reading = list(reading)
-                read += sum(min(n, self.pending(seq) - 1) for seq, n in reading)
-                parts = [self._part(seq, self._catch_up(seq), n, tokens, entries) for seq, n in reading]
-                hidden = self._forward([*seqs, *(seq for seq, _ in reading)], tokens, entries, wanted)
-                for (seq, _), part in zip(reading, parts, strict=True):
-                    self._has_read(seq, part)
-            else:
-                hidden = self._forward(seqs, tokens, entries, wanted)
-            for seq, entry in zip(seqs, entries, strict=False):  # those that only read come last
-                slot = self.slots[seq.id]
-                slot.tokens += seq.tokens[entry.start :] if entry.parents else tokens[entry.row : entry.row + entry.n]
-                slot.settled = seq.settled
-            assert wanted.logits is not None
-            return Output(drafts, wanted.logits, hidden, read, wanted.best)
+        starts = [self._catch_up(seq) for seq in seqs]
+        read = sum([len(seq.tokens) - 1 for seq in seqs]) - sum(starts)
+        starts = self._prefill(seqs, starts)
+        entries: list[Entry] = []
+        tokens: list[int] = []
+        wanted = Wanted([])
+        for seq, draft, start in zip(seqs, drafts, starts, strict=True):
+            first, pending = len(tokens), len(seq.tokens) - start
+            tokens += seq.tokens[start:]
+            tokens += draft.tokens
+            parents = None
+            if draft.tokens and not draft.is_chain:
+                root = pending - 1
+                parents = [*range(-1, root), *(root if p < 0 else root + 1 + p for p in draft.parents)]
+            entries.append(Entry(seq.id, first, len(tokens) - first, start, parents))
+            wanted.rows += range(first + pending - 1, len(tokens))
+        if reading:
+            reading = list(reading)
+            read += sum(min(n, self.pending(seq) - 1) for seq, n in reading)
+            parts = [self._part(seq, self._catch_up(seq), n, tokens, entries) for seq, n in reading]
+            hidden = self._forward([*seqs, *(seq for seq, _ in reading)], tokens, entries, wanted)
+            for (seq, _), part in zip(reading, parts, strict=True):
+                self._has_read(seq, part)
+        else:
+            hidden = self._forward(seqs, tokens, entries, wanted)
+        for seq, entry in zip(seqs, entries, strict=False):  # those that only read come last
+            slot = self.slots[seq.id]
+            slot.tokens += seq.tokens[entry.start :] if entry.parents else tokens[entry.row : entry.row + entry.n]
+            slot.settled = seq.settled
+        assert wanted.logits is not None
+        return Output(drafts, wanted.logits, hidden, read, wanted.best)
 
     def read(self, seqs: list[Sequence]) -> None:
         """Bring the cache up to all tokens of the sequences but the last, which every `extend` feeds."""

@@ -71,7 +71,7 @@ def verify(
 
 def _coupled(seqs: list[Sequence], drafts: list[Draft], logits: Tensor, best: list[int] | None) -> list[Verdict]:
     """Greedy rows in one call, then others in one; of those that are dear, what lies behind the first one by one."""
-    greedy = [seq.greedy for seq in seqs] if logits.is_cpu else [False] * len(seqs)
+    greedy = [seq.greedy for seq in seqs] if best is not None or logits.is_cpu else [False] * len(seqs)
     if best is None:
         best = likeliest(logits) if any(greedy) else []
     chosen = _asked(seqs, drafts, logits, greedy) if not all(greedy) else {}

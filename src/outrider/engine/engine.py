@@ -117,6 +117,7 @@ class Engine:
         if not isinstance(runner.kv, PagedKV):
             raise ConfigError(f"an engine needs a runner with a paged cache, not {type(runner.kv).__name__}")
         self.kv = runner.kv
+        self._block_bytes = self.kv.nbytes(BLOCK)
         self.preemptions = 0  # so far; and tokens of prompts, and those of them that others had read
         self.prefix_queries = self.prefix_hits = 0
         self._turn = Turn()
@@ -130,16 +131,18 @@ class Engine:
     @contextmanager
     def idle(self) -> Iterator[None]:
         """The engine to oneself, where no request runs or starts. Raises ConfigError if there are any."""
+        self._turn.refuse_nested()
         try:
-            with self._turn.held():
-                self._sweep()
-                if self.running or self.waiting:
-                    raise ConfigError(
-                        f"{len(self.running) + len(self.waiting)} requests are running; change how drafts are made "
-                        "when they have ended, and close streams that are not read to their end"
-                    )
-                yield
+            self._turn.take()
+            self._sweep()
+            if self.running or self.waiting:
+                raise ConfigError(
+                    f"{len(self.running) + len(self.waiting)} requests are running; change how drafts are made when "
+                    "they have ended, and close streams that are not read to their end"
+                )
+            yield
         finally:
+            self._turn.give()
             self._bury()
 
     def add(
@@ -282,7 +285,7 @@ class Engine:
     def _bound(self, requests: list[Request]) -> None:
         """Let the cache have what the drafter's do not take of the memory."""
         drafts = 0 if self.guard.idle else sum([self.guard.kv_bytes(len(r.seq.tokens)) for r in requests])
-        self.kv.most = max(0, self.kv_memory - drafts) // self.kv.nbytes(BLOCK)
+        self.kv.most = max(0, self.kv_memory - drafts) // self._block_bytes
 
     def _preempt(self, request: Request) -> None:
         """Take what a request holds; it waits, and then reads its tokens again, which brings the same bits."""
@@ -310,17 +313,22 @@ class Engine:
         While another thread steps, waits for that; then, if `unless()` holds, does nothing. Nothing to do: an empty
         list. Raises RequestError if called by what a step calls.
         """
+        if not torch.is_inference_mode_enabled():
+            with torch.inference_mode():
+                return self.step(unless)
+        self._turn.refuse_nested()
         try:
-            with self._turn.held(unless) as mine:
-                return self._advance() if mine else []
+            return self._advance() if self._turn.take(unless) else []
         finally:
+            self._turn.give()
             if self._doomed:
                 self._bury()
 
     def drive(self, done: Callable[[], bool]) -> None:
         """Step until `done()`, by turns with other threads that do."""
-        while not done():
-            self.step(unless=done)
+        with torch.inference_mode():  # entering it once costs as much as a tenth of what a step does around its forward
+            while not done():
+                self.step(unless=done)
 
     def run(self) -> Iterator[tuple[Request, list[int]]]:
         """Step until nothing is left."""
@@ -439,9 +447,8 @@ class Engine:
         everyone, seqs = [*requests, *reading], [r.seq for r in requests]
         lengths = [len(r.seq.tokens) for r in everyone]
         try:
-            with torch.inference_mode():
-                parts = [(r.seq, n) for r, n in reading.items()]
-                verdicts = step(self.runner, self.guard, seqs, k, times, self.rule, parts)
+            parts = [(r.seq, n) for r, n in reading.items()]
+            verdicts = step(self.runner, self.guard, seqs, k, times, self.rule, parts)
         except PoolFull:
             raise
         except Exception as error:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from outrider.errors import RequestError
 
@@ -18,24 +17,26 @@ class Turn:
         self._lock = threading.Lock()  # guards the holder's name; taken for a few instructions only
         self._news = threading.Condition(self._lock)
         self._holder: int | None = None
+        self._waiting = 0
 
-    @contextmanager
-    def held(self, unless: Callable[[], bool] = lambda: False) -> Iterator[bool]:
-        """Wait for the turn and hold it inside; False, without the turn, as soon as `unless()` holds.
-
-        Raises RequestError if this thread has it already.
-        """
+    def refuse_nested(self) -> None:
+        """Raise RequestError if this thread has the turn already."""
         if self._holder == threading.get_ident():
             raise RequestError("the engine is in a step: what it calls there (a processor, a drafter) cannot run it")
-        try:
-            with self._lock:
-                while not self._news.wait_for(lambda: unless() or self._holder is None, BLINK):
-                    pass
-                if mine := not unless():
+
+    def take(self, unless: Callable[[], bool] = lambda: False) -> bool:
+        """Wait for the turn; False, without it, as soon as `unless()` holds. `give` in the end, whatever comes of it."""
+        with self._lock:
+            while not unless():
+                if self._holder is None:
                     self._holder = threading.get_ident()
-            yield mine
-        finally:
-            self.give()
+                    return True
+                self._waiting += 1
+                try:
+                    self._news.wait(BLINK)
+                finally:
+                    self._waiting -= 1
+        return False
 
     def take_at_once(self) -> bool:
         """Take the turn if nothing at all needs waiting for. Destructors ask so: they run anywhere, in a step, too."""
@@ -53,4 +54,5 @@ class Turn:
         if self._holder == threading.get_ident():
             self._holder = None
             with self._lock:
-                self._news.notify_all()
+                if self._waiting:
+                    self._news.notify_all()
