@@ -28,8 +28,8 @@ from outrider.ops import (
     Walk,
     add,
     bucket,
-    follows_paths,
     launches,
+    native,
     rms_norm,
     rope,
     softcap,
@@ -179,8 +179,10 @@ class Model:
                 wanted.logits = self.logits(hidden)
             return hidden
         assert self._walk is not None
-        found = [rotary.addresses(positions, lengths) for rotary in self._turns]
-        turns, sines = [at for own, _, _ in found for at in own], found[0][1]
+        turns, sines, kept = self._turns[0].addresses(positions, lengths)
+        for rotary in self._turns[1:]:
+            own, _, more = rotary.addresses(positions, lengths)
+            turns, kept = turns + own, kept + more
         given = tokens if self._walk.embeds else self.embed(torch.tensor(tokens))
         rows = list(range(len(tokens))) if wanted is None else wanted.rows
         head = wanted is not None
@@ -300,14 +302,14 @@ class Model:
 
     def _walks(self) -> bool:
         """Whether the kernels take this model whole, now."""
-        return follows_paths(self.dtype, self.device, self.config.head_dim) and self._walk is not None
+        return native.active != native.REFERENCE and self._walk is not None
 
     @cached_property
     def _walk(self) -> Walk | None:
         """The layers as the kernels walk them; None if some weights are not packed, or the family has other layers."""
         c, table = self.config, self.embedding
         packed = [layer.qkv.native and layer.o.native and layer.mlp.native for layer in self.layers]
-        if not (all(packed) and self.head.native):
+        if not (all(packed) and self.head.native) or c.head_dim % 8:
             return None
         blocks = [
             Block(

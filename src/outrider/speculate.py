@@ -91,9 +91,12 @@ def step(
     gives what is no draft; and if `observe` raises, with the verdicts.
     """
     began = time.perf_counter()
-    k = min(k, MOST_NODES) if any([seq.room > 1 for seq in seqs]) else 0  # counts nodes; what is too deep is clipped
+    if k:  # counts nodes; what is too deep is clipped
+        k = min(k, MOST_NODES) if any([seq.room > 1 for seq in seqs]) else 0
     told_of = [i for i, seq in enumerate(seqs) if seq.k != 0] if k or not drafter.idle else []
-    drafts = _drafts(drafter, seqs, told_of, k, rule, runner.model.config)
+    drafts = [Draft()] * len(seqs)  # which nobody is shown
+    if told_of:
+        drafts = _drafts(drafter, seqs, told_of, k, rule, runner.model.config)
     drafted = time.perf_counter()
     output = runner.extend(seqs, drafts, reading or ())
     verdicts = verify(seqs, drafts, output.flat, rule, output.best) if seqs else []
@@ -124,8 +127,6 @@ def _drafts(
     drafter: Drafter, seqs: list[Sequence], told_of: list[int], k: int, rule: Rule, config: ModelConfig
 ) -> list[Draft]:
     """What the drafter proposes, checked, and clipped to what each sequence may take. Raises DrafterError."""
-    if not told_of:
-        return [Draft()] * len(seqs)  # which nobody is shown
     asked = [seqs[i] for i in told_of]
     k = min(k, max([k if seq.k is None else seq.k for seq in asked]))
     shown = [seq.shown(rule) for seq in asked]

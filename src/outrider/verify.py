@@ -60,12 +60,13 @@ def verify(
     `best`: each row's `likeliest`, if that is known.
     """
     verdicts = _coupled(seqs, drafts, logits, best) if rule.method == "coupled" else _judged(seqs, drafts, logits, rule)
-    first = 0
-    for seq, draft, verdict in zip(seqs, drafts, verdicts, strict=True):
-        if (top := seq.params.logprobs) is not None and not verdict.error:
-            rows = [first + 1 + node for node in (-1, *verdict.path)]
-            verdict.logprobs = [logprob(logits[at], t, top) for at, t in zip(rows, verdict.tokens, strict=True)]
-        first += 1 + len(draft.tokens)
+    if any([seq.params.logprobs is not None for seq in seqs]):
+        first = 0
+        for seq, draft, verdict in zip(seqs, drafts, verdicts, strict=True):
+            if (top := seq.params.logprobs) is not None and not verdict.error:
+                rows = [first + 1 + node for node in (-1, *verdict.path)]
+                verdict.logprobs = [logprob(logits[at], t, top) for at, t in zip(rows, verdict.tokens, strict=True)]
+            first += 1 + len(draft.tokens)
     return verdicts
 
 

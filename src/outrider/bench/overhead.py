@@ -75,12 +75,13 @@ def steps(llm: LLM, prompt: list[int], batches: list[int], **sampling: Any) -> I
     for batch in batches:
         requests = [request for _ in range(batch) for request in llm.engine.add(prompt, params)]
         steps, outside, drafting = list[float](), list[float](), list[float]()
-        while not all(request.finished for request in requests):
-            began, native, drafted = time.perf_counter(), model.native_seconds or 0.0, requests[0].timing.draft
-            llm.engine.step()
-            steps.append(time.perf_counter() - began)
-            outside.append(steps[-1] - ((model.native_seconds or 0.0) - native))
-            drafting += [requests[0].timing.draft - drafted] if len(steps) > 1 else []
+        with torch.inference_mode():  # as in `generate`: entered once for all steps
+            while not all(request.finished for request in requests):
+                native, drafted, began = model.native_seconds or 0.0, requests[0].timing.draft, time.perf_counter()
+                llm.engine.step()
+                steps.append(time.perf_counter() - began)
+                outside.append(steps[-1] - ((model.native_seconds or 0.0) - native))
+                drafting += [requests[0].timing.draft - drafted] if len(steps) > 1 else []
         walked = model.native_seconds is not None
         kernels = median(outside[1:]) if walked else None  # the first step reads the prompts
         yield Plain(batch, median(steps[1:]), kernels, median(drafting))

@@ -109,6 +109,7 @@ class Engine:
         self.waiting: list[Request] = []  # by priority, then by deadline, then in the order of their arrival
         self.running: list[Request] = []  # the same; those that read their prompt, too
         self.pace = Pace(config.max_prefill_delay)
+        self._next_due = math.inf  # when the first of them must have ended
         self._backlog = 0  # tokens of prompts to read, since there were none
         self.max_len = config.max_model_len or runner.max_len
         if self.max_len > runner.max_len:
@@ -200,6 +201,7 @@ class Engine:
                 requests[-1].drafted_by += [None] * len(begun[i])
         with _claiming:
             self._claim()
+            self._next_due = min(self._next_due, due)
             for request in requests:
                 insort(self.waiting, request, key=_rank)
         return requests
@@ -525,10 +527,14 @@ class Engine:
     def _expire(self) -> None:
         """End what was to have ended by now."""
         now = time.perf_counter()
+        if now < self._next_due:
+            return
         for request in [r for r in (*self.waiting, *self.running) if r.due <= now]:
             if request in self.waiting:
                 self.waiting.remove(request)
             self._fail(request, DeadlineExceeded("the request has not ended within its deadline"))
+        with _claiming:  # what is added in the meantime comes after
+            self._next_due = min([r.due for r in (*self.waiting, *self.running)], default=math.inf)
 
     def _fail(self, request: Request, error: Exception) -> None:
         request.seq.fail(_typed(error))

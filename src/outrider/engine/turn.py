@@ -25,7 +25,7 @@ class Turn:
             raise RequestError("the engine is in a step: what it calls there (a processor, a drafter) cannot run it")
 
     def take(self, unless: Callable[[], bool] = lambda: False) -> bool:
-        """Wait for the turn; False, without it, as soon as `unless()` holds. `give` in the end, whatever comes of it."""
+        """Wait for the turn; False, without it, as soon as `unless()` holds. Whatever comes of it, `give` then."""
         with self._lock:
             while not unless():
                 if self._holder is None:

@@ -81,7 +81,7 @@ class PagedKV:
         self.pool = Pool()
         self.tables: dict[int, Table] = {}
         self.slabs: list[Any] = []  # each has, per layer, (2, kv_heads, SLAB, dim)
-        self._pointers = torch.empty(config.num_layers, 0, dtype=torch.int64, device=device)  # of the slabs
+        self._point()
 
     @property
     def block_bytes(self) -> int:
@@ -179,7 +179,8 @@ class PagedKV:
     def _point(self) -> None:
         layers = range(self.config.num_layers)
         found = [[slab[layer].data_ptr() for slab in self.slabs] for layer in layers]
-        self._pointers = torch.tensor(found, device=self.device)
+        self._pointers = torch.tensor(found, dtype=torch.int64, device=self.device)
+        self._slabs_at = self._pointers.data_ptr()
 
     def _slab(self, size: tuple[int, ...]) -> Any:
         if native.runs(self.dtype, self.device):
@@ -257,7 +258,7 @@ class PagedKV:
             table = self.tables[e.seq]
             runs.append((e.row, e.n, e.start, SLAB, e.parents, [], table.ids.data_ptr(), len(table.blocks)))
         note = partial(self.log.note, slice(None), plan=plan) if self.log.size else None
-        return Stores(runs, self.dtype, note, self._pointers)
+        return Stores(runs, self.dtype, note, self._slabs_at, len(self.slabs))
 
     def fixed(self, plan: Plan, rows: int) -> Fixed | None:
         """What a forward reads of this cache, in tensors of few sizes, for a graph; None if only `attend` knows."""

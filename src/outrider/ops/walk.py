@@ -30,14 +30,15 @@ class Stores:
     Each run is one sequence's rows [row, row + n): row, n, start, capacity, parents, and for each layer the address of
     its store (2, kv_heads, capacity, dim) in `dtype`, as `attend` takes them, and 0 and 0. Where keys lie in pages, the
     run has no stores, but the address of a table and how many pages it has (see `Pages`); capacity is that of `slabs`,
-    whose addresses (layers, slabs) are given once. All live until the forward has ended. `queries`, if not None, is
-    then called with all queries (layers, tokens, heads, dim).
+    whose addresses (layers, slab_count) lie at `slabs`. All live until the forward has ended. `queries`, if not None,
+    is then called with all queries (layers, tokens, heads, dim).
     """
 
     runs: list[Run]
     dtype: torch.dtype
     queries: Callable[[Tensor], None] | None = None
-    slabs: Tensor | None = None
+    slabs: int = 0
+    slab_count: int = 0
 
 
 @dataclass
@@ -162,9 +163,9 @@ class Walk:
         logits = torch.empty(len(wanted) if head else 0, self.vocab)
         began = time.perf_counter()
         best: list[int] = self._native.forward(
-            tokens, native.address(embedded), turns, sines, stores.runs, native.address(stores.slabs),
-            0 if stores.slabs is None else stores.slabs.shape[1], wanted,
-            [(point, x.data_ptr()) for point, x in states.items()], native.address(queries), out.data_ptr(),
+            tokens, 0 if embedded is None else embedded.data_ptr(), turns, sines, stores.runs, stores.slabs,
+            stores.slab_count, wanted, [(point, x.data_ptr()) for point, x in states.items()] if states else [],
+            0 if queries is None else queries.data_ptr(), out.data_ptr(),
             logits.data_ptr() if head else 0, torch.get_num_threads(),
         )  # fmt: skip
         self.seconds += time.perf_counter() - began
