@@ -73,12 +73,13 @@ class Attends(Protocol):
 class Wanted:
     """Rows of a forward that are asked for, ascending; the forward puts their logits (rows, vocab) float32 here.
 
-    And where it knows them, the likeliest token of each, as `argmax` says it.
+    And where it knows them, the likeliest token of each, as `argmax` says it. If there is `room`, it may write there.
     """
 
     rows: list[int]
     logits: Tensor | None = None
     best: list[int] | None = None
+    room: tuple[Tensor, Tensor] | None = None  # where states and logits may go
 
 
 @dataclass
@@ -105,6 +106,7 @@ class Model:
             still if i in c.unrotated else local if window else self.rotary for i, window in enumerate(c.windows)
         ]
         self._turns = list(dict.fromkeys(self.rotaries))
+        self.finishes = c.logit_scale != 1 or c.logit_softcap is not None  # logits are more than the head's products
         self.stretches = any(rotary.kind in STAGED for rotary in self._turns)  # rope asks for lengths
         self.forwards = 0  # so far
         graphs = launches(*kind) and self.device.type == "cuda" and not c.mixture
@@ -185,11 +187,13 @@ class Model:
             turns, kept = turns + own, kept + more
         given = tokens if self._walk.embeds else self.embed(torch.tensor(tokens))
         rows = list(range(len(tokens))) if wanted is None else wanted.rows
-        head = wanted is not None
-        hidden, logits, best = self._walk(given, turns, sines, at, rows, {} if states is None else states, head)
-        if wanted is not None:
-            wanted.logits = self._finish(logits)
-            wanted.best = best if wanted.logits is logits else None
+        states = {} if states is None else states
+        if wanted is None:
+            return self._walk(given, turns, sines, at, rows, states, False)[0]
+        hidden, logits, best = self._walk(given, turns, sines, at, rows, states, True, wanted.room)
+        wanted.logits, wanted.best = logits, best
+        if self.finishes:
+            wanted.logits, wanted.best = self._finish(logits), None
         return hidden
 
     def _replayed(

@@ -106,6 +106,7 @@ class Runner:
         self.slots: dict[int, Slot] = {}
         self.scores: dict[int, dict[int, Logprob]] = {}  # by id, of prompts to be measured: each place's token
         self.taps = WeakSet[Rows]()  # kept up as long as a drafter holds them
+        self._spare: Output | None = None
         self._tapped = False  # whether there ever were any: asking a WeakSet takes as long as a step's whole plan
 
     def tap(self, points: tuple[int, ...]) -> Rows:
@@ -209,6 +210,8 @@ class Runner:
             for (seq, _), part in zip(reading, parts, strict=True):
                 self._has_read(seq, part)
         else:
+            if (spare := self._spare) and spare.best and len(spare.best) == len(wanted.rows):
+                wanted.room, self._spare = (spare.states, spare.flat), None
             hidden = self._forward(seqs, tokens, entries, wanted)
         for seq, entry in zip(seqs, entries, strict=False):  # those that only read come last
             slot = self.slots[seq.id]
@@ -216,6 +219,11 @@ class Runner:
             slot.settled = seq.settled
         assert wanted.logits is not None
         return Output(drafts, wanted.logits, hidden, read, wanted.best)
+
+    def reuse(self, output: Output) -> None:
+        """Nobody has been shown this output, nor ever will be: a forward of as many rows may write where it lies."""
+        if output.best is not None and len(output.best) <= FEW:
+            self._spare = output
 
     def read(self, seqs: list[Sequence]) -> None:
         """Bring the cache up to all tokens of the sequences but the last, which every `extend` feeds."""

@@ -113,6 +113,8 @@ def step(
         if told_of:
             shown = [seqs[i].shown(rule) for i in told_of]
             drafter.observe(shown, [verdicts[i].copy() for i in told_of], output.of(told_of))
+        else:
+            runner.reuse(output)
     except Exception as error:  # a drafter may be anybody's: it raises what it likes
         raise DrafterError(f"drafter {_name(drafter)}: observe raised {told(error)}", verdicts) from error
     ended = time.perf_counter()

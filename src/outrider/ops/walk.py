@@ -142,6 +142,7 @@ class Walk:
         wanted: list[int],
         states: dict[int, Tensor],
         head: bool = True,
+        room: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, list[int]]:
         """Normed states (wanted, hidden) of the rows `wanted`; with `head` their logits (wanted, vocab) float32, and of
         each the likeliest token, as `argmax` says it.
@@ -149,6 +150,7 @@ class Walk:
         tokens: ids, or rows embedded (n, hidden). turns: for each row the address of its cosines (dim,), its sines
         `sines` bytes behind; of all rows for each rotation that the blocks name, one after another. Each key of
         `states`, a point as kv/rows.py has them, gets the states (n, hidden) there.
+        `room`: an earlier result of this, of as many rows, to be written over.
         Raises IndexError for a token beyond the vocabulary.
         """
         rows, embedded = len(turns) // self.turns, None
@@ -159,8 +161,11 @@ class Walk:
         for point in states:
             states[point] = torch.empty(rows, self.hidden, dtype=self.dtype)
         queries = torch.empty(self.layers, rows, self.heads, self.dim, dtype=self.dtype) if stores.queries else None
-        out = torch.empty(len(wanted), self.hidden, dtype=self.dtype)
-        logits = torch.empty(len(wanted) if head else 0, self.vocab)
+        if room is None:
+            out = torch.empty(len(wanted), self.hidden, dtype=self.dtype)
+            logits = torch.empty(len(wanted) if head else 0, self.vocab)
+        else:
+            out, logits = room
         began = time.perf_counter()
         best: list[int] = self._native.forward(
             tokens, 0 if embedded is None else embedded.data_ptr(), turns, sines, stores.runs, stores.slabs,
