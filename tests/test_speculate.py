@@ -59,6 +59,29 @@ def test_a_drafter_cannot_change_a_sequence(random_llm, harm):
     assert bool(refused) == (harm not in ("memory", "params", "fork", "metrics"))
 
 
+def test_an_idle_drafter_is_not_asked(random_llm):
+    """Nor shown anything, so that forwards may write over what the last one gave."""
+    plain = run(random_llm, REQUESTS)
+    drafter = ScriptedDrafter(lambda seq, k: pytest.fail("asked"))
+    drafter.idle = True
+    use(random_llm, drafter, 0)
+    assert [o.token_ids for o in run(random_llm, REQUESTS)] == [o.token_ids for o in plain] and not drafter.verdicts
+    use(random_llm, drafter)
+    drafter.script = lambda seq, k: Draft.chain([1, 2])
+    assert [o.token_ids for o in run(random_llm, REQUESTS)] == [o.token_ids for o in plain] and drafter.verdicts
+
+
+def test_what_it_keeps_of_an_output_stays(random_llm):
+    kept = []
+    drafter = ScriptedDrafter(lambda seq, k: Draft())
+    drafter.observe = lambda seqs, verdicts, output: kept.append(
+        [(x, x.clone()) for x in (output.flat, output.states, *output.logits, *output.hidden)]
+    )
+    use(random_llm, drafter)
+    run(random_llm, REQUESTS)
+    assert len(kept) >= 12 and all(torch.equal(x, before) for own in kept for x, before in own)
+
+
 def test_nor_what_it_observes(random_llm):
     """Verdicts, tensors and drafts are its own to spoil."""
     plain = run(random_llm, REQUESTS)

@@ -126,6 +126,7 @@ def life(runner, points=(), base=None):
         if base:
             base.extend(seqs)
         output = runner.extend(seqs, drafts)
+        assert output.best is None or output.best == output.flat.argmax(-1).tolist()
         results += [output.flat, *output.logits, *output.hidden]
     for seq_, path in ((seq, [1, 2]), (other, [])):
         runner.kv.keep(seq_.id, len(seq_.tokens), path)
