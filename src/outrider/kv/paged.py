@@ -45,6 +45,9 @@ class Table:
     before: Hashable = None  # by what the next one to be published is known, if some are
     ids: Tensor = field(default_factory=lambda: torch.empty(16, dtype=torch.int32))  # the blocks, for kernels
 
+    def __post_init__(self) -> None:
+        self.lies = self.ids.data_ptr()
+
     def put(self, at: int, block: int) -> None:
         """Another block in a place, or behind the last."""
         if at == len(self.blocks):
@@ -52,6 +55,7 @@ class Table:
         self.blocks[at] = block
         if at >= len(self.ids):
             self.ids = torch.cat([self.ids, torch.empty_like(self.ids)])
+            self.lies = self.ids.data_ptr()
         self.ids[at] = block
 
     def pieces(self, begin: int, end: int, blocks: int) -> Iterator[tuple[int, int, int]]:
@@ -256,7 +260,7 @@ class PagedKV:
         runs: list[Any] = []
         for e in plan.entries:
             table = self.tables[e.seq]
-            runs.append((e.row, e.n, e.start, SLAB, e.parents, [], table.ids.data_ptr(), len(table.blocks)))
+            runs.append((e.row, e.n, e.start, SLAB, e.parents, [], table.lies, len(table.blocks)))
         note = partial(self.log.note, slice(None), plan=plan) if self.log.size else None
         return Stores(runs, self.dtype, note, self._slabs_at, len(self.slabs))
 
