@@ -58,10 +58,10 @@ def choose(logits: Tensor, rows: list[Row], stream: str = "", at: Seq[int] | Non
     """One token for each row. logits (rows, vocab) float32, raw; a row's choice depends on that row alone.
 
     Without a `stream` this is Law 1. A named stream is other noise, independent of it and fresh at every step. -1 where
-    there is nothing to choose: `refusal` says why. `at`: which of the logits the rows have, if not all of them in turn.
+    there is nothing to choose: `refusal` says why. `at`: which of the logits the rows have, ascending, if not all.
     """
     if picks(logits):
-        logits = logits if at is None else logits[list(at)]
+        logits = logits if at is None or len(at) == len(logits) else logits[list(at)]
         own = [i for i, row in enumerate(rows) if row.seq.edited or _filters(row.seq.params, logits.shape[1])]
         chosen = _drawn(logits, rows, stream)  # of all rows: asking once is what costs
         others = likeliest(scores(logits[own], [rows[i] for i in own], stream)) if own else []
