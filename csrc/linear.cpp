@@ -705,7 +705,7 @@ void multiply(const Weights &w, const void *x, int n, const Result &result, cons
   const int length = unpacked ? kUnpackedBytes / BF16::kBytes : kChunkBytes / F::kBytes / kSuper * kSuper;
   // Neighbouring panels make a task, so that what is fetched beyond the end of one is mostly of use; still enough tasks
   // that threads end together.
-  const int all = w.panels(), most = all / (4 * threads), size = int(kTaskBytes / w.panel_bytes());
+  const int all = w.panels(), most = all / (8 * threads), size = int(kTaskBytes / w.panel_bytes());
   const int together = size < most ? (size > 1 ? size : 1) : (most > 1 ? most : 1);
   const auto panel_rows = [&](int panel) {
     const uint8_t *data = static_cast<const uint8_t *>(w.data) + panel * w.panel_bytes();
