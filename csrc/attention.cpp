@@ -27,6 +27,7 @@ constexpr int kRows = 6;      // rows of a register tile
 constexpr int kPanel = 48;    // rows whose scores are all taken before they are weighed
 constexpr int kChunk = 192;   // rows (of heads) that share a block at most: their sums stay in the second-level cache
 constexpr int kTaskSlot = 4, kRunSlot = 5, kShareSlot = 6, kPartSlot = 7;  // of scratch memory
+constexpr int kLeast = 4;     // rows (of tokens) that are worth packing a block which others pack, too
 constexpr int kAhead = 8192;   // bytes: how far ahead of the packing keys, and values, are asked for
 constexpr float kNone = -__builtin_inff();
 constexpr float kLog2e = 1.4426950408889634f;
@@ -700,7 +701,7 @@ int64_t fork(const AttentionJob &job, int64_t straight) {
 void attend(const AttentionShape &shape, const AttentionJob *jobs, int count) {
   constexpr size_t kMostParts = size_t(64) << 20;  // bytes
   const int group = shape.heads / shape.kv_heads, width = (shape.dim + W - 1) / W * W;
-  const int64_t chunk = kChunk / group > 1 ? kChunk / group : 1;
+  const int64_t most = kChunk / group > 1 ? kChunk / group : 1;
   int64_t tokens = 0;
   for (int i = 0; i < count; i++) tokens += jobs[i].n;
 
@@ -722,16 +723,24 @@ void attend(const AttentionShape &shape, const AttentionJob *jobs, int count) {
     Piece piece;
     int64_t parts;  // where its parts begin, in floats
   };
+  const int64_t heads = int64_t(run_count) * shape.kv_heads;
+  // The rows of a share: where heads are few for the threads, and all keys in one span, fewer, though each packs the keys.
+  const auto rows_of = [&](const Run &run) {
+    const int64_t rows = run.last - run.first, fair = (2 * shape.threads + heads - 1) / heads, possible = rows / kLeast;
+    const bool whole = shape.threads == 1 || run.job->start + run.job->n > kSpan || possible < 2;
+    const int64_t ways = whole ? 1 : fair < possible ? fair : possible, even = (rows + ways - 1) / ways;
+    return even < most ? even : most;
+  };
   size_t most_shares = 0;
   for (int i = 0; i < run_count; i++)
-    most_shares += (runs[i].last - runs[i].first + chunk - 1) / chunk * shape.kv_heads;
+    most_shares += (runs[i].last - runs[i].first + rows_of(runs[i]) - 1) / rows_of(runs[i]) * shape.kv_heads;
   Share *shares = Memory(kShareSlot, Memory::room<Share>(most_shares)).take<Share>(most_shares);
   int share_count = 0;
   int64_t pieces = 0;
   size_t floats = 0;
   for (int i = 0; i < run_count; i++)
-    for (int64_t first = runs[i].first; first < runs[i].last; first += chunk) {
-      const int64_t last = first + chunk < runs[i].last ? first + chunk : runs[i].last;
+    for (int64_t first = runs[i].first, last; first < runs[i].last; first = last) {
+      last = first + rows_of(runs[i]) < runs[i].last ? first + rows_of(runs[i]) : runs[i].last;
       int64_t low = INT64_MAX, high = 0;
       for (int64_t row = first; row < last; row++) {
         const int64_t at = runs[i].positions[row], oldest = shape.window ? at - shape.window + 1 : 0;
