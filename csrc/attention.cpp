@@ -27,6 +27,7 @@ constexpr int kRows = 6;      // rows of a register tile
 constexpr int kPanel = 48;    // rows whose scores are all taken before they are weighed
 constexpr int kChunk = 192;   // rows (of heads) that share a block at most: their sums stay in the second-level cache
 constexpr int kTaskSlot = 4, kRunSlot = 5, kShareSlot = 6, kPartSlot = 7;  // of scratch memory
+constexpr int kLeast = 4;     // rows (of tokens) that are worth packing a block which others pack, too
 constexpr int kAhead = 8192;   // bytes: how far ahead of the packing keys, and values, are asked for
 constexpr float kNone = -__builtin_inff();
 constexpr float kLog2e = 1.4426950408889634f;
@@ -82,13 +83,14 @@ constexpr Lanes kLanes;
 // ---- the two modes: products of floats, or of pairs of bf16 --------------------------------------------------------
 
 // Memory that will be wanted, asked for bit by bit while other work is done: a processor drops what it is asked for all
-// at once. Without a step it is one line again and again, which costs next to nothing.
+// at once. It is to come to the second-level cache, for which more lines can be on their way than for the first. Without
+// a step it is one line again and again, which costs next to nothing.
 struct Ahead {
   const char *at;
   int step;
 
   void ask(int lines) {
-    for (int i = 0; i < lines; i++, at += step) __builtin_prefetch(at);
+    for (int i = 0; i < lines; i++, at += step) __builtin_prefetch(at, 0, 2);
   }
 };
 
@@ -321,6 +323,7 @@ struct Run {
   int64_t first, last, base;
 
   bool tree() const { return base != INT64_MAX; }
+  int64_t straight() const { return tree() ? base : job->start + last; }  // slots are positions up to here
 };
 
 // Rows [first, last) of a run over one key-value head and some spans: into `parts`, one of State::floats per span, or
@@ -330,6 +333,7 @@ struct Piece {
   int head;
   int64_t first, last, span, spans;
   float *parts;
+  const Piece *next;  // which its thread will most likely take
 };
 
 // Of each row of heads: the weighted sum of values, W sums of weights, and the largest score.
@@ -458,14 +462,12 @@ class Worker {
       while (first < last && !sees(first, at)) first++;
       while (first < last && !sees(last - 1, at)) last--;
       if (first == last) continue;
-      const int64_t straight = run_.tree() ? run_.base : job_.start + run_.last;  // slots are positions up to here
+      const int64_t straight = run_.straight();
       if (at + kBlock <= straight) {
-        const int64_t to_values = shape_.kv_heads * job_.capacity * shape_.dim;
-        const S *keys = lies(at);
+        const Sides here = lies(piece_, at);
         const float *scales = sizeof(S) == 1 ? job_.scales + piece_.head * job_.capacity + at : nullptr;
-        const int64_t later = at + ahead_;
-        block(at, keys, keys + to_values, scales, sizeof(S) == 1 ? scales + shape_.kv_heads * job_.capacity : nullptr,
-              job_.table && later < straight ? lies(later) : keys + ahead_ * shape_.dim, to_values, first, last, state);
+        block(at, here, scales, sizeof(S) == 1 ? scales + shape_.kv_heads * job_.capacity : nullptr, later(at), first, last,
+              state);
         continue;
       }
       for (int j = 0; j < kBlock; j++) slots[j] = at + j < straight ? at + j : -1;
@@ -485,10 +487,29 @@ class Worker {
     }
   }
 
-  // The key of the piece's head in a slot.
-  const S *lies(int64_t slot) const {
-    const AttentionJob::Place place = job_.place(slot);
-    return reinterpret_cast<S *>(place.store) + (piece_.head * job_.capacity + place.slot) * shape_.dim;
+  struct Sides {
+    const S *keys, *values;
+  };
+
+  // The key and the value of the piece's head in a slot.
+  Sides lies(const Piece &piece, int64_t slot) const {
+    const AttentionJob &job = *piece.run->job;
+    const AttentionJob::Place place = job.place(slot);
+    const S *keys = reinterpret_cast<S *>(place.store) + (piece.head * job.capacity + place.slot) * shape_.dim;
+    return {keys, keys + shape_.kv_heads * job.capacity * shape_.dim};
+  }
+
+  // What to ask for while the block at a position is done: what follows in this piece, and at its end the next one.
+  Sides later(int64_t at) const {
+    const Piece *piece = &piece_;
+    const int64_t own = (piece_.span + piece_.spans) * kSpan, end = own < run_.straight() ? own : run_.straight();
+    at += ahead_;
+    if (at >= end && (piece = piece_.next)) {
+      const int64_t oldest = shape_.window ? piece->run->positions[piece->first] - shape_.window + 1 : 0;
+      const int64_t begin = oldest > piece->span * kSpan ? oldest / kBlock * kBlock : piece->span * kSpan;
+      at += begin - (end + kBlock - 1) / kBlock * kBlock;
+    }
+    return piece && at < piece->run->straight() ? lies(*piece, at) : Sides{gathered_, gathered_};
   }
 
   // A block whose keys lie in these slots; -1: there is none.
@@ -501,23 +522,23 @@ class Worker {
         if (slots[j] < 0)
           memset(to, 0, shape_.dim * sizeof(S));
         else
-          memcpy(to, lies(slots[j]) + to_side * shape_.dim, shape_.dim * sizeof(S));
+          memcpy(to, side ? lies(piece_, slots[j]).values : lies(piece_, slots[j]).keys, shape_.dim * sizeof(S));
         if (sizeof(S) == 1)
           scales[side][j] = slots[j] < 0 ? 0 : job_.scales[to_side + piece_.head * job_.capacity + slots[j]];
       }
-    const S *values = gathered_ + kBlock * shape_.dim;
-    block(at, gathered_, values, scales[0], scales[1], gathered_, kBlock * shape_.dim, first, last, state);
+    const Sides own{gathered_, gathered_ + kBlock * shape_.dim};
+    block(at, own, scales[0], scales[1], run_.tree() ? own : later(at), first, last, state);
   }
 
-  // Rows [first, last) over a block of keys and values, the first at position `at`; `later` are keys to ask for.
-  void block(int64_t at, const S *keys, const S *values, const float *key_scales, const float *value_scales,
-             const S *later, int64_t to_values, int64_t first, int64_t last, const State &state) {
-    Ahead later_keys{reinterpret_cast<const char *>(later), 64};
-    Ahead later_values{reinterpret_cast<const char *>(later + to_values), 64};
+  // Rows [first, last) over a block of keys and values, the first at position `at`; `later` is what to ask for.
+  void block(int64_t at, const Sides &here, const float *key_scales, const float *value_scales, const Sides &later,
+             int64_t first, int64_t last, const State &state) {
+    Ahead later_keys{reinterpret_cast<const char *>(later.keys), 64};
+    Ahead later_values{reinterpret_cast<const char *>(later.values), 64};
     switch (shape_.dim) {
-      case 64: pack<64>(keys, values, later_keys, later_values); break;
-      case 128: pack<128>(keys, values, later_keys, later_values); break;
-      default: pack<0>(keys, values, later_keys, later_values);
+      case 64: pack<64>(here.keys, here.values, later_keys, later_values); break;
+      case 128: pack<128>(here.keys, here.values, later_keys, later_values); break;
+      default: pack<0>(here.keys, here.values, later_keys, later_values);
     }
     const int64_t row = (first - piece_.first) * group_;
     const int64_t end = (last - piece_.first) * group_;
@@ -680,7 +701,7 @@ int64_t fork(const AttentionJob &job, int64_t straight) {
 void attend(const AttentionShape &shape, const AttentionJob *jobs, int count) {
   constexpr size_t kMostParts = size_t(64) << 20;  // bytes
   const int group = shape.heads / shape.kv_heads, width = (shape.dim + W - 1) / W * W;
-  const int64_t chunk = kChunk / group > 1 ? kChunk / group : 1;
+  const int64_t most = kChunk / group > 1 ? kChunk / group : 1;
   int64_t tokens = 0;
   for (int i = 0; i < count; i++) tokens += jobs[i].n;
 
@@ -702,16 +723,24 @@ void attend(const AttentionShape &shape, const AttentionJob *jobs, int count) {
     Piece piece;
     int64_t parts;  // where its parts begin, in floats
   };
+  const int64_t heads = int64_t(run_count) * shape.kv_heads;
+  // The rows of a share: where heads are few for the threads, and all keys in one span, fewer, though each packs the keys.
+  const auto rows_of = [&](const Run &run) {
+    const int64_t rows = run.last - run.first, fair = (2 * shape.threads + heads - 1) / heads, possible = rows / kLeast;
+    const bool whole = shape.threads == 1 || run.job->start + run.job->n > kSpan || possible < 2;
+    const int64_t ways = whole ? 1 : fair < possible ? fair : possible, even = (rows + ways - 1) / ways;
+    return even < most ? even : most;
+  };
   size_t most_shares = 0;
   for (int i = 0; i < run_count; i++)
-    most_shares += (runs[i].last - runs[i].first + chunk - 1) / chunk * shape.kv_heads;
+    most_shares += (runs[i].last - runs[i].first + rows_of(runs[i]) - 1) / rows_of(runs[i]) * shape.kv_heads;
   Share *shares = Memory(kShareSlot, Memory::room<Share>(most_shares)).take<Share>(most_shares);
   int share_count = 0;
   int64_t pieces = 0;
   size_t floats = 0;
   for (int i = 0; i < run_count; i++)
-    for (int64_t first = runs[i].first; first < runs[i].last; first += chunk) {
-      const int64_t last = first + chunk < runs[i].last ? first + chunk : runs[i].last;
+    for (int64_t first = runs[i].first, last; first < runs[i].last; first = last) {
+      last = first + rows_of(runs[i]) < runs[i].last ? first + rows_of(runs[i]) : runs[i].last;
       int64_t low = INT64_MAX, high = 0;
       for (int64_t row = first; row < last; row++) {
         const int64_t at = runs[i].positions[row], oldest = shape.window ? at - shape.window + 1 : 0;
@@ -720,7 +749,8 @@ void attend(const AttentionShape &shape, const AttentionJob *jobs, int count) {
       }
       const int64_t span = low > 0 ? low / kSpan : 0, spans = high / kSpan + 1 - span;
       for (int head = 0; head < shape.kv_heads; head++) {
-        shares[share_count++] = {{runs + i, head, first, last, span, spans, nullptr}, int64_t(floats)};
+        shares[share_count++] = {{runs + i, head, first, last, span, spans, nullptr, nullptr}, int64_t(floats)};
+        if (share_count > 1) shares[share_count - 2].piece.next = &shares[share_count - 1].piece;
         pieces += spans;
         floats += spans * State::floats((last - first) * group, width);
       }
@@ -740,7 +770,8 @@ void attend(const AttentionShape &shape, const AttentionJob *jobs, int count) {
     for (int64_t s = 0; s < piece.spans; s += together) {
       const int64_t spans = piece.spans - s < together ? piece.spans - s : together;
       float *part = parts + shares[i].parts + s * State::floats((piece.last - piece.first) * group, width);
-      split[next++] = {piece.run, piece.head, piece.first, piece.last, piece.span + s, spans, part};
+      split[next++] = {piece.run, piece.head, piece.first, piece.last, piece.span + s, spans, part, nullptr};
+      if (next > 1) split[next - 2].next = split + next - 1;
     }
   }
   pool::parallel(next, shape.threads, [&](int i) { work(shape, split[i]); });

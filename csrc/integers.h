@@ -97,18 +97,17 @@ struct Codes6 : Codes4<32> {
 };
 
 // Rounds `count` numbers, whole vectors of them, to integers times the scale that is returned, and puts these from `to`
-// on, each four in the order of kFour. What is not finite makes the scale so. `sum` gets the integers' sum.
-INLINE float round_group(const float *x, int count, int8_t *to, int32_t &sum) {
+// on, each four in the order of kFour. What is not finite makes the scale so. `added` gets the integers' sum.
+INLINE float round_group(const float *x, int count, int8_t *to, int32_t &added) {
   vi most = {};
   for (int k = 0; k < count; k += W) {
     const vi size = (vi)load(x + k) & 0x7fffffff;  // ordered like the numbers, NaN last
     most = size > most ? size : most;
   }
-  int32_t top = 0;
-  for (int i = 0; i < W; i++) top = most[i] > top ? most[i] : top;
+  const int32_t top = max(most);
   float largest;
   memcpy(&largest, &top, 4);
-  sum = 0;
+  added = 0;
   if (top >= 0x7f800000) {  // infinite, or NaN
     memset(to, 0, count);
     return largest;
@@ -126,7 +125,7 @@ INLINE float round_group(const float *x, int count, int8_t *to, int32_t &sum) {
     for (int i = 0; i < W; i++) to[k + i] = int8_t(whole[i / 4 * 4 + kFour[i % 4]]);
 #endif
   }
-  for (int i = 0; i < W; i++) sum += total[i];
+  added = sum(total);
   return scale;
 }
 

@@ -278,7 +278,7 @@ INLINE vf offset_of(const Weights &w, vf scale, size_t each, size_t coarse) {
   return -(scale * load(static_cast<const int8_t *>(w.offsets.each) + each));
 }
 
-// out[r] += the sums of the group that begins at k, scaled, and its offset.
+// out[r] += the sums of the group that begins at k, scaled, and its offset times sums[r].
 template <int R>
 INLINE void scale(const Weights &w, const float *sums, int panel, int k, int group, int groups,
                   const vf (&acc)[R][NV], float (*out)[kPanel]) {
@@ -290,7 +290,7 @@ INLINE void scale(const Weights &w, const float *sums, int panel, int k, int gro
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
       vf total = fma(scale, acc[r][v], load(out[r] + v * W));
-      if (sums) total = fma(offset, splat(sums[size_t(r) * groups + group]), total);
+      if (sums) total = fma(offset, splat(sums[r]), total);
       store(out[r] + v * W, total);
     }
   }
@@ -301,10 +301,14 @@ template <class X>
 struct Rows {
   const X *x;
   size_t stride;
-  const float *sums;  // (rows, groups): of x over each group of k; null unless the weights have offsets
-  // Of rounded rows, for each group: what their integers are multiplied by, and the sum of these.
+  int count;
+  const float *sums;  // (groups, rows): of x over each group of k; null unless the weights have offsets
+  // Of rounded rows, (groups, rows): what their integers are multiplied by, and where sums begin: these integers times
+  // the codes' zero, taken away.
   const float *scales = nullptr;
-  const int32_t *wholes = nullptr;
+  const int32_t *starts = nullptr;
+
+  const float *sums_of(int group, int row) const { return sums ? sums + size_t(group) * count + row : nullptr; }
 };
 
 // A panel is taken in chunks of k that stay in the cache while all rows pass over them. Sums rest in memory between
@@ -357,9 +361,10 @@ __attribute__((noinline)) void product(const Weights &w, const Rows<typename F::
   constexpr int kTogether = R <= 2 ? 2 : 1;
   const int groups = w.groups(), size = w.group;
   if (chunk.ahead == chunk.data + kNear) ahead += kTogether * size * F::kBytes;
-  const float *sums = rows.sums ? rows.sums + size_t(row) * groups : nullptr;
   int k = chunk.begin, group = k / size;
-  for (; k + kTogether * size <= chunk.end; k += kTogether * size, group += kTogether) {
+  const float *sums = rows.sums_of(group, row);
+  const size_t next = sums ? rows.count : 0;
+  for (; k + kTogether * size <= chunk.end; k += kTogether * size, group += kTogether, sums += kTogether * next) {
     vf acc[kTogether][R][NV];
 #pragma GCC unroll 2
     for (int g = 0; g < kTogether; g++)
@@ -377,7 +382,8 @@ __attribute__((noinline)) void product(const Weights &w, const Rows<typename F::
     }
     advance((kTogether - 1) * size);
 #pragma GCC unroll 2
-    for (int g = 0; g < kTogether; g++) scale<R>(w, sums, chunk.panel, k + g * size, group + g, groups, acc[g], out);
+    for (int g = 0; g < kTogether; g++)
+      scale<R>(w, sums + g * next, chunk.panel, k + g * size, group + g, groups, acc[g], out);
   }
   while (k < chunk.end) {
     const int length = chunk.end - k < size ? chunk.end - k : size, part = length < kDepth ? length : kDepth;
@@ -390,7 +396,7 @@ __attribute__((noinline)) void product(const Weights &w, const Rows<typename F::
         run<F, R, 1, kDepth / 2>(here, data + half * F::kBytes, size, acc);
       }
     scale<R>(w, sums, chunk.panel, k, group++, groups, acc[0], out);
-    k += length;
+    k += length, sums += next;
   }
 }
 
@@ -406,11 +412,13 @@ __attribute__((noinline)) void integer_product(const Weights &w, const Rows<int8
     const int length = chunk.end - k < size ? chunk.end - k : size;
     const size_t each = (size_t(chunk.panel) * groups + group) * kPanel;
     const size_t coarse = (size_t(chunk.panel) * w.supers() + k / kSuper) * kPanel;
+    const float *sums = rows.sums_of(group, row), *scales = rows.scales + size_t(group) * rows.count + row;
+    const int32_t *starts = rows.starts + size_t(group) * rows.count + row;
     for (int v = 0; v < NV; v += kAcross) {
       vi acc[R][kAcross];
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++) {
-        const vi start = splat(-F::kZero * rows.wholes[size_t(row + r) * groups + group]);
+        const vi start = F::kZero ? splat(starts[r]) : vi{};
 #pragma GCC unroll 2
         for (int u = 0; u < kAcross; u++) acc[r][u] = start;
       }
@@ -436,13 +444,12 @@ __attribute__((noinline)) void integer_product(const Weights &w, const Rows<int8
       for (int u = 0; u < kAcross; u++) {
         const int at = (v + u) * W;
         const vf scale = factor(w.scales, each + at, coarse + at);
-        const vf offset = rows.sums ? offset_of(w, scale, each + at, coarse + at) : vf{};
+        const vf offset = sums ? offset_of(w, scale, each + at, coarse + at) : vf{};
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
-          const size_t place = size_t(row + r) * groups + group;
           const vf whole = __builtin_convertvector(acc[r][u], vf);  // exactly: it is below 2^24
-          vf total = fused(scale, whole * splat(rows.scales[place]), load(out[r] + at));
-          if (rows.sums) total = fused(offset, splat(rows.sums[place]), total);
+          vf total = fused(scale, whole * splat(scales[r]), load(out[r] + at));
+          if (sums) total = fused(offset, splat(sums[r]), total);
           store(out[r] + at, total);
         }
       }
@@ -544,11 +551,11 @@ void tile_rows(const Weights &w, const Rows<bf16> &rows, int n, const Chunk &chu
           const size_t each = (size_t(chunk.panel) * w.groups() + begin / w.group) * kPanel + v * W;
           const size_t coarse = (size_t(chunk.panel) * w.supers() + begin / kSuper) * kPanel + v * W;
           const vf scale = factor(w.scales, each, coarse);
-          const vf offset = rows.sums ? offset_of(w, scale, each, coarse) : vf{};
+          const float *of_x = rows.sums_of(begin / w.group, row);
+          const vf offset = of_x ? offset_of(w, scale, each, coarse) : vf{};
           for (int r = 0; r < upper + lower; r++) {
             vf total = fma(scale, load(part[r] + v * W), load(out[r] + v * W));
-            if (rows.sums)
-              total = fma(offset, splat(rows.sums[size_t(row + r) * w.groups() + begin / w.group]), total);
+            if (of_x) total = fma(offset, splat(of_x[r]), total);
             store(out[r] + v * W, total);
           }
         }
@@ -599,12 +606,12 @@ INLINE vf entered(const A *x, const A *norm, int k, int inputs, float factor) {
   return load(rounded);
 }
 
-// The rows rounded to integers, group by group.
-Rows<int8_t> prepare_rounded(const Weights &w, const bf16 *x, int rows, const bf16 *norm, float eps, int threads) {
+// The rows rounded to integers, group by group, for codes that are weights plus `zero`.
+Rows<int8_t> prepare_rounded(int zero, const Weights &w, const bf16 *x, int rows, const bf16 *norm, float eps, int threads) {
   const int inputs = w.inputs, depth = w.padded(), groups = w.groups();
   int8_t *to = static_cast<int8_t *>(scratch(0, size_t(rows) * depth));
   float *scales = static_cast<float *>(scratch(1, 3 * sizeof(float) * rows * groups)), *sums = scales + size_t(rows) * groups;
-  int32_t *wholes = reinterpret_cast<int32_t *>(sums + size_t(rows) * groups);
+  int32_t *starts = reinterpret_cast<int32_t *>(sums + size_t(rows) * groups);
   pool::parallel(rows, size_t(rows) * depth > 65536 ? threads : 1, [&](int r) {
     const bf16 *from = x + size_t(r) * inputs;
     const float factor = norm ? rms_factor(from, inputs, eps) : 1;
@@ -620,12 +627,14 @@ Rows<int8_t> prepare_rounded(const Weights &w, const bf16 *x, int rows, const bf
     }
     for (int g = 0; g < groups; g++) {
       const int start = g * w.group, count = depth - start < w.group ? depth - start : w.group;
-      const size_t at = size_t(r) * groups + g;
-      scales[at] = round_group(plain + start, count, to + size_t(r) * depth + start, wholes[at]);
-      sums[at] = scales[at] * float(wholes[at]);
+      const size_t at = size_t(g) * rows + r;
+      int32_t whole;
+      scales[at] = round_group(plain + start, count, to + size_t(r) * depth + start, whole);
+      sums[at] = scales[at] * float(whole);
+      starts[at] = -zero * whole;
     }
   });
-  return {to, size_t(depth), w.offsets.each ? sums : nullptr, scales, wholes};
+  return {to, size_t(depth), rows, w.offsets.each ? sums : nullptr, scales, starts};
 }
 
 template <class X, class A>
@@ -635,7 +644,7 @@ Rows<X> prepare(const Weights &w, const A *x, int rows, const A *norm, float eps
   const int groups = sum_up ? w.groups() : 0;
   X *to = copy ? static_cast<X *>(scratch(0, sizeof(X) * rows * depth)) : nullptr;
   float *sums = sum_up ? static_cast<float *>(scratch(1, sizeof(float) * rows * groups)) : nullptr;
-  const Rows<X> out{copy ? to : reinterpret_cast<const X *>(x), size_t(depth), sums};
+  const Rows<X> out{copy ? to : reinterpret_cast<const X *>(x), size_t(depth), rows, sums};
   if (!copy && !sum_up) return out;
   pool::parallel(rows, size_t(rows) * depth > 65536 ? threads : 1, [&](int r) {
     const A *from = x + size_t(r) * inputs;
@@ -655,7 +664,7 @@ Rows<X> prepare(const Weights &w, const A *x, int rows, const A *norm, float eps
       const int start = g * w.group, end = start + w.group < depth ? start + w.group : depth;
       vf total = {};
       for (int k = start; k < end; k += W) total += load(out.x + r * out.stride + k);
-      sums[size_t(r) * groups + g] = sum(total);
+      sums[size_t(g) * rows + r] = sum(total);
     }
   });
   return out;
@@ -697,20 +706,22 @@ void multiply(const Weights &w, const void *x, int n, const Result &result, cons
   constexpr bool kRounded = std::is_same_v<X, int8_t>;
   const auto rows = [&] {
     const A *from = static_cast<const A *>(x), *scale = static_cast<const A *>(norm);
-    if constexpr (kRounded) return prepare_rounded(w, from, n, scale, eps, threads);
+    if constexpr (kRounded) return prepare_rounded(F::kZero, w, from, n, scale, eps, threads);
     else return prepare<X>(w, from, n, scale, eps, threads);
   }();
   const int depth = w.padded();
   const bool unpacked = F::kScaled && !kRounded && (tiled(w) || n > 4 * kRows);  // for fewer the detour through memory costs more
   const int length = unpacked ? kUnpackedBytes / BF16::kBytes : kChunkBytes / F::kBytes / kSuper * kSuper;
-  // Neighbouring panels make a task, so that what is fetched beyond the end of one is mostly of use; still enough tasks
-  // that threads end together.
-  const int all = w.panels(), most = all / (4 * threads), size = int(kTaskBytes / w.panel_bytes());
+  // Some panels make a task, since taking one costs time; still enough tasks that threads end together.
+  const int all = w.panels(), most = all / (8 * threads), size = int(kTaskBytes / w.panel_bytes());
   const int together = size < most ? (size > 1 ? size : 1) : (most > 1 ? most : 1);
   const auto panel_rows = [&](int panel) {
     const uint8_t *data = static_cast<const uint8_t *>(w.data) + panel * w.panel_bytes();
     auto out = static_cast<float(*)[kPanel]>(scratch(2, sizeof(float) * n * kPanel));
     memset(out, 0, sizeof(float) * n * kPanel);
+    for (int r = 0; result.y_float && r < n; r++)  // rows of logits lie far apart, and are long gone from the cache
+      for (int at = 0; at < w.step(); at += 16)
+        __builtin_prefetch(static_cast<float *>(result.y) + size_t(r) * result.stride + panel * w.step() + at, 1);
     for (int k = 0; k < depth; k += length) {
       const int end = k + length < depth ? k + length : depth;
       const uint8_t *here = data + size_t(k) * F::kBytes;

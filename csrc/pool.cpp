@@ -40,11 +40,15 @@ class Pool {
     const int helpers = hire(threads - 1);
     task_ = task;
     context_ = context;
-    tasks_ = tasks;
-    next_.store(0, std::memory_order_relaxed);
+    shares_ = helpers + 1;
+    for (int i = 0; i < shares_; i++) {
+      Share &share = share_of(i);
+      share.next.store(int(int64_t(tasks) * i / shares_), std::memory_order_relaxed);
+      share.end = int(int64_t(tasks) * (i + 1) / shares_);
+    }
     gate_.fetch_sub(kClosed, std::memory_order_acq_rel);  // a late worker may be on its way out: no plain store
     for (int i = 0; i < helpers; i++) workers_[i]->call();
-    drain();
+    drain(0);
     gate_.fetch_or(kClosed, std::memory_order_acq_rel);
     while (gate_.load(std::memory_order_acquire) != kClosed) relax();
     const std::exception_ptr error = std::exchange(error_, nullptr);
@@ -54,7 +58,14 @@ class Pool {
   }
 
  private:
+  // Neighbouring tasks, which a thread takes in order: what it fetched ahead is then of use to itself.
+  struct alignas(64) Share {
+    std::atomic<int> next{0};
+    int end = 0;
+  };
+
   struct Worker {
+    Share share;
     std::atomic<unsigned> round{0};
     std::atomic<bool> asleep{false};
     std::mutex mutex;
@@ -86,7 +97,7 @@ class Pool {
       while (int(workers_.size()) < wanted) {
         workers_.reserve(workers_.size() + 1);  // before the thread is there: what follows cannot fail
         auto worker = std::make_unique<Worker>();
-        std::thread([this, w = worker.get()] { work(*w); }).detach();
+        std::thread([this, w = worker.get(), own = int(workers_.size()) + 1] { work(*w, own); }).detach();
         workers_.push_back(std::move(worker));
       }
     } catch (const std::bad_alloc &) {
@@ -95,21 +106,29 @@ class Pool {
     return std::min(wanted, int(workers_.size()));
   }
 
-  void work(Worker &worker) {
+  void work(Worker &worker, int own) {
     for (unsigned seen = 0;;) {
       worker.wait(seen);
       seen = worker.round.load();
-      if (gate_.fetch_add(1, std::memory_order_acq_rel) < kClosed) drain();
+      if (gate_.fetch_add(1, std::memory_order_acq_rel) < kClosed) drain(own);
       gate_.fetch_sub(1, std::memory_order_release);
     }
   }
 
-  void drain() {
+  Share &share_of(int i) { return i ? workers_[i - 1]->share : share_; }
+
+  // Takes the tasks of a thread's own share, then what is left of the others'.
+  void drain(int own) {
     try {
-      for (int i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < tasks_;) task_(context_, i);
+      for (int i = 0; i < shares_; i++) {
+        Share &share = share_of((own + i) % shares_);
+        while (share.next.load(std::memory_order_relaxed) < share.end && !failed_.load(std::memory_order_relaxed)) {
+          const int task = share.next.fetch_add(1, std::memory_order_relaxed);
+          if (task < share.end) task_(context_, task);
+        }
+      }
     } catch (...) {
       if (!failed_.exchange(true, std::memory_order_relaxed)) error_ = std::current_exception();
-      next_.store(tasks_, std::memory_order_relaxed);
     }
   }
 
@@ -117,10 +136,10 @@ class Pool {
   std::vector<std::unique_ptr<Worker>> workers_;
   Task task_ = nullptr;
   void *context_ = nullptr;
-  int tasks_ = 0;
+  int shares_ = 0;
+  Share share_;  // the caller's
   std::atomic<bool> failed_{false};
   std::exception_ptr error_;  // of the task that failed first
-  alignas(64) std::atomic<int> next_{0};
   static constexpr unsigned kClosed = 1u << 30;
   alignas(64) std::atomic<unsigned> gate_{kClosed};  // how many workers are inside, plus kClosed
 };

@@ -132,6 +132,9 @@ INLINE vf min(vf a, vf b) { return a < b ? a : b; }
 
 // Sum and maximum of all lanes, by halving.
 INLINE float sum(vf x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)x);
+#endif
   float lane[W];
   store(lane, x);
   for (int half = W / 2; half; half /= 2)
@@ -147,6 +150,22 @@ INLINE float max(vf x) {
   for (int half = W / 2; half; half /= 2)
     for (int i = 0; i < half; i++) lane[i] = lane[i] > lane[i + half] ? lane[i] : lane[i + half];
   return lane[0];
+}
+INLINE int32_t sum(vi x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_epi32((__m512i)x);
+#endif
+  int32_t total = 0;
+  for (int i = 0; i < W; i++) total += x[i];
+  return total;
+}
+INLINE int32_t max(vi x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_epi32((__m512i)x);
+#endif
+  int32_t most = x[0];
+  for (int i = 1; i < W; i++) most = x[i] > most ? x[i] : most;
+  return most;
 }
 
 // e^x to 1 ulp or so; 0 below -87.3, the largest finite power above 88.3; NaN for NaN. Cody and Waite's reduction,
