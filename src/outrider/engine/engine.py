@@ -124,8 +124,16 @@ class Engine:
         self.draft_with(drafter, k, rule)
 
     def draft_with(self, drafter: Drafter, k: int, rule: Rule = COUPLED) -> None:
-        """Use another drafter, attached to the runner; at most k nodes a step for each sequence."""
-        self.drafter, self.guard, self.k, self.rule = drafter, Guard(drafter), k, rule
+        """Use another drafter, attached to the runner; at most k nodes a step for each sequence.
+
+        Raises ConfigError if no request at all would fit into the memory with it; then the one that was there stays.
+        """
+        guard = Guard(drafter)
+        if (least := self.kv.nbytes(1) + guard.kv_bytes(1)) > self.kv_memory:
+            raise ConfigError(
+                f"kv_memory is {self.kv_memory} bytes, and the keys and values of {BLOCK} tokens take {least}; raise it"
+            )
+        self.drafter, self.guard, self.k, self.rule = drafter, guard, k, rule
 
     @contextmanager
     def idle(self) -> Iterator[None]:
