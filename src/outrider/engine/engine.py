@@ -131,7 +131,8 @@ class Engine:
         guard = Guard(drafter)
         if (least := self.kv.nbytes(1) + guard.kv_bytes(1)) > self.kv_memory:
             raise ConfigError(
-                f"kv_memory is {self.kv_memory} bytes, and the keys and values of {BLOCK} tokens take {least}; raise it"
+                f"kv_memory is {self.kv_memory} bytes, and {BLOCK} tokens' keys and values take {least}, the drafter's "
+                "included; raise it"
             )
         self.drafter, self.guard, self.k, self.rule = drafter, guard, k, rule
 
