@@ -418,7 +418,7 @@ class Engine:
         prompts = {r: lacks for r, lacks in lacking.items() if lacks > 1}
         plain = len(lacking) - len(prompts)
         left = max(1, self.runner.chunk - plain)
-        room = min(left, self.pace.beside(plain)) if plain else left
+        room = min(left, self.pace.beside(plain, len(prompts))) if plain else left
         k = self.k
         if plain and sum(prompts.values()) > room:  # some prompt has to wait: drafts shrink to a part of the room
             k = min(k, room // 4 // plain)
