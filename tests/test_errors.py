@@ -359,21 +359,30 @@ def test_limits_of_the_engine(make_llm):
         llm.generate([1] * 12, max_tokens=9)
     with refused(ConfigError, "max_model_len", "2048"):
         make_llm(engine={"max_model_len": 5000})
-    llm = make_llm(engine={"kv_memory": 1})
+    block = llm.runner.kv.nbytes(1)
+    for memory in (1, block - 1):
+        with refused(ConfigError, f"kv_memory is {memory} bytes", str(block)):
+            make_llm(engine={"kv_memory": memory})
+    llm = make_llm(engine={"kv_memory": block})
+    assert len(llm.generate([1], max_tokens=31, ignore_eos=True)[0].token_ids) == 31
     with refused(RequestTooLong, "kv_memory", "MiB"):
-        llm.generate([1])
+        llm.generate([1], max_tokens=32)
     assert_released(llm)
 
 
 def test_draft_models_count_for_memory(make_llm, make_checkpoint):
     own = make_llm().runner.kv.nbytes(20)
-    llm = make_llm(engine={"kv_memory": own})
+    draft = {"model": str(make_checkpoint(noise=0.01))}
+    llm = make_llm(engine={"kv_memory": 3 * own})
+    assert llm.generate([1], max_tokens=40)
+    llm.speculative_config = draft
     assert llm.generate([1], max_tokens=10)
-    llm.speculative_config = {"model": str(make_checkpoint(noise=0.01))}
     with refused(RequestTooLong, "kv_memory"):
-        llm.generate([1], max_tokens=10)
-    llm.speculative_config = None
-    assert llm.generate([1], max_tokens=10)
+        llm.generate([1], max_tokens=40)
+    llm = make_llm(engine={"kv_memory": 2 * own - 1})
+    with refused(ConfigError, f"kv_memory is {2 * own - 1} bytes", str(2 * own)):
+        llm.speculative_config = draft
+    assert llm.generate([1], max_tokens=10)[0].metrics["method"] == "none"
 
 
 def test_text_and_chat(tiny_llm, random_llm):

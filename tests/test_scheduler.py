@@ -59,16 +59,17 @@ def test_shares_waste_nothing():
 
 @pytest.mark.parametrize("fixed, row", [(0.010, 0.001), (0.002, 0.0001), (0.5, 0.01)])
 @pytest.mark.parametrize("delay", [0.0, 0.05])
-def test_the_pace_follows_what_steps_take(fixed, row, delay):
+@pytest.mark.parametrize("prompts", [1, 4, 12])
+def test_the_pace_follows_what_steps_take(fixed, row, delay, prompts):
     """Neither a delay over the promise, but for a grain, nor a crawl; and one hiccup is soon forgotten."""
     pace, taken = Pace(delay), []
     pace.learn(512, 512, fixed + 512 * row)  # the first prompt, alone
     for i in range(120):
-        read = min(pace.beside(4), 2000) if i % 3 else 0
+        read = min(pace.beside(4, prompts), 2000) if i % 3 else 0
         seconds = fixed + (4 + read) * row
         pace.learn(4 + read, read, 20 * seconds if i == 70 else seconds)
         taken.append(read)
-    allowed = max(GRAIN, min(2000, min(delay, fixed + 4 * row) / row))
+    allowed = max(GRAIN, min(2000, min(delay, (fixed + 4 * row) * max(1, prompts / 4)) / row))
     assert all(0.7 * allowed - 1 < read <= 1.3 * allowed + 1 for i, read in enumerate(taken[100:], 100) if i % 3)
 
 

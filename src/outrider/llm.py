@@ -193,10 +193,10 @@ class LLM:
             before, self.runner.watched = self.runner.watched, Watched()
             try:
                 drafter.attach(self.runner, self._load_draft)
+                self._draft_with(drafter, config)
             except BaseException:  # the drafter that was there stays
                 self.runner.watched = before
                 raise
-            self._draft_with(drafter, config)
 
     def _draft_with(self, drafter: Drafter, config: SpeculativeConfig) -> None:
         self.engine.draft_with(drafter, drafter.num_speculative_tokens, config.rule)

@@ -276,6 +276,8 @@ def test_a_server_that_is_not_there_or_answers_nothing_ends_the_run() -> None:
             measured(fake)
         with pytest.raises(ConfigError, match="answered no request of the warm-up: status 401: no or wrong"):
             measured(fake, model="fake", warmup=2)
+        with pytest.raises(ConfigError, match="answered no request; the first: status 401: no or wrong"):
+            measured(fake, model="fake")
         assert measured(fake, api_key="secret")[0].completed == 6
     with Fake(good, {"/v1/models": {"data": []}}) as fake, pytest.raises(ConfigError, match="lists no model"):
         measured(fake)
@@ -346,6 +348,37 @@ def test_our_server_against_the_engine_and_another_server(tmp_path):
     assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 6
     table = (tmp_path / "table.md").read_text()
     assert "| 2 streams |" in table and "| again |" in table and "suite chat, greedy, 4 tokens each" in table
+
+
+def test_what_a_server_says_is_heard_whole_and_its_errors_are_told():
+    def script(body: dict[str, Any]) -> Iterator[Any]:
+        if len(body["prompt"]) == 2:
+            yield from (429, {"error": {"message": "the queue is full"}})
+        yield b'data: {"choices": [{"text": "a"'  # a frame in two chunks, then two in one
+        yield 0.02
+        yield b"}]}\n\n"
+        if len(body["prompt"]) == 3:
+            yield CUT
+        frames = (text(body, "b"), {**text(body, "", "length"), "usage": {"completion_tokens": 3}})
+        yield b"".join(b"data: %b\n\n" % json.dumps(frame).encode() for frame in frames)
+        yield "{" if len(body["prompt"]) == 4 else "[DONE]"
+
+    with Fake(script) as fake:
+        s = server.Settings("fake", max_tokens=3)
+        (first, second, late), took = server._ask(s, fake.url, [1], [1], late=[1] * 5)
+        for answer in (first, second, late):
+            assert answer.first and len(answer.gaps) == 1 and (answer.tokens, answer.finish) == (3, "length")
+            assert 0.02 <= answer.first <= answer.last <= answer.total < 5
+        assert took > 0 and [len(body["prompt"]) for body in fake.bodies] == [1, 1, 5]
+        for n, said in (
+            (2, "status 429: the queue is full"),
+            (3, "disconnected: the stream"),
+            (4, "protocol: JSONDecode"),
+        ):
+            with pytest.raises(ConfigError, match=f"the server of fake failed: .*{said}"):
+                server._ask(s, fake.url, [1], [1] * n)
+    with pytest.raises(ConfigError, match=r"the server of fake failed: .*refused"):
+        server._ask(s, fake.url, [1])
 
 
 HEALTHY = """

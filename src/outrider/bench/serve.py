@@ -29,6 +29,7 @@ from outrider.files import write_text
 ENDPOINTS = {"chat": "/chat/completions", "completions": "/completions"}
 TEXTS = ("content", "reasoning_content", "reasoning", "tool_calls")  # of a delta, what a reader sees
 PERCENTILES = (50, 95, 99)
+STRANGE = (ValueError, TypeError, AttributeError, LookupError, RecursionError)  # what reading no frame of ours raises
 Show = Callable[[str, int, int], None]
 
 
@@ -127,7 +128,7 @@ class Row:
     requests: int
     completed: int
     errors: dict[str, int]  # by kind
-    said: dict[str, str]  # an example of each kind
+    said: dict[str, str]  # the first of each kind
     seconds: float  # from the first request to the last answer's end
     requests_per_second: float  # completed
     tokens_per_second: float  # of completed answers
@@ -249,7 +250,7 @@ async def ask(session: Any, s: Settings, body: dict[str, Any], due: float) -> An
         _fail(answer, "no connection", str(error))
     except (aiohttp.ClientError, OSError) as error:
         _fail(answer, "disconnected", str(error) or type(error).__name__)
-    except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
+    except STRANGE as error:
         _fail(answer, "not the protocol", f"{type(error).__name__}: {error}")
     answer.total = time.perf_counter() - due
     return answer
@@ -372,7 +373,10 @@ async def _model(s: Settings) -> str:
 
 
 def run(s: Settings, show: Show = lambda *_: None) -> Iterator[Row]:
-    """Warm up, then measure level after level. Raises ConfigError if the server answers none of the warm-up."""
+    """Warm up, then measure level after level.
+
+    Raises ConfigError if the server answers none of the warm-up; at the end, if it has answered nothing.
+    """
     source, asked = prompts(s)
     model = s.model or asyncio.run(_model(s))
 
@@ -393,9 +397,14 @@ def run(s: Settings, show: Show = lambda *_: None) -> Iterator[Row]:
         if all(answer.error for answer in answers):
             why = f"{answers[0].error}: {answers[0].said}"
             raise ConfigError(f"the server at {s.root} answered no request of the warm-up: {why}")
+    rows = []
     for i, level in enumerate(s.levels):
         seconds, answers = measure(level, i * s.requests, s.requests, str(level))
-        yield row(s, level, model, source, len(asked), seconds, answers)
+        rows.append(row(s, level, model, source, len(asked), seconds, answers))
+        yield rows[-1]
+    if not any(each.completed for each in rows):
+        kind = next(iter(rows[0].errors))
+        raise ConfigError(f"the server at {s.root} answered no request; the first: {kind}: {rows[0].said[kind]}")
 
 
 def spread(values: list[float]) -> dict[str, float] | None:
@@ -423,7 +432,7 @@ def row(
     per_token = [(a.last - a.first) / (a.tokens - 1) for a in good if a.first is not None and a.tokens > 1]
     return Row(
         load=str(level), concurrency=level.concurrency, rate=level.rate, requests=len(answers), completed=len(good),
-        errors=dict(Counter(a.error for a in bad if a.error)), said={a.error: a.said for a in bad if a.error},
+        errors=dict(Counter(a.error for a in bad if a.error)), said={a.error: a.said for a in reversed(bad) if a.error},
         seconds=seconds, requests_per_second=len(good) / seconds,
         tokens_per_second=sum(a.tokens for a in good) / seconds,
         prompt_tokens=sum(read) if read else None, new_tokens=sum(a.tokens for a in good),

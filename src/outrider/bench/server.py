@@ -2,7 +2,8 @@
 
 Each server runs in a process of its own, the engine, with our server's weights and options, in this one. They take
 turns, with the same prompts: token ids of a suite's texts. Whose turn it is not is stopped (SIGSTOP): some servers'
-processes spin while they wait, on the cores of the others.
+processes spin while they wait, on the cores of the others. The client computes there, too: it does as little as it can,
+and its share is told.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import itertools
 import json
 import os
 import random
+import selectors
 import shlex
 import signal
 import socket
@@ -28,6 +30,7 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
+import h11
 import numpy as np
 import torch
 
@@ -85,8 +88,9 @@ class Row:
     server: float
     other: float
     against: str
-    ratio: float  # server / other
+    ratio: float  # server / other, the median of the rounds'
     rounds: list[tuple[float, float]]  # (server, other) each
+    client: float | None  # cores that the server's client took, where streams are compared
     settings: dict[str, Any]
     hardware: dict[str, Any]
     versions: dict[str, str]
@@ -114,11 +118,12 @@ def run(s: Settings, show: load.Show = lambda *_: None) -> Iterator[Row]:
     def text(n: int) -> list[int]:
         return [some.randrange(vocab // 2) for _ in range(n)]
 
-    def row(what: str, unit: str, against: str, rounds: list[tuple[float, float]]) -> Row:
+    def row(what: str, unit: str, against: str, rounds: list[tuple[float, float]], client: float | None = None) -> Row:
         server, other = (statistics.median(side) for side in zip(*rounds, strict=True))
+        ratio = statistics.median(a / b for a, b in rounds)  # of neighbours in time: a machine has slow hours
         about = provenance(torch.device("cpu"))
         given = {**asdict(s), "data": str(s.data) if s.data else None}
-        return Row(what, unit, server, other, against, server / other, rounds, given, **about)
+        return Row(what, unit, server, other, against, ratio, rounds, client, given, **about)
 
     with ExitStack() as running:
         ours = [sys.executable, "-m", "outrider", "serve", s.model, "--port", "{port}", "--speculate", s.speculate]
@@ -134,20 +139,22 @@ def run(s: Settings, show: load.Show = lambda *_: None) -> Iterator[Row]:
             name, _, command = each.partition("=")
             other, group = running.enter_context(_serving(name, shlex.split(command)))
             there = replace(s, model=asyncio.run(load._model(load.Settings(other))))
-            sides[name] = group, partial(_over_http, there, other)
+            sides[name] = group, lambda ids, s=there, url=other: _over_http(s, url, ids)[0]  # type: ignore[misc]
         groups = [own, *(group for group, _ in sides.values() if group)]
         for n in s.streams:
             rounds: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+            clients = []
             for i in range(s.repeats + 1):  # the first warms up
                 show(f"{n} streams", i, s.repeats + 1)
                 together = [next(asked) for _ in range(n)]
                 _turn(groups, own)
-                server = _over_http(s, url, together)
+                server, client = _over_http(s, url, together)
+                clients.append(client)
                 for name, (group, side) in sides.items():
                     _turn(groups, group)
                     rounds[name].append((server, side(together)))
             for name in sides:
-                yield row(f"{n} streams", "tokens/s", name, rounds[name][1:])
+                yield row(f"{n} streams", "tokens/s", name, rounds[name][1:], statistics.median(clients[1:]))
         _turn(groups, own)
         gaps = []
         for i in range(s.repeats):
@@ -160,7 +167,7 @@ def run(s: Settings, show: load.Show = lambda *_: None) -> Iterator[Row]:
         for i in range(s.repeats):
             show("a shared beginning", i, s.repeats)
             begin = text(s.shared)
-            cold, warm = ([_ask(s, url, begin + text(16))[0].first or 0.0] for _ in range(2))
+            cold, warm = ([_ask(s, url, begin + text(16))[0][0].first or 0.0] for _ in range(2))
             firsts.append((1000 * warm[0], 1000 * cold[0]))
         yield row(f"first token behind {s.shared} tokens that were read before", "ms", "the first time", firsts)
 
@@ -207,35 +214,91 @@ def _serving(name: str, command: list[str]) -> Iterator[tuple[str, int]]:
             process.wait()
 
 
-def _ask(s: Settings, url: str, *prompts: list[int], late: list[int] | None = None) -> list[load.Answer]:
-    """Answers to prompts that are asked at once, and to one that comes when they are under way."""
+def _ask(s: Settings, url: str, *prompts: list[int], late: list[int] | None = None) -> tuple[list[load.Answer], float]:
+    """Answers to prompts that are asked at once, and to one that comes when they are under way; seconds of CPU it took.
+
+    The servers' cores are ours: what comes is kept with its time, and read when all of it is there.
+    """
     settings = load.Settings(
         url, model=s.model, endpoint="completions", max_tokens=s.max_tokens, temperature=s.temperature, ignore_eos=True
     )
-
-    async def every() -> list[load.Answer]:
-        async with load._session(settings) as session:
-
-            async def one(i: int, prompt: list[int], after: float = 0.0) -> load.Answer:
-                await asyncio.sleep(after)
-                return await load.ask(
-                    session, settings, load.request(settings, s.model, prompt, i), time.perf_counter()
-                )
-
-            asked = [one(i, prompt) for i, prompt in enumerate(prompts)]
-            return await asyncio.gather(*asked, *([one(len(prompts), late, 0.2)] if late else []))
-
-    answers = asyncio.run(every())
+    asked = [*prompts, late] if late else prompts
+    bodies = [load.request(settings, s.model, prompt, i) for i, prompt in enumerate(asked)]
+    due = [0.2 * (i == len(prompts)) for i in range(len(asked))]
+    began = time.thread_time()
+    try:
+        heard = _hear(url, bodies, due, settings.timeout)
+    except OSError as error:
+        raise ConfigError(f"the server of {s.model} failed: {error}") from None
+    took = time.thread_time() - began
+    answers = [_answer(chunks) for chunks in heard]
     if bad := [answer for answer in answers if answer.error]:
         raise ConfigError(f"the server of {s.model} failed: {bad[0].error}: {bad[0].said}")
-    return answers
+    return answers, took
 
 
-def _over_http(s: Settings, url: str, prompts: list[list[int]]) -> float:
-    time.sleep(SETTLE)
+def _hear(url: str, bodies: list[dict[str, Any]], due: list[float], timeout: float) -> list[list[tuple[float, bytes]]]:
+    """The bytes of answers to what is asked when it is due: chunks, each with the seconds after which it came."""
+    address = url.removeprefix("http://")
+    host, _, port = address.partition(":")
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: {address}\r\nconnection: close\r\n"
+    heard: list[list[tuple[float, bytes]]] = []
     began = time.perf_counter()
-    answers = _ask(s, url, *prompts)
-    return sum(answer.tokens for answer in answers) / (time.perf_counter() - began)
+    with ExitStack() as connections, selectors.DefaultSelector() as waiting:
+        while len(heard) < len(bodies) or waiting.get_map():
+            while len(heard) < len(bodies) and (now := time.perf_counter() - began) >= due[len(heard)]:
+                data = json.dumps(bodies[len(heard)]).encode()
+                about = f"content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+                connection = connections.enter_context(socket.create_connection((host, int(port)), timeout))
+                connection.sendall((head + about).encode() + data)
+                heard.append([])
+                waiting.register(connection, selectors.EVENT_READ, (connection, now, heard[-1]))
+            ready = waiting.select(0.01 if len(heard) < len(bodies) else timeout)
+            if not ready and len(heard) == len(bodies):
+                raise TimeoutError(f"no byte for {timeout:g} s")
+            for key, _ in ready:
+                connection, since, chunks = key.data
+                if chunk := connection.recv(2**16):
+                    chunks.append((time.perf_counter() - began - since, chunk))
+                else:
+                    waiting.unregister(connection)
+    return heard
+
+
+def _answer(heard: list[tuple[float, bytes]]) -> load.Answer:
+    """What was heard, read."""
+    answer, rest, status = load.Answer(), b"", 0
+    reader = h11.Connection(h11.CLIENT)
+    reader.send(h11.Request(method="POST", target="/", headers=[("host", "there"), ("connection", "close")]))
+    reader.send(h11.EndOfMessage())
+    try:
+        for now, chunk in heard:
+            reader.receive_data(chunk)
+            while not isinstance(event := reader.next_event(), type):  # NEED_DATA and PAUSED are types
+                if isinstance(event, h11.Response):
+                    status = event.status_code
+                elif isinstance(event, h11.Data):
+                    *lines, rest = (rest + event.data).split(b"\n")
+                    for line in lines:
+                        if line.startswith(b"data:"):
+                            load._read(answer, line[5:].strip().decode(), now)
+                            answer.total = now
+    except (h11.RemoteProtocolError, *load.STRANGE) as error:
+        load._fail(answer, "not the protocol", f"{type(error).__name__}: {error}")
+        return answer
+    if status != 200:
+        load._fail(answer, f"status {status}", load._message(rest.decode("utf-8", "replace")))
+    elif answer.finish is None and answer.error is None:
+        load._fail(answer, "disconnected", "the stream ended before the answer did")
+    return answer
+
+
+def _over_http(s: Settings, url: str, prompts: list[list[int]]) -> tuple[float, float]:
+    """Tokens per second, and the client's share of the time: seconds of CPU per second."""
+    time.sleep(SETTLE)
+    answers, took = _ask(s, url, *prompts)
+    seconds = max(answer.total for answer in answers)
+    return sum(answer.tokens for answer in answers) / seconds, took / seconds
 
 
 def _direct(s: Settings, llm: LLM, prompts: list[list[int]]) -> float:
@@ -252,7 +315,7 @@ def _direct(s: Settings, llm: LLM, prompts: list[list[int]]) -> float:
 
 
 def _gap(s: Settings, url: str, prompts: list[list[int]], late: list[int] | None = None) -> float:
-    answers = _ask(s, url, *prompts, late=late)[: len(prompts)]
+    answers = _ask(s, url, *prompts, late=late)[0][: len(prompts)]
     return 1000 * float(np.percentile([gap for answer in answers for gap in answer.gaps], 99))
 
 

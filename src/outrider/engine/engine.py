@@ -126,8 +126,17 @@ class Engine:
         self.draft_with(drafter, k, rule)
 
     def draft_with(self, drafter: Drafter, k: int, rule: Rule = COUPLED) -> None:
-        """Use another drafter, attached to the runner; at most k nodes a step for each sequence."""
-        self.drafter, self.guard, self.k, self.rule = drafter, Guard(drafter), k, rule
+        """Use another drafter, attached to the runner; at most k nodes a step for each sequence.
+
+        Raises ConfigError if no request at all would fit into the memory with it; then the one that was there stays.
+        """
+        guard = Guard(drafter)
+        if (least := self.kv.nbytes(1) + guard.kv_bytes(1)) > self.kv_memory:
+            raise ConfigError(
+                f"kv_memory is {self.kv_memory} bytes, and {BLOCK} tokens' keys and values take {least}, the drafter's "
+                "included; raise it"
+            )
+        self.drafter, self.guard, self.k, self.rule = drafter, guard, k, rule
 
     @contextmanager
     def idle(self) -> Iterator[None]:
@@ -422,7 +431,7 @@ class Engine:
         left = max(1, self.runner.chunk - plain)
         if not prompts:
             return list(lacking), {}, min(self.k, left // plain)
-        room = min(left, self.pace.beside(plain)) if plain else left
+        room = min(left, self.pace.beside(plain, len(prompts))) if plain else left
         k = self.k
         if plain and sum(prompts.values()) > room:  # some prompt has to wait: drafts shrink to a part of the room
             k = min(k, room // 4 // plain)

@@ -2,8 +2,9 @@
 
 A forward has room for so many tokens. Sequences that wait for their next token come first, with one each. Prompts get
 what reading them may take: beside running sequences, as many tokens as lengthen the step by no more than a promised
-delay, and never to more than its double, as measured; else all there is room for. Draft nodes get what is left, and a
-quarter of that room where some prompt has to wait. So speculation shrinks first, and no prompt stops those that run.
+delay, nor by more than its own length, as measured, which where prompts outnumber those that run is taken so many
+times; else all there is room for. Draft nodes get what is left, and a quarter of that room where some prompt has to
+wait. So speculation shrinks first, and no prompt stops those that run.
 """
 
 from __future__ import annotations
@@ -34,11 +35,13 @@ class Pace:
             row = max(seconds - self.fixed, seconds / 4) / rows
             self.row += 0.3 * (min(row, 2 * self.row) - self.row) if self.row else row
 
-    def beside(self, rows: int) -> int:
-        """Tokens of prompts that may be read in a forward beside so many rows."""
+    def beside(self, rows: int, prompts: int) -> int:
+        """Tokens of so many prompts that may be read in a forward beside so many rows."""
         if not self.row:
             return GRAIN
-        return max(GRAIN, int(min(self.delay, self.fixed + self.row * rows) / self.row))
+        # who waits for a first token counts as much as who waits for the next: else a burst is read in many small steps
+        bound = (self.fixed + self.row * rows) * max(1.0, prompts / rows)
+        return max(GRAIN, int(min(self.delay, bound) / self.row))
 
 
 def shares(lacking: Iterable[tuple[Any, int]], room: int) -> list[int]:

@@ -93,9 +93,12 @@ def refusal(error: BaseException) -> Refusal:
 # --- JSON -----------------------------------------------------------------------------------------------------------
 
 
+_written = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+
+
 def dumps(data: Any) -> bytes:
     """JSON in ASCII: no line separator of Unicode's in it can end a client's line, no lone surrogate our encoder."""
-    return json.dumps(data, separators=(",", ":"), allow_nan=False).encode("ascii")
+    return _written(data).encode("ascii")
 
 
 def json_response(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from itertools import groupby
 from typing import Any
@@ -23,6 +24,7 @@ BETWEEN = (
 WHOLE = (
     0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
 )  # fmt: skip
+COUNTING = 0.5  # seconds
 FORWARD = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
@@ -58,6 +60,8 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model_name, "engine": "0"}
         self._llm = llm
+        self._news: list[Progress] = []  # that is not counted yet
+        self._counted = 0.0  # when it was last
         self._seen: WeakKeyDictionary[Request, tuple[float, int]] = WeakKeyDictionary()  # last news, steps counted
         if isinstance(llm, AsyncLLM):  # not where engines are elsewhere (ray.py)
             self._engine_metrics(llm.llm.engine.max_len)
@@ -120,7 +124,14 @@ class Metrics:
         return made.labels(**self._labels)
 
     def progress(self, news: list[Progress]) -> None:
-        """What steps brought."""
+        """What steps brought. It is counted now and then: counting much at once takes half the time."""
+        self._news += news
+        if (now := time.monotonic()) >= self._counted + COUNTING:
+            self._counted = now
+            self._count()
+
+    def _count(self) -> None:
+        news, self._news = self._news, []
         for _, step in groupby(news, lambda each: each.at):
             if tokens := sum(each.tokens for each in step):
                 self._forward.observe(tokens)
@@ -175,4 +186,5 @@ class Metrics:
 
     def text(self) -> bytes:
         """What /metrics answers."""
+        self._count()
         return generate_latest(self.registry)
