@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
+import torch
+
 from outrider.config import SamplingParams, real, whole
 from outrider.engine import Request, TextStream
 from outrider.errors import ConfigError, EngineError, QueueFull, brief, told
@@ -213,6 +215,7 @@ class AsyncLLM:
 
     # --- the engine's thread ------------------------------------------------------------------------------------------
 
+    @torch.inference_mode()  # entered once for all steps
     def _drive(self) -> None:
         while True:
             with self._changed:
