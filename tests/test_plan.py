@@ -138,6 +138,14 @@ def test_lines_of_long_contexts(tmp_path):
     assert found.predicted == pytest.approx(5 * (1.3 + 0.4 + 0.5) / (4 * (1.3 + 0.2) + 2.9 + 1.2 + 0.7))
 
 
+def test_steps_that_draft_and_others(tmp_path):
+    """Half of the steps drafting four nodes is not all of them drafting two."""
+    (file := tmp_path / "results.jsonl").write_text(line(draft_lengths=[3, 0, 0, 0, 3]))
+    (found,) = against(file, Planner(LLAMA_8B, Device(1e12, 1e15, 1e12), timed=TIMED), 1000)
+    plain, drafted = 1.0 + 0.1 + 0.5, 1.4 + 0.3 + 0.7
+    assert found.predicted == pytest.approx(2.2 * plain / ((plain + drafted) / 2), rel=0.001)
+
+
 def test_forwards_are_measured(tiny_llm):
     timed = measure(tiny_llm)
     assert {*timed.rows} == {*ROWS} and {*timed.keys} == {*EACH} and timed.outside >= 0 and timed.drafted >= 0

@@ -88,9 +88,9 @@ class Learnt(Curve):
     it promise.
     """
 
-    def __init__(self, known: Mapping[int, float] | None = None) -> None:
+    def __init__(self, known: Mapping[int, float] | None = None, weight: float = 1.0) -> None:
         super().__init__(known or {})
-        self.weights = dict.fromkeys(self, 1.0)  # measurements, fading
+        self.weights = dict.fromkeys(self, weight)  # measurements, fading
 
     def add(self, count: int, seconds: float) -> None:
         """One measurement. What is fewer costs no more; what slows one slows all."""
@@ -130,7 +130,7 @@ class Costs:
 
     def begin(self, seconds: Mapping[int, float]) -> None:
         """Before anything was measured in steps: what forwards of so many rows took just now, over few keys."""
-        self.curves = {0: Learnt(seconds)}
+        self.curves = {0: Learnt(seconds, MOST_WEIGHT)}
 
     def __bool__(self) -> bool:
         self._learn()

@@ -424,11 +424,19 @@ def against(path: Path, planner: Planner, context: int) -> Iterator[Miss]:
         kind = "self:view" if kind == "self" else kind
         if rate := real(data.get("draft_acceptance_rate"), 0, 1):  # where nothing is found, fewer are drafted
             k = min(k, max(1, round((length - 1) / rate)))
-        plain, _ = planner.step(kind, batch, at, 0.0, 0)
-        # tokens of which none is right ...
-        drafted, _ = planner.step(kind, batch, at, 0.0, k, int(seen[1]) if seen else None)
+        keys = int(seen[1]) if seen else None
+        steps = (_counts(data.get("draft_lengths")) if batch == 1 else {}) or {k: 1}  # of many the mean is near each
+        # of a step whose tokens are all wrong
+        seconds = {n: batch / planner.step(kind, batch, at, 0.0, n, keys)[0] for n in {0, *steps}}
+        drafted = sum(count * seconds[n] for n, count in steps.items()) / sum(steps.values())
         name = f"{data.get('suite', 'text')}, {at} tokens, {batch} at a time: {method}"
-        yield Miss(name, speedup, length * drafted / plain)  # ... times those that were
+        yield Miss(name, speedup, length * seconds[0] / drafted)
+
+
+def _counts(value: object) -> dict[int, int]:
+    """How many steps drafted so many nodes, by nodes; nothing if that is not what it says."""
+    counts = dict(enumerate(value)) if isinstance(value, list) else {}
+    return {n: count for n, count in counts.items() if count} if all(whole(c, 0) for c in counts.values() if c) else {}
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

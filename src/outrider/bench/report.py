@@ -6,6 +6,7 @@ The lines are the truth; `read` and `markdown` make the table again from them.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
@@ -42,6 +43,7 @@ class Sample:
     steps: int = 0  # forwards of the target, counted for each sequence
     drafted: int = 0
     accepted: int = 0
+    lengths: Counter[int] = field(default_factory=Counter)  # steps by the nodes that they drafted
     exactness: set[str] = field(default_factory=set)  # of the outputs
     forwards: int = 0  # of the target, prefill included
     expert_bytes: int = 0  # that these read
@@ -119,6 +121,7 @@ class Result:
     repeated: float | None = None  # see `repeated`
     new_tokens: int | None = None  # of all prompts together, once, if answers end where the model ends them
     by_batch: list[float] | None = None  # speedup of each batch, median over the rounds
+    draft_lengths: list[int] | None = None  # steps that drafted no node, one, and so on, of all rounds
 
     @property
     def numbers(self) -> str:

@@ -15,6 +15,7 @@ import resource
 import shlex
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -327,6 +328,7 @@ def sample(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> Sample
         s.emitted += len(output.token_ids)
         s.steps += spec["num_spec_steps"]
         s.drafted += spec["num_draft_tokens"]
+        s.lengths += Counter(spec["per_step_drafted"])
         s.accepted += spec["num_accepted_draft_tokens"]
         s.exactness.add(output.metrics["exactness"])
     s.forwards += model.forwards
@@ -370,6 +372,7 @@ def result(
     pairs = [zip(x.rates, y.rates, strict=False) for x, y in zip(samples, plain, strict=True)]
     each = [[rate / of for rate, of in pair if of] for pair in pairs]
     drafted, seconds = sum(x.drafted for x in samples), sum(x.seconds for x in samples)
+    lengths = sum((x.lengths for x in samples), Counter())
     shares: list[float | None] = [None] * 3
     if seconds and own["engine"] == "outrider":
         draft, target = sum(x.draft for x in samples) / seconds, sum(x.target for x in samples) / seconds
@@ -390,6 +393,7 @@ def result(
         by_batch=[median(rounds) for rounds in zip(*each, strict=True)] or None,
         acceptance_length=sum(x.emitted for x in samples) / sum(x.steps for x in samples),
         draft_acceptance_rate=sum(x.accepted for x in samples) / drafted if drafted else None,
+        draft_lengths=[lengths[n] for n in range(max(lengths) + 1)] if drafted else None,
         draft_share=shares[0], target_share=shares[1], rest_share=shares[2],
         time_to_first_token=median(t for x in samples for t in x.first),
         identical=not differences, differences=differences, near_ties=ties if s.temperature == 0 else None,
