@@ -95,6 +95,21 @@ def test_costs_are_kept(tmp_path):
     assert not Costs(file, "another model").curves
 
 
+def test_days_that_begin_slowly_leave_the_shape(tmp_path):
+    """Rows that are never tried keep their place beside those that are, however often a process begins with them."""
+    file, dice = tmp_path / "costs.json", random.Random(0)
+    first = Costs(file, "model")
+    first.begin({n: 0.9 + 0.1 * n for n in (1, 2, 4, 8, 16, 32)})
+    first.save()
+    for _ in range(30):
+        costs = Costs(file, "model")
+        for step in range(40):
+            rows = dice.choice((1, 1, 1, 2, 3, 4, 5))
+            costs.add(rows, 100, (0.9 + 0.1 * rows) * dice.uniform(0.95, 1.05) * (1.3 if step < 3 else 1))
+        costs.save()
+    assert costs.at(32, 100) / costs.at(1, 100) == pytest.approx(4.1, rel=0.2)
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "{", "[]", "null", '{"model": 3}', '{"model": {}}', '{"model": {"0": {}}}', '{"model": {"0": {"1": -1}}}',

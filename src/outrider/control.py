@@ -98,7 +98,7 @@ class Learnt(Curve):
             self.weights[other] *= FADING
         old = self.get(count) or (min(seconds, 2 * self.at(count)) if self else seconds)
         weight = self.weights[count] = min(MOST_WEIGHT, self.weights.get(count, 0.0) + 1)
-        change, most = seconds / old - 1, max(STEP, 0.5 / weight)
+        change, most = seconds / old - 1, STEP * MOST_WEIGHT / weight  # what is known well and what is not keep in step
         drift, own = 1 + max(-STEP, min(STEP, change)), old * (1 + max(-most, min(most, change)))
         for other, known in self.items():
             self[other] = known * drift if other > count else min(known * drift, own)
@@ -164,7 +164,9 @@ class Costs:
             if len(self.ratios) < 3:
                 return
             factor, self.ratios = sorted(self.ratios)[1], None
-            self.curves = {o: Learnt({n: s * factor for n, s in c.items()}) for o, c in self.curves.items()}
+            self.curves = {
+                o: Learnt({n: s * factor for n, s in c.items()}, MOST_WEIGHT) for o, c in self.curves.items()
+            }
         self.curves.setdefault(_octave(keys), Learnt()).add(_knot(rows), seconds)
 
     def over(self, first: int, last: int, keys: int) -> list[float]:
