@@ -183,6 +183,7 @@ def test_a_sample_counts_what_comes_in_the_time_it_takes() -> None:
                            "target_seconds": total / 4},
                 "speculative_decoding": {"per_step_accepted": accepted, "num_spec_steps": len(accepted),
                                          "num_draft_tokens": 4 * len(accepted),
+                                         "per_step_drafted": [4] * len(accepted),
                                          "num_accepted_draft_tokens": sum(accepted)},
             },
         )  # fmt: skip
@@ -197,7 +198,7 @@ def test_a_sample_counts_what_comes_in_the_time_it_takes() -> None:
         s += sample(fake, part, SamplingParams())
     # The first forward of each sequence gives 4, 1 and 2 tokens, before the clock starts.
     assert (s.timed, s.seconds, s.rate) == (3 + 5 + 2, 4.0 + 1.0, 2.0)
-    assert (s.emitted, s.steps, s.drafted, s.accepted) == (17, 9, 36, 8)
+    assert (s.emitted, s.steps, s.drafted, s.accepted) == (17, 9, 36, 8) and s.lengths == {4: 9}
     # Of 4 seconds, the share that 0.7 of all 6 were; and of one, what it says.
     assert (s.draft, s.target) == pytest.approx((4 * 0.7 / 6 + 0.15, 4 * 1.75 / 6 + 0.375)) and s.first == [0.5] * 3
     assert s.rates == [(3 + 5) / 4, 2 / 1]
