@@ -6,7 +6,6 @@ import math
 import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from functools import cached_property
 from typing import Any
 
 from outrider.errors import ConfigError, brief
@@ -372,13 +371,13 @@ class SamplingParams:
         """Stop strings as a list."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
-    @cached_property
+    @property
     def edits(self) -> bool:
         """Whether it changes the model's logits; a grammar and bad words are a sequence's."""
         edits = self.logits_processors or self.logit_bias or self.min_tokens or self.allowed_token_ids
         return bool(edits or self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1
 
-    @cached_property
+    @property
     def greedy(self) -> bool:
         """Whether it asks for the likeliest token of unchanged logits."""
         return self.temperature == 0 and not self.edits

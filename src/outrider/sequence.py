@@ -45,6 +45,7 @@ class Sequence:
         self.tokens = list(tokens)
         self.prompt_len = len(self.tokens)
         self.params = params
+        self._edits, self._greedy = params.edits, params.greedy  # asked at each step
         self.seed = seed
         self.eos = frozenset(eos if not params.ignore_eos else ()) | frozenset(params.stop_token_ids or ())
         self.max_len = min(self.prompt_len + params.max_tokens, max_len or 2**62)
@@ -75,12 +76,12 @@ class Sequence:
     @property
     def edited(self) -> bool:
         """Whether its requests, its grammar or its banned words change the logits before a token is chosen."""
-        return self.params.edits or self.constraint is not None or bool(self.banned)
+        return self._edits or self.constraint is not None or bool(self.banned)
 
     @property
     def greedy(self) -> bool:
         """Whether its next token is the argmax of the raw logits."""
-        return self.params.greedy and self.constraint is None and not self.banned
+        return self._greedy and self.constraint is None and not self.banned
 
     @property
     def output(self) -> list[int]:
