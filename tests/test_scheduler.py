@@ -9,7 +9,7 @@ import pytest
 from helpers import ScriptedDrafter, assert_released, oracle, use
 
 from outrider import SamplingParams
-from outrider.engine.scheduler import GRAIN, LEAST, Pace, shares
+from outrider.engine.scheduler import GRAIN, LEAST, LENGTHENED, Pace, shares
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
 
@@ -69,7 +69,7 @@ def test_the_pace_follows_what_steps_take(fixed, row, delay, prompts):
         seconds = fixed + (4 + read) * row
         pace.learn(4 + read, read, 20 * seconds if i == 70 else seconds)
         taken.append(read)
-    allowed = max(GRAIN, min(2000, min(delay, (fixed + 4 * row) * max(1, prompts / 4)) / row))
+    allowed = max(GRAIN, min(2000, min(delay, LENGTHENED * (fixed + 4 * row) * max(1, prompts / 4)) / row))
     assert all(0.7 * allowed - 1 < read <= 1.3 * allowed + 1 for i, read in enumerate(taken[100:], 100) if i % 3)
 
 

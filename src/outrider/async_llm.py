@@ -33,6 +33,8 @@ from outrider.outputs import StepEvent
 log = logging.getLogger(__name__)
 LAST_STEP = 10.0  # seconds that closing waits for a step that is under way
 LINGER = 5.0  # seconds that the engine's thread waits for work before it ends; the next request starts another
+GATHER = 0.02  # seconds that an idle engine waits at most for requests on their way, whose prompts are read together
+FEW, SLOWEST = 8, 4  # answers whose events come as often as is asked; how many times as seldom those of many may come
 
 
 _open: WeakSet[AsyncLLM] = WeakSet()
@@ -70,7 +72,8 @@ class AsyncLLM:
         more are refused with QueueFull. None: any number.
     event_interval: seconds between two events of an output, unless a step takes longer: what comes meanwhile joins the
         next one. First tokens and ends do not wait. Readers that run on the engine's own cores slow it down: each
-        event costs some tenths of a millisecond, whatever it holds.
+        event costs some tenths of a millisecond, whatever it holds. So beside more than 8 answers the interval
+        grows as they do, to 4 times at most.
     watch: called in the event loop with the Progress of its requests, as they are told.
     """
 
@@ -223,6 +226,8 @@ class AsyncLLM:
                 if not any(answer.requests for answer in self._answers):
                     self._thread = None
                     return
+                if not self.llm.engine.running:
+                    self._changed.wait_for(lambda: self.closed or all(a.requests for a in self._answers), GATHER)
                 answers = [answer for answer in self._answers if answer.requests]
             self._turned, began = time.monotonic(), time.perf_counter()
             try:
@@ -236,10 +241,11 @@ class AsyncLLM:
 
     def _hand_over(self, answers: list[Answer], began: float) -> None:
         now = time.perf_counter()
+        interval = self.event_interval * min(max(1.0, len(answers) / FEW), SLOWEST)
         readers: dict[asyncio.AbstractEventLoop, list[Answer]] = defaultdict(list)
         for answer in answers:
             self._news[answer.loop] += answer.note(now)
-            if answer.due(now + (now - began) - self.event_interval):  # the next step may take as long
+            if answer.due(now + (now - began) - interval):  # the next step may take as long
                 answer.show(now)
                 readers[answer.loop].append(answer)
         for loop, due in readers.items():

@@ -496,7 +496,7 @@ class EngineConfig:
     max_model_len: int | None = None  # tokens of prompt and output together; None = the model's context
     max_num_seqs: int = 32  # sequences that share a forward
     max_num_batched_tokens: int = 512  # in one forward: of prompts, of drafts, and one of each running sequence
-    max_prefill_delay: float = 0.05  # seconds that reading prompts adds to a step of running ones; nor is it doubled
+    max_prefill_delay: float = 0.05  # seconds by which reading prompts may lengthen a step of running ones
     kv_memory: int | None = None  # bytes for keys and values; None = 90 % of what is free at the start
     enable_prefix_caching: bool = True  # keep what ended requests have read, as long as there is room, for others
     kv_offload: bool = False  # keys and values live in host memory and stream through the device

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from outrider import LLM, AsyncLLM, SamplingParams
-from outrider.async_llm import Progress
+from outrider.async_llm import Answer, Progress
 from outrider.errors import ConfigError, EmptyPrompt, EngineError, QueueFull, RequestError, RequestTooLong
 from outrider.outputs import StepEvent
 from tests.helpers import assert_released
@@ -95,6 +97,67 @@ def test_an_interval_joins_events(tiny_llm):
     assert 40 <= len({each.at for each in news}) < 160  # those of a step stand together, and all steps are told
     with pytest.raises(ConfigError, match="event_interval must be seconds from 0 to 3600, not -1"):
         AsyncLLM(tiny_llm, event_interval=-1)
+
+
+def test_an_interval_grows_with_company(make_llm, monkeypatch):
+    """Beside many others an answer's events come more seldom, by a clock that only the engine's thread turns."""
+    ticks, shown, show = itertools.count(), [], Answer.show
+    clock = SimpleNamespace(monotonic=time.monotonic, perf_counter=lambda: float(next(ticks)))  # twice a step
+    monkeypatch.setattr("outrider.async_llm.time", clock)
+
+    def counted(self: Answer, now: float) -> None:
+        shown.append(self)
+        show(self, now)
+
+    monkeypatch.setattr(Answer, "show", counted)
+    llm = AsyncLLM(make_llm(engine={"max_num_seqs": 32}), event_interval=6.0)
+
+    def events(answers: int) -> float:
+        shown.clear()
+        options: dict[str, Any] = {"max_tokens": 48, "temperature": 0, "ignore_eos": True}
+
+        async def together() -> Any:
+            return await asyncio.gather(*(collect(llm, [5, 6, 7 + i], **options) for i in range(answers)))
+
+        run(together())
+        return len(shown) / answers
+
+    few, many = events(1), events(32)
+    assert 10 < few < 30
+    assert many < 0.6 * few
+    llm.close()
+
+
+def test_an_idle_engine_waits_for_who_is_on_the_way(make_llm, monkeypatch):
+    """Requests that come together are begun together, though their prompts are added one after the other."""
+    monkeypatch.setattr("outrider.async_llm.GATHER", 60)
+    inner, add, began = make_llm(), AsyncLLM._add, threading.Event()
+    step, seen = inner.engine.step, []
+
+    def watched(**options: Any) -> Any:
+        began.set()
+        seen.append(len(inner.engine.waiting) + len(inner.engine.running))
+        return step(**options)
+
+    def slow(self: AsyncLLM, answer: Answer, prompts: Any, *more: Any) -> None:
+        while len(self._answers) < 2:  # both are on their way
+            time.sleep(0.001)
+        if prompts[0][0] == [8, 9]:
+            began.wait(0.2)  # for a step that must not come
+        add(self, answer, prompts, *more)
+
+    monkeypatch.setattr(inner.engine, "step", watched)
+    monkeypatch.setattr(AsyncLLM, "_add", slow)
+    llm = AsyncLLM(inner)
+
+    async def both() -> None:
+        params = SamplingParams(max_tokens=4, temperature=0)
+        for answer in await asyncio.gather(*(llm.start([(p, params)]) for p in ([5, 6], [8, 9]))):
+            assert [event async for event in answer.events()]
+
+    run(both())
+    assert seen[0] == 2
+    llm.close()
 
 
 def test_conversations_and_k(tiny_llm):

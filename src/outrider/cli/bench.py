@@ -287,6 +287,8 @@ def overhead(
     model: Model = "tiny",
     dtype: Dtype = "auto",
     device: Device = "auto",
+    quantization: Quantization = None,
+    activations: Activations = None,
     speculate: Speculates = None,
     history: Annotated[str, typer.Option(help="Tokens, with commas.")] = "1024,8192,32768",
 ) -> None:
@@ -304,7 +306,8 @@ def overhead(
 
     methods = [SpeculativeConfig.parse(spoken) for spoken in speculate or ("ngram", "suffix", "lookahead", "auto")]
     histories = read_ints(history, "--history")
-    llm = LLM(model, dtype=dtype, device=device, enable_prefix_caching=False)
+    rounded: dict[str, Any] = {"quantization": quantization, "activations": activations}
+    llm = LLM(model, dtype=dtype, device=device, enable_prefix_caching=False, **rounded)
     found = list(costs(llm, methods, text, histories))
     rows = [[c.method, str(c.history), f"{1e3 * c.first:.1f}", f"{1e3 * c.step:.2f}", f"{c.share:.1%}"] for c in found]
     print(report.markdown_table(["method", "history", "first step ms", "step ms", "of a forward"], rows))
