@@ -92,9 +92,9 @@ def some(low, high, *shape):
     return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(1)).to(torch.int8)
 
 
-def quantised(name, n, k):
+def quantised(name, n, k, seed=0):
     """Weights of each kind that checkpoints bring."""
-    w, factors = rand(n, k), (lambda group, dtype: (rand(n, -(-k // group), seed=5) * 0.01).to(dtype))
+    w, factors = rand(n, k, seed=seed), (lambda group, dtype: (rand(n, -(-k // group), seed=5) * 0.01).to(dtype))
     match name:
         case "int8" | "int4":
             return quantize(w, name)
