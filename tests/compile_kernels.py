@@ -79,14 +79,20 @@ def everything(arch: int):
     machine, common = launch.TABLE[arch], {"EMULATE": False}
     formats = [("plain", 0, None, 0, 0, "*bf16"), ("half", 0, None, 0, 0, "*fp16"), ("int8", 1, 128, 0, 0, "*i8")]
     formats += [("int4", 2, 32, 1, 0, "*u8"), ("gptq", 3, 128, 0, 1, "*u8"), ("fp8", 4, 128, 0, 0, "*u8")]
-    formats += [("fp4", 5, 32, 0, 0, "*u8")]
+    formats += [("fp4", 5, 32, 0, 0, "*u8"), ("int8, rounded", 1, 32, 0, 0, "*i8")]
+    formats += [
+        ("int4, rounded", 2, 32, 1, 0, "*u8"),
+        ("gptq, rounded", 3, 128, 0, 1, "*u8"),
+        ("q6_k, rounded", 1, 16, 0, 0, "*i8"),
+    ]
     for label, code, group, offsets, zeros, kind in formats:
         tiles = sorted({launch.rows_tile(rows, machine, code) for rows in (1, 17, 33, 65)})
-        for tile in tiles if label in ("plain", "int8", "int4") else tiles[:1]:
+        for tile in tiles if label in ("plain", "int8", "int4", "int8, rounded") else tiles[:1]:
             o = launch.order(4096, 4096, group, arch)
             sizes = {"BN": machine.outputs, "BR": tile, "BK": o.depth, "STAGES": machine.stages[tile]}
             flags = {"FORMAT": code, "OFFSETS": bool(offsets), "ZEROS": bool(zeros), "EVEN": True}
             half = dict.fromkeys(("x", "bias", "residual", "y"), "*fp16") if label == "half" else {}
+            half = {"x": "*i8"} if label.endswith("rounded") else half
             gated = tile == tiles[-1] and label != "int8"
             behind = {"GATED": gated, "BIAS": gated, "ADD": not gated, "SHARES": 1, "PER": o.per}
             yield {"format": label, **build("product", arch, {**flags, **behind, **sizes, **common}, w=kind, **half)}
@@ -102,6 +108,8 @@ def everything(arch: int):
     yield build("activate", arch, {**behind, "KIND": 2, "ALPHA": 1.702, "LIMIT": 7.0})
     yield build("mix", arch, {**behind, "CHOSEN": 8, "SHARED": True, "ADD": True})
     behind = {"GATED": True, "BIAS": True, "ADD": True, "SHARES": 4, "BN": 1024}
+    own = {"COUNT": 128, "BLOCK": 32, "GROUP": 32, "ROOM": 32, "PAIRS": True}
+    yield build("round_rows", arch, own, y="*i8")
     yield build("gather", arch, {**behind, **common})
     yield build("group_sums", arch, {"COUNT": 64, "BLOCK": 16, "GROUP": 64}, y="*fp32")
     yield build("rms_norm", arch, {"WIDTH": 4096, "BLOCK": 4096, **common}, launch._warps(4096))

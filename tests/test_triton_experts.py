@@ -24,12 +24,18 @@ def dense(weight):
     return weight.double() if isinstance(weight, torch.Tensor) else weight.dense().double()
 
 
-def make(weigh, bias=False, gated=True, shared=False, normalised=True, act="silu", clamp=None, chosen=CHOSEN):
+def make(
+    weigh, bias=False, gated=True, shared=False, normalised=True, act="silu", clamp=None, chosen=CHOSEN, rounded=False
+):
     """A mixture of random weights, and by float64 what it gives for x, a residual and no norm."""
 
     def linear(outputs, inputs, seed, gated=False):
         weight, added = weigh(outputs, inputs, seed), rand(outputs, dtype=BF16, seed=seed) if bias else None
-        return Linear(weight, added, gated=gated), dense(weight), 0 if added is None else added.double()
+        return (
+            Linear(weight, added, gated=gated, rounded=rounded),
+            dense(weight),
+            0 if added is None else added.double(),
+        )
 
     widths = [*[WIDTH] * COUNT, *([32] if shared else [])]
     ups = [linear(2 * wide, HIDDEN, 10 + i, gated) for i, wide in enumerate(widths)]
@@ -95,6 +101,19 @@ def test_formats(kind):
     x = rand(7, HIDDEN, dtype=BF16)
     full = same_in_company(x, lambda x: ours(x, None, 0.0))
     assert near(full, exact(x, torch.zeros(7, HIDDEN)))
+
+
+@pytest.mark.parametrize("kind", ["int8", "zeros"])
+def test_rounded(kind):
+    """Experts with rows of 8 bits, near those with bfloat16 rows, and of some rows the same bits."""
+    ours, _ = make(of(kind), rounded=True)
+    assert ours.triton is not None
+    assert ours.triton.down.weights.rounded
+    x = rand(7, HIDDEN, dtype=BF16)
+    full = same_in_company(x, lambda x: ours(x, None, 0.0))
+    plain = make(of(kind))[0](x, None, 0.0)
+    assert not torch.equal(full, plain)
+    assert (full - plain).abs().max() < 0.05 * plain.abs().max()
 
 
 def test_route_is_the_references():

@@ -64,13 +64,49 @@ def decoded(bits, FORMAT: tl.constexpr, dtype: tl.constexpr, EMULATE: tl.constex
 
 
 @triton.jit
+def integers(
+    total, x, w, scales, offsets, zeros, sums, n, r, GROUPS, block,
+    FORMAT: tl.constexpr, OFFSETS: tl.constexpr, ZEROS: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
+    BK: tl.constexpr,
+):  # fmt: skip
+    """total, and the products of one group with rounded rows: a sum of integers, and the roundings of the CPU's."""
+    PAIRS: tl.constexpr = (FORMAT == SIGNED) | (FORMAT == UNSIGNED)
+    ROOM: tl.constexpr = BK if BK > 32 else 32  # what the matrix instruction takes at least
+    WIDTH: tl.constexpr = BK // 2 if PAIRS else BK
+    k, own = tl.arange(0, ROOM), tl.arange(0, ROOM // 2 if PAIRS else ROOM)
+    at = w + n[:, None] * (GROUPS * WIDTH) + block * WIDTH + own[None, :]
+    if BK < ROOM:
+        codes = tl.load(at, (own < WIDTH)[None, :], 0, eviction_policy="evict_first")
+    else:
+        codes = tl.load(at, eviction_policy="evict_first")
+    if PAIRS:
+        low, high = (codes & 15).to(tl.int8), (codes >> 4).to(tl.int8)
+        codes = tl.interleave(low, high)
+        if FORMAT == SIGNED:
+            codes = (codes ^ 8) - 8
+    whole = tl.dot(codes.to(tl.int8), tl.load(x + r[None, :] * (GROUPS * ROOM) + block * ROOM + k[:, None]))
+    at = sums + (r * GROUPS + block) * 2
+    scale = tl.load(scales + n * GROUPS + block).to(tl.float32)
+    total = tl.fma(tl.broadcast_to(scale[:, None], (BN, BR)), whole.to(tl.float32) * tl.load(at)[None, :], total)
+    if OFFSETS or ZEROS:
+        if OFFSETS:
+            offset = tl.load(offsets + n * GROUPS + block).to(tl.float32)
+        else:
+            offset = -(scale * tl.load(zeros + n * GROUPS + block).to(tl.float32))
+        own_sums = tl.broadcast_to(tl.load(at + 1)[None, :], (BN, BR))
+        total = tl.fma(tl.broadcast_to(offset[:, None], (BN, BR)), own_sums, total)
+    return total
+
+
+@triton.jit
 def share(
     x, w, scales, offsets, zeros, sums, n, r, K, GROUPS, first, last,
     FORMAT: tl.constexpr, OFFSETS: tl.constexpr, ZEROS: tl.constexpr, EVEN: tl.constexpr,
     BN: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, EMULATE: tl.constexpr,
 ):  # fmt: skip
-    """Products (BN, BR) of weights n with rows r over blocks [first, last) of K."""
+    """Products (BN, BR) of weights n with rows r, which may be rounded, over blocks [first, last) of K."""
     total = tl.zeros((BN, BR), tl.float32)
+    ROUNDED: tl.constexpr = x.dtype.element_ty == tl.int8
     for block in tl.range(first, last, num_stages=STAGES):
         if FORMAT == PLAIN:
             k = block * BK + tl.arange(0, BK)
@@ -80,6 +116,10 @@ def share(
             else:
                 a, b = tl.load(at_w, k[None, :] < K, 0.0), tl.load(at_x, k[:, None] < K, 0.0)
             total = tl.dot(as_operand(a, EMULATE), as_operand(b, EMULATE), total)
+        elif ROUNDED:
+            total = integers(
+                total, x, w, scales, offsets, zeros, sums, n, r, GROUPS, block, FORMAT, OFFSETS, ZEROS, BN, BR, BK
+            )
         else:
             dtype: tl.constexpr = x.dtype.element_ty
             PAIRS: tl.constexpr = (FORMAT == SIGNED) | (FORMAT == UNSIGNED) | (FORMAT == FLOAT4)
@@ -195,6 +235,32 @@ def group_sums(x, y, K, COUNT: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.cons
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     k = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     tl.store(y + row * COUNT + group, tl.sum(tl.load(x + row * K + k, k < K, 0.0).to(tl.float32), 1), group < COUNT)
+
+
+@triton.jit
+def round_rows(
+    x, y, sums, K, COUNT: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, ROOM: tl.constexpr,
+    PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Each group of inputs in 255 steps across its largest, y (rows, COUNT, ROOM) int8, as csrc/integers.h rounds it.
+
+    sums (rows, COUNT, 2): the step, and the sum of the integers times it. With PAIRS, halves of a group take turns, as
+    weights come out of their bytes. What is not finite makes the step so. Grid: rows, blocks.
+    """
+    row, group, j = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, ROOM)
+    k = group[:, None] * GROUP + j[None, :]
+    own = tl.load(x + row * K + k, (j < GROUP)[None, :] & (k < K), 0.0).to(tl.float32)
+    top = tl.max(own.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)  # ordered like the numbers, NaN last
+    largest, finite = top.to(tl.float32, bitcast=True), top < 0x7F800000
+    step = tl.where(finite, tl.div_rn(largest, 127.0), largest)
+    inverse = tl.where(largest < 7.888609052210118e-31, 0.0, tl.div_rn(127.0, largest))  # 2 ^ -100
+    whole = (own * inverse[:, None] + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000  # 1.5 * 2 ^ 23: to nearest
+    whole = tl.where(finite[:, None], whole, 0)
+    place = tl.where(j < GROUP, 2 * (j % (GROUP // 2)) + j // (GROUP // 2), j) if PAIRS else j
+    at, there = row * COUNT + group, group < COUNT
+    tl.store(y + at[:, None] * ROOM + place[None, :], whole.to(tl.int8), there[:, None])
+    tl.store(sums + at * 2, step, there)
+    tl.store(sums + at * 2 + 1, step * tl.sum(whole, 1).to(tl.float32), there)
 
 
 # --- experts ----------------------------------------------------------------------------------------------------------

@@ -142,6 +142,7 @@ class Weights:
     offsets: Tensor | None = None
     zeros: Tensor | None = None
     order: Tensor | None = None  # (inputs,) int64: column i is of input order[i]
+    rounded: bool = False  # whether rows are rounded to 8 bits, each group by itself
 
     @property
     def nbytes(self) -> int:
@@ -149,8 +150,11 @@ class Weights:
         return sum(t.nbytes for t in (self.data, self.scales, self.offsets, self.zeros) if t is not None)
 
 
-def pack(q: Any, device: torch.device) -> Weights:
-    """A weight (outs, inputs), which stays where it is if it is there, or a Quantized, as the kernels read it."""
+def pack(q: Any, device: torch.device, rounded: bool = False) -> Weights:
+    """A weight (outs, inputs), which stays where it is if it is there, or a Quantized, as the kernels read it.
+
+    With `rounded`, one that is `whole` takes rounded rows.
+    """
     if isinstance(q, Tensor):
         return Weights(q.to(device).contiguous(), *q.shape)
     rows, inputs = q.values.shape
@@ -178,8 +182,9 @@ def pack(q: Any, device: torch.device) -> Weights:
 
     place = None if q.order is None else q.order.to(device).long()
     return Weights(
-        data.contiguous(), rows, inputs, code, q.group, factors(q.scales), factors(q.offsets), factors(q.zeros), place
-    )
+        data.contiguous(), rows, inputs, code, q.group, factors(q.scales), factors(q.offsets), factors(q.zeros), place,
+        rounded and q.whole,
+    )  # fmt: skip
 
 
 def rows(weights: Weights, at: Tensor) -> Tensor:
@@ -218,7 +223,7 @@ def product(
     rows, outs = len(x), w.outs // 2 if gated else w.outs
     o = order(w.outs, w.inputs, w.group, architecture)
     x = x.contiguous() if w.order is None else x.index_select(1, w.order)
-    sums, groups = group_sums(x, w)
+    x, sums, groups = entered(x, w)
     parts = x
     if o.shares > 1:
         parts = x.new_empty(o.shares, rows, w.outs, dtype=torch.float32)
@@ -237,16 +242,27 @@ def product(
         )  # fmt: skip
 
 
-def group_sums(x: Tensor, w: Weights) -> tuple[Tensor, int]:
-    """Of x (rows, inputs) the sums of each group (rows, groups), if offsets want them, and how many groups it has."""
+def entered(x: Tensor, w: Weights) -> tuple[Tensor, Tensor, int]:
+    """x (rows, inputs) as a product takes it, what it needs to know of each group of it, and how many groups there are.
+
+    Rounded rows are (rows, groups, at least 32) int8, with steps and sums (rows, groups, 2); else sums (rows, groups),
+    if offsets want them.
+    """
     if w.group is None:
-        return x, 1
-    rows, groups, some = len(x), w.data.shape[1], max(1, 1024 // w.group)
+        return x, x, 1
+    rows, groups, some, kernels = len(x), w.data.shape[1], max(1, 1024 // w.group), load()
+    grid, sizes = (rows, -(-groups // some)), (w.inputs, groups, some, w.group)
+    if w.rounded:
+        room = max(w.group, 32)
+        y = x.new_empty(rows, groups, room, dtype=torch.int8)
+        sums = x.new_empty(rows, groups, 2, dtype=torch.float32)
+        kernels.round_rows[grid](x, y, sums, *sizes, room, w.code != BYTES, num_warps=4, **NO_FUSION)
+        return y, sums, groups
     if w.offsets is None:
-        return x, groups
+        return x, x, groups
     sums = x.new_empty(rows, groups, dtype=torch.float32)
-    load().group_sums[rows, -(-groups // some)](x, sums, w.inputs, groups, some, w.group, num_warps=4, **NO_FUSION)
-    return sums, groups
+    kernels.group_sums[grid](x, sums, *sizes, num_warps=4, **NO_FUSION)
+    return x, sums, groups
 
 
 def _or(x: Tensor | None, other: Tensor) -> Tensor:
@@ -279,7 +295,9 @@ class Each:
         kinds, places, first = set(), list[list[int]](), list[Tensor | None]()
         for w, bias in all_of:
             tensors = [w.data, w.scales, w.offsets, w.zeros, bias]
-            kinds.add((w.outs, w.inputs, w.code, w.group, *(None if t is None else t.dtype for t in tensors)))
+            kinds.add(
+                (w.outs, w.inputs, w.code, w.group, w.rounded, *(None if t is None else t.dtype for t in tensors))
+            )
             first = first or tensors
             places.append([
                 0 if t is None or one is None else (t.data_ptr() - one.data_ptr()) // t.itemsize
@@ -372,7 +390,7 @@ class Experts:
         """Parts (shares, count, outs) of x, whose rows have so many entries each; shares; whether a bias follows."""
         w, o, machine = each.weights, self._order(each), TABLE[self.architecture]
         parts = torch.empty(o.shares, count, w.outs, device=x.device)
-        sums, groups = group_sums(x, w)
+        x, sums, groups = entered(x, w)
         load().products[len(tiles), -(-w.outs // machine.outputs), o.shares](
             x, w.data, _or(w.scales, x), _or(w.offsets, x), _or(w.zeros, x), sums, each.places, tiles, line, parts,
             count, w.outs, w.inputs, groups, entries, w.code, w.offsets is not None, w.zeros is not None,
