@@ -87,6 +87,8 @@ TABLE = {
     100: Machine(148, 64, {16: 5, 32: 5, 64: 4, 128: 3}),
 }
 LEAST = 512  # inputs of a share
+SHARES: dict[tuple[int, int, int, int | None], int] = {}
+"""By architecture, outputs, inputs and group, where measured: `outrider bench gpu --part orders` prints them."""
 PARTS = 2**28  # bytes of what spans put aside at a time
 LOG2E = math.log2(math.e)
 
@@ -107,7 +109,7 @@ def order(outputs: int, inputs: int, group: int | None, architecture: int) -> Or
     depth = group or (128 if inputs >= 128 else 64)
     blocks = -(-inputs // depth)
     wanted = -(-2 * machine.processors * machine.outputs // outputs)  # two waves of programs
-    shares = max(1, min(wanted, inputs // LEAST, 8))
+    shares = SHARES.get((architecture, outputs, inputs, group)) or max(1, min(wanted, inputs // LEAST, 8))
     per = -(-blocks // shares)
     return Order(depth, -(-blocks // per), per)
 
