@@ -109,9 +109,11 @@ class Model:
         self.finishes = c.logit_scale != 1 or c.logit_softcap is not None  # logits are more than the head's products
         self.stretches = any(rotary.kind in STAGED for rotary in self._turns)  # rope asks for lengths
         self.forwards = 0  # so far
-        mixtures = [layer.mlp for layer in self.layers if isinstance(layer.mlp, Experts)]
-        asks = any(experts.triton is None for experts in mixtures)  # the host which of them were chosen
-        graphs = launches(*kind) and self.device.type == "cuda" and not asks
+        graphs = (
+            launches(*kind)
+            and self.device.type == "cuda"
+            and not any(isinstance(layer.mlp, Experts) and layer.mlp.triton is None for layer in self.layers)
+        )  # those that ask the host which experts were chosen
         self.graphs: Graphs | None = Graphs() if graphs else None  # None: kernels are called one by one
         self.multiplier = float(torch.tensor(c.embedding_multiplier, dtype=self.dtype))  # rounded, as others have it
 
