@@ -25,14 +25,19 @@ from triton.compiler import ASTSource
 from outrider.ops.triton import kernels, launch
 
 MATRIX = r"(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)[\w.:]*"
-ALIGNED = {"K", "outs", "stride", "k_stride", "v_stride"}  # numbers that shapes of models make multiples of 16
+ALIGNED = {"K", "outs", "width", "stride", "k_stride", "v_stride"}  # numbers that shapes of models make multiples of 16
 TYPES = {
     "eps": "fp32", "scale": "fp32", "slabs": "*i64", "keys": "*i64", "zeros": "*i8", "tables": "*i32", "runs": "*i32",
     "row_runs": "*i32", "slots": "*i32", "tiles": "*i32", "positions": "*i32", "tails": "*i32", "indices": "*i32",
     "chosen": "*i32", "parts": "*fp32", "sizes": "*fp32", "sums": "*fp32", "logits": "*fp32", "most": "*fp32",
-    "values": "*fp32", "temperatures": "*fp32", "sinks": "*fp32",
+    "values": "*fp32", "temperatures": "*fp32", "sinks": "*fp32", "scores": "*fp32", "weights": "*fp32",
+    "shared": "*fp32", "experts": "*i32", "line": "*i32", "ends": "*i32", "real": "*i32", "read": "*i64",
+    "places": "*i64",
 }  # fmt: skip
-NUMBERS = {"rows", "outs", "stride", "K", "GROUPS", "k_stride", "v_stride", "tail_width", "base_row", "spans", "vocab"}
+NUMBERS = {
+    "rows", "outs", "stride", "K", "GROUPS", "k_stride", "v_stride", "tail_width", "base_row", "spans", "vocab",
+    "count", "width",
+}  # fmt: skip
 
 
 def build(name: str, arch: int, constants: dict, warps: int = 4, **types: str) -> dict:
@@ -74,18 +79,37 @@ def everything(arch: int):
     machine, common = launch.TABLE[arch], {"EMULATE": False}
     formats = [("plain", 0, None, 0, 0, "*bf16"), ("half", 0, None, 0, 0, "*fp16"), ("int8", 1, 128, 0, 0, "*i8")]
     formats += [("int4", 2, 32, 1, 0, "*u8"), ("gptq", 3, 128, 0, 1, "*u8"), ("fp8", 4, 128, 0, 0, "*u8")]
-    formats += [("fp4", 5, 32, 0, 0, "*u8")]
+    formats += [("fp4", 5, 32, 0, 0, "*u8"), ("int8, rounded", 1, 32, 0, 0, "*i8")]
+    formats += [
+        ("int4, rounded", 2, 32, 1, 0, "*u8"),
+        ("gptq, rounded", 3, 128, 0, 1, "*u8"),
+        ("q6_k, rounded", 1, 16, 0, 0, "*i8"),
+    ]
     for label, code, group, offsets, zeros, kind in formats:
         tiles = sorted({launch.rows_tile(rows, machine, code) for rows in (1, 17, 33, 65)})
-        for tile in tiles if label in ("plain", "int8", "int4") else tiles[:1]:
+        for tile in tiles if label in ("plain", "int8", "int4", "int8, rounded") else tiles[:1]:
             o = launch.order(4096, 4096, group, arch)
             sizes = {"BN": machine.outputs, "BR": tile, "BK": o.depth, "STAGES": machine.stages[tile]}
             flags = {"FORMAT": code, "OFFSETS": bool(offsets), "ZEROS": bool(zeros), "EVEN": True}
             half = dict.fromkeys(("x", "bias", "residual", "y"), "*fp16") if label == "half" else {}
+            half = {"x": "*i8"} if label.endswith("rounded") else half
             gated = tile == tiles[-1] and label != "int8"
             behind = {"GATED": gated, "BIAS": gated, "ADD": not gated, "SHARES": 1, "PER": o.per}
             yield {"format": label, **build("product", arch, {**flags, **behind, **sizes, **common}, w=kind, **half)}
+            if label in ("plain", "int4", "fp4"):
+                one = {"EACH": 8, **flags, **sizes, **common, "PER": o.per}
+                yield {"format": label, **build("products", arch, one, w=kind)}
+    mixture = {"BLOCK": 128, "COUNT": 128}
+    own = {**mixture, "SCORES": 129, "CHOSEN": 8, "NORMALISED": True, "PADDED": True}
+    yield build("route", arch, own, 1)
+    yield build("line_up", arch, {"BLOCK": 512}, 1)
+    yield build("deal", arch, {**mixture, "BR": 16}, 1)
+    behind = {"SHARES": 2, "BIAS": True, "BN": 1024, **common}
+    yield build("activate", arch, {**behind, "KIND": 2, "ALPHA": 1.702, "LIMIT": 7.0})
+    yield build("mix", arch, {**behind, "CHOSEN": 8, "SHARED": True, "ADD": True})
     behind = {"GATED": True, "BIAS": True, "ADD": True, "SHARES": 4, "BN": 1024}
+    own = {"COUNT": 128, "BLOCK": 32, "GROUP": 32, "ROOM": 32, "PAIRS": True}
+    yield build("round_rows", arch, own, y="*i8")
     yield build("gather", arch, {**behind, **common})
     yield build("group_sums", arch, {"COUNT": 64, "BLOCK": 16, "GROUP": 64}, y="*fp32")
     yield build("rms_norm", arch, {"WIDTH": 4096, "BLOCK": 4096, **common}, launch._warps(4096))

@@ -33,6 +33,16 @@ def folder(make_checkpoint):
     )  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def mixture(make_checkpoint):
+    """The same with experts, of which each token takes two."""
+    return make_checkpoint(
+        "qwen3_moe", dtype=torch.bfloat16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=16, hidden_size=32, intermediate_size=32, vocab_size=64, num_experts=8, num_experts_per_tok=2,
+        moe_intermediate_size=32, decoder_sparse_step=1, mlp_only_layers=[],
+    )  # fmt: skip
+
+
 def first(runner, tokens, draft=None, beside=None):
     """Logits (1 + nodes, vocab) behind a text, which is read anew."""
     seq = Sequence(tokens, SamplingParams(max_tokens=32), seed=0)
@@ -112,6 +122,23 @@ def test_graphs_change_no_bit(folder):
     assert len(graphs.held) < 6, "every step has got a graph of its own"
 
 
+def test_experts_in_graphs(mixture):
+    """What a graph has captured takes other experts for other rows, and none for padding; branches stay exact."""
+    model = load(str(mixture), "bfloat16", "cpu").model
+    runner = Runner(model, PagedKV(model.config, model.dtype, model.device))
+    tree, seen = Draft([9, 4], [-1, -1]), []
+    for graphs in (None, Graphs(repeated)):  # of 4 rows, for 3
+        model.graphs, texts = graphs, ([5], [41])
+        first(runner, [3], tree)  # is captured
+        before = model.expert_bytes
+        seen.append([*(first(runner, text, tree) for text in texts), torch.tensor(model.expert_bytes - before)])
+    plain, replayed = seen
+    assert len(model.graphs.held) == 1
+    assert all(torch.equal(a, b) for a, b in zip(plain, replayed, strict=True))
+    model.graphs = None
+    assert torch.equal(first(runner, [5, 4])[0], plain[0][2])
+
+
 def test_model_is_the_references(folder):
     """Close to what PyTorch computes of the same weights in float32."""
     model = load(str(folder), "bfloat16", "cpu").model
@@ -133,12 +160,16 @@ def test_tied_heads_give_embeddings():
 
 
 @pytest.mark.parametrize(
-    "params",
-    [{"temperature": 0.0}, {"temperature": 1.0, "seed": 3}, {"temperature": 0.8, "seed": 4, "top_p": 0.9}],
-    ids=["greedy", "sampled", "filtered"],
-)
-def test_speculation_changes_no_token(folder, params, monkeypatch):
+    ("kind", "params"),
+    [
+        ("folder", {"temperature": 0.0}), ("folder", {"temperature": 1.0, "seed": 3}),
+        ("folder", {"temperature": 0.8, "seed": 4, "top_p": 0.9}), ("mixture", {"temperature": 1.0, "seed": 3}),
+    ],
+    ids=["greedy", "sampled", "filtered", "mixture"],
+)  # fmt: skip
+def test_speculation_changes_no_token(kind, params, monkeypatch, request):
     monkeypatch.setattr("outrider.llm.check_exactness", lambda *_: "bitwise")  # takes minutes here
+    folder = request.getfixturevalue(kind)
     llm, sampling = LLM(str(folder), device="cpu", dtype="bfloat16"), SamplingParams(max_tokens=5, **params)
     texts = []
     for method in (None, {"method": "lookahead", "num_speculative_tokens": 4}):

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from outrider.ops import Quantized
+from outrider.ops import Linear, Quantized, native
 from outrider.ops.triton import launch, plan
 from outrider.quantize import quantize, rounded
 from outrider.sampling import gumbel, noise_key
@@ -92,9 +92,9 @@ def some(low, high, *shape):
     return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(1)).to(torch.int8)
 
 
-def quantised(name, n, k):
+def quantised(name, n, k, seed=0):
     """Weights of each kind that checkpoints bring."""
-    w, factors = rand(n, k), (lambda group, dtype: (rand(n, -(-k // group), seed=5) * 0.01).to(dtype))
+    w, factors = rand(n, k, seed=seed), (lambda group, dtype: (rand(n, -(-k // group), seed=5) * 0.01).to(dtype))
     match name:
         case "int8" | "int4":
             return quantize(w, name)
@@ -118,6 +118,8 @@ def quantised(name, n, k):
             return Quantized(
                 6, 16, some(-32, 32, n, k), (some(-99, 99, n, -(-k // 16)), (rand(n, -(-k // 256)) * 0.001).half())
             )
+        case "fine":
+            return Quantized(4, 16, some(-8, 8, n, k), factors(16, torch.bfloat16))
         case "fp8":
             return Quantized(8, 128, w.to(torch.float8_e4m3fn), factors(128, torch.float32), floats=True)
         case "fp4":
@@ -127,6 +129,7 @@ def quantised(name, n, k):
 
 
 KINDS = ["int8", "int4", "symmetric", "zeros", "zeros8", "order", "q5_k", "q6_k", "fp8", "fp4"]
+WHOLE = [*KINDS[:-2], "fine"]  # integers, which rounded rows are multiplied with
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -137,6 +140,65 @@ def test_quantised(kind):
     x, weights = rand(17, k, dtype=torch.bfloat16), launch.pack(q, CPU)
     full = same_in_company(x, lambda x: product(x, weights))
     assert close(full, x.double() @ q.dense().double().T, torch.bfloat16)
+
+
+def integers(x, group):
+    """Rows as csrc/integers.h rounds them: integers (rows, groups, group), and the steps (rows, groups, 1) float32."""
+    x = F.pad(x.float(), (0, -x.shape[1] % group)).view(len(x), -1, group)
+    most = x.abs().amax(-1, keepdim=True)
+    top = torch.full_like(most, 127)  # a tensor: by a number, PyTorch multiplies with its inverse
+    by = torch.where(most < 2.0**-100, torch.zeros_like(most), top / most)
+    return (x * by).round(), most / top
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_rounded_rows(kind):
+    """Integers, steps and sums are those of the definition, the product of float64 follows, whatever the company; and
+    where K is not cut, what the CPU's kernels give, bit for bit."""
+    n, k = 33, 64 if kind == "q6_k" else 96
+    q = quantised(kind, n, k)
+    x, weights = rand(17, k, dtype=torch.bfloat16), launch.pack(q, CPU, rounded=True)
+    assert weights.rounded
+    x[2], x[3, :32] = 1e-35, 0
+    own = x if q.order is None else x[:, q.order.long()]
+    whole, steps = integers(own, q.group)
+    y, sums, _ = launch.entered(own.contiguous(), weights)
+    if weights.code != launch.BYTES:  # halves of a group take turns
+        y[..., : q.group] = torch.cat([y[..., : q.group : 2], y[..., 1 : q.group : 2]], -1)
+    assert torch.equal(y[..., : q.group].float(), whole)
+    assert not y[..., q.group :].any()
+    assert torch.equal(sums[..., :1], steps)
+    assert torch.equal(sums[..., 1:], steps * whole.sum(-1, keepdim=True))
+    full = same_in_company(x, lambda x: product(x, weights, dtype=torch.float32))
+    plain = replace(q, order=None).dense().double()
+    assert torch.allclose(full.double(), (whole * steps.double()).flatten(1)[:, :k] @ plain.T, rtol=1e-4, atol=1e-5)
+    if native.active != native.REFERENCE:
+        assert torch.equal(full, Linear(q, rounded=True)(x, dtype=torch.float32))
+    x[1, 5], x[4, k - 1] = torch.inf, torch.nan
+    odd = product(x, weights, dtype=torch.float32)
+    assert not odd[[1, 4]].isfinite().any()
+    assert torch.equal(odd[5:], full[5:])
+
+
+def test_rounded_rows_of_shares(monkeypatch):
+    """Gated, with bias, K cut in shares: near the CPU's, which has one order over all of K."""
+    monkeypatch.setattr(launch, "LEAST", 64)
+    launch.order.cache_clear()
+    q, bias = quantised("int4", 160, 256), rand(160, dtype=torch.bfloat16)
+    x, weights = rand(5, 256, dtype=torch.bfloat16), launch.pack(q, CPU, rounded=True)
+    y = product(x, weights, bias, gated=True, dtype=torch.float32)
+    assert launch.order(160, 256, 32, 90).shares > 1
+    launch.order.cache_clear()
+    whole, steps = integers(x, 32)
+    gate, up = ((whole * steps.double()).flatten(1) @ q.dense().double().T + bias.double()).chunk(2, 1)
+    assert torch.allclose(y.double(), F.silu(gate) * up, rtol=1e-4, atol=1e-4)
+
+
+def test_floats_are_not_rounded():
+    """Nor what has no groups."""
+    for kind in ("fp8", "fp4"):
+        assert not launch.pack(quantised(kind, 33, 96), CPU, rounded=True).rounded
+    assert not launch.pack(rand(33, 96), CPU, rounded=True).rounded
 
 
 def test_numbers_of_eight_bits_are_exact():

@@ -109,7 +109,11 @@ class Model:
         self.finishes = c.logit_scale != 1 or c.logit_softcap is not None  # logits are more than the head's products
         self.stretches = any(rotary.kind in STAGED for rotary in self._turns)  # rope asks for lengths
         self.forwards = 0  # so far
-        graphs = launches(*kind) and self.device.type == "cuda" and not c.mixture
+        graphs = (
+            launches(*kind)
+            and self.device.type == "cuda"
+            and not any(isinstance(layer.mlp, Experts) and layer.mlp.triton is None for layer in self.layers)
+        )  # those that ask the host which experts were chosen
         self.graphs: Graphs | None = Graphs() if graphs else None  # None: kernels are called one by one
         self.multiplier = float(torch.tensor(c.embedding_multiplier, dtype=self.dtype))  # rounded, as others have it
 
@@ -219,11 +223,13 @@ class Model:
             inputs[f"cos {i}"], inputs[f"sin {i}"] = turn
         if (growth := self._growth(positions + rest)) is not None:
             inputs["growth"] = growth
+        if self.config.mixture:
+            inputs["real"] = upload([n], self.device)
 
         def compute(held: dict[str, Tensor]) -> list[Tensor]:
             turns = {rotary: (held[f"cos {i}"], held[f"sin {i}"]) for i, rotary in enumerate(self._turns)}
             own: dict[int, Tensor] = dict.fromkeys(points, self.norm)
-            hidden = self._run(held["tokens"], turns, held.get("growth"), kv, fixed.plan(held), own)
+            hidden = self._run(held["tokens"], turns, held.get("growth"), kv, fixed.plan(held), own, held.get("real"))
             return [hidden, self.logits(hidden), *own.values()]
 
         hidden, logits, *others = self.graphs((fixed.key, *points), inputs, compute)
@@ -257,8 +263,9 @@ class Model:
         kv: Attends,
         plan: Any,
         states: dict[int, Tensor] | None,
+        real: Tensor | None = None,
     ) -> Tensor:
-        """All layers, from what is on the device."""
+        """All layers, from what is on the device; rows from the number `real` (1,) on are padding."""
         c, x = self.config, self.embed(ids)
         eps = c.rms_norm_eps
         for i, layer in enumerate(self.layers):
@@ -278,7 +285,9 @@ class Model:
             sinks = {} if layer.sinks is None else {"sinks": layer.sinks}
             seen = kv.attend(i, q, k, v, plan, **sinks)
             x = self._add(x, partial(layer.o, seen), layer.attention_norm)
-            x = self._add(x, partial(layer.mlp, x, layer.post_norm, eps), layer.mlp_norm)
+            branch = partial(layer.mlp, x, layer.post_norm, eps)
+            branch = partial(branch, real=real) if isinstance(layer.mlp, Experts) else branch
+            x = self._add(x, branch, layer.mlp_norm)
         normed = rms_norm(x, self.norm, eps)
         if states is not None:
             states.update({point: y for point, y in ((c.num_layers, x), (-1, normed)) if point in states})

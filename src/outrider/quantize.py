@@ -17,7 +17,7 @@ from torch import Tensor
 
 from outrider.config import SCHEMES
 from outrider.errors import ConfigError
-from outrider.ops import Factors, Quantized, native, quantises
+from outrider.ops import Factors, Quantized, quantises
 
 HEAD = "int8"
 FINE = 32  # rows rounded in groups of 128 cost five times as much perplexity
@@ -39,8 +39,11 @@ def check(scheme: str, dtype: torch.dtype, device: torch.device) -> None:
     if dtype != torch.bfloat16:
         raise ConfigError(f"quantization {scheme} computes in bfloat16; give dtype='bfloat16', not {dtype}")
     if not quantises(dtype, device):
-        need = "Triton" if device.type == "cuda" else "the compiled CPU kernels"
-        raise ConfigError(f"quantization {scheme} needs {need}; `outrider info` says what is there")
+        raise ConfigError(f"quantization {scheme} needs {_needed(device)}; `outrider info` says what is there")
+
+
+def _needed(device: torch.device) -> str:
+    return "Triton" if device.type == "cuda" else "the compiled CPU kernels"
 
 
 def check_activations(activations: str, dtype: torch.dtype, device: torch.device) -> None:
@@ -49,10 +52,8 @@ def check_activations(activations: str, dtype: torch.dtype, device: torch.device
         raise ConfigError(f"activations {activations!r} are unknown; valid: {', '.join(ACTIVATIONS)}")
     if dtype != torch.bfloat16:
         raise ConfigError(f"activations {activations} are rounded from bfloat16; give dtype='bfloat16', not {dtype}")
-    if not native.runs(dtype, device):
-        raise ConfigError(
-            f"activations {activations} need the compiled CPU kernels; `outrider info` says what is there"
-        )
+    if not quantises(dtype, device):
+        raise ConfigError(f"activations {activations} need {_needed(device)}; `outrider info` says what is there")
 
 
 def quantize(weight: Tensor, scheme: str, rounded: bool = False) -> Quantized:

@@ -57,6 +57,24 @@ def test_parts(tmp_path):
     assert "## linear" in (tmp_path / "gpu.md").read_text()
 
 
+def test_orders_are_measured_and_not_kept(tmp_path):
+    """Each product's shares are tried; the table is as it was. What stands in it decides."""
+    own = replace(settings(tmp_path), models={"small": replace(SMALL, intermediate_size=1024)}, rows=(1,))
+    with launch.emulated(), torch.inference_mode():
+        lines = {line["product"]: line for line in gpu.orders(own)}
+    assert lines["32 x 1024"]["shares now"] == 2
+    assert lines["32 x 1024"]["entry"].startswith("(90, 32, 1024, None): ")
+    assert launch.SHARES == {}
+    launch.SHARES[90, 32, 1024, None] = 1
+    launch.order.cache_clear()
+    try:
+        assert launch.order(32, 1024, None, 90).shares == 1
+    finally:
+        launch.SHARES.clear()
+        launch.order.cache_clear()
+    assert launch.order(32, 1024, None, 90).shares == 2
+
+
 def test_what_is_done_is_not_done_again(tmp_path, monkeypatch):
     calls = []
 

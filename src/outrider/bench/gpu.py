@@ -251,6 +251,37 @@ def _instructions(s: Settings, config: ModelConfig) -> Iterator[Line]:
     yield {"what": "tiles of 64 and of 32 outputs", "format": "bf16", "same bits": torch.equal(*found)}
 
 
+def orders(s: Settings) -> Iterator[Line]:
+    """What shares of K cost each product, at one row and at many: entries of launch.SHARES, to be frozen by hand."""
+    arch = launch.architecture(s.where)
+    for n, k in {shape for config in s.models.values() for shape in _products(config).values()}:
+        for scheme in s.formats:
+            one = _weights(n, k, scheme, s.where)
+            held = [one, *(_weights(n, k, scheme, s.where) for _ in range(min(63, s.cache // one.nbytes)))]
+            key, now, took = (arch, n, k, one.group), launch.order(n, k, one.group, arch).shares, dict[int, float]()
+            frozen = launch.SHARES.get(key)
+            try:
+                for shares in {now, *(some for some in (1, 2, 4, 8) if some * launch.LEAST <= max(k, launch.LEAST))}:
+                    launch.SHARES[key] = shares
+                    launch.order.cache_clear()
+                    took[shares] = sum(
+                        seconds(
+                            partial(_each, _product, torch.randn(rows, k, device=s.where).bfloat16(), held), s.where
+                        )
+                        for rows in (s.rows[0], s.rows[-1])
+                    ) / len(held)
+            finally:
+                launch.SHARES.pop(key)
+                launch.SHARES.update({} if frozen is None else {key: frozen})
+                launch.order.cache_clear()
+            best = min(took, key=lambda shares: took[shares])
+            yield {
+                "product": f"{n} x {k}", "format": scheme or "bf16", "shares now": now, "best": best,
+                "us now": 1e6 * took[now], "us best": 1e6 * took[best], "entry": f"{key}: {best}",
+            }  # fmt: skip
+            del held, one
+
+
 def linear(s: Settings) -> Iterator[Line]:
     """Bytes a second by rows, against torch.mm, for the products of every shape and format."""
     for model, config in s.models.items():
@@ -431,7 +462,7 @@ def peers(s: Settings) -> Iterator[Line]:
 
 
 PARTS: dict[str, Callable[[Settings], Iterator[Line]]] = {
-    "bits": bits, "exactness": exactness, "linear": linear, "attention": attention, "decode": decode,
+    "bits": bits, "exactness": exactness, "orders": orders, "linear": linear, "attention": attention, "decode": decode,
     "speculation": speculation, "offload": offload, "seeds": seeds, "peers": peers,
 }  # fmt: skip
 

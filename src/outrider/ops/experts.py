@@ -16,8 +16,9 @@ from torch import Tensor
 
 from outrider.ops import native
 from outrider.ops.attention import CODES
-from outrider.ops.elementwise import GATES, gated
+from outrider.ops.elementwise import GATES, gated, rms_norm
 from outrider.ops.linear import Linear
+from outrider.ops.triton import launch
 
 
 @dataclass
@@ -112,6 +113,9 @@ class Experts:
     @property
     def read(self) -> int:
         """Bytes of experts that forwards have read so far."""
+        if self.triton is not None:
+            chosen, calls = self.triton.read.tolist()
+            return int(chosen * self.experts[0].nbytes + calls * self.shared * self.experts[-1].nbytes)
         return int(self._read if self.native is None else self.native.read)
 
     @cached_property
@@ -129,9 +133,41 @@ class Experts:
             found.add(e.gate_up.packed, e.down.packed, e.nbytes)
         return found
 
-    def __call__(self, x: Tensor, norm: Tensor | None, eps: float, residual: Tensor | None = None) -> Tensor:
-        """What the experts give for rms_norm(x) * norm, plus residual: (rows, hidden), as all three tensors are."""
+    @cached_property
+    def triton(self) -> launch.Experts | None:
+        """The GPU kernels' view of those that rows choose; None if they are not alike, or the activation not theirs."""
+        own = self.experts[: len(self.experts) - self.shared]
+        linears, first = [linear for e in own for linear in e.linears], own[0]
+        known = first.gate_up.gated or first.activation in GATES
+        if not known or not all(m.triton and len(m.packed) == 1 for m in [self.router, *linears]):
+            return None
+        gate_up, down = (launch.Each.of([(m.packed[0], m.bias) for m in linears[i::2]]) for i in range(2))
+        if gate_up is None or down is None:
+            return None
+        kind = GATES["silu" if first.gate_up.gated else first.activation]
+        return launch.Experts(
+            gate_up, down, self.chosen, self.normalised, self.shared, kind, first.clamp or (0.0, 0.0),
+            self.router.architecture,
+        )  # fmt: skip
+
+    def __call__(
+        self,
+        x: Tensor,
+        norm: Tensor | None,
+        eps: float,
+        residual: Tensor | None = None,
+        real: Tensor | None = None,
+    ) -> Tensor:
+        """What the experts give for rms_norm(x) * norm, plus residual: (rows, hidden), as all three tensors are.
+
+        real (1,) int32, on the device: rows from that number on are padding, for which no expert need be read.
+        """
         kind = x.dtype, x.device
+        if self.triton is not None:
+            x = x if norm is None else rms_norm(x, norm, eps)
+            last = self.experts[-1]
+            shared = last.down(last.inner(x), dtype=torch.float32) if self.shared else None
+            return self.triton(x, self.router(x, dtype=torch.float32), shared, residual, real)
         if self.native is None:
             y = self._each(x if norm is None else F.rms_norm(x, norm.shape, norm, eps))
             return (y if residual is None else residual.float() + y).to(x.dtype)

@@ -197,7 +197,7 @@ class Linear:
         self.triton = pack and launch.runs(self.dtype, device)
         if self.triton:
             self.native, self.kernel, self.architecture = False, "Triton", launch.architecture(device)
-            self.packed: list[Any] = [launch.pack(part, device) for part in parts]
+            self.packed: list[Any] = [launch.pack(part, device, rounded) for part in parts]
             self.nbytes: int = sum(w.nbytes for w in self.packed) + (0 if bias is None else bias.nbytes)
             return
         self.native = pack and native.runs(self.dtype, device)
@@ -221,7 +221,7 @@ class Linear:
     @property
     def rounded(self) -> bool:
         """Whether some of the products take rounded rows."""
-        return self.native and any(w.rounded for w in self.packed)
+        return (self.native or self.triton) and any(w.rounded for w in self.packed)
 
     def _pack(self, plain: Tensor, quantized: Quantized | None, rounded: bool) -> Any:
         group, code = 32, native.FORMATS[self.dtype]

@@ -108,6 +108,7 @@ class CutExperts(Experts):
     """Experts that are cut alike: what all of a row's give comes together at once. Each rank has the whole router."""
 
     native: Any = None  # the kernels do not stop for others
+    triton: Any = None
 
     def __init__(
         self, router: Linear, experts: list[MLP], chosen: int, normalised: bool, shared: bool, cut: Cut

@@ -64,13 +64,49 @@ def decoded(bits, FORMAT: tl.constexpr, dtype: tl.constexpr, EMULATE: tl.constex
 
 
 @triton.jit
+def integers(
+    total, x, w, scales, offsets, zeros, sums, n, r, GROUPS, block,
+    FORMAT: tl.constexpr, OFFSETS: tl.constexpr, ZEROS: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
+    BK: tl.constexpr,
+):  # fmt: skip
+    """total, and the products of one group with rounded rows: a sum of integers, and the roundings of the CPU's."""
+    PAIRS: tl.constexpr = (FORMAT == SIGNED) | (FORMAT == UNSIGNED)
+    ROOM: tl.constexpr = BK if BK > 32 else 32  # what the matrix instruction takes at least
+    WIDTH: tl.constexpr = BK // 2 if PAIRS else BK
+    k, own = tl.arange(0, ROOM), tl.arange(0, ROOM // 2 if PAIRS else ROOM)
+    at = w + n[:, None] * (GROUPS * WIDTH) + block * WIDTH + own[None, :]
+    if BK < ROOM:
+        codes = tl.load(at, (own < WIDTH)[None, :], 0, eviction_policy="evict_first")
+    else:
+        codes = tl.load(at, eviction_policy="evict_first")
+    if PAIRS:
+        low, high = (codes & 15).to(tl.int8), (codes >> 4).to(tl.int8)
+        codes = tl.interleave(low, high)
+        if FORMAT == SIGNED:
+            codes = (codes ^ 8) - 8
+    whole = tl.dot(codes.to(tl.int8), tl.load(x + r[None, :] * (GROUPS * ROOM) + block * ROOM + k[:, None]))
+    at = sums + (r * GROUPS + block) * 2
+    scale = tl.load(scales + n * GROUPS + block).to(tl.float32)
+    total = tl.fma(tl.broadcast_to(scale[:, None], (BN, BR)), whole.to(tl.float32) * tl.load(at)[None, :], total)
+    if OFFSETS or ZEROS:
+        if OFFSETS:
+            offset = tl.load(offsets + n * GROUPS + block).to(tl.float32)
+        else:
+            offset = -(scale * tl.load(zeros + n * GROUPS + block).to(tl.float32))
+        own_sums = tl.broadcast_to(tl.load(at + 1)[None, :], (BN, BR))
+        total = tl.fma(tl.broadcast_to(offset[:, None], (BN, BR)), own_sums, total)
+    return total
+
+
+@triton.jit
 def share(
     x, w, scales, offsets, zeros, sums, n, r, K, GROUPS, first, last,
     FORMAT: tl.constexpr, OFFSETS: tl.constexpr, ZEROS: tl.constexpr, EVEN: tl.constexpr,
     BN: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, EMULATE: tl.constexpr,
 ):  # fmt: skip
-    """Products (BN, BR) of weights n with rows r over blocks [first, last) of K."""
+    """Products (BN, BR) of weights n with rows r, which may be rounded, over blocks [first, last) of K."""
     total = tl.zeros((BN, BR), tl.float32)
+    ROUNDED: tl.constexpr = x.dtype.element_ty == tl.int8
     for block in tl.range(first, last, num_stages=STAGES):
         if FORMAT == PLAIN:
             k = block * BK + tl.arange(0, BK)
@@ -80,6 +116,10 @@ def share(
             else:
                 a, b = tl.load(at_w, k[None, :] < K, 0.0), tl.load(at_x, k[:, None] < K, 0.0)
             total = tl.dot(as_operand(a, EMULATE), as_operand(b, EMULATE), total)
+        elif ROUNDED:
+            total = integers(
+                total, x, w, scales, offsets, zeros, sums, n, r, GROUPS, block, FORMAT, OFFSETS, ZEROS, BN, BR, BK
+            )
         else:
             dtype: tl.constexpr = x.dtype.element_ty
             PAIRS: tl.constexpr = (FORMAT == SIGNED) | (FORMAT == UNSIGNED) | (FORMAT == FLOAT4)
@@ -195,6 +235,195 @@ def group_sums(x, y, K, COUNT: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.cons
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     k = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     tl.store(y + row * COUNT + group, tl.sum(tl.load(x + row * K + k, k < K, 0.0).to(tl.float32), 1), group < COUNT)
+
+
+@triton.jit
+def round_rows(
+    x, y, sums, K, COUNT: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, ROOM: tl.constexpr,
+    PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Each group of inputs in 255 steps across its largest, y (rows, COUNT, ROOM) int8, as csrc/integers.h rounds it.
+
+    sums (rows, COUNT, 2): the step, and the sum of the integers times it. With PAIRS, halves of a group take turns, as
+    weights come out of their bytes. What is not finite makes the step so. Grid: rows, blocks.
+    """
+    row, group, j = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, ROOM)
+    k = group[:, None] * GROUP + j[None, :]
+    own = tl.load(x + row * K + k, (j < GROUP)[None, :] & (k < K), 0.0).to(tl.float32)
+    top = tl.max(own.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)  # ordered like the numbers, NaN last
+    largest, finite = top.to(tl.float32, bitcast=True), top < 0x7F800000
+    step = tl.where(finite, tl.div_rn(largest, 127.0), largest)
+    inverse = tl.where(largest < 7.888609052210118e-31, 0.0, tl.div_rn(127.0, largest))  # 2 ^ -100
+    whole = (own * inverse[:, None] + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000  # 1.5 * 2 ^ 23: to nearest
+    whole = tl.where(finite[:, None], whole, 0)
+    place = tl.where(j < GROUP, 2 * (j % (GROUP // 2)) + j // (GROUP // 2), j) if PAIRS else j
+    at, there = row * COUNT + group, group < COUNT
+    tl.store(y + at[:, None] * ROOM + place[None, :], whole.to(tl.int8), there[:, None])
+    tl.store(sums + at * 2, step, there)
+    tl.store(sums + at * 2 + 1, step * tl.sum(whole, 1).to(tl.float32), there)
+
+
+# --- experts ----------------------------------------------------------------------------------------------------------
+# A row takes CHOSEN experts, ascending: entry `row * CHOSEN + j`. Entries are lined up by expert, and dealt to tiles:
+# [expert, where its entries begin in the line, how many]. Nothing of it is known to the host.
+
+
+@triton.jit(do_not_specialize_on_alignment=["scores"])
+def route(
+    scores, experts, weights, real, COUNT: tl.constexpr, SCORES: tl.constexpr, CHOSEN: tl.constexpr,
+    NORMALISED: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The best of COUNT experts by one row's scores, the first of equals, and their weights. Grid: rows.
+
+    Weights are a softmax over the chosen ones, or over all. If there are more SCORES, the last is of an expert that all
+    rows take, whose weight, the sigmoid of it, comes last. If PADDED, rows from the number `real` on choose none: -1.
+    """
+    row, e = tl.program_id(0), tl.arange(0, BLOCK)
+    score = tl.load(scores + row.to(tl.int64) * SCORES + e, e < COUNT, float("-inf"))
+    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
+    order = tl.where(score == score, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)  # as numbers are, NaN the largest
+    rank = tl.where(e < COUNT, (order.to(tl.int64) << 32) | (BLOCK - 1 - e), -0x7FFFFFFFFFFFFFFF)
+    taken = e < 0
+    for _ in range(CHOSEN):
+        taken = taken | (rank == tl.max(tl.where(taken, -0x7FFFFFFFFFFFFFFF, rank)))
+    power = tl.exp2((score - tl.max(score)) * LOG2E)
+    total = tl.sum(tl.where(taken, power, 0.0) if NORMALISED else power)
+    place = tl.cumsum(taken.to(tl.int32)) - 1
+    there = row < tl.load(real) if PADDED else row >= 0
+    EACH: tl.constexpr = CHOSEN + 1 if SCORES > COUNT else CHOSEN
+    tl.store(experts + row * CHOSEN + place, tl.where(there, e, -1), taken)
+    tl.store(weights + row * EACH + place, power / total, taken)
+    if SCORES > COUNT:
+        own = tl.load(scores + row.to(tl.int64) * SCORES + COUNT)
+        tl.store(weights + row * EACH + CHOSEN, 1.0 / (1.0 + tl.exp2(-own * LOG2E)))
+
+
+@triton.jit(do_not_specialize=["count"])
+def line_up(experts, line, ends, count, BLOCK: tl.constexpr):
+    """Entries of one expert, in order, to its place in the line, and where they end. Grid: experts."""
+    own, begin = tl.program_id(0), tl.program_id(0) * 0
+    for at in range(0, count, BLOCK):
+        i = at + tl.arange(0, BLOCK)
+        e = tl.load(experts + i, i < count, -1)
+        begin += tl.sum(((e >= 0) & (e < own)).to(tl.int32))
+    for at in range(0, count, BLOCK):
+        i = at + tl.arange(0, BLOCK)
+        mine = (tl.load(experts + i, i < count, -1) == own).to(tl.int32)
+        tl.store(line + begin + tl.cumsum(mine) - 1, i, mine != 0)
+        begin += tl.sum(mine)
+    tl.store(ends + own, begin)
+
+
+@triton.jit
+def deal(ends, tiles, read, COUNT: tl.constexpr, BLOCK: tl.constexpr, BR: tl.constexpr):
+    """One tile; of those beyond the last, no entries. `read` counts experts and calls. Grid: tiles."""
+    tile, e = tl.program_id(0), tl.arange(0, BLOCK)
+    end = tl.load(ends + e, e < COUNT, 0)
+    begin = tl.load(ends + e - 1, (e > 0) & (e < COUNT), 0)
+    size = tl.where(e < COUNT, end - begin, 0)
+    last = tl.cumsum(tl.cdiv(size, BR))
+    expert = tl.sum(((last <= tile) & (e < COUNT)).to(tl.int32))
+    first = tl.sum(tl.where(e == expert, begin + (tile - last + tl.cdiv(size, BR)) * BR, 0))
+    stop = tl.sum(tl.where(e == expert, end, 0))
+    tl.store(tiles + tile * 3, tl.minimum(expert, COUNT - 1))
+    tl.store(tiles + tile * 3 + 1, first)
+    tl.store(tiles + tile * 3 + 2, tl.minimum(stop - first, BR))
+    if tile == 0:
+        tl.store(read, tl.load(read) + tl.sum((size > 0).to(tl.int64)))
+        tl.store(read + 1, tl.load(read + 1) + 1)
+
+
+@triton.jit
+def of(first, places, expert, WHICH: tl.constexpr):
+    """One of an expert's tensors: places (experts, 5) say how many numbers behind the first one's it begins."""
+    behind = tl.load(places + expert * 5 + WHICH)
+    return first + (tl.multiple_of(behind, 16) if WHICH == 0 else behind)
+
+
+@triton.jit(do_not_specialize=["count"])
+def products(
+    x, w, scales, offsets, zeros, sums, places, tiles, line, parts, count, outs, K, GROUPS,
+    EACH: tl.constexpr, FORMAT: tl.constexpr, OFFSETS: tl.constexpr, ZEROS: tl.constexpr, EVEN: tl.constexpr,
+    PER: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+    EMULATE: tl.constexpr,
+):  # fmt: skip
+    """This share of K of an expert's product with its entries, to parts (shares, count, outs).
+
+    Of `x`, EACH entries have a row. Grid: tiles of entries, tiles of outputs, shares. w, scales, offsets and zeros are
+    the first expert's.
+    """
+    tile, n = tiles + tl.program_id(0) * 3, tl.program_id(1) * BN + tl.arange(0, BN)
+    expert, begin, some, i = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.arange(0, BR)
+    if some > 0:
+        entry = tl.load(line + begin + tl.minimum(i, some - 1)).to(tl.int64)
+        first = tl.program_id(2) * PER
+        own = share(
+            x, of(w, places, expert, 0), of(scales, places, expert, 1), of(offsets, places, expert, 2),
+            of(zeros, places, expert, 3), sums, tl.minimum(n, outs - 1).to(tl.int64), entry // EACH, K, GROUPS,
+            first, tl.minimum(first + PER, tl.cdiv(K, BK)), FORMAT, OFFSETS, ZEROS, EVEN, BN, BR, BK, STAGES, EMULATE,
+        )  # fmt: skip
+        at = parts + (tl.program_id(2).to(tl.int64) * count + entry[None, :]) * outs + n[:, None]
+        tl.store(at, own, (n < outs)[:, None] & (i < some)[None, :])
+
+
+@triton.jit
+def added(
+    parts, places, bias, expert, entry, n, count, outs, inside, SHARES: tl.constexpr, BIAS: tl.constexpr
+):  # fmt: skip
+    """The shares of some outputs n of one entry, in order, and their bias."""
+    own = tl.load(parts + entry * outs + n, inside, 0.0)
+    for other in range(1, SHARES):
+        own += tl.load(parts + (other * count + entry) * outs + n, inside, 0.0)
+    if BIAS:
+        own += tl.load(of(bias, places, expert, 4) + n, inside, 0.0).to(tl.float32)
+    return own
+
+
+@triton.jit(do_not_specialize=["count"])
+def activate(
+    parts, places, bias, experts, y, count, width, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    SHARES: tl.constexpr, BIAS: tl.constexpr, BN: tl.constexpr, EMULATE: tl.constexpr,
+):  # fmt: skip
+    """y (count, width) of gates and ups, as ops.gated has it: silu, GELU by the tanh formula, clamped. Grid: tiles of
+    outputs, entries."""
+    n, entry = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1).to(tl.int64)
+    inside, expert = n < width, tl.load(experts + entry)
+    if expert >= 0:
+        gate = added(parts, places, bias, expert, entry, n, count, 2 * width, inside, SHARES, BIAS)
+        up = added(parts, places, bias, expert, entry, width + n, count, 2 * width, inside, SHARES, BIAS)
+        steep = gate
+        if KIND == 1:  # of which the sigmoid is half of 1 + tanh
+            steep = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+        if KIND == 2:  # NaN stays
+            gate = tl.where(gate > LIMIT, LIMIT, gate)
+            up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1.0
+            steep = ALPHA * gate
+        value = gate / (1.0 + tl.exp2(-steep * LOG2E)) * up
+        tl.store(y + entry * width + n, rounded(value, y.dtype.element_ty, EMULATE), inside)
+
+
+@triton.jit(do_not_specialize=["count"])
+def mix(
+    parts, places, bias, experts, weights, shared, residual, y, count, outs, CHOSEN: tl.constexpr,
+    SHARED: tl.constexpr, ADD: tl.constexpr, SHARES: tl.constexpr, BIAS: tl.constexpr, BN: tl.constexpr,
+    EMULATE: tl.constexpr,
+):  # fmt: skip
+    """y = what a row's experts give, times their weights, summed in their order, + residual. Grid: tiles of outputs,
+    rows."""
+    n, row = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1).to(tl.int64)
+    inside, total = n < outs, tl.zeros((BN,), tl.float32)
+    EACH: tl.constexpr = CHOSEN + 1 if SHARED else CHOSEN
+    for j in range(CHOSEN):
+        entry = row * CHOSEN + j
+        expert = tl.load(experts + entry)
+        if expert >= 0:
+            own = added(parts, places, bias, expert, entry, n, count, outs, inside, SHARES, BIAS)
+            total += tl.load(weights + row * EACH + j) * own
+    if SHARED:
+        total += tl.load(weights + row * EACH + CHOSEN) * tl.load(shared + row * outs + n, inside, 0.0)
+    if ADD:
+        total = tl.load(residual + row * outs + n, inside, 0.0).to(tl.float32) + total
+    tl.store(y + row * outs + n, rounded(total, y.dtype.element_ty, EMULATE), inside)
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------

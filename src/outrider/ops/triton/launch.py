@@ -87,6 +87,8 @@ TABLE = {
     100: Machine(148, 64, {16: 5, 32: 5, 64: 4, 128: 3}),
 }
 LEAST = 512  # inputs of a share
+SHARES: dict[tuple[int, int, int, int | None], int] = {}
+"""By architecture, outputs, inputs and group, where measured: `outrider bench gpu --part orders` prints them."""
 PARTS = 2**28  # bytes of what spans put aside at a time
 LOG2E = math.log2(math.e)
 
@@ -107,7 +109,7 @@ def order(outputs: int, inputs: int, group: int | None, architecture: int) -> Or
     depth = group or (128 if inputs >= 128 else 64)
     blocks = -(-inputs // depth)
     wanted = -(-2 * machine.processors * machine.outputs // outputs)  # two waves of programs
-    shares = max(1, min(wanted, inputs // LEAST, 8))
+    shares = SHARES.get((architecture, outputs, inputs, group)) or max(1, min(wanted, inputs // LEAST, 8))
     per = -(-blocks // shares)
     return Order(depth, -(-blocks // per), per)
 
@@ -142,6 +144,7 @@ class Weights:
     offsets: Tensor | None = None
     zeros: Tensor | None = None
     order: Tensor | None = None  # (inputs,) int64: column i is of input order[i]
+    rounded: bool = False  # whether rows are rounded to 8 bits, each group by itself
 
     @property
     def nbytes(self) -> int:
@@ -149,8 +152,11 @@ class Weights:
         return sum(t.nbytes for t in (self.data, self.scales, self.offsets, self.zeros) if t is not None)
 
 
-def pack(q: Any, device: torch.device) -> Weights:
-    """A weight (outs, inputs), which stays where it is if it is there, or a Quantized, as the kernels read it."""
+def pack(q: Any, device: torch.device, rounded: bool = False) -> Weights:
+    """A weight (outs, inputs), which stays where it is if it is there, or a Quantized, as the kernels read it.
+
+    With `rounded`, one that is `whole` takes rounded rows.
+    """
     if isinstance(q, Tensor):
         return Weights(q.to(device).contiguous(), *q.shape)
     rows, inputs = q.values.shape
@@ -178,8 +184,9 @@ def pack(q: Any, device: torch.device) -> Weights:
 
     place = None if q.order is None else q.order.to(device).long()
     return Weights(
-        data.contiguous(), rows, inputs, code, q.group, factors(q.scales), factors(q.offsets), factors(q.zeros), place
-    )
+        data.contiguous(), rows, inputs, code, q.group, factors(q.scales), factors(q.offsets), factors(q.zeros), place,
+        rounded and q.whole,
+    )  # fmt: skip
 
 
 def rows(weights: Weights, at: Tensor) -> Tensor:
@@ -218,11 +225,8 @@ def product(
     rows, outs = len(x), w.outs // 2 if gated else w.outs
     o = order(w.outs, w.inputs, w.group, architecture)
     x = x.contiguous() if w.order is None else x.index_select(1, w.order)
-    groups = 1 if w.group is None else w.data.shape[1]
-    sums = parts = x
-    if w.offsets is not None:  # which want the sums of groups of inputs
-        sums, some = x.new_empty(rows, groups, dtype=torch.float32), max(1, 1024 // (w.group or 1))
-        kernels.group_sums[rows, -(-groups // some)](x, sums, w.inputs, groups, some, w.group, num_warps=4, **NO_FUSION)
+    x, sums, groups = entered(x, w)
+    parts = x
     if o.shares > 1:
         parts = x.new_empty(o.shares, rows, w.outs, dtype=torch.float32)
     tile = rows_tile(rows, machine, w.code)
@@ -240,6 +244,29 @@ def product(
         )  # fmt: skip
 
 
+def entered(x: Tensor, w: Weights) -> tuple[Tensor, Tensor, int]:
+    """x (rows, inputs) as a product takes it, what it needs to know of each group of it, and how many groups there are.
+
+    Rounded rows are (rows, groups, at least 32) int8, with steps and sums (rows, groups, 2); else sums (rows, groups),
+    if offsets want them.
+    """
+    if w.group is None:
+        return x, x, 1
+    rows, groups, some, kernels = len(x), w.data.shape[1], max(1, 1024 // w.group), load()
+    grid, sizes = (rows, -(-groups // some)), (w.inputs, groups, some, w.group)
+    if w.rounded:
+        room = max(w.group, 32)
+        y = x.new_empty(rows, groups, room, dtype=torch.int8)
+        sums = x.new_empty(rows, groups, 2, dtype=torch.float32)
+        kernels.round_rows[grid](x, y, sums, *sizes, room, w.code != BYTES, num_warps=4, **NO_FUSION)
+        return y, sums, groups
+    if w.offsets is None:
+        return x, x, groups
+    sums = x.new_empty(rows, groups, dtype=torch.float32)
+    kernels.group_sums[grid](x, sums, *sizes, num_warps=4, **NO_FUSION)
+    return x, sums, groups
+
+
 def _or(x: Tensor | None, other: Tensor) -> Tensor:
     """x; or, since a kernel wants some pointer, another one that is not read."""
     return other if x is None else x
@@ -247,6 +274,132 @@ def _or(x: Tensor | None, other: Tensor) -> Tensor:
 
 def _emulates(x: Tensor) -> bool:
     return not x.is_cuda
+
+
+# --- experts ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Each:
+    """One product of every expert: the first one's weights and bias, and where the tensors of all lie.
+
+    places (experts, 5) int64, on the device: how many numbers behind the first one's data, scales, offsets, zeros and
+    bias; 0 if there are none.
+    """
+
+    weights: Weights
+    bias: Tensor | None
+    places: Tensor
+
+    @classmethod
+    def of(cls, all_of: list[tuple[Weights, Tensor | None]]) -> Each | None:
+        """None if they are of different kinds, or take their inputs in orders of their own."""
+        kinds, places, first = set(), list[list[int]](), list[Tensor | None]()
+        for w, bias in all_of:
+            tensors = [w.data, w.scales, w.offsets, w.zeros, bias]
+            kinds.add(
+                (w.outs, w.inputs, w.code, w.group, w.rounded, *(None if t is None else t.dtype for t in tensors))
+            )
+            first = first or tensors
+            places.append([
+                0 if t is None or one is None else (t.data_ptr() - one.data_ptr()) // t.itemsize
+                for one, t in zip(first, tensors, strict=True)
+            ])  # fmt: skip
+        ordered = any(w.order is not None for w, _ in all_of)
+        if len(kinds) > 1 or ordered or any(row[0] % 16 for row in places):  # weights are read 16 at a time
+            return None
+        return cls(*all_of[0], torch.tensor(places, device=all_of[0][0].data.device))
+
+
+@dataclass
+class Experts:
+    """Those that rows choose: hidden -> gate and up -> width -> hidden; kernels.py says what `kind` does."""
+
+    gate_up: Each
+    down: Each
+    chosen: int
+    normalised: bool
+    shared: bool  # whether the last score is of an expert that all rows take
+    kind: int
+    clamp: tuple[float, float]
+    architecture: int
+
+    def __post_init__(self) -> None:
+        self.count = len(self.gate_up.places)
+        self.read = torch.zeros(2, dtype=torch.int64, device=self.gate_up.places.device)  # experts and calls, so far
+
+    def __call__(
+        self,
+        x: Tensor,
+        scores: Tensor,
+        shared: Tensor | None = None,
+        residual: Tensor | None = None,
+        real: Tensor | None = None,
+    ) -> Tensor:
+        """What the experts give for x (rows, hidden), chosen by scores (rows, all) float32, plus residual.
+
+        shared (rows, hidden) float32: what the shared one gives. real (1,) int32: rows from there on choose none.
+        """
+        wide = max(self._order(each).shares * each.weights.outs for each in (self.gate_up, self.down))
+        room = max(1, PARTS // (4 * self.chosen * wide))  # rows at a time
+        y = torch.empty_like(x)
+        for at in range(0, len(x), room):
+            own = slice(at, at + room)
+            rest = real - at if real is not None and at else real
+            given = (None if shared is None else shared[own]), (None if residual is None else residual[own])
+            self._mix(x[own], scores[own], *given, rest, y[own])
+        return y
+
+    def _order(self, each: Each) -> Order:
+        """As many shares as one row's experts need together."""
+        w = each.weights
+        return order(self.chosen * w.outs, w.inputs, w.group, self.architecture)
+
+    def _mix(
+        self, x: Tensor, scores: Tensor, shared: Tensor | None, residual: Tensor | None, real: Tensor | None, y: Tensor
+    ) -> None:
+        kernels, rows, emulates = load(), len(x), _emulates(x)
+        count, machine, block = rows * self.chosen, TABLE[self.architecture], power(self.count)
+        experts, line = (torch.empty(count, dtype=torch.int32, device=x.device) for _ in range(2))
+        weights = torch.empty(rows, self.chosen + self.shared, device=x.device)
+        kernels.route[rows,](
+            scores, experts, weights, _or(real, scores), self.count, scores.shape[1], self.chosen, self.normalised,
+            real is not None, block, num_warps=1, **NO_FUSION,
+        )  # fmt: skip
+        ends = torch.empty(self.count, dtype=torch.int32, device=x.device)
+        kernels.line_up[self.count,](experts, line, ends, count, min(1024, power(count)), num_warps=1, **NO_FUSION)
+        fair = -(-count // self.count)
+        tile = rows_tile(2 * fair, machine, self.gate_up.weights.code)
+        tiles = torch.empty(min(self.count, count) + count // tile, 3, dtype=torch.int32, device=x.device)
+        kernels.deal[len(tiles),](ends, tiles, self.read, self.count, block, tile, num_warps=1, **NO_FUSION)
+        inner = x.new_empty(count, self.down.weights.inputs)
+        parts, behind = self._products(self.gate_up, x, self.chosen, tiles, line, tile, count)
+        bias = self.gate_up.bias
+        kernels.activate[-(-inner.shape[1] // 1024), count](
+            parts, self.gate_up.places, _or(bias, x), experts, inner, count, inner.shape[1], self.kind, *self.clamp,
+            *behind, 1024, emulates, num_warps=4, **NO_FUSION,
+        )  # fmt: skip
+        parts, behind = self._products(self.down, inner, 1, tiles, line, tile, count)
+        kernels.mix[-(-x.shape[1] // 1024), rows](
+            parts, self.down.places, _or(self.down.bias, x), experts, weights, _or(shared, parts), _or(residual, x), y,
+            count, x.shape[1], self.chosen, shared is not None, residual is not None, *behind, 1024, emulates,
+            num_warps=4, **NO_FUSION,
+        )  # fmt: skip
+
+    def _products(
+        self, each: Each, x: Tensor, entries: int, tiles: Tensor, line: Tensor, tile: int, count: int
+    ) -> tuple[Tensor, tuple[int, bool]]:
+        """Parts (shares, count, outs) of x, whose rows have so many entries each; shares; whether a bias follows."""
+        w, o, machine = each.weights, self._order(each), TABLE[self.architecture]
+        parts = torch.empty(o.shares, count, w.outs, device=x.device)
+        x, sums, groups = entered(x, w)
+        load().products[len(tiles), -(-w.outs // machine.outputs), o.shares](
+            x, w.data, _or(w.scales, x), _or(w.offsets, x), _or(w.zeros, x), sums, each.places, tiles, line, parts,
+            count, w.outs, w.inputs, groups, entries, w.code, w.offsets is not None, w.zeros is not None,
+            w.inputs % o.depth == 0, o.per, machine.outputs, tile, o.depth, machine.stages[tile], _emulates(x),
+            num_warps=4, **NO_FUSION,
+        )  # fmt: skip
+        return parts, (o.shares, each.bias is not None)
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
