@@ -80,11 +80,23 @@ def guesses(llm: LLM, folder: Path, text: list[int], **options) -> tuple[Eagle3,
     """A drafter that has drafted after a text, with all logits that its head gave."""
     drafter = Eagle3(model=str(folder), **options)
     drafter.attach(llm.runner, lambda name: llm.runner)
-    seen, head = [], drafter.head.logits
-    drafter.head.logits = lambda states: seen.append(head(states)) or seen[-1]  # type: ignore[method-assign]
+    seen = watched(drafter)
     seq = Sequence(text, SamplingParams(temperature=0, max_tokens=40), 0)
     llm.runner.extend([seq])
     return drafter, seq, seen
+
+
+def watched(drafter: Eagle3) -> list[Tensor]:
+    """Fills with all logits that a drafter's head gives."""
+    seen, read = [], drafter.head.read
+
+    def watch(*args: object) -> tuple[Tensor, Tensor]:
+        states, logits = read(*args)  # type: ignore[arg-type]
+        seen.append(logits)
+        return states, logits
+
+    drafter.head.read = watch  # type: ignore[method-assign]
+    return seen
 
 
 LAYOUTS = [
