@@ -112,7 +112,9 @@ def _wish(at: int, row: Row, vocab: int, stream: str) -> Wish:
     return at, temperature, p.top_k if 0 < p.top_k < vocab else 0, _single(p.top_p), least, key % 2**64
 
 
-def guess(logits: Tensor, rows: list[Row], known: Tensor, vocab: int, count: int) -> list[tuple[list[int], list[float]]]:
+def guess(
+    logits: Tensor, rows: list[Row], known: Tensor, vocab: int, count: int
+) -> list[tuple[list[int], list[float]]]:
     """Per row of a draft's logits (rows, n), of the tokens `known` (n,) int64 of a vocabulary, the `count` likeliest.
 
     With the logarithms of their chances, as the request's parameters shape them: what Law 1 would choose, if these were

@@ -78,9 +78,9 @@ class Head:
         def linear(names: list[str], sizes: list[int], inputs: int, bias: bool = False, gated: bool = False) -> Linear:
             weight = torch.cat([take(f"{n}.weight", size, inputs) for n, size in zip(names, sizes, strict=True)])
             added = torch.cat([take(f"{n}.bias", size) for n, size in zip(names, sizes, strict=True)]) if bias else None
-            # a guess need not be as exact as the target: half the bytes, where there are kernels for them
-            packed = quantize(weight, "int8") if rounds else weight
-            return Linear(packed, added, gated=gated)
+            # a guess need not be as exact as the target: a quarter of the bytes, where there are kernels for them
+            packed = quantize(weight, "int4", rounds) if rounds else weight
+            return Linear(packed, added, gated=gated, rounded=rounds)
 
         q, kv, wide = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.intermediate_size
         attn, mlp = "midlayer.self_attn", "midlayer.mlp"
@@ -139,7 +139,8 @@ class Head:
             self.kv.reserve(plan)
             turns, sines, _held = self.rotary.addresses(positions, positions)
             after = {1: states}
-            assert (stores := self.kv.stores(plan)) is not None
+            stores = self.kv.stores(plan)
+            assert stores is not None
             _, logits, _ = self.walk(states, turns, sines, stores, wanted, after, beside=token)
             return after[1], logits
         normed = rms_norm(states, self.hidden_norm, eps)
@@ -238,9 +239,10 @@ class Eagle3(Drafter):
                 if not growing:
                     break
                 if depth > 1:
-                    self._branch(*self._go_on(growing), k)
+                    places, logits = self._go_on(growing)
                 else:
-                    self._branch([(tree, -1) for tree in growing], torch.cat([roots[tree.seq.id][1] for tree in growing]), k)
+                    places, logits = [(tree, -1) for tree in growing], torch.cat([roots[t.seq.id][1] for t in growing])
+                self._branch(places, logits, k)
         return [trees[seq.id].draft(k) if seq.id in trees else Draft() for seq in seqs]
 
     def forget(self, seq: Sequence) -> None:
@@ -307,7 +309,7 @@ class Eagle3(Drafter):
         return [(tree, node) for tree, node, _ in wanted], logits
 
     def _branch(self, places: list[tuple[Tree, int]], logits: Tensor, k: int) -> None:
-        """Put candidates behind nodes of trees, by their logits; those among a tree's k likeliest are its new border."""
+        """Put candidates behind nodes of trees, by their logits; those among a tree's k likeliest are its border."""
         rows = [Row(tree.seq, [tree.tokens[above] for above in tree.path(node)]) for tree, node in places]
         found = guess(logits, rows, self.head.tokens, self.vocab, self.width)
         fresh = {id(tree): (tree, len(tree.tokens)) for tree, _ in places}
