@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import random_eagle3, run
+from helpers import random_eagle3, run, watched
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -86,19 +86,6 @@ def guesses(llm: LLM, folder: Path, text: list[int], **options) -> tuple[Eagle3,
     seq = Sequence(text, SamplingParams(temperature=0, max_tokens=40), 0)
     llm.runner.extend([seq])
     return drafter, seq, seen
-
-
-def watched(drafter: Eagle3) -> list[Tensor]:
-    """Fills with all logits that a drafter's head gives."""
-    seen, read = [], drafter.head.read
-
-    def watch(*args: object) -> tuple[Tensor, Tensor]:
-        states, logits = read(*args)  # type: ignore[arg-type]
-        seen.append(logits)
-        return states, logits
-
-    drafter.head.read = watch  # type: ignore[method-assign]
-    return seen
 
 
 LAYOUTS = [
