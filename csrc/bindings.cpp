@@ -100,6 +100,20 @@ static void bind_elementwise(nb::module_ &m) {
     }
     return tokens;
   }, "For each row (address, temperature, top_k, top_p, least, key) its token, -1 where that is left to the reference.");
+  m.def("guess", [](const std::vector<Wish> &wishes, int vocab, uintptr_t ids_, int count) {
+    const int64_t *ids = static_cast<const int64_t *>(at(ids_));
+    std::vector<std::tuple<std::vector<int64_t>, std::vector<float>>> found(wishes.size());
+    nb::gil_scoped_release released;
+    for (size_t i = 0; i < wishes.size(); i++) {
+      const auto &[logits, temperature, top_k, top_p, least, key] = wishes[i];
+      for (const auto &[place, share] :
+           guess({static_cast<const float *>(at(logits)), temperature, top_k, top_p, least, key}, vocab, ids, count)) {
+        std::get<0>(found[i]).push_back(ids[place]);
+        std::get<1>(found[i]).push_back(share);
+      }
+    }
+    return found;
+  }, "For each row, as `draw` has it, its likeliest tokens, and the logarithms of their shares.");
 }
 
 // Tokens of a Python list, from one place to another.

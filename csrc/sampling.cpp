@@ -14,6 +14,7 @@ namespace {
 constexpr double kDoubt = 2e-5, kGap = 2e-4;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr int kFew = 256;  // whose noise is computed one by one
+constexpr float kGuessed = -8;  // shaped logits below this are not guessed
 
 double uniform(uint64_t key, int token) {
   uint64_t z = uint64_t(token + 1) * 0x9E3779B97F4A7C15 + key;
@@ -32,6 +33,40 @@ int largest(const float *shaped, int vocab, int count, int32_t *places) {
 }
 
 }  // namespace
+
+std::vector<std::pair<int, float>> guess(const Draw &d, int vocab, const int64_t *ids, int count) {
+  const ElementwiseKernels &own = kernels().elementwise;
+  int top;
+  own.argmax(d.logits, 1, vocab, &top, 1);
+  if (top < 0) return {};
+  float *shaped = static_cast<float *>(scratch(5, sizeof(float) * vocab));
+  float *weights = static_cast<float *>(scratch(6, sizeof(float) * vocab));
+  int32_t *places = static_cast<int32_t *>(scratch(7, sizeof(int32_t) * vocab));
+  own.shape(d.logits, vocab, d.logits[top], d.temperature ? d.temperature : 1, shaped);
+  double total = own.weigh(shaped, vocab, -kInfinity, weights);
+  std::vector<std::pair<int, float>> found;
+  for (int i = 0, n = own.above(shaped, vocab, std::max(kGuessed, d.least), places); i < n; i++)
+    found.push_back({places[i], shaped[places[i]]});
+  const auto larger = [](const auto &a, const auto &b) { return a.second > b.second; };
+  if (d.temperature) {
+    std::sort(found.begin(), found.end(), larger);
+    size_t kept = d.top_k ? std::min<size_t>(d.top_k, found.size()) : found.size();
+    double before = 0;
+    for (size_t i = 0; i < kept; before += weights[found[i++].first] / total)
+      if (i && before >= d.top_p) kept = i;
+    found.resize(kept);
+    total = 0;
+    for (auto &[place, score] : found) {
+      score -= float(std::log(-std::log(uniform(d.key, int(ids[place])))));
+      total += std::exp(double(score));
+    }
+  }
+  const auto end = found.begin() + std::min<size_t>(count, found.size());
+  std::partial_sort(found.begin(), end, found.end(), larger);
+  found.erase(end, found.end());
+  for (auto &[place, score] : found) score -= float(std::log(total));
+  return found;
+}
 
 int draw(const Draw &d, int vocab) {
   const ElementwiseKernels &own = kernels().elementwise;

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
+#include <vector>
 
 struct Draw {
   const float *logits;  // (vocab)
@@ -13,6 +15,11 @@ struct Draw {
 };
 
 constexpr int kUnsure = -1;
+
+// The `count` likeliest places, the best first, of what Law 1 would choose from, and the logarithm of each one's share of
+// that, as far as a guess needs it: by logits alone if the temperature is 0, else shaped, and with the noise of the place,
+// which has token ids[i] at place i. None if the logits are not finite.
+std::vector<std::pair<int, float>> guess(const Draw &d, int vocab, const int64_t *ids, int count);
 
 // The token that sampling.py chooses, or kUnsure: logits are not finite, or what they decide is closer than the last bits
 // of different libraries' functions.

@@ -37,20 +37,21 @@ static WalkRun checked(const Walk &w, int rows, int64_t slabs, Run run) {
   return out;
 }
 
-static std::vector<int> forward(const Walk &w, std::vector<int64_t> tokens, uintptr_t embedded, std::vector<uintptr_t> turns,
-                    int64_t sines, std::vector<Run> runs, uintptr_t slabs, int64_t slab_count, std::vector<int> wanted,
+static std::vector<int> forward(const Walk &w, std::vector<int64_t> tokens, uintptr_t embedded, uintptr_t beside,
+                    std::vector<uintptr_t> turns, int64_t sines, std::vector<Run> runs, uintptr_t slabs, int64_t slab_count, std::vector<int> wanted,
                     std::vector<std::pair<int, uintptr_t>> states, uintptr_t queries, uintptr_t out, uintptr_t logits,
                     int threads) {
   int most = 0;
   for (const WalkLayer &layer : w.layers) most = std::max(most, layer.turn);
   const int rows = int(turns.size()) / (most + 1);
   if (int(turns.size()) != rows * (most + 1)) throw nb::value_error("there must be a turn for each row and rotation");
-  WalkPlan plan{rows, std::move(tokens), at(embedded), std::move(turns), sines, {},
+  WalkPlan plan{rows, std::move(tokens), at(embedded), at(beside), std::move(turns), sines, {},
                 reinterpret_cast<void *const *>(slabs), slab_count, std::move(wanted), std::move(states),
                 reinterpret_cast<void *>(queries), reinterpret_cast<void *>(out), reinterpret_cast<float *>(logits), nullptr,
                 threads};
   if (!embedded && (int(plan.tokens.size()) != rows || (!w.embedding && !w.packed)))
     throw nb::value_error("there must be a token for each row, or the rows embedded");
+  if (w.beside_norm && (!embedded || !beside)) throw nb::value_error("rows must come embedded, with what stands beside them");
   for (int row : plan.wanted)
     if (row < 0 || row >= rows) throw nb::value_error("a row that is wanted is not there");
   for (Run &run : runs) plan.runs.push_back(checked(w, rows, slab_count, std::move(run)));
@@ -82,7 +83,7 @@ void bind_walk(nb::module_ &m) {
       .def("__init__", [](Walk *w, int heads, int kv_heads, int dim, int hidden, int vocab, float eps, float scale,
                           float softcap, bool full_norms, int gate, float alpha, float limit, float residual, int type) {
         new (w) Walk{heads,   kv_heads,   dim, hidden, vocab, eps, scale, softcap, full_norms, {Gate::Kind(gate), alpha, limit},
-                     residual, Type(type), nullptr, nullptr, {}, nullptr, {}};
+                     residual, Type(type), nullptr, nullptr, nullptr, false, {}, nullptr, {}};
       })
       .def("add", [](Walk &w, const std::vector<uintptr_t> &norms, const Parts &qkv, const Parts &o, const Parts &gate_up,
                      const Parts &down, const Mixture *experts, int64_t window, uintptr_t sinks, int turn) {
@@ -94,5 +95,6 @@ void bind_walk(nb::module_ &m) {
       .def("end", [](Walk &w, uintptr_t norm, const Parts &head) { w.norm = at(norm), w.head = product(head); })
       .def("embedding", [](Walk &w, uintptr_t table, Weights *packed) { w.embedding = at(table), w.packed = packed; },
            nb::arg(), nb::arg().none())
+      .def("beside", [](Walk &w, uintptr_t norm, bool normed) { w.beside_norm = at(norm), w.normed = normed; })
       .def("forward", forward);
 }

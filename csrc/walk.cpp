@@ -23,13 +23,14 @@ class Step {
     }
     turns_ = plan.rows ? int(plan.turns.size()) / plan.rows : 0;
     const size_t turns = size_t(turns_) * w.dim;
-    const size_t sizes[] = {size_t(w.hidden), size_t(width_), size_t(w.heads) * w.dim, wide, turns, turns, both, size_t(w.hidden)};
+    const size_t hidden = w.hidden, pair = w.beside_norm ? 2 * hidden : 0;
+    const size_t sizes[] = {hidden, size_t(width_), size_t(w.heads) * w.dim, wide, turns, turns, both, hidden, pair};
     const size_t rows = std::max<size_t>(plan.rows, plan.wanted.size());
     size_t total = 0;
     for (size_t size : sizes) total += room(rows * size);
     char *at = static_cast<char *>(scratch(kSlot, total));
-    char **places[] = {&x_, &qkv_, &seen_, &gated_, &cos_, &sin_, &both_, &branch_};
-    for (int i = 0; i < 8; i++) *places[i] = at, at += room(rows * sizes[i]);
+    char **places[] = {&x_, &qkv_, &seen_, &gated_, &cos_, &sin_, &both_, &branch_, &pair_};
+    for (int i = 0; i < 9; i++) *places[i] = at, at += room(rows * sizes[i]);
   }
 
   void run() {
@@ -91,7 +92,8 @@ class Step {
   void attend(int i) {
     const WalkLayer &layer = w_.layers[i];
     const bool half = w_.type != Type::f32;
-    multiply(layer.qkv, x_, plan_.rows, qkv_, width_, !half, nullptr, layer.input_norm);
+    if (w_.beside_norm) pair(layer.input_norm);
+    multiply(layer.qkv, w_.beside_norm ? pair_ : x_, plan_.rows, qkv_, width_, !half, nullptr, w_.beside_norm ? nullptr : layer.input_norm);
     const size_t q_bytes = size_ * w_.heads * w_.dim, turn = size_ * w_.dim * plan_.rows * layer.turn;
     const bool each = !w_.full_norms;
     for (int r = 0; r < plan_.rows && !each; r++) {
@@ -110,6 +112,18 @@ class Step {
     jobs_.clear();
     for (const WalkRun &run : plan_.runs) jobs_.push_back(job(run, i));
     kernels().attention.attend(shape, jobs_.data(), int(jobs_.size()));
+  }
+
+  // What qkv sees of rows that have something beside them.
+  void pair(const void *norm) {
+    const size_t row = size_ * w_.hidden;
+    for (int r = 0; r < plan_.rows; r++) {
+      char *to = pair_ + 2 * r * row, *x = x_ + r * row;
+      const bool half = w_.type != Type::f32;
+      kernels().elementwise.rms_norm(static_cast<const char *>(plan_.beside) + r * row, 1, w_.hidden, w_.beside_norm, w_.eps, to, half, 1);
+      kernels().elementwise.rms_norm(x, 1, w_.hidden, norm, w_.eps, to + row, half, 1);
+      if (w_.normed) memcpy(x, to + row, row);
+    }
   }
 
   AttentionJob job(const WalkRun &run, int layer) const {
@@ -176,7 +190,7 @@ class Step {
   const size_t size_;
   const int width_;  // of qkv
   int turns_;        // rotations
-  char *x_, *qkv_, *seen_, *gated_, *cos_, *sin_, *both_, *branch_;
+  char *x_, *qkv_, *seen_, *gated_, *cos_, *sin_, *both_, *branch_, *pair_;
   std::vector<AttentionJob> jobs_;
 };
 

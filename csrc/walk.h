@@ -26,6 +26,8 @@ struct Walk {
   Type type;                // of activations, keys and values: f32 or bf16
   const void *embedding;    // (vocab, hidden) of that type, or
   const Weights *packed;    // ... its rows are these weights', or neither: rows come embedded
+  const void *beside_norm;  // null, or qkv sees 2 * hidden: what stands beside each row, normed by this, and the row, normed
+  bool normed;              // whether what attention adds to is then the normed row
   std::vector<WalkLayer> layers;
   const void *norm;
   Product head;
@@ -44,6 +46,7 @@ struct WalkPlan {
   int rows;
   std::vector<int64_t> tokens;   // none if the rows come embedded
   const void *embedded;          // (rows, hidden)
+  const void *beside;            // (rows, hidden), if there is a norm for it
   std::vector<uintptr_t> turns;  // (rotations, rows) cosines (dim); the sines lie `sines` bytes behind
   int64_t sines;
   std::vector<WalkRun> runs;

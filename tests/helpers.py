@@ -221,3 +221,16 @@ def random_eagle3(
     else:
         save_file(tensors, folder / "model.safetensors")
     return folder
+
+
+def watched(drafter: Any) -> list[torch.Tensor]:
+    """All logits that the head of an `eagle3` drafter gives from now on."""
+    seen, read = [], drafter.head.read
+
+    def watch(*args: object) -> tuple[torch.Tensor, torch.Tensor]:
+        states, logits = read(*args)
+        seen.append(logits)
+        return states, logits
+
+    drafter.head.read = watch
+    return seen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import sys
@@ -88,6 +89,19 @@ def test_which_pages_have_tables():
     assert {p.stem for p in docs.PAGES if "<!-- table: " in p.read_text()} >= {
         "README", "methods", "long-context", "benchmarks", "drafters"
     }  # fmt: skip
+
+
+def test_a_curve_is_the_run_s(tmp_path, monkeypatch):
+    """Reports of a tenth more tokens, and the last one."""
+    monkeypatch.setattr(docs, "ROOT", tmp_path)
+    (tmp_path / "run").mkdir()
+    own = [{"tokens": n, "read": n // 2, "loss": 4.0, "right": [0.25, 0.2], "tokens_a_forward": 1.3}
+           for n in (1000, 1050, 2000, 2001)]  # fmt: skip
+    (tmp_path / "run" / "log.jsonl").write_text("\n".join(map(json.dumps, own)) + "\n")
+    rows = docs.table("curve run").splitlines()
+    assert rows[2:5] == [f"| {n:,} | {n // 2:,} | 4.00 | 25%, 20% | 1.30 |" for n in (1000, 2000, 2001)]
+    with pytest.raises(ConfigError, match="is not there"):
+        docs.table("curve elsewhere")
 
 
 def test_a_table_says_what_the_lines_say():

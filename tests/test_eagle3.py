@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import random_eagle3, run
+from helpers import random_eagle3, run, watched
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from outrider import LLM, SamplingParams
 from outrider.drafters.eagle3 import Eagle3, _points
 from outrider.errors import CheckpointError, ConfigError, ModelNotFound, VocabularyMismatch
+from outrider.ops import native
+from outrider.sampling import Row, guess
 from outrider.sequence import Sequence
 from outrider.verify import COUPLED
 
@@ -80,8 +82,7 @@ def guesses(llm: LLM, folder: Path, text: list[int], **options) -> tuple[Eagle3,
     """A drafter that has drafted after a text, with all logits that its head gave."""
     drafter = Eagle3(model=str(folder), **options)
     drafter.attach(llm.runner, lambda name: llm.runner)
-    seen, head = [], drafter.head.logits
-    drafter.head.logits = lambda states: seen.append(head(states)) or seen[-1]  # type: ignore[method-assign]
+    seen = watched(drafter)
     seq = Sequence(text, SamplingParams(temperature=0, max_tokens=40), 0)
     llm.runner.extend([seq])
     return drafter, seq, seen
@@ -99,14 +100,17 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.parametrize("walks", [True, False])
 @pytest.mark.parametrize(("layout", "config"), LAYOUTS, ids=str)
-def test_logits_are_the_reference_s(make_checkpoint, layout, config):
-    """A chain from a prompt, and after more text was accepted; the target reads in small chunks."""
+def test_logits_are_the_reference_s(make_checkpoint, layout, config, walks):
+    """A chain from a prompt, and after more text was accepted; in one native call, and operation by operation."""
     target = make_checkpoint()
     folder = random_eagle3(target, layout, **{**TAPS, **config})
     taps = config.get("eagle_aux_hidden_state_layer_ids", [0, 1, 2])
     llm = LLM(target, device="cpu", dtype="float32", max_num_batched_tokens=4)
     drafter, seq, seen = guesses(llm, folder, TEXT[:-1], depth=4, width=1)
+    assert drafter.head.walk or native.active == native.REFERENCE
+    drafter.head.walk = drafter.head.walk if walks else None
     seq.tokens.append(TEXT[-1])  # rows are there for all tokens but the last
     for more in ([], [44], [90, 3, 3]):
         seq.tokens += more
@@ -182,6 +186,27 @@ def test_sampling_ranks_by_the_request(make_checkpoint):
         drawn.tokens.append(7)
         found.add(tuple(drafter.propose([drawn.shown(COUPLED)], 3)[0].tokens))
     assert len(found) > 2 and plain[0] not in {tokens[0] for tokens in found}
+
+
+SHAPES = [
+    {"temperature": 0.0}, {"temperature": 0.7}, {"temperature": 1.0, "top_k": 7}, {"temperature": 1.5, "top_p": 0.8},
+    {"temperature": 1.0, "min_p": 0.1}, {"temperature": 0.5, "logit_bias": {9: 50.0}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_native_guesses_are_the_reference_s(shape, monkeypatch):
+    """The likeliest tokens of a draft vocabulary and their chances, with the noise of each place."""
+    noise = torch.Generator().manual_seed(3)
+    logits, known = torch.randn(3, 40, generator=noise), torch.randperm(128, generator=noise)[:40].sort().values
+    seq = Sequence(TEXT, SamplingParams(**shape), 5)
+    rows = [Row(seq, [1, 2, 3][:n]) for n in range(3)]
+    found = guess(logits, rows, known, 128, 4)
+    monkeypatch.setattr(native, "active", native.REFERENCE)
+    for (ids, chances), (wanted, exact) in zip(found, guess(logits, rows, known, 128, 4), strict=True):
+        left = sum(map(math.isfinite, exact))  # filters may keep fewer than were asked for
+        assert ids[:left] == wanted[:left] and chances[:left] == pytest.approx(exact[:left], abs=1e-3)
+    assert guess(torch.full((1, 40), torch.nan), rows[:1], known, 128, 4)
 
 
 def test_unlikely_nodes_are_left_out(make_checkpoint):

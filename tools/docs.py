@@ -9,12 +9,14 @@
 `model`, `weights` and `suite` are columns, too. In both, `only="a|b*"` names the methods wanted, in their order, and
 `suites="a|b"` the columns or suites. `options KIND ...` lists what drafters, or views, can be told. `families` has a
 row for each family of models, `missing` one for each that is known and not supported.
-`changes FOLDER` counts, by engine, the answers that `bench exact` saw change.
+`changes FOLDER` counts, by engine, the answers that `bench exact` saw change. `curve FOLDER` is what a training run's
+log.jsonl says.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import shlex
 from collections.abc import Callable, Iterable
@@ -68,6 +70,8 @@ def table(asked: str, up: str = "") -> str:
         raise ConfigError(f"table {kind!r} is unknown; valid: {', '.join(KINDS)}")
     if kind == "changes":
         return changes(names, up)
+    if kind == "curve":
+        return curve(*names, up)
     if kind in FROM_CODE:
         return FROM_CODE[kind](names)
     rows = [row for name in names for row in read(ROOT / name)]
@@ -108,6 +112,20 @@ def changes(names: list[str], up: str) -> str:
     table = markdown_table(["engine", "drafts", *(title(*column) for column in columns)], out)
     sources = ", ".join(f"[{Path(name).name}]({up}{name}/results.jsonl)" for name in names)
     return "\n".join([table, "", *exact.remarks(rows)[:2], f"Lines: {sources}."])
+
+
+def curve(name: str, up: str) -> str:
+    """A row for each report of a run of `outrider train eagle3` that had learnt a tenth more. Raises ConfigError."""
+    if not (path := ROOT / name / "log.jsonl").is_file():
+        raise ConfigError(f"{path} is not there")
+    reports, rows, last = [json.loads(line) for line in path.read_text("utf-8").splitlines()], list[list[str]](), 0
+    for own in reports:
+        if own["tokens"] >= 1.1 * last or own is reports[-1]:
+            last, right = own["tokens"], ", ".join(f"{share:.0%}" for share in own["right"])
+            loss, kept = f"{own['loss']:.2f}", f"{own['tokens_a_forward']:.2f}"
+            rows.append([f"{last:,}", f"{own['read']:,}", loss, right, kept])
+    table = markdown_table(["tokens", "new", "loss", "right, by depth", "tokens a forward"], rows)
+    return f"{table}\n\nLines: [{path.parent.name}]({up}{name}/log.jsonl)."
 
 
 def read(folder: Path) -> list[Any]:
@@ -229,4 +247,4 @@ def meaning(kind: type, item: Field[Any]) -> str:
 
 DRAFTERS = Path(inspect.getfile(drafters)).parent
 FROM_CODE: dict[str, Callable[[list[str]], str]] = {"options": options, "families": families, "missing": missing}
-KINDS: Iterable[str] = ("speedups", "lines", "changes", *FROM_CODE)
+KINDS: Iterable[str] = ("speedups", "lines", "changes", "curve", *FROM_CODE)

@@ -38,6 +38,7 @@ NOISE_KEPT = 2**26  # bytes
 BANS = "logit_bias, stop_token_ids, min_tokens, bad_words or allowed_token_ids"
 LARGEST = torch.finfo(torch.float32).max
 SMALLEST = torch.finfo(torch.float32).tiny
+Wish = tuple[int, float, int, float, float, int]  # address of logits, temperature, top-k, top-p, floor, key of noise
 
 
 @dataclass
@@ -87,7 +88,7 @@ def _settled(logits: Tensor, rows: list[Row], stream: str = "", at: Seq[int] | N
     vocab, lies = logits.shape[1], logits.data_ptr()
     kept: list[Tensor] = []
     drawn: list[int] = []
-    wishes: list[tuple[int, float, int, float, float, int]] = []
+    wishes: list[Wish] = []
     for i, (row, place) in enumerate(zip(rows, range(len(rows)) if at is None else at, strict=True)):
         p = row.seq.params
         if not p.temperature:
@@ -99,13 +100,42 @@ def _settled(logits: Tensor, rows: list[Row], stream: str = "", at: Seq[int] | N
             except OutriderError:  # the reference will meet it, too
                 continue
             own = kept[-1].data_ptr()  # in use as long as it is kept
-        temperature, key = _heat(row, stream)
-        least = _log(p.min_p) if p.min_p > 0 else -math.inf
-        top_k = p.top_k if 0 < p.top_k < vocab else 0
         drawn.append(i)
-        wishes.append((own, temperature, top_k, _single(p.top_p), least, key % 2**64))
+        wishes.append(_wish(own, row, vocab, stream))
     tokens = native.kernels.draw(wishes, vocab, torch.get_num_threads()) if wishes else []
     return {i: token for i, token in zip(drawn, tokens, strict=True) if token >= 0}
+
+
+def _wish(at: int, row: Row, vocab: int, stream: str) -> Wish:
+    p, (temperature, key) = row.seq.params, _heat(row, stream)
+    least = _log(p.min_p) if p.min_p > 0 else -math.inf
+    return at, temperature, p.top_k if 0 < p.top_k < vocab else 0, _single(p.top_p), least, key % 2**64
+
+
+def guess(
+    logits: Tensor, rows: list[Row], known: Tensor, vocab: int, count: int
+) -> list[tuple[list[int], list[float]]]:
+    """Per row of a draft's logits (rows, n), of the tokens `known` (n,) int64 of a vocabulary, the `count` likeliest.
+
+    With the logarithms of their chances, as the request's parameters shape them: what Law 1 would choose, if these were
+    the target's logits, or, where a rule flips coins, what is likeliest without noise.
+    """
+    coins = rows[0].seq.rule.flips_coins
+    if native.runs(logits.dtype, logits.device) and (coins or not any(row.seq.edited for row in rows)):
+        size, at = logits.shape[1], logits.data_ptr()
+        plain = 0.0, 0, 1.0, -math.inf, 0
+        wishes = [
+            (own, *plain) if coins else _wish(own, row, size, "")
+            for own, row in zip(range(at, at + 4 * size * len(rows), 4 * size), rows, strict=True)
+        ]
+        return native.kernels.guess(wishes, size, known.data_ptr(), count)  # type: ignore[no-any-return]
+    if not coins and any(row.seq.edited or row.seq.params.temperature for row in rows):
+        whole = logits.new_full((len(rows), vocab), -math.inf)
+        whole[:, known] = logits
+        logits = scores(whole, rows)[:, known]
+    with few_threads(logits):
+        best = logits.log_softmax(-1).topk(min(count, logits.shape[-1]))
+    return list(zip(known[best.indices].tolist(), best.values.tolist(), strict=True))
 
 
 @lru_cache(maxsize=256)

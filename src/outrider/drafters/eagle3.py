@@ -36,10 +36,10 @@ from outrider.errors import CheckpointError, ConfigError, VocabularyMismatch, to
 from outrider.kv import DenseKV, Entry, Plan
 from outrider.load import find
 from outrider.model import Rotary
-from outrider.ops import Linear, native, rms_norm, rope
+from outrider.ops import MLP, Block, Linear, Switches, Walk, native, rms_norm, rope
 from outrider.quantize import quantize
 from outrider.runner import Runner
-from outrider.sampling import Row, few_threads, scores
+from outrider.sampling import Row, guess
 from outrider.sequence import Sequence
 from outrider.speculate import Drafter
 
@@ -78,9 +78,9 @@ class Head:
         def linear(names: list[str], sizes: list[int], inputs: int, bias: bool = False, gated: bool = False) -> Linear:
             weight = torch.cat([take(f"{n}.weight", size, inputs) for n, size in zip(names, sizes, strict=True)])
             added = torch.cat([take(f"{n}.bias", size) for n, size in zip(names, sizes, strict=True)]) if bias else None
-            # a guess need not be as exact as the target: half the bytes, where there are kernels for them
-            packed = quantize(weight, "int8") if rounds else weight
-            return Linear(packed, added, gated=gated)
+            # a guess need not be as exact as the target: a quarter of the bytes, where there are kernels for them
+            packed = quantize(weight, "int4", rounds) if rounds else weight
+            return Linear(packed, added, gated=gated, rounded=rounds)
 
         q, kv, wide = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.intermediate_size
         attn, mlp = "midlayer.self_attn", "midlayer.mlp"
@@ -114,15 +114,35 @@ class Head:
         self.tokens = self.tokens.to(self.device)
         self.rotary = Rotary(c, self.dtype, self.device)
         self.kv = DenseKV(c, self.dtype, self.device)
+        self.walk: Walk | None = None
+        if self.head.native and c.head_dim % 8 == 0:
+            mlp, norms = MLP(self.gate_up, self.down), self.qk_norms or (None, None)
+            block = Block(self.hidden_norm, self.qkv, norms[0], norms[1], self.o, self.post_norm, mlp, None)
+            shape = c.num_heads, c.num_kv_heads, c.head_dim, c.rms_norm_eps
+            beside = self.input_norm, self.norm_before_residual
+            self.walk = Walk(*shape, [block], self.norm, self.head, None, Switches(c.attention_scale), beside)
 
     def fuse(self, rows: Tensor) -> Tensor:
         """The states (n, hidden) that the layer begins with, from rows (n, points * hidden) of the target's."""
         return self.fc(rows, self.fc_norm, self.config.rms_norm_eps)
 
-    def step(self, ids: list[int], states: Tensor, positions: list[int], plan: Plan) -> Tensor:
-        """The next states (n, hidden) from tokens, and the states before them; keys go where the plan says."""
+    def read(
+        self, ids: list[int], states: Tensor, positions: list[int], plan: Plan, wanted: list[int]
+    ) -> tuple[Tensor, Tensor]:
+        """The next states (n, hidden) from tokens and the states before them; keys go where the plan says.
+
+        And the logits (wanted, draft vocabulary) float32 of some of the rows.
+        """
         c, eps = self.config, self.config.rms_norm_eps
         token = self.embed(torch.tensor(ids, device=self.device))
+        if self.walk and native.active != native.REFERENCE:
+            self.kv.reserve(plan)
+            turns, sines, _held = self.rotary.addresses(positions, positions)
+            after = {1: states}
+            stores = self.kv.stores(plan)
+            assert stores is not None
+            _, logits, _ = self.walk(states, turns, sines, stores, wanted, after, beside=token)
+            return after[1], logits
         normed = rms_norm(states, self.hidden_norm, eps)
         qkv = self.qkv(torch.cat([rms_norm(token, self.input_norm, eps), normed], -1))
         cos, sin = self.rotary(positions, positions)
@@ -130,11 +150,8 @@ class Head:
         self.kv.reserve(plan)
         residual = normed if self.norm_before_residual else states
         x = self.o(self.kv.attend(0, q, k, v, plan), residual=residual)
-        return self.down(self.gate_up(x, self.post_norm, eps), residual=x)
-
-    def logits(self, states: Tensor) -> Tensor:
-        """(n, draft vocabulary) float32."""
-        return self.head(states, self.norm, self.config.rms_norm_eps, dtype=torch.float32)
+        out = self.down(self.gate_up(x, self.post_norm, eps), residual=x)
+        return out, self.head(out[wanted], self.norm, eps, dtype=torch.float32)
 
 
 @dataclass
@@ -143,7 +160,7 @@ class Seen:
 
     first: int = 0
     tokens: list[int] = field(default_factory=list)
-    state: Tensor | None = None  # (1, hidden), the head's after the last of them
+    after: tuple[Tensor, Tensor] | None = None  # the head's state (1, hidden) behind the last of them, and its logits
 
 
 @dataclass
@@ -214,15 +231,18 @@ class Eagle3(Drafter):
         if k < 1:
             return [Draft() for _ in seqs]
         with torch.inference_mode():
-            trees = {seq.id: Tree(seq, state) for seq in seqs if (state := self._catch_up(seq)) is not None}
+            roots = {seq.id: after for seq in seqs if (after := self._catch_up(seq))}
+            trees = {seq.id: Tree(seq, roots[seq.id][0]) for seq in seqs if seq.id in roots}
             growing = list(trees.values())
             for depth in range(1, min(k, self.depth) + 1):
                 growing = [tree for tree in growing if tree.border and tree.seq.room > depth]
                 if not growing:
                     break
                 if depth > 1:
-                    self._go_on(growing, depth - 1)
-                self._branch(growing, k)
+                    places, logits = self._go_on(growing)
+                else:
+                    places, logits = [(tree, -1) for tree in growing], torch.cat([roots[t.seq.id][1] for t in growing])
+                self._branch(places, logits, k)
         return [trees[seq.id].draft(k) if seq.id in trees else Draft() for seq in seqs]
 
     def forget(self, seq: Sequence) -> None:
@@ -234,13 +254,13 @@ class Eagle3(Drafter):
         """The head's keys, and the target's hidden states until they are read."""
         return self.head.kv.nbytes(tokens) + self.rows.row_bytes * tokens
 
-    def _catch_up(self, seq: Sequence) -> Tensor | None:
-        """Read the rows that came since; the state behind the last, None if it is not to be had."""
+    def _catch_up(self, seq: Sequence) -> tuple[Tensor, Tensor] | None:
+        """Read the rows that came since; what `Seen.after` is then, None if it is not to be had."""
         seen, end = self.seen.setdefault(seq.id, Seen()), len(seq.tokens) - 1
         known, truth = seen.tokens, seq.tokens[seen.first + 1 :]
         if known != truth[: len(known)]:
             del known[next(i for i, (a, b) in enumerate(zip([*known, -1], [*truth, -2], strict=False)) if a != b) :]
-            seen.state = None
+            seen.after = None
         at = seen.first + len(known)
         found = self.rows.read(seq.id, at, end)
         if found and found[0] > at:  # tokens between were read elsewhere
@@ -254,13 +274,15 @@ class Eagle3(Drafter):
                 place, n = at + begin, len(some)
                 plan = Plan([Entry(seq.id, 0, n, place - seen.first)])
                 ids, positions = seq.tokens[place + 1 : place + 1 + n], list(range(place, place + n))
-                seen.state = self.head.step(ids, self.head.fuse(some), positions, plan)[-1:]
+                wanted = [n - 1] if begin + n == len(rows) else []
+                states, logits = self.head.read(ids, self.head.fuse(some), positions, plan, wanted)
+                seen.after = states[-1:], logits
             known += seq.tokens[at + 1 : at + 1 + len(rows)]
             self.rows.drop(seq.id, at + len(rows))
-        return seen.state if seen.first + len(known) == end else None
+        return seen.after if seen.first + len(known) == end else None
 
-    def _go_on(self, trees: list[Tree], depth: int) -> None:
-        """The head reads the trees' border, whose nodes are `depth` deep.
+    def _go_on(self, trees: list[Tree]) -> tuple[list[tuple[Tree, int]], Tensor]:
+        """The head reads the trees' border: its nodes, and their logits.
 
         Where that is one node, behind nodes whose keys lie in order, only this one; else the border's paths from the
         root, which are few and cost no more than the weights do.
@@ -281,25 +303,17 @@ class Eagle3(Drafter):
                 ids.append(tree.tokens[node])
                 states.append(tree.state(tree.parents[node]))
                 positions.append(len(tree.seq.tokens) - 2 + len(tree.path(node)))
-        out = self.head.step(ids, torch.cat(states), positions, Plan(entries))
+        out, logits = self.head.read(ids, torch.cat(states), positions, Plan(entries), [row for *_, row in wanted])
         for tree, node, row in wanted:
             tree.states[node] = out[row : row + 1]
+        return [(tree, node) for tree, node, _ in wanted], logits
 
-    def _branch(self, trees: list[Tree], k: int) -> None:
-        """Put candidates behind the border of each tree; those among its k likeliest nodes are the new border."""
-        places = [(tree, node) for tree in trees for node in tree.border]
+    def _branch(self, places: list[tuple[Tree, int]], logits: Tensor, k: int) -> None:
+        """Put candidates behind nodes of trees, by their logits; those among a tree's k likeliest are its border."""
         rows = [Row(tree.seq, [tree.tokens[above] for above in tree.path(node)]) for tree, node in places]
-        logits = self.head.logits(torch.cat([tree.state(node) for tree, node in places]))
-        known = self.head.tokens
-        if not places[0][0].seq.rule.flips_coins and any(_shapes(row) for row in rows):
-            whole = logits.new_full((len(rows), self.vocab), -math.inf)
-            whole[:, known] = logits
-            logits = scores(whole, rows)[:, known]
-        with few_threads(logits):
-            best = logits.log_softmax(-1).topk(min(self.width, logits.shape[-1]))
-        found, chances = known[best.indices].tolist(), best.values.tolist()
-        fresh: dict[int, int] = {id(tree): len(tree.tokens) for tree in trees}
-        for (tree, node), ids, chance in zip(places, found, chances, strict=True):
+        found = guess(logits, rows, self.head.tokens, self.vocab, self.width)
+        fresh = {id(tree): (tree, len(tree.tokens)) for tree, _ in places}
+        for (tree, node), (ids, chance) in zip(places, found, strict=True):
             for token, own in zip(ids, chance, strict=True):
                 score = own + (tree.scores[node] if node >= 0 else 0.0)
                 if score > self.least and math.isfinite(score):
@@ -307,15 +321,8 @@ class Eagle3(Drafter):
                     tree.parents.append(node)
                     tree.scores.append(score)
                     tree.paths.append([*tree.path(node), len(tree.paths)])
-        for tree in trees:
-            tree.border = [node for node in tree.best(k) if node >= fresh[id(tree)]]
-
-
-def _shapes(row: Row) -> bool:
-    """Whether a request's parameters change the order of its logits."""
-    p = row.seq.params
-    plain = p.repetition_penalty == 1 and not (p.presence_penalty or p.frequency_penalty or p.logit_bias)
-    return p.temperature > 0 or not plain or bool(p.min_tokens or p.logits_processors or p.structured_outputs)
+        for tree, first in fresh.values():
+            tree.border = [node for node in tree.best(k) if node >= first]
 
 
 def _points(path: Path, about: dict[str, Any], layers: int) -> tuple[int, ...]:

@@ -75,7 +75,9 @@ class Walk:
     """A decoder whose linears are all packed, ready to be walked.
 
     heads, kv_heads, dim and eps as in `rope`; `embedding` is a table (vocab, hidden), or the packed linear whose rows
-    it has, or None: then rows come embedded. Raises ValueError for weights that do not fit each other.
+    it has, or None: then rows come embedded. `beside`, for rows that have something beside them (an EAGLE-3 head): its
+    norm (hidden,), and whether what attention adds to is the normed row; qkv then sees both, (2 * hidden), normed.
+    Raises ValueError for weights that do not fit each other.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Walk:
         head: Linear,
         embedding: Tensor | Linear | None,
         switches: Switches | None = None,
+        beside: tuple[Tensor, bool] | None = None,
     ) -> None:
         self.seconds = 0.0  # spent in the native call so far
         self.hidden, self.vocab, self.dtype = head.in_features, head.out_features, head.dtype
@@ -102,7 +105,8 @@ class Walk:
         )
         widths = (heads * dim, kv_heads * dim) if s.full_norms else (dim, dim)
         for b in blocks:
-            fits = {(b.qkv, (heads + 2 * kv_heads) * dim, self.hidden), (b.o, self.hidden, heads * dim)}
+            seen = self.hidden * (2 if beside else 1)
+            fits = {(b.qkv, (heads + 2 * kv_heads) * dim, seen), (b.o, self.hidden, heads * dim)}
             mlp, experts = (b.mlp, None) if isinstance(b.mlp, MLP) else (None, b.mlp.native)
             if mlp:
                 inner = mlp.down.in_features * (1 if mlp.gate_up.gated else 2)
@@ -119,6 +123,8 @@ class Walk:
                 experts, b.window or 0, self._norm(b.sinks, heads, torch.float32), b.turn,
             )  # fmt: skip
         self._native.end(self._norm(norm, self.hidden), head.packed)
+        if beside:
+            self._native.beside(self._norm(beside[0], self.hidden), beside[1])
         self.embeds = embedding is not None
         if isinstance(embedding, Linear):
             self._native.embedding(0, embedding.packed[0])
@@ -143,6 +149,7 @@ class Walk:
         states: dict[int, Tensor],
         head: bool = True,
         room: tuple[Tensor, Tensor] | None = None,
+        beside: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, list[int]]:
         """Normed states (wanted, hidden) of the rows `wanted`; with `head` their logits (wanted, vocab) float32, and of
         each the likeliest token, as `argmax` says it.
@@ -150,12 +157,15 @@ class Walk:
         tokens: ids, or rows embedded (n, hidden). turns: for each row the address of its cosines (dim,), its sines
         `sines` bytes behind; of all rows for each rotation that the blocks name, one after another. Each key of
         `states`, a point as kv/rows.py has them, gets the states (n, hidden) there.
-        `room`: an earlier result of this, of as many rows, to be written over.
+        `room`: an earlier result of this, of as many rows, to be written over. `beside` (n, hidden): what stands beside
+        rows embedded, if this walk has a norm for that.
         Raises IndexError for a token beyond the vocabulary.
         """
         rows, embedded = len(turns) // self.turns, None
         if isinstance(tokens, Tensor):
             embedded, tokens = native.fitting("rows", tokens, (rows, self.hidden), self.dtype, CPU), []
+        if beside is not None:
+            beside = native.fitting("rows beside", beside, (rows, self.hidden), self.dtype, CPU)
         if stores.dtype != self.dtype:
             raise ValueError(f"keys are stored in {stores.dtype}, and computed in {self.dtype}")
         for point in states:
@@ -168,7 +178,7 @@ class Walk:
             out, logits = room
         began = time.perf_counter()
         best: list[int] = self._native.forward(
-            tokens, 0 if embedded is None else embedded.data_ptr(), turns, sines, stores.runs, stores.slabs,
+            tokens, native.address(embedded), native.address(beside), turns, sines, stores.runs, stores.slabs,
             stores.slab_count, wanted, [(point, x.data_ptr()) for point, x in states.items()] if states else [],
             0 if queries is None else queries.data_ptr(), out.data_ptr(),
             logits.data_ptr() if head else 0, torch.get_num_threads(),

@@ -406,7 +406,7 @@ class Trainer:
         for held, p, o in self._lines(taken):
             if not held:
                 found.append(self._cut(p, o))
-                size += len(found[-1][0]) - found[-1][1]
+                size += len(o)
             if size >= s.batch:
                 break
         if size < s.batch:

@@ -70,13 +70,13 @@ class Eagle3Settings:
     vocab: int = 8192  # draft tokens
     taps: tuple[int, ...] = ()  # the layers whose inputs are seen; default 2, half way, and behind the last
     heads: int = 0  # of the attention, each with its own keys; default: as many as the target's
-    depth: int = 4  # steps of the training-time test
+    depth: int = 3  # steps of the training-time test
     length: int = 512  # tokens of a conversation, its last ones
     prompt: int = 128  # of these, at most, before the output
-    batch: int = 2048  # tokens a step, about
+    batch: int = 2048  # tokens of answers a step, about
     train_head: bool = False  # the projection to the draft vocabulary, which begins as the target's, learns as well
     first: int = 16384  # tokens that the first weights are fitted to
-    replay: int = 2  # how often a batch is learnt from before the next new one, where there is one
+    replay: int = 3  # how often a batch is learnt from before the next new one, where there is one
     lr: float = 1e-3  # of AdamW; Muon's is twice that
     seed: int = 0
     dtype: str = "auto"
