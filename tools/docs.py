@@ -88,11 +88,12 @@ def table(asked: str, up: str = "") -> str:
 
 def changes(names: list[str], up: str) -> str:
     """A row for each engine and way to draft; a column for each temperature, alone and together. Raises ConfigError."""
-    rows = []
+    rows, said = [], dict[str, None]()
     for name in names:
         if not (path := ROOT / name / "results.jsonl").is_file():
             raise ConfigError(f"{path} is not there")
-        rows += exact.read(path)
+        rows += (own := exact.read(path))
+        said |= dict.fromkeys(exact.remarks(own)[:2])
     columns = sorted({(row.together, row.temperature) for row in rows})
 
     def title(together: int, temperature: float) -> str:
@@ -111,7 +112,7 @@ def changes(names: list[str], up: str) -> str:
         out.append([engine, kind, *(cell(found.get((engine, drafts, *column))) for column in columns)])
     table = markdown_table(["engine", "drafts", *(title(*column) for column in columns)], out)
     sources = ", ".join(f"[{Path(name).name}]({up}{name}/results.jsonl)" for name in names)
-    return "\n".join([table, "", *exact.remarks(rows)[:2], f"Lines: {sources}."])
+    return "\n".join([table, "", *said, f"Lines: {sources}."])
 
 
 def curve(name: str, up: str) -> str:

@@ -195,8 +195,8 @@ def remarks(rows: list[Row]) -> list[str]:
     lines = [
         f"{r.model}, {r.dtype}; {r.prompts} requests of suite {r.suite} ({r.source}), answers of at most "
         f"{r.max_tokens} tokens, seed {r.seed}. Each engine is compared with its own plain answers, given alone.",
-        f"{h['gpu'] or h['cpu']}, {h['threads']} threads; outrider {r.versions['outrider']} ({r.commit}), exactness "
-        f"{r.exactness}, {r.date[:10]}.",
+        f"{h['gpu'] or h['cpu']}, {h['threads']} threads; outrider {r.versions['outrider']} ({r.commit})"
+        f"{f', exactness {r.exactness}' if r.exactness else ''}, {r.date[:10]}.",
     ]
     failures = [f"{x.engine}, {x.drafts}, T = {x.temperature:g} failed: {x.failed}" for x in rows if x.failed]
     return lines + list(dict.fromkeys([*failures, *(note for x in rows for note in x.notes)]))
