@@ -71,7 +71,7 @@ def table(asked: str, up: str = "") -> str:
     if kind == "changes":
         return changes(names, up)
     if kind == "curve":
-        return curve(*names, up)
+        return curve(" ".join(names), up)
     if kind in FROM_CODE:
         return FROM_CODE[kind](names)
     rows = [row for name in names for row in read(ROOT / name)]

@@ -116,8 +116,8 @@ class Head:
         self.kv = DenseKV(c, self.dtype, self.device)
         self.walk: Walk | None = None
         if self.head.native and c.head_dim % 8 == 0:
-            mlp, norms = MLP(self.gate_up, self.down), self.qk_norms or (None, None)
-            block = Block(self.hidden_norm, self.qkv, norms[0], norms[1], self.o, self.post_norm, mlp, None)
+            gates, norms = MLP(self.gate_up, self.down), self.qk_norms or (None, None)
+            block = Block(self.hidden_norm, self.qkv, norms[0], norms[1], self.o, self.post_norm, gates, None)
             shape = c.num_heads, c.num_kv_heads, c.head_dim, c.rms_norm_eps
             beside = self.input_norm, self.norm_before_residual
             self.walk = Walk(*shape, [block], self.norm, self.head, None, Switches(c.attention_scale), beside)
