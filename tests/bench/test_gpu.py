@@ -25,7 +25,7 @@ def settings(tmp_path, *parts, scheme=None, longest=96):
     return gpu.Settings(
         tmp_path, "cpu", [*parts], {"Llama-3.1-8B": SMALL}, rows=(1, 2), contexts=(longest,), formats=(scheme,),
         seeds=("Llama-3.1-8B", "Llama-3.1-8B"), views=("retrieval:budget=176,chunk=8", "streaming:budget=64"), batch=2,
-        cache=1,
+        mixture=(32, 32, 4, 2), cache=1,
     )  # fmt: skip
 
 
@@ -46,11 +46,13 @@ def test_parts(tmp_path):
         gpu.run(settings(tmp_path, "linear"))
     (tmp_path / "gpu.json").unlink()
     with launch.emulated():
-        gpu.run(settings(tmp_path, "bits", "linear", scheme="int4"))
+        gpu.run(settings(tmp_path, "bits", "linear", "experts", scheme="int4"))
         found = gpu.run(settings(tmp_path, "decode", "offload"))
         assert not found["failed"], found["failed"]
         assert all(line["same bits"] for line in found["parts"]["bits"]["lines"])
         assert all(line["off"] < 0.02 for line in found["parts"]["bits"]["lines"] if "off" in line)
+        assert "int4, int8 rows" in {line["format"] for line in found["parts"]["bits"]["lines"]}
+        assert all(line["same bits"] and line["GB/s"] > 0 for line in found["parts"]["experts"]["lines"])
         assert [line["rows"] for line in found["parts"]["linear"]["lines"][:2]] == [1, 2]
         assert {line["layers on chip"] for line in found["parts"]["offload"]["lines"]} == {"all", 0}
     assert json.loads((tmp_path / "gpu.json").read_text()) == found

@@ -34,7 +34,7 @@ from outrider.kv import Entry, OffloadKV, PagedKV
 from outrider.llm import LLM
 from outrider.load import Progress
 from outrider.model import Layer, Model
-from outrider.ops import MLP, DevicePlan, Graphs, Linear, launches
+from outrider.ops import MLP, DevicePlan, Experts, Graphs, Linear, launches
 from outrider.ops.triton import launch
 from outrider.ops.triton.graph import cuda_capture
 from outrider.ops.triton.plan import PAGE, make, queries_tile
@@ -83,6 +83,7 @@ class Settings:
     rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     contexts: tuple[int, ...] = (1024, 8192, 32768, 131072)
     formats: tuple[str | None, ...] = (None, "int8", "int4")
+    mixture: tuple[int, int, int, int] = (2048, 768, 128, 8)  # hidden, width, experts, chosen: Qwen3-30B-A3B's
     cache: int = CACHE
     seeds: tuple[str, str] = ("Llama-2-7B", "Llama-3.1-8B")  # for TriForce and MagicDec
     views: tuple[str, str] = ("retrieval:budget=4096,chunk=8", "streaming:budget=512")
@@ -204,8 +205,8 @@ def bits(s: Settings) -> Iterator[Line]:
     """Whether rows have the same bits alone and in company: products of all formats, attention, the choice."""
     device, config = s.where, next(iter(s.models.values()))
     for n, k in _products(config).values():
-        for scheme in s.formats:
-            weights = _weights(n, k, scheme, device)
+        for scheme, rounded in _kinds(s):
+            weights = _weights(n, k, scheme, device, rounded)
             x, most = torch.randn(max(s.rows) + 5, k, device=device).bfloat16(), max(s.rows)
             whole = _product(x[:most], weights)
             same = [
@@ -214,7 +215,7 @@ def bits(s: Settings) -> Iterator[Line]:
             ]  # fmt: skip
             exact = x[:most].double() @ launch.rows(weights, torch.arange(n, device=device)).double().T
             off = float((whole.double() - exact).abs().max() / exact.abs().max())
-            yield {"what": f"product {n} x {k}", "format": scheme or "bf16", "same bits": all(same), "off": off}
+            yield {"what": f"product {n} x {k}", "format": _kind(scheme, rounded), "same bits": all(same), "off": off}
     yield from _instructions(s, config)
     long = min(700, max(s.contexts) - 64)
     q, new_k, v, kv, plan = _attention(config, device, long, 8)
@@ -286,16 +287,16 @@ def linear(s: Settings) -> Iterator[Line]:
     """Bytes a second by rows, against torch.mm, for the products of every shape and format."""
     for model, config in s.models.items():
         for name, (n, k) in _products(config).items():
-            for scheme in s.formats:
-                one = _weights(n, k, scheme, s.where)
-                held = [one, *(_weights(n, k, scheme, s.where) for _ in range(min(63, s.cache // one.nbytes)))]
+            for scheme, rounded in _kinds(s):
+                one = _weights(n, k, scheme, s.where, rounded)
+                held = [one, *(_weights(n, k, scheme, s.where, rounded) for _ in range(min(63, s.cache // one.nbytes)))]
                 first = 0.0
                 for rows in s.rows:
                     x = torch.randn(rows, k, device=s.where).bfloat16()
                     each = seconds(partial(_each, _product, x, held), s.where) / len(held)
                     first = first or each
                     line = {
-                        "model": model, "product": f"{name} {n} x {k}", "format": scheme or "bf16", "rows": rows,
+                        "model": model, "product": f"{name} {n} x {k}", "format": _kind(scheme, rounded), "rows": rows,
                         "us": 1e6 * each, "to one row": each / first, **_rate(one.nbytes, each, s),
                     }  # fmt: skip
                     if scheme is None:
@@ -303,6 +304,28 @@ def linear(s: Settings) -> Iterator[Line]:
                         line["to torch.mm"] = each / plain
                     yield line
                 del held, one
+
+
+def experts(s: Settings) -> Iterator[Line]:
+    """Bytes of chosen experts a second by rows, which choose at random; and whether company changes a bit."""
+    hidden, wide, count, chosen = s.mixture
+    for scheme in s.formats:
+        each = [
+            MLP(_linear(2 * wide, hidden, scheme, s.where, gated=True), _linear(hidden, wide, scheme, s.where))
+            for _ in range(count)
+        ]
+        layer = Experts(_linear(count, hidden, None, s.where), each, chosen, normalised=True)
+        x = torch.randn(max(s.rows), hidden, device=s.where).bfloat16()
+        whole, first = layer(x, None, 0.0), 0.0
+        for rows in s.rows:
+            before = layer.read
+            same, size = torch.equal(layer(x[:rows], None, 0.0), whole[:rows]), layer.read - before
+            took = seconds(partial(layer, x[:rows], None, 0.0), s.where)
+            first = first or took
+            yield {
+                "format": scheme or "bf16", "rows": rows, "same bits": same, "us": 1e6 * took,
+                "to one row": took / first, **_rate(size, took, s),
+            }  # fmt: skip
 
 
 def attention(s: Settings) -> Iterator[Line]:
@@ -462,8 +485,9 @@ def peers(s: Settings) -> Iterator[Line]:
 
 
 PARTS: dict[str, Callable[[Settings], Iterator[Line]]] = {
-    "bits": bits, "exactness": exactness, "orders": orders, "linear": linear, "attention": attention, "decode": decode,
-    "speculation": speculation, "offload": offload, "seeds": seeds, "peers": peers,
+    "bits": bits, "exactness": exactness, "orders": orders, "linear": linear, "experts": experts,
+    "attention": attention, "decode": decode, "speculation": speculation, "offload": offload, "seeds": seeds,
+    "peers": peers,
 }  # fmt: skip
 
 
@@ -491,18 +515,35 @@ def _products(config: ModelConfig) -> dict[str, tuple[int, int]]:
     }  # fmt: skip
 
 
-def _weights(n: int, k: int, scheme: str | None, device: torch.device) -> launch.Weights:
+def _kinds(s: Settings) -> list[tuple[str | None, bool]]:
+    """Formats of weights, and whether the rows that they meet are rounded to 8 bits."""
+    return [*((scheme, False) for scheme in s.formats), *((scheme, True) for scheme in s.formats if scheme)]
+
+
+def _kind(scheme: str | None, rounded: bool) -> str:
+    return f"{scheme or 'bf16'}{', int8 rows' if rounded else ''}"
+
+
+def _weights(n: int, k: int, scheme: str | None, device: torch.device, rounded: bool = False) -> launch.Weights:
     """Random ones; of few bits, rounded from a few rows that repeat."""
     if scheme is None:
         return launch.pack(torch.randn(n, k, device=device, dtype=torch.bfloat16) * k**-0.5, device)
-    few = quantize(torch.randn(min(n, 64), k) * k**-0.5, scheme)
-    some = launch.pack(few, device)
+    few = quantize(torch.randn(min(n, 64), k) * k**-0.5, scheme, rounded)
+    some = launch.pack(few, device, rounded)
     times = -(-n // some.outs)
     for name in ("data", "scales", "offsets"):
         if (part := getattr(some, name)) is not None:
             setattr(some, name, part.repeat(times, *[1] * (part.ndim - 1))[:n].contiguous())
     some.outs = n
     return some
+
+
+def _linear(n: int, k: int, scheme: str | None, device: torch.device, gated: bool = False) -> Linear:
+    """A product of random weights."""
+    one = Linear(torch.zeros(2, 64, dtype=torch.bfloat16, device=device), gated=gated)
+    one.packed, one.in_features, one.out_features = [_weights(n, k, scheme, device)], k, n // 2 if gated else n
+    one.nbytes = one.packed[0].nbytes
+    return one
 
 
 def _product(x: Tensor, weights: launch.Weights) -> Tensor:
@@ -561,11 +602,7 @@ def random_model(config: ModelConfig, scheme: str | None, device: torch.device, 
     sizes, dtype = _products(config), torch.bfloat16
 
     def product(name: str, gated: bool = False) -> Linear:
-        n, k = sizes[name]
-        one = Linear(torch.zeros(2, 64, dtype=dtype, device=device), gated=gated)
-        one.packed, one.in_features, one.out_features = [_weights(n, k, scheme, device)], k, n // 2 if gated else n
-        one.nbytes = one.packed[0].nbytes
-        return one
+        return _linear(*sizes[name], scheme, device, gated)
 
     def ones(width: int) -> Tensor:
         return torch.ones(width, dtype=dtype, device=device)
