@@ -4,6 +4,8 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+
 #include "choose.h"
 #include "dispatch.h"
 #include "lookups.h"
@@ -177,8 +179,22 @@ static void bind_lookups(nb::module_ &m) {
       });
 }
 
-// What an index of each sequence guesses (control.py's Look).
+// What a datastore guesses (control.py's Look), down to the first token that is none of the model's.
+static Beliefs::Guess look_up(const nb::tuple &look, const nb::list &tokens, int k) {
+  const int64_t size = int64_t(tokens.size()), first = std::max(int64_t(0), size - nb::cast<int>(look[2]));
+  const std::vector<int32_t> context = part(tokens, first, size);
+  const int length = std::min(k, nb::cast<int>(look[4])), hits = nb::cast<int>(look[5]);
+  Shards::Guess guess = nb::cast<Shards &>(look[1]).guess({context.begin(), context.end()}, nb::cast<int>(look[3]), length,
+                                                          hits, k, nb::cast<bool>(look[7]));
+  const int64_t vocab = nb::cast<int64_t>(look[6]);
+  const auto strange = [&](int32_t token) { return uint32_t(token) >= vocab; };
+  guess.tokens.erase(std::find_if(guess.tokens.begin(), guess.tokens.end(), strange), guess.tokens.end());
+  return {nb::cast<uint64_t>(look[0]), std::move(guess.tokens), std::move(guess.parents), std::move(guess.trust)};
+}
+
+// What an index of each sequence guesses, or a datastore.
 static Beliefs::Guess look_up(const nb::tuple &look, int64_t seq, const nb::list &tokens, int64_t settled, int k) {
+  if (nb::isinstance<Shards>(look[1])) return look_up(look, tokens, k);
   nb::dict indexes = nb::cast<nb::dict>(look[1]);
   const nb::int_ key(seq);
   if (!indexes.contains(key)) indexes[key] = look[2]();

@@ -15,9 +15,11 @@ from safetensors.torch import load_file, save_file
 from outrider import LLM, Draft, SamplingParams, ops
 from outrider.config import SpeculativeConfig
 from outrider.control import Beliefs
+from outrider.datastore import fingerprint, write
 from outrider.drafters import create
 from outrider.drafters.auto import ROWS, Auto, _machine
 from outrider.errors import ConfigError, OutriderError
+from outrider.load import find
 from outrider.sequence import Sequence
 
 MACHINES = {
@@ -196,6 +198,38 @@ def test_what_comes_with_the_target_is_a_candidate(tiny_llm, make_checkpoint, ra
     assert names(random_llm) == ["suffix", "recycle"], "on a large model its time is nothing"
     random_llm.speculative_config = {"method": "auto", "model": str(make_checkpoint(noise=0.01))}
     assert names(random_llm)[-1] == "draft_model"
+
+
+def test_stores_that_fit_are_found(tiny_llm, make_checkpoint, tmp_path, monkeypatch):
+    """In the model's folder, or embedded; one of another tokenizer is left out, one that is given is the only one."""
+    assets, text = tmp_path / "assets", tiny_llm.encode("Once upon a time there was a red ball. " * 9)
+    tokenizer, vocab = tiny_llm.tokenizer, tiny_llm.runner.model.config.vocab_size
+    (assets / "some").mkdir(parents=True)
+    embedded = str(write([text], assets / "some" / "said.store", vocab, fingerprint(tokenizer), "tiny").path)
+    other = str(write([text], assets / "some" / "other.store", vocab, "0" * 64, "other").path)
+    with_store = shutil.copytree(find("tiny"), tmp_path / "model")
+    monkeypatch.setattr("outrider.load.ASSETS", assets)
+    monkeypatch.setattr("outrider.drafters.auto.companions", lambda path: [])
+    beside = str(write([text], with_store / "mine.store", vocab, fingerprint(tokenizer), "tiny").path)
+
+    def found(llm: LLM) -> list[str]:
+        return [part.datastore for part in llm.engine.drafter.parts if part.name == "rest"]
+
+    tiny_llm.speculative_config = "auto"
+    assert found(tiny_llm) == [embedded]
+    llm = LLM(str(with_store), speculative_config="auto")
+    assert found(llm) == [beside, embedded]
+    output = llm.generate("Once upon a time there", max_tokens=24, temperature=0)[0]
+    llm.speculative_config = {"method": "auto", "datastore": embedded}
+    assert found(llm) == [embedded]
+    llm.speculative_config = {"method": "auto", "drafters": [{"method": "ngram"}]}
+    assert found(llm) == []
+    llm.speculative_config = {"method": "auto", "model": beside}
+    assert found(llm)[0] == beside
+    with pytest.raises(ConfigError, match="another tokenizer"):
+        llm.speculative_config = {"method": "auto", "model": other}
+    llm.speculative_config = None
+    assert output.token_ids == llm.generate("Once upon a time there", max_tokens=24, temperature=0)[0].token_ids
 
 
 def test_what_is_given_must_fit(random_llm):

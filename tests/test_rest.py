@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from test_cli import run  # noqa: F401 - a fixture
 
 from outrider import LLM, Draft, SamplingParams, datastore
+from outrider.control import Beliefs
 from outrider.datastore import HEADER, SEPARATOR, Store, build, suffix_array, write
 from outrider.drafters.rest import Rest, follow, grow, guess
 from outrider.errors import ConfigError
@@ -337,6 +338,38 @@ def test_flipped_bits_are_harmless(tmp_path):
         path.write_bytes(good)
         for context in ([1, 2], [3, 1, 2, 4]):
             assert len(Store(path).find(context, 16, 2, 4, 9)) <= 9
+
+
+def test_what_a_model_said(tmp_path, tokenizer):
+    """Ids as they are, behind the end of the prompt; a line under way is left, one of another model refused."""
+    lines = [{"p": [9, 8, 7, 6, 5], "o": [1, 2], "t": 0.7}, {"p": [4], "o": [3], "t": 0.0}]
+    path = tmp_path / "said.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"p": [1, 2')
+    text = tmp_path / "text.txt"
+    text.write_text(STORY)
+    store = build([path, text], tokenizer, tmp_path / "s", model="tiny")
+    assert store.header["documents"] == 3
+    assert store.find([9, 8], 4, 2, 9, 9) == [] and store.find([8, 7], 4, 1, 9, 9) == [[6, 5, 1, 2]]
+    assert store.find([4], 4, 1, 9, 9) == [[3]]
+    for wrong in ({"p": [1], "o": [8192]}, {"p": [1], "o": ["a"]}, {"p": [1]}):
+        path.write_text(json.dumps({"p": [1], **wrong}) + "\n")
+        with pytest.raises(ConfigError, match=r"said\.jsonl:1 is"):
+            build([path], tokenizer, tmp_path / "s")
+
+
+@pytest.mark.skipif(native.kernels is None, reason="no compiled kernels")
+@pytest.mark.parametrize("kind", [Beliefs, *([native.kernels.Beliefs] if native.kernels else [])])
+def test_auto_asks_a_store_as_others_do(tmp_path, kind):
+    """The same guess, with a draft between or without; nothing beyond a token that the model has not."""
+    store = write([[1, 2, 3, 4, 900, 5], [7, 1, 2, 3]], tmp_path / "s", 1000)
+    rest = Rest(datastore=str(store.path), tree=True)
+    rest.vocab = 500
+    beliefs = kind(0)
+    beliefs.price([1.0] * 20)
+    text = [8, 1, 2]
+    ((tokens, parents, *_),), _ = beliefs.choose([(0, text, 3, 50)], [rest.look(1)], {}, 0.0, 8, False)
+    own = rest._guess(text, 8)
+    assert own.tokens == [3, 4, 900, 5] and (tokens, parents) == ([3, 4], [-1, 0])
 
 
 def test_other_tokenizers_are_refused(tmp_path, tiny_llm, random_llm, tokenizer):

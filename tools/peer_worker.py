@@ -123,9 +123,13 @@ class OpenVino:
             subprocess.run(export, check=True, stdout=sys.stderr)
             part(path).rename(path)
         precision = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}[job.dtype]
+        scheduler = self.genai.SchedulerConfig()
+        scheduler.enable_prefix_caching = False  # or the second round would not read its prompts
+        scheduler.max_num_batched_tokens = job.context
         self.pipeline = self.genai.LLMPipeline(
-            str(path), "CPU", INFERENCE_NUM_THREADS=job.threads, INFERENCE_PRECISION_HINT=precision,
-            KV_CACHE_PRECISION=precision, **({"prompt_lookup": True} if job.k else {}),
+            str(path), "CPU", scheduler_config=scheduler, INFERENCE_NUM_THREADS=job.threads,
+            INFERENCE_PRECISION_HINT=precision, KV_CACHE_PRECISION=precision,
+            **({"prompt_lookup": True} if job.k else {}),
         )  # fmt: skip
         self.bytes, self.k = (path / "openvino_model.bin").stat().st_size, job.k
 

@@ -21,7 +21,7 @@ import math
 import os
 import time
 from bisect import bisect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -290,7 +290,8 @@ Guess = tuple[int, list[int], list[int], list[float]]  # whose it is (a bit), to
 Picked = tuple[list[int], list[int], list[int], float]  # tokens, parents, whose each is (number), expected tokens
 Text = tuple[int, list[int], int, int]  # a sequence's id, its tokens, how many are settled, how many may yet come
 # A look-up: whose (a bit), each sequence's index, what makes one, and what else an index is asked with, last if a tree.
-Look = tuple[int, dict[int, Any], Callable[[], Any], Any, int, float, float, bool]
+# Or in a datastore: whose, its shards, the longest and shortest match, length, hits, tokens of the model, if a tree.
+Look = tuple[Any, ...]
 
 
 def kind(who: int, otherwise: int, trust: float | None, depth: int) -> Kind:
@@ -435,9 +436,8 @@ class Beliefs:
         bushes, every, most = list[Bush](), list[list[float]](), list[int]()
         for i, (seq, text, settled, room) in enumerate(texts):
             bush, known, given = Bush(), self.own[seq], [*guesses.get(i, ())]
-            for bit, indexes, make, past, depth, factor, least, tree in looks if self.open(seq, room) else ():
-                index: Any = indexes[seq] if seq in indexes else indexes.setdefault(seq, make())
-                given.append((bit, *index.guess(past, text, settled, depth, k, factor, least, k if tree else 1)))
+            for look in looks if self.open(seq, room) else ():
+                given.append((look[0], *_look_up(look, seq, text, settled, k)))
             for source, tokens, parents, trust in sorted(given, key=lambda guess: (guess[0] & self.apart, guess[0])):
                 bush.add(source, tokens, parents, trust, room - 1)
                 if source & self.apart:
@@ -525,6 +525,19 @@ class Beliefs:
                 return False
             probe.at, probe.node, probe.depth = probe.at + 1, right, probe.depth + 1
         return True
+
+
+def _look_up(look: Look, seq: int, text: list[int], settled: int, k: int) -> tuple[list[int], list[int], list[float]]:
+    """Tokens, parents, trust."""
+    if isinstance(look[1], dict):
+        _, indexes, make, past, depth, factor, least, tree = look
+        index = indexes[seq] if seq in indexes else indexes.setdefault(seq, make())
+        tokens, parents, trust = index.guess(past, text, settled, depth, k, factor, least, k if tree else 1)
+    else:
+        _, shards, longest, shortest, length, hits, vocab, tree = look
+        tokens, parents, trust = shards.guess(text[-longest:], shortest, min(k, length), hits, k, tree)
+        tokens = tokens[: next((i for i, token in enumerate(tokens) if token >= vocab), k)]
+    return tokens, parents, trust
 
 
 def pick(

@@ -1,4 +1,7 @@
-"""Texts on disk: plain ones and code are documents, JSON lines hold one each; .gz and .xz of them are read as well."""
+"""Texts on disk: plain ones and code are documents, JSON lines hold one each; .gz and .xz of them are read as well.
+
+What a model said (`outrider train data`) is on disk as token ids.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,7 @@ SUFFIXES = [
     ".kt", ".js", ".jsx", ".ts", ".tsx", ".go", ".rs", ".rb", ".php", ".swift", ".scala", ".cs", ".sh", ".sql", ".lua",
 ]  # fmt: skip
 FIELDS = [["text"], ["content"], ["prompt", "completion"], ["prompt", "canonical_solution"]]  # of JSON lines, by turns
+SAID, LEAD = b'{"p": [', 4  # how its lines begin; tokens of a prompt that lead to the answer
 OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
 
 
@@ -69,6 +73,30 @@ def texts(found: list[Path], field: str | None = None, progress: Progress | None
             raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
         done += path.stat().st_size
     report("sorting", total, total + 1)
+
+
+def is_said(path: Path) -> bool:
+    """Whether a file holds what a model said."""
+    with open(path, "rb") as file:
+        return file.read(len(SAID)) == SAID
+
+
+def said(path: Path, vocab: int) -> Iterator[list[int]]:
+    """The answers in such a file, each behind the end of its prompt. Raises ConfigError for ids beyond `vocab`."""
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                entry = json.loads(line)
+                ids = [*entry["p"][-LEAD:], *entry["o"]]
+                if not all(type(i) is int and 0 <= i < vocab for i in ids):
+                    raise ValueError
+            except (ValueError, TypeError, KeyError, RecursionError):
+                if line.endswith(b"\n"):  # else it is being written
+                    raise ConfigError(
+                        f"{path}:{number} is not what `outrider train data` writes for this model"
+                    ) from None
+            else:
+                yield ids
 
 
 def archived(path: Path) -> Iterator[str]:

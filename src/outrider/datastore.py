@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.corpus import PIECE, files, texts
+from outrider.corpus import PIECE, files, is_said, said, texts
 from outrider.errors import ConfigError
 from outrider.files import expand, replacing
 from outrider.load import Progress
@@ -164,14 +164,19 @@ def build(
 ) -> Store:  # fmt: skip
     """Build a store from what `corpus` reads: texts, JSON lines (`field`) and folders (`suffixes`); .gz and .xz too.
 
+    And from what the model itself said (`outrider train data`), whose ids are taken as they are.
+
     `shard_tokens` bounds memory at about 30 bytes a token. `model` names whose tokenizer it is. Raises ConfigError.
     """
     _check_replaceable(expand(output))
     found = files(paths, suffixes)
     vocab = 1 + max(tokenizer.get_vocab().values())
-    return write(
-        _encode(texts(found, field, progress), tokenizer), output, vocab, fingerprint(tokenizer), model, shard_tokens
+    answers = [path for path in found if is_said(path)]
+    documents = itertools.chain(
+        *(said(path, vocab) for path in answers),
+        _encode(texts([path for path in found if path not in answers], field, progress), tokenizer),
     )
+    return write(documents, output, vocab, fingerprint(tokenizer), model, shard_tokens)
 
 
 def write(

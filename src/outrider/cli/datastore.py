@@ -18,7 +18,10 @@ datastore_app = typer.Typer(no_args_is_help=True, help="Build and inspect the st
 @datastore_app.command()
 def build(
     output: Annotated[Path, typer.Argument(help="The store: one file, replaced if it exists.")],
-    paths: Annotated[list[Path], typer.Argument(help="Texts, JSON lines (.jsonl), .gz or .xz of them, or folders.")],
+    paths: Annotated[
+        list[Path],
+        typer.Argument(help="Texts, JSON lines (also of `outrider train data`), .gz or .xz of them, folders."),
+    ],
     model: Model = "tiny",
     field: Annotated[
         str | None, typer.Option(help="Of JSON lines. Default: text, content, or prompt with completion.")

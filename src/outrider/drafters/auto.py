@@ -1,9 +1,9 @@
 """Chooses how to draft, per sequence and step: every guess competes for rows, and who costs time to ask must earn it.
 
-`{"method": "auto"}` draws on `suffix` (which finds what `ngram` would), on `rest` if a `datastore` is given, and on the
-heads and draft models that come with the target, lie in its folder or are given as `model`; on `recycle` for targets so
-large that its look at each row's logits is nothing; on long texts on the target itself through few keys. `drafters`
-names others instead.
+`{"method": "auto"}` draws on `suffix` (which finds what `ngram` would); on `rest` with the `datastore` given, or else
+with those of the target's tokenizer that are embedded or lie in its folder; on the heads and draft models that come
+with it, lie there or are given as `model`; on `recycle` for targets so large that its look at each row's logits is
+nothing; on long texts on the target itself through few keys. `drafters` names others instead.
 
 The guesses of cheap sources (`Drafter.cheap`) make one trie per sequence. Each node has a probability to survive,
 learnt for those who guess it and those who contradict, the first one's trust and the depth, over all requests and in
@@ -37,7 +37,7 @@ from outrider.config import MOST_NODES, SamplingParams, option
 from outrider.control import Beliefs, Costs, Guess, Learnt, Look, Picked, Text, cache_file
 from outrider.draft import Draft, Verdict
 from outrider.errors import ConfigError, OutriderError
-from outrider.load import companions, kind_of
+from outrider.load import companions, kind_of, stores
 from outrider.ops import native
 from outrider.runner import Output, Runner
 from outrider.sequence import Sequence
@@ -45,6 +45,7 @@ from outrider.speculate import Drafter
 
 log = logging.getLogger(__name__)
 SUFFIX = {"method": "suffix", "tree": True, "suffix_decoding_max_spec_factor": 2.0}  # how far to go is ours to say
+STORE = {"method": "rest", "tree": True}
 HOPE = 0.65  # what a source that runs a model is believed to be right with, before it was asked
 HEAVY = 2**30  # bytes of weights from which recycling, some 0.2 ms a step, costs nothing to speak of
 LONG = 4096  # tokens of a text from which the target is asked to guess through few keys
@@ -76,7 +77,9 @@ class Auto(Drafter):
 
     num_speculative_tokens: int = option(16, "most nodes of a draft")
     model: str = option("", "a draft model or heads to choose from, beside those that come with the target")
-    datastore: str = option("", "a file made by `outrider datastore build`, for method rest")
+    datastore: str = option(
+        "", "a file made by `outrider datastore build`, for method rest, in place of those that fit"
+    )
     drafters: list[Any] = field(
         default_factory=list,
         metadata={"help": "what to choose from instead: a speculative_config each, in JSON"},
@@ -86,7 +89,7 @@ class Auto(Drafter):
         if not isinstance(self.drafters, (list, tuple)):
             raise ConfigError("method auto: drafters is a list such as [{'method': 'ngram'}, {'model': ...}]")
         self.given = [*self.drafters] or [SUFFIX]
-        self.given += [{"method": "rest", "datastore": self.datastore, "tree": True}] if self.datastore else []
+        self.given += [{**STORE, "datastore": self.datastore}] if self.datastore else []
         self.parts = [drafters.within("auto", own) for own in self.given]
         self.clock: Callable[[], float] = time.perf_counter
         self._start()
@@ -117,10 +120,14 @@ class Auto(Drafter):
             part.attach(target, load)
         if not self.drafters and target.model.nbytes >= HEAVY:
             self.parts.append(drafters.within("auto", {"method": "recycle"}))
-        found = [] if self.drafters or target.path is None else companions(target.path)
-        for name in ([self.model] if self.model else []) + found:
+        names = [self.model] if self.model else []
+        if not self.drafters and target.path is not None:
+            names += companions(target.path) + ([] if self.datastore else stores(target.path))
+        for name in names:
             try:
-                part = drafters.within("auto", {"method": kind_of(name), "model": name})
+                kind = kind_of(name)
+                given = {**STORE, "datastore": name} if kind == "rest" else {"method": kind, "model": name}
+                part = drafters.within("auto", given)
                 part.attach(target, load)
                 self.parts.append(part)
             except OutriderError as error:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from outrider.config import MOST_NODES, option
 from outrider.datastore import Store
@@ -27,7 +27,7 @@ from outrider.runner import Runner
 from outrider.sequence import Sequence
 from outrider.speculate import Drafter
 
-HITS = 128  # occurrences that are looked at, evenly spread over all
+HITS, LEAST = 128, 2  # occurrences that are looked at, evenly spread over all; the shortest suffix
 
 
 @dataclass
@@ -45,12 +45,19 @@ class Rest(Drafter):
         if not self.datastore:
             raise ConfigError("method rest needs a 'datastore', a file made by `outrider datastore build`")
         check(self, max_token_span=(2, MOST_NODES), max_continuation=(1, MOST_NODES))
-        self.store = Store(self.datastore)
+        self.store, self.vocab = Store(self.datastore), 2**32
         self.shards = None if native.active == native.REFERENCE else self.store.compiled()
+
+    def look(self, bit: int) -> tuple[Any, ...] | None:
+        """How `auto` asks without a Draft between (control.Look)."""
+        if self.shards is None:
+            return None
+        return bit, self.shards, self.max_token_span, LEAST, self.max_continuation, HITS, self.vocab, self.tree
 
     def attach(self, target: Runner, load: Callable[[str], Runner]) -> None:
         """Refuse a store of other tokens."""
-        self.store.check(target.tokenizer, target.model.config.vocab_size)
+        self.vocab = target.model.config.vocab_size
+        self.store.check(target.tokenizer, self.vocab)
 
     def propose(self, seqs: list[Sequence], k: int) -> list[Draft]:
         """One draft per sequence, empty where the store does not know its last two tokens."""
@@ -59,8 +66,8 @@ class Rest(Drafter):
     def _guess(self, context: list[int], k: int) -> Draft:
         length = min(k, self.max_continuation)
         if self.shards is None:
-            return guess(*self.store.match(context, self.max_token_span, 2, length, HITS), k, self.tree)
-        tokens, parents, trust = self.shards.guess(context, 2, length, HITS, k, self.tree)
+            return guess(*self.store.match(context, self.max_token_span, LEAST, length, HITS), k, self.tree)
+        tokens, parents, trust = self.shards.guess(context, LEAST, length, HITS, k, self.tree)
         return Draft(tokens, parents, trust=trust)
 
 

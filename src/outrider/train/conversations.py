@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from outrider.config import SamplingParams
+from outrider.corpus import SAID
 from outrider.errors import ConfigError
 from outrider.llm import LLM
 from outrider.train.settings import ConversationSettings as Settings
 
 FIELDS = ("prompt", "question", "instruction", "turns", "text")  # of a file's JSON lines, by turns
-BEGIN = b'{"p": ['  # of each line that is written
 HINTS = (
     "", "", "", "Write a", "How do I", "What is", "Explain", "Can you", "Give me", "I need help with", "Create a",
     "Tell me about", "Why", "Compare", "Solve", "Translate", "Calculate", "Imagine",
@@ -146,7 +146,7 @@ def _resume(output: Path) -> tuple[int, int]:
     lines = whole[: whole.rfind(b"\n") + 1]
     try:
         answers = [len(json.loads(line)["o"]) for line in lines.splitlines()]
-        if not BEGIN.startswith(whole[len(lines) :][: len(BEGIN)]):
+        if not SAID.startswith(whole[len(lines) :][: len(SAID)]):
             raise ValueError
     except (ValueError, TypeError, KeyError, RecursionError):
         raise ConfigError(f"{output} holds something else than conversations; give another name") from None
