@@ -30,6 +30,7 @@ from outrider.ops import native
 SEPARATOR = 2**32 - 1
 VERSION = 1
 HEADER = 2**16  # bytes
+SMALL = 2**26  # bytes that are worth having in memory: then pages come in dozens, not one by one in the middle of steps
 BEGIN = b'{"outrider_datastore"'  # of a store, even of one that is damaged
 KEYS = "documents", "tokens", "vocab", "fingerprint", "model", "shards"  # of the header, beside the version
 
@@ -59,7 +60,7 @@ class Store:
                 self.header, self.data = header, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
             raise ConfigError(f"datastore {self.path} cannot be read: {error.strerror}; {again}") from None
-        if hasattr(mmap, "MADV_RANDOM"):
+        if hasattr(mmap, "MADV_RANDOM") and self.nbytes > SMALL:
             self.data.madvise(mmap.MADV_RANDOM)  # look-ups jump: reading ahead would be waste
         self.shards, at = [], HEADER  # offset of the token ids, token ids, suffix array
         for n in header["shards"]:
