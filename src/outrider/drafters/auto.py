@@ -37,7 +37,7 @@ from outrider.config import MOST_NODES, SamplingParams, option
 from outrider.control import Beliefs, Costs, Guess, Learnt, Look, Picked, Text, cache_file
 from outrider.draft import Draft, Verdict
 from outrider.errors import ConfigError, OutriderError
-from outrider.load import companions, kind_of, stores
+from outrider.load import ASSETS, companions, kind_of, stores
 from outrider.ops import native
 from outrider.runner import Output, Runner
 from outrider.sequence import Sequence
@@ -133,7 +133,8 @@ class Auto(Drafter):
             except OutriderError as error:
                 if name == self.model:
                     raise
-                log.info("%s is no drafter for this target: %s", name, error)
+                level = logging.DEBUG if Path(name).is_relative_to(ASSETS) else logging.INFO  # where it is for others
+                log.log(level, "%s is no drafter for this target: %s", name, error)
         if not self.drafters and target.base is None and target.max_len >= 2 * LONG:
             part = drafters.within("auto", {"method": "self"})
             with suppress(OutriderError):  # a cache that has no views
