@@ -340,6 +340,18 @@ def test_flipped_bits_are_harmless(tmp_path):
             assert len(Store(path).find(context, 16, 2, 4, 9)) <= 9
 
 
+def test_a_file_that_cannot_be_opened(tmp_path, tokenizer, monkeypatch):
+    path = tmp_path / "closed.txt"
+    path.write_text(STORY)
+
+    def refuse(*args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("outrider.corpus.open", refuse, raising=False)
+    with pytest.raises(ConfigError, match=r"closed\.txt cannot be read: Permission denied"):
+        build([path], tokenizer, tmp_path / "s")
+
+
 def test_what_a_model_said(tmp_path, tokenizer):
     """Ids as they are, behind the end of the prompt; a line under way is left, one of another model refused."""
     lines = [{"p": [9, 8, 7, 6, 5], "o": [1, 2], "t": 0.7}, {"p": [4], "o": [3], "t": 0.0}]

@@ -14,6 +14,7 @@ import os
 import tarfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +78,9 @@ def texts(found: list[Path], field: str | None = None, progress: Progress | None
 
 def is_said(path: Path) -> bool:
     """Whether a file holds what a model said."""
-    with open(path, "rb") as file:
+    with suppress(OSError), open(path, "rb") as file:  # `texts` says of a file what keeps it from being read
         return file.read(len(SAID)) == SAID
+    return False
 
 
 def said(path: Path, vocab: int) -> Iterator[list[int]]:
