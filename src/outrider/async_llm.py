@@ -255,7 +255,7 @@ class AsyncLLM:
                 for answer in due:
                     answer.close()
         for answer in answers:
-            if all(request.finished for request in answer.requests):
+            if answer.ended:
                 self._forget(answer)
 
     def _deliver(self, answers: list[Answer], news: list[Progress]) -> None:
@@ -349,6 +349,11 @@ class Answer:
                 found.append(Progress(request, state[0] - known[0], state[1], now))
                 self._noted[i] = state
         return found
+
+    @property
+    def ended(self) -> bool:
+        """Whether all ends were noted. Another thread may step: what has ended since was not handed over yet."""
+        return all(finished for _, finished in self._noted)
 
     def due(self, before: float) -> bool:
         """Whether there are news that cannot wait: ends, first tokens, or the last ones were shown `before`."""

@@ -313,6 +313,22 @@ def test_beside_the_callers_of_the_llm(tiny_llm):
     llm.close()
 
 
+def test_an_end_between_two_looks_is_handed_over(tiny_llm, monkeypatch):
+    """Others may step at any moment, and end what was just noted as running."""
+    due = Answer.due
+
+    def others_step(self: Answer, before: float) -> bool:
+        waits = due(self, before)
+        tiny_llm.engine.drive(lambda: all(request.finished for request in self.requests))
+        return waits
+
+    monkeypatch.setattr(Answer, "due", others_step)
+    llm = AsyncLLM(tiny_llm)
+    events = run(collect(llm, PROMPT, max_tokens=30, seed=1))
+    assert events[0][-1].output.token_ids == tiny_llm.generate(PROMPT, max_tokens=30, seed=1)[0].token_ids
+    llm.close()
+
+
 def test_a_slow_reader_holds_nobody_up(tiny_llm):
     """What it missed comes in one event; news are told once a step, whatever is read."""
     seen: list[Progress] = []
