@@ -278,10 +278,10 @@ INLINE vf offset_of(const Weights &w, vf scale, size_t each, size_t coarse) {
   return -(scale * load(static_cast<const int8_t *>(w.offsets.each) + each));
 }
 
-// out[r] += the sums of the group that begins at k, scaled, and its offset times sums[r].
+// total[r] += the sums of the group that begins at k, scaled, and its offset times sums[r].
 template <int R>
 INLINE void scale(const Weights &w, const float *sums, int panel, int k, int group, int groups,
-                  const vf (&acc)[R][NV], float (*out)[kPanel]) {
+                  const vf (&acc)[R][NV], vf (&total)[R][NV]) {
   const size_t each = (size_t(panel) * groups + group) * kPanel, coarse = (size_t(panel) * w.supers() + k / kSuper) * kPanel;
 #pragma GCC unroll 8
   for (int v = 0; v < NV; v++) {
@@ -289,9 +289,8 @@ INLINE void scale(const Weights &w, const float *sums, int panel, int k, int gro
     const vf offset = sums ? offset_of(w, scale, each + v * W, coarse + v * W) : vf{};
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
-      vf total = fma(scale, acc[r][v], load(out[r] + v * W));
-      if (sums) total = fma(offset, splat(sums[r]), total);
-      store(out[r] + v * W, total);
+      total[r][v] = fma(scale, acc[r][v], total[r][v]);
+      if (sums) total[r][v] = fma(offset, splat(sums[r]), total[r][v]);
     }
   }
 }
@@ -311,14 +310,30 @@ struct Rows {
   const float *sums_of(int group, int row) const { return sums ? sums + size_t(group) * count + row : nullptr; }
 };
 
-// A panel is taken in chunks of k that stay in the cache while all rows pass over them. Sums rest in memory between
-// two chunks, which changes no bit of them.
+// A panel is taken in chunks of k that stay in the cache while all rows pass over them. Sums stay in registers meanwhile
+// and rest in memory between two chunks, which changes no bit of them.
 struct Chunk {
   int panel, begin, end;  // k from begin to end
   const uint8_t *data;    // its weights
   const uint8_t *ahead;   // what to fetch meanwhile, `pace` bytes in each step
   int64_t pace;
 };
+
+template <int R>
+INLINE void take(vf (&total)[R][NV], const float (*out)[kPanel]) {
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+    for (int v = 0; v < NV; v++) total[r][v] = load(out[r] + v * W);
+}
+
+template <int R>
+INLINE void leave(const vf (&total)[R][NV], float (*out)[kPanel]) {
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+    for (int v = 0; v < NV; v++) store(out[r] + v * W, total[r][v]);
+}
 
 // acc[g] += the products of K k from the first one of each of G groups of `size`.
 template <class F, int R, int G, int K>
@@ -327,12 +342,8 @@ INLINE void run(const Lines<typename F::X, R> &x, const uint8_t *data, int size,
 #pragma GCC unroll 2
     for (int g = 0; g < G; g++) step<F, R>(x, g * size + k, data + size_t(g * size + k) * F::kBytes, acc[g]);
   };
-  if constexpr (R == 5)  // a twelfth faster without the loop, where others are slower (GCC 12, Zen 4)
-#pragma GCC unroll 8
-    for (int k = 0; k < K; k += kStep) at(k);
-  else
 #pragma GCC unroll 2
-    for (int k = 0; k < K; k += kStep) at(k);
+  for (int k = 0; k < K; k += kStep) at(k);
 }
 
 // out[r] += the chunk's products for R rows. The chunk has whole groups, or one that is short.
@@ -345,17 +356,14 @@ __attribute__((noinline)) void product(const Weights &w, const Rows<typename F::
   const auto fetch = [&](int k) {
     for (const uint8_t *end = ahead + k / kStep * pace; ahead < end; ahead += 64) __builtin_prefetch(ahead, 0, 2);
   };
+  vf total[1][R][NV];
+  take<R>(total[0], out);
   if constexpr (!F::kScaled) {
-    vf acc[1][R][NV];
-    for (int r = 0; r < R; r++)
-      for (int v = 0; v < NV; v++) acc[0][r][v] = load(out[r] + v * W);
     for (int k = chunk.begin; k < chunk.end; k += 2 * kStep, advance(2 * kStep)) {
       fetch(2 * kStep);
-      run<F, R, 1, 2 * kStep>(x, data, kDepth, acc);
+      run<F, R, 1, 2 * kStep>(x, data, kDepth, total);
     }
-    for (int r = 0; r < R; r++)
-      for (int v = 0; v < NV; v++) store(out[r] + v * W, acc[0][r][v]);
-    return;
+    return leave<R>(total[0], out);
   }
   // Few rows take more groups at once, lest they wait for their own sums.
   constexpr int kTogether = R <= 2 ? 2 : 1;
@@ -383,7 +391,7 @@ __attribute__((noinline)) void product(const Weights &w, const Rows<typename F::
     advance((kTogether - 1) * size);
 #pragma GCC unroll 2
     for (int g = 0; g < kTogether; g++)
-      scale<R>(w, sums + g * next, chunk.panel, k + g * size, group + g, groups, acc[g], out);
+      scale<R>(w, sums + g * next, chunk.panel, k + g * size, group + g, groups, acc[g], total[0]);
   }
   while (k < chunk.end) {
     const int length = chunk.end - k < size ? chunk.end - k : size, part = length < kDepth ? length : kDepth;
@@ -395,9 +403,10 @@ __attribute__((noinline)) void product(const Weights &w, const Rows<typename F::
         here.advance(half);
         run<F, R, 1, kDepth / 2>(here, data + half * F::kBytes, size, acc);
       }
-    scale<R>(w, sums, chunk.panel, k, group++, groups, acc[0], out);
+    scale<R>(w, sums, chunk.panel, k, group++, groups, acc[0], total[0]);
     k += length, sums += next;
   }
+  leave<R>(total[0], out);
 }
 
 // out[r] += the chunk's products for R rounded rows: sums of integers from group to group, then two roundings.
@@ -405,15 +414,19 @@ template <class F, int R>
 __attribute__((noinline)) void integer_product(const Weights &w, const Rows<int8_t> &rows, int row, const Chunk &chunk,
                                                float (*out)[kPanel]) {
   constexpr int kAcross = NV < 2 ? NV : 2, kPart = 16;  // vectors of sums at once; k between two fetches
+  constexpr int kSweeps = W < 8 ? 1 : NV / kAcross;     // written out, unless the sums would not fit the registers anyway
   const int groups = w.groups(), size = w.group;
   const uint8_t *data = chunk.data, *ahead = chunk.ahead;
   auto x = Lines<int8_t, R>::from(rows.x + row * rows.stride + chunk.begin, rows.stride);
+  vf total[R][NV];
+  take<R>(total, out);
   for (int k = chunk.begin, group = k / size; k < chunk.end; k += size, group++) {
     const int length = chunk.end - k < size ? chunk.end - k : size;
     const size_t each = (size_t(chunk.panel) * groups + group) * kPanel;
     const size_t coarse = (size_t(chunk.panel) * w.supers() + k / kSuper) * kPanel;
     const float *sums = rows.sums_of(group, row), *scales = rows.scales + size_t(group) * rows.count + row;
     const int32_t *starts = rows.starts + size_t(group) * rows.count + row;
+#pragma GCC unroll kSweeps
     for (int v = 0; v < NV; v += kAcross) {
       vi acc[R][kAcross];
 #pragma GCC unroll 8
@@ -448,14 +461,14 @@ __attribute__((noinline)) void integer_product(const Weights &w, const Rows<int8
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
           const vf whole = __builtin_convertvector(acc[r][u], vf);  // exactly: it is below 2^24
-          vf total = fused(scale, whole * splat(scales[r]), load(out[r] + at));
-          if (sums) total = fused(offset, splat(sums[r]), total);
-          store(out[r] + at, total);
+          total[r][v + u] = fused(scale, whole * splat(scales[r]), total[r][v + u]);
+          if (sums) total[r][v + u] = fused(offset, splat(sums[r]), total[r][v + u]);
         }
       }
     }
     x.advance(length), data += size_t(length) * F::kBytes;
   }
+  leave<R>(total, out);
 }
 
 // The same for any number of rows, in even blocks.

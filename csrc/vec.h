@@ -42,7 +42,13 @@ INLINE V load_as(const T *p) {
 }
 
 INLINE vf load(const float *p) { return load_as<vf>(p); }
-INLINE vf load(const bf16 *p) { return (vf)(__builtin_convertvector(load_as<vh>(p), vu) << 16); }
+INLINE vf load(const bf16 *p) {
+#if defined(__AVX512F__)  // GCC 12 converts it in two halves
+  return (vf)((vi)_mm512_cvtepu16_epi32(load_as<__m256i>(p)) << 16);
+#else
+  return (vf)(__builtin_convertvector(load_as<vh>(p), vu) << 16);
+#endif
+}
 INLINE vf load(const int8_t *p) {
 #if defined(__AVX512F__)  // GCC 12 converts byte by byte
   return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_as<__m128i>(p)));
