@@ -105,7 +105,7 @@ def kernels(
 def soak(
     model: Annotated[str, typer.Argument(help="Any model with a tokenizer.")] = "tiny",
     minutes: Annotated[float, typer.Option(min=0.05, help="How long.")] = 30,
-    speculate: Annotated[str, typer.Option(help="Method of the server.")] = "auto",
+    speculate: Annotated[str, typer.Option(help="Method of the server, or its configuration in JSON.")] = "auto",
     users: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 8,
     requests: Annotated[int, typer.Option(min=1, help="Different requests.")] = 96,
     seed: Annotated[int, typer.Option(help="Of what is asked when, and cancelled.")] = 0,

@@ -173,7 +173,8 @@ def soak(
     del llm
     with tempfile.TemporaryDirectory() as folder:
         at = Path(folder) / "socket"
-        command = [sys.executable, "-m", "outrider", "serve", model, "--uds", str(at), "--speculate", speculate]
+        command = [sys.executable, "-m", "outrider", "serve", model, "--uds", str(at)]
+        command += ["--speculative-config" if speculate.startswith("{") else "--speculate", speculate]
         command += ["--device", "cpu", "--kv-memory", str(memory), "--log-level", "error"]
         server = subprocess.Popen(command, env={**os.environ, "OUTRIDER_API_KEY": ""})
         try:
