@@ -18,6 +18,7 @@ from outrider.errors import ConfigError, OutriderError, UnsupportedArchitecture
 from outrider.export import export
 from outrider.hf import accelerate
 from outrider.ops import native
+from outrider.sampling import Row, process
 from outrider.sequence import Sequence
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
@@ -228,6 +229,18 @@ def test_what_cannot_be_is_named(make_checkpoint, tmp_path, arch, changes, words
     (folder / "config.json").write_text(json.dumps(config | changes))
     with pytest.raises(OutriderError, match=words):
         LLM(folder, device="cpu")
+
+
+def test_ends_of_text_outside_the_vocabulary_are_none(make_checkpoint, tmp_path):
+    """Some configs say -1 for none, others name tokens that the model lacks: nothing may be banned for these."""
+    folder = copytree(make_checkpoint(), tmp_path / "model")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [-1, 5, 128]}')
+    llm = LLM(folder, device="cpu")
+    assert llm.runner.model.config.eos == (5,)
+    logits = process(
+        torch.zeros(128), Row(Sequence([3], SamplingParams(min_tokens=2), 0, eos=llm.runner.model.config.eos))
+    )
+    assert logits.isinf().nonzero().flatten().tolist() == [5]
 
 
 @pytest.mark.parametrize("name", families.UNSUPPORTED)

@@ -382,7 +382,7 @@ def read(hf: Hf, eos: tuple[int, ...] = ()) -> ModelConfig:
         "attention_scale": dim**-0.5,
         "tied": bool(hf.get("tie_word_embeddings", False)),
         "dtype": dtype,
-        "eos": eos,
+        "eos": tuple(token for token in eos if 0 <= token < sizes["vocab_size"]),  # -1 stands for none, too
     }
     fields |= found.read(hf)
     if "rope" not in fields:

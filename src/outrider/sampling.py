@@ -300,7 +300,7 @@ def process(logits: Tensor, row: Row) -> Tensor:
     for token, bias in (p.logit_bias or {}).items():
         logits[token] = (logits[token] + min(bias, LARGEST)).clamp(max=LARGEST)
     if row.position - seq.prompt_len < p.min_tokens and seq.eos:
-        logits[[t for t in seq.eos if t < len(logits)]] = float("-inf")
+        logits[list(seq.eos)] = float("-inf")
     if p.allowed_token_ids is not None:
         logits = torch.full_like(logits, float("-inf")).index_copy_(0, *_allowed(seq, logits))
     if seq.banned:
