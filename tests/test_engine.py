@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from helpers import ScriptedDrafter, assert_released, oracle, run, use
 from outrider import LLM, Draft, SamplingParams, speculate
 from outrider.engine import Engine
 from outrider.errors import ConfigError, DeadlineExceeded, DrafterError, OutOfMemory, OutriderError, RequestError
+from outrider.kv import OffloadKV
+from outrider.kv.paged import Table
 from outrider.sequence import Sequence
 
 METHODS = {
@@ -441,6 +444,35 @@ def test_an_interrupt_is_its_callers_alone(random_llm, where):
     output = engine.output(other)
     assert output.token_ids == expected[1] and len(output.drafted_by) == len(expected[1])
     assert_released(random_llm)
+
+
+@pytest.mark.parametrize("where", [(OffloadKV, "write"), (Table, "put"), (Engine, "_account")])
+def test_ctrl_c_waits_until_a_step_is_whole(make_llm, monkeypatch, where):
+    """Wherever it falls. What it left half done would be wrong for those who go on: keys, blocks, logprobs."""
+    llm, params = make_llm(engine={"kv_offload": True}), SamplingParams(max_tokens=60, seed=3, logprobs=2)
+    expected = llm.generate(PROMPTS[1], params)[0]
+    (kept,) = llm.engine.add(PROMPTS[1], params)
+    llm.engine.step()
+    real, left = getattr(*where), [1]
+
+    def pressed(*args):
+        if left:
+            left.pop()
+            signal.raise_signal(signal.SIGINT)
+        return real(*args)
+
+    monkeypatch.setattr(*where, pressed)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in a shell's background it is ignored
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS[2], params)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert llm.engine.running == [kept]
+    llm.engine.finish([kept])
+    output = llm.engine.output(kept)
+    assert (output.token_ids, output.logprobs) == (expected.token_ids, expected.logprobs)
+    assert_released(llm)
 
 
 # --- what cannot be changed while requests run ------------------------------------------------------------------------

@@ -23,6 +23,10 @@ Each message is one line that says what was wrong and what would be right.
 from __future__ import annotations
 
 import reprlib
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 _repr = reprlib.Repr()
@@ -113,3 +117,24 @@ class OutOfMemory(RequestError):
 
 class PoolFull(OutOfMemory):
     """All memory for keys and values that was allowed is in use."""
+
+
+@contextmanager
+def interrupts_wait() -> Iterator[None]:
+    """Ctrl-C, and what else this process would end by in Python, waits until the block is left.
+
+    It would fall between any two instructions, and what it leaves half done would be wrong for everybody else.
+    """
+    if threading.current_thread() is not threading.main_thread():  # Python handles signals in the main thread alone
+        yield
+        return
+    late: list[int] = []
+    heard = [number for number in (signal.SIGINT, signal.SIGTERM) if callable(signal.getsignal(number))]
+    before = [signal.signal(number, lambda number, _: late.append(number)) for number in heard]
+    try:
+        yield
+    finally:
+        for number, handler in zip(heard, before, strict=True):
+            signal.signal(number, handler)
+        if late:
+            signal.raise_signal(late[0])

@@ -20,7 +20,7 @@ from weakref import finalize
 import torch
 
 from outrider.engine import free_memory
-from outrider.errors import OutOfMemory, OutriderError, PoolFull
+from outrider.errors import OutOfMemory, OutriderError, PoolFull, interrupts_wait
 from outrider.kv import Entry, OffloadKV, PagedKV, Plan
 from outrider.kv.blocks import BLOCK
 from outrider.load import load
@@ -68,7 +68,7 @@ class LeadingRunner(Runner):
 
 
 def _change(ranks: Ranks, kv: Any, number: int, name: str, plain: Callable[..., Any], *given: Any) -> Any:
-    with ranks.level():
+    with interrupts_wait():
         if name == "reserve":
             limits = (kv.most, -(-kv.modest // kv.block_bytes)) if isinstance(kv, PagedKV) else None
             told: list[Any] = [[astuple(e) for e in given[0].entries], limits]

@@ -35,6 +35,7 @@ from outrider.errors import (
     RequestError,
     RequestTooLong,
     brief,
+    interrupts_wait,
 )
 from outrider.kv import PagedKV
 from outrider.kv.blocks import BLOCK
@@ -374,6 +375,7 @@ class Engine:
         if request.error:
             raise request.error
 
+    @interrupts_wait()
     def _advance(self) -> list[tuple[Request, list[int]]]:
         self._sweep()
         self._expire()
@@ -398,7 +400,7 @@ class Engine:
             for request, verdict in news:
                 self._account(request, verdict, times, now)
             return [(request, verdict.tokens) for request, verdict in news]
-        finally:  # an interrupt may have come anywhere; it is the caller's, the requests need not be
+        finally:  # what a step calls may interrupt it; that is the caller's affair, the requests need not be
             for request in running:
                 self._publish(request)
             self._sweep()
@@ -517,6 +519,7 @@ class Engine:
             self._doomed.append(request)
             self._bury()
 
+    @interrupts_wait()
     def _bury(self) -> None:
         """Take away what is aborted, unless a thread has the turn: that one looks again when it has given it back."""
         while self._doomed and self._turn.take_at_once():

@@ -11,7 +11,7 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
-from outrider.errors import told
+from outrider.errors import interrupts_wait, told
 from outrider.model import Attends, Model, Wanted
 from outrider.ops import Linear
 from outrider.parallel.cuts import Cut
@@ -72,7 +72,7 @@ class CutModel(Model):
         if self.group.rank:
             yield from self._within()
             return
-        with ranks.level():
+        with interrupts_wait():
             ranks.tell(*op)
             ranks.flush()
             try:

@@ -7,13 +7,12 @@ import json
 import os
 import queue
 import secrets
-import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -124,7 +123,6 @@ class Ranks:
         self._count, self._waiting, self._closing = 0, list[Op](), False
         self._groups: dict[tuple[int, str], Group] = {}
         self._ours: dict[int, Any] = {}
-        self._level = 0
         self.on_end: Callable[[str], None] | None = None
         self._dying, self._parted = threading.Lock(), threading.Event()
         self._lines: list[socket.socket] = []
@@ -200,25 +198,6 @@ class Ranks:
             own = dist.group.WORLD if size == self.size else dist.new_group(list(range(size)))
             self._groups[size, mode] = Group(self, size, mode, own)
         return self._groups[size, mode]
-
-    @contextmanager
-    def level(self) -> Iterator[None]:
-        """Ctrl-C, and what else this process would end by in Python, waits until the ranks are at one place again."""
-        if self._level or threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        late: list[int] = []
-        heard = [number for number in (signal.SIGINT, signal.SIGTERM) if callable(signal.getsignal(number))]
-        before = [signal.signal(number, lambda number, _: late.append(number)) for number in heard]
-        self._level = 1
-        try:
-            yield
-        finally:
-            self._level = 0
-            for number, handler in zip(heard, before, strict=True):
-                signal.signal(number, handler)
-            if late:
-                signal.raise_signal(late[0])
 
     # --- of all ---
 
