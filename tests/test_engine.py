@@ -418,6 +418,20 @@ def test_a_drafter_without_memory_is_asked_again(random_llm):
     assert [o.token_ids for o in outputs] == [expected[0]] * 2 and drafted == [2, 6]
 
 
+def test_outputs_of_one_prompt_come_back_together(make_llm):
+    """All were preempted: what the others would share of the first one's keys is not there yet."""
+    llm, params = make_llm(engine={"enable_prefix_caching": False}), SamplingParams(max_tokens=9, seed=3, n=3)
+    expected = [output.token_ids for output in llm.generate(PROMPTS[4], params)]
+    requests = llm.engine.add(PROMPTS[4], params)
+    for _ in range(3):
+        llm.engine.step()
+    for request in reversed(requests):
+        llm.engine._preempt(request)
+    llm.engine.finish(requests)
+    assert [llm.engine.output(request).token_ids for request in requests] == expected
+    assert_released(llm)
+
+
 # --- interrupts ------------------------------------------------------------------------------------------------------
 
 

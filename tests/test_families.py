@@ -231,6 +231,17 @@ def test_what_cannot_be_is_named(make_checkpoint, tmp_path, arch, changes, words
         LLM(folder, device="cpu")
 
 
+def test_logprobs_of_a_prompt_are_those_before_the_border(make_llm):
+    """However much is known of the answer: read at once with it, LongRoPE would turn the prompt as a longer text."""
+    llm = make_llm("phi3", rope_parameters=LONG, original_max_position_embeddings=30)
+    params = SamplingParams(temperature=0, max_tokens=30, prompt_logprobs=2)
+    expected = llm.generate(PROMPTS[1], params)[0]
+    (request,) = llm.engine.add(PROMPTS[1], params, begun=[expected.token_ids[:20]])
+    llm.engine.finish([request])
+    output = llm.engine.output(request)
+    assert (output.token_ids, output.prompt_logprobs) == (expected.token_ids, expected.prompt_logprobs)
+
+
 def test_ends_of_text_outside_the_vocabulary_are_none(make_checkpoint, tmp_path):
     """Some configs say -1 for none, others name tokens that the model lacks: nothing may be banned for these."""
     folder = copytree(make_checkpoint(), tmp_path / "model")

@@ -163,7 +163,8 @@ class Runner:
                 most = min(most, len(known.tokens), known.settled, known.pure)
                 while n < most and known.tokens[n] == seq.tokens[n]:
                     n += 1
-                self.kv.share(like.id, seq.id, n)
+                if n:  # it may have nothing yet: what was preempted begins again, too
+                    self.kv.share(like.id, seq.id, n)
             elif self.prefixes:
                 n = self.kv.adopt(seq.id, seq.tokens[: seq.settled], self._root(seq, slot))
             slot.tokens, slot.settled = seq.tokens[:n], n

@@ -206,7 +206,7 @@ class Engine:
             if scores is not None:
                 self.runner.scores[seq.id] = scores
             self._name(requests[-1])
-            if begun is not None and params.logprobs is None:
+            if begun is not None and params.logprobs is None and params.prompt_logprobs is None:
                 seq.tokens += begun[i]
                 requests[-1].drafted_by += [None] * len(begun[i])
         with _claiming:
