@@ -97,6 +97,30 @@ def test_threads_with_texts_and_a_change_of_method(tiny_llm):
     assert_released(tiny_llm)
 
 
+def test_a_stream_waits_until_its_end_is_known(tiny_llm, monkeypatch):
+    """Another thread steps: between the last tokens and the end of a request, its reader must not go on."""
+    params, end, ending = (
+        SamplingParams(max_tokens=20, temperature=0, stop=["never there"]),
+        Engine._end,
+        threading.Event(),
+    )
+
+    def slowly(*given):
+        ending.set()
+        time.sleep(0.2)
+        end(*given)
+
+    (expected,) = tiny_llm.generate("Once upon a time", params)
+    stream = tiny_llm.stream("Once upon a time", params)
+    monkeypatch.setattr(Engine, "_end", slowly)
+    thread = threading.Thread(target=lambda: tiny_llm.generate("The little girl", max_tokens=40))
+    thread.start()
+    assert ending.wait(60)
+    events = list(stream)
+    thread.join()
+    assert "".join(event.text for event in events) == expected.text and events[-1].output.text == expected.text
+
+
 def test_a_stream_that_nobody_reads_stops_nobody(make_llm):
     llm = make_llm(engine={"max_num_seqs": 1})
     expected = alone(llm)

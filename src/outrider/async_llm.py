@@ -326,16 +326,8 @@ class Answer:
             self.close()
 
     def _state(self, i: int) -> tuple[int, bool]:
-        """How many tokens of a request may be read, and whether they are all. A step may be under way.
-
-        What ends a sequence is noted before its last tokens are shown, and `finished` comes after: between the two
-        nobody could tell that the last token has no text.
-        """
-        request = self.requests[i]
-        finished, ready = request.finished, request.ready
-        if not finished and request.seq.finish_reason is not None:
-            return self._noted[i][0], False
-        return ready, finished
+        """How many tokens of a request may be read, and whether they are all."""
+        return self.requests[i].readable(self._noted[i][0])
 
     def has_news(self) -> bool:
         """Whether there is anything that was not noted."""

@@ -81,6 +81,15 @@ class Request:
         """Of each token of the prompt, if asked for; None where there is none, or not yet."""
         return None if self.scores is None else [self.scores.get(at) for at in range(self.seq.prompt_len)]
 
+    def readable(self, before: int) -> tuple[int, bool]:
+        """How many tokens may be read, of which `before` could already, and whether they are all.
+
+        A step may be under way. What ends a sequence is noted before its last tokens are shown, and `finished` comes
+        after: between the two nobody could tell that these are the last, nor that the very last has no text.
+        """
+        finished, ready = self.finished, self.ready
+        return (before, False) if not finished and self.seq.finish_reason is not None else (ready, finished)
+
     @property
     def spoken(self) -> int:
         """How many of the ready tokens have a text: the one that ends a sequence by itself has none."""
@@ -363,14 +372,16 @@ class Engine:
 
     def follow(self, request: Request) -> Iterator[list[int]]:
         """The output tokens of a request, in the blocks they come in, to the end; then its error is raised, if any."""
-        seq, read = request.seq, 0
+        seq, read, ready, finished = request.seq, 0, 0, False
 
         def news() -> bool:
-            return request.finished or request.ready > read
+            nonlocal ready, finished
+            ready, finished = request.readable(ready)
+            return finished or ready > read
 
-        while not request.finished or request.ready > read:
+        while not finished:
             self.drive(news)
-            begin, read = read, request.ready
+            begin, read = read, ready
             yield seq.tokens[seq.prompt_len + begin : seq.prompt_len + read]
         if request.error:
             raise request.error
