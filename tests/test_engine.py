@@ -513,6 +513,26 @@ def test_ctrl_c_waits_until_a_step_is_whole(make_llm, monkeypatch, where):
     assert_released(llm)
 
 
+def test_a_signal_that_ends_nothing_ends_no_request(random_llm, monkeypatch):
+    expected = random_llm.generate(PROMPTS[1], SamplingParams(max_tokens=20, temperature=0))[0].token_ids
+    real, heard = Engine._account, []
+
+    def pressed(*args):
+        if not heard:
+            signal.raise_signal(signal.SIGINT)
+            assert not heard, "the handler waits for the end of the step"
+        return real(*args)
+
+    before = signal.signal(signal.SIGINT, lambda *_: heard.append(True))
+    monkeypatch.setattr(Engine, "_account", pressed)
+    try:
+        output = random_llm.generate(PROMPTS[1], SamplingParams(max_tokens=20, temperature=0))[0]
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert output.token_ids == expected and heard
+    assert_released(random_llm)
+
+
 # --- what cannot be changed while requests run ------------------------------------------------------------------------
 
 

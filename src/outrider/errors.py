@@ -119,21 +119,31 @@ class PoolFull(OutOfMemory):
     """All memory for keys and values that was allowed is in use."""
 
 
-@contextmanager
-def interrupts_wait() -> Iterator[None]:
-    """Ctrl-C, and what else this process would end by in Python, waits until the block is left.
+_late: list[int] | None = None  # what came while the main thread is in such a block; None outside
 
-    It would fall between any two instructions, and what it leaves half done would be wrong for everybody else.
+
+@contextmanager
+def interrupts_wait() -> Iterator[list[int]]:
+    """Ctrl-C, and what else this process would end by in Python, waits until the (outermost) block is left.
+
+    It would fall between any two instructions, and what it leaves half done would be wrong for everybody else. Yields
+    the signals that wait.
     """
+    global _late
     if threading.current_thread() is not threading.main_thread():  # Python handles signals in the main thread alone
-        yield
+        yield []
+        return
+    if _late is not None:
+        yield _late
         return
     late: list[int] = []
     heard = [number for number in (signal.SIGINT, signal.SIGTERM) if callable(signal.getsignal(number))]
     before = [signal.signal(number, lambda number, _: late.append(number)) for number in heard]
+    _late = late
     try:
-        yield
+        yield late
     finally:
+        _late = None
         for number, handler in zip(heard, before, strict=True):
             signal.signal(number, handler)
         if late:
