@@ -14,7 +14,8 @@ namespace {
 constexpr double kDoubt = 2e-5, kGap = 2e-4;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr int kFew = 256;  // whose noise is computed one by one
-constexpr float kGuessed = -8;  // shaped logits below this are not guessed
+constexpr float kGuessed = -8;  // shaped logits below this are not guessed,
+constexpr size_t kMany = 1024;  // nor others than so many, the likeliest without noise
 
 double uniform(uint64_t key, int token) {
   uint64_t z = uint64_t(token + 1) * 0x9E3779B97F4A7C15 + key;
@@ -49,12 +50,18 @@ std::vector<std::pair<int, float>> guess(const Draw &d, int vocab, const int64_t
     found.push_back({places[i], shaped[places[i]]});
   const auto larger = [](const auto &a, const auto &b) { return a.second > b.second; };
   if (d.temperature) {
-    std::sort(found.begin(), found.end(), larger);
+    if (found.size() > kMany) {
+      std::nth_element(found.begin(), found.begin() + kMany, found.end(), larger);
+      found.resize(kMany);
+    }
     size_t kept = d.top_k ? std::min<size_t>(d.top_k, found.size()) : found.size();
-    double before = 0;
-    for (size_t i = 0; i < kept; before += weights[found[i++].first] / total)
-      if (i && before >= d.top_p) kept = i;
-    found.resize(kept);
+    if (d.top_p < 1 || kept < found.size()) {
+      std::sort(found.begin(), found.end(), larger);
+      double before = 0;
+      for (size_t i = 0; i < kept; before += weights[found[i++].first] / total)
+        if (i && before >= d.top_p) kept = i;
+      found.resize(kept);
+    }
     total = 0;
     for (auto &[place, score] : found) {
       score -= float(std::log(-std::log(uniform(d.key, int(ids[place])))));

@@ -12,6 +12,7 @@ from helpers import ScriptedDrafter, assert_released, oracle, run, use
 from outrider import Draft, SamplingParams
 from outrider.config import MOST_NODES, Rule
 from outrider.errors import DrafterError
+from outrider.sampling import Row, scores, surely
 from outrider.sequence import Sequence
 from outrider.speculate import step
 
@@ -198,3 +199,17 @@ def test_more_nodes_than_are_of_use_are_not_asked_for(random_llm):
     use(random_llm, ScriptedDrafter(lambda seq, k: asked.append(k) or Draft()), k=10**9)
     random_llm.generate([5], replace(REQUESTS[0][1], max_tokens=3))
     assert set(asked) == {MOST_NODES, 0}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_how_sure_a_draft_is(temperature):
+    """The share of what was chosen among all that it was chosen from; -1 where there is nothing to choose."""
+    params = SamplingParams(temperature=temperature, max_tokens=9)
+    rows = [Row(Sequence([1, 2, 3], params, seed=seed)) for seed in range(5)]
+    logits = 4 * torch.randn(5, 300, generator=torch.Generator().manual_seed(0))
+    logits[3, 17:] = -torch.inf
+    logits[4, 8] = torch.nan
+    shares = scores(logits, rows).softmax(-1)
+    chosen, sure = surely(logits, rows)
+    assert chosen == [*shares[:4].argmax(-1).tolist(), -1]
+    assert sure[:4] == pytest.approx(shares[:4].amax(-1).tolist(), rel=1e-4)

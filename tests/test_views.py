@@ -137,6 +137,17 @@ def test_streaming_is_masked_attention(random_llm):
     base.free(seq)
 
 
+def test_what_asks_no_query_reads_no_more_of_a_text_than_it_keeps(random_llm, monkeypatch):
+    base, read = random_llm.runner, []
+    span = base.kv.span
+    monkeypatch.setattr(base.kv, "span", lambda *at: read.append(at[3] - at[2]) or span(*at))
+    view, seq = base.view("streaming:budget=32,rebuild=5"), Sequence(text(200), SamplingParams(max_tokens=9), 0)
+    view.extend([seq])
+    assert read and max(read) <= 32
+    view.free(seq)
+    base.free(seq)
+
+
 def test_a_cache_of_its_own_is_streaming_llm(random_llm):
     """Against the definition: keys un-rotated, rotated by their place in the cache at every step."""
     model, tokens = random_llm.runner.model, text(70)

@@ -138,6 +138,24 @@ def guess(
     return list(zip(known[best.indices].tolist(), best.values.tolist(), strict=True))
 
 
+def surely(logits: Tensor, rows: list[Row], stream: str = "") -> tuple[list[int], list[float]]:
+    """What a draft's logits (rows, vocab) choose, and the chance that the likeliest has by what the choice looked at.
+
+    Noise included: where the best two are close, a slightly other distribution would have chosen otherwise.
+    """
+    if native.runs(logits.dtype, logits.device) and not stream and all(row.seq.greedy for row in rows):
+        found = guess(logits.contiguous(), rows, _places(logits.shape[1]), logits.shape[1], 1)
+        return [own[0] if own else -1 for own, _ in found], [math.exp(own[0]) if own else 0.0 for _, own in found]
+    with few_threads(logits):
+        judged = scores(logits, rows, stream)
+        return likeliest(judged), (judged.amax(-1) - judged.logsumexp(-1)).exp().tolist()
+
+
+@lru_cache(maxsize=4)
+def _places(vocab: int) -> Tensor:
+    return torch.arange(vocab)
+
+
 @lru_cache(maxsize=256)
 def _log(x: float) -> float:
     """As `keep_likely` takes it."""

@@ -16,7 +16,7 @@ from outrider.errors import DrafterError, brief, told
 from outrider.kv import View
 from outrider.outputs import SpecMetrics
 from outrider.runner import Output, Runner
-from outrider.sampling import Row, distribution, likeliest, scores
+from outrider.sampling import Row, distribution, surely
 from outrider.sequence import Sequence
 from outrider.verify import COUPLED, verify
 
@@ -236,17 +236,15 @@ class Autoregressive(Drafter):
             alive = [f for f in alive if not f.finish_reason and f.room > 1 and len(f.tokens) < context]
             if not alive:
                 break
-            logits = torch.cat([own[-1:] for own in self.runner.extend(alive, reading=late).logits])
-            logits, late = logits[:, : self.vocab], []
+            output = self.runner.extend(alive, reading=late)
+            logits, late = output.flat[:, : self.vocab], []
             if missing := self.vocab - logits.shape[1]:  # padding rows one model has and the other has not
                 logits = torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
             rows = [Row(f) for f in alive]
             own_noise = alive[0].rule.flips_coins
             before = distribution(logits, rows) if own_noise else None  # before the forks grow: penalties count tokens
-            judged = scores(logits, rows, "draft" if own_noise else "")
-            chosen = likeliest(judged)
-            known = torch.tensor([max(0, token) for token in chosen], device=logits.device)
-            sure = (judged.gather(1, known[:, None])[:, 0] - judged.logsumexp(-1)).exp().tolist()
+            chosen, sure = surely(logits, rows, "draft" if own_noise else "")
+            self.runner.reuse(output)
             going = []
             for i, (fork, token) in enumerate(zip(alive, chosen, strict=True)):
                 likely = math.prod(trust[fork.id]) * sure[i] >= self.min_token_prob

@@ -224,15 +224,14 @@ class PagedKV:
 
     def chosen(self, seq: int, layer: int, index: Tensor) -> Tensor:
         """Keys and values (2, kv_heads, n, dim) of slots index (kv_heads, n)."""
-        blocks = SLAB // BLOCK
-        places = self.tables[seq].ids[index.cpu() // BLOCK].long() * BLOCK + index.cpu() % BLOCK
+        slots = self.tables[seq].ids[index.cpu() // BLOCK].long() * BLOCK + index.cpu() % BLOCK  # of the pool
         slabs = [slab[layer] for slab in self.slabs]
-        found = torch.empty(2, *index.shape, slabs[0].shape[3], dtype=self.dtype, device=slabs[0].device)
-        for head, own in enumerate(places.to(found.device)):
-            for number in own.div(blocks * BLOCK, rounding_mode="floor").unique().tolist():
-                here = (own // (blocks * BLOCK) == number).nonzero()[:, 0]
-                found[:, head, here] = slabs[number][:, head, own[here] % (blocks * BLOCK)]
-        return found
+        heads = []
+        for head, own in enumerate(slots.to(slabs[0].device)):
+            numbers, counts = (own // SLAB).unique_consecutive(return_counts=True)
+            parts = zip(numbers.tolist(), (own % SLAB).split(counts.tolist()), strict=True)
+            heads.append(torch.cat([slabs[number][:, head].index_select(1, part) for number, part in parts], 1))
+        return torch.stack(heads, 1)
 
     def write(self, seq: int, layer: int, start: int, k: Tensor, v: Tensor) -> None:
         """Put keys and values (n, kv_heads, dim) at slots [start, start + n)."""

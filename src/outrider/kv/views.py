@@ -71,11 +71,11 @@ class Policy:
         return next(name for name, kind in POLICIES.items() if kind is type(self))
 
     def choose(self, queries: Tensor, keys: Tensor, n: int, scale: float) -> Tensor:
-        """(kv_heads, n) indices, ascending, into keys (kv_heads, length, dim), for queries (rows, heads, dim)."""
-        length = keys.shape[1]
-        sinks = min(self.sinks, n)
-        index = torch.cat([torch.arange(sinks), torch.arange(length - n + sinks, length)])
-        return index.to(keys.device).expand(keys.shape[0], -1)
+        """(kv_heads, n) indices, ascending, into keys (kv_heads, length, dim), for queries (rows, heads, dim).
+
+        Of policies that look at queries; the others keep the first tokens and the last.
+        """
+        raise NotImplementedError
 
 
 @dataclass
@@ -338,15 +338,16 @@ class View:
         self._room(seq, 0, kept + h.length - first)
         h.kept, h.first, h.built = kept, first, h.length
         for at, (layer, own) in enumerate(zip(self.layers, self.slab.store[seq], strict=True)):
-            queries = self.base.log.last(seq, layer)
-            windowed = self.config.windows[at] is not None
-            if windowed or not kept or (p.queries and not len(queries)):  # slots must tell distances
-                own[:, :, :kept] = self.base.span(seq, layer, first - kept, first)
-            else:
+            windowed = self.config.windows[at] is not None  # slots must tell distances
+            queries = self.base.log.last(seq, layer) if p.queries and kept and not windowed else None
+            if queries is not None and len(queries):
                 keys = self.base.span(seq, layer, 0, first, slice(1))[0]
                 index = p.choose(queries.to(keys.device), keys, kept, self.slab.scale)
-                own[:, :, :kept] = self.base.chosen(seq, layer, index)
-            own[:, :, kept : h.slot(h.synced)] = self.base.span(seq, layer, first, h.synced)
+                own[:, :, :kept], begin = self.base.chosen(seq, layer, index), kept
+            else:
+                begin = 0 if windowed else min(p.sinks, kept)
+                own[:, :, :begin] = self.base.span(seq, layer, 0, begin)
+            own[:, :, begin : h.slot(h.synced)] = self.base.span(seq, layer, first - kept + begin, h.synced)
             if tails:
                 own[:, :, h.slot(h.synced) : h.slot(h.length)] = tails[at]
 
