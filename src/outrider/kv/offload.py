@@ -108,6 +108,11 @@ class OffloadKV(PagedKV):
         self._write_back()
         return super().pieces(seq, layer, begin, end)
 
+    def _slot(self, seq: int, slot: int) -> list[Tensor]:
+        self._write_back()
+        slab, at = divmod(self.tables[seq].blocks[slot // BLOCK] * BLOCK + slot % BLOCK, SLAB)
+        return [own[:, :, at] for own in self.slabs[slab]]
+
     def chosen(self, seq: int, layer: int, index: Tensor) -> Tensor:
         """As PagedKV's."""
         self._write_back()

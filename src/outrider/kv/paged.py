@@ -247,10 +247,15 @@ class PagedKV:
             self.log.truncate(seq, start + len(path))
             return
         self.log.keep(seq, start, path)
-        for layer in range(self.config.num_layers):
-            nodes = [self.span(seq, layer, start + node, start + node + 1) for node in path]
-            if nodes:
-                self.write(seq, layer, start, *torch.cat(nodes, 2).transpose(1, 2))
+        for to, node in enumerate(path):  # none goes where a later one lies
+            if to != node:
+                for place, own in zip(self._slot(seq, start + to), self._slot(seq, start + node), strict=True):
+                    place.copy_(own)
+
+    def _slot(self, seq: int, slot: int) -> list[Tensor]:
+        """Keys and values of a slot in all layers, where they are stored."""
+        slab, at = divmod(self.tables[seq].blocks[slot // BLOCK] * BLOCK + slot % BLOCK, SLAB)
+        return [self.slabs[slab][:, :, :, at]]
 
     # --- attention ----------------------------------------------------------------------------------------------------
 
