@@ -108,10 +108,10 @@ class OffloadKV(PagedKV):
         self._write_back()
         return super().pieces(seq, layer, begin, end)
 
-    def _slot(self, seq: int, slot: int) -> list[Tensor]:
+    def keep(self, seq: int, start: int, path: list[int]) -> None:
+        """As PagedKV's."""
         self._write_back()
-        slab, at = divmod(self.tables[seq].blocks[slot // BLOCK] * BLOCK + slot % BLOCK, SLAB)
-        return [own[:, :, at] for own in self.slabs[slab]]
+        super().keep(seq, start, path)
 
     def chosen(self, seq: int, layer: int, index: Tensor) -> Tensor:
         """As PagedKV's."""

@@ -254,8 +254,9 @@ class PagedKV:
 
     def _slot(self, seq: int, slot: int) -> list[Tensor]:
         """Keys and values of a slot in all layers, where they are stored."""
-        slab, at = divmod(self.tables[seq].blocks[slot // BLOCK] * BLOCK + slot % BLOCK, SLAB)
-        return [self.slabs[slab][:, :, :, at]]
+        number, at = divmod(self.tables[seq].blocks[slot // BLOCK] * BLOCK + slot % BLOCK, SLAB)
+        slab = self.slabs[number]
+        return [slab[:, :, :, at]] if isinstance(slab, Tensor) else [own[:, :, at] for own in slab]
 
     # --- attention ----------------------------------------------------------------------------------------------------
 
