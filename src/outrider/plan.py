@@ -153,13 +153,15 @@ class Timed:
     """Forwards of a model as measured on a machine, in seconds.
 
     `rows`: of so many rows, behind little text. `keys`: what keys add to it, by the rows of each sequence, over the
-    keys of all sequences together. `outside`, `drafted`: what a plain step, and one with drafts, take beside them.
+    keys of all sequences together. `outside`, `drafted`: what a plain step, and one with drafts, take beside them;
+    `itself`: what each token takes that a model drafts.
     """
 
     rows: Curve
     keys: dict[int, Curve]
     outside: float
     drafted: float
+    itself: float
 
     def forward(self, batch: int, rows: int, context: float) -> float:
         """Seconds of a forward: `batch` sequences of so many rows, behind `context` tokens each."""
@@ -268,7 +270,7 @@ class Planner:
         s, d = self.shape, self.device
         if seen is None and method.startswith("self:view"):
             seen = WINDOW
-        context = context if seen is None else min(context, seen)
+        context, beside = context if seen is None else min(context, seen), self.timed.itself if self.timed else 0.0
         if method in ("ngram", "suffix"):
             return 1e-4 * batch, 0.0
         if method == "draft_model":
@@ -276,13 +278,14 @@ class Planner:
                 s, weights=int(s.weights * SMALLER), expert=int(s.expert * SMALLER), layers=max(1, s.layers // 4)
             )
             one = replace(self, shape=small, timed=self.timed_draft).forward(batch, 1, context)
-            return k * one, small.weight_bytes + batch * small.kv_bytes(context)
+            return k * (one + beside), small.weight_bytes + batch * small.kv_bytes(context)
         if method.startswith("self:weights="):
             coarse = replace(s, bits=STORED[method.partition("=")[2]])
             share = coarse.forward(d, batch, 1, context) / s.forward(d, batch, 1, context)
-            return k * share * self.forward(batch, 1, context), coarse.weight_bytes + batch * s.kv_bytes(context)
+            one = share * self.forward(batch, 1, context)
+            return k * (one + beside), coarse.weight_bytes + batch * s.kv_bytes(context)
         if method.startswith("self:"):
-            return k * self.forward(batch, 1, context), batch * s.kv_bytes(context)
+            return k * (self.forward(batch, 1, context) + beside), batch * s.kv_bytes(context)
         layers = k if method == "medusa" else 1  # heads side by side, or a layer again and again, before the vocabulary
         own = layers * (s.hidden**2 if method == "medusa" else 16 * s.hidden**2) + s.hidden * s.vocab
         head = replace(s, weights=own, layers=1, expert=0, experts=0, chosen=0)

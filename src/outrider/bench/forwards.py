@@ -23,7 +23,7 @@ ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 15, 17, 24, 32, 64, 128, 256)
 EACH = (1, 2, 4, 6, 9, 17)  # rows of a sequence, with keys
 SHORT, KEYS = 32, (4096, 32768)  # tokens of texts
 TIMES = 9
-WRONG = 8  # nodes of the drafts by which the rest of a step is measured
+WRONG = 8  # nodes of the drafts by which the rest of a step, and of a drafted token, is measured
 
 
 def measure(llm: LLM) -> Timed:
@@ -40,11 +40,14 @@ def measure(llm: LLM) -> Timed:
     (plain,) = overhead.plain(llm, prompt, [1])
     llm.engine.draft_with(_Wrong(), WRONG)
     (drafted,) = overhead.steps(llm, prompt, [1])
+    llm.speculative_config = {"method": "self", "num_speculative_tokens": WRONG}
+    (itself,) = overhead.steps(llm, prompt, [1])
     llm.speculative_config = None
     rest = [
-        step.outside if step.outside is not None else max(0.0, step.step - rows[n])
-        for step, n in ((plain, 1), (drafted, 1 + WRONG))
+        step.outside if step.outside is not None else max(0.0, step.step - passes * rows[1] - rows[n])
+        for step, passes, n in ((plain, 0, 1), (drafted, 0, 1 + WRONG), (itself, WRONG, 1 + WRONG))
     ]
+    rest[2] = max(0.0, rest[2] - rest[1]) / WRONG
     return Timed(rows, keys, *rest)
 
 
