@@ -231,13 +231,13 @@ static void bind_beliefs(nb::module_ &m) {
       .def("ran", &Beliefs::ran)
       .def("standing", &Beliefs::standing)
       .def("settle", [](Beliefs &beliefs, const std::vector<std::tuple<int64_t, nb::list, int>> &given, int rows,
-                        double took, double own) {
+                        double took, double own, double drafted) {
         std::vector<Beliefs::Came> came;
         for (const auto &[seq, text, accepted] : given) {
           const int64_t size = int64_t(text.size()), waits = beliefs.waits(seq), first = waits < 0 ? size : waits;
           came.push_back({seq, first, part(text, first, size), accepted});
         }
-        beliefs.settle(came, rows, took, own);
+        beliefs.settle(came, rows, took, own, drafted);
       })
       .def("hopes", &Beliefs::hopes)
       .def("forget", &Beliefs::forget);

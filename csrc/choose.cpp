@@ -31,14 +31,15 @@ void Beliefs::Account::enter(double brought, double cost) {
 void Beliefs::begin(int64_t seq, int64_t room) {
   const auto [found, is_new] = own.try_emplace(seq);
   Own &known = found->second;
-  if (is_new) known.rows = known.asks = Account(room);
+  if (is_new) known.rows = known.asks = known.looks = Account(room);
   known.steps++;
   known.ran = known.nodes = 0;
+  known.promised = 0;
 }
 
 bool Beliefs::open(int64_t seq, int64_t room) const {
   const auto found = own.find(seq);
-  return room > 1 && (found == own.end() || found->second.rows.covers() > 0);
+  return room > 1 && (found == own.end() || found->second.looking());
 }
 
 void Beliefs::enter(Bush &bush, const Guess &guess, int64_t deepest, std::vector<int> &at) const {
@@ -171,6 +172,7 @@ std::tuple<std::vector<Beliefs::Picked>, double> Beliefs::choose(std::vector<Tex
   for (int i = 0; i < n; i++) {
     Own &known = own.at(texts[i].seq);
     known.nodes = known.ran + int(std::get<0>(picked[i]).size());
+    known.promised = std::get<3>(picked[i]);
     known.bush = std::move(bushes[i]);
   }
   return {std::move(picked), many ? best : none};
@@ -185,14 +187,14 @@ int64_t Beliefs::waits(int64_t seq) const {
   return first;
 }
 
-void Beliefs::settle(const std::vector<Came> &came, int rows, double took, double beside) {
+void Beliefs::settle(const std::vector<Came> &came, int rows, double took, double beside, double drafted) {
   const int n = int(came.size());
   int nodes = 0;
   for (const Came &one : came)
     if (const auto found = own.find(one.seq); found != own.end()) nodes += found->second.nodes;
-  double extra = 0;
+  double extra = 0, expected = 0;
   if (nodes) {
-    extra = seconds.at(std::min(rows - n, most())) - seconds[0];
+    extra = expected = seconds.at(std::min(rows - n, most())) - seconds[0];
     // What was thought too little of is charged in full; a hiccup is not.
     if (std::isfinite(took)) extra = std::min(std::max(extra, took - seconds[0]), 2 * extra);
   }
@@ -200,10 +202,13 @@ void Beliefs::settle(const std::vector<Came> &came, int rows, double took, doubl
     const auto found = own.find(one.seq);
     if (found == own.end()) continue;
     Own &known = found->second;
-    if (known.nodes)
-      (known.ran ? known.asks : known.rows).enter(one.accepted, (extra + beside) * n / seconds[0] * known.nodes / nodes);
-    known.rows.credit += kTopUp;
-    known.asks.credit += kTopUp;
+    if (!seconds.empty() && known.looking()) known.looks.enter(0, beside / seconds[0]);
+    if (known.nodes) {
+      const double share = n / seconds[0] * known.nodes / nodes;
+      (known.ran ? known.asks : known.rows).enter(one.accepted, (extra + drafted) * share);
+      known.looks.enter(known.promised, expected * share);
+    }
+    for (Account *account : {&known.rows, &known.asks, &known.looks}) account->credit += kTopUp;
     judge(known, one);
   }
 }

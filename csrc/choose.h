@@ -44,7 +44,7 @@ class Beliefs {
   // A sequence's steps, and what is left to run models for it, in plain steps.
   std::tuple<int, double> standing(int64_t seq) const { return {own.at(seq).steps, own.at(seq).asks.credit}; }
   // A step is over: who was drafted for pays, and guesses are compared with what came.
-  void settle(const std::vector<Came> &came, int rows, double took, double beside);
+  void settle(const std::vector<Came> &came, int rows, double took, double beside, double drafted);
   // From which place on a sequence's text is to be judged; -1: nothing is.
   int64_t waits(int64_t seq) const;
   // The chance of a source apart to be right at each depth, if it is asked.
@@ -86,11 +86,15 @@ class Beliefs {
   };
   struct Own {
     Account rows, asks;         // of steps in which no model was run to draft, and of the others
+    Account looks;              // of looking, against what drafts promised
     int steps = 0, ran = 0;     // ran: a model's run and riders, in the step under way; nodes: these, and its rows
     int nodes = 0;
+    double promised = 0;        // tokens that are expected of it
     std::vector<Count> counts;  // by number of the kind
     std::vector<Bush> probes;   // of sources apart; of source 0: all together
     Bush bush;                  // of the step under way
+
+    bool looking() const { return rows.covers() > 0 && looks.credit >= 0; }
   };
 
   void enter(Bush &bush, const Guess &guess, int64_t deepest, std::vector<int> &at) const;

@@ -167,7 +167,7 @@ def choose(beliefs, texts: dict[int, int], guesses: list[list[Guess]], seconds: 
 
 def came(beliefs, seq: int, text: list[int]) -> None:
     """A step that cost nothing."""
-    beliefs.settle([(seq, text, 0)], 1, 0.0, 0.0)
+    beliefs.settle([(seq, text, 0)], 1, 0.0, 0.0, 0.0)
 
 
 def chance(beliefs, seq: int, trust: float) -> float:
@@ -310,7 +310,8 @@ def test_both_choose_the_same(seed):
         for seq in texts:
             texts[seq] += dice.choices(range(3), k=dice.randint(0, 3))
             came += [(seq, texts[seq], dice.randint(0, 3))] if dice.random() < 0.9 else []
-        rest = len(came) + dice.randint(0, 9), dice.choice((0.5, 1.2, 9.0, math.inf)), dice.choice((0.0, 0.2))
+        rest = len(came) + dice.randint(0, 9), dice.choice((0.5, 1.2, 9.0, math.inf))
+        rest += dice.choice((0.0, 0.02)), dice.choice((0.0, 0.2))
         for own in both:
             own.settle(came, *rest)
         asked = some[0][0], dice.choice((1, 4)), 4, 0.65
@@ -342,7 +343,7 @@ def test_who_loses_is_not_drafted_for(beliefs):
     right, steps = (1, [5], [-1], [0.9]), 0
     while beliefs.open(1, 9):
         ((tokens, *_), (none, *_)), _ = choose(beliefs, {1: 0, 2: 0}, [[right], []], [1.0, 1.01])
-        beliefs.settle([(1, [5], 0), (2, [5], 0)], 3, 1.01, 0.3)
+        beliefs.settle([(1, [5], 0), (2, [5], 0)], 3, 1.01, 0.0, 0.3)
         steps += 1
         assert tokens and not none and beliefs.open(2, 9) and not beliefs.open(2, 1), "nothing is to come"
     assert 5 < steps < 9 and beliefs.standing(1)[0] == steps and beliefs.standing(1)[1] > START
@@ -351,13 +352,26 @@ def test_who_loses_is_not_drafted_for(beliefs):
     assert beliefs.open(1, 9)
 
 
+def test_who_finds_nothing_is_looked_for_seldom(beliefs):
+    """Looking is paid for, 0.03 a step of which 0.005 are free; what comes true pays for more, and soon."""
+    looked, right = list[bool](), (1, [5], [-1], [0.9])
+    for step in range(440):
+        looked.append(beliefs.open(1, 9))
+        found = [right] if looked[-1] and step >= 400 else []
+        ((tokens, *_), _), _ = choose(beliefs, {1: 0, 2: 0}, [found, [right]], [1.0, 1.35, 1.7], k=1)
+        assert len(tokens) == len(found), "where it counts for as much as ever"
+        beliefs.settle([(1, [5], len(tokens)), (2, [5], 1)], 3 + len(found), 1.35, 0.03, 0.0)
+        assert beliefs.open(2, 9)
+    assert all(looked[:75]) and 30 < sum(looked[200:400]) < 40 and all(looked[410:])
+
+
 def test_a_model_is_paid_from_another_account(beliefs):
     """A run and its riders count like rows: three of the four that the step is paid for are the first one's."""
     guesses = [[(1, [5], [-1], [0.9])]] * 2
     choose(beliefs, {1: 0, 2: 0}, guesses, [1.0, 1.05, 1.1, 1.2])
     beliefs.ran(1, 1)
     choose(beliefs, {1: 0, 2: 0}, guesses, [1.0, 1.05, 1.1, 1.2], again=True)
-    beliefs.settle([(1, [6], 0), (2, [6], 0)], 5, math.inf, 0.3)
+    beliefs.settle([(1, [6], 0), (2, [6], 0)], 5, math.inf, 0.0, 0.3)
     assert beliefs.standing(1) == (1, pytest.approx(START - 2 * (0.2 + 0.3) * 3 / 4 + 0.005)) and beliefs.open(1, 9)
     assert beliefs.standing(2) == (1, pytest.approx(START + 0.005)), "rows are paid from the other one"
 

@@ -10,7 +10,7 @@ Both sides are measured while serving. `Costs` are T; they outlive the process i
 with forwards that are timed when a model is loaded of which it knows nothing. `Beliefs` are how often guesses come
 true, by who guessed, how sure and how deep, of all requests and of each one. Whatever they say, drafting may lose
 little: every sequence has an `Account` of what drafts brought and cost it, in plain steps, and while it is overdrawn it
-is not drafted for; sources that run a model have another one.
+is not drafted for; sources that run a model have another one, and looking has one.
 """
 
 from __future__ import annotations
@@ -376,9 +376,11 @@ class Own:
 
     rows: Account  # of steps in which no model was run to draft
     asks: Account  # of the others
+    looks: Account  # of looking, against what drafts promised: while it is overdrawn, nobody looks
     steps: int = 0
     ran: int = 0  # in the step under way: a model's run and riders, if one was run for it; ...
-    nodes: int = 0  # ... these, and its rows: for what it pays
+    nodes: int = 0  # ... these, and its rows: for what it pays; ...
+    promised: float = 0.0  # ... and the tokens that are expected of it
     counts: dict[Kind, tuple[float, float]] = field(default_factory=dict)
     probes: dict[int, Probe] = field(default_factory=dict)  # of sources apart; 0: of all together
     bush: Probe | None = None  # of the step under way
@@ -387,6 +389,11 @@ class Own:
     def account(self) -> Account:
         """Who pays for the step under way."""
         return self.asks if self.ran else self.rows
+
+    @property
+    def looking(self) -> bool:
+        """Whether cheap sources are asked."""
+        return self.rows.covers > 0 and self.looks.credit >= 0
 
 
 class Beliefs:
@@ -414,7 +421,7 @@ class Beliefs:
     def open(self, seq: int, room: int) -> bool:
         """Whether to draft for a sequence at all."""
         known = self.own.get(seq)
-        return room > 1 and (known is None or known.rows.covers > 0)
+        return room > 1 and (known is None or known.looking)
 
     def choose(
         self, texts: list[Text], looks: list[Look], guesses: dict[int, list[Guess]], drafted: float, k: int,
@@ -429,8 +436,8 @@ class Beliefs:
         """
         n, k = len(texts), min(k, len(self.seconds) - 1)
         for seq, _, _, room in () if again else texts:
-            known = self.own.setdefault(seq, Own(Account(room), Account(room)))
-            known.steps, known.nodes, known.ran = known.steps + 1, 0, 0
+            known = self.own.setdefault(seq, Own(Account(room), Account(room), Account(room)))
+            known.steps, known.nodes, known.ran, known.promised = known.steps + 1, 0, 0, 0.0
         if k < 1:
             return [([], [], [], 0.0) for _ in texts], 0.0
         bushes, every, most = list[Bush](), list[list[float]](), list[int]()
@@ -453,8 +460,9 @@ class Beliefs:
         chosen, rate = pick(every, bushes, self.seconds, drafted, most, chains)
         picked: list[Picked] = []
         for (seq, *_), bush, chances, nodes in zip(texts, bushes, every, chosen, strict=True):
-            self.own[seq].nodes = self.own[seq].ran + len(nodes)
-            picked.append((*bush.drafted(nodes), sum(chances[node] for node in nodes)))
+            known = self.own[seq]
+            known.nodes, known.promised = known.ran + len(nodes), sum(chances[node] for node in nodes)
+            picked.append((*bush.drafted(nodes), known.promised))
         return picked, rate
 
     def ran(self, seq: int, riders: int) -> None:
@@ -466,21 +474,29 @@ class Beliefs:
         known = self.own[seq]
         return known.steps, known.asks.credit
 
-    def settle(self, came: list[tuple[int, list[int], int]], rows: int, took: float, own: float) -> None:
+    def settle(
+        self, came: list[tuple[int, list[int], int]], rows: int, took: float, own: float, drafted: float
+    ) -> None:
         """A step is over: who was drafted for pays, and guesses are compared with what came, as far as they reach.
 
         came: ids, texts and how many tokens were accepted.  rows: of the forward.  took: seconds; infinite if it did
-        something else, too.  own: seconds beside the forward.
+        something else, too.  own: seconds of looking and choosing, of which each pays its share for whom was looked,
+        whatever was found: for whom too little is found is looked seldom.  drafted: seconds of models, as a rule.
         """
         known = [(self.own[seq], text, accepted) for seq, text, accepted in came if seq in self.own]
         nodes, plain = sum(each.nodes for each, *_ in known), self.seconds[0] if self.seconds else 0.0
-        extra = self.seconds[min(rows - len(came), len(self.seconds) - 1)] - plain if nodes else 0.0
+        extra = expected = self.seconds[min(rows - len(came), len(self.seconds) - 1)] - plain if nodes else 0.0
         if nodes and took < math.inf:  # what was thought too little of is charged in full; a hiccup is not
             extra = min(max(extra, took - plain), 2 * extra)
         for each, text, accepted in known:
+            if plain and each.looking:
+                each.looks.enter(0.0, own / plain)
             if each.nodes:
-                each.account.enter(accepted, (extra + own) * len(came) / plain * each.nodes / nodes)
-            each.rows.credit, each.asks.credit = each.rows.credit + TOP_UP, each.asks.credit + TOP_UP
+                share = len(came) / plain * each.nodes / nodes
+                each.account.enter(accepted, (extra + drafted) * share)
+                each.looks.enter(each.promised, expected * share)
+            for account in (each.rows, each.asks, each.looks):
+                account.credit += TOP_UP
             if each.bush and each.bush.tokens:
                 each.probes.setdefault(0, each.bush)
             each.bush = None

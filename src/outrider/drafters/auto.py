@@ -111,7 +111,7 @@ class Auto(Drafter):
         self.costs = Costs()
         self.asked: dict[int, dict[str, tuple[int, int]]] = {}  # by sequence and source: when, and the tokens it read
         self.chains, self.vocab, self.chunk = False, 2**63, 2**63
-        self.sent = self.spent = self.own = 0.0
+        self.sent = self.spent = self.asking = self.own = self.whole = 0.0
         self.seconds = list[float]()
 
     def attach(self, target: Runner, load: Callable[[str], Runner]) -> None:
@@ -153,7 +153,7 @@ class Auto(Drafter):
 
     def propose(self, seqs: list[Sequence], k: int) -> list[Draft]:
         """One tree per sequence of at most k nodes, and the riders of who has some."""
-        began, n = self.clock(), len(seqs)
+        began, n, self.asking = self.clock(), len(seqs), 0.0
         lengths = [len(seq.tokens) for seq in seqs]
         seconds = self.costs.ladder(n, min(n * k, ALL_ROWS), sum(lengths))
         if seconds is not self.seconds:
@@ -190,6 +190,7 @@ class Auto(Drafter):
         drafted = -self.clock()
         self._ask(source, seqs, who, length, guesses, riders)
         drafted += self.clock()
+        self.asking = drafted
         self._time(source, seqs, who, length, drafted, riders)
         return self.beliefs.choose(texts, self.looks, guesses, drafted, k, self.chains, True)[0]
 
@@ -298,11 +299,11 @@ class Auto(Drafter):
         came = []
         for seq, verdict, draft in zip(seqs, verdicts, output.drafts, strict=True):
             came.append((seq.id, seq.tokens, len(verdict.path) - len(draft.forced.intersection(verdict.path))))
-        self.beliefs.settle(came, rows, math.inf if output.read else took, self.own)
+        self.beliefs.settle(came, rows, math.inf if output.read else took, self.own, self.whole - self.own)
         for part in self.watching:
             part.observe(seqs, verdicts, output)
         spent = self.spent + self.clock() - began
-        self.own += 0.1 * (min(spent, 2 * self.own or spent) - self.own)
+        self.own, self.whole = _usual(self.own, max(0.0, spent - self.asking)), _usual(self.whole, spent)
 
     def forget(self, seq: Sequence) -> None:
         """Drop what is known of this sequence alone; keep the costs for the next run."""
@@ -315,6 +316,11 @@ class Auto(Drafter):
     def kv_bytes(self, tokens: int) -> int:
         """What all sources hold together."""
         return sum(part.kv_bytes(tokens) for part in self.parts)
+
+
+def _usual(before: float, now: float) -> float:
+    """A moving average that a hiccup does not move far."""
+    return before + 0.1 * (min(now, 2 * before or now) - before)
 
 
 def _forwards(target: Runner) -> dict[int, float]:
