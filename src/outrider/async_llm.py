@@ -233,7 +233,7 @@ class AsyncLLM:
             try:
                 # another thread may be stepping, for an LLM's own caller; what it brings to ours is news, too
                 self.llm.engine.step(unless=lambda among=answers: any(a.has_news() for a in among))  # type: ignore[misc]
-            except Exception as error:  # a bug; nobody shall wait for what will not come
+            except BaseException as error:  # a bug, or what a request calls would end this thread: nobody shall wait
                 log.exception("a step of the engine failed")
                 for answer in answers:
                     answer.fail(EngineError(f"a step of the engine failed: {told(error)}"))

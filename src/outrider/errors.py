@@ -44,6 +44,14 @@ def told(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
+def ends_one(error: BaseException) -> bool:
+    """Whether what another's code raised is the affair of the one request it was called for, as exceptions are.
+
+    So is the panic of a library in Rust (tokenizers, llguidance), which pyo3 makes no Exception.
+    """
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
 class OutriderError(Exception):
     """Base of all errors that a user can cause."""
 

@@ -365,6 +365,36 @@ def test_a_broken_engine_lets_nobody_wait(tiny_llm, monkeypatch):
     llm.close()
 
 
+class PanicException(BaseException):
+    """As those of `tokenizers` and llguidance, which are written in Rust."""
+
+
+@pytest.mark.parametrize("panic", [PanicException("index out of bounds"), SystemExit(3)])
+def test_what_is_no_exception_lets_nobody_wait(tiny_llm, panic):
+    """A library's panic ends its own request, what else would end the thread all of them; the next are served."""
+    llm = AsyncLLM(tiny_llm)
+
+    def panics(tokens, logits):
+        if len(tokens) > 12:
+            raise panic
+        return logits
+
+    async def both() -> list[Any]:
+        bad = collect(llm, PROMPT, max_tokens=40, seed=4, logits_processors=[panics])
+        other = collect(llm, PROMPT, max_tokens=40, seed=4)
+        return await asyncio.wait_for(asyncio.gather(bad, other, return_exceptions=True), 60)
+
+    error, other = run(both())
+    assert isinstance(error, EngineError) and str(panic) in str(error)
+    if isinstance(panic, PanicException):
+        assert other[0][-1].output.token_ids == tiny_llm.generate(PROMPT, max_tokens=40, seed=4)[0].token_ids
+    else:
+        assert isinstance(other, EngineError)
+    assert len(run(collect(llm, PROMPT, max_tokens=5))) == 1
+    released(tiny_llm)
+    llm.close()
+
+
 def test_several_loops(tiny_llm):
     llm = AsyncLLM(tiny_llm)
     expected = [tiny_llm.generate(PROMPT, max_tokens=20, seed=i)[0].token_ids for i in range(4)]

@@ -30,12 +30,15 @@ from outrider.errors import (
     ConfigError,
     DeadlineExceeded,
     EmptyPrompt,
+    EngineError,
     OutOfMemory,
     PoolFull,
     RequestError,
     RequestTooLong,
     brief,
+    ends_one,
     interrupts_wait,
+    told,
 )
 from outrider.kv import PagedKV
 from outrider.kv.blocks import BLOCK
@@ -477,7 +480,9 @@ class Engine:
             verdicts = step(self.runner, self.guard, seqs, k, times, self.rule, parts)
         except PoolFull:
             raise
-        except Exception as error:
+        except BaseException as error:
+            if not ends_one(error):
+                raise
             news = []
             for request, length in zip(everyone, lengths, strict=True):
                 if len(everyone) == 1 or len(request.seq.tokens) != length:
@@ -561,7 +566,7 @@ class Engine:
         with _claiming:  # what is added in the meantime comes after
             self._next_due = min([r.due for r in (*self.waiting, *self.running)], default=math.inf)
 
-    def _fail(self, request: Request, error: Exception) -> None:
+    def _fail(self, request: Request, error: BaseException) -> None:
         request.seq.fail(_typed(error))
         self._publish(request)
 
@@ -630,8 +635,12 @@ _owners: WeakValueDictionary[int, Engine] = WeakValueDictionary()  # by id of th
 _claiming = threading.Lock()
 
 
-def _typed(error: Exception) -> Exception:
-    """Memory that ran out by whatever name, as our error; all else as it is."""
+def _typed(error: BaseException) -> Exception:
+    """Memory that ran out by whatever name, and a library's panic, as our error; all else as it is."""
+    if not isinstance(error, Exception):
+        typed: Exception = EngineError(f"a library panicked: {told(error)}")
+        typed.__cause__ = error
+        return typed
     words = ("can't allocate memory", "not enough memory", "out of memory")
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(w in str(error) for w in words)):
         typed = OutOfMemory("memory ran out under this request; lower max_num_batched_tokens, max_num_seqs or the load")
