@@ -16,7 +16,7 @@ import torch
 from helpers import ScriptedDrafter, assert_released, oracle, run, use
 
 from outrider import LLM, Draft, SamplingParams, speculate
-from outrider.engine import Engine
+from outrider.engine import Engine, engine
 from outrider.errors import ConfigError, DeadlineExceeded, DrafterError, OutOfMemory, OutriderError, RequestError
 from outrider.kv import OffloadKV
 from outrider.kv.paged import Table
@@ -511,6 +511,25 @@ def test_ctrl_c_waits_until_a_step_is_whole(make_llm, monkeypatch, where):
     output = llm.engine.output(kept)
     assert (output.token_ids, output.logprobs) == (expected.token_ids, expected.logprobs)
     assert_released(llm)
+
+
+@pytest.mark.parametrize("call", ["generate", "stream"])
+def test_ctrl_c_while_a_request_is_queued(random_llm, monkeypatch, call):
+    """It is aborted, too, though its caller never held it."""
+    real = engine.insort
+
+    def pressed(*args, **more):
+        real(*args, **more)
+        signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(engine, "insort", pressed)
+            getattr(random_llm, call)(PROMPTS[1], max_tokens=20)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert_released(random_llm)
 
 
 def test_a_signal_that_ends_nothing_ends_no_request(random_llm, monkeypatch):

@@ -21,7 +21,7 @@ from transformers import GenerationConfig, StopStringCriteria
 from outrider import families
 from outrider.config import SamplingParams, SpeculativeConfig, whole
 from outrider.engine import Request
-from outrider.errors import ConfigError, RequestError, UnsupportedArchitecture, brief, told
+from outrider.errors import ConfigError, RequestError, UnsupportedArchitecture, brief, interrupts_wait, told
 from outrider.llm import LLM
 from outrider.load import Checkpoint, adopt
 
@@ -187,9 +187,9 @@ class Accelerated:
             for i, (row, start) in enumerate(zip(ids.tolist(), starts, strict=True)):
                 edits = [_edit(process, row[:start], device) for process in processors]
                 ends = _ends(criteria, row[:start], device) if criteria else None
-                requests += engine.add(
-                    row[start:], replace(params, seed=(seed + i) % 2**64, logits_processors=edits), ends
-                )
+                own = replace(params, seed=(seed + i) % 2**64, logits_processors=edits)
+                with interrupts_wait():  # between the two nobody could abort them
+                    requests += engine.add(row[start:], own, ends)
             if streamer is not None:
                 streamer.put(ids.cpu())
                 for tokens in engine.follow(requests[0]):

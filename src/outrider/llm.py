@@ -21,7 +21,7 @@ from outrider import drafters
 from outrider.config import EngineConfig, SamplingParams, SpeculativeConfig, promised
 from outrider.engine import Engine, Request, TextStream, free_memory
 from outrider.engine.text import tokenizing
-from outrider.errors import ConfigError, EmptyPrompt, RequestError, RequestTooLong, brief
+from outrider.errors import ConfigError, EmptyPrompt, RequestError, RequestTooLong, brief, interrupts_wait
 from outrider.follow import LeadingRunner, follow, guarantee
 from outrider.kv import OffloadKV, PagedKV
 from outrider.kv.paged import MODEST
@@ -233,7 +233,8 @@ class LLM:
         requests: list[Request] = []
         try:
             for ids in [self.encode(prompt) for prompt in many]:
-                requests += self.engine.add(ids, params)
+                with interrupts_wait():  # between the two nobody could abort them
+                    requests += self.engine.add(ids, params)
             self.engine.finish(requests)
         finally:
             for request in requests:
@@ -296,9 +297,10 @@ class LLM:
         if params.n != 1:
             raise ConfigError(f"stream gives one output; n must be 1, not {params.n}")
         ids = self.read(prompt, chat_template=chat_template, chat_template_kwargs=chat_template_kwargs)
-        (request,) = self.engine.add(ids, params)
-        events = self._events(self.engine, request)
-        next(events)  # enters its `try`: closing the iterator stops the request even if nothing was read from it
+        with interrupts_wait():
+            (request,) = self.engine.add(ids, params)
+            events = self._events(self.engine, request)
+            next(events)  # enters its `try`: closing the iterator stops the request even if nothing was read from it
         return events
 
     def _events(self, engine: Engine, request: Request) -> Iterator[Any]:
