@@ -279,6 +279,7 @@ BAD_SAMPLING = {
     "logits_processors": (5, [5], ["x"], print),
     "ignore_eos": ("yes", None, 1), "include_stop_str_in_output": ("yes", None, 1),
     "skip_special_tokens": ("yes", None, 1), "structured_outputs": (5, "x", [], {"jsn": {}}, {}),
+    "prediction": (5, ["a"], b"x", "\ud800", "x" * (2**20 + 1)),
 }  # fmt: skip
 
 

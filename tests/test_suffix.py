@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 import tracemalloc
+from dataclasses import replace
 
 import pytest
-from helpers import run
+from helpers import assert_released, run
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -302,3 +303,38 @@ def test_it_pays(tiny_llm):
         branching, tokens, exactness = acceptance(tiny_llm, prompts)
         assert tokens == plain[1]
     assert branching > lengths["suffix"]
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        {"method": "suffix"},
+        {"method": "auto", "drafters": [{"method": "suffix"}]},
+        {"method": "merge", "drafters": [{"method": "ngram"}, {"method": "suffix"}]},
+        {"method": "cascade", "view": "streaming:budget=64", "drafter": {"method": "suffix"}},
+    ],
+    ids=lambda given: given["method"],
+)
+def test_what_a_caller_expects_is_drafted_from(tiny_llm, method):
+    """From the first token on, and to the same tokens whether it is right, half right or wrong."""
+    prompt, params = "Once upon a time there was a little", SamplingParams(max_tokens=60, temperature=0.8, seed=7)
+    plain = tiny_llm.generate(prompt, params)[0]
+    half = len(plain.text) // 2
+    steps = []
+    for text in ("", "Nothing of the kind. " * 9, plain.text[:half] + " or rather" + plain.text[half:], plain.text):
+        tiny_llm.speculative_config = method  # a new one, which remembers nothing
+        output = tiny_llm.generate(prompt, replace(params, prediction=text))[0]
+        assert output.token_ids == plain.token_ids
+        spec = output.metrics["speculative_decoding"]
+        steps.append(spec.get("inner", spec)["num_spec_steps"])
+        assert_released(tiny_llm)
+    assert steps[3] <= steps[2] < 0.6 * min(steps[:2]), steps
+
+
+def test_a_prediction_that_breaks_the_drafter_costs_its_guesses(tiny_llm, monkeypatch):
+    asked = SamplingParams(max_tokens=5, seed=1, prediction="there was")
+    expected = tiny_llm.generate("Once upon a time", asked)[0]
+    tiny_llm.speculative_config = {"method": "suffix"}
+    monkeypatch.setattr(tiny_llm.engine.drafter, "remember", lambda text: 1 / 0)
+    output = tiny_llm.generate("Once upon a time", asked)[0]
+    assert output.token_ids == expected.token_ids and "ZeroDivisionError" in output.metrics["drafter_error"]

@@ -22,7 +22,12 @@ ACCEPTANCE_METHODS = {  # what decides which drafted tokens stay (verify.py), an
 SCHEMES = {"int8": (8, 128, False), "int4": (4, 32, True)}
 # bits that a weight takes, its share of scale and offset included
 STORED = {scheme: bits + 16 * (1 + offset) / group for scheme, (bits, group, offset) in SCHEMES.items()}
-MOST_OUTPUTS, MOST_LOGPROBS, MOST_WORDS = 16384, 1024, 1024  # of one request: what is more would end in want of memory
+MOST_OUTPUTS, MOST_LOGPROBS, MOST_WORDS, MOST_PREDICTED = (
+    16384,
+    1024,
+    1024,
+    2**20,
+)  # of one request: what is more would end in want of memory
 
 
 MOST_NODES = 256  # of a draft that can be accepted, and as many that only ride: beyond these no forward is cheap
@@ -289,6 +294,7 @@ class SamplingParams:
     logits_processors: list[LogitsProcessor] | None = None
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputsParams | None = None  # or a mapping of its fields
+    prediction: str | None = None  # what the output may resemble: it is drafted from, and changes no token
 
     def __post_init__(self) -> None:
         def check(name: str, value: float | None, what: str) -> None:
@@ -338,6 +344,11 @@ class SamplingParams:
             raise ConfigError(f"bad_words must be words, not {brief(self.bad_words)}")
         if len(self.bad_words or ()) > MOST_WORDS:
             raise ConfigError(f"bad_words must be at most {MOST_WORDS}, not {len(self.bad_words or ())}")
+        if (text := self.prediction) is not None:
+            if not isinstance(text, str) or not _is_unicode(text):
+                raise ConfigError(f"prediction must be a text or None, not {brief(text)}")
+            if len(text) > MOST_PREDICTED:
+                raise ConfigError(f"prediction has {len(text)} characters; at most {MOST_PREDICTED}")
         for name in ("stop_token_ids", "allowed_token_ids"):
             if (given := getattr(self, name)) is not None:
                 ids = [whole(token, 0) for token in given]

@@ -53,6 +53,9 @@ class Drafter:
         """How `auto` asks an index of every sequence, without a Draft between (control.Look); None: it does not."""
         return None
 
+    def remember(self, text: list[int]) -> None:
+        """A text to come may resemble this one: the end of a prompt, and what its caller expects behind it."""
+
     def forget(self, seq: Sequence) -> None:
         """A sequence is done: give back what it held."""
 
@@ -306,6 +309,10 @@ class Nested(Drafter):
                 lacking[fork.id] -= len(verdict.tokens) if verdict.error is None else k
                 fork.metrics.add(verdict.drafted, len(verdict.path), len(verdict.tokens))
         return [Draft.chain(f.tokens[len(s.tokens) : len(s.tokens) + k]) for f, s in zip(forks, seqs, strict=True)]
+
+    def remember(self, text: list[int]) -> None:
+        """Let the inner drafter remember it."""
+        self.inner.remember(text)
 
     def forget(self, seq: Sequence) -> None:
         """Free what both hold of it."""

@@ -156,6 +156,26 @@ def test_shape_of_a_chat(client, tiny_llm):
     )
 
 
+def test_a_predicted_output(tiny_llm):
+    """OpenAI's field: the same answer in fewer steps, of which the usage tells."""
+    tiny_llm.speculative_config = {"method": "suffix"}
+    client = Client(tiny_llm)
+    body = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0}
+    plain = client.complete({**body, "speculative_config": False})[0]
+    text = plain["choices"][0]["text"]
+    halves = [{"type": "text", "text": text[:40]}, {"type": "text", "text": text[40:]}]
+    for prediction in ("Something else.", {"type": "content", "content": text}, {"type": "content", "content": halves}):
+        answer = client.complete({**body, "prediction": prediction})[0]
+        Completion.model_validate(answer, strict=True)
+        assert answer["choices"][0]["text"] == text
+        details, spec = answer["usage"]["completion_tokens_details"], answer["metrics"]["speculative_decoding"]
+        assert details["accepted_prediction_tokens"] == spec["num_accepted_draft_tokens"]
+        assert sum(details.values()) == spec["num_draft_tokens"]
+    assert details["accepted_prediction_tokens"] > 30 and "completion_tokens_details" not in plain["usage"]
+    assert client.chat({"messages": TALK, "prediction": {"type": "content", "content": "take"}})[0]["choices"]
+    client.llm.close()
+
+
 def test_frames_of_a_chat(client):
     body = {"messages": TALK, "max_tokens": 12, "seed": 4, "n": 2, "return_token_ids": True, "logprobs": True}
     whole = client.chat(body)[0]

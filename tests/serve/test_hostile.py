@@ -60,6 +60,9 @@ def refused(answer: Any, status: int = 400, param: str | None = None) -> dict[st
         ("deadline", True), ("length_penalty", 2), ("logprob_token_ids", [5]), ("prompt_embeds", "x"),
         ("thinking_token_budget", 5), ("vllm_xargs", {"a": 1}), ("repetition_detection", {"max": 3}),
         ("\ud800", 1), ("__class__", {}), ("add_special_tokens", 1), ("return_token_ids", "yes"),
+        ("prediction", 5), ("prediction", {"type": "content"}), ("prediction", {"type": "x", "content": "a"}),
+        ("prediction", {"type": "content", "content": [{"type": "text"}]}), ("prediction", "\ud800"),
+        ("prediction", "x" * (2**20 + 1)),
     ],
 )  # fmt: skip
 def test_a_wrong_field_is_named(client, field, value):
@@ -108,6 +111,7 @@ def test_a_wrong_field_of_a_chat(client, field, value):
         ("chat/completions", "messages", [{"role": "user", "content": [{"type": "image_url"}]}], "{'type': 'text'"),
         ("responses", "input", [{"role": "user", "content": 5}], "'content': ..."),
         ("responses", "input", [], "give at least one"),
+        ("chat/completions", "prediction", {"type": "content", "content": 5}, "text or text parts"),
     ],
 )  # fmt: skip
 def test_what_a_field_may_be_is_told(client, path, field, value, told):

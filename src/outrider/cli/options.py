@@ -41,6 +41,7 @@ HELP = {
     "bad_words": "Word that is not written; may be repeated.",
     "allowed_token_ids": "Token id that may be chosen, may be repeated. Default: all.",
     "skip_special_tokens": "Leave special tokens out of the text.",
+    "prediction": "A text the output may resemble: drafted from, it changes no token.",
 }
 STRUCTURED = {  # a field of StructuredOutputsParams: its flag, and what it means
     "json": ("--json-schema", "The output is JSON of this schema: its text, or a file."),
@@ -106,6 +107,7 @@ TYPES: dict[str, Any] = {
     "prompt_logprobs": int | None,
     "bad_words": list[str] | None,
     "allowed_token_ids": list[int] | None,
+    "prediction": str | None,
 }
 NAMES = {
     "stop_token_ids": "--stop-token-id", "bad_words": "--bad-word", "allowed_token_ids": "--allowed-token-id",

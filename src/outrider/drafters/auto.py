@@ -305,6 +305,11 @@ class Auto(Drafter):
         spent = self.spent + self.clock() - began
         self.own, self.whole = _usual(self.own, max(0.0, spent - self.asking)), _usual(self.whole, spent)
 
+    def remember(self, text: list[int]) -> None:
+        """Let all who can remember it."""
+        for part in self.parts:
+            part.remember(text)
+
     def forget(self, seq: Sequence) -> None:
         """Drop what is known of this sequence alone; keep the costs for the next run."""
         self.asked.pop(seq.id, None)

@@ -65,6 +65,11 @@ class Merge(Drafter):
             if type(part).observe is not Drafter.observe:
                 part.observe(seqs, *self._seen_by(i, seqs, verdicts, output))
 
+    def remember(self, text: list[int]) -> None:
+        """Let all who can remember it."""
+        for part in self.parts:
+            part.remember(text)
+
     def forget(self, seq: Sequence) -> None:
         """Let each drafter forget it."""
         self.merged.pop(seq.id, None)

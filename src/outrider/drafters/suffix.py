@@ -214,11 +214,15 @@ class Suffix(Drafter):
         self.indexes.pop(seq.id, None)
         if seq.settled > seq.prompt_len and self.suffix_decoding_max_cached_requests:
             first = max(0, seq.prompt_len - self.suffix_decoding_max_tree_depth)
-            tokens = [*seq.tokens[first : seq.settled][1 - CACHED_TOKENS :], END]
-            self.past.enter(tokens, True)
-            self.lengths.append(len(tokens))
-            while len(self.lengths) > self.suffix_decoding_max_cached_requests or len(self.past) > CACHED_TOKENS:
-                self.past.drop(self.lengths.popleft())
+            self.remember(seq.tokens[first : seq.settled])
+
+    def remember(self, text: list[int]) -> None:
+        """Take a text for an earlier output."""
+        tokens = [*text[1 - CACHED_TOKENS :], END]
+        self.past.enter(tokens, True)
+        self.lengths.append(len(tokens))
+        while len(self.lengths) > self.suffix_decoding_max_cached_requests or len(self.past) > CACHED_TOKENS:
+            self.past.drop(self.lengths.popleft())
 
     def _guess(self, seq: Sequence, k: int) -> Draft:
         index = self.indexes.get(seq.id)

@@ -24,7 +24,7 @@ from outrider.constraint import Constraint, read
 from outrider.draft import Verdict
 from outrider.engine.guard import Guard
 from outrider.engine.scheduler import Pace, shares
-from outrider.engine.text import TextStream, spelt
+from outrider.engine.text import TextStream, spelt, tokens_of
 from outrider.engine.turn import Turn
 from outrider.errors import (
     ConfigError,
@@ -48,6 +48,7 @@ from outrider.sequence import Sequence
 from outrider.speculate import Drafter, StepTimes, step
 from outrider.verify import COUPLED
 
+SEAM = 32  # tokens of a prompt by which the beginning of what is expected behind it is found
 GRAMMAR = "grammar"  # who drafted what a request's structured_outputs force
 
 
@@ -71,6 +72,7 @@ class Request:
     finished: bool = False  # no more tokens will come, and what it held is given back
     drafted_by: list[str | None] = field(default_factory=list)  # per output token
     logprobs: list[Logprob] = field(default_factory=list)
+    expected: list[int] = field(default_factory=list)  # a text that its own may resemble, until the drafter has it
     scores: dict[int, Logprob] | None = None  # of the prompt's tokens, by place, if asked for; n outputs share them
     timing: Timing = field(default_factory=Timing)
 
@@ -204,6 +206,8 @@ class Engine:
         asked, config = params.structured_outputs, self.runner.model.config
         grammar = None if asked is None else read(asked, self.tokenizer, config.vocab_size)
         banned = [ids for ids in spelt(params.bad_words or (), self.tokenizer) if max(ids) < config.vocab_size]
+        text = "" if k == 0 or self.guard.idle else params.prediction
+        expected = tokens_of(text, self.tokenizer) if text else []
         due = math.inf if deadline is None else time.perf_counter() + deadline
         scores: dict[int, Logprob] | None = None if params.prompt_logprobs is None else {}
         seed = secrets.randbits(63) if params.seed is None else params.seed
@@ -221,6 +225,8 @@ class Engine:
             if begun is not None and params.logprobs is None and params.prompt_logprobs is None:
                 seq.tokens += begun[i]
                 requests[-1].drafted_by += [None] * len(begun[i])
+        if expected:
+            requests[0].expected = prompt[-SEAM:] + expected
         with _claiming:
             self._claim()
             self._next_due = min(self._next_due, due)
@@ -263,6 +269,8 @@ class Engine:
             raise ConfigError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
         if params.bad_words and self.tokenizer is None:
             raise ConfigError("bad_words need a tokenizer, and this model has none; use logit_bias")
+        if params.prediction and self.tokenizer is None:
+            raise ConfigError("a prediction needs a tokenizer, and this model has none; leave it out")
         if need > self.max_len:
             rest = self.max_len - len(prompt)
             cure = f"lower max_tokens to {rest} or shorten the prompt" if rest > 0 else "shorten the prompt"
@@ -292,6 +300,9 @@ class Engine:
                 break
             self.waiting.remove(request)
             self._name(request)
+            if request.expected:
+                self.guard.remember(request.expected)
+                request.expected = []
             insort(self.running, request, key=_rank)
             self._backlog += self.runner.pending(request.seq)
             timing = request.timing

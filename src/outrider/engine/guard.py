@@ -43,6 +43,14 @@ class Guard(Drafter):
             except Exception as error:
                 self._blame(error, seqs)
 
+    def remember(self, text: list[int]) -> None:
+        """Let it remember a text."""
+        if self.failure is None:
+            try:
+                self.drafter.remember(text)
+            except Exception as error:
+                self._blame(error, [])
+
     def forget(self, seq: Sequence) -> None:
         """Let it give back what it held; it is asked even when switched off."""
         try:

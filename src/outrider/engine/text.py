@@ -20,12 +20,15 @@ def spelt(words: Sequence[str], tokenizer: Any) -> list[list[int]]:
     """Token ids of words at the beginning of a text, and behind a space."""
     found = []
     for word in words:
-        with tokenizing:
-            bare, spaced = (
-                tokenizer(before + word.lstrip(), add_special_tokens=False)["input_ids"] for before in ("", " ")
-            )
-        found += [bare, spaced]
+        found += [tokens_of(before + word.lstrip(), tokenizer) for before in ("", " ")]
     return [ids for ids in found if ids]
+
+
+def tokens_of(text: str, tokenizer: Any) -> list[int]:
+    """Token ids of a text by itself."""
+    with tokenizing:
+        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
 
 
 class TextStream:

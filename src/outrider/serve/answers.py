@@ -103,13 +103,22 @@ class Reply:
     def usage(self) -> dict[str, Any]:
         """Tokens so far; a prompt counts once, whatever n."""
         read = sum(map(len, self.job.prompts))
-        cached = sum(request.cached for request in self.job.answer.requests[:: self.n])
-        return {
+        requests = self.job.answer.requests
+        cached = sum(request.cached for request in requests[:: self.n])
+        usage = {
             "prompt_tokens": read,
             "completion_tokens": self.count,
             "total_tokens": read + self.count,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
+        if self.body.prediction is not None:  # of all that was drafted: nobody asks whether the prediction said it
+            drafted = sum(sum(request.seq.metrics.drafted) for request in requests)
+            accepted = sum(sum(request.seq.metrics.accepted) for request in requests)
+            usage["completion_tokens_details"] = {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": drafted - accepted,
+            }
+        return usage
 
     def _metrics(self) -> dict[str, Any]:
         return {"metrics": metrics_of(self.outputs[0])} if len(self.job.answer.requests) == 1 else {}

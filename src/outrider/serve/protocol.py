@@ -41,6 +41,25 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
+class TextPart(Body):
+    """A part of a content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(Body):
+    """OpenAI's predicted output."""
+
+    type: Literal["content"]
+    content: str | list[TextPart]
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class Ignored(Body):
     """Fields that change no token and are taken without a word."""
 
@@ -106,6 +125,9 @@ class Sampled(Common):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     response_format: dict[str, Any] | None = None
+    prediction: Annotated[
+        str | Prediction | None, Field(description="a text, or {'type': 'content', 'content': text or text parts}")
+    ] = None
 
     def check(self, settings: Settings) -> None:
         """Refuse what the server's limits or the fields' relations do not allow."""
@@ -138,6 +160,7 @@ class Sampled(Common):
         most = room if asked is None else min(max(1, asked), room)
         given["structured_outputs"] = self.constraint()
         given["prompt_logprobs"] = self.logprobs_of_prompt(logprobs)
+        given["prediction"] = getattr(self.prediction, "text", self.prediction)
         return SamplingParams(**defaults, **(given | more), max_tokens=most, logprobs=logprobs)
 
     def logprobs_of_prompt(self, logprobs: int | None) -> int | None:
@@ -253,10 +276,9 @@ class ChatBody(Sampled):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Choice = None
     parallel_tool_calls: bool | None = None
-    include_reasoning: Any = None  # ignored, as the next three
+    include_reasoning: Any = None  # ignored, as the next two
     reasoning_effort: Any = None
     verbosity: Any = None
-    prediction: Any = None
     modalities: list[str] | None = None
 
     def check(self, settings: Settings) -> None:
