@@ -39,6 +39,14 @@ def test_context(rope, positions, context):
     assert config.context == context
 
 
+def test_the_original_context_beside_the_rope_goes_first():
+    """As in transformers, which fills the rope's own with max_position_embeddings as it reads a config."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    for rope in (YARN, {"rope_type": "longrope", "original_max_position_embeddings": 32768, **factors}):
+        config = families.read({**SHAPE, "rope_parameters": rope, "original_max_position_embeddings": 4096})
+        assert config.rope["original_max_position_embeddings"] == 4096
+
+
 @pytest.mark.parametrize("change", [
     {"rope_scaling": {**YARN, "factor": math.inf}}, {"rope_scaling": {**YARN, "factor": math.nan}},
     {"rope_scaling": {**YARN, "beta_fast": math.inf}}, {"rope_scaling": {**YARN, "beta_slow": "x"}},
@@ -46,13 +54,17 @@ def test_context(rope, positions, context):
     {"rope_scaling": {**YARN, "factor": 1e300}},
     {"rope_scaling": {**YARN, "original_max_position_embeddings": math.inf}},
     {"rope_scaling": {**YARN, "rope_theta": 1.0}}, {"rope_theta": math.inf}, {"rope_theta": 10**400},
+    {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "head_dim": 2},
     {"rope_scaling": {"type": "dynamic", "factor": math.inf}}, {"rope_scaling": {"type": "linear", "factor": -1}},
     {"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4,
                       "original_max_position_embeddings": 8192}},
+    {"rope_scaling": {**YARN, "original_max_position_embeddings": 0.5}},
+    {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 8, "factor": 4.0,
+                      "original_max_position_embeddings": 1}},
     {"rms_norm_eps": math.inf}, {"num_hidden_layers": 10**9}, {"vocab_size": 10**30}, {"hidden_size": math.inf},
 ])  # fmt: skip
 def test_numbers_of_a_checkpoint_are_bounded(change):
-    with pytest.raises(CheckpointError, match=r"config\.json: .*(number|below|above)"):
+    with pytest.raises(CheckpointError, match=r"config\.json: .*(number|below|above|at least|more than)"):
         families.read({**SHAPE, **change})
 
 

@@ -117,6 +117,12 @@ DAMAGE = {
                         "lm_head.weight", "NaN"),
     "deep json": (lambda f: (f / "config.json").write_text('{"a": ' * 100_000 + "1" + "}" * 100_000), CheckpointError,
                   "config.json"),
+    "index of long names": (lambda f: shard(f, {DOWN: "x" * 5000}), CheckpointError, "xxx... cannot be read"),
+    "two models": (lambda f: shutil.move(shutil.copy(f / "model.safetensors", f / "a.safetensors").with_name(
+        "model.safetensors"), f / "b.safetensors"), CheckpointError, "in a.safetensors and in b.safetensors"),
+    "no architectures": (lambda f: edit(f, architectures=None), CheckpointError, "list such as", "None"),
+    "a head of another vocabulary": (lambda f: (edit(f, tie_word_embeddings=True), reweigh(f, lambda w: w.update({
+        "lm_head.weight": torch.ones(7, 64)}))), CheckpointError, "lm_head.weight", "(7, 64)"),
     "strange index": (lambda f: shard(f, ["a"]), CheckpointError, "model.safetensors.index.json"),
     "missing tensor": (lambda f: reweigh(f, lambda w: w.pop(DOWN)), CheckpointError, DOWN, "missing"),
     "wrong shape": (lambda f: reweigh(f, lambda w: w.update({DOWN: w[DOWN][:, :50].clone()})), CheckpointError, DOWN,

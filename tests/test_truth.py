@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from copy import deepcopy
+from shutil import copytree
 
 import pytest
 import torch
@@ -30,6 +32,9 @@ VARIANTS = {
     "llama-eps-theta": ("llama", {"rms_norm_eps": 0.1} | rope("default", rope_theta=500.0)),
     "llama-linear": ("llama", rope("linear", factor=4.0)),
     "llama-dynamic": ("llama", {"max_position_embeddings": 32} | rope("dynamic", factor=4.0)),
+    "llama-dynamic-original": ("llama", {"max_position_embeddings": 32} | rope(
+        "dynamic", factor=4.0, original_max_position_embeddings=16)),
+    "llama-yarn-beyond-all": ("llama", rope("yarn", factor=4.0, original_max_position_embeddings=2**40)),
     "llama-llama3": ("llama", rope("llama3", **LLAMA3)),
     "llama-yarn": ("llama", rope("yarn", **YARN)),
     "llama-yarn-mscale": ("llama", rope("yarn", mscale=0.7, mscale_all_dim=1.3, **YARN)),
@@ -127,3 +132,11 @@ def test_chunked_prefill(make_checkpoint):
     params = SamplingParams(temperature=0, max_tokens=8)
     batch = [(prompt_of(n), params) for n in (3, 50, 17, 90)]  # several long prompts share the chunks
     assert [o.token_ids for o in run(chunked, batch)] == [o.token_ids for o in run(whole, batch)]
+
+
+def test_a_head_that_is_there_is_used(make_checkpoint, tmp_path):
+    """Whatever the config says: so does transformers."""
+    folder = copytree(make_checkpoint(), tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    check(LLM(folder, device="cpu", dtype="float32"), reference(folder), [prompt_of(9)], 8, rtol=1e-4, atol=1e-4)

@@ -335,7 +335,9 @@ def text_name(name: str) -> str | None:
 
 def check(hf: Hf) -> Family:
     """The family of a config. Raises UnsupportedArchitecture for another one, and for quantised weights."""
-    name = _architecture(hf)
+    if (name := _architecture(hf)) == "?":
+        given = brief(hf.get("architectures"))
+        raise CheckpointError(f"config.json: architectures should be a list such as ['LlamaForCausalLM'], not {given}")
     if (found := FAMILIES.get(name)) is None:
         needs = f": it needs {UNSUPPORTED[name]}" if name in UNSUPPORTED else ""
         known = ", ".join(known.removesuffix("ForCausalLM") for known in FAMILIES)
@@ -391,6 +393,8 @@ def read(hf: Hf, eos: tuple[int, ...] = ()) -> ModelConfig:
         turned = int(dim * (rope or {}).get("partial_rotary_factor", 1.0))
         if not 2 <= turned <= dim or turned % 2 or dim % 2:
             raise CheckpointError(f"config.json: rope turns pairs of a head's {dim} dimensions, not {turned} of them")
+        if turned == 2 and rope and rope["rope_type"] == "dynamic":
+            raise CheckpointError("config.json: rope type 'dynamic' needs more than 2 dimensions of a head, not 2")
         for key in ("short_factor", "long_factor", "freq_factors"):
             _factors(rope or {}, key, turned // 2)
     return ModelConfig(**fields)
@@ -469,9 +473,13 @@ def _checked_rope(rope: dict[str, Any], hf: Hf) -> dict[str, Any]:
     kind = str(rope.get("rope_type") or given or "default")
     rope["rope_type"] = kind = "longrope" if kind == "su" else kind
     rope["rope_theta"] = _number(rope, "rope_theta", _number(hf, "rope_theta", 10000.0))
-    for key in ("partial_rotary_factor", *["original_max_position_embeddings"] * (kind == "longrope")):
-        if hf.get(key) is not None:
-            rope.setdefault(key, hf[key])
+    if hf.get("partial_rotary_factor") is not None:
+        rope.setdefault("partial_rotary_factor", hf["partial_rotary_factor"])
+    original = "original_max_position_embeddings"
+    if kind == "dynamic":  # stretches max_position_embeddings, in transformers and vLLM, whatever stands here
+        rope.pop(original, None)
+    elif kind in ("llama3", "yarn", "longrope") and hf.get(original) is not None:
+        rope[original] = hf[original]  # as transformers has it: the rope's own may be what it filled in
     if kind not in ROPE_TYPES:
         raise UnsupportedArchitecture(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
     for key in ROPE_NEEDS.get(kind, ("factor",)):
@@ -481,6 +489,8 @@ def _checked_rope(rope: dict[str, Any], hf: Hf) -> dict[str, Any]:
     for key in ROPE_NUMBERS:
         if rope.get(key) is not None:
             _number(rope, key)
+    if rope.get(original) is not None and rope[original] < 2:
+        raise CheckpointError(f"config.json: {original} must be at least 2, not {rope[original]}")
     if kind == "longrope":
         for key in ("short_factor", "long_factor"):
             if not isinstance(rope.get(key), list):

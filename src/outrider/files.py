@@ -86,7 +86,11 @@ def make_folder(path: Path, what: str) -> None:
 
 def check_regular(path: Path) -> None:
     """Raise CheckpointError for what is there and no file: opening a pipe would wait for whoever writes to it."""
-    if path.exists() and not path.is_file():
+    try:
+        there = path.exists()
+    except OSError as error:  # a name that is too long
+        raise CheckpointError(f"{str(path)[:200]}... cannot be read: {error.strerror}") from None
+    if there and not path.is_file():
         kind = "a folder" if path.is_dir() else "a pipe, socket or device"
         raise CheckpointError(f"{path} is {kind}; it should be a file of the checkpoint")
 

@@ -108,8 +108,8 @@ def open_source(name: str | Path) -> Source:
         inner = families.text_part(hf)
         weights = _Weights(path, None if inner is hf else families.text_name)
         weights.split(config)
-        if inner is not hf and "lm_head.weight" in weights.files:
-            config = replace(config, tied=False)  # what is around a text part does not say it reliably
+        if "lm_head.weight" in weights.files:
+            config = replace(config, tied=False)  # a head that is there is meant, whatever the config says
         if inner.get("quantization_config"):
             weights, config = _Packed(weights, inner), replace(config, dtype="bfloat16")  # what the kernels take
         return Source(path, config, weights, lambda: read_tokenizer(path), dict(inner))
@@ -358,6 +358,11 @@ class _Weights:
                 with safe_open(path / name, "pt") as file:
                     for inside in file.keys():  # noqa: SIM118 - not a dict
                         if (key := rename(inside) if rename else inside) is not None:
+                            if key in self.files and not index.exists():
+                                raise CheckpointError(
+                                    f"{path}: {inside} is in {self.files[key].name} and in {name}: which is the model "
+                                    "is not said; leave one, or name it model.safetensors"
+                                )
                             self.files[key], self.inside[key] = path / name, inside
                             self.where[key] = path / name
                             self.shapes[key] = tuple(file.get_slice(inside).get_shape())

@@ -445,7 +445,7 @@ class Rotary:
         if rope.get("truncate", True):
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, self.turned - 1)
-        ramp = ((torch.arange(self.turned // 2) - low) / max(high - low, 0.001)).clamp(0, 1)
+        ramp = ((torch.arange(self.turned // 2) - low) / (high - low or 0.001)).clamp(0, 1)
         return ramp * inv / self.factor + (1 - ramp) * inv
 
     def __call__(self, positions: list[int], lengths: list[int]) -> tuple[Tensor, Tensor]:
