@@ -513,6 +513,52 @@ def test_ctrl_c_waits_until_a_step_is_whole(make_llm, monkeypatch, where):
     assert_released(llm)
 
 
+def test_who_waits_is_changed_by_one_thread_at_a_time(random_llm, monkeypatch):
+    """The place of a new request is looked for in Python: another thread may take somebody out meanwhile."""
+    real, llm = engine._rank, random_llm.engine
+    others = [llm.add(PROMPTS[1], SamplingParams(max_tokens=2))[0] for _ in range(4)]
+    stepping = threading.Thread(target=llm.step)
+
+    def slow(request):
+        if request in others and not stepping.ident:
+            stepping.start()
+            stepping.join(0.5)  # it waits for us, or else the list is empty now
+        return real(request)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_rank", slow)
+        last = llm.add(PROMPTS[1], SamplingParams(max_tokens=2))[0]
+    stepping.join()
+    llm.finish([*others, last])
+    assert_released(random_llm)
+
+
+def test_a_stream_is_dropped_while_another_request_is_queued(random_llm, monkeypatch):
+    """As by a destructor, which comes between any two instructions: nobody waits for himself."""
+    real, llm, streams = engine._rank, random_llm.engine, [random_llm.stream(PROMPTS[1], max_tokens=9)]
+
+    def dropping(request):
+        streams.clear()
+        return real(request)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_rank", dropping)
+        request = llm.add(PROMPTS[1], SamplingParams(max_tokens=2))[0]
+    assert llm.waiting == [request]
+    llm.finish([request])
+    assert_released(random_llm)
+
+
+def test_a_request_that_is_refused_by_its_cache_leaves_nothing(random_llm, monkeypatch):
+    def refused():
+        raise ConfigError("another engine runs requests on this cache")
+
+    monkeypatch.setattr(random_llm.engine, "_claim", refused)
+    with pytest.raises(ConfigError, match="another engine"):
+        random_llm.engine.add(PROMPTS[1], SamplingParams(max_tokens=2, prompt_logprobs=1))
+    assert_released(random_llm)
+
+
 @pytest.mark.parametrize("call", ["generate", "stream"])
 def test_ctrl_c_while_a_request_is_queued(random_llm, monkeypatch, call):
     """It is aborted, too, though its caller never held it."""

@@ -219,8 +219,6 @@ class Engine:
             seq.banned = banned
             first = requests[0] if requests else None
             requests.append(Request(seq, index=i, priority=priority, due=due, first=first, scores=scores))
-            if scores is not None:
-                self.runner.scores[seq.id] = scores
             self._name(requests[-1])
             if begun is not None and params.logprobs is None and params.prompt_logprobs is None:
                 seq.tokens += begun[i]
@@ -231,7 +229,11 @@ class Engine:
             self._claim()
             self._next_due = min(self._next_due, due)
             for request in requests:
+                if scores is not None:
+                    self.runner.scores[request.seq.id] = scores
                 insort(self.waiting, request, key=_rank)
+        if self._doomed:
+            self._bury()
         return requests
 
     def _name(self, request: Request) -> None:
@@ -298,12 +300,13 @@ class Engine:
             if self.running and self.kv.room < promised + 2 * len(self.running):
                 self.runner.free(request.seq)
                 break
-            self.waiting.remove(request)
             self._name(request)
             if request.expected:
                 self.guard.remember(request.expected)
                 request.expected = []
-            insort(self.running, request, key=_rank)
+            with _claiming:
+                self.waiting.remove(request)
+                insort(self.running, request, key=_rank)
             self._backlog += self.runner.pending(request.seq)
             timing = request.timing
             timing.queued = timing.queued or time.perf_counter() - timing.started
@@ -324,8 +327,9 @@ class Engine:
 
     def _preempt(self, request: Request) -> None:
         """Take what a request holds; it waits, and then reads its tokens again, which brings the same bits."""
-        self.running.remove(request)
-        insort(self.waiting, request, key=_rank)
+        with _claiming:
+            self.running.remove(request)
+            insort(self.waiting, request, key=_rank)
         self.runner.free(request.seq)
         self.guard.forget(request.seq)
         self.preemptions += 1
@@ -550,8 +554,11 @@ class Engine:
 
     @interrupts_wait()
     def _bury(self) -> None:
-        """Take away what is aborted, unless a thread has the turn: that one looks again when it has given it back."""
-        while self._doomed and self._turn.take_at_once():
+        """Take away what is aborted, unless a thread has the turn: that one looks again when it has given it back.
+
+        Nor while somebody is queued, perhaps by this very thread, into which a destructor has come: then `add` looks.
+        """
+        while self._doomed and not _claiming.locked() and self._turn.take_at_once():
             try:
                 self._sweep()
             finally:
@@ -560,8 +567,9 @@ class Engine:
     def _sweep(self) -> None:
         while self._doomed:
             request = self._doomed.popleft()
-            if request in self.waiting:
-                self.waiting.remove(request)
+            with _claiming:
+                if request in self.waiting:
+                    self.waiting.remove(request)
             if not request.finished:
                 self._end(request, "abort")
 
@@ -571,8 +579,9 @@ class Engine:
         if now < self._next_due:
             return
         for request in [r for r in (*self.waiting, *self.running) if r.due <= now]:
-            if request in self.waiting:
-                self.waiting.remove(request)
+            with _claiming:
+                if request in self.waiting:
+                    self.waiting.remove(request)
             self._fail(request, DeadlineExceeded("the request has not ended within its deadline"))
         with _claiming:  # what is added in the meantime comes after
             self._next_due = min([r.due for r in (*self.waiting, *self.running)], default=math.inf)
@@ -643,7 +652,7 @@ def _ready(request: Request) -> bool:
 
 
 _owners: WeakValueDictionary[int, Engine] = WeakValueDictionary()  # by id of the cache, which outlives its engine
-_claiming = threading.Lock()
+_claiming = threading.Lock()  # held while a cache changes its engine, and an engine's list of who waits
 
 
 def _typed(error: BaseException) -> Exception:
