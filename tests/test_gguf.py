@@ -298,6 +298,8 @@ def test_unknown_pre_tokenizers_are_not_guessed(tmp_path):
 
 
 def test_without_a_tokenizer_ids_are_taken(make_checkpoint, tmp_path):
+    said = write(make_checkpoint(), tmp_path / "said.gguf", **{"tokenizer.ggml.model": "none"})
+    assert LLM(said, device="cpu").tokenizer is None
     llm = LLM(write(make_checkpoint(), tmp_path / "model.gguf"), device="cpu")
     assert llm.tokenizer is None
     assert len(llm.generate([[1, 2, 3]], temperature=0, max_tokens=4)[0].token_ids) == 4
@@ -332,6 +334,7 @@ def test_what_cannot_be_is_named(make_checkpoint, tmp_path):
     for cases, error in {
         (b"llama", b"mamba"): UnsupportedArchitecture,
         (b"llama.block_count", b"llama.block_kount"): CheckpointError,
+        (b"layer_norm_rms_epsilon", b"layer_norm_rms_epsilom"): CheckpointError,
         (b"blk.1.ffn_up.weight", b"blk.1.ffn_oops.weight"[:19]): CheckpointError,
     }.items():
         other.write_bytes(data.replace(*cases))
@@ -344,6 +347,9 @@ def test_what_cannot_be_is_named(make_checkpoint, tmp_path):
     ):
         with pytest.raises(UnsupportedArchitecture, match=words):
             LLM(write(folder, tmp_path / "extra.gguf", **extra), device="cpu")
+    for alignment in (24, 0, 2**21):
+        with pytest.raises(CheckpointError, match=f"alignment {alignment}"):
+            LLM(write(folder, tmp_path / "extra.gguf", **{"general.alignment": alignment}), device="cpu")
 
 
 @pytest.mark.parametrize("key", ["attention.head_count", "attention.head_count_kv", "block_count", "embedding_length"])

@@ -160,6 +160,8 @@ class File:
         special = self.metadata
         layers, first = self._number("block_count"), f"blk.0.attn_{'qkv' if self.family == 'phi3' else 'q'}.weight"
         kind = self.tensors[first].kind if first in self.tensors else "BF16"
+        if (epsilon := self._get("attention.layer_norm_rms_epsilon")) is None:
+            raise CheckpointError(f"{self.path}: {self.family}.attention.layer_norm_rms_epsilon is missing")
         ends = [special.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
         return {
             "architectures": [self.architecture],
@@ -171,7 +173,7 @@ class File:
             "num_key_value_heads": self._number("attention.head_count_kv", heads),
             "head_dim": size,
             "max_position_embeddings": self._number("context_length"),
-            "rms_norm_eps": self._get("attention.layer_norm_rms_epsilon"),
+            "rms_norm_eps": epsilon,
             "rope_parameters": self._rope(),
             "attention_bias": "blk.0.attn_q.bias" in self.tensors,
             "mlp_bias": "blk.0.ffn_up.bias" in self.tensors,
@@ -290,7 +292,7 @@ class File:
 
         Raises CheckpointError for one that this conversion does not know: it is not guessed.
         """
-        if "tokenizer.ggml.model" not in self.metadata:
+        if self.metadata.get("tokenizer.ggml.model", "none") in ("none", "no_vocab"):  # as llama.cpp's converter says
             return None
         from transformers import PreTrainedTokenizerFast
 
@@ -438,7 +440,7 @@ class _Reader:
             metadata[key] = self._value(self._take("I")[0])
         infos = [self._info() for _ in range(tensors)]
         alignment = metadata.get("general.alignment", 32)
-        if not isinstance(alignment, int) or not 0 < alignment <= 2**20:
+        if not isinstance(alignment, int) or not 0 < alignment <= 2**20 or alignment & (alignment - 1):
             raise ValueError(f"alignment {alignment!r}")
         start = -(-self.at // alignment) * alignment
         whole = np.frombuffer(self.data, np.uint8)
