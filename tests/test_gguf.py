@@ -288,6 +288,13 @@ def test_digits_of_smollm_stand_alone(tmp_path):
     assert [t for t in tokens if any(c.isdigit() for c in t)] == list("202412")
 
 
+def test_a_special_token_below_zero_is_none(tmp_path):
+    none = {"tokenizer.ggml.eos_token_id": -1, "tokenizer.ggml.padding_token_id": -1}
+    own = read_tokenizer(embedded()["tiny"])
+    file = File(write(embedded()["tiny"], tmp_path / "tiny.gguf", tokenizer=own, **none))
+    assert (file.tokenizer().eos_token, file.tokenizer().pad_token) == (None, None)
+
+
 def test_unknown_pre_tokenizers_are_not_guessed(tmp_path):
     own = read_tokenizer(embedded()["tiny"])
     path = write(embedded()["tiny"], tmp_path / "tiny.gguf", tokenizer=own, pre="novel")

@@ -305,7 +305,7 @@ class File:
             special = {
                 f"{role}_token": tokens[at]
                 for role, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
-                if (at := get(f"ggml.{key}_token_id")) is not None
+                if (at := get(f"ggml.{key}_token_id")) is not None and at >= 0  # -1: none, in llama.cpp
             }
             adds = {
                 name: bool(given) for name in ("bos", "eos") if (given := get(f"ggml.add_{name}_token")) is not None
