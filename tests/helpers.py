@@ -12,10 +12,13 @@ from safetensors.torch import load_file, save_file
 
 from outrider import LLM, Draft, Drafter, GenerationOutput, SamplingParams
 from outrider.config import Rule
+from outrider.control import Costs
 from outrider.draft import Verdict
+from outrider.drafters.auto import ROWS, Auto
 from outrider.engine import Engine
 from outrider.kv import PagedKV
 from outrider.load import find
+from outrider.runner import Output
 from outrider.sequence import Sequence
 from outrider.verify import COUPLED
 
@@ -83,6 +86,25 @@ def run(llm: LLM, requests: list[tuple[list[int], SamplingParams]]) -> list[Gene
         pass
     assert_released(llm)
     return [llm.engine.output(r) for r in added]
+
+
+def count_forwards(llm: LLM, monkeypatch: Any) -> None:
+    """Let a drafter of method auto count forwards as its time, so that chance has no part in what it decides."""
+    if not isinstance(auto := llm.engine.drafter, Auto):
+        return
+    extend, now = llm.runner.extend, [0.0]
+
+    def pass_by(seconds: float) -> float:
+        now[0] += seconds
+        return now[0]
+
+    def counted(*args: Any) -> Output:
+        pass_by(1.0)
+        return extend(*args)
+
+    monkeypatch.setattr(llm.runner, "extend", counted)
+    auto.clock, auto.costs = lambda: pass_by(1e-6), Costs()
+    auto.costs.begin({n: 1 + n / 64 for n in ROWS})
 
 
 def assert_released(llm: LLM) -> None:

@@ -7,7 +7,7 @@ import tracemalloc
 from dataclasses import replace
 
 import pytest
-from helpers import assert_released, run
+from helpers import assert_released, count_forwards, run
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -315,7 +315,7 @@ def test_it_pays(tiny_llm):
     ],
     ids=lambda given: given["method"],
 )
-def test_what_a_caller_expects_is_drafted_from(tiny_llm, method):
+def test_what_a_caller_expects_is_drafted_from(tiny_llm, method, monkeypatch):
     """From the first token on, and to the same tokens whether it is right, half right or wrong."""
     prompt, params = "Once upon a time there was a little", SamplingParams(max_tokens=60, temperature=0.8, seed=7)
     plain = tiny_llm.generate(prompt, params)[0]
@@ -323,7 +323,9 @@ def test_what_a_caller_expects_is_drafted_from(tiny_llm, method):
     steps = []
     for text in ("", "Nothing of the kind. " * 9, plain.text[:half] + " or rather" + plain.text[half:], plain.text):
         tiny_llm.speculative_config = method  # a new one, which remembers nothing
-        output = tiny_llm.generate(prompt, replace(params, prediction=text))[0]
+        with monkeypatch.context() as patch:
+            count_forwards(tiny_llm, patch)
+            output = tiny_llm.generate(prompt, replace(params, prediction=text))[0]
         assert output.token_ids == plain.token_ids
         spec = output.metrics["speculative_decoding"]
         steps.append(spec.get("inner", spec)["num_spec_steps"])
