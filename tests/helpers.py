@@ -245,8 +245,34 @@ def random_eagle3(
     return folder
 
 
+def random_recurrent(
+    model: Path, where: Path | None = None, *, draft_vocab: int = 48, scale: float = 0.3, own: bool = True
+) -> Path:
+    """A random recurrent head for a checkpoint, in a folder beside it; `scale` 0 passes the state on as it is."""
+    folder = (where or model.parent) / f"{model.name}-recurrent-{draft_vocab}-{scale}-{own}"
+    shape, noise = json.loads((model / "config.json").read_text()), torch.Generator().manual_seed(9)
+    hidden, vocab, wide = shape["hidden_size"], shape["vocab_size"], 40
+    shapes = {
+        "mlp.gate_proj.weight": (wide, 2 * hidden), "mlp.up_proj.weight": (wide, 2 * hidden),
+        "mlp.down_proj.weight": (hidden, wide), "norm.weight": (hidden,),
+    }  # fmt: skip
+    shapes |= {"lm_head.weight": (draft_vocab, hidden)} if own else {}
+    tensors = {
+        name: torch.randn(size, generator=noise) * scale + (1 if "norm" in name else 0) for name, size in shapes.items()
+    }
+    tensors["d2t"] = torch.randperm(vocab, generator=noise)[:draft_vocab].sort().values - torch.arange(draft_vocab)
+    about = {
+        "architectures": ["RecurrentHead"], "hidden_size": hidden, "vocab_size": vocab,
+        "draft_vocab_size": draft_vocab, "intermediate_size": wide,
+    }  # fmt: skip
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(about))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
 def watched(drafter: Any) -> list[torch.Tensor]:
-    """All logits that the head of an `eagle3` drafter gives from now on."""
+    """All logits that the head of an `eagle3` or `recurrent` drafter gives from now on."""
     seen, read = [], drafter.head.read
 
     def watch(*args: object) -> tuple[torch.Tensor, torch.Tensor]:

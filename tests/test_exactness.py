@@ -16,6 +16,7 @@ from helpers import (
     oracle,
     random_eagle3,
     random_heads,
+    random_recurrent,
     repeating_eagle3,
     run,
     use,
@@ -56,6 +57,13 @@ def eagle3_head(universe: str, make) -> str:
     return str(repeating_eagle3("tiny", make().parent))
 
 
+def recurrent_head(universe: str, make) -> str:
+    """Likewise: of `tiny`, one that passes the state on."""
+    if universe != "tiny":
+        return str(random_recurrent(make()))
+    return str(random_recurrent(find("tiny"), make().parent, draft_vocab=8192, scale=0.0, own=False))
+
+
 # Options without which a method cannot be created: a function of (model universe, make_checkpoint).
 OPTIONS = {
     "draft_model": lambda universe, make: {
@@ -71,6 +79,7 @@ OPTIONS = {
     },
     "medusa": lambda universe, make: {"model": "tiny-medusa" if universe == "tiny" else str(random_heads(make()))},
     "eagle3": lambda universe, make: {"model": eagle3_head(universe, make), "width": 2},
+    "recurrent": lambda universe, make: {"model": recurrent_head(universe, make), "width": 2},
     "rest": lambda universe, make: {"datastore": make_datastore(universe, make)},
 }
 ACCEPTS_NOTHING = {"none"}  # methods that need not guess anything right, ever

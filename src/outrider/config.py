@@ -60,7 +60,7 @@ FOREIGN = {  # keys and methods of vLLM and transformers that are not ours, and 
     "num_assistant_tokens": "the key is 'num_speculative_tokens'",
     **dict.fromkeys(
         ("eagle", "mtp", "deepseek_mtp", "dflash", "mlp_speculator", "hydra"),
-        "what reads the target's hidden states is 'medusa' or 'eagle3'; or use a small model as 'draft_model'",
+        "what reads the target's hidden states is 'medusa', 'recurrent' or 'eagle3'; a small model is a 'draft_model'",
     ),
     "[ngram]": "the method is 'ngram'",
     "prompt_lookup": "the method is 'ngram'",

@@ -227,8 +227,8 @@ def companions(path: Path) -> list[str]:
     except OSError:
         return []
     own = sum(file.stat().st_size for file in (folder.glob("*.safetensors") if path.is_dir() else [path]))
-    beside = [each for each in embedded().values() if each.name.startswith(f"{folder.name}-")]
-    found = inside + (beside if embedded().get(folder.name) == folder else [])
+    bears = PACKAGED if path == packaged() else folder.name if embedded().get(folder.name) == folder else None
+    found = inside + [each for each in embedded().values() if bears and each.name.startswith(f"{bears}-")]
     sizes = {each: sum(file.stat().st_size for file in each.glob("*.safetensors")) for each in found}
     return [str(each) for each in found if kind_of(each) != "draft_model" or 0 < sizes[each] <= own / 2]
 
@@ -240,7 +240,7 @@ def stores(path: Path) -> list[str]:
 
 
 def kind_of(name: str | Path) -> str:
-    """The method that drafts with a datastore (`rest`), with heads (`medusa`, `eagle3`) or else a `draft_model`."""
+    """What drafts with it: `rest` with a datastore, `medusa`, `eagle3` and `recurrent` with heads, or `draft_model`."""
     if Path(name).suffix == ".store":
         return "rest"
     path = find(name)
@@ -248,6 +248,8 @@ def kind_of(name: str | Path) -> str:
     names = f"{about.get('architectures')} {about.get('speculators_model_type')}".lower()
     if "medusa" in names or "medusa_num_heads" in about or (path / "medusa_lm_head.pt").is_file():
         return "medusa"
+    if "recurrenthead" in names:
+        return "recurrent"
     return "eagle3" if "eagle3" in names or "draft_vocab_size" in about else "draft_model"
 
 

@@ -75,14 +75,15 @@ ACCEPTANCE: dict[str, dict[str, Rate]] = {  # chains whose tokens a forward are 
     "self:weights=int4": _measured("smollm2, 5 ahead", chat=0.85, code=0.93, edit=0.93, summarise=0.70),
     "self:weights=int8": {}, "self:view=streaming:budget=512": {}, "medusa": _measured(
         "tiny-1.5b, tree of 5", code=0.26, edit=0.16, stories=0.45
-    ), "eagle3": {},
+    ), "recurrent": {}, "eagle3": {},
 }  # fmt: skip
 ASSUMED = {
     "ngram": 0.3, "suffix": 0.35, "draft_model": 0.7, "self:weights=int4": 0.85, "self:weights=int8": 0.95,
-    "self:view=streaming:budget=512": 0.8, "medusa": 0.4, "eagle3": 0.7,
+    "self:view=streaming:budget=512": 0.8, "medusa": 0.4, "recurrent": 0.4, "eagle3": 0.7,
 }  # fmt: skip
 LONGEST = 16  # tokens ahead
 WINDOW = 512  # keys that `self` sees through its view
+WORDS = 8192  # of a draft vocabulary
 SMALLER = 0.1  # of the target, a draft model that is not named
 
 
@@ -286,8 +287,8 @@ class Planner:
             return k * (one + beside), coarse.weight_bytes + batch * s.kv_bytes(context)
         if method.startswith("self:"):
             return k * (self.forward(batch, 1, context) + beside), batch * s.kv_bytes(context)
-        layers = k if method == "medusa" else 1  # heads side by side, or a layer again and again, before the vocabulary
-        own = layers * (s.hidden**2 if method == "medusa" else 16 * s.hidden**2) + s.hidden * s.vocab
+        squares = {"medusa": k, "recurrent": 5, "eagle3": 16}[method]  # heads side by side, or a layer again and again
+        own = squares * s.hidden**2 + s.hidden * (min(s.vocab, WORDS) if method == "recurrent" else s.vocab)
         head = replace(s, weights=own, layers=1, expert=0, experts=0, chosen=0)
         return (1 if method == "medusa" else k) * head.forward(d, batch, 1, 0), head.weight_bytes
 
@@ -404,7 +405,7 @@ def published() -> list[Published]:
     ]
 
 
-METHODS = {"ngram", "suffix", "draft_model", "medusa", "eagle3", "self"}
+METHODS = {"ngram", "suffix", "draft_model", "medusa", "recurrent", "eagle3", "self"}
 
 
 def against(path: Path, planner: Planner, context: int) -> Iterator[Miss]:

@@ -138,15 +138,16 @@ def _format(path: Path) -> str:
 def _drafters(llm: outrider.LLM) -> dict[str, str]:
     """Which methods would fit a model, and with what."""
     from outrider import drafters
-    from outrider.load import embedded, read_tokenizer
+    from outrider.load import embedded, kind_of, read_tokenizer
 
     config, path, mine = llm.runner.model.config, llm.checkpoint.path, llm.tokenizer
-    words, models, heads = mine.get_vocab() if mine else None, list[str](), list[str]()
+    words, models = mine.get_vocab() if mine else None, list[str]()
+    heads: dict[str, list[str]] = {"medusa": [], "recurrent": []}
     for name, folder in embedded().items():
         about = json.loads((folder / "config.json").read_text("utf-8"))
-        if about["architectures"] == ["MedusaHeads"]:
+        if (kind := kind_of(folder)) in heads:
             fits = (about["hidden_size"], about["vocab_size"]) == (config.hidden_size, config.vocab_size)
-            heads += [name] * fits
+            heads[kind] += [name] * fits
         elif folder != path and words is not None and about["hidden_size"] < config.hidden_size:
             models += [name] * (read_tokenizer(folder).get_vocab() == words)
     vocabulary = f"a smaller model of these {config.vocab_size} tokens"
@@ -154,7 +155,8 @@ def _drafters(llm: outrider.LLM) -> dict[str, str]:
     found = {
         "draft_model": " or ".join([*models, vocabulary]),
         "triforce": " or ".join([*models, vocabulary]),
-        "medusa": " or ".join([*heads, f"heads {trained}"]),
+        "medusa": " or ".join([*heads["medusa"], f"heads {trained}"]),
+        "recurrent": " or ".join([*heads["recurrent"], f"a head {trained.replace('were', 'was')}"]),
         "eagle3": f"a head {trained.replace('were', 'was')}",
     }
     needs = {method: [o for o in drafters.describe(method) if o.help.startswith("required")] for method in found}

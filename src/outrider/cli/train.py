@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -11,6 +11,7 @@ from rich.console import Console
 from outrider.cli.options import Device, Dtype, Model, Reporter
 from outrider.train.settings import ConversationSettings as Said
 from outrider.train.settings import Eagle3Settings as Eagle
+from outrider.train.settings import RecurrentSettings as Recurrent
 from outrider.train.settings import Settings as Heads
 
 train_app = typer.Typer(no_args_is_help=True, help="Train what drafts for a model of your own.")
@@ -120,9 +121,49 @@ def eagle3(
         model=model, vocab=vocab, taps=tuple(taps or ()), heads=heads, depth=depth, length=length, batch=batch,
         train_head=train_head, replay=replay, lr=lr, seed=seed, dtype=dtype,
     )  # fmt: skip
-    console, folder = Console(highlight=False, soft_wrap=True), export or output / "head"
     with Reporter() as reporter:
         trainer = Trainer(conversations, output, settings, reporter)
+    _run(trainer, minutes, every, export or output / "head")
+
+
+@train_app.command()
+def recurrent(
+    output: Annotated[Path, typer.Argument(help="Folder of the run. One that is there goes on.")],
+    conversations: Annotated[
+        list[Path], typer.Argument(help="Files that `outrider train data` writes, or is writing.")
+    ],
+    minutes: Annotated[float, typer.Option(min=0.01, help="In all; the learning rate falls in their last part.")],
+    model: Model = Recurrent.model,
+    vocab: Annotated[int, typer.Option(help="Tokens that it can guess: the most frequent ones.")] = Recurrent.vocab,
+    wide: Annotated[int, typer.Option(help="Width of its layer.")] = Recurrent.wide,
+    depth: Annotated[int, typer.Option(help="Guesses in a row that are trained.")] = Recurrent.depth,
+    length: Annotated[int, typer.Option(help="Tokens of a conversation, its last ones.")] = Recurrent.length,
+    batch: Annotated[int, typer.Option(help="Tokens per step, about.")] = Recurrent.batch,
+    train_head: Annotated[
+        bool, typer.Option("--train-head", help="It has a projection of its own; default: the model's.")
+    ] = False,
+    replay: Annotated[int, typer.Option(help="Times a batch is used before the next new one.")] = Recurrent.replay,
+    lr: Annotated[float, typer.Option(help="Highest learning rate.")] = Recurrent.lr,
+    seed: Annotated[int, typer.Option(help="Of all that is drawn.")] = Recurrent.seed,
+    every: Annotated[float, typer.Option(min=0.01, help="Minutes between checkpoints and reports.")] = 3.0,
+    export: Annotated[Path | None, typer.Option(help="Where the head goes. Default: OUTPUT/head.")] = None,
+    dtype: Dtype = "auto",
+) -> None:
+    """Train a recurrent head for a frozen model: --speculate recurrent:model=OUTPUT/head uses it."""
+    from outrider.train.recurrent import Trainer
+
+    settings = Recurrent(
+        model=model, vocab=vocab, wide=wide, depth=depth, length=length, batch=batch, train_head=train_head,
+        replay=replay, lr=lr, seed=seed, dtype=dtype,
+    )  # fmt: skip
+    with Reporter() as reporter:
+        trainer = Trainer(conversations, output, settings, reporter)
+    _run(trainer, minutes, every, export or output / "head")
+
+
+def _run(trainer: Any, minutes: float, every: float, folder: Path) -> None:
+    """Learn, and say at each checkpoint what was reached."""
+    console = Console(highlight=False, soft_wrap=True)
     for line in trainer.run(minutes, every):
         right = " ".join(f"{share:.1%}" for share in line["right"])
         console.print(
@@ -130,4 +171,4 @@ def eagle3(
             f"right on held-out text: {right}, {line['tokens_a_forward']:.2f} tokens a forward"
         )
         trainer.export(folder)
-    console.print(f"written to {folder}; use it with --speculate eagle3:model={folder}")
+    console.print(f"written to {folder}; use it with --speculate {trainer.method}:model={folder}")

@@ -5,10 +5,7 @@ its layers begin; what it makes of them says, through a head over its own vocabu
 stands at i + 2. Further ones it guesses from its own output in the states' stead. Its keys are its own, and it catches
 up like any cache: with the rows of hidden states (kv/rows.py) that it has not seen yet.
 
-The draft is a tree that grows where it is likely (EAGLE-2, 2406.16858): every step puts the `width` best candidates
-behind each node of the last, and goes on from those that are among the `num_speculative_tokens` likeliest of all; a
-node's likelihood is the product of its path's. `width` 1 is a chain. Candidates are ranked by logits as the request's
-parameters shape them, with the noise of their place if it samples.
+The draft is a tree that grows where it is likely (trees.py).
 
 `model` is a folder, hub id or embedded name in one of two layouts: the original's (config.json of a Llama of one layer,
 with draft_vocab_size; pytorch_model.bin or model.safetensors with midlayer.*, fc, norm, lm_head, d2t, t2d), or vLLM's
@@ -18,7 +15,6 @@ speculators (speculators_model_type eagle3, transformer_layer_config; layers.0.*
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,18 +26,16 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from outrider import families
-from outrider.config import ModelConfig, option
-from outrider.draft import Draft
-from outrider.errors import CheckpointError, ConfigError, VocabularyMismatch, told
+from outrider.config import ModelConfig
+from outrider.errors import CheckpointError, VocabularyMismatch, told
 from outrider.kv import DenseKV, Entry, Plan
 from outrider.load import find
 from outrider.model import Rotary
 from outrider.ops import MLP, Block, Linear, Switches, Walk, native, rms_norm, rope
 from outrider.quantize import quantize
 from outrider.runner import Runner
-from outrider.sampling import Row, guess
 from outrider.sequence import Sequence
-from outrider.speculate import Drafter
+from outrider.trees import Growing, Root, Tree
 
 FILES = ("model.safetensors", "pytorch_model.bin")
 
@@ -160,90 +154,53 @@ class Seen:
 
     first: int = 0
     tokens: list[int] = field(default_factory=list)
-    after: tuple[Tensor, Tensor] | None = None  # the head's state (1, hidden) behind the last of them, and its logits
+    after: Root | None = None  # behind the last of them
 
 
 @dataclass
-class Tree:
-    """A draft that grows. Node i is `tokens[i]` behind node `parents[i]`, as likely as exp(`scores[i]`)."""
-
-    seq: Sequence
-    root: Tensor
-    tokens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-    scores: list[float] = field(default_factory=list)
-    paths: list[list[int]] = field(default_factory=list)
-    states: dict[int, Tensor] = field(default_factory=dict)  # of the nodes that were gone on from, after them
-    border: list[int] = field(default_factory=lambda: [-1])  # nodes to go on from
-    laid: list[int] = field(default_factory=list)  # nodes whose keys lie behind the text's
-
-    def path(self, node: int) -> list[int]:
-        """Nodes down to this one."""
-        return self.paths[node] if node >= 0 else []
-
-    def state(self, node: int) -> Tensor:
-        """(1, hidden) of what goes on behind a node."""
-        return self.states[node] if node >= 0 else self.root
-
-    def best(self, k: int) -> list[int]:
-        """The k likeliest nodes; a node is no likelier than its parent, which stands before it."""
-        return sorted(range(len(self.tokens)), key=lambda i: (-self.scores[i], i))[:k]
-
-    def draft(self, k: int) -> Draft:
-        """Of the k likeliest; the likeliest child first, so that tokens accepted there lie as in plain decoding."""
-        ranks = {node: rank for rank, node in enumerate(self.best(k))}
-        order = sorted(ranks, key=lambda node: [ranks[above] for above in self.path(node)])
-        at = {node: i for i, node in enumerate(order)} | {-1: -1}
-        above = [self.scores[self.parents[i]] if self.parents[i] >= 0 else 0.0 for i in order]
-        trust = [min(1.0, math.exp(self.scores[i] - before)) for i, before in zip(order, above, strict=True)]
-        return Draft([self.tokens[i] for i in order], [at[self.parents[i]] for i in order], trust=trust)
-
-
-@dataclass
-class Eagle3(Drafter):
+class Eagle3(Growing):
     """Guesses with an EAGLE-3 head that was trained for the target."""
 
-    num_speculative_tokens: int = option(8, "nodes of the tree")
-    model: str = option("", "required: the head; a folder, hub id or embedded name")
-    width: int = option(4, "candidates behind each node; 1: a chain")
-    depth: int = option(4, "of the tree, at most; the head runs once for each")
-    p_min: float = option(0.0, "no guess that is less likely, by the head's own account")
-
     def __post_init__(self) -> None:
-        if not self.model:
-            raise ConfigError("method eagle3 needs a 'model', its head, such as {..., 'model': 'folder'}")
-        if self.width < 1 or self.depth < 1 or not 0 <= self.p_min < 1:
-            raise ConfigError(
-                f"method eagle3: width and depth are at least 1, p_min is from 0 to below 1; "
-                f"not {self.width}, {self.depth}, {self.p_min}"
-            )
-        self.least = math.log(self.p_min) if self.p_min else -math.inf
+        super().__post_init__()
         self.seen: dict[int, Seen] = {}
 
     def attach(self, target: Runner, load: Callable[[str], Runner]) -> None:
         """Load the head. Raises CheckpointError and VocabularyMismatch for one of another kind of target."""
         self.head, self.chunk = Head(find(self.model), target), target.chunk
-        self.vocab = target.model.config.vocab_size
+        self.words, self.vocab = self.head.tokens, target.model.config.vocab_size
         self.rows = target.tap(self.head.points)
 
-    def propose(self, seqs: list[Sequence], k: int) -> list[Draft]:
-        """A tree of at most k nodes per sequence; none if the target's hidden states are not there yet."""
-        if k < 1:
-            return [Draft() for _ in seqs]
-        with torch.inference_mode():
-            roots = {seq.id: after for seq in seqs if (after := self._catch_up(seq))}
-            trees = {seq.id: Tree(seq, roots[seq.id][0]) for seq in seqs if seq.id in roots}
-            growing = list(trees.values())
-            for depth in range(1, min(k, self.depth) + 1):
-                growing = [tree for tree in growing if tree.border and tree.seq.room > depth]
-                if not growing:
-                    break
-                if depth > 1:
-                    places, logits = self._go_on(growing)
-                else:
-                    places, logits = [(tree, -1) for tree in growing], torch.cat([roots[t.seq.id][1] for t in growing])
-                self._branch(places, logits, k)
-        return [trees[seq.id].draft(k) if seq.id in trees else Draft() for seq in seqs]
+    def roots(self, seqs: list[Sequence]) -> dict[int, Root]:
+        """What the head makes of each sequence, once it has read the rows that came since."""
+        return {seq.id: after for seq in seqs if (after := self._catch_up(seq))}
+
+    def go_on(self, trees: list[Tree]) -> tuple[list[tuple[Tree, int]], Tensor]:
+        """Read the trees' border.
+
+        Where that is one node, behind nodes whose keys lie in order, only this one; else the border's paths from the
+        root, which are few and cost no more than the weights do.
+        """
+        entries, ids, states, positions, wanted = list[Entry](), list[int](), list[Tensor](), list[int](), list[Any]()
+        for tree in trees:
+            start = len(tree.seq.tokens) - 1 - self.seen[tree.seq.id].first
+            fed = sorted({node for border in tree.border for node in tree.path(border)})
+            skip = len(fed) - 1 if len(tree.border) == 1 and fed[:-1] == tree.laid else 0
+            tree.laid = fed
+            at = {node: i for i, node in enumerate(fed)} | {-1: -1}
+            new = fed[skip:]
+            parents = None if skip else [at[tree.parents[node]] for node in new]
+            entries.append(Entry(tree.seq.id, len(ids), len(new), start + skip, parents))
+            for node in new:
+                if node in tree.border:
+                    wanted.append((tree, node, len(ids)))
+                ids.append(tree.tokens[node])
+                states.append(tree.state(tree.parents[node]))
+                positions.append(len(tree.seq.tokens) - 2 + len(tree.path(node)))
+        out, logits = self.head.read(ids, torch.cat(states), positions, Plan(entries), [row for *_, row in wanted])
+        for tree, node, row in wanted:
+            tree.states[node] = out[row : row + 1]
+        return [(tree, node) for tree, node, _ in wanted], logits
 
     def forget(self, seq: Sequence) -> None:
         """Drop the sequence's keys and states."""
@@ -280,49 +237,6 @@ class Eagle3(Drafter):
             known += seq.tokens[at + 1 : at + 1 + len(rows)]
             self.rows.drop(seq.id, at + len(rows))
         return seen.after if seen.first + len(known) == end else None
-
-    def _go_on(self, trees: list[Tree]) -> tuple[list[tuple[Tree, int]], Tensor]:
-        """The head reads the trees' border: its nodes, and their logits.
-
-        Where that is one node, behind nodes whose keys lie in order, only this one; else the border's paths from the
-        root, which are few and cost no more than the weights do.
-        """
-        entries, ids, states, positions, wanted = list[Entry](), list[int](), list[Tensor](), list[int](), list[Any]()
-        for tree in trees:
-            start = len(tree.seq.tokens) - 1 - self.seen[tree.seq.id].first
-            fed = sorted({node for border in tree.border for node in tree.path(border)})
-            skip = len(fed) - 1 if len(tree.border) == 1 and fed[:-1] == tree.laid else 0
-            tree.laid = fed
-            at = {node: i for i, node in enumerate(fed)} | {-1: -1}
-            new = fed[skip:]
-            parents = None if skip else [at[tree.parents[node]] for node in new]
-            entries.append(Entry(tree.seq.id, len(ids), len(new), start + skip, parents))
-            for node in new:
-                if node in tree.border:
-                    wanted.append((tree, node, len(ids)))
-                ids.append(tree.tokens[node])
-                states.append(tree.state(tree.parents[node]))
-                positions.append(len(tree.seq.tokens) - 2 + len(tree.path(node)))
-        out, logits = self.head.read(ids, torch.cat(states), positions, Plan(entries), [row for *_, row in wanted])
-        for tree, node, row in wanted:
-            tree.states[node] = out[row : row + 1]
-        return [(tree, node) for tree, node, _ in wanted], logits
-
-    def _branch(self, places: list[tuple[Tree, int]], logits: Tensor, k: int) -> None:
-        """Put candidates behind nodes of trees, by their logits; those among a tree's k likeliest are its border."""
-        rows = [Row(tree.seq, [tree.tokens[above] for above in tree.path(node)]) for tree, node in places]
-        found = guess(logits, rows, self.head.tokens, self.vocab, self.width)
-        fresh = {id(tree): (tree, len(tree.tokens)) for tree, _ in places}
-        for (tree, node), (ids, chance) in zip(places, found, strict=True):
-            for token, own in zip(ids, chance, strict=True):
-                score = own + (tree.scores[node] if node >= 0 else 0.0)
-                if score > self.least and math.isfinite(score):
-                    tree.tokens.append(token)
-                    tree.parents.append(node)
-                    tree.scores.append(score)
-                    tree.paths.append([*tree.path(node), len(tree.paths)])
-        for tree, first in fresh.values():
-            tree.border = [node for node in tree.best(k) if node >= first]
 
 
 def _points(path: Path, about: dict[str, Any], layers: int) -> tuple[int, ...]:

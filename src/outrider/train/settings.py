@@ -63,30 +63,54 @@ class ConversationSettings:
 
 
 @dataclass(frozen=True)
-class Eagle3Settings:
-    """One training of an EAGLE-3 head. Raises ConfigError for what cannot be."""
+class HeadSettings:
+    """One training of a head from conversations. Raises ConfigError for what cannot be."""
 
     model: str = "smollm2"
     vocab: int = 8192  # draft tokens
-    taps: tuple[int, ...] = ()  # the layers whose inputs are seen; default 2, half way, and behind the last
-    heads: int = 0  # of the attention, each with its own keys; default: as many as the target's
     depth: int = 3  # steps of the training-time test
     length: int = 512  # tokens of a conversation, its last ones
-    prompt: int = 128  # of these, at most, before the output
+    prompt: int = 1  # of these, at most, before the output
     batch: int = 2048  # tokens of answers a step, about
     train_head: bool = False  # the projection to the draft vocabulary, which begins as the target's, learns as well
-    first: int = 16384  # tokens that the first weights are fitted to
     replay: int = 3  # how often a batch is learnt from before the next new one, where there is one
     lr: float = 1e-3  # of AdamW; Muon's is twice that
     seed: int = 0
     dtype: str = "auto"
 
     def __post_init__(self) -> None:
-        least = {"vocab": 1, "depth": 1, "length": self.depth + 3, "prompt": 1, "batch": 1, "replay": 1, "heads": 0}
+        least = {"vocab": 1, "depth": 1, "length": self.depth + 3, "prompt": 1, "batch": 1, "replay": 1}
         for name, low in least.items():
             if (value := getattr(self, name)) < low:
                 raise ConfigError(f"{name} must be at least {low}, not {value}")
-        if any(layer < 0 for layer in self.taps):
-            raise ConfigError(f"taps must be layers, 0 for the first, not {', '.join(map(str, self.taps))}")
         if not 0 < self.lr < 1:
             raise ConfigError(f"lr must be above 0 and below 1, not {self.lr}")
+
+
+@dataclass(frozen=True)
+class RecurrentSettings(HeadSettings):
+    """One training of a recurrent head. Raises ConfigError for what cannot be."""
+
+    wide: int = 512  # the gated layer
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.wide <= 2**16:
+            raise ConfigError(f"wide must be at least 1 and at most {2**16}, not {self.wide}")
+
+
+@dataclass(frozen=True)
+class Eagle3Settings(HeadSettings):
+    """One training of an EAGLE-3 head. Raises ConfigError for what cannot be."""
+
+    taps: tuple[int, ...] = ()  # the layers whose inputs are seen; default 2, half way, and behind the last
+    heads: int = 0  # of the attention, each with its own keys; default: as many as the target's
+    prompt: int = 128
+    first: int = 16384  # tokens that the first weights are fitted to
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.heads < 0:
+            raise ConfigError(f"heads must be at least 0, not {self.heads}")
+        if any(layer < 0 for layer in self.taps):
+            raise ConfigError(f"taps must be layers, 0 for the first, not {', '.join(map(str, self.taps))}")

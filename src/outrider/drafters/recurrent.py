@@ -1,0 +1,157 @@
+"""A small layer, which is its own next layer, guesses token after token from the target's last state.
+
+From the final state that chose the sequence's last token and that token's embedding it makes the next state, in which
+the target's own projection, over a vocabulary of frequent tokens, finds candidates; from that state and a candidate the
+one after it, and so on. It is the recurrence of ReDrafter (2403.09919) as one gated layer,
+
+    state + down(silu(gate x) * up x),  x = [norm(token), state],
+
+which sees what Hydra's heads (2402.05109) see, with one set of weights for all depths. It keeps nothing but the last
+state: a prompt costs it nothing, and a step a fraction of a decoder layer's (`eagle3`). The draft is a tree that grows
+where it is likely (trees.py).
+
+`model` is a folder, hub id or embedded name, as `outrider train recurrent` writes it: config.json with
+`draft_vocab_size` and `intermediate_size`, and model.safetensors with mlp.{gate,up,down}_proj.weight, norm.weight, d2t,
+and lm_head.weight if its projection is its own; else it is the target's embedding, and the target's head must be that.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from outrider.config import option, whole
+from outrider.draft import Verdict
+from outrider.errors import CheckpointError, VocabularyMismatch, told
+from outrider.load import find
+from outrider.ops import Linear, native, rms_norm
+from outrider.quantize import quantize
+from outrider.runner import Output, Runner
+from outrider.sequence import Sequence
+from outrider.trees import Growing, Root, Tree
+
+
+class Head:
+    """The layer and its projection. Raises CheckpointError and VocabularyMismatch for what does not fit."""
+
+    def __init__(self, path: Path, target: Runner) -> None:
+        model, (about, tensors) = target.model, _read(path)
+        c, self.device, self.embed = model.config, model.device, model.embed
+        hidden, self.eps = c.hidden_size, c.rms_norm_eps
+        vocab, wide = whole(about.get("draft_vocab_size"), 1, c.vocab_size), whole(about.get("intermediate_size"), 1)
+        if about.get("hidden_size") != hidden:
+            raise CheckpointError(f"{path}: a head of width {about.get('hidden_size')}; this target's is {hidden}")
+        if about.get("vocab_size") != c.vocab_size:
+            raise VocabularyMismatch(
+                f"{path}: a head for {about.get('vocab_size')} tokens, the target has {c.vocab_size}; use its own"
+            )
+        if vocab is None or wide is None:
+            raise CheckpointError(
+                f"{path}: config.json should have intermediate_size, and draft_vocab_size of at most {c.vocab_size}"
+            )
+        rounds = model.dtype == torch.bfloat16 and native.runs(model.dtype, self.device)
+
+        def take(name: str, *shape: int) -> Tensor:
+            found = tensors.pop(name, None)
+            if found is None or tuple(found.shape) != shape:
+                what = "missing" if found is None else f"of shape {tuple(found.shape)}"
+                raise CheckpointError(f"{path}: tensor {name} is {what}; a head for this target has {shape}")
+            if not found.is_floating_point() or not found.isfinite().all():
+                raise CheckpointError(f"{path}: tensor {name} should hold finite floats")
+            return found.to(self.device, model.dtype)
+
+        def linear(weight: Tensor, gated: bool = False) -> Linear:
+            # a guess need not be as exact as the target: a quarter of the bytes, where there are kernels for them
+            return Linear(quantize(weight, "int4", rounds) if rounds else weight, gated=gated, rounded=rounds)
+
+        gates = [take(f"mlp.{name}_proj.weight", wide, 2 * hidden) for name in ("gate", "up")]
+        self.gate_up, self.down = (
+            linear(torch.cat(gates), gated=True),
+            linear(take("mlp.down_proj.weight", hidden, wide)),
+        )
+        self.norm = take("norm.weight", hidden)
+        offsets = tensors.pop("d2t", torch.zeros(0))
+        words = torch.arange(vocab) + offsets.long() if offsets.shape == (vocab,) else offsets.long()[:0]
+        if len(words) != vocab or int(words.min()) < 0 or int(words.max()) >= c.vocab_size:
+            raise VocabularyMismatch(f"{path}: d2t should lead {vocab} draft tokens to ids below {c.vocab_size}")
+        self.words = words.to(self.device)
+        if (shared := "lm_head.weight" not in tensors) and not c.tied:
+            raise CheckpointError(f"{path}: no lm_head.weight, and this target's own projection is not its embedding")
+        self.projection = linear(
+            self.embed(self.words) / model.multiplier if shared else take("lm_head.weight", vocab, hidden)
+        )
+        if tensors:
+            raise CheckpointError(f"{path}: tensor {min(tensors)} has no place in a recurrent head")
+
+    def read(self, ids: list[int], states: Tensor) -> tuple[Tensor, Tensor]:
+        """The states (n, hidden) behind tokens that were chosen from others, and their logits (n, draft vocabulary)."""
+        token = rms_norm(self.embed(torch.tensor(ids, device=self.device)), self.norm, self.eps)
+        out = self.down(self.gate_up(torch.cat([token, states], -1)), residual=states)
+        return out, self.projection(out, dtype=torch.float32)
+
+
+@dataclass
+class Recurrent(Growing):
+    """Guesses with a recurrent head that was trained for the target."""
+
+    depth: int = option(3, "of the tree, at most; the head runs once for each")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.seen: dict[int, tuple[int, int, Tensor, int]] = {}  # length, last token, what chose it and where
+
+    def attach(self, target: Runner, load: Callable[[str], Runner]) -> None:
+        """Load the head. Raises CheckpointError and VocabularyMismatch for one of another kind of target."""
+        self.head = Head(find(self.model), target)
+        self.words, self.vocab = self.head.words, target.model.config.vocab_size
+
+    def roots(self, seqs: list[Sequence]) -> dict[int, Root]:
+        """All in one product."""
+        known = []
+        for seq in seqs:
+            length, last, *_ = self.seen.get(seq.id, (0, 0))
+            if (length, last) == (len(seq.tokens), seq.tokens[-1]):
+                known.append(seq)
+        if not known:
+            return {}
+        before = torch.stack([hidden[row] for _, _, hidden, row in (self.seen[seq.id] for seq in known)])
+        states, logits = self.head.read([seq.tokens[-1] for seq in known], before)
+        return {seq.id: (states[i : i + 1], logits[i : i + 1]) for i, seq in enumerate(known)}
+
+    def go_on(self, trees: list[Tree]) -> tuple[list[tuple[Tree, int]], Tensor]:
+        """A step for each node of the border."""
+        places = [(tree, node) for tree in trees for node in tree.border]
+        before = torch.cat([tree.state(tree.parents[node]) for tree, node in places])
+        states, logits = self.head.read([tree.tokens[node] for tree, node in places], before)
+        for i, (tree, node) in enumerate(places):
+            tree.states[node] = states[i : i + 1]
+        return places, logits
+
+    def observe(self, seqs: list[Sequence], verdicts: list[Verdict], output: Output) -> None:
+        """Keep the hidden state from which each sequence's last token was chosen."""
+        for seq, verdict, hidden in zip(seqs, verdicts, output.hidden, strict=True):
+            row = 1 + verdict.path[-1] if verdict.path else 0
+            self.seen[seq.id] = len(seq.tokens), seq.tokens[-1], hidden, row
+
+    def forget(self, seq: Sequence) -> None:
+        """Drop the sequence's state."""
+        self.seen.pop(seq.id, None)
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """config.json, and the tensors."""
+    try:
+        about = json.loads((path / "config.json").read_text("utf-8"))
+        tensors = load_file(path / "model.safetensors")
+    except Exception as error:  # whatever is damaged
+        raise CheckpointError(f"{path}: the head cannot be read: {told(error)}") from None
+    if not isinstance(about, dict) or "mlp.gate_proj.weight" not in tensors:
+        raise CheckpointError(f"{path} holds no recurrent head: no tensor mlp.gate_proj.weight, or no JSON object")
+    return about, tensors

@@ -1,0 +1,447 @@
+"""Learning heads for a frozen target from what it says: its states kept on disk, one schedule, one curve, one card.
+
+What a head learns from are conversations of the target's own (`outrider train data`): JSON lines with a prompt `p` and
+the output `o`, as token ids. The target reads each once; its states are kept in the folder `states` of the run, batch
+by batch, and learnt from again, at least `replay` times, before the next new ones. Lines that come meanwhile are taken
+up. One conversation in `HELD_OUT` is never learnt from. A head guesses over a draft vocabulary of the target's most
+frequent tokens, `depth` of them in a row, going on from its own output as when it drafts (the training-time test of
+2503.01840), and is moved towards the target's law at each place. Matrices learn by Muon, which needs fewer tokens than
+AdamW.
+
+`state.pt` is written every few minutes, whole or not at all, and a run that is there goes on. `log.jsonl` is the curve.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from outrider.config import SamplingParams
+from outrider.errors import CheckpointError, ConfigError, told
+from outrider.files import check_zip, make_folder, replacing, write_text
+from outrider.kv.rows import NORMED
+from outrider.llm import LLM
+from outrider.load import Progress
+from outrider.sequence import Sequence
+from outrider.train.settings import HeadSettings
+
+HELD_OUT = 24  # one conversation in so many
+MEASURED = 24  # conversations held out that guesses are counted on
+DECAY = 0.8  # of the loss, per step of the training-time test
+WARM_UP = 10  # steps
+COOL_DOWN = 0.3  # the share of the time in which the learning rate falls to nothing
+ROWS = 512  # whose logits are held at a time
+
+
+@dataclass
+class Batch:
+    """Conversations that the target has read, one after the other."""
+
+    ids: Tensor  # (n,)
+    lengths: list[int]  # of the conversations
+    starts: list[int]  # the first row of each that is learnt from: the last before the output
+    taps: Tensor  # (n, taps * hidden)
+    last: Tensor  # (n, hidden), normed: what the target chooses from
+
+    def save(self, path: Path) -> None:
+        """Write it, whole or not at all."""
+        new = path.with_suffix(".new")
+        named = {"ids": self.ids, "taps": self.taps, "last": self.last}
+        save_file({**named, "lengths": torch.tensor(self.lengths), "starts": torch.tensor(self.starts)}, new)
+        new.replace(path)
+
+    @staticmethod
+    def load(path: Path) -> Batch:
+        """Read what `save` wrote."""
+        named = load_file(path)
+        lengths, starts = named["lengths"].tolist(), named["starts"].tolist()
+        return Batch(named["ids"], lengths, starts, named["taps"], named["last"])
+
+    def rows(self) -> list[slice]:
+        """Per conversation the rows that are learnt from."""
+        ends = [sum(self.lengths[: i + 1]) for i in range(len(self.lengths))]
+        return [slice(end - n + start, end) for end, n, start in zip(ends, self.lengths, self.starts, strict=True)]
+
+
+class Head(nn.Module):
+    """What is trained, in float32: a projection to a draft vocabulary, and what its kind puts before it.
+
+    Raises ConfigError for a vocabulary larger than the target's.
+    """
+
+    d2t: Tensor
+    t2d: Tensor
+    taps: tuple[int, ...] = ()  # the layers whose inputs are seen, beside the target's last state
+
+    def __init__(self, llm: LLM, settings: HeadSettings) -> None:
+        super().__init__()
+        model, s = llm.runner.model, settings
+        c = self.config = model.config
+        if s.vocab > c.vocab_size:
+            raise ConfigError(f"vocab {s.vocab} is over the target's {c.vocab_size}")
+        self.depth, self.embed = s.depth, model.embed
+        self.lm_head = nn.Linear(c.hidden_size, s.vocab, bias=False).requires_grad_(s.train_head)
+        self.register_buffer("d2t", torch.zeros(s.vocab, dtype=torch.long))
+        self.register_buffer("t2d", torch.zeros(c.vocab_size, dtype=torch.bool))
+
+    @property
+    def tokens(self) -> Tensor:
+        """The target's ids of the draft vocabulary."""
+        return self.d2t + torch.arange(len(self.d2t))
+
+    @torch.no_grad()
+    def begin(self, llm: LLM, wanted: list[int]) -> None:
+        """The draft vocabulary, and what can be had of the target."""
+        self.d2t.copy_(torch.tensor(wanted) - torch.arange(len(wanted)))
+        self.t2d[wanted] = True
+        self.lm_head.weight.copy_(own_head(llm)[wanted])
+
+    def unroll(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
+        """Per step of the training-time test: what the projection sees, and which place's law each row is about.
+
+        Of the rows for which the conversation has such a place, (rows, hidden) and (rows,).
+        """
+        raise NotImplementedError
+
+    def about(self) -> dict[str, Any]:
+        """What its kind writes into config.json."""
+        raise NotImplementedError
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What is written beside it."""
+        return self.state_dict()
+
+
+class MLP(nn.Module):
+    """Llama's; its output may be narrower than what it sees."""
+
+    def __init__(self, seen: int, wide: int, hidden: int) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(seen, wide, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(wide, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, seen) to (n, hidden)."""
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class Norm(nn.Module):
+    """RMS norm, in float32."""
+
+    def __init__(self, hidden: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(hidden)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, hidden) to the same."""
+        x = x.float()
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+def own_head(llm: LLM) -> Tensor:
+    """The target's projection (vocab, hidden) float32; it may be packed, but its products with unit vectors are it."""
+    model = llm.runner.model
+    with torch.inference_mode():
+        rows = model.head(torch.eye(model.config.hidden_size, dtype=model.dtype)).T
+    return rows.float().clone(memory_format=torch.contiguous_format)
+
+
+class CrossEntropy(torch.autograd.Function):
+    """Summed cross-entropy of x @ weight.T against laws, some rows at a time; the gradients are made on the way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, wanted: Tensor) -> Tensor:
+        """x (n, hidden), weight (vocab, hidden), wanted (n, vocab) bfloat16."""
+        x, w, loss = x.bfloat16(), weight.bfloat16(), 0.0
+        dx, dw = torch.empty_like(x), torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        for at in range(0, len(x), ROWS):
+            rows = slice(at, at + ROWS)
+            logits, law = F.linear(x[rows], w).float(), wanted[rows].float()
+            whole = logits.logsumexp(-1, keepdim=True)
+            loss += (whole.sum() - (law * logits).sum()).item()
+            slope = (logits.sub_(whole).exp_() - law).bfloat16()
+            dx[rows] = slope @ w
+            if dw is not None:
+                dw += slope.T @ x[rows]
+        ctx.save_for_backward(dx, dw)
+        return torch.tensor(loss)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        """What `forward` made."""
+        dx, dw = ctx.saved_tensors
+        return dx.float() * grad, None if dw is None else dw * grad, None
+
+
+class Trainer:
+    """A run in a folder, new or to be gone on with. Raises ConfigError for other settings than it was begun with."""
+
+    kind: ClassVar[type[Head]]
+    method: ClassVar[str]
+
+    def __init__(
+        self,
+        data: list[Path],
+        output: Path,
+        settings: HeadSettings,
+        progress: Progress | None = None,
+        llm: LLM | None = None,
+    ) -> None:
+        self.data, self.output, self.settings, s = data, output, settings, settings
+        if missing := [path for path in data if not path.is_file()]:
+            raise ConfigError(f"no file of conversations at {missing[0]}; `outrider train data` writes one")
+        self.llm = llm or LLM(s.model, dtype=s.dtype, device="cpu", max_num_seqs=32, progress=progress)
+        self.llm.runner.progress, self.llm.runner.prefixes = None, False
+        self.head = self.kind(self.llm, s)
+        self.rows = self.llm.runner.tap((*self.head.taps, NORMED))
+        self.states = output / "states"
+        self.states.mkdir(parents=True, exist_ok=True)
+        named = [(name, p) for name, p in self.head.named_parameters() if name != "lm_head.weight"]
+        self.muon = torch.optim.Muon(
+            [p for _, p in named if p.ndim == 2], lr=2 * s.lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"
+        )
+        vectors = {"params": [p for _, p in named if p.ndim < 2], "lr": s.lr}
+        self.adam = torch.optim.AdamW(
+            [vectors, {"params": [self.head.lm_head.weight], "lr": s.lr / 10}], betas=(0.9, 0.95), weight_decay=0.0
+        )
+        self.groups = [(group, group["lr"]) for o in (self.muon, self.adam) for group in o.param_groups]
+        self.counts = {"steps": 0, "tokens": 0, "read": 0}  # tokens learnt from, and of these for the first time
+        self.seconds = 0.0
+        self.visits: dict[str, int] = {}  # of each batch
+        self.taken: dict[str, int] = {}  # lines of each file that were read
+        self.held = self._hold_out()
+        if (output / "state.pt").is_file():
+            self._resume()
+        else:
+            self._begin()
+        self.own = own_head(self.llm)[self.head.tokens].bfloat16()
+
+    def run(self, minutes: float, every: float = 3.0) -> Iterator[dict[str, Any]]:
+        """Learn until it was so many minutes in all; yields, logs and keeps what was reached every so many minutes."""
+        began, last, losses = time.time() - self.seconds, time.time(), list[float]()
+        dice = random.Random(f"{self.settings.seed}/{self.counts['steps']}")
+        while (share := (time.time() - began) / (60 * minutes)) < 1:
+            batches = sorted(self.states.glob("batch-*.safetensors"))
+            due = [path for path in batches if self.visits.get(path.name, 0) < self.settings.replay]
+            path = self.fresh() if len(due) < 3 else None
+            batch = Batch.load(path := path or dice.choice(due or batches))
+            rate = min(1.0, (1 + self.counts["steps"]) / WARM_UP, (1 - share) / COOL_DOWN)
+            for group, highest in self.groups:
+                group["lr"] = highest * rate
+            losses.append(self.learn(batch))
+            self.counts["steps"] += 1
+            self.counts["tokens"] += len(batch.ids)
+            self.counts["read"] += 0 if path.name in self.visits else len(batch.ids)
+            self.visits[path.name] = self.visits.get(path.name, 0) + 1
+            if time.time() - last > 60 * every:
+                self.seconds, last = time.time() - began, time.time()
+                yield self._report(losses)
+                losses.clear()
+        self.seconds = time.time() - began
+        yield self._report(losses)
+
+    def learn(self, batch: Batch) -> float:
+        """One step; returns the mean loss of the first guess, in nats."""
+        law = F.linear(batch.last.bfloat16(), self.own).float().softmax(-1).bfloat16()
+        total, first = torch.zeros(()), 0.0
+        with torch.autocast("cpu", torch.bfloat16):
+            for s, (states, about) in enumerate(self.head.unroll(batch)):
+                loss = CrossEntropy.apply(states, self.head.lm_head.weight, law[about]) / max(1, len(about))  # type: ignore[no-untyped-call]
+                first = first if s else loss.item()
+                total = total + DECAY**s * loss
+        total.backward()  # type: ignore[no-untyped-call]
+        for optimizer in (self.muon, self.adam):
+            optimizer.step()  # type: ignore[no-untyped-call]
+            optimizer.zero_grad()
+        return first
+
+    @torch.no_grad()
+    def measure(self) -> tuple[list[float], float]:
+        """On what is held out: how often the guess at each depth is the target's likeliest token.
+
+        And the tokens a forward that chains as long as the training's depth would give, if the texts went on greedily.
+        """
+        batch, right, kept = self.held, list[float](), 0.0
+        wanted = self.llm.runner.model.logits(batch.last).argmax(-1)
+        alive = torch.ones(len(batch.ids))
+        places = 0
+        with torch.autocast("cpu", torch.bfloat16):
+            for s, (states, about) in enumerate(self.head.unroll(batch)):
+                guess = self.head.tokens[F.linear(states, self.head.lm_head.weight).argmax(-1)]
+                hit = (guess == wanted[about]).float()
+                right.append(float(hit.mean()))
+                places = places or len(hit)
+                still = torch.zeros(len(batch.ids))
+                still[about - 1 - s] = alive[about - 1 - s] * hit
+                alive = still
+                kept += float(alive.sum())
+        return right, 1 + kept / max(1, places)
+
+    def fresh(self) -> Path | None:
+        """Let the target read the next batch, and keep it. None if there is too little that is new."""
+        s, taken, size = self.settings, dict(self.taken), 0
+        found = []
+        for held, p, o in self._lines(taken):
+            if not held:
+                found.append(self._cut(p, o))
+                size += len(o)
+            if size >= s.batch:
+                break
+        if size < s.batch:
+            return None
+        path = self.states / f"batch-{len(list(self.states.glob('batch-*.safetensors'))):05d}.safetensors"
+        self.read(found).save(path)
+        self.taken = taken
+        return path
+
+    def _cut(self, p: list[int], o: list[int]) -> tuple[list[int], int, int]:
+        """A conversation as `read` wants it."""
+        ids = p + o
+        skip = max(0, len(p) - self.settings.prompt, len(ids) - self.settings.length)
+        return ids, skip, max(0, len(p) - 1 - skip)
+
+    def _hold_out(self) -> Batch:
+        """The first conversations that are never learnt from, always the same ones."""
+        path = self.states / "held.safetensors"
+        if not path.exists():
+            found = [self._cut(p, o) for held, p, o in self._lines({}) if held][:MEASURED]
+            if not found:
+                raise ConfigError("too few conversations to hold one out; write more")
+            self.read(found).save(path)
+        return Batch.load(path)
+
+    def read(self, found: list[tuple[list[int], int, int]]) -> Batch:
+        """What the target makes of conversations: their ids, the place to begin at, and the first row to learn from."""
+        runner, parts = self.llm.runner, list[Tensor]()
+        for ids, skip, _ in found:
+            seq = Sequence(ids, SamplingParams(), 0)
+            runner.extend([seq])
+            rows = self.rows.read(seq.id, skip, len(ids))
+            assert rows is not None, "the target has read all of it"
+            parts.append(rows[1].clone())
+            runner.free(seq)
+        states, hidden = torch.cat(parts), self.head.config.hidden_size
+        taps, last = states[:, :-hidden].clone(), states[:, -hidden:].clone()
+        tokens = torch.tensor([token for ids, skip, _ in found for token in ids[skip:]], dtype=torch.int32)
+        return Batch(tokens, [len(ids) - skip for ids, skip, _ in found], [start for *_, start in found], taps, last)
+
+    def _lines(self, taken: dict[str, int]) -> Iterator[tuple[bool, list[int], list[int]]]:
+        """Conversations (held out, prompt, output) after the lines `taken` of each file, which counts them."""
+        vocab = self.head.config.vocab_size
+        for path in self.data:
+            with open(path, encoding="utf-8", errors="replace") as file:
+                for number, line in enumerate(file, 1):
+                    if number <= taken.get(str(path), 0) or not line.endswith("\n"):  # it may be written just now
+                        continue
+                    try:
+                        entry = json.loads(line)
+                        p, o = entry["p"], entry["o"]
+                        fits = p and all(0 <= token < vocab for token in p + o)
+                    except (ValueError, TypeError, KeyError, RecursionError):
+                        fits = False
+                    if not fits:
+                        raise ConfigError(f"{path}:{number} is no conversation in this model's tokens")
+                    taken[str(path)] = number
+                    if len(o) > self.settings.depth + 1:
+                        yield zlib.crc32(str(p[:64]).encode()) % HELD_OUT == 0, p, o
+
+    def _begin(self) -> None:
+        counts: Counter[int] = Counter()
+        for _, p, o in self._lines({}):
+            counts.update(p)
+            counts.update(o * 4)
+        counts.update(range(self.head.config.vocab_size))  # merges stand in the order in which they were found useful
+        likeliest = sorted(counts, key=lambda token: (-counts[token], token))
+        self.head.begin(self.llm, sorted(likeliest[: self.settings.vocab]))
+        if not self.fresh():
+            raise ConfigError(f"too few conversations for one batch of {self.settings.batch} tokens; write more")
+
+    def _report(self, losses: list[float]) -> dict[str, Any]:
+        right, tokens = self.measure()
+        line = {
+            **self.counts, "minutes": round(self.seconds / 60, 1), "loss": round(sum(losses) / max(1, len(losses)), 4),
+            "right": [round(r, 4) for r in right], "tokens_a_forward": round(tokens, 3),
+        }  # fmt: skip
+        state = {
+            "settings": asdict(self.settings), "head": self.head.state_dict(), "muon": self.muon.state_dict(),
+            "adam": self.adam.state_dict(), "counts": self.counts, "seconds": self.seconds, "visits": self.visits,
+            "taken": self.taken,
+        }  # fmt: skip
+        with replacing(self.output / "state.pt") as partial:
+            torch.save(state, partial)
+        with open(self.output / "log.jsonl", "a", encoding="utf-8") as log:
+            log.write(json.dumps(line) + "\n")
+        return line
+
+    def _resume(self) -> None:
+        path, now = self.output / "state.pt", asdict(self.settings)
+        try:
+            check_zip(path)
+            state = torch.load(path, weights_only=True)
+            begun = dict(state["settings"])
+            if not (differs := [key for key in now if tuple_less(now[key]) != tuple_less(begun.get(key))]):
+                self.head.load_state_dict(state["head"])
+                self.muon.load_state_dict(state["muon"])
+                self.adam.load_state_dict(state["adam"])
+                self.counts, self.seconds = state["counts"], state["seconds"]
+                self.visits, self.taken = state["visits"], state["taken"]
+        except Exception as error:  # a damaged file is unpacked, unpickled and applied by others
+            raise CheckpointError(
+                f"{path} is damaged ({told(error)}); remove it and train from the beginning"
+            ) from None
+        if differs:
+            raise ConfigError(f"{self.output} was begun with {differs[0]} {begun.get(differs[0])}; go on with the same")
+
+    def export(self, folder: Path) -> None:
+        """Write the head in its method's layout, in bfloat16, with a card that has the curve."""
+        s, c = self.settings, self.head.config
+        make_folder(folder, "the head's folder")
+        kept = {name: t.bfloat16() if t.is_floating_point() else t for name, t in self.head.tensors().items()}
+        with replacing(folder / "model.safetensors") as partial:
+            save_file({name: t.contiguous() for name, t in kept.items()}, partial)
+        config = {
+            **self.head.about(), "base_model_name_or_path": s.model, "hidden_size": c.hidden_size,
+            "vocab_size": c.vocab_size, "draft_vocab_size": s.vocab, "rms_norm_eps": c.rms_norm_eps,
+            "torch_dtype": "bfloat16",
+        }  # fmt: skip
+        write_text(folder / "config.json", json.dumps(config, indent=1) + "\n")
+        log = self.output / "log.jsonl"
+        lines = [json.loads(line) for line in log.read_text("utf-8").splitlines()] if log.exists() else []
+        rows = "".join(
+            f"| {line['tokens']:,} | {line['read']:,} | {line['loss']:.2f} | "
+            f"{', '.join(f'{share:.1%}' for share in line['right'])} | {line['tokens_a_forward']:.2f} |\n"
+            for line in lines
+        )
+        card = CARD.format(method=self.method, model=s.model, settings=json.dumps(asdict(s)), rows=rows)
+        write_text(folder / "README.md", card)
+
+
+def tuple_less(value: Any) -> Any:
+    """A setting as it is after it was saved."""
+    return list(value) if isinstance(value, tuple) else value
+
+
+CARD = """# A head for {model}: {method}
+
+Made by `outrider train {method}`, from conversations that the target wrote itself (`outrider train data`). Its loss,
+and its guesses on conversations held out, by tokens learnt from (those read for the first time beside them): how often
+the guess at each depth is the target's likeliest token, and the tokens a forward that chains of that depth would give.
+
+| tokens | new | loss | right, by depth | tokens a forward |
+|---|---|---|---|---|
+{rows}
+Settings: `{settings}`. Use it with `--speculate {method}:model=FOLDER`.
+"""

@@ -1,0 +1,226 @@
+"""Recurrent heads: what they guess is what their layer says, what learns computes what drafts; others are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import random_recurrent, run, watched
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from typer.testing import CliRunner
+
+from outrider import LLM, SamplingParams
+from outrider.cli import app
+from outrider.drafters.recurrent import Recurrent
+from outrider.errors import CheckpointError, ConfigError, ModelNotFound, OutriderError, VocabularyMismatch
+from outrider.load import companions, kind_of
+from outrider.sequence import Sequence
+from outrider.train.recurrent import Trainer
+from outrider.train.settings import RecurrentSettings
+from outrider.verify import COUPLED
+
+TEXT = [5, 9, 3, 70, 2, 2, 8, 1, 33, 4, 6, 100, 17]
+GREEDY = SamplingParams(temperature=0, max_tokens=40)
+
+
+def reference(folder: Path, target: Path, tokens: list[int], drafted: list[int]) -> Tensor:
+    """(1 + drafted, draft vocabulary) logits after a text and each drafted token: plain PyTorch, and transformers."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    w = load_file(folder / "model.safetensors")
+    words = torch.arange(len(w["d2t"])) + w["d2t"]
+    with torch.no_grad():
+        state = model.model(torch.tensor([tokens[:-1]])).last_hidden_state[0, -1]
+        logits = []
+        for token in [tokens[-1], *drafted]:
+            e = model.model.embed_tokens.weight[token]
+            e = e * torch.rsqrt(e.square().mean() + model.config.rms_norm_eps) * w["norm.weight"]
+            x = torch.cat([e, state])
+            gated = F.silu(w["mlp.gate_proj.weight"] @ x) * (w["mlp.up_proj.weight"] @ x)
+            state = state + w["mlp.down_proj.weight"] @ gated
+            logits.append(w.get("lm_head.weight", model.model.embed_tokens.weight[words]) @ state)
+    return torch.stack(logits)
+
+
+def step(llm: LLM, drafter: Recurrent, seq: Sequence, token: int) -> None:
+    """One plain step that the drafter sees, whatever the target would have chosen."""
+    from outrider.draft import Draft, Verdict
+
+    output = llm.runner.extend([seq], [Draft()])
+    seq.tokens.append(token)
+    drafter.observe([seq.shown(COUPLED)], [Verdict([], [token])], output)
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["its projection", "the target's"])
+def test_logits_are_the_reference_s(make_checkpoint, own):
+    target = make_checkpoint(tie_word_embeddings=True)
+    folder = random_recurrent(target, own=own, scale=0.1)
+    llm = LLM(target, device="cpu", dtype="float32")
+    drafter = Recurrent(model=str(folder), width=1, depth=4)
+    drafter.attach(llm.runner, lambda name: llm.runner)
+    seen, seq = watched(drafter), Sequence(TEXT[:-1], GREEDY, 0)
+    assert not drafter.propose([seq.shown(COUPLED)], 4)[0].tokens, "no state was seen"
+    for token in (TEXT[-1], 44, 90):
+        step(llm, drafter, seq, token)
+        seen.clear()
+        (draft,) = drafter.propose([seq.shown(COUPLED)], 4)
+        wanted = reference(folder, target, seq.tokens, draft.tokens)[:4]
+        assert len(draft) == 4 and draft.is_chain
+        torch.testing.assert_close(torch.cat(seen), wanted, rtol=5e-3, atol=5e-3)
+        assert draft.tokens == drafter.words[wanted.argmax(-1)].tolist()
+    seq.tokens.append(3)
+    assert not drafter.propose([seq.shown(COUPLED)], 4)[0].tokens, "this token's state was not seen"
+    drafter.forget(seq)
+    assert not drafter.seen
+    llm.runner.free(seq)
+
+
+def test_a_batch_drafts_as_each_alone(make_checkpoint):
+    target = make_checkpoint()
+    llm = LLM(target, device="cpu", dtype="float32")
+    drafter = Recurrent(model=str(random_recurrent(target, scale=0.05)), width=3, depth=3)
+    drafter.attach(llm.runner, lambda name: llm.runner)
+    seqs = [Sequence(TEXT[:n], GREEDY, 0) for n in (3, 6, 9)]
+    for seq in seqs:
+        step(llm, drafter, seq, 7)
+    shown = [seq.shown(COUPLED) for seq in seqs]
+    together = drafter.propose(shown, 9)
+    assert [len(draft) for draft in together] == [9] * 3 and not together[0].is_chain
+    for one, draft in zip(shown, together, strict=True):
+        (alone,) = drafter.propose([one], 9)
+        assert (alone.tokens, alone.parents) == (draft.tokens, draft.parents)
+    for seq in seqs:
+        llm.runner.free(seq)
+
+
+def spoiled(folder: Path, where: Path, tensors: dict[str, Tensor | None], about: dict) -> str:
+    """A copy of a head with other tensors (None: without) and another config."""
+    where.mkdir()
+    named = {k: t for k, t in (load_file(folder / "model.safetensors") | tensors).items() if t is not None}
+    save_file(named, where / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text()) | about
+    (where / "config.json").write_text(json.dumps(config))
+    return str(where)
+
+
+WRONG = [
+    ({}, {"hidden_size": 32}, CheckpointError, "width 32"),
+    ({}, {"vocab_size": 77}, VocabularyMismatch, "77 tokens"),
+    ({}, {"draft_vocab_size": "many"}, CheckpointError, "draft_vocab_size"),
+    ({}, {"draft_vocab_size": 10**9}, CheckpointError, "draft_vocab_size"),
+    ({}, {"intermediate_size": 41}, CheckpointError, "gate_proj"),
+    ({"norm.weight": None}, {}, CheckpointError, "norm.weight is missing"),
+    ({"norm.weight": torch.full((64,), torch.nan)}, {}, CheckpointError, "finite"),
+    ({"mlp.down_proj.weight": torch.zeros(64, 40, dtype=torch.int32)}, {}, CheckpointError, "finite floats"),
+    ({"mlp.gate_proj.weight": None}, {}, CheckpointError, "no recurrent head"),
+    ({"d2t": torch.full((48,), 1000)}, {}, VocabularyMismatch, "d2t"),
+    ({"d2t": None}, {}, VocabularyMismatch, "d2t"),
+    ({"more": torch.zeros(3)}, {}, CheckpointError, "more has no place"),
+    ({"lm_head.weight": None}, {}, CheckpointError, "no lm_head.weight"),
+]
+
+
+@pytest.mark.parametrize(("tensors", "about", "error", "said"), WRONG, ids=lambda x: x if isinstance(x, str) else "")
+def test_what_does_not_fit_is_refused(make_checkpoint, tmp_path, tensors, about, error, said):
+    target = make_checkpoint()
+    llm = LLM(target, device="cpu", dtype="float32")
+    assert llm.runner.model.config.hidden_size == 64 and not llm.runner.model.config.tied
+    name = spoiled(random_recurrent(target), tmp_path / "head", tensors, about)
+    with pytest.raises(error, match=said):
+        llm.speculative_config = {"method": "recurrent", "model": name}
+
+
+def test_options_are_checked(tmp_path):
+    for options in ({}, {"model": "x", "width": 0}, {"model": "x", "depth": 0}, {"model": "x", "p_min": 1.0}):
+        with pytest.raises(ConfigError, match="recurrent"):
+            LLM("tiny", speculative_config={"method": "recurrent", **options})
+    (tmp_path / "config.json").write_text('{"architectures": ["RecurrentHead"]}')
+    for name, error in (("no/such", ModelNotFound), (str(tmp_path), CheckpointError)):
+        with pytest.raises(error):
+            LLM("tiny", speculative_config={"method": "recurrent", "model": name})
+
+
+def test_auto_finds_the_head_of_a_model_s_folder(make_checkpoint):
+    target = make_checkpoint(seed=5)
+    head = random_recurrent(target, target)
+    assert kind_of(head) == "recurrent" and companions(target) == [str(head)]
+    llm = LLM(target, device="cpu", dtype="float32", speculative_config="auto")
+    assert "recurrent" in [source.name for source in llm.engine.drafter.sources]
+    with pytest.raises(OutriderError, match="a head of width 64"):
+        LLM("tiny", speculative_config={"method": "auto", "model": str(head)})
+
+
+SMALL = RecurrentSettings(vocab=96, wide=24, depth=3, length=40, batch=200, replay=1, lr=5e-3)
+
+
+@pytest.fixture(scope="module")
+def llm(make_checkpoint) -> LLM:
+    return LLM(make_checkpoint(seed=4, tie_word_embeddings=True), device="cpu", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def said(llm, tmp_path_factory) -> Path:
+    """Conversations of a random model."""
+    path = tmp_path_factory.mktemp("said") / "said.jsonl"
+    noise = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(128, (5,), generator=noise).tolist() for _ in range(40)]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0.5, seed=3, max_tokens=30))
+    lines = [json.dumps({"p": p, "o": o.token_ids, "t": 0.5}) for p, o in zip(prompts, outputs, strict=True)]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("train_head", [False, True])
+def test_what_is_exported_drafts_what_was_trained(llm, said, tmp_path, train_head):
+    """It learns; the drafter's logits along a chain are those of the training-time test on the same tokens."""
+    settings = RecurrentSettings(**{**vars(SMALL), "train_head": train_head})
+    trainer = Trainer([said], tmp_path / "run", settings, llm=llm)
+    lines = list[dict]()
+    while trainer.counts["steps"] < 8:  # on a busy machine
+        lines += trainer.run(trainer.seconds / 60 + 0.05, every=0.01)
+    assert lines[-1]["loss"] < lines[0]["loss"] and len(lines[-1]["right"]) == 3
+    trainer.export(tmp_path / "head")
+    assert ("lm_head.weight" in load_file(tmp_path / "head" / "model.safetensors")) == train_head
+    for weight in trainer.head.parameters():
+        weight.data.copy_(weight.data.bfloat16() if weight is not trainer.head.lm_head.weight or train_head else weight)
+    drafter = Recurrent(model=str(tmp_path / "head"), depth=3, width=1)
+    drafter.attach(llm.runner, lambda name: llm.runner)
+    text = torch.randint(128, (12,), generator=torch.Generator().manual_seed(2)).tolist()
+    seen, seq = watched(drafter), Sequence(text[:-1], GREEDY, 0)
+    step(llm, drafter, seq, text[-1])
+    (draft,) = drafter.propose([seq.shown(COUPLED)], 3)
+    batch = trainer.read([(text + draft.tokens, 0, 3)])
+    with torch.no_grad():
+        for s, (states, about) in enumerate(trainer.head.unroll(batch)):
+            ours = F.linear(states[about == 11 + s], trainer.head.lm_head.weight)
+            torch.testing.assert_close(seen[s], ours, rtol=1e-3, atol=1e-3)
+    llm.runner.free(seq)
+    assert "| tokens |" in (tmp_path / "head" / "README.md").read_text()
+    llm.speculative_config = {"method": "recurrent", "model": str(tmp_path / "head")}
+    (output,) = run(llm, [(text, SamplingParams(temperature=0, max_tokens=9))])
+    assert output.metrics["speculative_decoding"]["num_draft_tokens"]
+    llm.speculative_config = None
+    again = Trainer([said], tmp_path / "run", settings, llm=llm)
+    assert again.counts == trainer.counts
+    with pytest.raises(ConfigError, match="begun with wide 24"):
+        Trainer([said], tmp_path / "run", RecurrentSettings(**{**vars(settings), "wide": 25}), llm=llm)
+
+
+def test_the_command(said, tmp_path, make_checkpoint):
+    model = make_checkpoint(seed=4, tie_word_embeddings=True)
+    arguments = ["train", "recurrent", str(tmp_path / "run"), str(said), "--minutes", "0.02", "--every", "0.01"]
+    arguments += ["--model", str(model), "--vocab", "96", "--wide", "16", "--length", "40", "--batch", "200"]
+    done = CliRunner().invoke(app, [*arguments, "--dtype", "float32"])
+    assert done.exit_code == 0, done.output
+    assert kind_of(tmp_path / "run" / "head") == "recurrent" and "--speculate recurrent:model=" in done.output
+    for option, wrong in (("--wide", "0"), ("--vocab", "1000"), ("--batch", "0")):
+        at = arguments.index(option) + 1
+        done = CliRunner().invoke(
+            app, [*arguments[:2], str(tmp_path / "other"), *arguments[3:at], wrong, *arguments[at + 1 :]]
+        )
+        assert done.exit_code == 1 and option[2:] in str(done.exception)
