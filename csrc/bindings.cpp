@@ -8,6 +8,7 @@
 
 #include "choose.h"
 #include "dispatch.h"
+#include "grow.h"
 #include "lookups.h"
 #include "pool.h"
 #include "sampling.h"
@@ -116,6 +117,36 @@ static void bind_elementwise(nb::module_ &m) {
     }
     return found;
   }, "For each row, as `draw` has it, its likeliest tokens, and the logarithms of their shares.");
+}
+
+static void bind_grow(nb::module_ &m) {
+  // State, token, a wish whose address is left out, and the noise's key of each level.
+  using Root = std::tuple<uintptr_t, int64_t, Wish, std::vector<uint64_t>>;
+  nb::class_<Recurrence>(m, "Recurrence", "A recurrent head: addresses of memory that its maker keeps alive.")
+      .def("__init__", [](Recurrence *own, int hidden, int words, int vocab, float eps, bool half, uintptr_t embedding, Weights *packed,
+                          uintptr_t norm, Weights *gate_up, Weights *down, Weights *projection, uintptr_t ids) {
+        const bool fits = gate_up->gated && gate_up->inputs == 2 * hidden && gate_up->width() == down->inputs && down->outputs == hidden &&
+                          projection->inputs == hidden && projection->outputs == words && (packed ? packed->inputs == hidden : embedding != 0);
+        if (!fits) throw nb::value_error("weights do not fit each other");
+        new (own) Recurrence{hidden, words, vocab, eps, half, at(embedding), packed, at(norm), gate_up, down, projection,
+                             static_cast<const int64_t *>(at(ids))};
+      }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(),
+           nb::arg(), nb::arg())
+      .def("grow", [](const Recurrence &head, const std::vector<Root> &given, int k, int width, double least, int threads) {
+        std::vector<GrowRoot> roots;
+        for (const auto &[state, token, wish, keys] : given) {
+          const auto &[none, temperature, top_k, top_p, lowest, key] = wish;
+          roots.push_back({at(state), token, {nullptr, temperature, top_k, top_p, lowest, key}, keys});
+        }
+        std::vector<Grown> grown;
+        {
+          nb::gil_scoped_release released;
+          grown = grow(head, roots, k, width, least, threads);
+        }
+        std::vector<std::tuple<std::vector<int64_t>, std::vector<int>, std::vector<double>>> found;
+        for (Grown &own : grown) found.emplace_back(std::move(own.tokens), std::move(own.parents), std::move(own.trust));
+        return found;
+      });
 }
 
 // Tokens of a Python list, from one place to another.
@@ -267,6 +298,7 @@ NB_MODULE(_kernels, m) {
   bind_elementwise(m);
   bind_attention(m);
   bind_walk(m);
+  bind_grow(m);
   bind_suffix(m);
   bind_lookups(m);
   bind_beliefs(m);

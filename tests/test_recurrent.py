@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import random_recurrent, run, watched
+from helpers import count_forwards, random_recurrent, run, watched
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typer.testing import CliRunner
@@ -17,7 +18,8 @@ from outrider import LLM, SamplingParams
 from outrider.cli import app
 from outrider.drafters.recurrent import Recurrent
 from outrider.errors import CheckpointError, ConfigError, ModelNotFound, OutriderError, VocabularyMismatch
-from outrider.load import companions, kind_of
+from outrider.load import companions, find, fingerprint, heads, kind_of
+from outrider.ops import native
 from outrider.sequence import Sequence
 from outrider.train.recurrent import Trainer
 from outrider.train.settings import RecurrentSettings
@@ -63,6 +65,7 @@ def test_logits_are_the_reference_s(make_checkpoint, own):
     llm = LLM(target, device="cpu", dtype="float32")
     drafter = Recurrent(model=str(folder), width=1, depth=4)
     drafter.attach(llm.runner, lambda name: llm.runner)
+    drafter.head.recurrence = None  # level by level
     seen, seq = watched(drafter), Sequence(TEXT[:-1], GREEDY, 0)
     assert not drafter.propose([seq.shown(COUPLED)], 4)[0].tokens, "no state was seen"
     for token in (TEXT[-1], 44, 90):
@@ -96,6 +99,44 @@ def test_a_batch_drafts_as_each_alone(make_checkpoint):
         assert (alone.tokens, alone.parents) == (draft.tokens, draft.parents)
     for seq in seqs:
         llm.runner.free(seq)
+
+
+SAMPLED = SamplingParams(temperature=0.9, top_k=20, top_p=0.9, min_p=0.01, seed=3, max_tokens=40)
+FEW = SamplingParams(temperature=0.7, seed=5, max_tokens=3)  # room for two levels and no more
+EDITED = SamplingParams(temperature=0.7, seed=5, max_tokens=40, repetition_penalty=1.3)
+
+
+@pytest.mark.skipif(native.kernels is None, reason="there are no kernels here")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_native_call_grows_the_same_trees(make_checkpoint, monkeypatch, tmp_path, dtype):
+    """Node for node what trees.py grows: greedy, sampled, near an output's end; edited requests go that way."""
+    target = make_checkpoint() if dtype == "float32" else find("tiny")
+    llm, head = LLM(target, device="cpu", dtype=dtype), random_recurrent(target, tmp_path, scale=0.1)
+    for p_min in (0.0, 0.02):
+        drafter = Recurrent(model=str(head), width=3, depth=3, p_min=p_min)
+        drafter.attach(llm.runner, lambda name: llm.runner)
+        assert drafter.head.recurrence
+        levels, seqs = watched(drafter), list[Sequence]()
+        for n, params in enumerate((GREEDY, SAMPLED, FEW)):
+            seqs.append(Sequence(TEXT[: 4 + 3 * n], params, n))
+            step(llm, drafter, seqs[-1], 7)
+        unseen = Sequence(TEXT, GREEDY, 0)
+        shown = [own.shown(COUPLED) for own in (seqs[0], unseen, *seqs[1:])]
+        ours = drafter.propose(shown, 9)
+        assert not levels and not ours[1].tokens and (p_min or max(len(draft) for draft in ours) == 9)
+        assert max(len(ours[3].path_to(node)) for node in range(len(ours[3]))) == 1
+        with monkeypatch.context() as patch:
+            patch.setattr(drafter.head, "recurrence", None)
+            theirs = drafter.propose(shown, 9)
+        for one, other in zip(ours, theirs, strict=True):
+            assert (one.tokens, one.parents) == (other.tokens, other.parents)
+            assert one.trust == pytest.approx(other.trust or [], rel=1e-5)
+        edited = Sequence(TEXT, EDITED, 0)
+        step(llm, drafter, edited, 7)
+        levels.clear()
+        assert drafter.propose([edited.shown(COUPLED)], 4)[0].tokens and levels
+        for seq in (*seqs, edited):
+            llm.runner.free(seq)
 
 
 def spoiled(folder: Path, where: Path, tensors: dict[str, Tensor | None], about: dict) -> str:
@@ -155,6 +196,28 @@ def test_auto_finds_the_head_of_a_model_s_folder(make_checkpoint):
         LLM("tiny", speculative_config={"method": "auto", "model": str(head)})
 
 
+@pytest.mark.parametrize("light", [0, 10**9])
+def test_an_embedded_head_is_asked_beside_heavy_targets(make_checkpoint, monkeypatch, light):
+    """At every step, as a look-up is; or not at all."""
+    target = make_checkpoint()
+    monkeypatch.setattr("outrider.drafters.recurrent.LIGHT", light)
+    monkeypatch.setattr("outrider.drafters.auto.heads", lambda norm: [str(random_recurrent(target))])
+    llm = LLM(target, device="cpu", dtype="float32", speculative_config="auto")
+    auto = llm.engine.drafter
+    assert ("recurrent" in [source.name for source in auto.sources]) == (not light)
+    assert "recurrent" in [source.name for source in auto.others] or light
+    plain = LLM(target, device="cpu", dtype="float32")
+    count_forwards(llm, monkeypatch)
+    (ours,), (theirs,) = (run(own, [(TEXT, replace(GREEDY, max_tokens=30))]) for own in (llm, plain))
+    assert ours.token_ids == theirs.token_ids
+
+
+def test_a_target_is_known_by_its_norm():
+    norm = torch.linspace(0.5, 3.0, 64)
+    assert fingerprint(norm) == fingerprint(norm.bfloat16()) != fingerprint(norm.flip(0))
+    assert not heads(norm)
+
+
 SMALL = RecurrentSettings(vocab=96, wide=24, depth=3, length=40, batch=200, replay=1, lr=5e-3)
 
 
@@ -190,6 +253,7 @@ def test_what_is_exported_drafts_what_was_trained(llm, said, tmp_path, train_hea
         weight.data.copy_(weight.data.bfloat16() if weight is not trainer.head.lm_head.weight or train_head else weight)
     drafter = Recurrent(model=str(tmp_path / "head"), depth=3, width=1)
     drafter.attach(llm.runner, lambda name: llm.runner)
+    drafter.head.recurrence = None  # level by level
     text = torch.randint(128, (12,), generator=torch.Generator().manual_seed(2)).tolist()
     seen, seq = watched(drafter), Sequence(text[:-1], GREEDY, 0)
     step(llm, drafter, seq, text[-1])
@@ -200,6 +264,8 @@ def test_what_is_exported_drafts_what_was_trained(llm, said, tmp_path, train_hea
             ours = F.linear(states[about == 11 + s], trainer.head.lm_head.weight)
             torch.testing.assert_close(seen[s], ours, rtol=1e-3, atol=1e-3)
     llm.runner.free(seq)
+    about = json.loads((tmp_path / "head" / "config.json").read_text())
+    assert about["target_norm"] == fingerprint(llm.runner.model.norm)
     assert "| tokens |" in (tmp_path / "head" / "README.md").read_text()
     llm.speculative_config = {"method": "recurrent", "model": str(tmp_path / "head")}
     (output,) = run(llm, [(text, SamplingParams(temperature=0, max_tokens=9))])

@@ -7,6 +7,7 @@ form and the embedding stays a mapping of the file, of which a token touches one
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import logging
@@ -227,8 +228,8 @@ def companions(path: Path) -> list[str]:
     except OSError:
         return []
     own = sum(file.stat().st_size for file in (folder.glob("*.safetensors") if path.is_dir() else [path]))
-    bears = PACKAGED if path == packaged() else folder.name if embedded().get(folder.name) == folder else None
-    found = inside + [each for each in embedded().values() if bears and each.name.startswith(f"{bears}-")]
+    beside = [each for each in embedded().values() if each.name.startswith(f"{folder.name}-")]
+    found = inside + (beside if embedded().get(folder.name) == folder else [])
     sizes = {each: sum(file.stat().st_size for file in each.glob("*.safetensors")) for each in found}
     return [str(each) for each in found if kind_of(each) != "draft_model" or 0 < sizes[each] <= own / 2]
 
@@ -237,6 +238,17 @@ def stores(path: Path) -> list[str]:
     """Datastores that may be of use to a model: those beside its file or in its folder, and the embedded ones."""
     folder = path if path.is_dir() else path.parent
     return [str(file) for where in (folder, *sorted(ASSETS.iterdir())) for file in sorted(where.glob("*.store"))]
+
+
+def heads(norm: Tensor) -> list[str]:
+    """Embedded heads that were trained for a target, by its final norm's weights (hidden,)."""
+    own = fingerprint(norm)
+    return [str(each) for each in embedded().values() if _json(each / "config.json").get("target_norm") == own]
+
+
+def fingerprint(norm: Tensor) -> str:
+    """Of a target: what its final norm's weights are in bfloat16, however a file stores the others."""
+    return hashlib.sha256(norm.detach().cpu().bfloat16().view(torch.int16).numpy().tobytes()).hexdigest()[:16]
 
 
 def kind_of(name: str | Path) -> str:

@@ -320,7 +320,7 @@ class Model:
     @cached_property
     def _walk(self) -> Walk | None:
         """The layers as the kernels walk them; None if some weights are not packed, or the family has other layers."""
-        c, table = self.config, self.embedding
+        c = self.config
         packed = [layer.qkv.native and layer.o.native and layer.mlp.native for layer in self.layers]
         if not (all(packed) and self.head.native) or c.head_dim % 8:
             return None
@@ -331,18 +331,19 @@ class Model:
             )
             for layer, window, rotary in zip(self.layers, c.windows, self.rotaries, strict=True)
         ]  # fmt: skip
-        embedding: Tensor | Linear | None = None
-        if self.multiplier != 1:
-            pass  # rows come embedded
-        elif isinstance(table, Tensor):
-            embedding = table if table.dtype == self.dtype else None
-        elif getattr(table, "__self__", None) is self.head:
-            embedding = self.head
         shape = c.num_heads, c.num_kv_heads, c.head_dim, c.rms_norm_eps
         switches = Switches(
             c.attention_scale, c.attention_softcap, c.qk_norm == "full", c.activation, c.clamp, c.residual_multiplier
         )
-        return Walk(*shape, blocks, self.norm, self.head, embedding, switches)
+        return Walk(*shape, blocks, self.norm, self.head, self.embeddings, switches)
+
+    @property
+    def embeddings(self) -> Tensor | Linear | None:
+        """What kernels take embeddings from: a table (vocab, hidden), or the linear whose rows they are; or nothing."""
+        table = self.embedding
+        if self.multiplier == 1 and isinstance(table, Tensor):
+            return table if table.dtype == self.dtype else None
+        return self.head if self.multiplier == 1 and getattr(table, "__self__", None) is self.head else None
 
     def embed(self, tokens: Tensor) -> Tensor:
         """(n, hidden) in the model's dtype, for ids (n,)."""

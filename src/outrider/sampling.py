@@ -138,6 +138,19 @@ def guess(
     return list(zip(known[best.indices].tolist(), best.values.tolist(), strict=True))
 
 
+def ahead(seq: Sequence, levels: int, size: int) -> tuple[Wish, list[int]] | None:
+    """How `guess` shapes logits of `size` tokens behind a sequence, natively: its wish, and each level's key of noise.
+
+    None where it would not do that natively.
+    """
+    if seq.rule.flips_coins or seq.greedy:
+        return (0, 0.0, 0, 1.0, -math.inf, 0), [0] * levels
+    if seq.edited:
+        return None
+    wishes = [_wish(0, Row(seq, [0] * level), size, "") for level in range(max(1, levels))]
+    return wishes[0], [key for *_, key in wishes[:levels]]
+
+
 def surely(logits: Tensor, rows: list[Row], stream: str = "") -> tuple[list[int], list[float]]:
     """What a draft's logits (rows, vocab) choose, and the chance that the likeliest has by what the choice looked at.
 

@@ -37,7 +37,7 @@ from outrider.config import MOST_NODES, SamplingParams, option
 from outrider.control import Beliefs, Costs, Guess, Learnt, Look, Picked, Text, cache_file
 from outrider.draft import Draft, Verdict
 from outrider.errors import ConfigError, OutriderError
-from outrider.load import ASSETS, companions, kind_of, stores
+from outrider.load import ASSETS, companions, heads, kind_of, stores
 from outrider.ops import native
 from outrider.runner import Output, Runner
 from outrider.sequence import Sequence
@@ -135,6 +135,11 @@ class Auto(Drafter):
                     raise
                 level = logging.DEBUG if Path(name).is_relative_to(ASSETS) else logging.INFO  # where it is for others
                 log.log(level, "%s is no drafter for this target: %s", name, error)
+        for name in [] if self.drafters or self.model else heads(target.model.norm):
+            part = drafters.within("auto", {"method": kind_of(name), "model": name})
+            with suppress(OutriderError):  # another checkpoint with this norm
+                part.attach(target, load)
+                self.parts += [part] * part.cheap  # beside a light target it costs what it brings
         if not self.drafters and target.base is None and target.max_len >= 2 * LONG:
             part = drafters.within("auto", {"method": "self"})
             with suppress(OutriderError):  # a cache that has no views
@@ -175,7 +180,8 @@ class Auto(Drafter):
         riders: dict[int, Draft] = {}
         open_ = [i for i, seq in enumerate(seqs) if self.beliefs.open(seq.id, seq.room)] if k > 0 else []
         for source in self.others:
-            self._ask(source, seqs, open_, k, guesses, riders)
+            most = source.drafter.num_speculative_tokens
+            self._ask(source, seqs, open_, min(k, most) if most > 0 else k, guesses, riders)
         return guesses, riders
 
     def _dear(

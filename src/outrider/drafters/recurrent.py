@@ -28,14 +28,17 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from outrider.config import option, whole
-from outrider.draft import Verdict
+from outrider.draft import Draft, Verdict
 from outrider.errors import CheckpointError, VocabularyMismatch, told
 from outrider.load import find
-from outrider.ops import Linear, native, rms_norm
+from outrider.ops import Linear, Recurrence, native, rms_norm
 from outrider.quantize import quantize
 from outrider.runner import Output, Runner
+from outrider.sampling import ahead
 from outrider.sequence import Sequence
 from outrider.trees import Growing, Root, Tree
+
+LIGHT = 64  # times the head's bytes: a target of so many is asked beside it as beside a look-up, at every step
 
 
 class Head:
@@ -89,6 +92,11 @@ class Head:
         )
         if tensors:
             raise CheckpointError(f"{path}: tensor {min(tensors)} has no place in a recurrent head")
+        self.nbytes = sum(linear.nbytes for linear in (self.gate_up, self.down, self.projection))
+        self.recurrence: Recurrence | None = None
+        if (table := model.embeddings) is not None and self.projection.native:
+            linears = self.gate_up, self.down, self.projection
+            self.recurrence = Recurrence(*linears, self.norm, self.eps, c.vocab_size, table, self.words)
 
     def read(self, ids: list[int], states: Tensor) -> tuple[Tensor, Tensor]:
         """The states (n, hidden) behind tokens that were chosen from others, and their logits (n, draft vocabulary)."""
@@ -101,7 +109,7 @@ class Head:
 class Recurrent(Growing):
     """Guesses with a recurrent head that was trained for the target."""
 
-    depth: int = option(3, "of the tree, at most; the head runs once for each")
+    depth: int = option(2, "of the tree, at most; the head runs once for each")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -111,19 +119,40 @@ class Recurrent(Growing):
         """Load the head. Raises CheckpointError and VocabularyMismatch for one of another kind of target."""
         self.head = Head(find(self.model), target)
         self.words, self.vocab = self.head.words, target.model.config.vocab_size
+        self.cheap = LIGHT * self.head.nbytes <= target.model.nbytes  # type: ignore[misc]
+
+    def propose(self, seqs: list[Sequence], k: int) -> list[Draft]:
+        """All levels in one native call, where there are kernels for it."""
+        compiled = self.head.recurrence if native.active != native.REFERENCE and k > 0 else None
+        known = self._known(seqs) if compiled else {}
+        wishes = [ahead(seq, min(k, self.depth, seq.room - 1), len(self.words)) for seq in seqs if seq.id in known]
+        if compiled is None or None in wishes:
+            return super().propose(seqs, k)
+        roots = [
+            (state.data_ptr(), token, *wish)
+            for (state, token), wish in zip(known.values(), wishes, strict=True)
+            if wish is not None
+        ]
+        grown = dict(zip(known, compiled.grow(roots, k, self.width, self.least), strict=True))
+        drafts = (grown.get(seq.id, ([], [], [])) for seq in seqs)
+        return [Draft(tokens, parents, trust=trust) for tokens, parents, trust in drafts]
 
     def roots(self, seqs: list[Sequence]) -> dict[int, Root]:
         """All in one product."""
-        known = []
-        for seq in seqs:
-            length, last, *_ = self.seen.get(seq.id, (0, 0))
-            if (length, last) == (len(seq.tokens), seq.tokens[-1]):
-                known.append(seq)
-        if not known:
+        if not (known := self._known(seqs)):
             return {}
-        before = torch.stack([hidden[row] for _, _, hidden, row in (self.seen[seq.id] for seq in known)])
-        states, logits = self.head.read([seq.tokens[-1] for seq in known], before)
-        return {seq.id: (states[i : i + 1], logits[i : i + 1]) for i, seq in enumerate(known)}
+        before = torch.stack([state for state, _ in known.values()])
+        states, logits = self.head.read([token for _, token in known.values()], before)
+        return {own: (states[i : i + 1], logits[i : i + 1]) for i, own in enumerate(known)}
+
+    def _known(self, seqs: list[Sequence]) -> dict[int, tuple[Tensor, int]]:
+        """By sequence the state (hidden,) that its last token was chosen from, and that token, where they were seen."""
+        found = {}
+        for seq in seqs:
+            seen = self.seen.get(seq.id)
+            if seen and seen[:2] == (len(seq.tokens), seq.tokens[-1]):
+                found[seq.id] = seen[2][seen[3]], seen[1]
+        return found
 
     def go_on(self, trees: list[Tree]) -> tuple[list[tuple[Tree, int]], Tensor]:
         """A step for each node of the border."""

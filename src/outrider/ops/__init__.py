@@ -19,6 +19,7 @@ from outrider.ops.attention import (
 )
 from outrider.ops.elementwise import add, argmax, gated, pick, picks, rms_norm, rope, rotate, softcap, swiglu
 from outrider.ops.experts import MLP, Experts
+from outrider.ops.grow import Recurrence
 from outrider.ops.linear import Factors, Linear, Quantized, join, packs, quantises
 from outrider.ops.triton.graph import Graphs, bucket, upload
 from outrider.ops.triton.launch import runs as launches
@@ -37,6 +38,7 @@ __all__ = [
     "Linear",
     "Pages",
     "Quantized",
+    "Recurrence",
     "Stores",
     "Switches",
     "Walk",
