@@ -7,7 +7,6 @@ form and the embedding stays a mapping of the file, of which a token touches one
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import json
 import logging
@@ -238,17 +237,6 @@ def stores(path: Path) -> list[str]:
     """Datastores that may be of use to a model: those beside its file or in its folder, and the embedded ones."""
     folder = path if path.is_dir() else path.parent
     return [str(file) for where in (folder, *sorted(ASSETS.iterdir())) for file in sorted(where.glob("*.store"))]
-
-
-def heads(norm: Tensor) -> list[str]:
-    """Embedded heads that were trained for a target, by its final norm's weights (hidden,)."""
-    own = fingerprint(norm)
-    return [str(each) for each in embedded().values() if _json(each / "config.json").get("target_norm") == own]
-
-
-def fingerprint(norm: Tensor) -> str:
-    """Of a target: what its final norm's weights are in bfloat16, however a file stores the others."""
-    return hashlib.sha256(norm.detach().cpu().bfloat16().view(torch.int16).numpy().tobytes()).hexdigest()[:16]
 
 
 def kind_of(name: str | Path) -> str:

@@ -29,7 +29,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 
 from outrider import drafters
@@ -37,7 +36,7 @@ from outrider.config import MOST_NODES, SamplingParams, option
 from outrider.control import Beliefs, Costs, Guess, Learnt, Look, Picked, Text, cache_file
 from outrider.draft import Draft, Verdict
 from outrider.errors import ConfigError, OutriderError
-from outrider.load import ASSETS, companions, heads, kind_of, stores
+from outrider.load import ASSETS, companions, kind_of, stores
 from outrider.ops import native
 from outrider.runner import Output, Runner
 from outrider.sequence import Sequence
@@ -135,11 +134,6 @@ class Auto(Drafter):
                     raise
                 level = logging.DEBUG if Path(name).is_relative_to(ASSETS) else logging.INFO  # where it is for others
                 log.log(level, "%s is no drafter for this target: %s", name, error)
-        for name in [] if self.drafters or self.model else heads(target.model.norm):
-            part = drafters.within("auto", {"method": kind_of(name), "model": name})
-            with suppress(OutriderError):  # another checkpoint with this norm
-                part.attach(target, load)
-                self.parts += [part] * part.cheap  # beside a light target it costs what it brings
         if not self.drafters and target.base is None and target.max_len >= 2 * LONG:
             part = drafters.within("auto", {"method": "self"})
             with suppress(OutriderError):  # a cache that has no views
@@ -233,43 +227,45 @@ class Auto(Drafter):
         n, best = len(seqs), None
         standing = [self.beliefs.standing(seq.id) for seq in seqs]
         may = [i for i, (steps, credit) in enumerate(standing) if credit >= 0 and steps > 1 and seqs[i].room > 1]
-        seconds, plain = np.array(self.seconds), self.seconds[0]
+        seconds, plain = self.seconds, self.seconds[0]
         had, drafted = [worth for *_, worth in picked], sum(len(tokens) for tokens, *_ in picked)
+        all_had = n + sum(had)
         for source in self.dear:
-            fits = [i for i in may if len(seqs[i].tokens) >= source.least]
-            if not fits:
+            own = source.drafter.num_speculative_tokens
+            deep, found = min(k, own if own > 0 else k), list[tuple[float, float, list[float], int]]()
+            for i in may if deep > 0 else []:
+                if len(seqs[i].tokens) < source.least:
+                    continue
+                lag, reading, gain, share, gains = self._lag(source, seqs[i]), 0.0, 0.0, 1.0, list[float]()
+                for hope in self.beliefs.hopes(seqs[i].id, source.bit, deep, HOPE):
+                    share *= hope
+                    gain += share
+                    gains.append(max(0.0, gain - had[i]))
+                if not source.tried and lag > MOST_NODES:
+                    reading = plain * lag / 512  # a guess, until it was measured
+                elif lag > MOST_NODES // 4:
+                    reading = source.reading * lag
+                reading /= min(HORIZON, max(1, seqs[i].room))
+                found.append((reading - gains[-1] * plain / n, reading, gains, i))
+            if not found:
                 continue
-            deep = min(k, source.drafter.num_speculative_tokens if source.drafter.num_speculative_tokens > 0 else k)
-            lengths = np.arange(1, deep + 1)
-            hopes = [self.beliefs.hopes(seqs[i].id, source.bit, deep, HOPE) for i in fits]
-            gains = np.cumsum(np.cumprod(hopes, 1), 1)
-            more = np.maximum(0.0, gains - np.array([had[i] for i in fits])[:, None])
-            lags = [self._lag(source, seqs[i]) for i in fits]
-            reading = np.array([source.reading * lag if lag > MOST_NODES // 4 else 0.0 for lag in lags])
-            if not source.tried and max(lags) > MOST_NODES:
-                reading = np.array([plain * lag / 512 for lag in lags])  # a guess, until it was measured
-            ahead = np.minimum(HORIZON, [max(1, seqs[i].room) for i in fits])
-            order = np.argsort(reading / ahead - more.max(1) * plain / n, kind="stable")
-            rows = np.minimum(
-                len(seconds) - 1, (np.arange(1, len(fits) + 1)[:, None] * (lengths + source.beyond)).astype(int)
-            )
-            each = np.array(source.rounds.over(1, len(fits)) if source.rounds else [0.0] * len(fits))
-            cost = each[:, None] * (np.ones_like(lengths) if source.tree else lengths)
-            paid = np.cumsum((reading / ahead)[order])[:, None]
-            spent = np.maximum(seconds[np.maximum(rows, drafted)], seconds[0]) + cost + paid
-            rates = (n + sum(had) + np.cumsum(more[order], 0)) / spent
-            if source.tree:
-                rates[:, :-1] = 0.0
-            if not source.tried:  # what it costs is not known: once, and little
-                rates[1:], rates[:, min(2, deep) : None if not source.tree else -1] = 0.0, 0.0
-            many, at = np.unravel_index(int(rates.argmax()), rates.shape)
-            if rates[many, at] > 1.02 * rate and (best is None or rates[many, at] > best[0]):
-                best = float(rates[many, at]), source, [fits[j] for j in order[: many + 1]], int(lengths[at])
-            elif best is None:
-                waits = {i: standing[i][0] - self._last(source, seqs[i])[0] for i in fits}
-                longest = max(waits, key=lambda i: waits[i])
-                if waits[longest] > AGAIN and standing[longest][1] > float(cost[0, -1]) * n / plain:
-                    best = rate, source, [longest], deep  # things may have changed
+            found.sort(key=lambda one: one[0])
+            each = source.rounds.over(1, len(found)) if source.rounds else [0.0] * len(found)
+            # what it costs is not known at first: once, and little
+            most, longest = (len(found), deep) if source.tried else (1, min(2, deep))
+            for length in [deep] if source.tree else range(1, longest + 1):
+                more = paid = 0.0
+                for many, (_, reading, gains, _) in enumerate(found[:most], 1):
+                    more, paid = more + gains[length - 1], paid + reading
+                    rows = min(len(seconds) - 1, max(int(many * (length + source.beyond)), drafted))
+                    spent = max(seconds[rows], plain) + each[many - 1] * (1 if source.tree else length) + paid
+                    if (gained := (all_had + more) / spent) > 1.02 * rate and (best is None or gained > best[0]):
+                        best = gained, source, [i for *_, i in found[:many]], length
+            if best is None:
+                waits = {i: standing[i][0] - self._last(source, seqs[i])[0] for *_, i in found}
+                late, cost = max(waits, key=lambda i: waits[i]), each[0] * (1 if source.tree else deep)
+                if waits[late] > AGAIN and standing[late][1] > cost * n / plain:
+                    best = rate, source, [late], deep  # things may have changed
         return None if best is None else (best[1], sorted(best[2]), best[3])
 
     def _last(self, source: Source, seq: Sequence) -> tuple[int, int]:

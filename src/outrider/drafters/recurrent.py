@@ -38,8 +38,6 @@ from outrider.sampling import ahead
 from outrider.sequence import Sequence
 from outrider.trees import Growing, Root, Tree
 
-LIGHT = 64  # times the head's bytes: a target of so many is asked beside it as beside a look-up, at every step
-
 
 class Head:
     """The layer and its projection. Raises CheckpointError and VocabularyMismatch for what does not fit."""
@@ -92,7 +90,6 @@ class Head:
         )
         if tensors:
             raise CheckpointError(f"{path}: tensor {min(tensors)} has no place in a recurrent head")
-        self.nbytes = sum(linear.nbytes for linear in (self.gate_up, self.down, self.projection))
         self.recurrence: Recurrence | None = None
         if (table := model.embeddings) is not None and self.projection.native:
             linears = self.gate_up, self.down, self.projection
@@ -119,7 +116,6 @@ class Recurrent(Growing):
         """Load the head. Raises CheckpointError and VocabularyMismatch for one of another kind of target."""
         self.head = Head(find(self.model), target)
         self.words, self.vocab = self.head.words, target.model.config.vocab_size
-        self.cheap = LIGHT * self.head.nbytes <= target.model.nbytes  # type: ignore[misc]
 
     def propose(self, seqs: list[Sequence], k: int) -> list[Draft]:
         """All levels in one native call, where there are kernels for it."""

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from outrider.llm import LLM
-from outrider.load import fingerprint
 from outrider.train import heads
 from outrider.train.heads import MLP, Batch, Norm
 from outrider.train.settings import RecurrentSettings
@@ -27,7 +26,6 @@ class Head(heads.Head):
     def __init__(self, llm: LLM, settings: RecurrentSettings) -> None:
         super().__init__(llm, settings)
         hidden, self.wide = self.config.hidden_size, settings.wide
-        self.target = fingerprint(llm.runner.model.norm)
         self.norm = Norm(hidden, self.config.rms_norm_eps)
         self.mlp = MLP(2 * hidden, self.wide, hidden)
 
@@ -54,8 +52,8 @@ class Head(heads.Head):
         self.mlp.down_proj.weight.zero_()
 
     def about(self) -> dict[str, Any]:
-        """Its shape, and whose it is."""
-        return {"architectures": ["RecurrentHead"], "intermediate_size": self.wide, "target_norm": self.target}
+        """Its shape."""
+        return {"architectures": ["RecurrentHead"], "intermediate_size": self.wide}
 
     def tensors(self) -> dict[str, Tensor]:
         """Without a projection that is the target's embedding."""
