@@ -549,6 +549,22 @@ def test_a_stream_is_dropped_while_another_request_is_queued(random_llm, monkeyp
     assert_released(random_llm)
 
 
+def test_a_stream_is_dropped_while_another_engine_queues_a_request(make_llm, random_llm, monkeypatch):
+    """Nobody steps the stream's engine again: what it held is given back all the same."""
+    real, stream = engine._rank, random_llm.stream(PROMPTS[1], max_tokens=9)
+
+    def dropping(request):
+        stream.close()
+        return real(request)
+
+    other = make_llm()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_rank", dropping)
+        request = other.engine.add(PROMPTS[1], SamplingParams(max_tokens=2))[0]
+    assert_released(random_llm)
+    other.engine.finish([request])
+
+
 def test_a_request_that_is_refused_by_its_cache_leaves_nothing(random_llm, monkeypatch):
     def refused():
         raise ConfigError("another engine runs requests on this cache")

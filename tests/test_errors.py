@@ -8,6 +8,7 @@ import os
 import shutil
 import threading
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -633,6 +634,26 @@ def test_a_looping_template_comes_to_an_end(tiny_llm, monkeypatch, template):
     for thread in set(threading.enumerate()) - threads:  # what rendered it is stopped, too
         thread.join(30)
         assert not thread.is_alive()
+
+
+def test_nobody_else_is_stopped_for_a_late_template(monkeypatch):
+    """A thread that has just come to its end is still there when it is stopped: nobody else has its number."""
+    late, rendering = threading.Event(), list[threading.Thread]()
+
+    def work():
+        rendering.append(threading.current_thread())
+        late.wait(60)
+
+    def stop(*_):
+        late.set()
+        rendering[0].join(0.5)
+        assert rendering[0].is_alive()
+
+    monkeypatch.setattr(outrider.llm.ctypes, "pythonapi", SimpleNamespace(PyThreadState_SetAsyncExc=stop))
+    with pytest.raises(outrider.llm.Late):
+        outrider.llm._within(0.1, work)
+    rendering[0].join(30)
+    assert not rendering[0].is_alive()
 
 
 def test_a_huge_prompt_is_refused_without_reading_it(tiny_llm, monkeypatch):

@@ -474,20 +474,25 @@ def _within(seconds: float, work: Callable[[], T]) -> T:
     It is stopped between two Python instructions: the templates of others may loop for ever.
     """
     outcome: Future[T] = Future()
+    stopping = threading.Lock()  # the thread does not end meanwhile: another might have its number by then
 
     def run() -> None:
         try:
             outcome.set_result(work())
         except BaseException as error:
             outcome.set_exception(error)
+        with stopping:
+            pass
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     try:
         return outcome.result(seconds)
     finally:
-        if not outcome.done():
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
+        with stopping:
+            if not outcome.done():
+                number = ctypes.c_ulong(thread.ident or 0)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(number, ctypes.py_object(SystemExit))
 
 
 @cache

@@ -138,6 +138,7 @@ class Engine:
         self.prefix_queries = self.prefix_hits = 0
         self._turn = Turn()
         self._doomed: deque[Request] = deque()  # aborted; taken away between two steps
+        self._queue = threading.Lock()  # held while the list of who waits changes
         self.draft_with(drafter, k, rule)
 
     def draft_with(self, drafter: Drafter, k: int, rule: Rule = COUPLED) -> None:
@@ -225,7 +226,7 @@ class Engine:
                 requests[-1].drafted_by += [None] * len(begun[i])
         if expected:
             requests[0].expected = prompt[-SEAM:] + expected
-        with _claiming:
+        with _claiming, self._queue:
             self._claim()
             self._next_due = min(self._next_due, due)
             for request in requests:
@@ -304,7 +305,7 @@ class Engine:
             if request.expected:
                 self.guard.remember(request.expected)
                 request.expected = []
-            with _claiming:
+            with self._queue:
                 self.waiting.remove(request)
                 insort(self.running, request, key=_rank)
             self._backlog += self.runner.pending(request.seq)
@@ -327,7 +328,7 @@ class Engine:
 
     def _preempt(self, request: Request) -> None:
         """Take what a request holds; it waits, and then reads its tokens again, which brings the same bits."""
-        with _claiming:
+        with self._queue:
             self.running.remove(request)
             insort(self.waiting, request, key=_rank)
         self.runner.free(request.seq)
@@ -558,7 +559,7 @@ class Engine:
 
         Nor while somebody is queued, perhaps by this very thread, into which a destructor has come: then `add` looks.
         """
-        while self._doomed and not _claiming.locked() and self._turn.take_at_once():
+        while self._doomed and not self._queue.locked() and self._turn.take_at_once():
             try:
                 self._sweep()
             finally:
@@ -567,7 +568,7 @@ class Engine:
     def _sweep(self) -> None:
         while self._doomed:
             request = self._doomed.popleft()
-            with _claiming:
+            with self._queue:
                 if request in self.waiting:
                     self.waiting.remove(request)
             if not request.finished:
@@ -579,11 +580,11 @@ class Engine:
         if now < self._next_due:
             return
         for request in [r for r in (*self.waiting, *self.running) if r.due <= now]:
-            with _claiming:
+            with self._queue:
                 if request in self.waiting:
                     self.waiting.remove(request)
             self._fail(request, DeadlineExceeded("the request has not ended within its deadline"))
-        with _claiming:  # what is added in the meantime comes after
+        with self._queue:  # what is added in the meantime comes after
             self._next_due = min([r.due for r in (*self.waiting, *self.running)], default=math.inf)
 
     def _fail(self, request: Request, error: BaseException) -> None:
@@ -652,7 +653,7 @@ def _ready(request: Request) -> bool:
 
 
 _owners: WeakValueDictionary[int, Engine] = WeakValueDictionary()  # by id of the cache, which outlives its engine
-_claiming = threading.Lock()  # held while a cache changes its engine, and an engine's list of who waits
+_claiming = threading.Lock()  # held while a cache changes its engine
 
 
 def _typed(error: BaseException) -> Exception:
