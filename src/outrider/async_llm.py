@@ -19,7 +19,7 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
@@ -97,7 +97,7 @@ class AsyncLLM:
         self.llm = model if isinstance(model, LLM) else LLM(model, **options)
         self.max_queued_requests, self.max_queued_tokens, self.watch = max_queued_requests, max_queued_tokens, watch
         self.event_interval = event_interval
-        self._news: dict[asyncio.AbstractEventLoop, list[Progress]] = defaultdict(list)  # that was not told yet
+        self._news = WeakKeyDictionary[asyncio.AbstractEventLoop, list[Progress]]()  # that was not told yet
         self.closed, self.lost = False, False  # lost: with a rank, and this process is about to end
         self._changed = threading.Condition()  # guards what follows
         self._answers: set[Answer] = set()  # all that have not ended, also those whose prompts are still being read
@@ -244,7 +244,7 @@ class AsyncLLM:
         interval = self.event_interval * min(max(1.0, len(answers) / FEW), SLOWEST)
         readers: dict[asyncio.AbstractEventLoop, list[Answer]] = defaultdict(list)
         for answer in answers:
-            self._news[answer.loop] += answer.note(now)
+            self._news.setdefault(answer.loop, []).extend(answer.note(now))
             if answer.due(now + (now - began) - interval):  # the next step may take as long
                 answer.show(now)
                 readers[answer.loop].append(answer)

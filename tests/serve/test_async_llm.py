@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import threading
 import time
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -250,6 +252,20 @@ def test_a_thread_that_is_gone_is_replaced(random_llm):
     llm._thread.join()
     assert run(collect(llm, [1, 2], max_tokens=2))[0]
     llm.close()
+
+
+def test_a_loop_that_is_left_before_its_news_are_told_is_not_kept(random_llm):
+    llm, loop = AsyncLLM(random_llm), asyncio.new_event_loop()
+    answer, kept = Answer(llm, loop), weakref.ref(loop)
+    answer.take(random_llm.engine, random_llm.engine.add([1, 2], SamplingParams(max_tokens=9)))
+    llm._hand_over([answer], time.perf_counter())
+    answer.close()
+    loop.close()
+    del answer, loop
+    gc.collect()
+    assert kept() is None
+    llm.close()
+    released(random_llm)
 
 
 def test_a_full_queue_refuses(tiny_llm):
