@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import signal
 import threading
 import time
@@ -17,7 +18,15 @@ from helpers import ScriptedDrafter, assert_released, oracle, run, use
 
 from outrider import LLM, Draft, SamplingParams, speculate
 from outrider.engine import Engine, engine
-from outrider.errors import ConfigError, DeadlineExceeded, DrafterError, OutOfMemory, OutriderError, RequestError
+from outrider.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    DrafterError,
+    EngineError,
+    OutOfMemory,
+    OutriderError,
+    RequestError,
+)
 from outrider.kv import OffloadKV
 from outrider.kv.paged import Table
 from outrider.sequence import Sequence
@@ -563,6 +572,39 @@ def test_a_stream_is_dropped_while_another_engine_queues_a_request(make_llm, ran
         request = other.engine.add(PROMPTS[1], SamplingParams(max_tokens=2))[0]
     assert_released(random_llm)
     other.engine.finish([request])
+
+
+def test_a_process_forked_during_a_step_is_told(random_llm):
+    """It has a step half done, and not the thread that would end it: it would wait for ever."""
+    stepping, forked = threading.Event(), threading.Event()
+
+    def processor(tokens, logits):
+        stepping.set()
+        forked.wait(60)
+        return logits
+
+    params = SamplingParams(max_tokens=2, logits_processors=[processor])
+    thread = threading.Thread(target=random_llm.generate, args=(PROMPTS[0], params))
+    thread.start()
+    stepping.wait(60)
+    if not (child := os.fork()):
+        signal.alarm(30)
+        for call in (
+            lambda: random_llm.generate(PROMPTS[0], max_tokens=2),
+            lambda: setattr(random_llm, "speculative_config", "ngram"),
+        ):
+            try:
+                call()
+                os._exit(1)
+            except EngineError as error:
+                assert "forked" in str(error)
+            except BaseException:
+                os._exit(2)
+        os._exit(0)
+    forked.set()
+    thread.join(60)
+    assert os.waitpid(child, 0)[1] == 0
+    assert_released(random_llm)
 
 
 def test_a_request_that_is_refused_by_its_cache_leaves_nothing(random_llm, monkeypatch):

@@ -193,8 +193,10 @@ class Engine:
         logprobs are asked for): another engine has written them.
 
         Raises EmptyPrompt, RequestError for impossible token ids, and RequestTooLong, before anything runs, if the
-        context or the memory cannot hold prompt and output; ConfigError if another engine runs requests on this cache.
+        context or the memory cannot hold prompt and output; ConfigError if another engine runs requests on this cache;
+        EngineError in a process that was forked while another thread was in a step.
         """
+        self._turn.refuse_lost()
         self._check(prompt, params)
         if k is not None and whole(k, 0) is None:
             raise ConfigError(f"k must be a whole number of draft nodes, at least 0, or None, not {brief(k)}")

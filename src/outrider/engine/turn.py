@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 
-from outrider.errors import RequestError
+from outrider.errors import EngineError, RequestError
 
 BLINK = 0.1  # seconds until a waiting thread looks again, should an interrupt have swallowed the news
 
@@ -17,6 +18,7 @@ class Turn:
         self._lock = threading.Lock()  # guards the holder's name; taken for a few instructions only
         self._news = threading.Condition(self._lock)
         self._holder: int | None = None
+        self._process = 0  # the holder's: a forked process has no other thread than the one that forked
         self._waiting = 0
 
     def refuse_nested(self) -> None:
@@ -24,13 +26,19 @@ class Turn:
         if self._holder == threading.get_ident():
             raise RequestError("the engine is in a step: what it calls there (a processor, a drafter) cannot run it")
 
+    def refuse_lost(self) -> None:
+        """Raise EngineError if who has the turn is in another process, and a step half done here for good."""
+        if self._holder is not None and self._process != os.getpid():
+            raise EngineError("this process was forked while another thread was in a step; fork where no request runs")
+
     def take(self, unless: Callable[[], bool] = lambda: False) -> bool:
         """Wait for the turn; False, without it, as soon as `unless()` holds. Whatever comes of it, `give` then."""
         with self._lock:
             while not unless():
                 if self._holder is None:
-                    self._holder = threading.get_ident()
+                    self._process, self._holder = os.getpid(), threading.get_ident()
                     return True
+                self.refuse_lost()
                 self._waiting += 1
                 try:
                     self._news.wait(BLINK)
@@ -43,7 +51,7 @@ class Turn:
         if self._holder is None and self._lock.acquire(blocking=False):
             try:
                 if self._holder is None:
-                    self._holder = threading.get_ident()
+                    self._process, self._holder = os.getpid(), threading.get_ident()
                     return True
             finally:
                 self._lock.release()
