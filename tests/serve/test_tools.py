@@ -103,7 +103,44 @@ def test_arguments_come_as_they_are_written(family):
 def test_what_is_no_call_is_content(family, text, size):
     """Nothing is lost, invented or raised, whatever comes."""
     content, calls = heard(Parser(family, ["get_weather"]), [text[i : i + size] for i in range(0, len(text), size)])
-    assert not calls and content.split() == text.split()
+    assert not calls and content == text
+
+
+CALL = '{"name": "now", "arguments": {"a": 1}}'
+WORDS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS] ", "<|python_tag|>", "<tool", "[", "]", "; ", " ", "\n\n", "done"]
+WORDS += [CALL, CALL[:-2] + '}, "parameters": {"b": 22}}', '{"parameters": {}, "name": "now"}', '{"a": "}"}', CALL[:16]]
+WORDS += ['"arguments": {"b": 22}', "{", "}", '"']
+
+
+@settings(max_examples=300)
+@given(st.sampled_from(FAMILIES), st.lists(st.sampled_from(WORDS), max_size=9), st.lists(st.integers(1, 9), min_size=1))
+def test_pieces_make_no_difference(family, words, sizes):
+    """A stream comes in pieces, a whole answer in one: content and calls are the same."""
+    text, pieces = "".join(words), list[str]()
+    while rest := text[sum(map(len, pieces)) :]:
+        pieces.append(rest[: sizes[len(pieces) % len(sizes)]])
+
+    def found(cut: list[str]) -> Any:
+        content, calls = heard(Parser(family, ["now"]), cut)
+        return content, [(call["name"], call["arguments"]) for call in calls]
+
+    assert found(pieces) == found(list(text)) == found([text])
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ('<tool_call>{"name": "now"}</tool_call>\nWell:\n\n- one\n', "\nWell:\n\n- one\n", 1),
+        ('\n<tool_call>{"name": "now"}</tool_call>\n', "", 1),
+        ('<tool_call>{"name": "now"}{"name": "now"}</tool_call>', "", 2),
+        (' <tool_call>{"name": "now", "arguments": {"a": 1}, "arguments": {}}', "", 1),
+    ],
+)
+def test_space_around_calls(text, content, calls):
+    """Space before a call says nothing; a text's own lines stay."""
+    for cut in ([text], list(text)):
+        got, found = heard(Parser(HERMES, ["now"]), cut)
+        assert got == content and len(found) == calls
 
 
 @pytest.mark.parametrize(

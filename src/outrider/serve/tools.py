@@ -244,10 +244,11 @@ class Call:
             elif c == '"':
                 self.quoted = False
                 if top and self.expects == "key":
-                    self.key, self.expects = _text(self.raw[self.begin : self.at + 1]), "colon"
+                    key = _text(self.raw[self.begin : self.at + 1])
+                    self.key, self.expects = "arguments" if key == "parameters" else key, "colon"  # models mix them up
             return
         if top and self.expects == "end" and c in ",}":
-            self.values[self.key] = self.raw[self.begin : self.at].strip()
+            self.values.setdefault(self.key, self.raw[self.begin : self.at].strip())  # what was said stands
             self.expects = "key"
         elif top and c == ":" and self.expects == "colon":
             self.expects = "value"
@@ -290,14 +291,14 @@ class Parser:
         self._call: Call | None = None
         self._inside = False  # behind a mark: between calls
         self._lead = ""  # what stood between the mark and the call: content, if it is none
-        self._fresh = True  # nothing but space has come
+        self._fresh = True  # nothing but space has come since the beginning, or the last call
 
     def feed(self, text: str) -> list[Delta]:
         """More of the answer."""
         self._held += text
         deltas = list[Delta]()
         while self._held:
-            before = len(self._held), self._inside
+            before = len(self._held), self._inside, self._call
             if self._call is not None:
                 self._held = self._call.feed(self._held)
                 deltas += self._heard(self._call)
@@ -305,7 +306,7 @@ class Parser:
                 deltas += self._between()
             else:
                 deltas += self._outside()
-            if (len(self._held), self._inside) == before:
+            if (len(self._held), self._inside, self._call) == before:
                 break
         return deltas
 
@@ -333,14 +334,17 @@ class Parser:
             self._inside, self._lead = True, self.mark
         else:
             size = len(self._held)
-            if self.family is LLAMA and self._fresh and not self._held.strip():
-                return []
             hold = next(
                 (n for n in range(min(size, len(self.mark) - 1), 0, -1) if self.mark.startswith(self._held[-n:])), 0
             )
             content, self._held = self._held[: size - hold], self._held[size - hold :]
-        self._fresh = self._fresh and not content.strip()
-        content = content if content.strip() or not self.calls else ""  # the space between calls says nothing
+        if self._fresh and not content.strip():  # space before a call says nothing: it waits for what comes
+            if self._inside:
+                self._lead = content + self._lead
+            else:
+                self._held = content + self._held
+            return []
+        self._fresh = False
         return [{"content": content}] if content else []
 
     def _between(self) -> list[Delta]:
@@ -360,21 +364,21 @@ class Parser:
                     self._lead, self._held = self._lead + text[:i], text[i:]
                     return []
             if not c.isspace() and not (c in "[],;" and self.family is not HERMES):
-                held, self._held, self._lead, self._inside = self._lead + text, "", "", False
-                return [{"content": held}] if held else []
+                content, self._held, self._lead, self._inside = self._lead + text[:i], text[i:], "", False
+                self._fresh = self._fresh and not content.strip()
+                return [{"content": content}] if content else []
         self._lead, self._held = self._lead + text, ""
         return []
 
     def _heard(self, call: Call) -> list[Delta]:
         """What a call's text so far has to say."""
         deltas = list[Delta]()
-        key = self.family.arguments
         if call.index < 0 and (name := _text(call.values.get("name", ""))) in self.names:
-            call.index, self.calls, self._lead = self.calls, self.calls + 1, ""
+            call.index, self.calls, self._lead, self._fresh = self.calls, self.calls + 1, "", True
             function = {"name": name, "arguments": ""}
             deltas.append(_delta(call.index, {"id": self.new_id(), "type": "function", "function": function}))
         if call.index >= 0:
-            known = call.so_far(key) or call.so_far("arguments" if key == "parameters" else "parameters")
+            known = call.so_far("arguments")
             if call.done and not known:
                 known = "{}"
             if call.done and known.startswith('"'):  # some write the object as text
