@@ -309,8 +309,8 @@ class SamplingParams:
             check(name, real(getattr(self, name), low, high), what)
 
         count("n", 1, MOST_OUTPUTS, f"a whole number of at least 1 and at most {MOST_OUTPUTS}")
-        count("max_tokens", 1, 2**62, "a whole number of at least 1")
-        count("min_tokens", 0, 2**62, "a whole number of at least 0")
+        count("max_tokens", 1, 2**62, "a whole number of at least 1 and at most 2**62")
+        count("min_tokens", 0, 2**62, "a whole number of at least 0 and at most 2**62")
         count("top_k", -1, 2**62, "a whole number: 0 or -1 for all tokens, else how many to keep")
         number("temperature", 0, 1e6, "between 0 (greedy) and 1000000")
         number("top_p", 0, 1, "above 0 and at most 1")

@@ -256,6 +256,19 @@ def test_echo_with_logprobs(client, tiny_llm, logprobs, most):
             assert (twin["logprobs"], twin["text"]) == (found, choice["text"])
 
 
+@pytest.mark.parametrize(("side", "kept"), [("left", " time there"), ("right", "Once")])
+def test_an_echo_of_what_was_read(client, tiny_llm, side, kept):
+    """Not of what truncation took away: the tokens are those of the text."""
+    ids = tiny_llm.encode(text := "Once upon a time there")
+    body = {"truncate_prompt_tokens": 2, "truncation_side": side, "echo": True, "logprobs": 0, "max_tokens": 0}
+    for answer in client.complete({**body, "prompt": text}, {**body, "prompt": ids}):
+        choice = answer["choices"][0]
+        assert choice["text"].removeprefix("<|bos|>") == kept and answer["usage"]["prompt_tokens"] == 2
+        assert "".join(choice["logprobs"]["tokens"]).removeprefix("<|bos|>") == kept
+    whole = client.complete({**body, "prompt": text, "truncate_prompt_tokens": 100})
+    assert whole[0]["choices"][0]["text"] == text
+
+
 def test_logprobs_of_prompts(client, tiny_llm):
     """In a chat at the root, in a stream with the first frame; more than are asked for by an echo are not shown."""
     body = {"messages": TALK, "max_tokens": 2, "seed": 4, "prompt_logprobs": 1, "n": 2}
@@ -578,6 +591,8 @@ def test_constrained_output(tiny_llm, said, meant):
         {"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}}, {"response_format": "json"},
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "thing"}}}},
         {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+        {"response_format": {"type": "json_object", "shema": {"type": "integer"}}},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "stricter": True}}},
     ],
 )  # fmt: skip
 def test_constraints_that_cannot_be(client, said):

@@ -111,7 +111,11 @@ class Server:
         def reply(job: Job) -> Reply:
             echoes = None
             if body.echo:
-                echoes = [p if isinstance(p, str) else self._decode(p) for p in prompts]
+                uncut = body.truncate_prompt_tokens is None  # else the text is more than what was read
+                echoes = [
+                    given if isinstance(given, str) and uncut else self._decode(read, isinstance(given, str))
+                    for given, read in zip(prompts, job.prompts, strict=True)
+                ]
             return Completion(job, echoes)
 
         return await self._generate(request, body, "cmpl-", ids, body.logprobs, reply)
@@ -244,9 +248,9 @@ class Server:
             more["structured_outputs"] = forced
         return lambda: Parser(family, asked.callable), more
 
-    def _decode(self, ids: list[int]) -> str:
+    def _decode(self, ids: list[int], skip_special: bool = False) -> str:
         tokenizer = self.llm.llm.tokenizer
-        return "" if tokenizer is None else str(tokenizer.decode(ids))
+        return "" if tokenizer is None else str(tokenizer.decode(ids, skip_special_tokens=skip_special))
 
     # --- tokens ---
 

@@ -197,6 +197,9 @@ def _constraint_of(given: dict[str, Any] | None) -> dict[str, Any] | None:
         valid = "text, json_object, json_schema or structural_tag"
         raise Refusal(400, f"{name}: type must be {valid}, not {brief(kind)}", name)
     inner = given.get("json_schema")
+    said = {*given} | ({*inner} if isinstance(inner, dict) else set())
+    if unknown := said - {"type", "json_schema", "schema", "name", "description", "strict"}:
+        raise Refusal(400, f"{name} has no field {brief(min(unknown))}", name)
     schema = inner.get("schema") if isinstance(inner, dict) else given.get("schema")
     if kind == "json_object" and schema is None:
         return {"json_object": True}

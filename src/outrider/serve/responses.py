@@ -78,6 +78,8 @@ class ResponsesBody(Common):
         said: dict[str, Any] = {"messages": messages, "tools": functions or None, "tool_choice": choice}
         if self.top_logprobs or LOGPROBS in (self.include or ()):
             said |= {"logprobs": True, "top_logprobs": self.top_logprobs}
+        if unknown := (self.text or {}).keys() - {"format", "verbosity"}:
+            raise Refusal(400, f"text has no field {brief(min(unknown))}", "text")
         form = (self.text or {}).get("format")
         return parse(
             ChatBody, given | said | {"max_completion_tokens": self.max_output_tokens, "response_format": form}
