@@ -82,6 +82,18 @@ def test_silence_is_filled(live, monkeypatch, tiny_llm):
     assert ": keep-alive\n\n" in answer.text and len(frames_of(answer.text)) >= 3
 
 
+def test_keys_under_the_path_of_a_proxy(live):
+    """What is open to all stays so, and a browser is asked for the key at the page."""
+    url = live(api_keys=("secret",), options={"root_path": "/llm"})
+    answers = {path: httpx.get(url + path) for path in ("/health", "/metrics", "/v1/models", "/")}
+    assert {path: answer.status_code for path, answer in answers.items()} == {
+        "/health": 200, "/metrics": 200, "/v1/models": 401, "/": 401,
+    }  # fmt: skip
+    assert answers["/"].headers["www-authenticate"].startswith("Basic")
+    assert answers["/v1/models"].headers["www-authenticate"] == "Bearer"
+    assert httpx.get(f"{url}/v1/models", headers={"authorization": "Bearer secret"}).status_code == 200
+
+
 def test_a_shutdown_lets_requests_end(live, tiny_llm):
     url, found = live(drain=20.0), []
     body = {"prompt": PROMPT, "max_tokens": 60, "seed": 1, "ignore_eos": True}

@@ -331,9 +331,10 @@ class Gate:
             log.log(level, "%s %s %s", scope["method"], scope["path"], status, extra={"fields": about})
 
     def _admit(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
-        if self.keys and scope["path"] not in OPEN and not self._knows(headers):
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if self.keys and path not in OPEN and not self._knows(headers):
             # a browser asks for name and password at the page; elsewhere its prompt would be in a program's way
-            challenge = 'Basic realm="outrider: the API key is the password"' if scope["path"] == "/" else "Bearer"
+            challenge = 'Basic realm="outrider: the API key is the password"' if path == "/" else "Bearer"
             raise Refusal(
                 401, "a valid API key is missing; send it as 'Authorization: Bearer KEY'", WWW_Authenticate=challenge
             )
