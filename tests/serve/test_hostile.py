@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
+from outrider.serve.protocol import ChatBody, CompletionBody, DetokenizeBody
+from outrider.serve.responses import ResponsesBody
 from outrider.serve.server import JsonLines, Lines
 from tests.serve.conftest import Client
 
@@ -164,6 +167,33 @@ def test_bodies_that_are_no_json(client, body):
     for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
         headers = {"content-type": "application/json; charset=utf-8"}
         refused(client.send(("POST", path, {"content": body, "headers": headers}))[0])
+
+
+def test_a_key_that_stands_twice_among_many(client):
+    """It is found in one pass: one that compares each with all others would take minutes for these."""
+    many = {f"key{i}": 0 for i in range(200_000)}
+    body = json.dumps({"prompt": PROMPT, "metadata": many})[:-2] + ', "key77": 1}}'
+    kind = {"content-type": "application/json"}
+    error = refused(client.send(("POST", "/v1/completions", {"content": body.encode(), "headers": kind}))[0])
+    assert "'key77' stands twice" in error["message"]
+    more = {"prompt": PROMPT, "metadata": {str(i): 0 for i in range(2**18 + 1)}}
+    assert "at most 262144" in refused(client.post("/v1/completions", more))["message"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (CompletionBody, {"prompt": [1.5] * 1000}), (CompletionBody, {"prompt": [[1.5] * 1000] * 3}),
+        (CompletionBody, {"prompt": "x", "stop_token_ids": ["a"] * 1000}), (ChatBody, {"messages": [1] * 1000}),
+        (ChatBody, {"messages": TALK, "prediction": {"type": "content", "content": [1] * 1000}}),
+        (ResponsesBody, {"input": [1] * 1000}), (DetokenizeBody, {"tokens": ["a"] * 1000}),
+    ],
+)  # fmt: skip
+def test_of_a_million_wrong_items_one_is_told(kind, body):
+    """A body of 16 MB would else be answered with gigabytes of memory."""
+    with pytest.raises(ValidationError) as found:
+        kind.model_validate(body)
+    assert found.value.error_count() < 9
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "", "application/x-www-form-urlencoded", "application/jsonx", "\x00"])

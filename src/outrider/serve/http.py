@@ -39,6 +39,7 @@ KINDS = {  # vLLM's names
 }  # fmt: skip
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")  # others share a counter: each costs memory
 OPEN = ("/health", "/metrics")  # to those without a key, too
+MOST_MEMBERS = 2**18  # of a JSON object: as many as large vocabularies have tokens, for a logit_bias of each
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": keep-alive\n\n"
 PARAMETERS = {item.name for item in fields(SamplingParams)} | {
@@ -118,10 +119,13 @@ def _finite(text: str) -> float:
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object whose keys are each there once: what of two was meant nobody can tell."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {brief(max(keys, key=keys.count))} stands twice in one object")
+    if len(pairs) > MOST_MEMBERS:
+        raise ValueError(f"an object has {len(pairs)} members; at most {MOST_MEMBERS}")
+    found = dict[str, Any]()
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {brief(key)} stands twice in one object")
+        found[key] = value
     return found
 
 

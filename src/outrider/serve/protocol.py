@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema
 
 from outrider.config import SamplingParams
 from outrider.errors import brief
@@ -20,6 +21,17 @@ TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,17}")  # each spelt in one way: no key ca
 Choice = Annotated[str | dict[str, Any] | None, Field(description="none, auto, required, or an object that names one")]
 
 
+def _fail_fast(schema: Any) -> None:
+    if isinstance(schema, dict):
+        if schema.get("type") == "list":
+            schema["fail_fast"] = True
+        schema = schema.values()
+    elif not isinstance(schema, (list, tuple)):
+        return
+    for part in schema:
+        _fail_fast(part)
+
+
 class Body(BaseModel):
     """Strict: a number is no text, a text no number; null is as good as nothing said.
 
@@ -28,6 +40,13 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
     pointless: ClassVar[dict[str, Any]] = {}
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Lists are read up to what is wrong in them: to tell of each of a million wrong items takes gigabytes."""
+        schema = handler(source)
+        _fail_fast(schema)
+        return schema
 
 
 class StreamOptions(Body):
