@@ -184,6 +184,7 @@ BAD = [
     ({"tools": [tool("a b")]}, "tools"), ({"tools": [tool("a"), tool("a")]}, "twice"),
     ({"tools": [tool("a", [1])]}, "parameters"), ({"tools": [tool("a")], "tool_choice": "some"}, "tool_choice"),
     ({"tools": [tool("a")], "tool_choice": {"type": "function", "function": {"name": "b"}}}, "tool_choice"),
+    ({"tools": [tool("a")], "tool_choice": {"type": "function", "function": {"name": ["a"]}}}, "tool_choice"),
     ({"tools": None, "tool_choice": "required"}, "tool_choice"),
     ({"tools": [tool("a")], "parallel_tool_calls": 1}, "parallel_tool_calls"),
 ]  # fmt: skip

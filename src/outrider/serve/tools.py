@@ -102,7 +102,7 @@ def check(tools: Any, tool_choice: Any = None, parallel_tool_calls: Any = None) 
     elif isinstance(choice, Mapping):
         function = choice.get("function") if choice.get("type") == "function" else None
         named = function.get("name") if isinstance(function, Mapping) else None
-        if named not in functions:
+        if not isinstance(named, str) or named not in functions:
             raise ConfigError(f"tool_choice names {brief(named)}; there are {', '.join(functions)}")
         choice = f"={named}"
     elif choice not in ("none", "auto", "required"):
