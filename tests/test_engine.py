@@ -591,7 +591,7 @@ def test_a_process_forked_during_a_step_is_told(random_llm):
         signal.alarm(30)
         for call in (
             lambda: random_llm.generate(PROMPTS[0], max_tokens=2),
-            lambda: setattr(random_llm, "speculative_config", "ngram"),
+            lambda: setattr(random_llm, "speculative_config", {"method": "ngram"}),
         ):
             try:
                 call()

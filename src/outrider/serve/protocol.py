@@ -6,7 +6,6 @@ import re
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
-from pydantic_core import CoreSchema
 
 from outrider.config import SamplingParams
 from outrider.errors import brief
@@ -42,7 +41,7 @@ class Body(BaseModel):
     pointless: ClassVar[dict[str, Any]] = {}
 
     @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> Any:
         """Lists are read up to what is wrong in them: to tell of each of a million wrong items takes gigabytes."""
         schema = handler(source)
         _fail_fast(schema)
