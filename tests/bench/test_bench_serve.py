@@ -336,6 +336,12 @@ def test_bad_options_are_one_line() -> None:
         assert "\n" not in str(caught.value)
 
 
+def test_frames_that_come_in_one_chunk_have_a_gap(monkeypatch):
+    """A busy machine's client reads all of a short answer at once: a ratio to nothing would be an error."""
+    monkeypatch.setattr(server, "_ask", lambda *_, **__: ([serve.Answer(gaps=[0.0] * 3)] * 4, 0.0))
+    assert server._gap(server.Settings("tiny"), "", [[1]] * 4) == 1e-3
+
+
 @pytest.mark.slow
 def test_our_server_against_the_engine_and_another_server(tmp_path):
     other = f"again={shlex.quote(sys.executable)} -m outrider serve tiny --port {{port}} --speculate none"
