@@ -473,7 +473,7 @@ __attribute__((noinline)) void integer_product(const Weights &w, const Rows<int8
 
 // The same for any number of rows, in even blocks.
 template <class F>
-void chunk_rows(const Weights &w, const Rows<typename F::X> &rows, int n, Chunk chunk, const uint8_t *ahead,
+void chunk_rows(const Weights &w, const Rows<typename F::X> &rows, int n, Chunk &chunk, const uint8_t *ahead,
                 float (*out)[kPanel]) {
   const int blocks = (n + kRows - 1) / kRows, size = (n + blocks - 1) / blocks;
   const int64_t bytes = int64_t(chunk.end - chunk.begin) * F::kBytes;
@@ -704,7 +704,7 @@ void unpack(const Chunk &chunk, uint8_t *to) {
 }
 
 template <class F>
-void products(const Weights &w, const Rows<typename F::X> &rows, int n, const Chunk &chunk, const uint8_t *ahead,
+void products(const Weights &w, const Rows<typename F::X> &rows, int n, Chunk &chunk, const uint8_t *ahead,
               float (*out)[kPanel]) {
 #if defined(__AMX_BF16__)
   if constexpr (F::kBytes == BF16::kBytes)
