@@ -203,6 +203,29 @@ def test_continuous_usage(client):
     counts = [frame["usage"]["completion_tokens"] for frame in frames]
     assert counts == sorted(counts) and counts[-1] == 9 and frames[-1]["choices"] == []
     assert "usage" not in client.frames(body)[0]
+    assert "usage" not in client.frames({**body, "stream_options": {"continuous_usage_stats": True}})[0]  # as in vLLM
+    options = {"continuous_usage_stats": True, "include_usage": True}
+    chat = {"messages": TALK, "max_tokens": 9, "stream_options": options}
+    role, *_, last = client.frames(chat, "/v1/chat/completions")
+    assert role["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert role["usage"]["completion_tokens"] == 0 < last["usage"]["completion_tokens"]  # the role says nothing yet
+
+
+def test_what_was_not_asked_for_is_null(client):
+    """As in vLLM, whose clients look at it."""
+    said, chat = client.complete({"prompt": PROMPT, "max_tokens": 2}), {"messages": TALK, "max_tokens": 2}
+    choice = said[0]["choices"][0]
+    assert choice["prompt_logprobs"] is choice["prompt_token_ids"] is choice["token_ids"] is None
+    answer = client.post("/v1/chat/completions", chat).json()
+    assert answer["prompt_logprobs"] is answer["prompt_token_ids"] is answer["choices"][0]["token_ids"] is None
+
+
+def test_the_token_itself_stands_first(client):
+    """Before those that were likelier."""
+    body = {"prompt": PROMPT, "max_tokens": 9, "temperature": 1.5, "seed": 8, "logprobs": 3, "echo": True}
+    found = client.complete(body)[0]["choices"][0]["logprobs"]
+    assert [next(iter(top)) for top in found["top_logprobs"][1:]] == found["tokens"][1:]
+    assert any(max(top.values()) > next(iter(top.values())) for top in found["top_logprobs"][1:])
 
 
 @pytest.mark.parametrize("echo", [False, True])
@@ -419,7 +442,7 @@ def test_tokens_there_and_back(client, tiny_llm):
     text = "Once upon a time, é and 日本 🙂."
     answer = client.post("/tokenize", {"prompt": text, "return_token_strs": True}).json()
     assert answer["tokens"] == tiny_llm.encode(text) and answer["count"] == len(answer["tokens"])
-    assert len(answer["token_strs"]) == answer["count"]
+    assert answer["token_strs"] == tiny_llm.tokenizer.convert_ids_to_tokens(answer["tokens"])
     bare = client.post("/tokenize", {"prompt": text, "add_special_tokens": False}).json()
     assert client.post("/detokenize", {"tokens": bare["tokens"]}).json() == {"prompt": text}
     chat = client.post("/tokenize", {"messages": TALK}).json()

@@ -66,13 +66,14 @@ class Reply:
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """Server-sent events, to [DONE]. What goes wrong on the way is a frame as well."""
         head, options = self._head(self.kinds[1]), self.body.stream_options
-        wanted = options is not None and bool(options.include_usage)
-        always = options is not None and bool(options.continuous_usage_stats)
+        wanted = bool(options and options.include_usage)
+        always = wanted and bool(options and options.continuous_usage_stats)
         seen: set[int] = set()
         try:
             async for event in self._events():
                 for choice in self.choices(event, event.index not in seen):
-                    usage = {"usage": self.usage() if always else None} if wanted or always else {}
+                    shown = self.count - len(event.token_ids) if "role" in choice.get("delta", ()) else self.count
+                    usage = {"usage": self.usage(shown) if always else None} if wanted else {}
                     yield frame({**head, "choices": [choice], **usage, **self._lead(not seen)})
                     seen.add(event.index)
             if wanted:
@@ -100,15 +101,16 @@ class Reply:
         """What only the first frame carries beside its choice."""
         return {}
 
-    def usage(self) -> dict[str, Any]:
-        """Tokens so far; a prompt counts once, whatever n."""
+    def usage(self, count: int | None = None) -> dict[str, Any]:
+        """Tokens so far, or `count`; a prompt counts once, whatever n."""
+        count = self.count if count is None else count
         read = sum(map(len, self.job.prompts))
         requests = self.job.answer.requests
         cached = sum(request.cached for request in requests[:: self.n])
         usage = {
             "prompt_tokens": read,
-            "completion_tokens": self.count,
-            "total_tokens": read + self.count,
+            "completion_tokens": count,
+            "total_tokens": read + count,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
         if self.body.prediction is not None:  # of all that was drafted: nobody asks whether the prediction said it
@@ -171,7 +173,7 @@ class Completion(Reply):
             yield event
 
     def choice(self, event: StepEvent) -> dict[str, Any]:
-        return self._choice(event, True)
+        return {"prompt_logprobs": None, "prompt_token_ids": None, "token_ids": None, **self._choice(event, True)}
 
     def choices(self, event: StepEvent, first: bool) -> list[dict[str, Any]]:
         nothing = not event.text and event.finish_reason is None and not first
@@ -219,7 +221,7 @@ class Completion(Reply):
         return found
 
     def _top(self, given: Logprob) -> dict[str, float]:
-        every = dict([*given.top.items()][: self.body.logprobs]) | {given.token_id: given.logprob}
+        every = {given.token_id: given.logprob} | dict([*given.top.items()][: self.body.logprobs])  # itself first
         return {self._text(token): max(value, FLOOR) for token, value in every.items()}
 
 
@@ -252,6 +254,7 @@ class Chat(Reply):
             "message": message,
             "logprobs": self._logprobs(event),
             **self._end(event),
+            "token_ids": None,
             **self._extras(event),
         }
 
@@ -281,7 +284,7 @@ class Chat(Reply):
         return {**ids, **self.of_prompt(0)} if first else {}
 
     async def whole(self) -> dict[str, Any]:
-        return {**await super().whole(), **self._lead(True)}
+        return {**await super().whole(), "prompt_logprobs": None, "prompt_token_ids": None, **self._lead(True)}
 
     def _logprobs(self, event: StepEvent) -> dict[str, Any] | None:
         if event.logprobs is None:

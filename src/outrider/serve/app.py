@@ -268,7 +268,7 @@ class Server:
             return self.llm.llm.encode(body.prompt, add_special_tokens=special) if body.prompt else []
 
         tokens = await self.llm.off_loop(work)
-        strings = [self.vocabulary.text(token) for token in tokens] if body.return_token_strs else None
+        strings = self.llm.llm.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
         most = self.llm.llm.engine.max_len
         return json_response({"count": len(tokens), "max_model_len": most, "tokens": tokens, "token_strs": strings})
 

@@ -49,7 +49,7 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """`include_usage`: a last frame with usage and metrics; `continuous_usage_stats`: usage in every frame.
+    """`include_usage`: a last frame with usage and metrics; with `continuous_usage_stats`, too, usage in every frame.
 
     OpenAI's `include_obfuscation` would pad frames; it is ignored.
     """
