@@ -85,13 +85,17 @@ def test_silence_is_filled(live, monkeypatch, tiny_llm):
 def test_keys_under_the_path_of_a_proxy(live):
     """What is open to all stays so, and a browser is asked for the key at the page."""
     url = live(api_keys=("secret",), options={"root_path": "/llm"})
-    answers = {path: httpx.get(url + path) for path in ("/health", "/metrics", "/v1/models", "/")}
-    assert {path: answer.status_code for path, answer in answers.items()} == {
-        "/health": 200, "/metrics": 200, "/v1/models": 401, "/": 401,
-    }  # fmt: skip
-    assert answers["/"].headers["www-authenticate"].startswith("Basic")
-    assert answers["/v1/models"].headers["www-authenticate"] == "Bearer"
-    assert httpx.get(f"{url}/v1/models", headers={"authorization": "Bearer secret"}).status_code == 200
+    for whole in (url, f"{url}/llm"):  # the proxy takes its path away, or leaves it
+        answers = {path: httpx.get(whole + path) for path in ("/health", "/metrics", "/v1/models", "/", "/v2")}
+        assert {path: answer.status_code for path, answer in answers.items()} == {
+            "/health": 200, "/metrics": 200, "/v1/models": 401, "/": 401, "/v2": 401,
+        }  # fmt: skip
+        assert answers["/"].headers["www-authenticate"].startswith("Basic")
+        assert answers["/v1/models"].headers["www-authenticate"] == "Bearer"
+        key = {"authorization": "Bearer secret"}
+        codes = [httpx.get(whole + path, headers=key).status_code for path in ("/v1/models", "/", "/v2", "/llm/health")]
+        assert codes == [200, 200, 404, 404 if whole != url else 200]
+    assert httpx.get(f"{url}/llm", headers=key).status_code == 200 and httpx.get(f"{url}/llms").status_code == 401
 
 
 def test_a_shutdown_lets_requests_end(live, tiny_llm):

@@ -214,7 +214,7 @@ def serve(
     if ssl_certfile is not None:
         tls = {"ssl_keyfile": ssl_keyfile, "ssl_certfile": ssl_certfile, "ssl_ca_certs": ssl_ca_certs}
         tls |= {"ssl_cert_reqs": ssl.CERT_REQUIRED} if ssl_ca_certs is not None else {}
-    running = server(create_app(engine, settings), engine, drain, root_path=root_path, **where, **tls)
+    running = server(create_app(engine, settings), engine, drain, root_path=root_path.rstrip("/"), **where, **tls)
     at = _url(listening, secure=bool(tls)) if uds is None else f"unix:{uds}"
     across = f", {llm.parallelism}" if llm.parallelism else ""
     tell(f"{settings.names[0]} at {at} ({llm.exactness}, {config.method}{across}); Ctrl-C ends it")

@@ -293,6 +293,9 @@ class Gate:
             await self.app(scope, receive, send)
             return
         began, status = time.perf_counter(), 0
+        root = scope.get("root_path", "")
+        if root and f"{scope['path']}/".startswith(f"{root}{root}/"):  # a proxy has left it there; uvicorn adds it
+            scope["path"] = f"{root}/{scope['path'][2 * len(root) + 1 :]}"
         headers = {name.lower(): value for name, value in scope["headers"]}
         given = headers.get(b"x-request-id", b"").decode("latin-1")
         request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
