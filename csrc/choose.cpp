@@ -10,9 +10,9 @@ constexpr double kTrusts[] = {0.05, 0.12, 0.25, 0.4, 0.55, 0.7, 0.8, 0.88, 0.94,
 constexpr int kDeep = 2, kAny = -1;  // the depth from which guesses are deep; of any trust
 constexpr double kMemory = 0.995, kOwnMemory = 0.97;  // weight of the past, of all requests and of one
 constexpr double kPriorWeight = 2, kOwnWeight = 8;    // guesses that the prior, and all requests against one, count for
-constexpr double kMargin = 1.01;                      // a draft is worth it if it promises this much more than none
+constexpr double kMargin = 1.02;                      // a draft is worth it if it promises this much more than none
 
-constexpr double kAllowance = 0.01, kStart = 2;             // plain steps: for each token that may come, at most
+constexpr double kAllowance = 0.007, kStart = 2;            // plain steps: for each token that may come, at most
 constexpr double kTopUp = 0.005, kCredit = 32, kDebt = 6;   // for each step; at most; owed at most
 constexpr double kDoubt = 0.5;  // of a guess's worth, while the account is overdrawn by no more than it began with
 
@@ -54,15 +54,21 @@ void Beliefs::enter(Bush &bush, const Guess &guess, int64_t deepest, std::vector
     }
     int node = above + 1;
     while (node < size && (bush.parents[node] != above || bush.tokens[node] != tokens[i])) node++;
+    const double sure = std::min(1.0, std::max(0.0, trust[i]));
     if (node == size) {
       bush.tokens.push_back(tokens[i]);
       bush.parents.push_back(above);
       bush.depths.push_back(above >= 0 ? 1 + bush.depths[above] : 1);
       bush.who.push_back(source);
-      bush.trust.push_back(std::min(1.0, std::max(0.0, trust[i])));
+      bush.trust.push_back(sure);
     } else {
       bush.who[node] |= source;
+      bush.trust[node] = std::max(sure, bush.trust[node]);
     }
+    auto says = bush.says.begin();
+    while (says != bush.says.end() && (says->parent != above || says->source != source)) ++says;
+    if (says == bush.says.end()) says = bush.says.insert(says, {above, source, sure});
+    says->best = std::max(sure, says->best);
     at.push_back(node);
   }
 }
@@ -79,7 +85,6 @@ std::tuple<std::vector<Beliefs::Picked>, double> Beliefs::choose(std::vector<Tex
   std::vector<Bush> bushes(n);
   std::vector<Reals> every(n);
   std::vector<int> at;
-  std::vector<uint64_t> guessing;
   Ints room;
   for (int i = 0; i < n; i++) {
     Text &text = texts[i];
@@ -108,14 +113,21 @@ std::tuple<std::vector<Beliefs::Picked>, double> Beliefs::choose(std::vector<Tex
     const int may = int(std::upper_bound(seconds.begin(), seconds.end(), stake) - seconds.begin()) - 1;
     room.push_back(std::min(k, known.ran ? k : std::max(1, may)));
     const int size = int(bush.tokens.size());
-    guessing.assign(size + 1, 0);
-    for (int node = 0; node < size; node++) guessing[bush.parents[node] + 1] |= bush.who[node];
     for (int node = 0; node < size; node++) {
       const int parent = bush.parents[node];
       const uint64_t who = bush.who[node];
-      const int kind = number({who, guessing[parent + 1] & ~who, sure(bush.trust[node]), bush.depths[node] >= kDeep});
+      uint64_t otherwise = 0;
+      double for_it = 0, all_of = 0;
+      for (const Says &says : bush.says) {
+        if (says.parent != parent) continue;
+        all_of += says.best;
+        if (says.source & who) for_it += says.best;
+        else otherwise += says.source;
+      }
+      const double chance = bush.trust[node] * (all_of > 0 ? for_it / all_of : 1);
+      const int kind = number({who, otherwise, sure(chance), bush.depths[node] >= kDeep});
       bush.kinds.push_back(kind);
-      every[i].push_back(of(known, kind, bush.trust[node]) * (parent >= 0 ? every[i][parent] : covers));
+      every[i].push_back(of(known, kind, chance) * (parent >= 0 ? every[i][parent] : covers));
       ways.push_back({every[i][node], i, node});
     }
   }

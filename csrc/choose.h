@@ -76,10 +76,16 @@ class Beliefs {
   struct Count {
     double right = 0, made = 0;
   };
+  struct Says {
+    int parent;
+    uint64_t source;
+    double best;
+  };
   struct Bush {
     Ints tokens, parents, depths, kinds;
     std::vector<uint64_t> who;  // the sources that guess it: bits
-    Reals trust;                // of the first of them
+    Reals trust;                // of who trusts it most
+    std::vector<Says> says;     // how sure each source is of its best guess behind a node
     int64_t at = 0;             // the place in the text where the next token is compared
     uint64_t source = 0;        // whose guess it is, if it is one's alone; else 0
     int node = -1, depth = 1;   // reached so far, when it is compared

@@ -6,6 +6,7 @@
 namespace {
 
 constexpr uint32_t kSeparator = 0xFFFFFFFF;
+constexpr int kUnmet = 2;  // ways on that may be beside those that a store knows
 
 }  // namespace
 
@@ -134,7 +135,7 @@ Shards::Guess Shards::guess(const std::vector<uint32_t> &context, int least, int
       return nodes[a].count != nodes[b].count ? nodes[a].count > nodes[b].count : nodes[a].depth < nodes[b].depth;
     });
     if (int(picked.size()) > k) picked.resize(k);
-    for (int at : picked) guess.trust.push_back(double(nodes[at].count) / nodes[nodes[at].parent].count);
+    for (int at : picked) guess.trust.push_back(double(nodes[at].count) / (nodes[nodes[at].parent].count + kUnmet));
   } else {
     for (int at = 0; int(picked.size()) < k;) {
       int best = -1, going = 0;  // the first of the most frequent; siblings stand the last one first
@@ -143,7 +144,7 @@ Shards::Guess Shards::guess(const std::vector<uint32_t> &context, int least, int
         going += nodes[child].count;
       }
       if (best < 0) break;
-      guess.trust.push_back(double(nodes[best].count) / going);
+      guess.trust.push_back(double(nodes[best].count) / (going + kUnmet));
       picked.push_back(at = best);
     }
   }

@@ -222,9 +222,45 @@ def test_what_sources_agree_on_and_what_they_do_not_are_of_different_kinds():
     bush.add(1, [7, 5], [-1, 0], [0.8, 0.5])
     bush.add(2, [7, 8], [-1, -1], [0.3, 0.8])
     assert bush.tokens == [7, 5, 8] and bush.parents == [-1, 0, -1]
-    assert bush.depths == [1, 2, 1] and bush.trust[0] == 0.8, "the first one's"
-    assert bush.kinds() == [kind(3, 0, 0.8, 1), kind(1, 0, 0.5, 2), kind(2, 1, 0.8, 1)]
-    assert len({*bush.kinds()}) == 3 and bush.kinds()[2] != kind(2, 0, 0.8, 1), "contradicted"
+    assert bush.depths == [1, 2, 1] and bush.trust[0] == 0.8, "of who trusts it more"
+    kinds, chances = zip(*bush.judged(), strict=True)
+    assert chances == pytest.approx([0.8, 0.5, 0.4]), "of two that are as sure, each has half the say"
+    assert kinds == (kind(3, 0, 0.8, 1), kind(1, 0, 0.5, 2), kind(2, 1, 0.4, 1))
+
+
+def test_who_is_surer_is_believed_more(beliefs):
+    """Of two guesses that cannot both be right; who guesses alone, or the same, is believed as far as it trusts itself."""
+
+    def worth(*guesses: Guess) -> float:
+        ((*_, found),), _ = choose(beliefs, {len(beliefs): 0}, [[*guesses]], [1, 1e-9])
+        return found
+
+    sure, unsure = (1, [5], [-1], [0.8]), (2, [6], [-1], [0.2])
+    assert worth(sure) == pytest.approx(0.8) and worth(unsure) == pytest.approx(0.2)
+    assert worth(sure, unsure) == pytest.approx(0.8 * 0.8)
+    assert worth(sure, (2, [5], [-1], [0.2])) == pytest.approx(0.8)
+    assert worth((1, [5], [-1], [0.0]), (2, [6], [-1], [0.0])) == 0.0
+
+
+def test_a_slow_minute_is_no_property_of_its_rows():
+    """Plain steps of eight sequences in a slow minute, drafted ones before and after it: a row costs what it did."""
+    costs, dice = Costs(), random.Random(0)
+    costs.begin({n: 1 + 0.1 * n for n in (1, 4, 8, 12, 16)})
+    for slow, rows in ((1.0, (8, 10, 12)), (1.8, (8,)), (1.0, (8, 10, 12))) * 5:
+        for _ in range(40):
+            n = dice.choice(rows)
+            costs.add(n, 3000, slow * (1 + 0.1 * n) * dice.uniform(0.95, 1.05))
+            plain, *_, four = costs.ladder(8, 4, 3000)
+            assert 1.1 < four / plain < 1.35
+
+
+def test_a_batch_that_begins_slowly_is_not_believed():
+    """The first forwards at lengths that were not met yet have hiccups: the shape stays that of the nearest ones."""
+    costs = Costs()
+    costs.begin({n: 1 + 0.1 * n for n in (1, 4, 8, 12, 16)})
+    for rows, seconds in ((8, 9.0), (8, 4.0), (11, 2.1), (8, 2.5)):
+        costs.add(rows, 3000, seconds)
+        assert costs.at(12, 3000) / costs.at(8, 3000) == pytest.approx(2.2 / 1.8, rel=0.1)
 
 
 def picked(beliefs, *guesses: Guess, seconds: list[float], k: int = 8, chains: bool = False):

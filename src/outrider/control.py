@@ -38,12 +38,13 @@ from outrider.files import write_text
 log = logging.getLogger(__name__)
 
 UNSEEN = 0.03  # of the least forward known: what a row may cost while no two counts were measured
-STEP = 0.05  # by how much one measurement moves what is known well
-FADING, MOST_WEIGHT = 0.99, 8.0  # of a measurement with each that follows; of all of one count
+PACE, NEAR, FAR = 0.5, 0.3, 0.4  # of a measurement that is all counts' affair; how far off it may be for that; its own
+FADING, MOST_WEIGHT = 0.99, 32.0  # of a measurement with each that follows; of all of one count
+BEGUN = 16.0  # measurements that a count is worth where a curve begins as another's copy
 DOUBTED, SLOPE = 2.0, 0.2  # measurements that a promise counts for; promised, in forwards, beside one known count
 FRESH = 8  # forwards after which what they taught is looked at again
-MARGIN = 1.01  # a draft is worth it if it promises this much more than none
-ALLOWANCE, START = 0.01, 2.0  # plain steps: for each token that may come, at most
+MARGIN = 1.02  # a draft is worth it if it promises this much more than none
+ALLOWANCE, START = 0.007, 2.0  # plain steps: for each token that may come, at most
 TOP_UP, CREDIT, DEBT = 0.005, 32.0, 6.0  # for each step; at most; owed at most
 DOUBT = 0.5  # of a guess's worth, while the account is overdrawn by no more than it began with
 TRUSTS = (0.05, 0.12, 0.25, 0.4, 0.55, 0.7, 0.8, 0.88, 0.94, 0.97)  # between the levels of trust
@@ -81,11 +82,12 @@ class Curve(dict[int, float]):
 
 
 class Learnt(Curve):
-    """A curve measured while others use the machine: a moving average for each count.
+    """A curve measured while others use the machine: a pace, and its shape.
 
-    Some measurements are several times too long, and a count that was once thought too dear is not measured again. So
-    one moves an average by little, and what was measured seldom, or long ago, counts less than what the counts beside
-    it promise.
+    A machine that slows down slows all counts, so a measurement moves all of them at once, quickly, and its own count
+    by what is left, slowly: a slow minute is not to make the counts that were used in it dear. Some measurements are
+    several times too long, and a count that was once thought too dear is not measured again, so one moves little, and
+    what was measured seldom, or long ago, counts less than what the counts beside it promise.
     """
 
     def __init__(self, known: Mapping[int, float] | None = None, weight: float = 1.0) -> None:
@@ -93,16 +95,21 @@ class Learnt(Curve):
         self.weights = dict.fromkeys(self, weight)  # measurements, fading
 
     def add(self, count: int, seconds: float) -> None:
-        """One measurement. What is fewer costs no more; what slows one slows all."""
+        """One measurement. What is fewer costs no more."""
+        believed = self.at(count) if self else seconds
         for other in self.weights:
             self.weights[other] *= FADING
-        old = self.get(count) or (min(seconds, 2 * self.at(count)) if self else seconds)
         weight = self.weights[count] = min(MOST_WEIGHT, self.weights.get(count, 0.0) + 1)
-        change, most = seconds / old - 1, STEP * MOST_WEIGHT / weight  # what is known well and what is not keep in step
-        drift, own = 1 + max(-STEP, min(STEP, change)), old * (1 + max(-most, min(most, change)))
+        off, most, share = math.log(seconds / believed), FAR if weight > 1 else 1.0, PACE * (1 - 1 / weight)
+        pace = math.exp(share * max(-NEAR, min(NEAR, off)))
+        own = believed * pace * math.exp((1 - share) * max(-most, min(most, off)) / weight)
         for other, known in self.items():
-            self[other] = known * drift if other > count else min(known * drift, own)
+            self[other] = known * pace if other > count else min(known * pace, own)
         self[count] = own
+
+    def times(self, factor: float) -> Learnt:
+        """A copy, so much slower."""
+        return Learnt({n: seconds * factor for n, seconds in self.items()}, BEGUN)
 
     def _points(self) -> tuple[list[int], list[float]]:
         known = sorted(self)
@@ -112,8 +119,10 @@ class Learnt(Curve):
             a, b = (below, known[i + 1]) if i + 1 < len(known) else (known[0], below)
             slope = (self[b] - self[a]) / (b - a) if a < b else SLOPE * self[a] / a
             promised = self[below] + slope * (n - below)
+            if i + 1 == len(known):  # of which a line knows little
+                promised = min(own, promised)
             weight = self.weights[n]
-            seconds.append(max(seconds[-1], (weight * own + DOUBTED * min(own, promised)) / (weight + DOUBTED)))
+            seconds.append(max(seconds[-1], (weight * own + DOUBTED * promised) / (weight + DOUBTED)))
         return known, seconds
 
 
@@ -123,14 +132,14 @@ class Costs:
     def __init__(self, file: Path | None = None, name: str = "") -> None:
         self.file, self.name, self.saved = file, name, -math.inf
         self.curves = _read(file).get(name, {}) if file else {}  # by octave of the keys
-        self.ratios: list[float] | None = [] if self.curves else None  # of now to then
+        self.begun = dict[int, tuple[Learnt | None, list[float]]]()  # octaves: after whose curve, and how much slower
         self.squares, self.products, self.mixed = np.zeros((3, 3)), np.zeros(3), 0
         self.ladders, self.added = dict[tuple[int, int, int], list[float]](), 0  # what `ladder` said, for a while
         self.heard: list[tuple[int, int, float, int]] = []  # forwards that are looked at when somebody asks
 
     def begin(self, seconds: Mapping[int, float]) -> None:
         """Before anything was measured in steps: what forwards of so many rows took just now, over few keys."""
-        self.curves = {0: Learnt(seconds, MOST_WEIGHT)}
+        self.curves = {0: Learnt(seconds, BEGUN)}
 
     def __bool__(self) -> bool:
         self._learn()
@@ -139,8 +148,9 @@ class Costs:
     def add(self, rows: int, keys: int, seconds: float, read: int = 0) -> None:
         """One forward, in which prompts may have been read as well.
 
-        What the file says is another day's: the first three tell how much faster or slower this is. With prompts the
-        rows' own share is what least squares make of it, which serves until a forward without any was measured.
+        What the file says is another day's, and lengths that were not met yet have the nearest ones' curve: the first
+        three tell how much faster or slower this is. With prompts the rows' own share is what least squares make of it,
+        which serves until a forward without any was measured.
         """
         self.added += 1
         self.heard.append((rows, keys, seconds, read))
@@ -159,33 +169,24 @@ class Costs:
             self.squares, self.products = MEMORY * self.squares + np.outer(x, x), MEMORY * self.products + x * seconds
             self.mixed += 1
             return
-        if self.ratios is not None:
-            self.ratios.append(seconds / self.at(rows, keys))
-            if len(self.ratios) < 3:
-                return
-            factor, self.ratios = sorted(self.ratios)[1], None
-            self.curves = {
-                o: Learnt({n: s * factor for n, s in c.items()}, MOST_WEIGHT) for o, c in self.curves.items()
-            }
-        self.curves.setdefault(_octave(keys), Learnt()).add(_knot(rows), seconds)
+        octave, count = _octave(keys), _knot(rows)
+        like, ratios = self.begun.setdefault(octave, (self._nearest(octave) if self.curves else None, []))
+        if like and len(ratios) < 3:
+            ratios.append(seconds / like.at(count))
+            self.curves[octave] = like.times(sorted(ratios)[(len(ratios) - 1) // 2])
+        else:
+            self.curves.setdefault(octave, Learnt()).add(count, seconds)
 
     def over(self, first: int, last: int, keys: int) -> list[float]:
-        """Seconds of `first` rows to `last`; infinite where far more rows than were ever measured.
-
-        Lengths that were not met yet have the nearest ones' curve, moved to what is known.
-        """
+        """Seconds of `first` rows to `last`; infinite where far more rows than were ever measured."""
         self._learn()
-        octave = _octave(keys)
         if not self.curves:
             base, row, _ = np.linalg.lstsq(self.squares, self.products, rcond=1e-9)[0].tolist()
             least = float(self.products[0] / self.squares[0, 0] / 100)
             return [max(least, base) + max(0.0, row) * n for n in range(first, last + 1)]
-        own, curve, factor = self.curves.get(octave), self._nearest(octave), 1.0
-        if own and own is not curve:
-            ((rows, spent),) = own.items()
-            factor = spent / curve.at(rows)
-        most = 2 * max(max(curve), *(own or [0])) + 2
-        return [factor * s if n <= most else math.inf for n, s in enumerate(curve.over(first, last), first)]
+        curve = self._nearest(_octave(keys))
+        most = 2 * max(curve) + 2
+        return [s if n <= most else math.inf for n, s in enumerate(curve.over(first, last), first)]
 
     def _nearest(self, octave: int) -> Learnt:
         """The curve of these lengths, or of the nearest ones, if it has more than one point."""
@@ -307,7 +308,8 @@ class Bush:
     parents: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)  # 1 = directly behind the sequence
     who: list[int] = field(default_factory=list)  # the sources that guess it: bits
-    trust: list[float] = field(default_factory=list)  # of the first of them
+    trust: list[float] = field(default_factory=list)  # of who trusts it most
+    best: dict[tuple[int, int], float] = field(default_factory=dict)  # by parent and source: its trust in one there
     index: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def add(self, source: int, tokens: list[int], parents: list[int], trust: list[float], deepest: int = 2**62) -> None:
@@ -318,26 +320,33 @@ class Bush:
             if above < -1 or (self.depths[above] if above >= 0 else 0) >= deepest:
                 at.append(-2)
                 continue
-            node = self.index.setdefault((above, token), len(self.tokens))
+            node, own = self.index.setdefault((above, token), len(self.tokens)), min(1.0, max(0.0, own))
             if node == len(self.tokens):
                 self.tokens.append(token)
                 self.parents.append(above)
                 self.depths.append(1 + self.depths[above] if above >= 0 else 1)
                 self.who.append(source)
-                self.trust.append(min(1.0, max(0.0, own)))
+                self.trust.append(own)
             else:
                 self.who[node] |= source
+                self.trust[node] = max(own, self.trust[node])
+            self.best[above, source] = max(own, self.best.get((above, source), 0.0))
             at.append(node)
 
-    def kinds(self) -> list[Kind]:
-        """What each node is counted as: a guess that a source shares is worth more, one that it contradicts less."""
-        guessing: dict[int, int] = {}
-        for parent, who in zip(self.parents, self.who, strict=True):
-            guessing[parent] = guessing.get(parent, 0) | who
-        return [
-            kind(who, guessing[parent] & ~who, trust, depth)
-            for parent, who, trust, depth in zip(self.parents, self.who, self.trust, self.depths, strict=True)
-        ]
+    def judged(self) -> list[tuple[Kind, float]]:
+        """What each node is counted as, and its chance while of that nothing is known.
+
+        Sources that guess behind the same node have a say each by how sure they are of their best guess there: a guess
+        that others contradict has the share of those who make it.
+        """
+        found = list[tuple[Kind, float]]()
+        for parent, who, trust, depth in zip(self.parents, self.who, self.trust, self.depths, strict=True):
+            says = [(source, best) for (node, source), best in self.best.items() if node == parent]
+            for_it, all_of = sum(best for source, best in says if source & who), sum(best for _, best in says)
+            chance = trust * (for_it / all_of if all_of else 1.0)
+            otherwise = sum(source for source, _ in says if not source & who)
+            found.append((kind(who, otherwise, chance, depth), chance))
+        return found
 
     def drafted(self, nodes: list[int]) -> tuple[list[int], list[int], list[int]]:
         """Of chosen nodes tokens, parents and first sources, in an order in which the first child follows its parent.
@@ -449,10 +458,10 @@ class Beliefs:
                 bush.add(source, tokens, parents, trust, room - 1)
                 if source & self.apart:
                     known.probes[source] = Probe(tokens, parents, [], len(text), source)
-            kinds, chances, covers = bush.kinds(), list[float](), known.account.covers
-            for what, parent, own in zip(kinds, bush.parents, bush.trust, strict=True):
+            judged, chances, covers = bush.judged(), list[float](), known.account.covers
+            for (what, own), parent in zip(judged, bush.parents, strict=True):
                 chances.append(self._of(known.counts, what, own) * (chances[parent] if parent >= 0 else covers))
-            known.bush = Probe(bush.tokens, bush.parents, kinds, len(text))
+            known.bush = Probe(bush.tokens, bush.parents, [what for what, _ in judged], len(text))
             bushes.append(bush)
             every.append(chances)
             stake = self.seconds[0] + known.rows.stake * (self.seconds[0] / n)  # what a token takes plainly

@@ -28,6 +28,7 @@ from outrider.sequence import Sequence
 from outrider.speculate import Drafter
 
 HITS, LEAST = 128, 2  # occurrences that are looked at, evenly spread over all; the shortest suffix
+UNMET = 2  # ways on that may be besides: what came once of one is no certainty
 
 
 @dataclass
@@ -72,7 +73,7 @@ class Rest(Drafter):
 
 
 def guess(match: int, rows: list[list[int]], k: int, tree: bool) -> Draft:
-    """What follows most often. The trust in a node is its share of the ways on, less the fewer tokens match before."""
+    """What follows most often. The trust in a node is its share of all ways on, less the fewer tokens match before."""
     draft = (grow if tree else follow)(rows, k)
     draft.trust = [own * (1 - 1 / (match + d)) for own, d in zip(draft.trust or [], draft.depths(), strict=True)]
     return draft
@@ -83,7 +84,7 @@ def follow(rows: list[list[int]], k: int) -> Draft:
     chain, trust = list[int](), list[float]()
     while len(chain) < k and (rows := [row for row in rows if len(row) > len(chain)]):
         token, count = Counter(row[len(chain)] for row in rows).most_common(1)[0]
-        trust.append(count / len(rows))
+        trust.append(count / (len(rows) + UNMET))
         rows = [row for row in rows if row[len(chain)] == token]
         chain.append(token)
     return Draft.chain(chain, trust)
@@ -95,5 +96,5 @@ def grow(rows: list[list[int]], k: int) -> Draft:
     paths = sorted(counts, key=lambda path: (-counts[path], len(path)))
     draft = Draft.of_paths(paths, k)
     words = [draft.words(node) for node in range(len(draft))]
-    draft.trust = [counts[path] / counts.get(path[:-1], len(rows)) for path in words]
+    draft.trust = [counts[path] / (counts.get(path[:-1], len(rows)) + UNMET) for path in words]
     return draft
