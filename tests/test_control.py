@@ -229,7 +229,7 @@ def test_what_sources_agree_on_and_what_they_do_not_are_of_different_kinds():
 
 
 def test_who_is_surer_is_believed_more(beliefs):
-    """Of two guesses that cannot both be right; who guesses alone, or the same, is believed as far as it trusts itself."""
+    """Of two guesses that cannot both be right; who guesses alone is believed as far as it trusts itself."""
 
     def worth(*guesses: Guess) -> float:
         ((*_, found),), _ = choose(beliefs, {len(beliefs): 0}, [[*guesses]], [1, 1e-9])
