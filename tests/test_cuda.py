@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from outrider import LLM, SamplingParams
+from outrider.config import Rule
 from outrider.draft import Draft, Verdict
 from outrider.kv import OffloadKV, PagedKV
 from outrider.kv.rows import NORMED
 from outrider.load import load
-from outrider.ops import Graphs
+from outrider.ops import Graphs, native
 from outrider.ops.triton import launch
 from outrider.runner import Runner
 from outrider.sequence import Sequence
+from outrider.speculate import Autoregressive
 
 PROMPT = [5, 6, 7, 5, 6]
 
@@ -137,6 +140,94 @@ def test_experts_in_graphs(mixture):
     assert all(torch.equal(a, b) for a, b in zip(plain, replayed, strict=True))
     model.graphs = None
     assert torch.equal(first(runner, [5, 4])[0], plain[0][2])
+
+
+def guesser(model, context=64, least=0.0, **view):
+    """A drafter that lets a model of the same vocabulary guess."""
+    drafter, runner = Autoregressive(), Runner(model, PagedKV(model.config, model.dtype, model.device), context)
+    drafter.runner, drafter.vocab, drafter.min_token_prob = runner.view(**view) if view else runner, 64, least
+    return drafter
+
+
+@pytest.fixture
+def as_on_cuda(monkeypatch):
+    """What no Triton kernel computes is PyTorch's."""
+    monkeypatch.setattr(native, "active", native.REFERENCE)
+
+
+GUESSED = {
+    "greedy": {}, "filtered": {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
+    "sure": {"temperature": 0.3, "least": 0.3}, "coins": {"temperature": 0.3, "least": 0.3, "rule": "rejection"},
+    "short cache": {"view": {"text": "streaming:budget=12", "alone": True}},
+    "view": {"temperature": 1.0, "view": {"text": "streaming:budget=24"}}, "edited": {"repetition_penalty": 1.3},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("params", GUESSED.values(), ids=GUESSED)
+def test_a_draft_fed_on_the_device(folder, as_on_cuda, params):
+    """It is that of a forward for each token: over a page's end, up to the last of room and context, where it ends
+    early, and whatever was accepted of the one before."""
+    params = dict(params)
+    least, rule, view = params.pop("least", 0.0), Rule(params.pop("rule", "coupled")), params.pop("view", {})
+    models, seqs, context, k = [load(str(folder), "bfloat16", "cpu").model for _ in range(2)], [], 44, 4
+    models[1].graphs = Graphs(repeated)
+    drafters = [guesser(model, context, least, **view) for model in models]
+    assert [drafter.runner.chains for drafter in drafters] == [False, True]
+    for i, (n, room) in enumerate([(5, 9), (30, 16), (41, 16)]):
+        tokens = [(7 * i + j * j) % 64 for j in range(n)]
+        own = SamplingParams(max_tokens=room, **params)
+        seqs.append(Sequence(tokens, own, seed=i, eos=range(0, 64, 9), max_len=context))
+    lengths = []
+    for right in (2, k, 0):
+        one, other = (drafter.propose([seq.shown(rule) for seq in seqs], k) for drafter in drafters)
+        for seq, a, b in zip(seqs, one, other, strict=True):
+            assert (a.tokens, a.trust) == (b.tokens, b.trust)
+            assert (a.q is None) == (b.q is None) and (a.q is None or torch.equal(a.q, b.q))
+            assert len(a) <= min(k, seq.room)
+            held = [*seq.tokens, *a.tokens[:-1]]
+            assert not a.tokens or drafters[1].runner.slots[seq.id].tokens[: len(held)] == held, "is read again"
+            lengths.append(len(a))
+            seq.tokens += [*a.tokens[:right], 1][: seq.room]
+    assert len({*lengths}) > 2
+
+
+def test_a_draft_that_is_nothing(folder, as_on_cuda):
+    """Where no token can be chosen, none is fed either."""
+    model = load(str(folder), "bfloat16", "cpu").model
+    model.graphs, model.norm = Graphs(repeated), torch.full_like(model.norm, torch.nan)
+    (draft,) = guesser(model).propose([Sequence(PROMPT, SamplingParams(max_tokens=9), seed=0).shown(Rule())], 3)
+    assert draft.tokens == []
+
+
+class Waits(TorchFunctionMode):
+    """Counts what makes the host wait for a GPU: reading a tensor, and sending it numbers but by `upload`."""
+
+    READS = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name, kwargs = func.__name__, kwargs or {}
+        chooses = name in ("__getitem__", "__setitem__") and isinstance(args[1], list)
+        if name in self.READS or chooses or (name == "tensor" and "device" in kwargs):
+            self.seen.append(name)
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 1.0}, {"temperature": 0.8, "top_k": 9, "min_p": 0.01}])
+def test_a_draft_waits_once(folder, as_on_cuda, params):
+    """For all of its tokens, and how sure each is; greedy requests and others in one batch."""
+    model = load(str(folder), "bfloat16", "cpu").model
+    for graphs, reads in ((None, 2 * 3), (Graphs(repeated), 2)):
+        model.graphs, drafter = graphs, guesser(model)
+        drafter.runner.kv._grow()  # the first slab
+        seqs = [Sequence(PROMPT, SamplingParams(max_tokens=32, **own), seed=0) for own in (params, {})]
+        with Waits() as waits:
+            drafts = drafter.propose([seq.shown(Rule()) for seq in seqs], 3)
+        assert [len(draft) for draft in drafts] == [3, 3]
+        assert waits.seen == ["tolist"] * reads
 
 
 def test_model_is_the_references(folder):

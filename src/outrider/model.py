@@ -138,6 +138,11 @@ class Model:
         return sum(layer.mlp.read for layer in self.layers if isinstance(layer.mlp, Experts))
 
     @property
+    def chains(self) -> bool:
+        """Whether a forward runs without the host, and so can be fed tokens that only the device knows."""
+        return self.graphs is not None
+
+    @property
     def rounded(self) -> bool:
         """Whether some linears round their rows to 8 bits."""
         return any(m.rounded for m in self.linears)
@@ -159,7 +164,7 @@ class Model:
 
     def forward(
         self,
-        tokens: list[int],
+        tokens: list[int] | Tensor,
         positions: list[int],
         lengths: list[int],
         kv: Attends,
@@ -169,6 +174,7 @@ class Model:
     ) -> Tensor:
         """Final hidden states (n, hidden), normed, for n tokens at their positions; or of the rows `wanted` only.
 
+        Tokens that only the device knows are (n,) int64 there (see `chains`).
         `lengths`: per token the sequence length by which `dynamic` rope scales it; `kv` is a KVCache and `plan` the
         plan it understands. In `states` each key, a point as kv/rows.py has them, gets the states (n, hidden) there,
         and `wanted` gets its logits. Where the kernels take the model and the cache, this is one call of theirs.
@@ -181,10 +187,10 @@ class Model:
                 return replayed
             hidden = self._layers(tokens, positions, lengths, kv, plan, states)
             if wanted is not None:
-                hidden = hidden if len(wanted.rows) == len(hidden) else hidden[wanted.rows]
+                hidden = hidden[self._at(wanted.rows, len(hidden))]
                 wanted.logits = self.logits(hidden)
             return hidden
-        assert self._walk is not None
+        assert self._walk is not None and isinstance(tokens, list)
         turns, sines, kept = self._turns[0].addresses(positions, lengths)
         for rotary in self._turns[1:]:
             own, _, more = rotary.addresses(positions, lengths)
@@ -202,7 +208,7 @@ class Model:
 
     def _replayed(
         self,
-        tokens: list[int],
+        tokens: list[int] | Tensor,
         positions: list[int],
         lengths: list[int],
         kv: Attends,
@@ -218,7 +224,8 @@ class Model:
         if fixed is None:
             return None
         rest, points = [0] * (size - n), sorted(states or ())
-        inputs = fixed.inputs | {"tokens": upload(tokens + rest, self.device)}
+        ids = upload(tokens + rest, self.device) if isinstance(tokens, list) else F.pad(tokens, (0, size - n))
+        inputs = fixed.inputs | {"tokens": ids}
         for i, turn in enumerate(self._turned(positions + rest, lengths + [1] * len(rest)).values()):
             inputs[f"cos {i}"], inputs[f"sin {i}"] = turn
         if (growth := self._growth(positions + rest)) is not None:
@@ -235,9 +242,13 @@ class Model:
         hidden, logits, *others = self.graphs((fixed.key, *points), inputs, compute)
         if states is not None:
             states.update({point: x[:n].clone() for point, x in zip(points, others, strict=True)})
-        rows = slice(n) if len(wanted.rows) == n else wanted.rows
+        rows = self._at(wanted.rows, n)
         wanted.logits = logits[rows].clone()
         return hidden[rows].clone()
+
+    def _at(self, rows: list[int], n: int) -> slice | Tensor:
+        """Where these rows, of n, lie on the device."""
+        return slice(n) if len(rows) == n else upload(torch.tensor(rows, dtype=torch.int64), self.device)
 
     def _turned(self, positions: list[int], lengths: list[int]) -> dict[Any, tuple[Tensor, Tensor]]:
         """cos and sin (n, 1, dim) of each kind of rotation."""
@@ -245,14 +256,15 @@ class Model:
 
     def _layers(
         self,
-        tokens: list[int],
+        tokens: list[int] | Tensor,
         positions: list[int],
         lengths: list[int],
         kv: Attends,
         plan: Any,
         states: dict[int, Tensor] | None,
     ) -> Tensor:
-        ids, turns = upload(tokens, self.device), self._turned(positions, lengths)
+        ids = upload(tokens, self.device) if isinstance(tokens, list) else tokens
+        turns = self._turned(positions, lengths)
         return self._run(ids, turns, self._growth(positions), kv, plan, states)
 
     def _run(

@@ -31,6 +31,7 @@ from outrider.sequence import Sequence
 
 MASK_ELEMENTS = 2**25  # bounds the mask of a prefill chunk, where there are masks: long contexts in smaller chunks
 FEW = 16  # rows of a sequence that any forward takes, if its chunk does
+UNKNOWN = -1  # in a sequence's tokens, for one that only the device knows yet
 SCORED = 2**24  # logits of a prompt's tokens that are there at a time, where they are asked for
 
 
@@ -175,15 +176,17 @@ class Runner:
         seqs: list[Sequence],
         drafts: list[Draft] | None = None,
         reading: Iterable[tuple[Sequence, int]] = (),
+        fed: Tensor | None = None,
     ) -> Output:
         """One forward over all sequences' pending and draft tokens (after chunks of what a long prompt leaves).
 
         Of the sequences in `reading` it reads no more than so many of their pending tokens, and never the last; there
-        is no output for these.
+        is no output for these. `fed` (seqs,) int64, on the device: the last token of each, which is UNKNOWN in it, and
+        all that is pending (see `chains`).
         """
         if not torch.is_inference_mode_enabled():
             with torch.inference_mode():
-                return self.extend(seqs, drafts, reading)
+                return self.extend(seqs, drafts, reading, fed)
         drafts = drafts or [Draft() for _ in seqs]
         if self.base:
             self.base.read([seq.parent or seq for seq in seqs])
@@ -213,13 +216,23 @@ class Runner:
         else:
             if (spare := self._spare) and spare.best and len(spare.best) == len(wanted.rows):
                 wanted.room, self._spare = (spare.states, spare.flat), None
-            hidden = self._forward(seqs, tokens, entries, wanted)
+            hidden = self._forward(seqs, tokens, entries, wanted, fed)
         for seq, entry in zip(seqs, entries, strict=False):  # those that only read come last
             slot = self.slots[seq.id]
             slot.tokens += seq.tokens[entry.start :] if entry.parents else tokens[entry.row : entry.row + entry.n]
             slot.settled = seq.settled
         assert wanted.logits is not None
         return Output(drafts, wanted.logits, hidden, read, wanted.best)
+
+    @property
+    def chains(self) -> bool:
+        """Whether a forward can be fed what only the device knows; beyond a border all tokens are read again."""
+        return self.model.chains and self._border is None
+
+    def learn(self, seq: Sequence, tokens: list[int]) -> None:
+        """Which tokens the last ones of a sequence are, of which the cache holds some as UNKNOWN."""
+        known, at = self.slots[seq.id].tokens, len(seq.tokens) - len(tokens)
+        known[at : at + len(tokens)] = tokens[: len(known) - at]
 
     def reuse(self, output: Output) -> None:
         """Nobody has been shown this output, nor ever will be: a forward of as many rows may write where it lies."""
@@ -363,7 +376,14 @@ class Runner:
         slot.tokens += seq.tokens[len(slot.tokens) : len(slot.tokens) + n]
         slot.settled = min(len(slot.tokens), seq.settled)
 
-    def _forward(self, seqs: list[Sequence], tokens: list[int], entries: list[Entry], wanted: Wanted) -> Tensor:
+    def _forward(
+        self,
+        seqs: list[Sequence],
+        tokens: list[int],
+        entries: list[Entry],
+        wanted: Wanted,
+        fed: Tensor | None = None,
+    ) -> Tensor:
         plan = Plan(entries)
         self.kv.reserve(plan)
         positions: list[int] = []
@@ -376,7 +396,8 @@ class Runner:
         if scored:
             states[NORMED] = None
         lengths = self._lengths(seqs, entries) if self.model.stretches else positions
-        hidden = self.model.forward(tokens, positions, lengths, self.kv, plan, states or None, wanted)
+        given = tokens if fed is None else fed
+        hidden = self.model.forward(given, positions, lengths, self.kv, plan, states or None, wanted)
         if scored:
             self._score(scored, states[NORMED])
         for rows in self.taps if self._tapped else ():

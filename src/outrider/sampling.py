@@ -28,7 +28,7 @@ from torch import Tensor
 from outrider.config import LogitsProcessor, SamplingParams
 from outrider.constraint import unpacked
 from outrider.errors import ConfigError, ConstraintError, OutriderError, RequestError, told
-from outrider.ops import argmax, native, pick, picks
+from outrider.ops import argmax, greatest, native, pick, picks, upload
 from outrider.outputs import Logprob
 from outrider.sequence import Sequence
 
@@ -161,7 +161,18 @@ def surely(logits: Tensor, rows: list[Row], stream: str = "") -> tuple[list[int]
         return [own[0] if own else -1 for own, _ in found], [math.exp(own[0]) if own else 0.0 for _, own in found]
     with few_threads(logits):
         judged = scores(logits, rows, stream)
-        return likeliest(judged), (judged.amax(-1) - judged.logsumexp(-1)).exp().tolist()
+        return likeliest(judged), _share(judged).tolist()
+
+
+def surest(logits: Tensor, rows: list[Row], stream: str = "") -> tuple[Tensor, Tensor]:
+    """As `surely`, left where the logits lie: nobody waits, but for rows whose requests edit them or have a top-p."""
+    judged = scores(logits, rows, stream)
+    return greatest(judged), _share(judged)
+
+
+def _share(judged: Tensor) -> Tensor:
+    """What the likeliest token of each row has of the softmax of scores (rows, vocab)."""
+    return (judged.amax(-1) - judged.logsumexp(-1)).exp()
 
 
 @lru_cache(maxsize=4)
@@ -249,7 +260,7 @@ def distribution(logits: Tensor, rows: list[Row]) -> Tensor:
         shaped, drawn = _shaped(logits, rows)
         probs = shaped.double().softmax(-1)
         if len(drawn) < len(rows):
-            greedy = sorted(set(range(len(rows))) - set(drawn))
+            greedy = upload(sorted(set(range(len(rows))) - set(drawn)), probs.device)
             sure = torch.nn.functional.one_hot(shaped[greedy].argmax(-1), shaped.shape[-1]).to(probs)
             probs[greedy] = sure.masked_fill(probs[greedy].isnan(), torch.nan)
     return probs
@@ -295,19 +306,16 @@ def _shaped(logits: Tensor, rows: list[Row]) -> tuple[Tensor, list[int]]:
     drawn = [i for i, row in enumerate(rows) if row.seq.params.temperature > 0]
     if drawn:
         params = [rows[i].seq.params for i in drawn]
-        some = logits if len(drawn) == len(rows) else logits[drawn]
+        at = None if len(drawn) == len(rows) else upload(drawn, logits.device)
+        some = logits if at is None else logits[at]
         some = some - some.amax(-1, keepdim=True)  # so that a tiny temperature overflows downwards only
         some = keep_likely(some / _column(params, "temperature", some).clamp(min=SMALLEST), params)
-        if len(drawn) == len(rows):
-            logits = some
-        else:
-            logits = logits.clone()
-            logits[drawn] = some
+        logits = some if at is None else logits.index_copy(0, at, some)
     return logits, drawn
 
 
 def _column(params: list[SamplingParams], name: str, like: Tensor) -> Tensor:
-    return torch.tensor([[float(getattr(p, name))] for p in params], device=like.device)
+    return upload(torch.tensor([[float(getattr(p, name))] for p in params]), like.device)
 
 
 # --- what a request's parameters do to its logits -------------------------------------------------------------------
@@ -403,10 +411,9 @@ def keep_likely(logits: Tensor, params: list[SamplingParams]) -> Tensor:
     ks = [p.top_k if 0 < p.top_k < vocab else vocab for p in params]
     if min(ks) < vocab:
         largest = logits.topk(min(vocab, max(k for k in ks if k < vocab)), -1).values
-        index = torch.tensor([[min(k, largest.shape[-1]) - 1] for k in ks], device=logits.device)
-        floor = largest.gather(-1, index)
-        free = torch.tensor([[k == vocab] for k in ks], device=logits.device)
-        logits = logits.masked_fill((logits < floor) & ~free, float("-inf"))
+        wanted = upload(ks, logits.device)[:, None]
+        floor = largest.gather(-1, wanted.clamp(max=largest.shape[-1]) - 1)
+        logits = logits.masked_fill((logits < floor) & (wanted < vocab), float("-inf"))
     if any(p.top_p < 1 for p in params):
         probs = logits.softmax(-1)
         logits = logits.masked_fill(probs < _nucleus_floor(probs, _column(params, "top_p", logits)), float("-inf"))

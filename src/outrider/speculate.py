@@ -6,20 +6,23 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from outrider.config import MOST_NODES, ModelConfig, Rule, real
 from outrider.draft import Draft, Verdict
 from outrider.errors import DrafterError, brief, told
 from outrider.kv import View
 from outrider.outputs import SpecMetrics
-from outrider.runner import Output, Runner
-from outrider.sampling import Row, distribution, surely
+from outrider.runner import UNKNOWN, Output, Runner
+from outrider.sampling import Row, distribution, surely, surest
 from outrider.sequence import Sequence
 from outrider.verify import COUPLED, verify
 
+Guess = tuple[int, float, Tensor | None]  # a token, how sure its drafter is of it, the law it was drawn from
 LATE = 64  # tokens that a draft model lacks of a text, before others stop waiting for it to read them
 
 
@@ -188,8 +191,8 @@ def _fault(guess: Any, vocab: int, rule: Rule) -> str | None:
     if n - riders > MOST_NODES or riders > MOST_NODES:
         return f"it has {n - riders} nodes and {riders} riders; at most {MOST_NODES} of each are of use"
     if q is not None:
-        if not isinstance(q, torch.Tensor) or q.shape != (n, vocab) or not q.is_floating_point():
-            what = f"{tuple(q.shape)} of {q.dtype}" if isinstance(q, torch.Tensor) else type(q).__name__
+        if not isinstance(q, Tensor) or q.shape != (n, vocab) or not q.is_floating_point():
+            what = f"{tuple(q.shape)} of {q.dtype}" if isinstance(q, Tensor) else type(q).__name__
             return f"q is a float tensor of shape {(n, vocab)}, not {what}"
         if rule.flips_coins:  # else nobody looks at it
             sums = q.sum(-1, dtype=torch.float64)
@@ -217,17 +220,18 @@ class Autoregressive(Drafter):
     def propose(self, seqs: list[Sequence], k: int) -> list[Draft]:
         """One chain per sequence, up to k long; a fork that ends, or reaches the runner's context, stops early."""
         forks = [seq.fork() for seq in seqs]
-        drawn: dict[int, list[torch.Tensor]] = {seq.id: [] for seq in seqs}
+        drawn: dict[int, list[Tensor]] = {seq.id: [] for seq in seqs}
         forced: dict[int, set[int]] = {seq.id: set() for seq in seqs}
         starts = {seq.id: len(seq.tokens) for seq in seqs}
         trust: dict[int, list[float]] = {seq.id: [] for seq in seqs}
-        context, readable = self.runner.max_len, self.runner.model.config.vocab_size
+        readable = self.runner.model.config.vocab_size
         for fork in forks:
             self.runner.begin(fork)
         alive, late = self._late(forks)
         if readable < self.vocab:  # what the target's vocabulary pads it with cannot be read
             alive = [f for f in alive if k and max(f.tokens) < readable]
-        for _ in range(k):
+        n = max(1, k) if self.runner.chains and not any(fork.edited for fork in forks) else 1
+        for _ in range(0, k, n):
             for fork in alive:
                 if fork.constraint and not fork.finish_reason:  # what must come takes no forward
                     begin = len(fork.tokens)
@@ -236,33 +240,61 @@ class Autoregressive(Drafter):
                     forced[fork.id].update(range(begin - starts[fork.id], begin - starts[fork.id] + taken))
                     drawn[fork.id] += [torch.zeros(self.vocab)] * (taken if fork.rule.flips_coins else 0)
                     trust[fork.id] += [1.0] * taken
-            alive = [f for f in alive if not f.finish_reason and f.room > 1 and len(f.tokens) < context]
-            if not alive:
-                break
-            output = self.runner.extend(alive, reading=late)
-            logits, late = output.flat[:, : self.vocab], []
-            if missing := self.vocab - logits.shape[1]:  # padding rows one model has and the other has not
-                logits = torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
-            rows = [Row(f) for f in alive]
-            own_noise = alive[0].rule.flips_coins
-            before = distribution(logits, rows) if own_noise else None  # before the forks grow: penalties count tokens
-            chosen, sure = surely(logits, rows, "draft" if own_noise else "")
-            self.runner.reuse(output)
+            alive = [fork for fork in alive if not fork.finish_reason]
             going = []
-            for i, (fork, token) in enumerate(zip(alive, chosen, strict=True)):
-                likely = math.prod(trust[fork.id]) * sure[i] >= self.min_token_prob
-                if token >= 0 and (likely or own_noise):
-                    fork.accept([token])
-                    drawn[fork.id] += [] if before is None else [before[i]]
-                    trust[fork.id].append(min(1.0, sure[i]))
-                    going += [fork] if likely else []
-            alive = going
+            for fork, guesses in zip(alive, self._ahead(alive, n, late), strict=True):
+                for token, sure, law in guesses:
+                    likely = math.prod(trust[fork.id]) * sure >= self.min_token_prob
+                    if token >= 0 and (likely or law is not None):
+                        fork.accept([token])
+                        drawn[fork.id] += [] if law is None else [law]
+                        trust[fork.id].append(min(1.0, sure))
+                    if token < 0 or not likely or fork.finish_reason:
+                        break
+                else:
+                    going += [fork] if len(guesses) == n else []
+            alive, late = going, []
         drafts = [Draft.chain(f.tokens[len(s.tokens) :]) for f, s in zip(forks, seqs, strict=True)]
         for seq, draft in zip(seqs, drafts, strict=True):
             draft.q = torch.stack([law.to(drawn[seq.id][-1]) for law in drawn[seq.id]]) if drawn[seq.id] else None
             draft.forced = frozenset(forced[seq.id])
             draft.trust = trust[seq.id]
         return drafts
+
+    def _ahead(self, seqs: list[Sequence], n: int, late: list[tuple[Sequence, int]]) -> list[list[Guess]]:
+        """The next n tokens of each, or as many as there is room for; beside the first, some of `late` are read.
+
+        What a forward chooses is fed to the next one where it lies. The host reads all of them at the end, once.
+        """
+        alive, starts = seqs, [len(seq.tokens) for seq in seqs]
+        chosen: dict[int, list[Any]] = {seq.id: [] for seq in seqs}
+        choose: Any = surely if n == 1 else surest
+        for i in range(n):
+            alive = [seq for seq in alive if seq.room > 1 and len(seq.tokens) < self.runner.max_len]
+            if not alive:
+                break
+            fed = torch.stack([chosen[seq.id][-1][0] for seq in alive]).clamp(min=0) if i else None
+            output = self.runner.extend(alive, reading=late, fed=fed)
+            logits, late = output.flat[:, : self.vocab], []
+            if missing := self.vocab - logits.shape[1]:  # padding rows one model has and the other has not
+                logits = torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
+            rows, own_noise = [Row(seq) for seq in alive], alive[0].rule.flips_coins
+            laws = distribution(logits, rows) if own_noise else [None] * len(rows)  # before they grow: penalties count
+            found = zip(*choose(logits, rows, "draft" if own_noise else ""), laws, strict=True)
+            self.runner.reuse(output)
+            for seq, guess in zip(alive, found, strict=True):
+                chosen[seq.id].append(guess)
+                seq.tokens.append(UNKNOWN)
+        guesses = list(chosen.values())
+        if n > 1 and any(guesses):
+            tokens, sure = (torch.stack([guess[i] for own in guesses for guess in own]).tolist() for i in range(2))
+            known = zip(tokens, sure, [law for own in guesses for _, _, law in own], strict=True)
+            guesses = [list(islice(known, len(own))) for own in guesses]
+            for seq, own in zip(seqs, guesses, strict=True):
+                self.runner.learn(seq, [token for token, _, _ in own])
+        for seq, start in zip(seqs, starts, strict=True):
+            del seq.tokens[start:]
+        return guesses
 
     def _late(self, forks: list[Sequence]) -> tuple[list[Sequence], list[tuple[Sequence, int]]]:
         """Those to draft for; and, if there are any, the others, with new and long texts, and what to read of these."""

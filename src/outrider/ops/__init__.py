@@ -17,7 +17,7 @@ from outrider.ops.attention import (
     follows_paths,
     write,
 )
-from outrider.ops.elementwise import add, argmax, gated, pick, picks, rms_norm, rope, rotate, softcap, swiglu
+from outrider.ops.elementwise import add, argmax, gated, greatest, pick, picks, rms_norm, rope, rotate, softcap, swiglu
 from outrider.ops.experts import MLP, Experts
 from outrider.ops.grow import Recurrence
 from outrider.ops.linear import Factors, Linear, Quantized, join, packs, quantises
@@ -53,6 +53,7 @@ __all__ = [
     "device_plan",
     "follows_paths",
     "gated",
+    "greatest",
     "join",
     "launches",
     "packs",

@@ -168,6 +168,11 @@ def argmax(x: Tensor) -> list[int]:
         x = x.contiguous()
         best = native.kernels.argmax(x.data_ptr(), *x.shape, torch.get_num_threads())
         return best
-    most, at = x.max(-1)
-    best = at.masked_fill(~most.isfinite(), -1).tolist()
+    best = greatest(x).tolist()
     return best
+
+
+def greatest(x: Tensor) -> Tensor:
+    """As `argmax`, left where x lies: (rows,) int64."""
+    most, at = x.max(-1)
+    return at.masked_fill(~most.isfinite(), -1)

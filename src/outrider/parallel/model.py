@@ -35,6 +35,11 @@ class CutModel(Model):
         group: Group = self.cut.group
         return group
 
+    @property
+    def chains(self) -> bool:
+        """The other ranks are told of each forward's tokens."""
+        return False
+
     def thin(self, layers: Sequence[int]) -> Model:
         """As Model's, on all ranks."""
         model, ranks = super().thin(layers), self.group.ranks
@@ -46,7 +51,7 @@ class CutModel(Model):
 
     def forward(
         self,
-        tokens: list[int],
+        tokens: list[int] | Tensor,
         positions: list[int],
         lengths: list[int],
         kv: Attends,
