@@ -12,7 +12,7 @@ constexpr double kMemory = 0.995, kOwnMemory = 0.97;  // weight of the past, of 
 constexpr double kPriorWeight = 2, kOwnWeight = 8;    // guesses that the prior, and all requests against one, count for
 constexpr double kMargin = 1.02;                      // a draft is worth it if it promises this much more than none
 
-constexpr double kAllowance = 0.007, kStart = 2;            // plain steps: for each token that may come, at most
+constexpr double kAllowance = 0.007, kStart = 1;            // plain steps: for each token that may come, at most
 constexpr double kTopUp = 0.005, kCredit = 32, kDebt = 6;   // for each step; at most; owed at most
 constexpr double kDoubt = 0.5;  // of a guess's worth, while the account is overdrawn by no more than it began with
 
@@ -29,17 +29,19 @@ void Beliefs::Account::enter(double brought, double cost) {
 }
 
 void Beliefs::begin(int64_t seq, int64_t room) {
-  const auto [found, is_new] = own.try_emplace(seq);
-  Own &known = found->second;
-  if (is_new) known.rows = known.asks = known.looks = Account(room);
+  Own &known = own.try_emplace(seq, room).first->second;
   known.steps++;
   known.ran = known.nodes = 0;
-  known.promised = 0;
+  for (Look &look : known.looks) look.nodes = 0, look.promised = 0;
 }
 
-bool Beliefs::open(int64_t seq, int64_t room) const {
-  const auto found = own.find(seq);
-  return room > 1 && (found == own.end() || found->second.looking());
+bool Beliefs::ask(int64_t seq, int64_t room, uint64_t source) {
+  Own &known = own.try_emplace(seq, room).first->second;
+  auto look = std::find_if(known.looks.begin(), known.looks.end(), [&](const Look &l) { return l.source == source; });
+  if (look == known.looks.end()) look = known.looks.insert(look, {source, Account(known.room)});
+  const bool may = room > 1 && known.rows.covers() > 0 && look->account.credit >= 0;
+  look->asked |= may;
+  return may;
 }
 
 void Beliefs::enter(Bush &bush, const Guess &guess, int64_t deepest, std::vector<int> &at) const {
@@ -184,7 +186,12 @@ std::tuple<std::vector<Beliefs::Picked>, double> Beliefs::choose(std::vector<Tex
   for (int i = 0; i < n; i++) {
     Own &known = own.at(texts[i].seq);
     known.nodes = known.ran + int(std::get<0>(picked[i]).size());
-    known.promised = std::get<3>(picked[i]);
+    for (Look &look : known.looks) look.nodes = 0, look.promised = 0;
+    for (const Way &way : chosen) {
+      const uint64_t who = way.i == i ? bushes[i].who[way.node] : 0;
+      for (Look &look : known.looks)
+        if (look.source == (who & -who)) look.nodes++, look.promised += way.chance;
+    }
     known.bush = std::move(bushes[i]);
   }
   return {std::move(picked), many ? best : none};
@@ -210,17 +217,19 @@ void Beliefs::settle(const std::vector<Came> &came, int rows, double took, doubl
     // What was thought too little of is charged in full; a hiccup is not.
     if (std::isfinite(took)) extra = std::min(std::max(extra, took - seconds[0]), 2 * extra);
   }
+  const double row = nodes ? n / seconds[0] / nodes : 0;  // in plain steps of all: what its time costs, a second
   for (const Came &one : came) {
     const auto found = own.find(one.seq);
     if (found == own.end()) continue;
     Own &known = found->second;
-    if (!seconds.empty() && known.looking()) known.looks.enter(0, beside / seconds[0]);
-    if (known.nodes) {
-      const double share = n / seconds[0] * known.nodes / nodes;
-      (known.ran ? known.asks : known.rows).enter(one.accepted, (extra + drafted) * share);
-      known.looks.enter(known.promised, expected * share);
+    if (known.nodes) (known.ran ? known.asks : known.rows).enter(one.accepted, (extra + drafted) * row * known.nodes);
+    for (Account *account : {&known.rows, &known.asks}) account->credit += kTopUp;
+    for (Look &look : known.looks) {
+      if (look.asked && !seconds.empty())
+        look.account.enter(look.promised, beside / seconds[0] + expected * row * look.nodes);
+      look.account.credit += kTopUp;
+      look.asked = false;
     }
-    for (Account *account : {&known.rows, &known.asks, &known.looks}) account->credit += kTopUp;
     judge(known, one);
   }
 }

@@ -35,8 +35,8 @@ class Beliefs {
   int most() const { return int(seconds.size()) - 1; }
   // A step begins for a sequence.
   void begin(int64_t seq, int64_t room);
-  // Whether to draft for a sequence at all.
-  bool open(int64_t seq, int64_t room) const;
+  // Whether to ask a cheap source (a bit) for a sequence; if so, this step's share of the time is its to pay.
+  bool ask(int64_t seq, int64_t room, uint64_t source);
   // Per sequence which of its guesses to verify, at most k (k <= most()), and the tokens a second expected with them.
   std::tuple<std::vector<Picked>, double> choose(std::vector<Text> &texts, double drafted, int k, bool chains);
   // A model was run for a sequence in the step under way, and its draft has riders.
@@ -90,17 +90,24 @@ class Beliefs {
     uint64_t source = 0;        // whose guess it is, if it is one's alone; else 0
     int node = -1, depth = 1;   // reached so far, when it is compared
   };
+  struct Look {  // what asking a cheap source costs, against what it promises: nodes, and tokens of them, in the step
+    uint64_t source;
+    Account account;
+    bool asked = false;
+    int nodes = 0;
+    double promised = 0;
+  };
   struct Own {
+    int64_t room;
     Account rows, asks;         // of steps in which no model was run to draft, and of the others
-    Account looks;              // of looking, against what drafts promised
+    std::vector<Look> looks;
     int steps = 0, ran = 0;     // ran: a model's run and riders, in the step under way; nodes: these, and its rows
     int nodes = 0;
-    double promised = 0;        // tokens that are expected of it
     std::vector<Count> counts;  // by number of the kind
     std::vector<Bush> probes;   // of sources apart; of source 0: all together
     Bush bush;                  // of the step under way
 
-    bool looking() const { return rows.covers() > 0 && looks.credit >= 0; }
+    explicit Own(int64_t room = 0) : room(room), rows(room), asks(room) {}
   };
 
   void enter(Bush &bush, const Guess &guess, int64_t deepest, std::vector<int> &at) const;

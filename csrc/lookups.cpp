@@ -96,10 +96,12 @@ Shards::Guess Shards::guess(const std::vector<uint32_t> &context, int least, int
     }
     return false;
   };
-  int low = least - 1, high = int(context.size());
-  while (low < high) {  // if a suffix stands before something, so do the shorter ones
-    const int n = (low + high + 1) / 2;
-    known(n) ? low = n : high = n - 1;
+  // If a suffix stands before something, so do the shorter ones; most that do are short, and each look waits for memory.
+  int low = least - 1, high = int(context.size()), step = 1;
+  while (low < high) {
+    const int n = std::min(low + step, high);
+    if (known(n)) low = n, step *= 2;
+    else high = n - 1, step = std::max(1, step / 2);
   }
   Guess guess;
   if (low < least) return guess;

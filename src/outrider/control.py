@@ -10,7 +10,7 @@ Both sides are measured while serving. `Costs` are T; they outlive the process i
 with forwards that are timed when a model is loaded of which it knows nothing. `Beliefs` are how often guesses come
 true, by who guessed, how sure and how deep, of all requests and of each one. Whatever they say, drafting may lose
 little: every sequence has an `Account` of what drafts brought and cost it, in plain steps, and while it is overdrawn it
-is not drafted for; sources that run a model have another one, and looking has one.
+is not drafted for; sources that run a model have another one, and each that is cheap to ask has one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ BEGUN = 16.0  # measurements that a count is worth where a curve begins as anoth
 DOUBTED, SLOPE = 2.0, 0.2  # measurements that a promise counts for; promised, in forwards, beside one known count
 FRESH = 8  # forwards after which what they taught is looked at again
 MARGIN = 1.02  # a draft is worth it if it promises this much more than none
-ALLOWANCE, START = 0.007, 2.0  # plain steps: for each token that may come, at most
+ALLOWANCE, START = 0.007, 1.0  # plain steps: for each token that may come, at most
 TOP_UP, CREDIT, DEBT = 0.005, 32.0, 6.0  # for each step; at most; owed at most
 DOUBT = 0.5  # of a guess's worth, while the account is overdrawn by no more than it began with
 TRUSTS = (0.05, 0.12, 0.25, 0.4, 0.55, 0.7, 0.8, 0.88, 0.94, 0.97)  # between the levels of trust
@@ -154,7 +154,7 @@ class Costs:
         """
         self.added += 1
         self.heard.append((rows, keys, seconds, read))
-        if self.added < 4 * FRESH or self.added % FRESH == 0:
+        if self.added < FRESH or self.added % FRESH == 0:
             self.ladders.clear()
             self._learn()
 
@@ -385,11 +385,13 @@ class Own:
 
     rows: Account  # of steps in which no model was run to draft
     asks: Account  # of the others
-    looks: Account  # of looking, against what drafts promised: while it is overdrawn, nobody looks
+    room: int
+    looks: dict[int, Account] = field(default_factory=dict)  # of asking each cheap source, against what it promised
     steps: int = 0
-    ran: int = 0  # in the step under way: a model's run and riders, if one was run for it; ...
+    asked: int = 0  # in the step under way: cheap sources (bits); ...
+    ran: int = 0  # ... a model's run and riders, if one was run for it; ...
     nodes: int = 0  # ... these, and its rows: for what it pays; ...
-    promised: float = 0.0  # ... and the tokens that are expected of it
+    promised: dict[int, list[float]] = field(default_factory=dict)  # ... and tokens expected, for each row of a source
     counts: dict[Kind, tuple[float, float]] = field(default_factory=dict)
     probes: dict[int, Probe] = field(default_factory=dict)  # of sources apart; 0: of all together
     bush: Probe | None = None  # of the step under way
@@ -399,10 +401,9 @@ class Own:
         """Who pays for the step under way."""
         return self.asks if self.ran else self.rows
 
-    @property
-    def looking(self) -> bool:
-        """Whether cheap sources are asked."""
-        return self.rows.covers > 0 and self.looks.credit >= 0
+    def look(self, source: int) -> Account:
+        """Who pays for asking a cheap source."""
+        return self.looks.get(source) or self.looks.setdefault(source, Account(self.room))
 
 
 class Beliefs:
@@ -427,33 +428,39 @@ class Beliefs:
         """From now on a forward with no node, with one, and so on takes so long (`Costs.ladder`)."""
         self.seconds = seconds
 
-    def open(self, seq: int, room: int) -> bool:
-        """Whether to draft for a sequence at all."""
-        known = self.own.get(seq)
-        return room > 1 and (known is None or known.looking)
+    def ask(self, seq: int, room: int, source: int) -> bool:
+        """Whether to ask a cheap source (a bit) for a sequence; if so, this step's share of the time is its to pay."""
+        known = self._known(seq, room)
+        may = known.look(source).credit >= 0 and known.rows.covers > 0 and room > 1
+        known.asked |= source if may else 0
+        return may
+
+    def _known(self, seq: int, room: int) -> Own:
+        return self.own.get(seq) or self.own.setdefault(seq, Own(Account(room), Account(room), room))
 
     def choose(
         self, texts: list[Text], looks: list[Look], guesses: dict[int, list[Guess]], drafted: float, k: int,
-        chains: bool, again: bool = False,
+        chains: bool, again: bool = False, threads: int = 1,
     ) -> tuple[list[Picked], float]:  # fmt: skip
         """Per sequence which guesses to verify, at most k, and the tokens a second that are expected with them.
 
-        Guesses are those of `looks`, for sequences that are open, and those given, by the sequence's place; cheap ones
+        Guesses are those of `looks`, where they are to be asked, and those given, by the sequence's place; cheap ones
         come first, each kind in the order of the bits. Fewer are taken where the account is overdrawn that pays, or
         would be if all were wrong. drafted: seconds spent.  chains: see `pick`.  again: in the same step, once a model
-        was run.
+        was run.  threads: that look, where it is compiled: each look waits for memory most of its time.
         """
         n, k = len(texts), min(k, len(self.seconds) - 1)
         for seq, _, _, room in () if again else texts:
-            known = self.own.setdefault(seq, Own(Account(room), Account(room), Account(room)))
-            known.steps, known.nodes, known.ran, known.promised = known.steps + 1, 0, 0, 0.0
+            known = self._known(seq, room)
+            known.steps, known.nodes, known.ran, known.promised = known.steps + 1, 0, 0, {}
         if k < 1:
             return [([], [], [], 0.0) for _ in texts], 0.0
         bushes, every, most = list[Bush](), list[list[float]](), list[int]()
         for i, (seq, text, settled, room) in enumerate(texts):
             bush, known, given = Bush(), self.own[seq], [*guesses.get(i, ())]
-            for look in looks if self.open(seq, room) else ():
-                given.append((look[0], *_look_up(look, seq, text, settled, k)))
+            for look in looks:
+                if self.ask(seq, room, look[0]):
+                    given.append((look[0], *_look_up(look, seq, text, settled, k)))
             for source, tokens, parents, trust in sorted(given, key=lambda guess: (guess[0] & self.apart, guess[0])):
                 bush.add(source, tokens, parents, trust, room - 1)
                 if source & self.apart:
@@ -470,8 +477,10 @@ class Beliefs:
         picked: list[Picked] = []
         for (seq, *_), bush, chances, nodes in zip(texts, bushes, every, chosen, strict=True):
             known = self.own[seq]
-            known.nodes, known.promised = known.ran + len(nodes), sum(chances[node] for node in nodes)
-            picked.append((*bush.drafted(nodes), known.promised))
+            known.nodes, known.promised = known.ran + len(nodes), {}
+            for node in nodes:
+                known.promised.setdefault(bush.who[node] & -bush.who[node], []).append(chances[node])
+            picked.append((*bush.drafted(nodes), sum(chances[node] for node in nodes)))
         return picked, rate
 
     def ran(self, seq: int, riders: int) -> None:
@@ -489,8 +498,8 @@ class Beliefs:
         """A step is over: who was drafted for pays, and guesses are compared with what came, as far as they reach.
 
         came: ids, texts and how many tokens were accepted.  rows: of the forward.  took: seconds; infinite if it did
-        something else, too.  own: seconds of looking and choosing, of which each pays its share for whom was looked,
-        whatever was found: for whom too little is found is looked seldom.  drafted: seconds of models, as a rule.
+        something else, too.  own: seconds of looking and choosing, which each source owes that was asked, whatever it
+        found: who finds too little is asked seldom.  drafted: seconds of models, as a rule.
         """
         known = [(self.own[seq], text, accepted) for seq, text, accepted in came if seq in self.own]
         nodes, plain = sum(each.nodes for each, *_ in known), self.seconds[0] if self.seconds else 0.0
@@ -498,14 +507,16 @@ class Beliefs:
         if nodes and took < math.inf:  # what was thought too little of is charged in full; a hiccup is not
             extra = min(max(extra, took - plain), 2 * extra)
         for each, text, accepted in known:
-            if plain and each.looking:
-                each.looks.enter(0.0, own / plain)
+            row = len(came) / plain / nodes if nodes else 0.0  # in plain steps of all: what its time costs, a second
             if each.nodes:
-                share = len(came) / plain * each.nodes / nodes
-                each.account.enter(accepted, (extra + drafted) * share)
-                each.looks.enter(each.promised, expected * share)
-            for account in (each.rows, each.asks, each.looks):
+                each.account.enter(accepted, (extra + drafted) * row * each.nodes)
+            for source, look in each.looks.items():
+                if plain and each.asked & source:
+                    promised = each.promised.get(source, [])
+                    look.enter(sum(promised), own / plain + expected * row * len(promised))
+            for account in (each.rows, each.asks, *each.looks.values()):
                 account.credit += TOP_UP
+            each.asked = 0
             if each.bush and each.bush.tokens:
                 each.probes.setdefault(0, each.bush)
             each.bush = None

@@ -160,7 +160,8 @@ class Auto(Drafter):
             self.beliefs.price(seconds)
         texts = [(seq.id, seq.tokens, seq.settled, seq.room) for seq in seqs]
         guesses, riders = self._cheap(seqs, min(k, len(seconds) - 1)) if self.others else ({}, {})
-        picked, rate = self.beliefs.choose(texts, self.looks, guesses, 0.0, k, self.chains)
+        threads = torch.get_num_threads()
+        picked, rate = self.beliefs.choose(texts, self.looks, guesses, 0.0, k, self.chains, threads=threads)
         if rate and max(lengths) >= self.least:  # else none fits, as a rule
             picked = self._dear(seqs, texts, picked, rate, min(k, len(seconds) - 1), guesses, riders)
         drafts = [self._draft(own, riders.get(i)) for i, own in enumerate(picked)]
@@ -172,10 +173,10 @@ class Auto(Drafter):
         """What those guess whom `Beliefs` does not ask itself."""
         guesses: dict[int, list[Guess]] = {}
         riders: dict[int, Draft] = {}
-        open_ = [i for i, seq in enumerate(seqs) if self.beliefs.open(seq.id, seq.room)] if k > 0 else []
-        for source in self.others:
+        for source in self.others if k > 0 else ():
             most = source.drafter.num_speculative_tokens
-            self._ask(source, seqs, open_, min(k, most) if most > 0 else k, guesses, riders)
+            who = [i for i, seq in enumerate(seqs) if self.beliefs.ask(seq.id, seq.room, source.bit)]
+            self._ask(source, seqs, who, min(k, most) if most > 0 else k, guesses, riders)
         return guesses, riders
 
     def _dear(
@@ -192,7 +193,8 @@ class Auto(Drafter):
         drafted += self.clock()
         self.asking = drafted
         self._time(source, seqs, who, length, drafted, riders)
-        return self.beliefs.choose(texts, self.looks, guesses, drafted, k, self.chains, True)[0]
+        threads = torch.get_num_threads()
+        return self.beliefs.choose(texts, self.looks, guesses, drafted, k, self.chains, True, threads)[0]
 
     def _ask(
         self, source: Source, seqs: list[Sequence], who: list[int], k: int, guesses: dict[int, list[Guess]],
