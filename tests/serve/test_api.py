@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections.abc import Iterator
 from typing import Any
 
+import jsonschema
 import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -226,6 +228,16 @@ def test_the_token_itself_stands_first(client):
     found = client.complete(body)[0]["choices"][0]["logprobs"]
     assert [next(iter(top)) for top in found["top_logprobs"][1:]] == found["tokens"][1:]
     assert any(max(top.values()) > next(iter(top.values())) for top in found["top_logprobs"][1:])
+
+
+def test_tokens_that_read_alike(client, tiny_llm):
+    """As parts of characters do: the likelier one's number stands, else what was likeliest would not be seen to be."""
+    text = "日本語のテキストです。🙂🙃 Привет, как дела?"
+    body = {"prompt": text, "max_tokens": 0, "logprobs": 20, "echo": True}
+    found = client.complete(body)[0]["choices"][0]["logprobs"]["top_logprobs"]
+    expected = tiny_llm.generate(text, max_tokens=1, prompt_logprobs=20)[0].prompt_logprobs
+    assert [max(top.values()) for top in found[1:]] == [max(each.top.values()) for each in expected[1:]]
+    assert any(len(top) < 20 for top in found[1:])
 
 
 @pytest.mark.parametrize("echo", [False, True])
@@ -452,6 +464,29 @@ def test_tokens_there_and_back(client, tiny_llm):
     for tokens in ([-1], [10**12], ["a"], None, [True]):
         assert client.post("/detokenize", {"tokens": tokens}).status_code == 400
     assert client.post("/detokenize", {"tokens": []}).json() == {"prompt": ""}
+    assert client.post("/tokenize", {"prompt": "", "return_token_strs": True}).json()["token_strs"] == []
+
+
+def test_what_is_told_of_the_tokenizer(client, tiny_llm, monkeypatch):
+    """lm-eval splits its prompts by it: what clients need that have no tokenizer."""
+    about = client.get("/tokenizer_info").json()
+    assert about["eos_token"] == tiny_llm.tokenizer.eos_token and about["bos_token"] == tiny_llm.tokenizer.bos_token
+    assert about["tokenizer_class"] and about["chat_template"] == tiny_llm.tokenizer.chat_template
+    tokens = client.post("/tokenize", {"prompt": about["eos_token"], "add_special_tokens": False}).json()["tokens"]
+    assert tokens == [tiny_llm.tokenizer.eos_token_id]
+    monkeypatch.setattr(tiny_llm.tokenizer, "chat_template", {"default": "a", "tool_use": "b"})
+    assert client.get("/tokenizer_info").json()["chat_template"] == "a"
+
+
+def test_a_model_without_a_tokenizer(random_llm):
+    client = Client(random_llm)
+    answer = client.post("/tokenize", {"prompt": "", "return_token_strs": True})
+    assert answer.status_code == 200 and answer.json()["token_strs"] == []
+    assert client.post("/tokenize", {"prompt": "x", "return_token_strs": True}).status_code == 400
+    assert client.post("/detokenize", {"tokens": [5]}).json() == {"prompt": ""}
+    assert client.get("/tokenizer_info").status_code == 404
+    assert client.complete({"prompt": [5], "max_tokens": 2, "logprobs": 1, "echo": True})
+    client.llm.close()
 
 
 def test_what_can_be_got_has_a_head(client):
@@ -554,9 +589,50 @@ def test_the_page(client):
 
 def test_what_the_schema_says(client):
     schema = client.get("/openapi.json").json()
-    assert "/v1/chat/completions" in schema["paths"]
-    fields = schema["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    assert {"prompt", "min_p", "speculative_config"} <= fields["properties"].keys()
+    body = schema["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert {"prompt", "min_p", "speculative_config"} <= at(schema, body["$ref"])["properties"].keys()
+    assert json.dumps(schema).count('"$ref"') > 9
+    for part in parts(schema):  # each is found from the root of the document, as in vLLM's
+        assert "$ref" not in part or at(schema, part["$ref"])
+
+
+def at(schema: dict[str, Any], ref: str) -> Any:
+    """What a reference is to."""
+    for name in ref.removeprefix("#/").split("/"):
+        schema = schema[name]
+    return schema
+
+
+def parts(schema: Any) -> Iterator[dict[str, Any]]:
+    """All objects in it."""
+    if isinstance(schema, dict):
+        yield schema
+    for part in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
+        yield from parts(part)
+
+
+def test_answers_are_as_the_schema_says(client):
+    """Their kinds, and what an error is."""
+    schema = client.get("/openapi.json").json()
+    asked: list[Any] = [("GET", path, {}) for path in ("/", "/health", "/ping", "/version", "/metrics", "/v1/models")]
+    asked += [("GET", "/v1/models/tiny", {}), ("GET", "/v1/models/none", {}), ("POST", "/ping", {})]
+    asked += [("POST", "/tokenize", {"json": {"prompt": "x"}}), ("POST", "/detokenize", {"json": {"tokens": [1.5]}})]
+    bodies: list[Any] = [{"max_tokens": 1, "stream": stream} for stream in (True, False)] + [{"temperature": -1}]
+    asked += [("POST", "/v1/completions", {"json": {"prompt": "x", **body}}) for body in bodies]
+    for (verb, path, _), answer in zip(asked, client.send(*asked), strict=True):
+        told = schema["paths"]["/v1/models/{model}" if "models/" in path else path][verb.lower()]["responses"]
+        assert set(told) == {"200", "4XX", "5XX"}
+        kinds = told["200" if answer.status_code == 200 else "4XX"].get("content", {None: {}})
+        assert answer.headers.get("content-type") in {*kinds, *(f"{kind}; charset=utf-8" for kind in kinds)}, path
+        if answer.status_code >= 400:
+            jsonschema.validate(answer.json(), {**schema, **kinds["application/json"]["schema"]})
+
+
+def test_methods_that_are_allowed(client):
+    """All of the path's are named, whichever route refuses."""
+    for path, verbs in (("/ping", "GET, HEAD, POST"), ("/health", "GET, HEAD"), ("/tokenize", "POST")):
+        answer = client.send(("DELETE", path, {}))[0]
+        assert answer.status_code == 405 and answer.headers["allow"] == verbs
 
 
 # --- constrained output ----------------------------------------------------------------------------------------------
@@ -621,4 +697,4 @@ def test_constrained_output(tiny_llm, said, meant):
 def test_constraints_that_cannot_be(client, said):
     answer = client.post("/v1/chat/completions", {"messages": TALK, "max_tokens": 4, **said})
     assert answer.status_code == 400, answer.text
-    assert answer.json()["error"]["param"] in (*said, "structured_outputs") and "Traceback" not in answer.text
+    assert answer.json()["error"]["param"] in said and "Traceback" not in answer.text

@@ -102,6 +102,7 @@ def test_a_wrong_field_of_a_chat(client, field, value):
     ("path", "field", "value", "told"),
     [
         ("completions", "prompt", [1.5], "text, a list of token ids, or a list of either, not [1.5]"),
+        ("completions", "prompt", [5, -1], "token -1 is not a token id below 8192"),
         ("completions", "prompt", ["a", [1]], "a list of either"), ("completions", "stop", 5, "a list of texts, not 5"),
         ("completions", "speculative_config", "ngram", "an object, or false"),
         ("chat/completions", "tool_choice", 5, "none, auto, required, or an object"),

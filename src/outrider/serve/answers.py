@@ -222,7 +222,11 @@ class Completion(Reply):
 
     def _top(self, given: Logprob) -> dict[str, float]:
         every = {given.token_id: given.logprob} | dict([*given.top.items()][: self.body.logprobs])  # itself first
-        return {self._text(token): max(value, FLOOR) for token, value in every.items()}
+        shown: dict[str, float] = {}
+        for token, value in every.items():  # two may read alike, as parts of characters do: the likelier one counts
+            text = self._text(token)
+            shown[text] = max(value, shown.get(text, FLOOR))
+        return shown
 
 
 class Chat(Reply):

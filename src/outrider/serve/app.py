@@ -5,17 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import cache
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match
 
 import outrider
 from outrider.async_llm import AsyncLLM
-from outrider.errors import OutriderError, RequestTooLong, brief
+from outrider.errors import ConfigError, OutriderError, RequestTooLong, brief
 from outrider.serve.answers import Chat, Completion, Job, Reply
 from outrider.serve.http import EventStream, Gate, Refusal, json_response, read, refusal, while_connected
 from outrider.serve.metrics import Metrics
@@ -34,7 +38,10 @@ from outrider.serve.settings import Settings
 from outrider.serve.tools import Parser, check, constraint, conversation, family_of
 from outrider.serve.vocabulary import Vocabulary
 
-PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+JSON, PROMETHEUS = "application/json", "text/plain; version=0.0.4; charset=utf-8"
+BODIES = (ChatBody, CompletionBody, ResponsesBody, TokenizeBody, DetokenizeBody)
+REF = "#/components/schemas/"
+REFUSED = {JSON: {"schema": {"$ref": REF + "Refusal"}}}
 
 
 def create_app(llm: AsyncLLM, settings: Settings) -> FastAPI:
@@ -49,32 +56,48 @@ def create_app(llm: AsyncLLM, settings: Settings) -> FastAPI:
     # the pages of FastAPI's documentation would load scripts from elsewhere
     app = FastAPI(title="Outrider", version=outrider.__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
 
-    def route(path: str, handler: Callable[..., Any], body: type[Body] | None = None, method: str = "") -> None:
+    def route(path: str, handler: Callable[..., Any], body: type[Body] | None, *gives: str, method: str = "") -> None:
         schema = None
         if body is not None:
-            content = {"application/json": {"schema": body.model_json_schema()}}
-            schema = {"requestBody": {"content": content, "required": True}}
+            schema = {"requestBody": {"content": {JSON: {"schema": {"$ref": REF + body.__name__}}}, "required": True}}
         verb = method or ("GET" if body is None else "POST")
-        app.add_api_route(path, handler, methods=[verb], response_model=None, openapi_extra=schema)
+        told: dict[int | str, Any] = {kind: {"description": "Refused", "content": REFUSED} for kind in ("4XX", "5XX")}
+        if gives:
+            told[200] = {"content": {kind: {} for kind in gives}}
+        app.add_api_route(
+            path, handler, methods=[verb], response_class=Response, responses=told, openapi_extra=schema,
+        )  # fmt: skip
         if verb == "GET":  # whatever can be got has a head, which monitors and proxies ask for
-            app.add_api_route(path, handler, methods=["HEAD"], response_model=None, include_in_schema=False)
+            app.add_api_route(path, handler, methods=["HEAD"], response_class=Response, include_in_schema=False)
 
-    route("/v1/chat/completions", server.chat, ChatBody)
-    route("/v1/completions", server.complete, CompletionBody)
-    route("/v1/responses", server.respond, ResponsesBody)
-    route("/v1/models", server.models)
-    route("/v1/models/{model:path}", server.model)
-    route("/tokenize", server.tokenize, TokenizeBody)
-    route("/detokenize", server.detokenize, DetokenizeBody)
-    route("/health", server.health)
-    route("/ping", server.health)
-    route("/ping", server.health, None, "POST")
-    route("/version", server.version)
-    route("/metrics", server.metrics_text)
-    route("/", server.page)
+    route("/v1/chat/completions", server.chat, ChatBody, JSON, EventStream.media_type)
+    route("/v1/completions", server.complete, CompletionBody, JSON, EventStream.media_type)
+    route("/v1/responses", server.respond, ResponsesBody, JSON, EventStream.media_type)
+    route("/v1/models", server.models, None, JSON)
+    route("/v1/models/{model:path}", server.model, None, JSON)
+    route("/tokenize", server.tokenize, TokenizeBody, JSON)
+    route("/detokenize", server.detokenize, DetokenizeBody, JSON)
+    route("/tokenizer_info", server.tokenizer_info, None, JSON)
+    route("/health", server.health, None)
+    route("/ping", server.health, None)
+    route("/ping", server.health, None, method="POST")
+    route("/version", server.version, None, JSON)
+    route("/metrics", server.metrics_text, None, PROMETHEUS)
+    route("/", server.page, None, "text/html")
 
-    async def refuse(_: Request, error: Exception) -> Response:
-        return refusal(error).response()
+    @cache
+    def described() -> dict[str, Any]:
+        known = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        return {**known, "components": {"schemas": _schemas()}}
+
+    app.openapi = described  # type: ignore[method-assign]
+
+    async def refuse(request: Request, error: Exception) -> Response:
+        told = refusal(error)
+        if told.status == 405:  # of all routes with this path; what raised it knows the first
+            fit = [each for each in app.routes if each.matches(request.scope)[0] is not Match.NONE]
+            told.headers["Allow"] = ", ".join(sorted({verb for each in fit for verb in getattr(each, "methods", ())}))
+        return told.response()
 
     for kind in (HTTPException, Refusal, OutriderError):
         app.add_exception_handler(kind, refuse)
@@ -160,10 +183,16 @@ class Server:
             prompts = [self._truncated(ids, body) for ids in await self.llm.off_loop(read_prompts)]
             rooms = [self._room(ids) for ids in prompts]
             params = [body.sampling(self.settings, room, logprobs, **more) for room in rooms]
-            answer = await self.llm.start(
-                list(zip(prompts, params, strict=True)), k=k, priority=body.priority or 0, deadline=body.deadline,
-                cache_salt=body.cache_salt,
-            )  # fmt: skip
+            try:
+                answer = await self.llm.start(
+                    list(zip(prompts, params, strict=True)), k=k, priority=body.priority or 0, deadline=body.deadline,
+                    cache_salt=body.cache_salt,
+                )  # fmt: skip
+            except ConfigError as error:
+                told = refusal(error)
+                if told.param == "structured_outputs" and not (body.structured_outputs or told.param in more):
+                    raise told.under("response_format") from None
+                raise
             state = request.scope["state"]
             state["log"]["prompt_tokens"] = sum(map(len, prompts))
             head = {
@@ -268,7 +297,9 @@ class Server:
             return self.llm.llm.encode(body.prompt, add_special_tokens=special) if body.prompt else []
 
         tokens = await self.llm.off_loop(work)
-        strings = self.llm.llm.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
+        strings: list[str] | None = [] if body.return_token_strs else None
+        if body.return_token_strs and tokens:  # without a tokenizer there are none
+            strings = self.llm.llm.tokenizer.convert_ids_to_tokens(tokens)
         most = self.llm.llm.engine.max_len
         return json_response({"count": len(tokens), "max_model_len": most, "tokens": tokens, "token_strs": strings})
 
@@ -280,6 +311,16 @@ class Server:
         if bad := [token for token in body.tokens if not 0 <= token < vocab]:
             raise Refusal(400, f"tokens: {bad[0]} is not a token id below {vocab}", "tokens")
         return json_response({"prompt": await self.llm.off_loop(lambda: self._decode(body.tokens))})
+
+    async def tokenizer_info(self) -> Response:
+        """`/tokenizer_info`, as vLLM's: by it clients write and split prompts that have no tokenizer of their own."""
+        tokenizer = self.llm.llm.tokenizer
+        if tokenizer is None:
+            raise Refusal(404, "this model has no tokenizer")
+        template = getattr(tokenizer, "chat_template", None)
+        template = template.get("default") if isinstance(template, dict) else template
+        about = {"tokenizer_class": type(tokenizer).__name__, "chat_template": template}
+        return json_response({**about, **tokenizer.special_tokens_map})
 
     # --- about the server ---
 
@@ -323,6 +364,18 @@ class Server:
         """The chat page."""
         body, headers = page()
         return Response(body, headers=headers)
+
+
+def _schemas() -> dict[str, Any]:
+    """Of the bodies, and of what says that one is refused; for /openapi.json."""
+    bodies = models_json_schema([(kind, "validation") for kind in BODIES], ref_template=REF + "{model}")[1]["$defs"]
+    text = {"type": "string"}
+    error = {"message": text, "type": text, "param": {"type": ["string", "null"]}, "code": {"type": "integer"}}
+    return {**bodies, "Refusal": _object({"error": _object(error)})}
+
+
+def _object(fields: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}
 
 
 def _as_known(message: dict[str, Any]) -> dict[str, Any]:

@@ -43,6 +43,7 @@ MOST_MEMBERS = 2**18  # of a JSON object: as many as large vocabularies have tok
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": keep-alive\n\n"
 PARAMETERS = {item.name for item in fields(SamplingParams)} | {
+    "prompt",
     "messages",
     "tools",
     "tool_choice",
@@ -65,6 +66,10 @@ class Refusal(Exception):
         """In OpenAI's shape."""
         kind = KINDS.get(self.status, "InternalServerError" if self.status >= 500 else "BadRequestError")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.status}}
+
+    def under(self, name: str) -> Refusal:
+        """The same, of a field that its client knows by another name."""
+        return Refusal(self.status, str(self).replace(str(self.param), name), name)
 
     def response(self) -> Response:
         """As an answer of its own."""

@@ -133,7 +133,7 @@ def in_its_words(error: Refusal) -> Refusal:
     """A chat's refusal, with the names that fields have here."""
     for here, there in AS_CHAT.items():
         if error.param in (there, "max_completion_tokens" if there == "max_tokens" else there):
-            return Refusal(error.status, str(error).replace(str(error.param), here), here)
+            return error.under(here)
     return error
 
 
