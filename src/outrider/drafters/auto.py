@@ -6,8 +6,8 @@ with it, lie there or are given as `model`; on `recycle` for targets so large th
 nothing; on long texts on the target itself through few keys. `drafters` names others instead.
 
 The guesses of cheap sources (`Drafter.cheap`) make one trie per sequence. Each node has a probability to survive,
-learnt for those who guess it and those who contradict, how sure they are together and the depth, over all requests and in
-this one, and the nodes that bring most tokens per second get rows (control.py). Sources that run a model are asked
+learnt for those who guess it and those who contradict, how sure they are together and the depth, over all requests and
+in this one, and the nodes that bring most tokens per second get rows (control.py). Sources that run a model are asked
 where what they add to that is expected to pay for their time, for the sequences where it does.
 
 What cheap sources would have guessed is compared with the text whether it was drafted or not, so that learning about
