@@ -506,8 +506,8 @@ class Beliefs:
         extra = expected = self.seconds[min(rows - len(came), len(self.seconds) - 1)] - plain if nodes else 0.0
         if nodes and took < math.inf:  # what was thought too little of is charged in full; a hiccup is not
             extra = min(max(extra, took - plain), 2 * extra)
+        row = len(came) / plain / nodes if nodes else 0.0  # in plain steps of all: what its time costs, a second
         for each, text, accepted in known:
-            row = len(came) / plain / nodes if nodes else 0.0  # in plain steps of all: what its time costs, a second
             if each.nodes:
                 each.account.enter(accepted, (extra + drafted) * row * each.nodes)
             for source, look in each.looks.items():

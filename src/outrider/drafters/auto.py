@@ -160,8 +160,7 @@ class Auto(Drafter):
             self.beliefs.price(seconds)
         texts = [(seq.id, seq.tokens, seq.settled, seq.room) for seq in seqs]
         guesses, riders = self._cheap(seqs, min(k, len(seconds) - 1)) if self.others else ({}, {})
-        threads = torch.get_num_threads()
-        picked, rate = self.beliefs.choose(texts, self.looks, guesses, 0.0, k, self.chains, threads=threads)
+        picked, rate = self._choose(texts, guesses, k)
         if rate and max(lengths) >= self.least:  # else none fits, as a rule
             picked = self._dear(seqs, texts, picked, rate, min(k, len(seconds) - 1), guesses, riders)
         drafts = [self._draft(own, riders.get(i)) for i, own in enumerate(picked)]
@@ -193,8 +192,14 @@ class Auto(Drafter):
         drafted += self.clock()
         self.asking = drafted
         self._time(source, seqs, who, length, drafted, riders)
+        return self._choose(texts, guesses, k, drafted, True)[0]
+
+    def _choose(
+        self, texts: list[Text], guesses: dict[int, list[Guess]], k: int, drafted: float = 0.0, again: bool = False
+    ) -> tuple[list[Picked], float]:
+        """As `Beliefs.choose`, on all threads."""
         threads = torch.get_num_threads()
-        return self.beliefs.choose(texts, self.looks, guesses, drafted, k, self.chains, True, threads)[0]
+        return self.beliefs.choose(texts, self.looks, guesses, drafted, k, self.chains, again, threads)
 
     def _ask(
         self, source: Source, seqs: list[Sequence], who: list[int], k: int, guesses: dict[int, list[Guess]],
