@@ -17,13 +17,14 @@ constexpr int kStep = 4;        // k that one step of a product takes
 constexpr int kChunkBytes = 1 << 16, kUnpackedBytes = 1 << 14, kTaskBytes = 1 << 19;
 constexpr int kNear = 4096;  // bytes that few rows fetch ahead, beyond the groups that they take at once
 
-// How bfloat16 activations enter a product, and how many rows' sums fit the registers.
+// How bfloat16 activations enter a product, and how many rows it takes at once. These are more than the registers hold
+// sums of: what is spilled costs less than weights that are unpacked, and scales that are read, once more.
 #if defined(__AVX512BF16__)
 using Half = bf16;
-constexpr int kRows = 8;
+constexpr int kRows = 12;
 #else
 using Half = float;
-constexpr int kRows = W == 8 ? 3 : 2;
+constexpr int kRows = W == 8 ? 6 : 2;
 #endif
 
 // Each format gives `weights(w, a, v, even, odd)`: of the four k at w, the weights of vector v at k = 2 a and 2 a + 1.
@@ -287,7 +288,7 @@ INLINE void scale(const Weights &w, const float *sums, int panel, int k, int gro
   for (int v = 0; v < NV; v++) {
     const vf scale = factor(w.scales, each + v * W, coarse + v * W);
     const vf offset = sums ? offset_of(w, scale, each + v * W, coarse + v * W) : vf{};
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int r = 0; r < R; r++) {
       total[r][v] = fma(scale, acc[r][v], total[r][v]);
       if (sums) total[r][v] = fma(offset, splat(sums[r]), total[r][v]);
@@ -321,7 +322,7 @@ struct Chunk {
 
 template <int R>
 INLINE void take(vf (&total)[R][NV], const float (*out)[kPanel]) {
-#pragma GCC unroll 8
+#pragma GCC unroll 16
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
     for (int v = 0; v < NV; v++) total[r][v] = load(out[r] + v * W);
@@ -329,7 +330,7 @@ INLINE void take(vf (&total)[R][NV], const float (*out)[kPanel]) {
 
 template <int R>
 INLINE void leave(const vf (&total)[R][NV], float (*out)[kPanel]) {
-#pragma GCC unroll 8
+#pragma GCC unroll 16
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
     for (int v = 0; v < NV; v++) store(out[r] + v * W, total[r][v]);
@@ -429,7 +430,7 @@ __attribute__((noinline)) void integer_product(const Weights &w, const Rows<int8
 #pragma GCC unroll kSweeps
     for (int v = 0; v < NV; v += kAcross) {
       vi acc[R][kAcross];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int r = 0; r < R; r++) {
         const vi start = F::kZero ? splat(starts[r]) : vi{};
 #pragma GCC unroll 2
@@ -445,7 +446,7 @@ __attribute__((noinline)) void integer_product(const Weights &w, const Rows<int8
           vi codes[kAcross];
 #pragma GCC unroll 2
           for (int u = 0; u < kAcross; u++) codes[u] = F::codes(from + at * F::kBytes, v + u);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
           for (int r = 0; r < R; r++) {
             const vi four = splat(load_as<int32_t>(x[r] + part + at));
 #pragma GCC unroll 2
@@ -458,7 +459,7 @@ __attribute__((noinline)) void integer_product(const Weights &w, const Rows<int8
         const int at = (v + u) * W;
         const vf scale = factor(w.scales, each + at, coarse + at);
         const vf offset = sums ? offset_of(w, scale, each + at, coarse + at) : vf{};
-#pragma GCC unroll 8
+#pragma GCC unroll 16
         for (int r = 0; r < R; r++) {
           const vf whole = __builtin_convertvector(acc[r][u], vf);  // exactly: it is below 2^24
           total[r][v + u] = fused(scale, whole * splat(scales[r]), total[r][v + u]);
@@ -492,10 +493,10 @@ void chunk_rows(const Weights &w, const Rows<typename F::X> &rows, int n, Chunk 
     break;
       ROWS(1) ROWS(2)
 #if defined(__AVX2__)
-      ROWS(3)
+      ROWS(3) ROWS(4) ROWS(5) ROWS(6)
 #endif
 #if defined(__AVX512BF16__)
-      ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8)
+      ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
 #endif
 #undef ROWS
     }
