@@ -17,8 +17,8 @@ constexpr int kStep = 4;        // k that one step of a product takes
 constexpr int kChunkBytes = 1 << 16, kUnpackedBytes = 1 << 14, kTaskBytes = 1 << 19;
 constexpr int kNear = 4096;  // bytes that few rows fetch ahead, beyond the groups that they take at once
 
-// How bfloat16 activations enter a product, and how many rows it takes at once. These are more than the registers hold
-// sums of: what is spilled costs less than weights that are unpacked, and scales that are read, once more.
+// How bfloat16 activations enter a product, and how many rows it takes at once: more than whose sums and totals fit the
+// registers of x86, since what is spilled costs less than to unpack weights, and to read their scales, once more.
 #if defined(__AVX512BF16__)
 using Half = bf16;
 constexpr int kRows = 12;
