@@ -6,6 +6,7 @@ Every method that `drafters.methods()` finds is put through all of it; nobody wr
 from __future__ import annotations
 
 from dataclasses import replace
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -149,16 +150,16 @@ def alike(a, b) -> bool:
     return all(getattr(a, name) == getattr(b, name) for name in ALIKE)
 
 
-_plain: dict[tuple[int, str], list] = {}
+_plain: WeakKeyDictionary[LLM, dict[str, list]] = WeakKeyDictionary()
 
 
 def plain_of(llm: LLM, sampling: str) -> list:
     """What plain decoding gives for each of the eight requests, each run alone."""
-    key = (id(llm), sampling)
-    if key not in _plain:
+    known = _plain.setdefault(llm, {})
+    if sampling not in known:
         llm.speculative_config = None
-        _plain[key] = [run(llm, [request])[0] for request in batch_of(llm, sampling, 8)]
-    return _plain[key]
+        known[sampling] = [run(llm, [request])[0] for request in batch_of(llm, sampling, 8)]
+    return known[sampling]
 
 
 @pytest.mark.parametrize("size", [1, 8])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from weakref import WeakKeyDictionary
+
 import pytest
 import torch
 from helpers import ScriptedDrafter, assert_released, logits_after, rest, run, use
@@ -44,15 +46,15 @@ def windowed_llm(make_llm) -> LLM:
 
 PROMPTS = [[5, 9, 2, 7, 7, 1, 88], [3], list(range(40, 60))]
 SAMPLINGS = [SamplingParams(temperature=0, max_tokens=14), SamplingParams(temperature=0.8, seed=2, max_tokens=14)]
-_plain: dict = {}
+_plain: WeakKeyDictionary[LLM, dict] = WeakKeyDictionary()
 
 
 def plain_of(llm: LLM, params: SamplingParams) -> dict[tuple[int, ...], list[int]]:
-    key = id(llm), SAMPLINGS.index(params)
-    if key not in _plain:
+    known, place = _plain.setdefault(llm, {}), SAMPLINGS.index(params)
+    if place not in known:
         llm.speculative_config = None
-        _plain[key] = {tuple(p): run(llm, [(p, params)])[0].token_ids for p in PROMPTS}
-    return _plain[key]
+        known[place] = {tuple(p): run(llm, [(p, params)])[0].token_ids for p in PROMPTS}
+    return known[place]
 
 
 @pytest.mark.parametrize("name", ["random_llm", "windowed_llm"])

@@ -11,6 +11,7 @@ import json
 import os
 import random
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import httpx
 import pytest
@@ -25,15 +26,15 @@ from tools.soak import LONGEST, MOST, alone, difference, mixed
 COUNT = int(os.environ.get("OUTRIDER_STRESS", 24))  # requests for each method
 
 
-_expected: dict[int, list[list[Any]]] = {}
+_expected: WeakKeyDictionary[LLM, list[list[Any]]] = WeakKeyDictionary()
 
 
 def expected_of(llm: LLM, bodies: list[dict[str, Any]]) -> list[list[Any]]:
-    if id(llm) not in _expected:
+    if llm not in _expected:
         llm.runner.prefixes = False
-        _expected[id(llm)] = [alone(llm, body) for body in bodies]
+        _expected[llm] = [alone(llm, body) for body in bodies]
         llm.runner.prefixes = True
-    return _expected[id(llm)]
+    return _expected[llm]
 
 
 async def storm(url: str, bodies: list[dict[str, Any]], seed: int) -> list[list[dict[str, Any]] | None]:
