@@ -5,7 +5,6 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
-#include <functional>
 
 #include "choose.h"
 #include "dispatch.h"
@@ -202,11 +201,12 @@ static void bind_lookups(nb::module_ &m) {
         return std::make_tuple(std::move(copy.tokens), std::move(copy.trust));
       });
   nb::class_<Shards>(m, "Shards", "Addresses of a datastore's shards, which its maker keeps in memory.")
-      .def("__init__", [](Shards *own, const std::vector<std::tuple<uintptr_t, uintptr_t, int64_t>> &given) {
+      .def("__init__", [](Shards *own, const std::vector<std::tuple<uintptr_t, uintptr_t, int64_t>> &given,
+                          bool read) {
         std::vector<Shards::Shard> shards;
         for (const auto &[ids, order, size] : given)
           shards.push_back({static_cast<const uint32_t *>(at(ids)), static_cast<const uint32_t *>(at(order)), size});
-        new (own) Shards(std::move(shards));
+        new (own) Shards(std::move(shards), read);
       })
       .def("guess", [](const Shards &own, const std::vector<uint32_t> &context, int least, int length, int hits, int k,
                        bool tree) {
@@ -219,38 +219,30 @@ static void bind_lookups(nb::module_ &m) {
       });
 }
 
-// A look-up of which nothing is Python's any more, so that it may run in any thread.
-using LookUp = std::function<Beliefs::Guess()>;
-
-// Of a datastore (control.py's Look), down to the first token that is none of the model's.
-static LookUp look_up(const nb::tuple &look, const nb::list &tokens, int k) {
+// A look-up (control.py's Look) in a datastore, down to the first token that is none of the model's.
+static Beliefs::Guess look_up(const nb::tuple &look, const nb::list &tokens, int k) {
   const int64_t size = int64_t(tokens.size()), first = std::max(int64_t(0), size - nb::cast<int>(look[2]));
-  const Shards &shards = nb::cast<Shards &>(look[1]);
-  return [&shards, k, context = part(tokens, first, size), who = nb::cast<uint64_t>(look[0]),
-          least = nb::cast<int>(look[3]), length = std::min(k, nb::cast<int>(look[4])), hits = nb::cast<int>(look[5]),
-          vocab = nb::cast<int64_t>(look[6]), tree = nb::cast<bool>(look[7])]() -> Beliefs::Guess {
-    Shards::Guess guess = shards.guess({context.begin(), context.end()}, least, length, hits, k, tree);
-    const auto strange = [&](int32_t token) { return uint32_t(token) >= vocab; };
-    guess.tokens.erase(std::find_if(guess.tokens.begin(), guess.tokens.end(), strange), guess.tokens.end());
-    return {who, std::move(guess.tokens), std::move(guess.parents), std::move(guess.trust)};
-  };
+  const std::vector<int32_t> context = part(tokens, first, size);
+  const int64_t vocab = nb::cast<int64_t>(look[6]);
+  Shards::Guess guess = nb::cast<Shards &>(look[1]).guess(
+      {context.begin(), context.end()}, nb::cast<int>(look[3]), std::min(k, nb::cast<int>(look[4])),
+      nb::cast<int>(look[5]), k, nb::cast<bool>(look[7]));
+  const auto strange = [&](int32_t token) { return uint32_t(token) >= vocab; };
+  guess.tokens.erase(std::find_if(guess.tokens.begin(), guess.tokens.end(), strange), guess.tokens.end());
+  return {nb::cast<uint64_t>(look[0]), std::move(guess.tokens), std::move(guess.parents), std::move(guess.trust)};
 }
 
 // Of a sequence's index, or of a datastore.
-static LookUp look_up(const nb::tuple &look, int64_t seq, const nb::list &tokens, int64_t settled, int k) {
+static Beliefs::Guess look_up(const nb::tuple &look, int64_t seq, const nb::list &tokens, int64_t settled, int k) {
   if (nb::isinstance<Shards>(look[1])) return look_up(look, tokens, k);
   nb::dict indexes = nb::cast<nb::dict>(look[1]);
   const nb::int_ key(seq);
   if (!indexes.contains(key)) indexes[key] = look[2]();
   SuffixIndex &own = nb::cast<SuffixIndex &>(indexes[key]);
-  const SuffixIndex &past = nb::cast<SuffixIndex &>(look[3]);
-  return [&own, &past, k, text = split(own, tokens, settled), who = nb::cast<uint64_t>(look[0]),
-          depth = nb::cast<int>(look[4]), factor = nb::cast<double>(look[5]), least = nb::cast<double>(look[6]),
-          width = nb::cast<bool>(look[7]) ? k : 1]() -> Beliefs::Guess {
-    own.enter(text.first);
-    SuffixIndex::Guess guess = own.guess(past, text.second, depth, k, factor, least, width);
-    return {who, std::move(guess.tokens), std::move(guess.parents), std::move(guess.trust)};
-  };
+  SuffixIndex::Guess guess = own.guess(
+      nb::cast<SuffixIndex &>(look[3]), entered(own, tokens, settled), nb::cast<int>(look[4]), k,
+      nb::cast<double>(look[5]), nb::cast<double>(look[6]), nb::cast<bool>(look[7]) ? k : 1);
+  return {nb::cast<uint64_t>(look[0]), std::move(guess.tokens), std::move(guess.parents), std::move(guess.trust)};
 }
 
 static void bind_beliefs(nb::module_ &m) {
@@ -259,12 +251,11 @@ static void bind_beliefs(nb::module_ &m) {
       .def(nb::init<uint64_t>())
       .def("__len__", &Beliefs::size)
       .def("price", &Beliefs::price)
-      .def("ask", &Beliefs::ask)
+      .def("ask", &Beliefs::ask, nb::arg(), nb::arg(), nb::arg(), nb::arg("poor") = true)
       .def("choose", [](Beliefs &beliefs, const std::vector<Given> &given, const std::vector<nb::tuple> &looks,
-                        const nb::dict &guesses, double drafted, int k, bool chains, bool again, int threads) {
+                        const nb::dict &guesses, double drafted, int k, bool chains, bool again, bool poor) {
         k = std::min(k, beliefs.most());
         std::vector<Beliefs::Text> texts;
-        std::vector<std::pair<int, LookUp>> asked;
         for (const auto &[seq, tokens, settled, room] : given) {
           if (!again) beliefs.begin(seq, room);
           texts.push_back({seq, int64_t(tokens.size()), room, {}});
@@ -273,26 +264,23 @@ static void bind_beliefs(nb::module_ &m) {
             if (const nb::int_ at(texts.size() - 1); guesses.contains(at))
               texts.back().guesses = nb::cast<std::vector<Beliefs::Guess>>(guesses[at]);
           for (const nb::tuple &look : looks)
-            if (beliefs.ask(seq, room, nb::cast<uint64_t>(look[0])))
-              asked.emplace_back(int(texts.size()) - 1, look_up(look, seq, tokens, settled, k));
+            if (beliefs.ask(seq, room, nb::cast<uint64_t>(look[0]), poor))
+              texts.back().guesses.push_back(look_up(look, seq, tokens, settled, k));
         }
-        std::vector<Beliefs::Guess> found(asked.size());
-        pool::parallel(int(asked.size()), threads, [&](int i) { found[i] = asked[i].second(); });
-        for (size_t i = 0; i < asked.size(); i++) texts[asked[i].first].guesses.push_back(std::move(found[i]));
         return beliefs.choose(texts, drafted, k, chains);
       }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("again") = false,
-         nb::arg("threads") = 1)
+         nb::arg("poor") = true)
       .def("ran", &Beliefs::ran)
       .def("standing", &Beliefs::standing)
       .def("settle", [](Beliefs &beliefs, const std::vector<std::tuple<int64_t, nb::list, int>> &given, int rows,
-                        double took, double own, double drafted) {
+                        double took, double own, double drafted, int steps) {
         std::vector<Beliefs::Came> came;
         for (const auto &[seq, text, accepted] : given) {
           const int64_t size = int64_t(text.size()), waits = beliefs.waits(seq), first = waits < 0 ? size : waits;
           came.push_back({seq, first, part(text, first, size), accepted});
         }
-        beliefs.settle(came, rows, took, own, drafted);
-      })
+        return beliefs.settle(came, rows, took, own, drafted, steps);
+      }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("steps") = 1)
       .def("hopes", &Beliefs::hopes)
       .def("forget", &Beliefs::forget);
 }

@@ -10,7 +10,8 @@ constexpr double kTrusts[] = {0.05, 0.12, 0.25, 0.4, 0.55, 0.7, 0.8, 0.88, 0.94,
 constexpr int kDeep = 2, kAny = -1;  // the depth from which guesses are deep; of any trust
 constexpr double kMemory = 0.995, kOwnMemory = 0.97;  // weight of the past, of all requests and of one
 constexpr double kPriorWeight = 2, kOwnWeight = 8;    // guesses that the prior, and all requests against one, count for
-constexpr double kMargin = 1.02;                      // a draft is worth it if it promises this much more than none
+constexpr double kHopes = 16, kLeastFaith = 0.75;     // tokens of drafts taken to have come true at first; see faith()
+constexpr double kMargin = 1.2;                       // a row is worth it if it promises this much more than it costs
 
 constexpr double kAllowance = 0.007, kStart = 1;            // plain steps: for each token that may come, at most
 constexpr double kTopUp = 0.005, kCredit = 32, kDebt = 6;   // for each step; at most; owed at most
@@ -32,14 +33,15 @@ void Beliefs::begin(int64_t seq, int64_t room) {
   Own &known = own.try_emplace(seq, room).first->second;
   known.steps++;
   known.ran = known.nodes = 0;
+  known.hoped = 0;
   for (Look &look : known.looks) look.nodes = 0, look.promised = 0;
 }
 
-bool Beliefs::ask(int64_t seq, int64_t room, uint64_t source) {
+bool Beliefs::ask(int64_t seq, int64_t room, uint64_t source, bool poor) {
   Own &known = own.try_emplace(seq, room).first->second;
   auto look = std::find_if(known.looks.begin(), known.looks.end(), [&](const Look &l) { return l.source == source; });
   if (look == known.looks.end()) look = known.looks.insert(look, {source, Account(known.room)});
-  const bool may = room > 1 && known.rows.covers() > 0 && look->account.credit >= 0;
+  const bool may = room > 1 && known.rows.covers() > 0 && look->account.credit >= 0 && (poor || !look->poor);
   look->asked |= may;
   return may;
 }
@@ -110,7 +112,7 @@ std::tuple<std::vector<Beliefs::Picked>, double> Beliefs::choose(std::vector<Tex
         probe->source = source;
       }
     }
-    const double covers = (known.ran ? known.asks : known.rows).covers();
+    const double covers = (known.ran ? known.asks : known.rows).covers() * faith();
     const double stake = seconds[0] + known.rows.stake() * (seconds[0] / n);  // what a token takes plainly
     const int may = int(std::upper_bound(seconds.begin(), seconds.end(), stake) - seconds.begin()) - 1;
     room.push_back(std::min(k, known.ran ? k : std::max(1, may)));
@@ -144,8 +146,8 @@ std::tuple<std::vector<Beliefs::Picked>, double> Beliefs::choose(std::vector<Tex
     taken[i][0] = 1;
   }
   std::vector<Way> chosen;
-  const double none = n / (seconds[0] + drafted);
-  double expected = n, best = none * kMargin;
+  const double plain = seconds[0] + drafted;
+  double expected = n, best = n / plain, rate = best;
   size_t many = 0;
   for (const Way &way : ways) {
     if (chosen.size() + 1 >= seconds.size()) break;
@@ -156,8 +158,10 @@ std::tuple<std::vector<Beliefs::Picked>, double> Beliefs::choose(std::vector<Tex
     taken[way.i][way.node + 1] = 1;
     chosen.push_back(way);
     expected += way.chance;
-    if (const double rate = expected / (seconds[chosen.size()] + drafted); rate > best) {
-      best = rate;
+    const double more = std::max(0.0, seconds[chosen.size()] - seconds[0]);
+    if (const double careful = expected / (plain + kMargin * more); careful > best) {
+      best = careful;
+      rate = expected / (plain + more);
       many = chosen.size();
     }
   }
@@ -186,6 +190,8 @@ std::tuple<std::vector<Beliefs::Picked>, double> Beliefs::choose(std::vector<Tex
   for (int i = 0; i < n; i++) {
     Own &known = own.at(texts[i].seq);
     known.nodes = known.ran + int(std::get<0>(picked[i]).size());
+    const double worth = std::get<3>(picked[i]), covers = (known.ran ? known.asks : known.rows).covers() * faith();
+    known.hoped = worth > 0 ? worth / covers : 0;
     for (Look &look : known.looks) look.nodes = 0, look.promised = 0;
     for (const Way &way : chosen) {
       const uint64_t who = way.i == i ? bushes[i].who[way.node] : 0;
@@ -194,7 +200,7 @@ std::tuple<std::vector<Beliefs::Picked>, double> Beliefs::choose(std::vector<Tex
     }
     known.bush = std::move(bushes[i]);
   }
-  return {std::move(picked), many ? best : none};
+  return {std::move(picked), rate};
 }
 
 int64_t Beliefs::waits(int64_t seq) const {
@@ -206,32 +212,47 @@ int64_t Beliefs::waits(int64_t seq) const {
   return first;
 }
 
-void Beliefs::settle(const std::vector<Came> &came, int rows, double took, double beside, double drafted) {
+// How much of what drafts promised has come lately, in some bounds: what is chosen is what is thought too much of.
+double Beliefs::faith() const {
+  return std::clamp((drafts.right + kHopes) / (drafts.made + kHopes), kLeastFaith, 1.0);
+}
+
+int Beliefs::settle(const std::vector<Came> &came, int rows, double took, double beside, double drafted, int steps) {
   const int n = int(came.size());
-  int nodes = 0;
+  int nodes = 0, asked = 0, pay = 0;
   for (const Came &one : came)
-    if (const auto found = own.find(one.seq); found != own.end()) nodes += found->second.nodes;
+    if (const auto found = own.find(one.seq); found != own.end()) {
+      nodes += found->second.nodes;
+      for (const Look &look : found->second.looks) asked += look.asked;
+    }
   double extra = 0, expected = 0;
   if (nodes) {
     extra = expected = seconds.at(std::min(rows - n, most())) - seconds[0];
     // What was thought too little of is charged in full; a hiccup is not.
     if (std::isfinite(took)) extra = std::min(std::max(extra, took - seconds[0]), 2 * extra);
   }
+  drafts = {kMemory * drafts.right, kMemory * drafts.made};
   const double row = nodes ? n / seconds[0] / nodes : 0;  // in plain steps of all: what its time costs, a second
   for (const Came &one : came) {
     const auto found = own.find(one.seq);
     if (found == own.end()) continue;
     Own &known = found->second;
+    if (known.hoped > 0) drafts = {drafts.right + one.accepted, drafts.made + known.hoped};
     if (known.nodes) (known.ran ? known.asks : known.rows).enter(one.accepted, (extra + drafted) * row * known.nodes);
-    for (Account *account : {&known.rows, &known.asks}) account->credit += kTopUp;
+    for (Account *account : {&known.rows, &known.asks}) account->credit += kTopUp * steps;
     for (Look &look : known.looks) {
-      if (look.asked && !seconds.empty())
-        look.account.enter(look.promised, beside / seconds[0] + expected * row * look.nodes);
-      look.account.credit += kTopUp;
+      if (look.asked && !seconds.empty()) {
+        const double cost = beside / seconds[0] * n / asked + expected * row * look.nodes;
+        look.account.enter(look.promised, cost);
+        look.poor = look.promised < cost && (look.poor || look.account.credit < 0.5 * look.account.start);
+      }
+      look.account.credit += kTopUp * steps;
       look.asked = false;
+      pay += !look.poor && look.account.credit >= 0 && known.rows.covers() > 0;
     }
     judge(known, one);
   }
+  return pay;
 }
 
 void Beliefs::judge(Own &known, const Came &came) {

@@ -35,16 +35,16 @@ class Beliefs {
   int most() const { return int(seconds.size()) - 1; }
   // A step begins for a sequence.
   void begin(int64_t seq, int64_t room);
-  // Whether to ask a cheap source (a bit) for a sequence; if so, this step's share of the time is its to pay.
-  bool ask(int64_t seq, int64_t room, uint64_t source);
+  // Whether to ask a cheap source (a bit) for a sequence, or a `poor` one too; if so, this step's time is its to pay.
+  bool ask(int64_t seq, int64_t room, uint64_t source, bool poor);
   // Per sequence which of its guesses to verify, at most k (k <= most()), and the tokens a second expected with them.
   std::tuple<std::vector<Picked>, double> choose(std::vector<Text> &texts, double drafted, int k, bool chains);
   // A model was run for a sequence in the step under way, and its draft has riders.
   void ran(int64_t seq, int riders) { own.at(seq).ran = 1 + riders; }
   // A sequence's steps, and what is left to run models for it, in plain steps.
   std::tuple<int, double> standing(int64_t seq) const { return {own.at(seq).steps, own.at(seq).asks.credit}; }
-  // A step is over: who was drafted for pays, and guesses are compared with what came.
-  void settle(const std::vector<Came> &came, int rows, double took, double beside, double drafted);
+  // So many steps are over: who was drafted for pays, and guesses are compared with what came. How many look-ups pay.
+  int settle(const std::vector<Came> &came, int rows, double took, double beside, double drafted, int steps);
   // From which place on a sequence's text is to be judged; -1: nothing is.
   int64_t waits(int64_t seq) const;
   // The chance of a source apart to be right at each depth, if it is asked.
@@ -93,7 +93,7 @@ class Beliefs {
   struct Look {  // what asking a cheap source costs, against what it promises: nodes, and tokens of them, in the step
     uint64_t source;
     Account account;
-    bool asked = false;
+    bool asked = false, poor = false;
     int nodes = 0;
     double promised = 0;
   };
@@ -103,6 +103,7 @@ class Beliefs {
     std::vector<Look> looks;
     int steps = 0, ran = 0;     // ran: a model's run and riders, in the step under way; nodes: these, and its rows
     int nodes = 0;
+    double hoped = 0;           // tokens that its draft promised, by what is believed of their kinds
     std::vector<Count> counts;  // by number of the kind
     std::vector<Bush> probes;   // of sources apart; of source 0: all together
     Bush bush;                  // of the step under way
@@ -113,6 +114,7 @@ class Beliefs {
   void enter(Bush &bush, const Guess &guess, int64_t deepest, std::vector<int> &at) const;
   int number(const Kind &kind);
   double of(const Own &known, int kind, double prior) const;
+  double faith() const;
   void learn(Own &known, int kind, bool right);
   void judge(Own &known, const Came &came);
   bool judge(Own &known, Bush &probe, int64_t first, const Ints &tokens);
@@ -121,5 +123,6 @@ class Beliefs {
   Reals seconds;
   std::unordered_map<Kind, int, Hash> numbers;
   std::vector<Count> all;  // by number of the kind
+  Count drafts;            // tokens of what was drafted: right, and hoped for
   std::unordered_map<int64_t, Own> own;
 };

@@ -7,6 +7,7 @@ namespace {
 
 constexpr uint32_t kSeparator = 0xFFFFFFFF;
 constexpr int kUnmet = 2;  // ways on that may be beside those that a store knows
+constexpr uint32_t kTabled = 1 << 20;  // ids below this, which are all but damaged ones, have their places noted
 
 }  // namespace
 
@@ -49,8 +50,14 @@ static uint32_t token(const Shards::Shard &shard, int64_t place) {
 // Where `key` would stand in a suffix array: before what stands there, or if that begins so, before or `behind` it.
 static int64_t bound(const Shards::Shard &shard, const uint32_t *key, int n, int64_t low, bool behind) {
   int64_t high = shard.size;
+  if (key[0] + size_t(1) < shard.first.size()) {  // most steps would wait for memory only to find the first token
+    low = std::max(low, int64_t(shard.first[key[0]]));
+    high = shard.first[key[0] + 1];
+  }
   while (low < high) {
     const int64_t mid = (low + high) / 2, place = shard.order[mid];
+    __builtin_prefetch(shard.order + (low + mid) / 2);
+    __builtin_prefetch(shard.order + (mid + 1 + high) / 2);
     int i = 0;
     while (i < n && token(shard, place + i) == key[i]) i++;
     // of those that begin so, separators stand last
@@ -58,6 +65,19 @@ static int64_t bound(const Shards::Shard &shard, const uint32_t *key, int n, int
     (before ? low : high) = before ? mid + 1 : mid;
   }
   return low;
+}
+
+Shards::Shards(std::vector<Shard> given, bool read) : shards(std::move(given)) {
+  if (!read) return;
+  for (Shard &shard : shards) {
+    for (int64_t i = 0; i < shard.size; i++) {
+      const uint32_t id = token(shard, i);
+      if (id >= kTabled) continue;
+      if (id + 1 >= shard.first.size()) shard.first.resize(id + 2);
+      shard.first[id + 1]++;
+    }
+    std::partial_sum(shard.first.begin(), shard.first.end(), shard.first.begin());
+  }
 }
 
 // Behind the key, at `hits` of the places where it stands and something follows, evenly spread over the sorted ones.

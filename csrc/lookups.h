@@ -42,13 +42,15 @@ class Shards {
   struct Shard {
     const uint32_t *ids, *order;  // tokens, big-endian; its suffix array, little-endian
     int64_t size;
+    std::vector<uint32_t> first = {};  // by token: where the places that begin with it begin; empty: not known
   };
   struct Guess {
     std::vector<int32_t> tokens, parents;
     std::vector<double> trust;
   };
 
-  explicit Shards(std::vector<Shard> shards) : shards(std::move(shards)) {}
+  // If all may be `read` once, look-ups begin among the places of their first token.
+  Shards(std::vector<Shard> shards, bool read);
   // The chain, or tree, of at most k tokens that most often followed the longest known end of `context`, of at least
   // `least` tokens, at `hits` of the places where it stands, `length` tokens of each.
   Guess guess(const std::vector<uint32_t> &context, int least, int length, int hits, int k, bool tree) const;

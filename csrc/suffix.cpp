@@ -54,15 +54,18 @@ void SuffixIndex::search(const int32_t *tail, int length, std::vector<Place> &fo
     const auto first = last[i].find(hash(tail + length - kSizes[i], kSizes[i]));
     int64_t at = first == last[i].end() ? -1 : first->second - base;
     for (int j = 0; j < kFollowed && at >= 0; j++) {
-      int n = 0;
-      while (n < at && n < length && text[at - 1 - n] == tail[length - 1 - n]) n++;
-      if (n) found.push_back({int(at), n});
+      __builtin_prefetch(&text[at]);  // compared below: all of them wait for memory together
+      found.push_back({int(at), 0});
       at = back[i][at] ? at - back[i][at] : -1;
     }
   }
   std::sort(found.begin(), found.end(), [](const Place &a, const Place &b) { return a.at > b.at; });
   found.erase(std::unique(found.begin(), found.end(), [](const Place &a, const Place &b) { return a.at == b.at; }),
               found.end());
+  for (Place &place : found)
+    while (place.match < std::min(place.at, length) && text[place.at - 1 - place.match] == tail[length - 1 - place.match])
+      place.match++;
+  found.erase(std::remove_if(found.begin(), found.end(), [](const Place &place) { return !place.match; }), found.end());
 }
 
 // What follows places (the most recent first): the likeliest paths come first, none below `least`.

@@ -130,7 +130,8 @@ def replay(
             params = SamplingParams(temperature=trace.temperature, max_tokens=len(trace.output))
             running.append(Sequence(trace.prompt, params, 1))
             at[running[-1].id] = trace
-        drafts = drafter.propose(running, drafter.num_speculative_tokens)
+        asked = not drafter.rests(running)
+        drafts = drafter.propose(running, drafter.num_speculative_tokens) if asked else [Draft()] * len(running)
         drafts = [draft.clip(seq.room - 1, 2**62) for seq, draft in zip(running, drafts, strict=True)]
         read = sum(len(seq.tokens) - 1 for seq in running if seq.id not in seen)
         seen |= {seq.id for seq in running}
@@ -145,7 +146,8 @@ def replay(
             seq.tokens += verdict.tokens
         none = torch.zeros(rows, 1)
         output = Output(drafts, none, none, read)
-        drafter.observe(running, verdicts, output)
+        if asked:
+            drafter.observe(running, verdicts, output)
         steps.append((clock.now - unreal, sum(len(verdict.tokens) for verdict in verdicts)))
         for seq in [seq for seq in running if not seq.room]:
             drafter.forget(seq)

@@ -17,7 +17,7 @@ from outrider.config import SpeculativeConfig
 from outrider.control import Beliefs
 from outrider.datastore import fingerprint, write
 from outrider.drafters import create
-from outrider.drafters.auto import ROWS, Auto, _machine
+from outrider.drafters.auto import EVERY, ROWS, Auto, _machine
 from outrider.errors import ConfigError, OutriderError
 from outrider.load import find
 from outrider.sequence import Sequence
@@ -86,7 +86,7 @@ def test_no_fixed_choice_will_do(choice):
 def test_never_far_below_plain(machine, trace):
     """Of each single request, cold: nothing is known of the machine, the sources or the text; some have 55 tokens."""
     own, plain = (replay(make, [trace], MACHINES[machine]).rate for make in (auto, fixed("none")))
-    assert own > (0.97 - 2 / len(trace.output)) * plain
+    assert own > (0.97 - 3 / len(trace.output)) * plain
 
 
 def window(make, trace: Trace, machine: Machine, start: int) -> float:
@@ -140,6 +140,54 @@ def test_a_large_batch_is_left_alone():
     machine, traces = Machine(1.0), TRACES * 2
     own, plain = (replay(make, traces, machine, 16).rate for make in (auto, fixed("none")))
     assert own > 0.97 * plain
+
+
+def test_it_rests_where_no_look_pays():
+    """Then most steps are plain ones, until the company changes or a text is met that tells what follows."""
+    calls = list[int]()
+
+    def counted(*args) -> Auto:
+        drafter = create(SpeculativeConfig("auto"))
+
+        def slow() -> float:
+            args[2].now += 0.02  # what looking takes
+            return args[2].now
+
+        drafter.clock = slow
+        drafter.costs.begin({n: 1 + 0.02 * n for n in ROWS})
+        ask = drafter.propose
+
+        def propose(seqs, k):
+            calls.append(len(seqs))
+            return ask(seqs, k)
+
+        drafter.propose = propose
+        return drafter
+
+    dice = random.Random(0)
+    new = Trace("new", 0, dice.choices(range(9000), k=50), dice.choices(range(9000), k=400), "0" * 400)
+    assert replay(counted, [new] * 1, Machine(0.02)).tokens == 400 and len(calls) < 130
+    calls.clear()
+    known = Trace("known", 0, new.output, new.output, "0" * 400)
+    begun = Trace("both", 0, new.output, dice.choices(range(9000), k=200) + new.output[:200], "0" * 400)
+    assert replay(counted, [known], Machine(0.02)).tokens == 400 and len(calls) < 60
+    played = replay(counted, [begun], Machine(0.02))
+    assert len(played.steps) < 200 + EVERY + 60, "what is known is found again"
+    calls.clear()
+    replay(counted, [new, new, new], Machine(0.02), 2)
+    assert calls.count(2) > 20, "another beside it"
+
+
+def test_what_a_grammar_forces_is_drafted_though_the_drafter_rests(tiny_llm, monkeypatch):
+    monkeypatch.setattr(Auto, "rests", lambda *_: True)
+    tiny_llm.speculative_config = "auto"
+    choice = {"structured_outputs": {"choice": ["a very long answer that is the only one"]}}
+    output = tiny_llm.generate("Say:", max_tokens=40, temperature=0, **choice)[0]
+    assert output.metrics["speculative_decoding"]["num_draft_tokens"] > 0
+    assert (
+        tiny_llm.generate("Once", max_tokens=9, temperature=0)[0].metrics["speculative_decoding"]["num_draft_tokens"]
+        == 0
+    )
 
 
 def test_steps_end_where_requests_end():

@@ -165,9 +165,9 @@ def choose(beliefs, texts: dict[int, int], guesses: list[list[Guess]], seconds: 
     return beliefs.choose(given, [], dict(enumerate(guesses)), 0.0, k, chains, **more)
 
 
-def came(beliefs, seq: int, text: list[int]) -> None:
+def came(beliefs, seq: int, text: list[int], accepted: int = 0) -> None:
     """A step that cost nothing."""
-    beliefs.settle([(seq, text, 0)], 1, 0.0, 0.0, 0.0)
+    beliefs.settle([(seq, text, accepted)], 1, 0.0, 0.0, 0.0)
 
 
 def chance(beliefs, seq: int, trust: float) -> float:
@@ -184,11 +184,27 @@ def test_beliefs_begin_with_the_drafters_own_and_follow_the_text(beliefs):
     assert chance(beliefs, 1, 0.9) < 0.05 and 0.05 < chance(beliefs, 2, 0.9) < 0.2, "another request may differ"
     for _ in range(8):
         chance(beliefs, 2, 0.9)
-        came(beliefs, 2, [5, 0])  # behind which nothing was guessed
+        came(beliefs, 2, [5, 0], 1)  # behind which nothing was guessed
     assert chance(beliefs, 2, 0.9) > 0.6 and chance(beliefs, 1, 0.9) < 0.2
-    assert chance(beliefs, 1, 0.4) == pytest.approx(0.4), "of another kind"
+    assert 0.3 <= chance(beliefs, 1, 0.4) <= 0.4, "of another kind"
     beliefs.forget(1)
     assert chance(beliefs, 1, 0.9) > 0.05 and len(beliefs) == 2
+
+
+def test_promises_are_taken_for_what_came_of_them(beliefs):
+    """Chosen are the guesses that are thought too much of. With no drafts, that is forgotten."""
+    for _ in range(100):
+        chance(beliefs, 1, 0.9)
+        came(beliefs, 1, [])  # of which no kind learns
+    assert chance(beliefs, 1, 0.9) == pytest.approx(0.75 * 0.9), "and no less"
+    for _ in range(200):
+        hoped = chance(beliefs, 1, 0.9)
+        came(beliefs, 1, [], 1)
+    assert 0.85 < hoped / 0.9 < 1
+    for _ in range(1000):
+        choose(beliefs, {1: 0}, [[]], [1.0, 1e-9])
+        came(beliefs, 1, [])
+    assert chance(beliefs, 1, 0.9) == pytest.approx(0.9, 0.01)
 
 
 def test_a_source_apart_is_judged_by_depth(beliefs):
@@ -275,7 +291,7 @@ def chain(*survives: float) -> Guess:
     return 1, [*range(len(trust))], [*range(-1, len(trust) - 1)], trust
 
 
-@pytest.mark.parametrize(("row", "taken"), [(0.01, 4), (0.2, 3), (0.45, 2), (2.0, 0)])
+@pytest.mark.parametrize(("row", "taken"), [(0.01, 4), (0.15, 3), (0.3, 2), (0.6, 1), (2.0, 0)])
 def test_as_many_rows_as_pay(beliefs, row, taken):
     chosen, rate = picked(beliefs, chain(0.9, 0.7, 0.4, 0.05), seconds=[1 + row * i for i in range(9)])
     assert chosen == [list(range(taken))] and rate >= 1
@@ -410,7 +426,7 @@ def test_of_two_who_are_asked_one_may_be_worth_it(beliefs):
         beliefs.settle([(1, [5], len(tokens))], 1 + len(tokens), 1.35, 0.03, 0.0)
         for source in who:
             asked[source] += 1
-    assert asked[1] == 300 and 75 < asked[2] < 150
+    assert asked[1] == 300 and 100 < asked[2] < 200
 
 
 def test_a_model_is_paid_from_another_account(beliefs):

@@ -26,6 +26,7 @@ from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +43,15 @@ PACE, NEAR, FAR = 0.5, 0.3, 0.4  # of a measurement that is all counts' affair; 
 FADING, MOST_WEIGHT = 0.99, 32.0  # of a measurement with each that follows; of all of one count
 BEGUN = 16.0  # measurements that a count is worth where a curve begins as another's copy
 DOUBTED, SLOPE = 2.0, 0.2  # measurements that a promise counts for; promised, in forwards, beside one known count
-FRESH = 8  # forwards after which what they taught is looked at again
-MARGIN = 1.02  # a draft is worth it if it promises this much more than none
+FRESH = 16  # forwards after which what they taught is looked at again
+MARGIN = 1.2  # a row is worth it if it promises this much more than it costs
 ALLOWANCE, START = 0.007, 1.0  # plain steps: for each token that may come, at most
 TOP_UP, CREDIT, DEBT = 0.005, 32.0, 6.0  # for each step; at most; owed at most
 DOUBT = 0.5  # of a guess's worth, while the account is overdrawn by no more than it began with
 TRUSTS = (0.05, 0.12, 0.25, 0.4, 0.55, 0.7, 0.8, 0.88, 0.94, 0.97)  # between the levels of trust
 DEPTHS = (2,)
 MEMORY, OWN_MEMORY = 0.995, 0.97  # weight of the past, of all requests and of one, per guess of a kind
+HOPES, LEAST_FAITH = 16.0, 0.75  # tokens of drafts taken to have come true at first; of what drafts promise
 PRIOR_WEIGHT, OWN_WEIGHT = 2.0, 8.0  # guesses that the prior, and all requests against one, count for
 KEPT = 64  # machines and models whose costs are kept in the file
 
@@ -160,8 +162,14 @@ class Costs:
 
     def _learn(self) -> None:
         heard, self.heard = self.heard, []
-        for rows, keys, seconds, read in heard:
-            self._enter(rows, keys, seconds, read)
+        alike: dict[tuple[int, int], list[tuple[int, int, float, int]]] = {}
+        for one in heard:
+            if one[3]:
+                self._enter(*one)
+            else:
+                alike.setdefault((_octave(one[1]), _knot(one[0])), []).append(one)
+        for each in alike.values():  # one measurement, their median: to learn takes time, too
+            self._enter(*sorted(each, key=itemgetter(2))[(len(each) - 1) // 2])
 
     def _enter(self, rows: int, keys: int, seconds: float, read: int) -> None:
         if read:
@@ -388,9 +396,11 @@ class Own:
     room: int
     looks: dict[int, Account] = field(default_factory=dict)  # of asking each cheap source, against what it promised
     steps: int = 0
+    poor: int = 0  # cheap sources (bits) that did not pay for being asked
     asked: int = 0  # in the step under way: cheap sources (bits); ...
     ran: int = 0  # ... a model's run and riders, if one was run for it; ...
     nodes: int = 0  # ... these, and its rows: for what it pays; ...
+    hoped: float = 0.0  # ... tokens that its draft promised, by what is believed of their kinds; ...
     promised: dict[int, list[float]] = field(default_factory=dict)  # ... and tokens expected, for each row of a source
     counts: dict[Kind, tuple[float, float]] = field(default_factory=dict)
     probes: dict[int, Probe] = field(default_factory=dict)  # of sources apart; 0: of all together
@@ -418,6 +428,7 @@ class Beliefs:
         self.apart = apart
         self.all: dict[Kind, tuple[float, float]] = {}  # right, made
         self.own: dict[int, Own] = {}
+        self.drafts = 0.0, 0.0  # tokens of what was drafted: right, and hoped for
         self.seconds: list[float] = []
 
     def __len__(self) -> int:
@@ -428,10 +439,14 @@ class Beliefs:
         """From now on a forward with no node, with one, and so on takes so long (`Costs.ladder`)."""
         self.seconds = seconds
 
-    def ask(self, seq: int, room: int, source: int) -> bool:
-        """Whether to ask a cheap source (a bit) for a sequence; if so, this step's share of the time is its to pay."""
+    def ask(self, seq: int, room: int, source: int, poor: bool = True) -> bool:
+        """Whether to ask a cheap source (a bit) for a sequence; if so, this step's share of the time is its to pay.
+
+        poor: one whose guesses have not paid for asking it lately, too, as long as it is not overdrawn.
+        """
         known = self._known(seq, room)
-        may = known.look(source).credit >= 0 and known.rows.covers > 0 and room > 1
+        may = known.look(source).credit >= 0 and (poor or not known.poor & source)
+        may = may and known.rows.covers > 0 and room > 1
         known.asked |= source if may else 0
         return may
 
@@ -440,32 +455,32 @@ class Beliefs:
 
     def choose(
         self, texts: list[Text], looks: list[Look], guesses: dict[int, list[Guess]], drafted: float, k: int,
-        chains: bool, again: bool = False, threads: int = 1,
+        chains: bool, again: bool = False, poor: bool = True,
     ) -> tuple[list[Picked], float]:  # fmt: skip
         """Per sequence which guesses to verify, at most k, and the tokens a second that are expected with them.
 
         Guesses are those of `looks`, where they are to be asked, and those given, by the sequence's place; cheap ones
         come first, each kind in the order of the bits. Fewer are taken where the account is overdrawn that pays, or
         would be if all were wrong. drafted: seconds spent.  chains: see `pick`.  again: in the same step, once a model
-        was run.  threads: that look, where it is compiled: each look waits for memory most of its time.
+        was run.  poor: see `ask`.
         """
         n, k = len(texts), min(k, len(self.seconds) - 1)
         for seq, _, _, room in () if again else texts:
             known = self._known(seq, room)
-            known.steps, known.nodes, known.ran, known.promised = known.steps + 1, 0, 0, {}
+            known.steps, known.nodes, known.ran, known.hoped, known.promised = known.steps + 1, 0, 0, 0.0, {}
         if k < 1:
             return [([], [], [], 0.0) for _ in texts], 0.0
         bushes, every, most = list[Bush](), list[list[float]](), list[int]()
         for i, (seq, text, settled, room) in enumerate(texts):
             bush, known, given = Bush(), self.own[seq], [*guesses.get(i, ())]
             for look in looks:
-                if self.ask(seq, room, look[0]):
+                if self.ask(seq, room, look[0], poor):
                     given.append((look[0], *_look_up(look, seq, text, settled, k)))
             for source, tokens, parents, trust in sorted(given, key=lambda guess: (guess[0] & self.apart, guess[0])):
                 bush.add(source, tokens, parents, trust, room - 1)
                 if source & self.apart:
                     known.probes[source] = Probe(tokens, parents, [], len(text), source)
-            judged, chances, covers = bush.judged(), list[float](), known.account.covers
+            judged, chances, covers = bush.judged(), list[float](), known.account.covers * self.faith()
             for (what, own), parent in zip(judged, bush.parents, strict=True):
                 chances.append(self._of(known.counts, what, own) * (chances[parent] if parent >= 0 else covers))
             known.bush = Probe(bush.tokens, bush.parents, [what for what, _ in judged], len(text))
@@ -478,9 +493,11 @@ class Beliefs:
         for (seq, *_), bush, chances, nodes in zip(texts, bushes, every, chosen, strict=True):
             known = self.own[seq]
             known.nodes, known.promised = known.ran + len(nodes), {}
+            worth = sum(chances[node] for node in nodes)
+            known.hoped = worth / (known.account.covers * self.faith()) if worth else 0.0
             for node in nodes:
                 known.promised.setdefault(bush.who[node] & -bush.who[node], []).append(chances[node])
-            picked.append((*bush.drafted(nodes), sum(chances[node] for node in nodes)))
+            picked.append((*bush.drafted(nodes), worth))
         return picked, rate
 
     def ran(self, seq: int, riders: int) -> None:
@@ -493,39 +510,61 @@ class Beliefs:
         return known.steps, known.asks.credit
 
     def settle(
-        self, came: list[tuple[int, list[int], int]], rows: int, took: float, own: float, drafted: float
-    ) -> None:
+        self, came: list[tuple[int, list[int], int]], rows: int, took: float, own: float, drafted: float, steps: int = 1
+    ) -> int:
         """A step is over: who was drafted for pays, and guesses are compared with what came, as far as they reach.
 
         came: ids, texts and how many tokens were accepted.  rows: of the forward.  took: seconds; infinite if it did
-        something else, too.  own: seconds of looking and choosing, which each source owes that was asked, whatever it
-        found: who finds too little is asked seldom.  drafted: seconds of models, as a rule.
+        something else, too.  own: seconds of looking and choosing, which the sources owe that were asked, whatever they
+        found: who finds too little is asked seldom.  drafted: seconds of models, as a rule.  steps: since the last one
+        of which this was told. Returns how many look-ups of all these sequences pay.
         """
         known = [(self.own[seq], text, accepted) for seq, text, accepted in came if seq in self.own]
         nodes, plain = sum(each.nodes for each, *_ in known), self.seconds[0] if self.seconds else 0.0
         extra = expected = self.seconds[min(rows - len(came), len(self.seconds) - 1)] - plain if nodes else 0.0
         if nodes and took < math.inf:  # what was thought too little of is charged in full; a hiccup is not
             extra = min(max(extra, took - plain), 2 * extra)
+        asked = sum(each.asked.bit_count() for each, *_ in known)
+        share, pay = len(came) / asked if asked else 0.0, 0
+        self.drafts = MEMORY * self.drafts[0], MEMORY * self.drafts[1]
         row = len(came) / plain / nodes if nodes else 0.0  # in plain steps of all: what its time costs, a second
         for each, text, accepted in known:
+            if each.hoped:
+                self.drafts = self.drafts[0] + accepted, self.drafts[1] + each.hoped
             if each.nodes:
                 each.account.enter(accepted, (extra + drafted) * row * each.nodes)
             for source, look in each.looks.items():
                 if plain and each.asked & source:
-                    promised = each.promised.get(source, [])
-                    look.enter(sum(promised), own / plain + expected * row * len(promised))
+                    promised = sum(each.promised.get(source, []))
+                    cost = own / plain * share + expected * row * len(each.promised.get(source, []))
+                    look.enter(promised, cost)
+                    if promised >= cost:
+                        each.poor &= ~source
+                    elif look.credit < 0.5 * look.start:
+                        each.poor |= source
             for account in (each.rows, each.asks, *each.looks.values()):
-                account.credit += TOP_UP
+                account.credit += TOP_UP * steps
+            if each.rows.covers > 0:
+                pay += sum(look.credit >= 0 and not each.poor & source for source, look in each.looks.items())
             each.asked = 0
             if each.bush and each.bush.tokens:
                 each.probes.setdefault(0, each.bush)
             each.bush = None
             each.probes = {source: probe for source, probe in each.probes.items() if self._judge(each, probe, text)}
+        return pay
 
     def hopes(self, seq: int, source: int, deep: int, prior: float) -> list[float]:
         """The chance of a source apart to be right at each depth, if it is asked."""
         counts = self.own[seq].counts if seq in self.own else {}
         return [self._of(counts, kind(source, 0, None, depth), prior) for depth in range(1, deep + 1)]
+
+    def faith(self) -> float:
+        """How much of what drafts promised has come lately: what is chosen is what is thought too much of.
+
+        In some bounds, for how sure guesses are is for their kinds to learn, which they do without being drafted, too.
+        """
+        right, hoped = self.drafts
+        return max(LEAST_FAITH, min(1.0, (right + HOPES) / (hoped + HOPES)))
 
     def forget(self, seq: int) -> None:
         """Drop what is known of this sequence alone."""
@@ -592,7 +631,8 @@ def pick(
     n, room, chosen = len(bushes), [*most], list[tuple[int, int]]()
     taken: list[set[int]] = [{-1} for _ in bushes]
     parents: list[set[int]] = [set() for _ in bushes]
-    expected, best, many = float(n), n / (seconds[0] + drafted) * MARGIN, 0
+    expected, plain, many = float(n), seconds[0] + drafted, 0
+    best = rate = n / plain
     for negative, i, node in sorted([(-p, i, node) for i, own in enumerate(chances) for node, p in enumerate(own)]):
         if len(chosen) + 1 >= len(seconds):
             break
@@ -604,9 +644,10 @@ def pick(
         taken[i].add(node)
         chosen.append((i, node))
         expected -= negative
-        if (rate := expected / (seconds[len(chosen)] + drafted)) > best:
-            best, many = rate, len(chosen)
+        more = max(0.0, seconds[len(chosen)] - seconds[0])
+        if (careful := expected / (plain + MARGIN * more)) > best:
+            best, rate, many = careful, expected / (plain + more), len(chosen)
     nodes: list[list[int]] = [[] for _ in bushes]
     for i, node in chosen[:many]:
         nodes[i].append(node)
-    return nodes, best if many else n / (seconds[0] + drafted)
+    return nodes, rate

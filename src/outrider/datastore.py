@@ -103,7 +103,8 @@ class Store:
 
     def compiled(self) -> Any:
         """The shards for csrc/lookups.cpp, as long as this store is there."""
-        return native.kernels.Shards([(ids.ctypes.data, order.ctypes.data, len(ids)) for _, ids, order in self.shards])
+        shards = [(ids.ctypes.data, order.ctypes.data, len(ids)) for _, ids, order in self.shards]
+        return native.kernels.Shards(shards, self.nbytes <= SMALL)
 
     def _spans(self, wanted: list[int]) -> list[tuple[int, int]]:
         """Per shard, the part of its suffix array where `wanted` stands and the document goes on."""

@@ -42,6 +42,10 @@ class Drafter:
     def attach(self, target: Runner, load: Callable[[str], Runner]) -> None:
         """Called once before use. `load(name)` gives a runner of another model on the target's device."""
 
+    def rests(self, seqs: list[Sequence]) -> bool:
+        """Whether this step is not worth a look: then it has no draft, and neither propose nor observe is called."""
+        return False
+
     def propose(self, seqs: list[Sequence], k: int) -> list[Draft]:
         """Guess what follows each sequence, at most k nodes each; an empty Draft is always right.
 
@@ -100,6 +104,9 @@ def step(
     if k:  # counts nodes; what is too deep is clipped
         k = min(k, MOST_NODES) if any([seq.room > 1 for seq in seqs]) else 0
     told_of = [i for i, seq in enumerate(seqs) if seq.k != 0] if k or not drafter.idle else []
+    asked = [seqs[i] for i in told_of]
+    if asked and not any([seq.constraint for seq in asked]) and drafter.rests(asked):  # what is forced is drafted, too
+        told_of = []
     drafts = [Draft()] * len(seqs)  # which nobody is shown
     if told_of:
         drafts = _drafts(drafter, seqs, told_of, k, rule, runner.model.config)

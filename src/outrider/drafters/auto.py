@@ -33,7 +33,7 @@ import torch
 
 from outrider import drafters
 from outrider.config import MOST_NODES, SamplingParams, option
-from outrider.control import Beliefs, Costs, Guess, Learnt, Look, Picked, Text, cache_file
+from outrider.control import MARGIN, Beliefs, Costs, Guess, Learnt, Look, Picked, Text, cache_file
 from outrider.draft import Draft, Verdict
 from outrider.errors import ConfigError, OutriderError
 from outrider.load import ASSETS, companions, kind_of, stores
@@ -47,6 +47,7 @@ SUFFIX = {"method": "suffix", "tree": True, "suffix_decoding_max_spec_factor": 2
 STORE = {"method": "rest", "tree": True}
 HOPE = 0.65  # what a source that runs a model is believed to be right with, before it was asked
 HEAVY = 2**30  # bytes of weights from which recycling, some 0.2 ms a step, costs nothing to speak of
+EVERY = 8  # steps after which a look is tried again that has not paid lately; in between all may rest
 LONG = 4096  # tokens of a text from which the target is asked to guess through few keys
 AGAIN = 24  # steps after which a source that runs a model may be asked again, if the account covers it
 HORIZON = 64  # tokens over which reading a text must pay
@@ -102,6 +103,7 @@ class Auto(Drafter):
         self.dear = [source for source in self.sources if not source.drafter.cheap]
         self.least = 0 if self.dear else 2**63  # length of the texts that any of them is for
         self.watching = [part for part in self.parts if type(part).observe is not Drafter.observe]
+        self.awake = any([part.cheap for part in self.watching])  # someone learns from every step
         compiled = native.active != native.REFERENCE and len(self.parts) < 64  # bits of a number
         self.beliefs: Beliefs = (native.kernels.Beliefs if compiled else Beliefs)(sum(own.bit for own in self.dear))
         looks: list[Any] = [source.drafter.look(source.bit) for source in self.sources]
@@ -111,6 +113,8 @@ class Auto(Drafter):
         self.asked: dict[int, dict[str, tuple[int, int]]] = {}  # by sequence and source: when, and the tokens it read
         self.chains, self.vocab, self.chunk = False, 2**63, 2**63
         self.sent = self.spent = self.asking = self.own = self.whole = 0.0
+        self.turn = self.rest = self.rested = 0  # steps: in all, to rest yet, and rested since the last propose
+        self.of: list[int] = []  # the sequences of that
         self.seconds = list[float]()
 
     def attach(self, target: Runner, load: Callable[[str], Runner]) -> None:
@@ -150,17 +154,26 @@ class Auto(Drafter):
             if not self.costs.curves and (seconds := _forwards(target)):
                 self.costs.begin(seconds)
 
+    def rests(self, seqs: list[Sequence]) -> bool:
+        """Whether no look would pay for the same sequences, as far as was seen."""
+        if not self.rest or [seq.id for seq in seqs] != self.of:
+            return False
+        self.turn, self.rest, self.rested = self.turn + 1, self.rest - 1, self.rested + 1
+        return True
+
     def propose(self, seqs: list[Sequence], k: int) -> list[Draft]:
         """One tree per sequence of at most k nodes, and the riders of who has some."""
         began, n, self.asking = self.clock(), len(seqs), 0.0
+        self.turn, self.rest, self.of = self.turn + 1, 0, [seq.id for seq in seqs]
+        poor = self.turn % EVERY == 0
         lengths = [len(seq.tokens) for seq in seqs]
         seconds = self.costs.ladder(n, min(n * k, ALL_ROWS), sum(lengths))
         if seconds is not self.seconds:
             self.seconds = seconds
             self.beliefs.price(seconds)
         texts = [(seq.id, seq.tokens, seq.settled, seq.room) for seq in seqs]
-        guesses, riders = self._cheap(seqs, min(k, len(seconds) - 1)) if self.others else ({}, {})
-        picked, rate = self._choose(texts, guesses, k)
+        guesses, riders = self._cheap(seqs, min(k, len(seconds) - 1), poor) if self.others else ({}, {})
+        picked, rate = self.beliefs.choose(texts, self.looks, guesses, 0.0, k, self.chains, False, poor)
         if rate and max(lengths) >= self.least:  # else none fits, as a rule
             picked = self._dear(seqs, texts, picked, rate, min(k, len(seconds) - 1), guesses, riders)
         drafts = [self._draft(own, riders.get(i)) for i, own in enumerate(picked)]
@@ -168,13 +181,13 @@ class Auto(Drafter):
         self.spent = self.sent - began
         return drafts
 
-    def _cheap(self, seqs: list[Sequence], k: int) -> tuple[dict[int, list[Guess]], dict[int, Draft]]:
+    def _cheap(self, seqs: list[Sequence], k: int, poor: bool) -> tuple[dict[int, list[Guess]], dict[int, Draft]]:
         """What those guess whom `Beliefs` does not ask itself."""
         guesses: dict[int, list[Guess]] = {}
         riders: dict[int, Draft] = {}
         for source in self.others if k > 0 else ():
             most = source.drafter.num_speculative_tokens
-            who = [i for i, seq in enumerate(seqs) if self.beliefs.ask(seq.id, seq.room, source.bit)]
+            who = [i for i, seq in enumerate(seqs) if self.beliefs.ask(seq.id, seq.room, source.bit, poor)]
             self._ask(source, seqs, who, min(k, most) if most > 0 else k, guesses, riders)
         return guesses, riders
 
@@ -192,14 +205,8 @@ class Auto(Drafter):
         drafted += self.clock()
         self.asking = drafted
         self._time(source, seqs, who, length, drafted, riders)
-        return self._choose(texts, guesses, k, drafted, True)[0]
-
-    def _choose(
-        self, texts: list[Text], guesses: dict[int, list[Guess]], k: int, drafted: float = 0.0, again: bool = False
-    ) -> tuple[list[Picked], float]:
-        """As `Beliefs.choose`, on all threads."""
-        threads = torch.get_num_threads()
-        return self.beliefs.choose(texts, self.looks, guesses, drafted, k, self.chains, again, threads)
+        poor = self.turn % EVERY == 0
+        return self.beliefs.choose(texts, self.looks, guesses, drafted, k, self.chains, True, poor)[0]
 
     def _ask(
         self, source: Source, seqs: list[Sequence], who: list[int], k: int, guesses: dict[int, list[Guess]],
@@ -265,7 +272,8 @@ class Auto(Drafter):
                 for many, (_, reading, gains, _) in enumerate(found[:most], 1):
                     more, paid = more + gains[length - 1], paid + reading
                     rows = min(len(seconds) - 1, max(int(many * (length + source.beyond)), drafted))
-                    spent = max(seconds[rows], plain) + each[many - 1] * (1 if source.tree else length) + paid
+                    spent = plain + MARGIN * max(0.0, seconds[rows] - plain)
+                    spent += each[many - 1] * (1 if source.tree else length) + paid
                     if (gained := (all_had + more) / spent) > 1.02 * rate and (best is None or gained > best[0]):
                         best = gained, source, [i for *_, i in found[:many]], length
             if best is None:
@@ -308,7 +316,10 @@ class Auto(Drafter):
         came = []
         for seq, verdict, draft in zip(seqs, verdicts, output.drafts, strict=True):
             came.append((seq.id, seq.tokens, len(verdict.path) - len(draft.forced.intersection(verdict.path))))
-        self.beliefs.settle(came, rows, math.inf if output.read else took, self.own, self.whole - self.own)
+        took, steps, self.rested = math.inf if output.read else took, 1 + self.rested, 0
+        pay = self.beliefs.settle(came, rows, took, self.own, self.whole - self.own, steps)
+        if not pay and not self.awake and max([len(seq.tokens) for seq in seqs]) + EVERY < self.least:
+            self.rest = -(self.turn + 1) % EVERY
         for part in self.watching:
             part.observe(seqs, verdicts, output)
         spent = self.spent + self.clock() - began

@@ -26,6 +26,15 @@ class Guard(Drafter):
         self.failure: str | None = None  # what switched it off
         self.quiet = False  # nothing is to be drafted for now
 
+    def rests(self, seqs: list[Sequence]) -> bool:
+        """Whether it rests."""
+        if not self.quiet and self.failure is None:
+            try:
+                return self.drafter.rests(seqs)
+            except Exception as error:
+                self._blame(error, seqs)
+        return False
+
     def propose(self, seqs: list[Sequence], k: int) -> list[Draft]:
         """Its drafts; empty ones once it is switched off."""
         if not self.quiet and self.failure is None:
