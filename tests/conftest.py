@@ -31,11 +31,11 @@ with suppress(ImportError):
 
     def _dot(_, a, b, d, *__):
         """A sum over k in its order, whatever the shapes: numpy's own follows them, and the machine."""
-        x, y, z = (own.data.astype(d.data.dtype) for own in (a, b, d))
-        own = np.zeros_like(z)
+        x, y = (part.data.astype(d.data.dtype) for part in (a, b))
+        product = np.zeros_like(d.data)
         for k in range(x.shape[-1]):
-            own += x[..., :, k : k + 1] * y[..., k : k + 1, :]
-        return interpreter.TensorHandle(own + z, d.dtype.scalar)
+            product += x[..., :, k : k + 1] * y[..., k : k + 1, :]
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
     interpreter.InterpreterBuilder.create_dot = _dot
 

@@ -130,7 +130,7 @@ def replay(
             params = SamplingParams(temperature=trace.temperature, max_tokens=len(trace.output))
             running.append(Sequence(trace.prompt, params, 1))
             at[running[-1].id] = trace
-        asked = not drafter.rests(running)
+        asked = not drafter.rests([seq.id for seq in running])
         drafts = drafter.propose(running, drafter.num_speculative_tokens) if asked else [Draft()] * len(running)
         drafts = [draft.clip(seq.room - 1, 2**62) for seq, draft in zip(running, drafts, strict=True)]
         read = sum(len(seq.tokens) - 1 for seq in running if seq.id not in seen)

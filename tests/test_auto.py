@@ -166,7 +166,7 @@ def test_it_rests_where_no_look_pays():
 
     dice = random.Random(0)
     new = Trace("new", 0, dice.choices(range(9000), k=50), dice.choices(range(9000), k=400), "0" * 400)
-    assert replay(counted, [new] * 1, Machine(0.02)).tokens == 400 and len(calls) < 130
+    assert replay(counted, [new], Machine(0.02)).tokens == 400 and len(calls) < 130
     calls.clear()
     known = Trace("known", 0, new.output, new.output, "0" * 400)
     begun = Trace("both", 0, new.output, dice.choices(range(9000), k=200) + new.output[:200], "0" * 400)
@@ -174,20 +174,24 @@ def test_it_rests_where_no_look_pays():
     played = replay(counted, [begun], Machine(0.02))
     assert len(played.steps) < 200 + EVERY + 60, "what is known is found again"
     calls.clear()
-    replay(counted, [new, new, new], Machine(0.02), 2)
+    drafter = replay(counted, [new, new, new], Machine(0.02), 2).drafter
     assert calls.count(2) > 20, "another beside it"
+    drafter.turn, drafter.unpaid = EVERY, [1, 2]
+    assert drafter.rests([1, 2]) and not drafter.rests([1]) and not drafter.rests([1, 2, 3])
 
 
 def test_what_a_grammar_forces_is_drafted_though_the_drafter_rests(tiny_llm, monkeypatch):
     monkeypatch.setattr(Auto, "rests", lambda *_: True)
     tiny_llm.speculative_config = "auto"
     choice = {"structured_outputs": {"choice": ["a very long answer that is the only one"]}}
-    output = tiny_llm.generate("Say:", max_tokens=40, temperature=0, **choice)[0]
-    assert output.metrics["speculative_decoding"]["num_draft_tokens"] > 0
-    assert (
-        tiny_llm.generate("Once", max_tokens=9, temperature=0)[0].metrics["speculative_decoding"]["num_draft_tokens"]
-        == 0
-    )
+
+    def drafted(**constraint) -> int:
+        output = tiny_llm.generate("a b a b a b a b", max_tokens=40, temperature=0, **constraint)[0]
+        return output.metrics["speculative_decoding"]["num_draft_tokens"]
+
+    assert drafted(**choice) > 0 and drafted() == 0
+    monkeypatch.undo()
+    assert drafted() > 0
 
 
 def test_steps_end_where_requests_end():

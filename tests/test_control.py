@@ -186,7 +186,8 @@ def test_beliefs_begin_with_the_drafters_own_and_follow_the_text(beliefs):
         chance(beliefs, 2, 0.9)
         came(beliefs, 2, [5, 0], 1)  # behind which nothing was guessed
     assert chance(beliefs, 2, 0.9) > 0.6 and chance(beliefs, 1, 0.9) < 0.2
-    assert 0.3 <= chance(beliefs, 1, 0.4) <= 0.4, "of another kind"
+    assert chance(beliefs, 1, 0.4) / 0.4 == pytest.approx(chance(beliefs, 3, 0.6) / 0.6), "of kinds that are not known"
+    beliefs.forget(3)
     beliefs.forget(1)
     assert chance(beliefs, 1, 0.9) > 0.05 and len(beliefs) == 2
 
@@ -426,7 +427,7 @@ def test_of_two_who_are_asked_one_may_be_worth_it(beliefs):
         beliefs.settle([(1, [5], len(tokens))], 1 + len(tokens), 1.35, 0.03, 0.0)
         for source in who:
             asked[source] += 1
-    assert asked[1] == 300 and 100 < asked[2] < 200
+    assert asked[1] == 300 and 140 < asked[2] < 190
 
 
 def test_a_model_is_paid_from_another_account(beliefs):

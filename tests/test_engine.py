@@ -394,6 +394,10 @@ class Broken(ScriptedDrafter):
             if self.left < 0:
                 raise self.error
 
+    def rests(self, seqs):
+        self._fail("rests")
+        return super().rests(seqs)
+
     def propose(self, seqs, k):
         self._fail("propose")
         return super().propose(seqs, k)
@@ -411,7 +415,7 @@ class Broken(ScriptedDrafter):
         return 0
 
 
-@pytest.mark.parametrize("where", ["propose", "observe", "forget", "kv_bytes"])
+@pytest.mark.parametrize("where", ["rests", "propose", "observe", "forget", "kv_bytes"])
 def test_a_failing_drafter_is_switched_off(random_llm, caplog, where):
     expected = alone(random_llm)
     drafter = Broken(where, RuntimeError("out of ideas"), oracle(dict(zip(map(tuple, PROMPTS), expected, strict=True))))

@@ -42,8 +42,11 @@ class Drafter:
     def attach(self, target: Runner, load: Callable[[str], Runner]) -> None:
         """Called once before use. `load(name)` gives a runner of another model on the target's device."""
 
-    def rests(self, seqs: list[Sequence]) -> bool:
-        """Whether this step is not worth a look: then it has no draft, and neither propose nor observe is called."""
+    def rests(self, seqs: list[int]) -> bool:
+        """Whether a step of these sequences, told by their ids, is not worth a look: then it is a plain one.
+
+        Neither propose nor observe is called in it.
+        """
         return False
 
     def propose(self, seqs: list[Sequence], k: int) -> list[Draft]:
@@ -104,8 +107,8 @@ def step(
     if k:  # counts nodes; what is too deep is clipped
         k = min(k, MOST_NODES) if any([seq.room > 1 for seq in seqs]) else 0
     told_of = [i for i, seq in enumerate(seqs) if seq.k != 0] if k or not drafter.idle else []
-    asked = [seqs[i] for i in told_of]
-    if asked and not any([seq.constraint for seq in asked]) and drafter.rests(asked):  # what is forced is drafted, too
+    constrained = any([seqs[i].constraint for i in told_of])  # what a grammar forces is drafted in any case
+    if told_of and not constrained and drafter.rests([seqs[i].id for i in told_of]):
         told_of = []
     drafts = [Draft()] * len(seqs)  # which nobody is shown
     if told_of:

@@ -113,8 +113,8 @@ class Auto(Drafter):
         self.asked: dict[int, dict[str, tuple[int, int]]] = {}  # by sequence and source: when, and the tokens it read
         self.chains, self.vocab, self.chunk = False, 2**63, 2**63
         self.sent = self.spent = self.asking = self.own = self.whole = 0.0
-        self.turn = self.rest = self.rested = 0  # steps: in all, to rest yet, and rested since the last propose
-        self.of: list[int] = []  # the sequences of that
+        self.turn = self.rested = 0  # steps, and those of them that were rested since the last propose
+        self.unpaid: list[int] = []  # the sequences of that, if no look pays for them
         self.seconds = list[float]()
 
     def attach(self, target: Runner, load: Callable[[str], Runner]) -> None:
@@ -154,26 +154,30 @@ class Auto(Drafter):
             if not self.costs.curves and (seconds := _forwards(target)):
                 self.costs.begin(seconds)
 
-    def rests(self, seqs: list[Sequence]) -> bool:
-        """Whether no look would pay for the same sequences, as far as was seen."""
-        if not self.rest or [seq.id for seq in seqs] != self.of:
+    def rests(self, seqs: list[int]) -> bool:
+        """Between the steps in which all are looked up again, whether no look pays for the same sequences."""
+        if seqs != self.unpaid or (self.turn + 1) % EVERY == 0:
             return False
-        self.turn, self.rest, self.rested = self.turn + 1, self.rest - 1, self.rested + 1
+        self.turn, self.rested = self.turn + 1, self.rested + 1
         return True
+
+    @property
+    def _poor(self) -> bool:
+        """Whether in this step those are looked up, too, for whom it has not paid lately."""
+        return self.turn % EVERY == 0
 
     def propose(self, seqs: list[Sequence], k: int) -> list[Draft]:
         """One tree per sequence of at most k nodes, and the riders of who has some."""
         began, n, self.asking = self.clock(), len(seqs), 0.0
-        self.turn, self.rest, self.of = self.turn + 1, 0, [seq.id for seq in seqs]
-        poor = self.turn % EVERY == 0
+        self.turn += 1
         lengths = [len(seq.tokens) for seq in seqs]
         seconds = self.costs.ladder(n, min(n * k, ALL_ROWS), sum(lengths))
         if seconds is not self.seconds:
             self.seconds = seconds
             self.beliefs.price(seconds)
         texts = [(seq.id, seq.tokens, seq.settled, seq.room) for seq in seqs]
-        guesses, riders = self._cheap(seqs, min(k, len(seconds) - 1), poor) if self.others else ({}, {})
-        picked, rate = self.beliefs.choose(texts, self.looks, guesses, 0.0, k, self.chains, False, poor)
+        guesses, riders = self._cheap(seqs, min(k, len(seconds) - 1)) if self.others else ({}, {})
+        picked, rate = self.beliefs.choose(texts, self.looks, guesses, 0.0, k, self.chains, False, self._poor)
         if rate and max(lengths) >= self.least:  # else none fits, as a rule
             picked = self._dear(seqs, texts, picked, rate, min(k, len(seconds) - 1), guesses, riders)
         drafts = [self._draft(own, riders.get(i)) for i, own in enumerate(picked)]
@@ -181,13 +185,13 @@ class Auto(Drafter):
         self.spent = self.sent - began
         return drafts
 
-    def _cheap(self, seqs: list[Sequence], k: int, poor: bool) -> tuple[dict[int, list[Guess]], dict[int, Draft]]:
+    def _cheap(self, seqs: list[Sequence], k: int) -> tuple[dict[int, list[Guess]], dict[int, Draft]]:
         """What those guess whom `Beliefs` does not ask itself."""
         guesses: dict[int, list[Guess]] = {}
         riders: dict[int, Draft] = {}
         for source in self.others if k > 0 else ():
             most = source.drafter.num_speculative_tokens
-            who = [i for i, seq in enumerate(seqs) if self.beliefs.ask(seq.id, seq.room, source.bit, poor)]
+            who = [i for i, seq in enumerate(seqs) if self.beliefs.ask(seq.id, seq.room, source.bit, self._poor)]
             self._ask(source, seqs, who, min(k, most) if most > 0 else k, guesses, riders)
         return guesses, riders
 
@@ -205,8 +209,7 @@ class Auto(Drafter):
         drafted += self.clock()
         self.asking = drafted
         self._time(source, seqs, who, length, drafted, riders)
-        poor = self.turn % EVERY == 0
-        return self.beliefs.choose(texts, self.looks, guesses, drafted, k, self.chains, True, poor)[0]
+        return self.beliefs.choose(texts, self.looks, guesses, drafted, k, self.chains, True, self._poor)[0]
 
     def _ask(
         self, source: Source, seqs: list[Sequence], who: list[int], k: int, guesses: dict[int, list[Guess]],
@@ -318,8 +321,8 @@ class Auto(Drafter):
             came.append((seq.id, seq.tokens, len(verdict.path) - len(draft.forced.intersection(verdict.path))))
         took, steps, self.rested = math.inf if output.read else took, 1 + self.rested, 0
         pay = self.beliefs.settle(came, rows, took, self.own, self.whole - self.own, steps)
-        if not pay and not self.awake and max([len(seq.tokens) for seq in seqs]) + EVERY < self.least:
-            self.rest = -(self.turn + 1) % EVERY
+        rests = not pay and not self.awake and max([len(seq.tokens) for seq in seqs]) + EVERY < self.least
+        self.unpaid = [seq.id for seq in seqs] if rests else []
         for part in self.watching:
             part.observe(seqs, verdicts, output)
         spent = self.spent + self.clock() - began

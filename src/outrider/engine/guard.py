@@ -26,13 +26,13 @@ class Guard(Drafter):
         self.failure: str | None = None  # what switched it off
         self.quiet = False  # nothing is to be drafted for now
 
-    def rests(self, seqs: list[Sequence]) -> bool:
+    def rests(self, seqs: list[int]) -> bool:
         """Whether it rests."""
         if not self.quiet and self.failure is None:
             try:
                 return self.drafter.rests(seqs)
             except Exception as error:
-                self._blame(error, seqs)
+                self._blame(error, [])
         return False
 
     def propose(self, seqs: list[Sequence], k: int) -> list[Draft]:
