@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ class Cost:
 class Plain:
     """A step of so many sequences. Seconds; `outside` of the kernels, None where these run layer by layer.
 
-    `drafting` is what the drafter took, checks of what it says included.
+    `drafting` is what the drafter took, checks of what it says included, on average.
     """
 
     batch: int
@@ -84,7 +84,7 @@ def steps(llm: LLM, prompt: list[int], batches: list[int], **sampling: Any) -> I
                 drafting += [requests[0].timing.draft - drafted] if len(steps) > 1 else []
         walked = model.native_seconds is not None
         kernels = median(outside[1:]) if walked else None  # the first step reads the prompts
-        yield Plain(batch, median(steps[1:]), kernels, median(drafting))
+        yield Plain(batch, median(steps[1:]), kernels, fmean(drafting))  # a drafter may rest in most steps
 
 
 def run(llm: LLM, methods: list[SpeculativeConfig], text: Path, histories: list[int]) -> Iterator[Cost]:
