@@ -335,7 +335,7 @@ class LLM:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ConfigError("this model has no tokenizer; give token ids instead of text")
-            ids = self._tokenize(prompt, add_special_tokens=add_special_tokens)
+            ids = self._tokenize(prompt, "prompt", add_special_tokens=add_special_tokens)
             if not prompt or not ids:
                 raise EmptyPrompt("the prompt is empty; give at least one token")
             return ids
@@ -386,13 +386,13 @@ class LLM:
         except Exception as error:  # templates raise what they like for conversations they refuse
             reason = " ".join(str(error).split())[:200]
             raise ConfigError(f"the chat template refuses this conversation: {reason}") from None
-        return self._tokenize(text, add_special_tokens=False)
+        return self._tokenize(text, "messages", add_special_tokens=False)
 
-    def _tokenize(self, text: str, **options: Any) -> list[int]:
+    def _tokenize(self, text: str, what: str, **options: Any) -> list[int]:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise RequestError(f"the prompt is not UTF-8 text ({error.reason} at {error.start})") from None
+            raise RequestError(f"{what}: this is no UTF-8 text ({error.reason} at {error.start})") from None
         with tokenizing:
             if len(text) > PIECE:
                 self._refuse_too_long(text)

@@ -125,6 +125,18 @@ def test_what_a_field_may_be_is_told(client, path, field, value, told):
     assert told in error["message"]
 
 
+def test_what_is_no_text_is_named(client):
+    lone, headers = "a\udfff", {"content-type": "application/json"}
+    said = [{"role": "user", "content": lone}]
+    for path, field, value in (
+        ("/v1/completions", "prompt", lone), ("/v1/completions", "prompt", ["a", lone]), ("/tokenize", "prompt", lone),
+        ("/v1/chat/completions", "messages", said), ("/tokenize", "messages", said), ("/v1/responses", "input", lone),
+    ):  # fmt: skip
+        body = json.dumps({field: value}).encode()
+        error = refused(client.send(("POST", path, {"content": body, "headers": headers}))[0], param=field)
+        assert "no UTF-8 text" in error["message"]
+
+
 def test_a_missing_field_a_near_miss_and_a_removed_one(client):
     assert refused(client.post("/v1/completions", {}), param="prompt")["message"] == "the field prompt is missing"
     assert "max_tokens" in refused(client.post("/v1/completions", {"prompt": "x", "max_token": 3}))["message"]
@@ -355,6 +367,10 @@ def test_keys(tiny_llm):
         "Token first",
     ):
         refused(client.post("/v1/completions", body, headers={"authorization": value}), 401)
+    told = client.get("/openapi.json", headers={"x-api-key": "first"}).json()
+    assert {*told["components"]["securitySchemes"]} == {name for each in told["security"] for name in each}
+    free = {path for path, verbs in told["paths"].items() for verb in verbs.values() if "security" in verb}
+    assert free == {"/health", "/metrics"}
     client.llm.close()
 
 

@@ -21,7 +21,7 @@ import outrider
 from outrider.async_llm import AsyncLLM
 from outrider.errors import ConfigError, OutriderError, RequestTooLong, brief
 from outrider.serve.answers import Chat, Completion, Job, Reply
-from outrider.serve.http import EventStream, Gate, Refusal, json_response, read, refusal, while_connected
+from outrider.serve.http import OPEN, EventStream, Gate, Refusal, json_response, read, refusal, while_connected
 from outrider.serve.metrics import Metrics
 from outrider.serve.page import page
 from outrider.serve.protocol import (
@@ -41,6 +41,11 @@ from outrider.serve.vocabulary import Vocabulary
 JSON, PROMETHEUS = "application/json", "text/plain; version=0.0.4; charset=utf-8"
 BODIES = (ChatBody, CompletionBody, ResponsesBody, TokenizeBody, DetokenizeBody)
 REF = "#/components/schemas/"
+KEYS = {  # how an API key is given
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "header": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
+    "basic": {"type": "http", "scheme": "basic", "description": "The key is the password."},
+}
 REFUSED = {JSON: {"schema": {"$ref": REF + "Refusal"}}}
 
 
@@ -88,7 +93,12 @@ def create_app(llm: AsyncLLM, settings: Settings) -> FastAPI:
     @cache
     def described() -> dict[str, Any]:
         known = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        return {**known, "components": {"schemas": _schemas()}}
+        if settings.api_keys:
+            for path in OPEN:
+                for about in known["paths"][path].values():
+                    about["security"] = []
+            known["security"] = [{name: []} for name in KEYS]
+        return {**known, "components": {"schemas": _schemas(), "securitySchemes": KEYS if settings.api_keys else {}}}
 
     app.openapi = described  # type: ignore[method-assign]
 
