@@ -10,6 +10,7 @@ constexpr double kTrusts[] = {0.05, 0.12, 0.25, 0.4, 0.55, 0.7, 0.8, 0.88, 0.94,
 constexpr int kDeep = 2, kAny = -1;  // the depth from which guesses are deep; of any trust
 constexpr double kMemory = 0.995, kOwnMemory = 0.97;  // weight of the past, of all requests and of one
 constexpr double kPriorWeight = 2, kOwnWeight = 8;    // guesses that the prior, and all requests against one, count for
+constexpr double kEnded = 0.8, kLeastShare = 0.1;     // of the past, in how looks ended; of what they may lose, at least
 constexpr double kHopes = 16, kLeastFaith = 0.75;     // tokens of drafts taken to have come true at first; see faith()
 constexpr double kMargin = 1.2;                       // a row is worth it if it promises this much more than it costs
 
@@ -21,7 +22,8 @@ int sure(double trust) { return int(std::upper_bound(std::begin(kTrusts), std::e
 
 }  // namespace
 
-Beliefs::Account::Account(int64_t room) : start(std::min(kStart, kAllowance * double(room))), credit(start) {}
+Beliefs::Account::Account(int64_t room, double share)
+    : start(share * std::min(kStart, kAllowance * double(room))), credit(start) {}
 
 double Beliefs::Account::covers() const { return credit >= 0 ? 1 : credit >= -start ? kDoubt : 0; }
 
@@ -40,7 +42,11 @@ void Beliefs::begin(int64_t seq, int64_t room) {
 bool Beliefs::ask(int64_t seq, int64_t room, uint64_t source, bool poor) {
   Own &known = own.try_emplace(seq, room).first->second;
   auto look = std::find_if(known.looks.begin(), known.looks.end(), [&](const Look &l) { return l.source == source; });
-  if (look == known.looks.end()) look = known.looks.insert(look, {source, Account(known.room)});
+  if (look == known.looks.end()) {  // after many who ended poor there is little to lose
+    const auto before = ended.find(source);
+    const double share = before == ended.end() ? 1 : std::max(kLeastShare, 1 - before->second);
+    look = known.looks.insert(look, {source, Account(known.room, share)});
+  }
   const bool may = room > 1 && known.rows.covers() > 0 && look->account.credit >= 0 && (poor || !look->poor);
   look->asked |= may;
   return may;
@@ -210,6 +216,16 @@ int64_t Beliefs::waits(int64_t seq) const {
   int64_t first = bush.tokens.empty() ? -1 : bush.at;
   for (const Bush &probe : found->second.probes) first = first < 0 ? probe.at : std::min(first, probe.at);
   return first;
+}
+
+void Beliefs::forget(int64_t seq) {
+  const auto found = own.find(seq);
+  if (found == own.end()) return;
+  for (const Look &look : found->second.looks) {
+    double &share = ended[look.source];
+    share = kEnded * share + (1 - kEnded) * look.poor;
+  }
+  own.erase(found);
 }
 
 // How much of what drafts promised has come lately, in some bounds: what is chosen is what is thought too much of.

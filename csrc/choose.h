@@ -49,8 +49,8 @@ class Beliefs {
   int64_t waits(int64_t seq) const;
   // The chance of a source apart to be right at each depth, if it is asked.
   Reals hopes(int64_t seq, uint64_t source, int deep, double prior);
-  // Drop what is known of this sequence alone.
-  void forget(int64_t seq) { own.erase(seq); }
+  // Drop what is known of this sequence alone, but for how its looks ended.
+  void forget(int64_t seq);
 
  private:
   struct Kind {
@@ -68,7 +68,7 @@ class Beliefs {
   };
   struct Account {
     double start, credit;
-    explicit Account(int64_t room = 0);
+    explicit Account(int64_t room = 0, double share = 1);
     double covers() const;
     double stake() const { return credit + 0.5 * start; }
     void enter(double brought, double cost);
@@ -124,5 +124,6 @@ class Beliefs {
   std::unordered_map<Kind, int, Hash> numbers;
   std::vector<Count> all;  // by number of the kind
   Count drafts;            // tokens of what was drafted: right, and hoped for
+  std::unordered_map<uint64_t, double> ended;  // by cheap source: the share of late requests whose looks ended poor
   std::unordered_map<int64_t, Own> own;
 };

@@ -349,7 +349,11 @@ def test_both_choose_the_same(seed):
         for own in both:
             own.price(seconds)
         cheap = {i: [guess(1)] for i in range(len(some)) if dice.random() < 0.7}
-        one, other = (own.choose(some, [*look], cheap, 0.0, k, chains) for own, look in zip(both, looks, strict=True))
+        poor = dice.random() < 0.5
+        one, other = (
+            own.choose(some, [*look], cheap, 0.0, k, chains, False, poor)
+            for own, look in zip(both, looks, strict=True)
+        )
         assert one == other
         if dice.random() < 0.5:  # a model is asked for some
             dear = {i: [*cheap.get(i, ()), guess(4)] for i in range(len(some)) if dice.random() < 0.5}
@@ -370,7 +374,7 @@ def test_both_choose_the_same(seed):
         asked = some[0][0], dice.choice((1, 4)), 4, 0.65
         one, other = (own.hopes(*asked) for own in both)
         assert one == other and len(both[0]) == len(both[1])
-        one, other = ([(own.standing(seq), own.ask(seq, 9, 2)) for seq, *_ in some] for own in both)
+        one, other = ([(own.standing(seq), own.ask(seq, 9, 2, poor)) for seq, *_ in some] for own in both)
         assert one == other
 
 
@@ -416,6 +420,27 @@ def test_who_finds_nothing_is_looked_for_seldom(beliefs):
         beliefs.settle([(1, [5], len(tokens)), (2, [5], 1)], 3 + len(found), 1.35, 0.03, 0.0)
         assert beliefs.ask(2, 1000, 1)
     assert all(looked[:39]) and 30 < sum(looked[200:400]) < 40 and all(looked[410:])
+
+
+def test_looks_may_lose_less_where_those_of_requests_before_found_nothing(beliefs):
+    """They are soon left to the steps in which all are looked up, until one finds something."""
+
+    def looked(seq: int, finds: bool) -> list[int]:
+        steps = list[int]()
+        for step in range(1, 81):
+            asked = beliefs.ask(seq, 1000, 1, step % 8 == 0)
+            steps += [step] if asked else []
+            found = [(1, [5], [-1], [0.9])] if asked and finds else []
+            ((tokens, *_),), _ = choose(beliefs, {seq: 0}, [found], [1.0, 1.35])
+            beliefs.settle([(seq, [5], len(tokens))], 1 + len(tokens), 1.35, 0.03, 0.0)
+        beliefs.forget(seq)
+        return steps
+
+    many = [len(looked(seq, False)) for seq in range(12)]
+    assert many == sorted(many, reverse=True) and many[0] > 24 and many[-1] < 13
+    assert looked(12, False)[:4] == [1, 2, 8, 16], "those of the first steps, and then where all are"
+    assert looked(13, True) == [*range(1, 81)]
+    assert len(looked(14, False)) > many[-1]
 
 
 def test_of_two_who_are_asked_one_may_be_worth_it(beliefs):

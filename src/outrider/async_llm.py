@@ -245,7 +245,11 @@ class AsyncLLM:
         readers: dict[asyncio.AbstractEventLoop, list[Answer]] = defaultdict(list)
         for answer in answers:
             self._news.setdefault(answer.loop, []).extend(answer.note(now))
-            if answer.due(now + (now - began) - interval):  # the next step may take as long
+        late = now + (now - began) - interval  # the next step may take as long
+        if any([answer.due(late) for answer in answers]):
+            late += interval / 2  # whose turn comes soon is told along, and from then on: a wake-up serves all
+        for answer in answers:
+            if answer.due(late):
                 answer.show(now)
                 readers[answer.loop].append(answer)
         for loop, due in readers.items():

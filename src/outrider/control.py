@@ -51,6 +51,7 @@ DOUBT = 0.5  # of a guess's worth, while the account is overdrawn by no more tha
 TRUSTS = (0.05, 0.12, 0.25, 0.4, 0.55, 0.7, 0.8, 0.88, 0.94, 0.97)  # between the levels of trust
 DEPTHS = (2,)
 MEMORY, OWN_MEMORY = 0.995, 0.97  # weight of the past, of all requests and of one, per guess of a kind
+ENDED, LEAST_SHARE = 0.8, 0.1  # weight of the past in how requests' looks ended; of what looks may lose, at least
 HOPES, LEAST_FAITH = 16.0, 0.75  # tokens of drafts taken to have come true at first; of what drafts promise
 PRIOR_WEIGHT, OWN_WEIGHT = 2.0, 8.0  # guesses that the prior, and all requests against one, count for
 KEPT = 64  # machines and models whose costs are kept in the file
@@ -274,10 +275,11 @@ class Account:
     """What drafts brought a sequence less what they cost it, in plain steps, with a small allowance."""
 
     room: int  # tokens that the sequence may yet have
+    share: float = 1.0  # of the usual allowance
     credit: float = 0.0
 
     def __post_init__(self) -> None:
-        self.credit = self.start = min(START, ALLOWANCE * self.room)
+        self.credit = self.start = self.share * min(START, ALLOWANCE * self.room)
 
     @property
     def covers(self) -> float:
@@ -411,10 +413,6 @@ class Own:
         """Who pays for the step under way."""
         return self.asks if self.ran else self.rows
 
-    def look(self, source: int) -> Account:
-        """Who pays for asking a cheap source."""
-        return self.looks.get(source) or self.looks.setdefault(source, Account(self.room))
-
 
 class Beliefs:
     """How often guesses of a kind come true once those before them have: of all requests, and of each sequence.
@@ -428,6 +426,7 @@ class Beliefs:
         self.apart = apart
         self.all: dict[Kind, tuple[float, float]] = {}  # right, made
         self.own: dict[int, Own] = {}
+        self.ended: dict[int, float] = {}  # by cheap source (bit): the share of late requests whose looks ended poor
         self.drafts = 0.0, 0.0  # tokens of what was drafted: right, and hoped for
         self.seconds: list[float] = []
 
@@ -445,7 +444,9 @@ class Beliefs:
         poor: one whose guesses have not paid for asking it lately, too, as long as it is not overdrawn.
         """
         known = self._known(seq, room)
-        may = known.look(source).credit >= 0 and (poor or not known.poor & source)
+        if source not in known.looks:  # after many who ended poor there is little to lose
+            known.looks[source] = Account(known.room, max(LEAST_SHARE, 1 - self.ended.get(source, 0.0)))
+        may = known.looks[source].credit >= 0 and (poor or not known.poor & source)
         may = may and known.rows.covers > 0 and room > 1
         known.asked |= source if may else 0
         return may
@@ -567,8 +568,11 @@ class Beliefs:
         return max(LEAST_FAITH, min(1.0, (right + HOPES) / (hoped + HOPES)))
 
     def forget(self, seq: int) -> None:
-        """Drop what is known of this sequence alone."""
-        self.own.pop(seq, None)
+        """Drop what is known of this sequence alone, but for how its looks ended."""
+        if known := self.own.pop(seq, None):
+            for source in known.looks:
+                share = bool(known.poor & source)
+                self.ended[source] = ENDED * self.ended.get(source, 0.0) + (1 - ENDED) * share
 
     def _of(self, counts: dict[Kind, tuple[float, float]], what: Kind, prior: float) -> float:
         """The probability that such a guess is right; `prior` while nothing is known."""
