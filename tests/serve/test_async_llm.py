@@ -130,6 +130,31 @@ def test_an_interval_grows_with_company(make_llm, monkeypatch):
     llm.close()
 
 
+def test_events_of_many_come_together(make_llm, monkeypatch):
+    """Whoever's turn comes soon is told along with who is due, and so from then on, wherever they began."""
+    ticks, shown, show = itertools.count(), list[tuple[Answer, float]](), Answer.show
+    clock = SimpleNamespace(monotonic=time.monotonic, perf_counter=lambda: float(next(ticks)))  # twice a step
+    monkeypatch.setattr("outrider.async_llm.time", clock)
+    monkeypatch.setattr(Answer, "show", lambda self, now: (shown.append((self, now)), show(self, now)))
+    llm = AsyncLLM(make_llm(), event_interval=16.0)
+    options: dict[str, Any] = {"max_tokens": 400, "temperature": 0, "ignore_eos": True}
+
+    async def one_after_the_other() -> Any:
+        answers = list[Any]()
+        for i in range(4):
+            answers.append(asyncio.ensure_future(collect(llm, [5, 6, 7 + i], **options)))
+            while len({answer for answer, _ in shown}) <= i:
+                await asyncio.sleep(0)
+        return await asyncio.gather(*answers)
+
+    run(one_after_the_other())
+    own = [[now for who, now in shown if who is answer] for answer in {answer for answer, _ in shown}]
+    all_there, one_ends = max(min(times) for times in own), min(max(times) for times in own)
+    first, *then = [sorted(now for now in times if all_there < now < one_ends) for times in own]
+    assert len(first) > 12 and all([times[-9:] == first[-9:] for times in then])
+    llm.close()
+
+
 def test_an_idle_engine_waits_for_who_is_on_the_way(make_llm, monkeypatch):
     """Requests that come together are begun together, though their prompts are added one after the other."""
     monkeypatch.setattr("outrider.async_llm.GATHER", 60)
