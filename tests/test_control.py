@@ -351,8 +351,7 @@ def test_both_choose_the_same(seed):
         cheap = {i: [guess(1)] for i in range(len(some)) if dice.random() < 0.7}
         poor = dice.random() < 0.5
         one, other = (
-            own.choose(some, [*look], cheap, 0.0, k, chains, False, poor)
-            for own, look in zip(both, looks, strict=True)
+            own.choose(some, [*look], cheap, 0.0, k, chains, False, poor) for own, look in zip(both, looks, strict=True)
         )
         assert one == other
         if dice.random() < 0.5:  # a model is asked for some

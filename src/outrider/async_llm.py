@@ -71,7 +71,8 @@ class AsyncLLM:
     max_queued_requests, max_queued_tokens: outputs, and tokens of their prompts, that may wait beyond those that run;
         more are refused with QueueFull. None: any number.
     event_interval: seconds between two events of an output, unless a step takes longer: what comes meanwhile joins the
-        next one. First tokens and ends do not wait. Readers that run on the engine's own cores slow it down: each
+        next one. First tokens and ends do not wait, and whose turn comes within half an interval is told along with
+        others. Readers that run on the engine's own cores slow it down: each
         event costs some tenths of a millisecond, whatever it holds. So beside more than 8 answers the interval
         grows as they do, to 4 times at most.
     watch: called in the event loop with the Progress of its requests, as they are told.
