@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from helpers import logits_after
+from safetensors.torch import load_file
 from test_families import GROWING
 from test_gguf import Kind, write
 from test_truth import LLAMA3, check, prompt_of, reference, rope
@@ -92,3 +93,21 @@ def test_the_command(make_checkpoint, tmp_path, monkeypatch, capsys):
     told = capsys.readouterr()
     assert ended.value.code in (0, None) and told.out == "" and "MB of weights" in told.err
     assert LLM(tmp_path / "out", device="cpu").generate([[1, 2]], max_tokens=2)
+
+
+def test_int8_for_a_peer(make_checkpoint, tmp_path):
+    """Rows and their scales give the weights back, and what is not a matrix inside the model stays as it is."""
+    from tools.w8a8 import w8a8
+
+    source = make_checkpoint("llama")
+    w8a8(source, tmp_path / "int8")
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "int8"))
+    for name, weight in before.items():
+        if (scale := after.get(f"{name}_scale")) is None:
+            assert torch.equal(weight, after[name]) and (weight.ndim == 1 or "embed" in name or "lm_head" in name)
+        else:
+            assert after[name].dtype == torch.int8
+            assert bool(((after[name] * scale.float() - weight.float()).abs() <= 0.51 * scale.float()).all())
+    assert json.loads((tmp_path / "int8" / "config.json").read_text())["quantization_config"]["config_groups"]
+    with pytest.raises(ConfigError, match="`outrider export`"):
+        w8a8(tmp_path, tmp_path / "none")
