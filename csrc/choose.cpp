@@ -43,9 +43,7 @@ bool Beliefs::ask(int64_t seq, int64_t room, uint64_t source, bool poor) {
   Own &known = own.try_emplace(seq, room).first->second;
   auto look = std::find_if(known.looks.begin(), known.looks.end(), [&](const Look &l) { return l.source == source; });
   if (look == known.looks.end()) {  // after many who ended poor there is little to lose
-    const auto before = ended.find(source);
-    const double share = before == ended.end() ? 1 : std::max(kLeastShare, 1 - before->second);
-    look = known.looks.insert(look, {source, Account(known.room, share)});
+    look = known.looks.insert(look, {source, Account(known.room, std::max(kLeastShare, 1 - ended[source]))});
   }
   const bool may = room > 1 && known.rows.covers() > 0 && look->account.credit >= 0 && (poor || !look->poor);
   look->asked |= may;

@@ -72,9 +72,9 @@ def w8a8(
     target: Annotated[Path, typer.Argument(help="New or empty folder.")],
 ) -> None:
     """Round a checkpoint to int8, activations too, as vLLM runs it fastest on a CPU."""
-    from tools.w8a8 import w8a8 as rounded
+    from tools.w8a8 import w8a8 as write
 
-    rounded(source, target)
+    write(source, target)
 
 
 @app.command()

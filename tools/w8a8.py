@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from outrider import packed
 from outrider.errors import ConfigError
 from outrider.files import new_folder
+from outrider.quantize import rounded
 from tools.inflate import COPIED
-
-EIGHT = {"num_bits": 8, "type": "int", "symmetric": True}
 
 
 def w8a8(source: Path, target: Path) -> None:
@@ -28,21 +28,14 @@ def w8a8(source: Path, target: Path) -> None:
     for name, weight in load_file(weights).items():
         found[name] = weight
         if weight.ndim == 2 and not name.endswith(("embed_tokens.weight", "lm_head.weight")):
-            scale = (weight.float().abs().amax(1, keepdim=True) / 127).clamp(min=1e-12).to(weight.dtype)
-            found[name] = (weight.float() / scale.float()).round().clamp(-127, 127).to(torch.int8)
-            found[f"{name}_scale"] = scale
-    group = {
-        "targets": ["Linear"],
-        "weights": {**EIGHT, "strategy": "channel", "dynamic": False},
-        "input_activations": {**EIGHT, "strategy": "token", "dynamic": True},
-    }
-    config = json.loads((source / "config.json").read_text("utf-8"))
-    config["quantization_config"] = {
-        "quant_method": "compressed-tensors", "format": "int-quantized", "quantization_status": "compressed",
-        "config_groups": {"group_0": group}, "ignore": ["lm_head"],
-    }  # fmt: skip
+            rows = rounded(weight, 8, weight.shape[1], True, weight.dtype)
+            found[name], found[f"{name}_scale"] = rows.values, rows.scales
+    about = packed.config(8, -1, True, ["lm_head"]) | {"format": "int-quantized"}
+    by_token = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+    about["config_groups"]["group_0"]["input_activations"] = by_token
+    config = json.loads((source / "config.json").read_text("utf-8")) | {"quantization_config": about}
     with new_folder(target) as folder:
         save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
         for path in {path for pattern in COPIED for path in source.glob(pattern)}:
-            shutil.copy(path, folder)
+            shutil.copyfile(path, folder / path.name)
         (folder / "config.json").write_text(json.dumps(config, indent=2), "utf-8")

@@ -72,9 +72,8 @@ class AsyncLLM:
         more are refused with QueueFull. None: any number.
     event_interval: seconds between two events of an output, unless a step takes longer: what comes meanwhile joins the
         next one. First tokens and ends do not wait, and whose turn comes within half an interval is told along with
-        others. Readers that run on the engine's own cores slow it down: each
-        event costs some tenths of a millisecond, whatever it holds. So beside more than 8 answers the interval
-        grows as they do, to 4 times at most.
+        others. Readers that run on the engine's own cores slow it down: each event costs some tenths of a
+        millisecond, whatever it holds. So beside more than 8 answers the interval grows as they do, to 4 times at most.
     watch: called in the event loop with the Progress of its requests, as they are told.
     """
 
@@ -249,10 +248,10 @@ class AsyncLLM:
         late = now + (now - began) - interval  # the next step may take as long
         if any([answer.due(late) for answer in answers]):
             late += interval / 2  # whose turn comes soon is told along, and from then on: a wake-up serves all
-        for answer in answers:
-            if answer.due(late):
-                answer.show(now)
-                readers[answer.loop].append(answer)
+            for answer in answers:
+                if answer.due(late):
+                    answer.show(now)
+                    readers[answer.loop].append(answer)
         for loop, due in readers.items():
             try:
                 loop.call_soon_threadsafe(self._deliver, due, self._news.pop(loop))

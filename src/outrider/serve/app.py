@@ -93,12 +93,14 @@ def create_app(llm: AsyncLLM, settings: Settings) -> FastAPI:
     @cache
     def described() -> dict[str, Any]:
         known = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        known["components"] = {"schemas": _schemas()}
         if settings.api_keys:
+            known["components"]["securitySchemes"] = KEYS
+            known["security"] = [{name: []} for name in KEYS]
             for path in OPEN:
                 for about in known["paths"][path].values():
                     about["security"] = []
-            known["security"] = [{name: []} for name in KEYS]
-        return {**known, "components": {"schemas": _schemas(), "securitySchemes": KEYS if settings.api_keys else {}}}
+        return known
 
     app.openapi = described  # type: ignore[method-assign]
 
