@@ -2,6 +2,7 @@
 // first k to the last with one instruction, and rows and threads only divide the outputs among themselves.
 #include "linear.h"
 
+#include <climits>
 #include <type_traits>
 
 #include "integers.h"
@@ -18,13 +19,14 @@ constexpr int kChunkBytes = 1 << 16, kUnpackedBytes = 1 << 14, kTaskBytes = 1 <<
 constexpr int kNear = 4096;  // bytes that few rows fetch ahead, beyond the groups that they take at once
 
 // How bfloat16 activations enter a product, and how many rows it takes at once: more than whose sums and totals fit the
-// registers of x86, since what is spilled costs less than to unpack weights, and to read their scales, once more.
+// registers of x86, since what is spilled costs less than to unpack weights, and to read their scales, once more. For
+// more than kDirect rows weights are unpacked once for all, through memory, which pays where unpacking takes long.
 #if defined(__AVX512BF16__)
 using Half = bf16;
-constexpr int kRows = 12;
+constexpr int kRows = 12, kDirect = INT_MAX;
 #else
 using Half = float;
-constexpr int kRows = W == 8 ? 6 : 2;
+constexpr int kRows = W == 8 ? 6 : 2, kDirect = 4 * kRows;
 #endif
 
 // Each format gives `weights(w, a, v, even, odd)`: of the four k at w, the weights of vector v at k = 2 a and 2 a + 1.
@@ -724,7 +726,7 @@ void multiply(const Weights &w, const void *x, int n, const Result &result, cons
     else return prepare<X>(w, from, n, scale, eps, threads);
   }();
   const int depth = w.padded();
-  const bool unpacked = F::kScaled && !kRounded && (tiled(w) || n > 4 * kRows);  // for fewer the detour through memory costs more
+  const bool unpacked = F::kScaled && !kRounded && (tiled(w) || n > kDirect);
   const int length = unpacked ? kUnpackedBytes / BF16::kBytes : kChunkBytes / F::kBytes / kSuper * kSuper;
   // Some panels make a task, since taking one costs time; still enough tasks that threads end together.
   const int all = w.panels(), most = all / (8 * threads), size = int(kTaskBytes / w.panel_bytes());
