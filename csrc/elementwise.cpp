@@ -156,24 +156,36 @@ int above(const float *x, int n, float floor, int32_t *places) {
   return count;
 }
 
-void race(const float *weights, int n, uint64_t key, float *ratios) {
-  constexpr int H = W / 2;
+float race(const float *x, int n, float most, float factor, float floor, uint64_t key, float *ratios) {
+  constexpr int H = W / 2, kPart = 64 * W;  // of which the cache keeps what one loop leaves for the next
   typedef uint64_t vl __attribute__((vector_size(4 * W), may_alias));
   typedef double vd __attribute__((vector_size(4 * W), may_alias));
   typedef float vs __attribute__((vector_size(2 * W), may_alias));
+  float part[kPart], best = -__builtin_inff();
   vl step;
   for (int i = 0; i < H; i++) step[i] = uint64_t(i + 1) * 0x9E3779B97F4A7C15 + key;
-  for (int k = 0; k < n; k += H, step += H * 0x9E3779B97F4A7C15) {
-    vl z = (step ^ step >> 30) * 0xBF58476D1CE4E5B9;
-    z = (z ^ z >> 27) * 0x94D049BB133111EB;
-    z ^= z >> 31;
-    // What is left to 1: an integer of 52 bits becomes the fraction of a number between 1 and 2.
-    const vd rest = (vd)(~z >> 12 | 0x3ff0000000000000) - (1 - 0x1p-53);
-    vs weight = {};
-    memcpy(&weight, weights + k, sizeof(float) * (n - k < H ? n - k : H));
-    const vs ratio = __builtin_convertvector(-rest / __builtin_convertvector(weight, vd), vs);
-    memcpy(ratios + k, &ratio, sizeof(float) * (n - k < H ? n - k : H));
+  for (int from = 0; from < n; from += kPart) {
+    const int size = n - from < kPart ? n - from : kPart;
+    for (int k = 0; k < size; k += W) {
+      const vf v = load_n(x + from + k, size - k), inverse = exp((v - most) * factor);
+      store(part + k, v >= floor ? -inverse : splat(-__builtin_inff()));
+    }
+    for (int k = size; k < kPart; k++) part[k] = -__builtin_inff();
+    vs top = load_as<vs>(part);
+    for (int k = 0; k < kPart; k += H, step += H * 0x9E3779B97F4A7C15) {
+      vl z = (step ^ step >> 30) * 0xBF58476D1CE4E5B9;
+      z = (z ^ z >> 27) * 0x94D049BB133111EB;
+      z ^= z >> 31;
+      // What is left to 1: an integer of 52 bits becomes the fraction of a number between 1 and 2.
+      const vd rest = (vd)(~z >> 12 | 0x3ff0000000000000) - (1 - 0x1p-53);
+      const vs ratio = __builtin_convertvector(rest, vs) * load_as<vs>(part + k);
+      memcpy(part + k, &ratio, sizeof ratio);
+      top = k && top > ratio ? top : ratio;
+    }
+    for (int i = 0; i < H; i++) best = top[i] > best ? top[i] : best;
+    memcpy(ratios + from, part, sizeof(float) * size);
   }
+  return best;
 }
 
 template <class A>

@@ -34,8 +34,9 @@ struct ElementwiseKernels {
   double (*weigh)(const float *x, int n, float floor, float *weights);
   // Where x >= floor, ascending; returns how many places.
   int (*above)(const float *x, int n, float floor, int32_t *places);
-  // (u - 1) / weight, to 1e-6 or so, where u is Law 1's variate of each place under this key; -inf where weight is 0.
-  void (*race)(const float *weights, int n, uint64_t key, float *ratios);
+  // ratios = (u - 1) * e^((x - most) * factor), to 1e-6 or so, where u is Law 1's variate of each place under this key;
+  // -inf where x < floor. Returns the largest.
+  float (*race)(const float *x, int n, float most, float factor, float floor, uint64_t key, float *ratios);
 };
 
 #ifdef OUTRIDER_ISA

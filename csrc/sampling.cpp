@@ -83,10 +83,13 @@ int draw(const Draw &d, int vocab) {
   float *shaped = static_cast<float *>(scratch(5, sizeof(float) * vocab));
   float *weights = static_cast<float *>(scratch(6, sizeof(float) * vocab));
   int32_t *places = static_cast<int32_t *>(scratch(7, sizeof(int32_t) * vocab));
-  own.shape(d.logits, vocab, d.logits[top], d.temperature, shaped);
+  const bool by_count = 0 < d.top_k && d.top_k < vocab, all = !by_count && d.top_p >= 1 && d.least == -kInfinity && vocab > kFew;
+  const float most = d.logits[top];
+  const auto shaped_of = [&](int token) { return (d.logits[token] - most) / d.temperature; };
+  if (!all) own.shape(d.logits, vocab, most, d.temperature, shaped);
   const auto larger = [&](int a, int b) { return shaped[a] > shaped[b]; };
   float floor = -kInfinity, certain = -kInfinity;  // of what may be kept, and of what is kept beyond doubt
-  if (0 < d.top_k && d.top_k < vocab) {
+  if (by_count) {
     const int found = largest(shaped, vocab, d.top_k, places);
     std::nth_element(places, places + d.top_k - 1, places + found, larger);
     floor = shaped[places[d.top_k - 1]];
@@ -129,27 +132,25 @@ int draw(const Draw &d, int vocab) {
     floor = least;
   }
   floor = std::max(floor, d.least);
-  int found = floor > -kInfinity || vocab <= kFew ? own.above(shaped, vocab, floor, places) : vocab;
+  int found = all ? vocab : own.above(shaped, vocab, floor, places);
   if (found > kFew) {
-    own.weigh(shaped, vocab, floor, weights);
     float *ratios = weights;
-    own.race(weights, vocab, d.key, ratios);
+    const float best = all ? own.race(d.logits, vocab, most, -1 / d.temperature, floor, d.key, ratios)
+                           : own.race(shaped, vocab, 0, -1, floor, d.key, ratios);
     // The choice is where -log(u) / weight is least, and 1 - u is no more than -log(u): who is to win must be before the
     // time of one that is early.
-    int early;
-    own.argmax(ratios, 1, vocab, &early, 1);
-    if (early < 0) return kUnsure;
-    const double time = -std::log(uniform(d.key, early)) / std::exp(double(shaped[early]));
+    own.above(ratios, vocab, best, places);
+    const double time = -std::log(uniform(d.key, places[0])) / std::exp(double(shaped_of(places[0])));
     found = own.above(ratios, vocab, float(-time * (1 + 4 * kGap)), places);
   }
   int best = kUnsure;
-  float most = -kInfinity, second = -kInfinity;
+  float first = -kInfinity, second = -kInfinity;
   for (int i = 0; i < found; i++) {
     const int token = places[i];
-    const float score = shaped[token] + float(-std::log(-std::log(uniform(d.key, token))));
-    if (score > most) second = most, most = score, best = token;
+    const float score = shaped_of(token) + float(-std::log(-std::log(uniform(d.key, token))));
+    if (score > first) second = first, first = score, best = token;
     else second = std::max(second, score);
   }
-  const bool clear = most - second > kGap * std::max(1.0f, std::abs(most) / 8);
-  return clear && shaped[best] >= certain ? best : kUnsure;
+  const bool clear = first - second > kGap * std::max(1.0f, std::abs(first) / 8);
+  return clear && shaped_of(best) >= certain ? best : kUnsure;
 }
