@@ -69,7 +69,7 @@ def test_the_pace_follows_what_steps_take(fixed, row, delay, prompts):
         seconds = fixed + (4 + read) * row
         pace.learn(4 + read, read, 20 * seconds if i == 70 else seconds)
         taken.append(read)
-    allowed = max(GRAIN, min(2000, min(delay, LENGTHENED * (fixed + 4 * row) * max(1, prompts / 4)) / row))
+    allowed = max(GRAIN, min(2000, min(delay, LENGTHENED * (fixed + 4 * row) * (1 + (prompts - 1) / 2)) / row))
     assert all(0.7 * allowed - 1 < read <= 1.3 * allowed + 1 for i, read in enumerate(taken[100:], 100) if i % 3)
 
 

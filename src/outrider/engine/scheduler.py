@@ -2,8 +2,8 @@
 
 A forward has room for so many tokens. Sequences that wait for their next token come first, with one each. Prompts get
 what reading them may take: beside running sequences, as many tokens as lengthen the step by no more than a promised
-delay, nor by more than 1.5 times its own length, as measured, which where prompts outnumber those that run is taken so
-many times; else all there is room for. Draft nodes get what is left, and a quarter of that room where some prompt has
+delay, nor by more than 1.5 times its own length, as measured, which is taken the more times, the more prompts wait for
+each that runs; else all there is room for. Draft nodes get what is left, and a quarter of that room where some prompt has
 to wait. So speculation shrinks first, and no prompt stops those that run.
 """
 
@@ -40,9 +40,9 @@ class Pace:
         """Tokens of so many prompts that may be read in a forward beside so many rows."""
         if not self.row:
             return GRAIN
-        # who waits for a first token counts as much as who waits for the next: were a burst read in many small steps,
-        # the first to arrive would go ahead alone, in steps that nobody shares
-        bound = LENGTHENED * (self.fixed + self.row * rows) * max(1.0, prompts / rows)
+        # beyond one prompt, who waits for a first token counts twice as much as who waits for the next: were a burst read
+        # in many small steps, the first to arrive would go ahead alone, in steps that nobody shares
+        bound = LENGTHENED * (self.fixed + self.row * rows) * (1 + 2 * (prompts - 1) / rows)
         return max(GRAIN, int(min(self.delay, bound) / self.row))
 
 
