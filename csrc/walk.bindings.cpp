@@ -15,6 +15,9 @@ using Parts = std::vector<Weights *>;
 using Run = std::tuple<int64_t, int64_t, int64_t, int64_t, std::optional<std::vector<int32_t>>, std::vector<uintptr_t>,
                        uintptr_t, int64_t>;
 
+// Temperature, top-k, top-p, the smallest shaped logit, and the key of the noise: see Draw.
+using Drawn = std::tuple<float, int, double, float, uint64_t>;
+
 static const void *at(uintptr_t address) { return reinterpret_cast<const void *>(address); }
 
 static Product product(const Parts &parts) { return {parts.begin(), parts.end()}; }
@@ -40,20 +43,22 @@ static WalkRun checked(const Walk &w, int rows, int64_t slabs, Run run) {
 static std::vector<int> forward(const Walk &w, std::vector<int64_t> tokens, uintptr_t embedded, uintptr_t beside,
                     std::vector<uintptr_t> turns, int64_t sines, std::vector<Run> runs, uintptr_t slabs, int64_t slab_count, std::vector<int> wanted,
                     std::vector<std::pair<int, uintptr_t>> states, uintptr_t queries, uintptr_t out, uintptr_t logits,
-                    int threads) {
+                    const std::vector<Drawn> &draws, int threads) {
   int most = 0;
   for (const WalkLayer &layer : w.layers) most = std::max(most, layer.turn);
   const int rows = int(turns.size()) / (most + 1);
   if (int(turns.size()) != rows * (most + 1)) throw nb::value_error("there must be a turn for each row and rotation");
   WalkPlan plan{rows, std::move(tokens), at(embedded), at(beside), std::move(turns), sines, {},
                 reinterpret_cast<void *const *>(slabs), slab_count, std::move(wanted), std::move(states),
-                reinterpret_cast<void *>(queries), reinterpret_cast<void *>(out), reinterpret_cast<float *>(logits), nullptr,
+                reinterpret_cast<void *>(queries), reinterpret_cast<void *>(out), reinterpret_cast<float *>(logits), {}, nullptr,
                 threads};
   if (!embedded && (int(plan.tokens.size()) != rows || (!w.embedding && !w.packed)))
     throw nb::value_error("there must be a token for each row, or the rows embedded");
   if (w.beside_norm && (!embedded || !beside)) throw nb::value_error("rows must come embedded, with what stands beside them");
   for (int row : plan.wanted)
     if (row < 0 || row >= rows) throw nb::value_error("a row that is wanted is not there");
+  if (!draws.empty() && draws.size() != plan.wanted.size()) throw nb::value_error("there must be a draw for each row that is wanted");
+  for (const auto &[temperature, top_k, top_p, least, key] : draws) plan.draws.push_back({nullptr, temperature, top_k, top_p, least, key});
   for (Run &run : runs) plan.runs.push_back(checked(w, rows, slab_count, std::move(run)));
   std::vector<int> best(logits ? plan.wanted.size() : 0);
   plan.best = best.data();

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "pool.h"
 #include "scratch.h"
 
 namespace {
@@ -58,7 +59,7 @@ class Step {
     norm(out, wanted, out);
     if (!plan_.logits) return;
     multiply(w_.head, out, wanted, plan_.logits, w_.vocab, true, nullptr, nullptr);
-    kernels().elementwise.argmax(plan_.logits, wanted, w_.vocab, plan_.best, plan_.threads);
+    choose(wanted);
   }
 
  private:
@@ -112,6 +113,17 @@ class Step {
     jobs_.clear();
     for (const WalkRun &run : plan_.runs) jobs_.push_back(job(run, i));
     kernels().attention.attend(shape, jobs_.data(), int(jobs_.size()));
+  }
+
+  void choose(int wanted) const {
+    const auto argmax = kernels().elementwise.argmax;
+    if (plan_.draws.empty()) return argmax(plan_.logits, wanted, w_.vocab, plan_.best, plan_.threads);
+    pool::parallel(wanted, plan_.threads, [&](int r) {
+      Draw own = plan_.draws[r];
+      own.logits = plan_.logits + size_t(r) * w_.vocab;
+      if (own.temperature) plan_.best[r] = draw(own, w_.vocab);
+      else argmax(own.logits, 1, w_.vocab, plan_.best + r, 1);
+    });
   }
 
   // What qkv sees of rows that have something beside them.

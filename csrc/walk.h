@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "experts.h"
+#include "sampling.h"
 
 struct WalkLayer {
   const void *input_norm, *post_norm, *q_norm, *k_norm, *attention_norm, *mlp_norm;  // each may be null
@@ -57,7 +58,8 @@ struct WalkPlan {
   void *queries;                                      // (layers, rows, heads, dim), or null
   void *out;                                          // (wanted, hidden), normed
   float *logits;                                      // (wanted, vocab), or null
-  int *best;                                          // of each row of logits where it is largest, as argmax has it
+  std::vector<Draw> draws;                            // of each row of logits, its logits aside; or none
+  int *best;                                          // of each row what `draw` says, or at temperature 0, or without draws, `argmax`
   int threads;
 };
 

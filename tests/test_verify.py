@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import pytest
@@ -14,6 +15,7 @@ from torch.testing import assert_close
 from outrider import LLM, Draft, SamplingParams, sampling
 from outrider import verify as rules
 from outrider.errors import ConfigError
+from outrider.ops import native
 from outrider.outputs import SpecMetrics
 from outrider.sequence import Sequence
 from outrider.speculate import StepTimes, step
@@ -308,6 +310,38 @@ def test_processors_are_asked_along_the_walk_only():
         assert llm.generate([10, 20, 30], **options)[0].token_ids == plain
         if config["method"] == "ngram":
             assert len(asked) == 24  # once for each token, though drafts were longer
+
+
+@pytest.mark.skipif(native.active == native.REFERENCE, reason="no kernels")
+@pytest.mark.parametrize("kept", [{}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.05}])
+def test_a_forward_draws_what_choose_does(tiny_llm, monkeypatch, kept):
+    """Behind sequences and nodes of trees, riders beside them; of requests that edit logits it draws nothing."""
+    prompts = [[10, 20, 30], [5], [7, 8]]
+    params = [SamplingParams(temperature=t, seed=4, max_tokens=24, **kept) for t in (0.8, 1.3)]
+    params += [replace(params[0], repetition_penalty=1.2)]
+    asked, known, forward = [], [True], type(tiny_llm.runner).extend
+
+    def choose(some, rows, stream="", at=None):
+        asked.extend(row.seq for row in rows)
+        return sampling.choose(some, rows, stream, at)
+
+    def extend(*given, **named):
+        output = forward(*given, **named)
+        return output if known[-1] else replace(output, best=None)
+
+    monkeypatch.setattr(rules, "choose", choose)
+    monkeypatch.setattr(type(tiny_llm.runner), "extend", extend)
+    plain = run(tiny_llm, list(zip(prompts, params, strict=True)))
+    assert {tuple(seq.tokens[: seq.prompt_len]) for seq in asked} == {(7, 8)}
+    right = {tuple(p): output.token_ids for p, output in zip(prompts, plain, strict=True)}
+    tree = [(0, "right", 1), (1, "wrong", 3), (1, "right", 1), (0, "right", 1), (12, "any", 9)], 1, False
+    use(tiny_llm, ScriptedDrafter(lambda seq, k: grow(tree, rest(right, seq), 2048)), k=5)
+    for own in (True, False):
+        known.append(own)
+        asked.clear()
+        again = run(tiny_llm, list(zip(prompts, params, strict=True)))
+        assert [output.token_ids for output in again] == list(right.values())
+    assert len({tuple(seq.tokens[: seq.prompt_len]) for seq in asked}) == 3
 
 
 @given(recipes=st.lists(trees, min_size=1, max_size=3), temperature=st.sampled_from([0.0, 0.5, 1.0]))

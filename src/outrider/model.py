@@ -73,13 +73,15 @@ class Attends(Protocol):
 class Wanted:
     """Rows of a forward that are asked for, ascending; the forward puts their logits (rows, vocab) float32 here.
 
-    And where it knows them, the likeliest token of each, as `argmax` says it. If there is `room`, it may write there.
+    And where it knows them, the token of each: the likeliest, as `argmax` says it, or by its own of the `draws`, if
+    there are some; -1 is for the caller to find out. If there is `room`, it may write there.
     """
 
     rows: list[int]
     logits: Tensor | None = None
     best: list[int] | None = None
     room: tuple[Tensor, Tensor] | None = None  # where states and logits may go
+    draws: list[native.Draw] | None = None
 
 
 @dataclass
@@ -200,7 +202,9 @@ class Model:
         states = {} if states is None else states
         if wanted is None:
             return self._walk(given, turns, sines, at, rows, states, False)[0]
-        hidden, logits, best = self._walk(given, turns, sines, at, rows, states, True, wanted.room)
+        hidden, logits, best = self._walk(
+            given, turns, sines, at, rows, states, True, wanted.room, None, None if self.finishes else wanted.draws
+        )
         wanted.logits, wanted.best = logits, best
         if self.finishes:
             wanted.logits, wanted.best = self._finish(logits), None

@@ -24,7 +24,7 @@ from outrider.kv import DenseKV, Entry, KVCache, PagedKV, Plan, QuantizedView, V
 from outrider.kv.base import QueryLog
 from outrider.kv.rows import NORMED, Rows
 from outrider.model import Model, Wanted
-from outrider.ops import KEY_BLOCK, Linear, follows_paths
+from outrider.ops import KEY_BLOCK, Linear, follows_paths, native
 from outrider.outputs import Logprob
 from outrider.sampling import logprob
 from outrider.sequence import Sequence
@@ -43,7 +43,9 @@ class Output:
     flat: Tensor  # (rows, vocab) float32, the raw logits of all sequences
     states: Tensor  # (rows, hidden), likewise, final and normed
     read: int = 0  # tokens that were fed beside these rows: of prompts, or what the cache had given back
-    best: list[int] | None = None  # of each of these rows the likeliest token, -1 if that is not finite; if known
+    best: list[int] | None = (
+        None  # of each of these rows the token, if known: the likeliest, or by the `draws`; -1: see `choose`
+    )
 
     @cached_property
     def logits(self) -> list[Tensor]:
@@ -177,16 +179,17 @@ class Runner:
         drafts: list[Draft] | None = None,
         reading: Iterable[tuple[Sequence, int]] = (),
         fed: Tensor | None = None,
+        draws: list[native.Draw] | None = None,
     ) -> Output:
         """One forward over all sequences' pending and draft tokens (after chunks of what a long prompt leaves).
 
         Of the sequences in `reading` it reads no more than so many of their pending tokens, and never the last; there
         is no output for these. `fed` (seqs,) int64, on the device: the last token of each, which is UNKNOWN in it, and
-        all that is pending (see `chains`).
+        all that is pending (see `chains`). `draws`: how each row's token is drawn, see sampling.py.
         """
         if not torch.is_inference_mode_enabled():
             with torch.inference_mode():
-                return self.extend(seqs, drafts, reading, fed)
+                return self.extend(seqs, drafts, reading, fed, draws)
         drafts = drafts or [Draft() for _ in seqs]
         if self.base:
             self.base.read([seq.parent or seq for seq in seqs])
@@ -195,7 +198,7 @@ class Runner:
         starts = self._prefill(seqs, starts)
         entries: list[Entry] = []
         tokens: list[int] = []
-        wanted = Wanted([])
+        wanted = Wanted([], draws=draws)
         for seq, draft, start in zip(seqs, drafts, starts, strict=True):
             first, pending = len(tokens), len(seq.tokens) - start
             tokens += seq.tokens[start:]

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from outrider.config import LogitsProcessor, SamplingParams
 from outrider.constraint import unpacked
+from outrider.draft import Draft
 from outrider.errors import ConfigError, ConstraintError, OutriderError, RequestError, told
 from outrider.ops import argmax, greatest, native, pick, picks, upload
 from outrider.outputs import Logprob
@@ -38,7 +39,7 @@ NOISE_KEPT = 2**26  # bytes
 BANS = "logit_bias, stop_token_ids, min_tokens, bad_words or allowed_token_ids"
 LARGEST = torch.finfo(torch.float32).max
 SMALLEST = torch.finfo(torch.float32).tiny
-Wish = tuple[int, float, int, float, float, int]  # address of logits, temperature, top-k, top-p, floor, key of noise
+Wish = tuple[int, float, int, float, float, int]  # address of logits, and a native.Draw
 
 
 @dataclass
@@ -107,9 +108,33 @@ def _settled(logits: Tensor, rows: list[Row], stream: str = "", at: Seq[int] | N
 
 
 def _wish(at: int, row: Row, vocab: int, stream: str) -> Wish:
-    p, (temperature, key) = row.seq.params, _heat(row, stream)
+    temperature, key = _heat(row, stream)
+    return at, temperature, *_kept_by(row.seq.params, vocab), key % 2**64
+
+
+def _kept_by(p: SamplingParams, vocab: int) -> tuple[int, float, float]:
+    """Top-k, top-p and floor, as the kernels take them."""
     least = _log(p.min_p) if p.min_p > 0 else -math.inf
-    return at, temperature, p.top_k if 0 < p.top_k < vocab else 0, _single(p.top_p), least, key % 2**64
+    return p.top_k if 0 < p.top_k < vocab else 0, _single(p.top_p), least
+
+
+def draws(seqs: list[Sequence], drafts: list[Draft], vocab: int) -> list[native.Draw] | None:
+    """How `choose` draws behind each sequence, and behind each node of its draft; None if it draws nowhere.
+
+    The argmax stands for it where a request is greedy, or edits its logits, which is for `choose` alone.
+    """
+    if not any([seq.params.temperature and not seq.edited for seq in seqs]):
+        return None
+    found: list[native.Draw] = []
+    for seq, draft in zip(seqs, drafts, strict=True):
+        p, rows = seq.params, 1 + len(draft.tokens)
+        if p.temperature and not seq.edited:
+            shape = max(p.temperature, SMALLEST), *_kept_by(p, vocab)
+            for depth in (0, *draft.depths()[: draft.verifiable]):
+                found.append((*shape, noise_key(seq.seed, len(seq.tokens) + depth) % 2**64))
+            rows = draft.riders
+        found += [(0.0, 0, 1.0, -math.inf, 0)] * rows
+    return found
 
 
 def guess(

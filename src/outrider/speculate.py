@@ -18,7 +18,7 @@ from outrider.errors import DrafterError, brief, told
 from outrider.kv import View
 from outrider.outputs import SpecMetrics
 from outrider.runner import UNKNOWN, Output, Runner
-from outrider.sampling import Row, distribution, surely, surest
+from outrider.sampling import Row, distribution, draws, surely, surest
 from outrider.sequence import Sequence
 from outrider.verify import COUPLED, verify
 
@@ -114,7 +114,8 @@ def step(
     if told_of:
         drafts = _drafts(drafter, seqs, told_of, k, rule, runner.model.config)
     drafted = time.perf_counter()
-    output = runner.extend(seqs, drafts, reading or ())
+    drawn = draws(seqs, drafts, runner.model.config.vocab_size) if rule.method == "coupled" else None
+    output = runner.extend(seqs, drafts, reading or (), draws=drawn)
     verdicts = verify(seqs, drafts, output.flat, rule, output.best) if seqs else []
     runner.commit(seqs, output, verdicts)
     verified = time.perf_counter()

@@ -57,7 +57,7 @@ def verify(
     """One verdict per sequence. If no token can be chosen for one (NaN, all banned, ...), its verdict says so.
 
     logits (rows, vocab) float32: of each sequence in turn, a row that follows its last token and one for each node.
-    `best`: each row's `likeliest`, if that is known.
+    `best`: if known, each row's token for requests that edit no logits: the `likeliest`, or by `draws`; -1: unknown.
     """
     verdicts = _coupled(seqs, drafts, logits, best) if rule.method == "coupled" else _judged(seqs, drafts, logits, rule)
     if any([seq.params.logprobs is not None for seq in seqs]):
@@ -71,14 +71,17 @@ def verify(
 
 
 def _coupled(seqs: list[Sequence], drafts: list[Draft], logits: Tensor, best: list[int] | None) -> list[Verdict]:
-    """Greedy rows in one call, then others in one; of those that are dear, what lies behind the first one by one."""
-    greedy = [seq.greedy for seq in seqs] if best is not None or logits.is_cpu else [False] * len(seqs)
-    if best is None:
-        best = likeliest(logits) if any(greedy) else []
-    chosen = _asked(seqs, drafts, logits, greedy) if not all(greedy) else {}
+    """What the forward has chosen; else greedy rows in one call, then others in one; of those that are dear, what lies
+    behind the first one by one."""
+    if best is not None:
+        known = [not seq.edited for seq in seqs]
+    else:
+        known = [seq.greedy and logits.is_cpu for seq in seqs]
+        best = likeliest(logits) if any(known) else []
+    chosen = _asked(seqs, drafts, logits, known) if not all(known) else {}
     verdicts: list[Verdict] = []
     first = 0
-    for seq, draft, easy in zip(seqs, drafts, greedy, strict=True):
+    for seq, draft, easy in zip(seqs, drafts, known, strict=True):
         if easy and not draft.tokens and best[first] >= 0:
             verdicts.append(Verdict([], [best[first]]))
         else:
@@ -86,7 +89,9 @@ def _coupled(seqs: list[Sequence], drafts: list[Draft], logits: Tensor, best: li
             def token(at: int, seq: Sequence = seq, draft: Draft = draft, first: int = first, easy: bool = easy) -> int:
                 row, found = chosen.get(first + at) or (Row(seq, list(draft.words(at - 1))), None)
                 if found is None:
-                    found = best[first + at] if easy else choose(logits, [row], at=[first + at])[0]
+                    found = best[first + at] if easy else -1
+                    if found < 0 and not (easy and seq.greedy):
+                        found = choose(logits, [row], at=[first + at])[0]
                 if found < 0:
                     raise refusal(logits[first + at], row)
                 return found
@@ -97,8 +102,8 @@ def _coupled(seqs: list[Sequence], drafts: list[Draft], logits: Tensor, best: li
     return verdicts
 
 
-def _asked(seqs: list[Sequence], drafts: list[Draft], logits: Tensor, greedy: list[bool]) -> dict[int, tuple[Row, int]]:
-    """By their number those rows that are asked for in any case, and their tokens.
+def _asked(seqs: list[Sequence], drafts: list[Draft], logits: Tensor, known: list[bool]) -> dict[int, tuple[Row, int]]:
+    """By their number those rows that are asked for in any case, of sequences that are not `known`, and their tokens.
 
     Of some sequences it is the first row alone, the others only where the walk comes by: with custom processors, which
     hear only of prefixes that the target itself has written, with grammars, for whose masks most nodes of a draft need
@@ -108,7 +113,7 @@ def _asked(seqs: list[Sequence], drafts: list[Draft], logits: Tensor, greedy: li
     rows: list[Row] = []
     places: list[int] = []
     first = 0
-    for seq, draft, easy in zip(seqs, drafts, greedy, strict=True):
+    for seq, draft, easy in zip(seqs, drafts, known, strict=True):
         if not easy:
             p = seq.params
             along = bool(p.logits_processors) or (large and p.temperature > 0) or seq.constraint is not None

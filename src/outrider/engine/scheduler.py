@@ -3,8 +3,8 @@
 A forward has room for so many tokens. Sequences that wait for their next token come first, with one each. Prompts get
 what reading them may take: beside running sequences, as many tokens as lengthen the step by no more than a promised
 delay, nor by more than 1.5 times its own length, as measured, which is taken the more times, the more prompts wait for
-each that runs; else all there is room for. Draft nodes get what is left, and a quarter of that room where some prompt has
-to wait. So speculation shrinks first, and no prompt stops those that run.
+each that runs; else all there is room for. Draft nodes get what is left, and a quarter of that room where some prompt
+has to wait. So speculation shrinks first, and no prompt stops those that run.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Pace:
         """Tokens of so many prompts that may be read in a forward beside so many rows."""
         if not self.row:
             return GRAIN
-        # beyond one prompt, who waits for a first token counts twice as much as who waits for the next: were a burst read
-        # in many small steps, the first to arrive would go ahead alone, in steps that nobody shares
+        # beyond one prompt, who waits for a first token counts twice as much as who waits for the next: were a burst
+        # read in many small steps, the first to arrive would go ahead alone, in steps that nobody shares
         bound = LENGTHENED * (self.fixed + self.row * rows) * (1 + 2 * (prompts - 1) / rows)
         return max(GRAIN, int(min(self.delay, bound) / self.row))
 

@@ -24,6 +24,7 @@ SUPER = 256  # inputs that share a coarse factor
 HUGE = 2**21  # bytes of a large page
 SHELF = 16 * HUGE  # bytes of a shelf's block
 FORMATS = {torch.float32: F32, torch.bfloat16: BF16}
+Draw = tuple[float, int, float, float, int]  # temperature (0: the argmax), top-k, top-p, floor, key of the noise
 
 kernels: Any = None
 unloaded = "are missing"

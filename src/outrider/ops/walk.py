@@ -150,9 +150,10 @@ class Walk:
         head: bool = True,
         room: tuple[Tensor, Tensor] | None = None,
         beside: Tensor | None = None,
+        draws: list[native.Draw] | None = None,
     ) -> tuple[Tensor, Tensor, list[int]]:
         """Normed states (wanted, hidden) of the rows `wanted`; with `head` their logits (wanted, vocab) float32, and of
-        each the likeliest token, as `argmax` says it.
+        each the likeliest token, as `argmax` says it; or what its own of `draws` draws, -1 where that is in doubt.
 
         tokens: ids, or rows embedded (n, hidden). turns: for each row the address of its cosines (dim,), its sines
         `sines` bytes behind; of all rows for each rotation that the blocks name, one after another. Each key of
@@ -181,7 +182,7 @@ class Walk:
             tokens, native.address(embedded), native.address(beside), turns, sines, stores.runs, stores.slabs,
             stores.slab_count, wanted, [(point, x.data_ptr()) for point, x in states.items()] if states else [],
             0 if queries is None else queries.data_ptr(), out.data_ptr(),
-            logits.data_ptr() if head else 0, torch.get_num_threads(),
+            logits.data_ptr() if head else 0, draws or [], torch.get_num_threads(),
         )  # fmt: skip
         self.seconds += time.perf_counter() - began
         if stores.queries and queries is not None:
