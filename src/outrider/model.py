@@ -160,6 +160,11 @@ class Model:
         return replace(self, config=config, layers=[self.layers[i] for i in layers])
 
     @property
+    def draws(self) -> bool:
+        """Whether a forward draws the tokens of its rows (`Wanted.draws`), if the kernels take the cache, too."""
+        return self._walks() and not self.finishes
+
+    @property
     def native_seconds(self) -> float | None:
         """Seconds that forwards have spent in the kernels' walk so far; None where layers are called one by one."""
         return self._walk.seconds if self._walks() and self._walk else None
@@ -202,9 +207,7 @@ class Model:
         states = {} if states is None else states
         if wanted is None:
             return self._walk(given, turns, sines, at, rows, states, False)[0]
-        hidden, logits, best = self._walk(
-            given, turns, sines, at, rows, states, True, wanted.room, None, None if self.finishes else wanted.draws
-        )
+        hidden, logits, best = self._walk(given, turns, sines, at, rows, states, True, wanted.room, None, wanted.draws)
         wanted.logits, wanted.best = logits, best
         if self.finishes:
             wanted.logits, wanted.best = self._finish(logits), None

@@ -114,7 +114,9 @@ def step(
     if told_of:
         drafts = _drafts(drafter, seqs, told_of, k, rule, runner.model.config)
     drafted = time.perf_counter()
-    drawn = draws(seqs, drafts, runner.model.config.vocab_size) if rule.method == "coupled" else None
+    drawn = None
+    if runner.model.draws and rule.method == "coupled":
+        drawn = draws(seqs, drafts, runner.model.config.vocab_size)
     output = runner.extend(seqs, drafts, reading or (), draws=drawn)
     verdicts = verify(seqs, drafts, output.flat, rule, output.best) if seqs else []
     runner.commit(seqs, output, verdicts)

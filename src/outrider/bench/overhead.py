@@ -25,7 +25,7 @@ from outrider import corpus
 from outrider.bench.run import label
 from outrider.config import SamplingParams, SpeculativeConfig
 from outrider.draft import Verdict
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, interrupts_wait
 from outrider.llm import LLM
 from outrider.runner import Output
 from outrider.sequence import Sequence
@@ -75,7 +75,7 @@ def steps(llm: LLM, prompt: list[int], batches: list[int], **sampling: Any) -> I
     for batch in batches:
         requests = [request for _ in range(batch) for request in llm.engine.add(prompt, params)]
         steps, outside, drafting = list[float](), list[float](), list[float]()
-        with torch.inference_mode():  # as in `generate`: entered once for all steps
+        with torch.inference_mode(), interrupts_wait():  # as in `generate`: entered once for all steps
             while not all(request.finished for request in requests):
                 native, drafted, began = model.native_seconds or 0.0, requests[0].timing.draft, time.perf_counter()
                 llm.engine.step()
