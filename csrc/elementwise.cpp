@@ -171,7 +171,7 @@ float race(const float *x, int n, float most, float factor, float floor, uint64_
       store(part + k, v >= floor ? -inverse : splat(-__builtin_inff()));
     }
     for (int k = size; k < kPart; k++) part[k] = -__builtin_inff();
-    vs top = load_as<vs>(part);
+    vs top = vs{} - __builtin_inff();
     for (int k = 0; k < kPart; k += H, step += H * 0x9E3779B97F4A7C15) {
       vl z = (step ^ step >> 30) * 0xBF58476D1CE4E5B9;
       z = (z ^ z >> 27) * 0x94D049BB133111EB;
@@ -180,7 +180,7 @@ float race(const float *x, int n, float most, float factor, float floor, uint64_
       const vd rest = (vd)(~z >> 12 | 0x3ff0000000000000) - (1 - 0x1p-53);
       const vs ratio = __builtin_convertvector(rest, vs) * load_as<vs>(part + k);
       memcpy(part + k, &ratio, sizeof ratio);
-      top = k && top > ratio ? top : ratio;
+      top = top > ratio ? top : ratio;
     }
     for (int i = 0; i < H; i++) best = top[i] > best ? top[i] : best;
     memcpy(ratios + from, part, sizeof(float) * size);
