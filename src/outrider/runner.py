@@ -43,9 +43,7 @@ class Output:
     flat: Tensor  # (rows, vocab) float32, the raw logits of all sequences
     states: Tensor  # (rows, hidden), likewise, final and normed
     read: int = 0  # tokens that were fed beside these rows: of prompts, or what the cache had given back
-    best: list[int] | None = (
-        None  # of each of these rows the token, if known: the likeliest, or by the `draws`; -1: see `choose`
-    )
+    best: list[int] | None = None  # of each of these rows, if known, the likeliest token, or by `draws`; -1: unknown
 
     @cached_property
     def logits(self) -> list[Tensor]:

@@ -107,7 +107,7 @@ def _asked(seqs: list[Sequence], drafts: list[Draft], logits: Tensor, known: lis
 
     Of some sequences it is the first row alone, the others only where the walk comes by: with custom processors, which
     hear only of prefixes that the target itself has written, with grammars, for whose masks most nodes of a draft need
-    not pay, and on a CPU for draws from a large vocabulary: each costs a millisecond or so.
+    not pay, and on a CPU for draws from a large vocabulary: what the forward left costs up to a millisecond each.
     """
     large = logits.is_cpu and logits.shape[1] >= LARGE
     rows: list[Row] = []
