@@ -98,9 +98,9 @@ def count_forwards(llm: LLM, monkeypatch: Any) -> None:
         now[0] += seconds
         return now[0]
 
-    def counted(*args: Any) -> Output:
+    def counted(*args: Any, **named: Any) -> Output:
         pass_by(1.0)
-        return extend(*args)
+        return extend(*args, **named)
 
     monkeypatch.setattr(llm.runner, "extend", counted)
     auto.clock, auto.costs = lambda: pass_by(1e-6), Costs()
