@@ -319,7 +319,7 @@ def test_torchrun(command):
         text=True,
         timeout=300,
     )
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.returncode == 0, done.stderr  # whole: torchrun writes much behind what a rank has said
     assert "has ended" not in done.stderr
     if command == "bench":
         assert "ngram" in done.stdout and "identical" in done.stdout, done.stdout
