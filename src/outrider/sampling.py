@@ -39,6 +39,7 @@ NOISE_KEPT = 2**26  # bytes
 BANS = "logit_bias, stop_token_ids, min_tokens, bad_words or allowed_token_ids"
 LARGEST = torch.finfo(torch.float32).max
 SMALLEST = torch.finfo(torch.float32).tiny
+GREEDY: native.Draw = (0.0, 0, 1.0, -math.inf, 0)
 Wish = tuple[int, float, int, float, float, int]  # address of logits, and a native.Draw
 
 
@@ -108,14 +109,9 @@ def _settled(logits: Tensor, rows: list[Row], stream: str = "", at: Seq[int] | N
 
 
 def _wish(at: int, row: Row, vocab: int, stream: str) -> Wish:
-    temperature, key = _heat(row, stream)
-    return at, temperature, *_kept_by(row.seq.params, vocab), key % 2**64
-
-
-def _kept_by(p: SamplingParams, vocab: int) -> tuple[int, float, float]:
-    """Top-k, top-p and floor, as the kernels take them."""
+    p, (temperature, key) = row.seq.params, _heat(row, stream)
     least = _log(p.min_p) if p.min_p > 0 else -math.inf
-    return p.top_k if 0 < p.top_k < vocab else 0, _single(p.top_p), least
+    return at, temperature, p.top_k if 0 < p.top_k < vocab else 0, _single(p.top_p), least, key % 2**64
 
 
 def draws(seqs: list[Sequence], drafts: list[Draft], vocab: int) -> list[native.Draw] | None:
@@ -127,13 +123,13 @@ def draws(seqs: list[Sequence], drafts: list[Draft], vocab: int) -> list[native.
         return None
     found: list[native.Draw] = []
     for seq, draft in zip(seqs, drafts, strict=True):
-        p, rows = seq.params, 1 + len(draft.tokens)
-        if p.temperature and not seq.edited:
-            shape = max(p.temperature, SMALLEST), *_kept_by(p, vocab)
-            for depth in (0, *draft.depths()[: draft.verifiable]):
-                found.append((*shape, noise_key(seq.seed, len(seq.tokens) + depth) % 2**64))
-            rows = draft.riders
-        found += [(0.0, 0, 1.0, -math.inf, 0)] * rows
+        greedy = 1 + len(draft.tokens)
+        if seq.params.temperature and not seq.edited:
+            first, greedy = _wish(0, Row(seq), vocab, "")[1:], draft.riders
+            found.append(first)
+            for depth in draft.depths()[: draft.verifiable]:
+                found.append((*first[:-1], noise_key(seq.seed, len(seq.tokens) + depth) % 2**64))
+        found += [GREEDY] * greedy
     return found
 
 
@@ -148,9 +144,8 @@ def guess(
     coins = rows[0].seq.rule.flips_coins
     if native.runs(logits.dtype, logits.device) and (coins or not any(row.seq.edited for row in rows)):
         size, at = logits.shape[1], logits.data_ptr()
-        plain = 0.0, 0, 1.0, -math.inf, 0
         wishes = [
-            (own, *plain) if coins else _wish(own, row, size, "")
+            (own, *GREEDY) if coins else _wish(own, row, size, "")
             for own, row in zip(range(at, at + 4 * size * len(rows), 4 * size), rows, strict=True)
         ]
         return native.kernels.guess(wishes, size, known.data_ptr(), count)  # type: ignore[no-any-return]
@@ -169,7 +164,7 @@ def ahead(seq: Sequence, levels: int, size: int) -> tuple[Wish, list[int]] | Non
     None where it would not do that natively.
     """
     if seq.rule.flips_coins or seq.greedy:
-        return (0, 0.0, 0, 1.0, -math.inf, 0), [0] * levels
+        return (0, *GREEDY), [0] * levels
     if seq.edited:
         return None
     wishes = [_wish(0, Row(seq, [0] * level), size, "") for level in range(max(1, levels))]

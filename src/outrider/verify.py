@@ -87,10 +87,11 @@ def _coupled(seqs: list[Sequence], drafts: list[Draft], logits: Tensor, best: li
         else:
 
             def token(at: int, seq: Sequence = seq, draft: Draft = draft, first: int = first, easy: bool = easy) -> int:
-                row, found = chosen.get(first + at) or (Row(seq, list(draft.words(at - 1))), None)
-                if found is None:
-                    found = best[first + at] if easy else -1
-                    if found < 0 and not (easy and seq.greedy):
+                if first + at in chosen:
+                    row, found = chosen[first + at]
+                else:
+                    row, found = Row(seq, list(draft.words(at - 1))), best[first + at] if easy else -1
+                    if found < 0:
                         found = choose(logits, [row], at=[first + at])[0]
                 if found < 0:
                     raise refusal(logits[first + at], row)
