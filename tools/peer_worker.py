@@ -128,7 +128,8 @@ class OpenVino:
         self.scheduler.max_num_batched_tokens = job.context
         self.options = {"INFERENCE_NUM_THREADS": job.threads, "INFERENCE_PRECISION_HINT": precision}
         self.options |= {"KV_CACHE_PRECISION": precision, **({"prompt_lookup": True} if job.k else {})}
-        self.path, self.k, self.crowd = str(path), job.k, None
+        self.path, self.k = str(path), job.k
+        self.crowd: Any = None  # the pipeline that batches, once it is wanted
         self.pipeline = self.genai.LLMPipeline(self.path, "CPU", scheduler_config=self.scheduler, **self.options)
         self.bytes = (path / "openvino_model.bin").stat().st_size
 
