@@ -15,6 +15,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,6 +104,7 @@ class AsyncLLM:
         self._answers: set[Answer] = set()  # all that have not ended, also those whose prompts are still being read
         self._thread: threading.Thread | None = None
         self._turned = 0.0  # when the thread's loop came round last
+        self._grammars = ThreadPoolExecutor(2, "outrider-grammar")  # some take seconds: other requests do not wait
         _open.add(self)
         if self.llm.ranks is not None:
             self.llm.ranks.on_end = _lose_all
@@ -133,19 +135,20 @@ class AsyncLLM:
         the request at the next step. Raises, before anything runs, what LLM.generate raises, QueueFull and EngineError;
         later the error of the first output that fails.
         """
-        params = sampling_params_of(sampling_params, sampling)
+        params, began = sampling_params_of(sampling_params, sampling), time.perf_counter()
         template = {"chat_template": chat_template, "chat_template_kwargs": chat_template_kwargs}
         self._check_room(params.n)
         ids = await self.off_loop(lambda: self.llm.read(prompt, **template))
-        answer = await self.start([(ids, params)], k=k, priority=priority, deadline=deadline, cache_salt=cache_salt)
+        options: dict[str, Any] = {"k": k, "priority": priority, "cache_salt": cache_salt}
+        answer = await self.start([(ids, params)], **options, deadline=left(deadline, began))
         async with aclosing(answer.events()) as events:
             async for event in events:
                 yield event
 
     @staticmethod
-    async def off_loop(work: Callable[[], Any]) -> Any:
+    async def off_loop(work: Callable[[], Any], executor: Executor | None = None) -> Any:
         """What `work()` gives, in a thread: tokenizing and templating must not hold the event loop up."""
-        return await asyncio.get_running_loop().run_in_executor(None, work)
+        return await asyncio.get_running_loop().run_in_executor(executor, work)
 
     async def start(
         self,
@@ -163,15 +166,19 @@ class AsyncLLM:
 
         Close the answer, unless its events are read to their end. Raises as `generate` does before anything runs.
         """
-        answer = Answer(self, asyncio.get_running_loop())
+        answer, began = Answer(self, asyncio.get_running_loop()), time.perf_counter()
         weight = sum(params.n for _, params in prompts)
         with self._changed:
             self._check_room(weight)
             answer.weight = weight
             self._answers.add(answer)
         try:
-            options: dict[str, Any] = {"k": k, "priority": priority, "deadline": deadline, "cache_salt": cache_salt}
-            await self.off_loop(lambda: self._add(answer, prompts, options, begun))
+            options: dict[str, Any] = {"k": k, "priority": priority, "cache_salt": cache_salt}
+            grammars = any(params.structured_outputs is not None for _, params in prompts)
+            await self.off_loop(
+                lambda: self._add(answer, prompts, {**options, "deadline": left(deadline, began)}, begun),
+                self._grammars if grammars else None,
+            )
         except BaseException:  # cancelled, too: then the thread may not have come to it yet
             answer.close()
             raise
@@ -306,6 +313,11 @@ class AsyncLLM:
     async def aclose(self, drain: float = 0.0) -> None:
         """`close`, while the event loop goes on."""
         await self.off_loop(lambda: self.close(drain))
+
+
+def left(deadline: Any, began: float) -> Any:
+    """What is left of seconds from `began` (time.perf_counter()) on, next to nothing if none is; else as it is."""
+    return max(0.001, deadline - (time.perf_counter() - began)) if real(deadline, 0, math.inf) else deadline
 
 
 class Answer:

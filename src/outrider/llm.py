@@ -39,6 +39,7 @@ Message = Mapping[str, Any]
 """`{"role": ..., "content": ...}`, the content being text or a list of parts `{"type": "text", "text": ...}`."""
 
 PIECE, SEAM = 2**14, 16  # characters of a long prompt counted at a time; tokens that cutting it there may have made
+TO_CUT = 2**20  # characters of a prompt of any length
 RENDERED = "chat_template", "tokenize", "conversation", "messages", "self"  # what rendering itself calls so
 RENDERING = 5.0  # seconds that a chat template may take
 T = TypeVar("T")
@@ -326,16 +327,16 @@ class LLM:
             raise ConfigError(f"{' and '.join(template)} belong to a conversation, a list of messages")
         return self.encode(prompt)  # type: ignore[arg-type]
 
-    def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, prompt: Prompt, *, add_special_tokens: bool = True, any_length: bool = False) -> list[int]:
         """Token ids of a prompt; of text with the special tokens that the tokenizer adds, unless told not to.
 
         Raises EmptyPrompt, ConfigError for text without a tokenizer, and RequestTooLong for text that is far over the
-        context, which is found out without tokenizing all of it.
+        context, which is found out without tokenizing all of it; if `any_length`, only of more than 2^20 characters.
         """
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ConfigError("this model has no tokenizer; give token ids instead of text")
-            ids = self._tokenize(prompt, "prompt", add_special_tokens=add_special_tokens)
+            ids = self._tokenize(prompt, "prompt", any_length, add_special_tokens=add_special_tokens)
             if not prompt or not ids:
                 raise EmptyPrompt("the prompt is empty; give at least one token")
             return ids
@@ -351,12 +352,14 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        any_length: bool = False,
     ) -> list[int]:
         """Token ids of a conversation under the model's chat template, ready for the answer.
 
         chat_template: another template than the model's.  chat_template_kwargs: variables it knows, such as
         {"enable_thinking": False}.  continue_final_message: the last message is gone on with, instead of answered;
-        needs add_generation_prompt=False. Raises EmptyPrompt, RequestTooLong and ConfigError.
+        needs add_generation_prompt=False.  any_length: as in `encode`. Raises EmptyPrompt, RequestTooLong and
+        ConfigError.
         """
         if self.tokenizer is None or not (chat_template or getattr(self.tokenizer, "chat_template", None)):
             raise ConfigError("this model has no chat template; use generate")
@@ -386,15 +389,15 @@ class LLM:
         except Exception as error:  # templates raise what they like for conversations they refuse
             reason = " ".join(str(error).split())[:200]
             raise ConfigError(f"the chat template refuses this conversation: {reason}") from None
-        return self._tokenize(text, "messages", add_special_tokens=False)
+        return self._tokenize(text, "messages", any_length, add_special_tokens=False)
 
-    def _tokenize(self, text: str, what: str, **options: Any) -> list[int]:
+    def _tokenize(self, text: str, what: str, any_length: bool, **options: Any) -> list[int]:
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(f"{what}: this is no UTF-8 text ({error.reason} at {error.start})") from None
         with tokenizing:
-            if len(text) > PIECE:
+            if len(text) > (TO_CUT if any_length else PIECE):
                 self._refuse_too_long(text)
             ids: list[int] = self.tokenizer(text, **options)["input_ids"]
         return ids

@@ -341,6 +341,54 @@ def test_a_deadline(client, tiny_llm, monkeypatch):
     assert frames[-1]["error"]["code"] == 504 and len(frames) > 1
 
 
+def test_a_deadline_counts_from_the_arrival(client, tiny_llm, monkeypatch):
+    """Also what is spent before the request is queued: reading its prompt, say."""
+    read = tiny_llm.encode
+
+    def slow(prompt: str, **options: Any) -> list[int]:
+        time.sleep(0.5)
+        return read(prompt, **options)
+
+    monkeypatch.setattr(tiny_llm, "encode", slow)
+    answer = client.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 1, "deadline": 0.1})
+    error = answer.json()["error"]
+    assert answer.status_code == 504 == error["code"] and error["param"] == "deadline"
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_long_text_is_cut_where_that_is_asked_for(client, tiny_llm, side):
+    text = "w and " * 150_000  # twice as many tokens as the context has
+    ids = tiny_llm.tokenizer(text)["input_ids"]
+    cut = {"max_tokens": 2, "truncate_prompt_tokens": 40, "truncation_side": side, "return_token_ids": True}
+    whole, whole_chat = (
+        client.complete({"prompt": text, **cut}),
+        client.chat({"messages": [{"role": "user", "content": text}], **cut}),
+    )
+    assert whole[0]["choices"][0]["prompt_token_ids"] == (ids[:40] if side == "right" else ids[-40:])
+    assert len(whole_chat[0]["prompt_token_ids"]) == 40
+    refused = client.post("/v1/completions", {"prompt": text, "max_tokens": 2})
+    assert refused.status_code == 400 and "maximum context length" in refused.text
+    over = client.post("/v1/completions", {"prompt": "word " * 2**18, **cut})
+    assert over.status_code == 400 and "maximum context length" in over.text
+
+
+def test_offsets_are_places_in_the_text(client):
+    """A character that is spelt by several tokens stands in one place."""
+    body = {"prompt": "na\u00efve \U0001f642", "max_tokens": 40, "logprobs": 0, "echo": True, "prompt_logprobs": 0}
+    body["structured_outputs"] = {"regex": "\U0001f642\U0001f642\u00e9\u65e5x y"}
+    choice = client.complete(body)[0]["choices"][0]
+    text, found = choice["text"], choice["logprobs"]
+    assert text.endswith("\U0001f642\U0001f642\u00e9\u65e5x y") and text.startswith("na\u00efve")
+    seen = 0
+    for token, at, after in zip(
+        found["tokens"], found["text_offset"], [*found["text_offset"][1:], len(text)], strict=True
+    ):
+        if "\ufffd" not in token and token != "<|bos|>" and at < len(text):
+            assert text[at:].startswith(token) and after == at + len(token), (token, at)
+            seen += 1
+    assert seen > 5
+
+
 def test_echo_of_the_prompt_alone(client):
     body = {"prompt": PROMPT, "max_tokens": 0, "echo": True}
     answer = client.complete(body)[0]

@@ -15,6 +15,7 @@ import pytest
 
 from outrider import LLM, AsyncLLM, SamplingParams
 from outrider.async_llm import Answer, Progress
+from outrider.engine import engine
 from outrider.errors import ConfigError, EmptyPrompt, EngineError, QueueFull, RequestError, RequestTooLong
 from outrider.outputs import StepEvent
 from tests.helpers import assert_released
@@ -321,6 +322,31 @@ def test_a_full_queue_refuses(tiny_llm):
     tight = AsyncLLM(tiny_llm, max_queued_tokens=30)
     assert len(run(collect(tight, "word " * 100, max_tokens=2))) == 1  # a queue that is empty takes anything
     tight.close()
+
+
+def test_grammars_that_take_long_hold_nobody_up(tiny_llm, monkeypatch):
+    """More of them than there are threads to tokenize in."""
+    make, until = engine.read, threading.Event()
+
+    def slow(*args: Any) -> Any:
+        assert until.wait(60)
+        return make(*args)
+
+    monkeypatch.setattr(engine, "read", slow)
+    llm = AsyncLLM(tiny_llm)
+
+    async def scenario() -> list[Any]:
+        asked = {"structured_outputs": {"regex": "[a-z]{9}"}, "max_tokens": 2}
+        hard = [asyncio.ensure_future(collect(llm, PROMPT, **asked)) for _ in range(40)]
+        await asyncio.sleep(0)
+        try:
+            return await asyncio.wait_for(collect(llm, PROMPT, max_tokens=2), 50)
+        finally:
+            until.set()
+            await asyncio.gather(*hard)
+
+    assert run(scenario())
+    llm.close()
 
 
 def test_closing_drains_or_ends(tiny_llm):

@@ -121,6 +121,20 @@ def test_a_shutdown_does_not_wait_for_ever(live, tiny_llm):
     assert frames[-1]["error"]["code"] == 503 and "closed" in frames[-1]["error"]["message"]
 
 
+def test_a_shutdown_does_not_wait_for_a_body(live, caplog):
+    url, body = live(drain=0.0), b'{"prompt": '
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), 60) as slow:
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
+        slow.sendall(f"{head}content-length: 100\r\n\r\n".encode() + body)
+        wait_until(lambda: httpx.get(f"{url}/health").status_code == 200)  # so that has come, too
+        live.end()
+        answer = slow.makefile("rb").read()
+    head, _, said = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 503 ") and json.loads(said)["error"]["code"] == 503
+    assert "Exception in ASGI application" not in caplog.text
+
+
 @pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT])
 def test_the_command(tmp_path, by):
     """`outrider serve`, at a Unix socket, with a key from the environment and JSON logs; it ends when it is told to."""

@@ -157,6 +157,8 @@ def test_space_around_calls(text, content, calls):
         (LLAMA, '{"answer": 42}', '{"answer": 42}', 0),
         (LLAMA, 'Well: {"name": "now", "parameters": {}}', 'Well: {"name": "now", "parameters": {}}', 0),
         (MISTRAL, '[TOOL_CALLS][{"name":"now","arguments":"{\\"a\\": 1}"}]', "", 1),
+        (MISTRAL, '[TOOL_CALLS][{"name":"now","arguments":"text"}]', "", 1),
+        (MISTRAL, '[TOOL_CALLS][{"name":"now","arguments":"{"}]', "", 1),
         (MISTRAL, "see [TOOL_CALLS] nothing", "see [TOOL_CALLS] nothing", 0),
     ],
 )
@@ -245,6 +247,37 @@ def test_forced_calls_are_calls(tagged, family, choice):
     for call in calls if plain.finish_reason == "stop" else calls[:-1]:
         function = call["function"]
         jsonschema.validate(json.loads(function["arguments"]), tools.functions[function["name"]])
+
+
+LEAF = {"type": "object", "properties": {"b": {"const": 1}}, "required": ["b"], "additionalProperties": False}
+
+
+def only(value: Any, **more: Any) -> dict[str, Any]:
+    """A schema of objects that must have a member `a`."""
+    closed = {"type": "object", "properties": {"a": value}, "required": ["a"], "additionalProperties": False}
+    return {**closed, **more}
+
+
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        (only({"const": {"$ref": "#/a"}}), {"$ref": "#/a"}),
+        (only({"enum": [{"$ref": "#"}]}), {"$ref": "#"}),
+        (only(0, properties={"a": {"$ref": "#/properties/const"}, "const": LEAF}), {"b": 1}),
+        (only({"$ref": "#/$defs/enum"}, **{"$defs": {"enum": {"$ref": "#/$defs/x"}, "x": LEAF}}), {"b": 1}),
+        (only({"$ref": "#q"}, **{"$defs": {"x": {**LEAF, "$anchor": "q"}}}), {"b": 1}),
+        (only({"$ref": "#/$defs/x"}, **{"$id": "http://here/tool", "$defs": {"x": LEAF}}), {"b": 1}),
+    ],
+)  # fmt: skip
+def test_references_of_a_forced_calls_schema(tagged, schema, value):
+    """They lie deeper in the call's own schema; what only looks like one is left alone."""
+    tools = check([tool("now", schema)], "required", False)
+    asked = constraint(tools, HERMES, tagged.tokenizer)
+    tagged.speculative_config = None
+    (output,) = tagged.generate(
+        "What?", structured_outputs=asked, temperature=0, max_tokens=90, skip_special_tokens=False
+    )
+    assert json.loads(parse(output.text, HERMES, ["now"])[1][0]["function"]["arguments"])["a"] == value
 
 
 def test_free_choices_ask_nothing_of_the_output(tagged):

@@ -128,6 +128,18 @@ def test_one_call_or_none(client, hermes):
     assert "tool_calls" not in other["message"] and "get_weather" in other["message"]["content"]
 
 
+@pytest.mark.parametrize("stop", ["O", "city", "}", "\n<"])
+def test_a_call_that_a_stop_string_cuts_off_is_not_complete(client, hermes, stop):
+    body = said(CITY, stop=[stop])
+    answer = client.chat(body)[0]["choices"][0]
+    _, calls, reason = message_of(client.frames(body, ROUTE))
+    assert [call["function"] for call in calls] == [call["function"] for call in answer["message"]["tool_calls"]]
+    whole = stop == "\n<"  # between the call and its mark
+    assert answer["finish_reason"] == reason == ("tool_calls" if whole else "stop") and answer["stop_reason"] == stop
+    if whole:
+        assert json.loads(calls[0]["function"]["arguments"]) == {"city": "Oslo"}
+
+
 def test_calls_that_must_be_go_before_the_form_of_content(client, hermes):
     """As at OpenAI: `response_format` is about the text, and there is none."""
     body = {"messages": TALK, "tools": TOOLS, "tool_choice": named("get_weather"), "seed": 3, "max_tokens": 200}
@@ -174,7 +186,7 @@ def test_the_conversation_goes_on(client, tiny_llm, hermes):
         ({"tools": TOOLS, "parallel_tool_calls": 1}, "parallel_tool_calls"),
         ({"messages": [{"role": "assistant", "tool_calls": [5]}]}, "messages"),
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "thing"}}}],
-          "tool_choice": "required"}, "structured_outputs"),
+          "tool_choice": "required"}, "tools"),
     ],
 )  # fmt: skip
 def test_what_cannot_be(client, hermes, fields, param):

@@ -204,6 +204,7 @@ class Engine:
             raise ConfigError(f"priority must be a whole number (lower is first), not {brief(priority)}")
         if deadline is not None and not real(deadline, 0, math.inf):
             raise ConfigError(f"deadline must be a number of seconds above 0, or None, not {brief(deadline)}")
+        due = math.inf if deadline is None else time.perf_counter() + deadline
         if not (cache_salt is None or isinstance(cache_salt, str)):
             raise ConfigError(f"cache_salt must be a string or None, not {brief(cache_salt)}")
         asked, config = params.structured_outputs, self.runner.model.config
@@ -211,7 +212,6 @@ class Engine:
         banned = [ids for ids in spelt(params.bad_words or (), self.tokenizer) if max(ids) < config.vocab_size]
         text = "" if k == 0 or self.guard.idle else params.prediction
         expected = tokens_of(text, self.tokenizer) if text else []
-        due = math.inf if deadline is None else time.perf_counter() + deadline
         scores: dict[int, Logprob] | None = None if params.prompt_logprobs is None else {}
         seed = secrets.randbits(63) if params.seed is None else params.seed
         requests: list[Request] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from codecs import getincrementaldecoder
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -187,7 +188,7 @@ class Completion(Reply):
         if first and self.body.return_token_ids:
             lead = {"prompt_token_ids": self.job.prompts[event.index // self.n]}
         lead |= self.of_prompt(event.index) if first else {}
-        logprobs = None if event.logprobs is None else self._logprobs(event.index, event.logprobs, echo)
+        logprobs = None if event.logprobs is None else self._logprobs(event, event.logprobs, echo)
         return {
             "index": event.index,
             "text": echo + event.text,
@@ -197,7 +198,8 @@ class Completion(Reply):
             **self._extras(event),
         }
 
-    def _logprobs(self, index: int, given: list[Logprob], echo: str) -> dict[str, Any]:
+    def _logprobs(self, event: StepEvent, given: list[Logprob], echo: str) -> dict[str, Any]:
+        index, read = event.index, getincrementaldecoder("utf-8")("replace").decode
         found: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
         def add(token: int, known: Logprob | None, at: int) -> None:
@@ -210,13 +212,13 @@ class Completion(Reply):
             at = 0
             for token, known in zip(self.job.prompts[index // self.n], before, strict=True):
                 add(token, known, at)
-                text = self._text(token)
+                text = read(self.job.vocabulary.bytes(token))  # a character's where its last byte is
                 if token not in self.job.vocabulary.added or echo.startswith(text, at):  # else the text is without it
                     at += len(text)
         at = self.offsets.get(index, len(echo))
-        for each in given:
+        for each, text in zip(given, event.texts, strict=True):
             add(each.token_id, each, at)
-            at += len(self._text(each.token_id))
+            at += len(text)
         self.offsets[index] = at
         return found
 
@@ -279,7 +281,7 @@ class Chat(Reply):
 
     def _end(self, event: StepEvent) -> dict[str, Any]:
         end, parser = super()._end(event), self._parsers.get(event.index)
-        if parser and parser.calls and event.finish_reason == "stop":
+        if parser and parser.calls and not parser.broken and event.finish_reason == "stop":
             end["finish_reason"] = "tool_calls"
         return end
 

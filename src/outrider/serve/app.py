@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -18,8 +20,9 @@ from starlette.responses import Response
 from starlette.routing import Match
 
 import outrider
-from outrider.async_llm import AsyncLLM
-from outrider.errors import ConfigError, OutriderError, RequestTooLong, brief
+from outrider.async_llm import AsyncLLM, left
+from outrider.config import real
+from outrider.errors import ConfigError, DeadlineExceeded, OutriderError, RequestTooLong, brief
 from outrider.serve.answers import Chat, Completion, Job, Reply
 from outrider.serve.http import OPEN, EventStream, Gate, Refusal, json_response, read, refusal, while_connected
 from outrider.serve.metrics import Metrics
@@ -138,10 +141,10 @@ class Server:
         body = await read(request, CompletionBody)
         self._check(body)
         prompts: list[Any] = list(body.prompts)
-        special = body.add_special_tokens is not False
+        options = {"add_special_tokens": body.add_special_tokens is not False, "any_length": _cut(body)}
 
         def ids() -> list[list[int]]:
-            return [self.llm.llm.encode(prompt, add_special_tokens=special) for prompt in prompts]
+            return [self.llm.llm.encode(prompt, **options) for prompt in prompts]
 
         def reply(job: Job) -> Reply:
             echoes = None
@@ -189,20 +192,22 @@ class Server:
         reply: Callable[[Job], Reply],
         **more: Any,
     ) -> Response:
-        k = bound_of_drafts(body.speculative_config, self.llm.llm)
+        k, arrived = bound_of_drafts(body.speculative_config, self.llm.llm), time.perf_counter()
 
-        async def begin() -> Job:
+        async def queue() -> Job:
             prompts = [self._truncated(ids, body) for ids in await self.llm.off_loop(read_prompts)]
             rooms = [self._room(ids) for ids in prompts]
             params = [body.sampling(self.settings, room, logprobs, **more) for room in rooms]
             try:
                 answer = await self.llm.start(
-                    list(zip(prompts, params, strict=True)), k=k, priority=body.priority or 0, deadline=body.deadline,
-                    cache_salt=body.cache_salt,
+                    list(zip(prompts, params, strict=True)), k=k, priority=body.priority or 0,
+                    deadline=left(body.deadline, arrived), cache_salt=body.cache_salt,
                 )  # fmt: skip
             except ConfigError as error:
                 told = refusal(error)
-                if told.param == "structured_outputs" and not (body.structured_outputs or told.param in more):
+                if told.param == "structured_outputs" and told.param in more:
+                    raise told.under("tools") from None
+                if told.param == "structured_outputs" and not body.structured_outputs:
                     raise told.under("response_format") from None
                 raise
             state = request.scope["state"]
@@ -214,6 +219,12 @@ class Server:
                 "system_fingerprint": f"outrider-{outrider.__version__}",
             }
             return Job(body, answer, head, self.vocabulary, prompts, state["log"])
+
+        async def begin() -> Job:
+            try:
+                return await asyncio.wait_for(queue(), real(body.deadline, 0, math.inf) or None)
+            except asyncio.TimeoutError:
+                raise DeadlineExceeded("the request could not even be queued within its deadline") from None
 
         async def whole() -> dict[str, Any]:
             job = await begin()
@@ -265,6 +276,7 @@ class Server:
             chat_template_kwargs=variables,
             add_generation_prompt=generate,
             continue_final_message=bool(body.continue_final_message),
+            any_length=isinstance(body, ChatBody) and _cut(body),
         )
 
     def _tools(self, body: ChatBody) -> tuple[Callable[[], Parser] | None, dict[str, Any]]:
@@ -376,6 +388,11 @@ class Server:
         """The chat page."""
         body, headers = page()
         return Response(body, headers=headers)
+
+
+def _cut(body: Sampled) -> bool:
+    """Whether of its prompts only a part is to be read."""
+    return body.truncate_prompt_tokens is not None
 
 
 def _schemas() -> dict[str, Any]:

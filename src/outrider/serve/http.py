@@ -330,9 +330,12 @@ class Gate:
                 raise
             with suppress(OSError):
                 await failed.response()(scope, receive, answer)
-        except asyncio.CancelledError:
-            status = status or 499
-            raise
+        except asyncio.CancelledError:  # the server ends, and has waited long enough
+            if status:
+                raise
+            ending = Refusal(503, "the server is shutting down", retry_after="5", Connection="close")
+            with suppress(OSError, Gone):
+                await ending.response()(scope, receive, answer)
         finally:
             seconds, route = time.perf_counter() - began, getattr(scope.get("route"), "path", "none")
             method = scope["method"]

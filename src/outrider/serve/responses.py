@@ -163,6 +163,8 @@ class Respond(Chat):
                 count += 1
         except Exception as error:
             said = {"code": "server_error", "message": str(refusal(error))}
+            if self.items:
+                self.items[-1]["status"] = "incomplete"
             event = {"type": "response.failed", "response": self._response("failed", error=said)}
             yield frame({**event, "sequence_number": count}, event["type"])
 

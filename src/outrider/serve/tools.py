@@ -20,6 +20,8 @@ from outrider.errors import ConfigError, brief
 
 NAMES = set(string.ascii_letters + string.digits + "_-.")  # in names of functions; OpenAI's, and the dot
 LONGEST_NAME, MOST_TOOLS = 128, 256
+PARTS = "properties", "patternProperties", "dependentSchemas", "$defs", "definitions"  # of a schema: schemas by name
+DATA = "const", "enum", "default", "examples"  # and what is none, whatever it looks like
 Delta = dict[str, Any]
 
 
@@ -183,12 +185,18 @@ def _rooted(schema: Mapping[str, Any], key: str) -> Any:
     """A schema below `properties/<key>` of another: its references to itself are longer there."""
 
     def walk(part: Any) -> Any:
-        if isinstance(part, Mapping):
-            return {
-                k: f"#/properties/{key}{v[1:]}" if k == "$ref" and isinstance(v, str) and v[:1] == "#" else walk(v)
-                for k, v in part.items()
-            }
-        return [walk(item) for item in part] if isinstance(part, (list, tuple)) else part
+        if isinstance(part, (list, tuple)):
+            return [walk(item) for item in part]
+        if not isinstance(part, Mapping) or isinstance(part.get("$id"), str):  # whose references are to that
+            return part
+        return {k: inside(k, v) for k, v in part.items()}
+
+    def inside(k: str, v: Any) -> Any:
+        if k == "$ref" and isinstance(v, str):
+            return f"#/properties/{key}{v[1:]}" if v == "#" or v.startswith("#/") else v
+        if k in PARTS and isinstance(v, Mapping):
+            return {name: walk(part) for name, part in v.items()}
+        return v if k in DATA else walk(v)
 
     try:
         return walk(schema)
@@ -272,6 +280,13 @@ class Call:
         )
 
 
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
 def _text(literal: str) -> str:
     try:
         value = json.loads(literal)
@@ -287,6 +302,7 @@ class Parser:
         self.family, self.names, self.new_id = family, set(names), new_id or family.new_id
         self.mark = MARKS[family.name]
         self.calls = 0  # handed out
+        self.broken = False  # whether the last of them was cut off
         self._held = ""  # text that may yet be a mark, or belongs to a call
         self._call: Call | None = None
         self._inside = False  # behind a mark: between calls
@@ -316,6 +332,8 @@ class Parser:
         held = ""
         if self._call is not None and self._call.index < 0:
             held = "" if self.calls else self._lead + self._call.raw  # behind calls: another, which was cut off
+        elif self._call is not None:
+            self.broken = True
         elif self._call is None and not (self._inside and self.calls):
             held = self._lead + self._held
             if self.calls and self.mark.startswith(held.strip()):  # of another call, which was cut off
@@ -382,7 +400,8 @@ class Parser:
             if call.done and not known:
                 known = "{}"
             if call.done and known.startswith('"'):  # some write the object as text
-                known = _text(known)
+                inside = _text(known)
+                known = inside if _is_object(inside) else known
             if known[:1] == "{" or call.done:
                 fresh, call.sent = known[call.sent :], max(call.sent, len(known))
                 if fresh:
