@@ -13,6 +13,7 @@
 #include "attention.h"
 
 #include <cstring>
+#include <type_traits>
 
 #include "pool.h"
 #include "scratch.h"
@@ -397,12 +398,12 @@ class Worker {
     const size_t floats = State::floats(rows, width_);
     const size_t value_units = size_t(kBlock) / M::kPer * width_;
     Memory memory(kTaskSlot, Memory::room<Unit>(rows * depth_) + Memory::room<Unit>(size_t(depth_) * kBlock) +
-                                 Memory::room<Unit>(value_units) + Memory::room<S>(2 * kBlock * shape_.dim) +
+                                 Memory::room<Unit>(value_units) + Memory::room<S>(3 * kBlock * shape_.dim) +
                                  2 * Memory::room<float>(floats));
     queries_ = memory.take<Unit>(rows * depth_);
     key_tile_ = memory.take<Unit>(size_t(depth_) * kBlock);
     value_tile_ = memory.take<Unit>(value_units);
-    gathered_ = memory.take<S>(2 * kBlock * shape_.dim);
+    gathered_ = memory.take<S>(3 * kBlock * shape_.dim);
     float *own = memory.take<float>(floats);
     const State total(memory.take<float>(floats), rows, width_);
     pack_queries();
@@ -543,9 +544,30 @@ class Worker {
     const int64_t row = (first - piece_.first) * group_;
     const int64_t end = (last - piece_.first) * group_;
     const bool whole = begin_ <= at && at + kBlock <= end_;
-    evenly(end - row, kPanel, [&](int64_t r, int count) {
-      panel(at, row + r, count, whole, key_scales, value_scales, state, later_keys, later_values);
-    });
+    const auto panels = [&](int64_t from, int64_t to) {
+      evenly(to - from, kPanel, [&](int64_t r, int count) {
+        panel(at, from + r, count, whole, key_scales, value_scales, state, later_keys, later_values);
+      });
+    };
+    if (whole || finite(here.values)) return panels(row, end);
+    S *seen = gathered_ + 2 * kBlock * shape_.dim;  // 0 times infinity is NaN, also for who is not to see it
+    for (int64_t token = first; token < last; token++) {
+      const int from = low(token, at), to = high(token, at);
+      memset(seen, 0, kBlock * shape_.dim * sizeof(S));
+      if (from < to) memcpy(seen + from * shape_.dim, here.values + from * shape_.dim, (to - from) * shape_.dim * sizeof(S));
+      M::pack_values(seen, shape_.dim, width_, value_tile_, later_keys);
+      panels((token - piece_.first) * group_, (token - piece_.first + 1) * group_);
+    }
+  }
+
+  // Whether a block of values is; integers are.
+  bool finite(const S *values) const {
+    bool all = true;
+    for (int i = 0; i < kBlock * shape_.dim; i++) {
+      if constexpr (std::is_same_v<S, bf16>) all &= (values[i] & 0x7f80) != 0x7f80;
+      else if constexpr (std::is_same_v<S, float>) all &= values[i] - values[i] == 0;
+    }
+    return all;
   }
 
   // Some rows over the tiles of a block: scores, weights, sums.

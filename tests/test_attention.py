@@ -161,6 +161,23 @@ def test_int8(isa, dtype):
             assert torch.equal(run(q[i : i + 1], codes, start + i, scales=scales)[0], full[i])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("window", [None, 3, 40])
+def test_what_a_row_does_not_see_cannot_hurt_it(isa, dtype, bad, window):
+    """A drafted token whose key and value are not finite leaves earlier rows, and those of other branches, alone."""
+    for start in (0, 20, 31, 500, 1020):
+        for parents in (None, [-1, 0, 1, 2, 3, 1, 5, 0, -1]):
+            q, store = make(9, 4, 2, 64, start, dtype)
+            sound = run(q, store, start, parents, window)
+            store[:, :, start + 3] = bad
+            spoilt = run(q, store, start, parents, window)
+            assert not bool(spoilt[3].isfinite().any())
+            for i in range(9):
+                if 3 not in path_of(i, parents)[-(window or 9) :]:
+                    assert torch.equal(spoilt[i], sound[i]), (start, parents, i)
+
+
 def test_long_prefill_is_many_short_ones(isa):
     """A chunk of 300 rows equals its rows in small chunks: shares of rows and of spans give the same bits."""
     q, store = make(300, 8, 2, 64, 2500, torch.bfloat16)

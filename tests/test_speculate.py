@@ -213,3 +213,22 @@ def test_how_sure_a_draft_is(temperature):
     chosen, sure = surely(logits, rows)
     assert chosen == [*shares[:4].argmax(-1).tolist(), -1]
     assert sure[:4] == pytest.approx(shares[:4].amax(-1).tolist(), rel=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("tail", [[7], [7, 3, 4], [3, 7]])
+def test_a_drafted_token_whose_states_are_nan_changes_nothing(make_llm, temperature, tail):
+    """Neither the answer it was drafted for, nor the next one, which finds a prefix there."""
+    llm = make_llm()
+    with torch.inference_mode():
+        llm.runner.model.embedding[7] = torch.nan
+    params = SamplingParams(temperature=temperature, seed=4, max_tokens=40, logit_bias={7: -100.0})
+    prompt = list(range(20, 60))
+    plain = llm.generate([prompt], params)[0].token_ids
+    drafter = ScriptedDrafter(lambda seq, k: Draft.chain([*plain[len(seq.output) :][:2], *tail]))
+    for _ in range(2):
+        use(llm, drafter, 8)
+        assert llm.generate([prompt], params)[0].token_ids == plain
+    assert any(verdict.path for verdicts in drafter.verdicts for verdict in verdicts)
+    llm.speculative_config = None
+    assert llm.generate([prompt], params)[0].token_ids == plain
