@@ -324,7 +324,7 @@ def test_costs_outlive_the_process(tmp_path, monkeypatch):
         llm = LLM("tiny", dtype="float32", speculative_config={"method": "auto"})
         assert bool(llm.engine.drafter.costs.curves) == known
         llm.generate("Once upon a time", max_tokens=8, temperature=0)
-    assert len(measured) == 1
+    assert len(measured) == 2, "each process looks how fast the machine is today"
     llm = LLM("tiny", dtype="bfloat16", speculative_config={"method": "auto"})
     assert not llm.engine.drafter.costs.curves, "another dtype has other costs"
 

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.control import CREDIT, KEPT, START, Account, Beliefs, Bush, Costs, Curve, Guess, Learnt, cache_file, kind
+from outrider.drafters.auto import ROWS
 from outrider.ops import native
 
 KINDS = [Beliefs, *([native.kernels.Beliefs] if native.kernels else [])]  # the reference, and the compiled one
@@ -108,6 +109,23 @@ def test_days_that_begin_slowly_leave_the_shape(tmp_path):
             costs.add(rows, 100, (0.9 + 0.1 * rows) * dice.uniform(0.95, 1.05) * (1.3 if step < 3 else 1))
         costs.save()
     assert costs.at(32, 100) / costs.at(1, 100) == pytest.approx(4.1, rel=0.2)
+
+
+def test_what_is_measured_anew_goes_for_longer_texts_too(tmp_path):
+    """Of counts that were dear once, and so never tried again, the file says for ever what they cost then."""
+    file = tmp_path / "costs.json"
+    first = Costs(file, "model")
+    first.begin({n: 1 + 0.2 * n for n in ROWS})
+    for keys in (100, 5000):
+        for n in ROWS:
+            for _ in range(50):
+                first.add(n, keys, (1 + 0.2 * n) * (1 if keys == 100 else 2))
+    first.save()
+    again = Costs(file, "model")
+    again.begin({n: 1 + 0.05 * n for n in ROWS})
+    for n in ROWS:
+        assert again.at(n, 100) == pytest.approx(1 + 0.05 * n, rel=0.02)
+        assert again.at(n, 5000) == pytest.approx(2 * (1 + 0.05 * n), rel=0.1)
 
 
 @pytest.mark.parametrize(

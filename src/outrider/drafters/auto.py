@@ -151,7 +151,7 @@ class Auto(Drafter):
         self.chunk, self.vocab = target.chunk, target.model.config.vocab_size
         if target.base is None:
             self.costs = Costs(cache_file(), _machine(target))
-            if not self.costs.curves and (seconds := _forwards(target)):
+            if seconds := _forwards(target):
                 self.costs.begin(seconds)
 
     def rests(self, seqs: list[int]) -> bool:
@@ -352,7 +352,7 @@ def _usual(before: float, now: float) -> float:
 
 
 def _forwards(target: Runner) -> dict[int, float]:
-    """Seconds of forwards by their rows, medians of three; of fewer rows, or once, where that would take long."""
+    """Seconds of forwards by their rows, medians of five; of fewer rows, or once, where that would take long."""
     runner = Runner(target.model, target.kv)  # not the target itself, which would let others find these tokens
     read = max(1, min(READ, target.max_len - max(ROWS)))
     tokens = random.Random(0).choices(range(target.model.config.vocab_size), k=read + max(ROWS))
@@ -361,7 +361,7 @@ def _forwards(target: Runner) -> dict[int, float]:
     try:
         runner.extend([seq])
         until = time.perf_counter() + MEASURING
-        for n in [n for n in 3 * ROWS if read + n <= target.max_len]:
+        for n in [n for n in 5 * ROWS if read + n <= target.max_len]:
             if (began := time.perf_counter()) < until:
                 runner.extend([seq], [Draft.chain(tokens[read : read + n - 1])]).flat[0, 0].item()
                 spent.setdefault(n, []).append(time.perf_counter() - began)
