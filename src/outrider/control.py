@@ -141,15 +141,9 @@ class Costs:
         self.heard: list[tuple[int, int, float, int]] = []  # forwards that are looked at when somebody asks
 
     def begin(self, seconds: Mapping[int, float]) -> None:
-        """Before anything was measured in steps: what forwards of so many rows took just now, over few keys.
-
-        What the file says of more keys changes in the same proportion: it may be of a slow day, or of other kernels.
-        """
-        now = Learnt(seconds, BEGUN)
-        if before := self.curves.get(0):
-            for octave, curve in self.curves.items():
-                self.curves[octave] = Learnt({n: spent * now.at(n) / before.at(n) for n, spent in curve.items()})
-        self.curves[0] = now
+        """What forwards of so many rows, of one short text, took just now: the file may be of a slow day, or of other
+        kernels."""
+        self.curves[0] = Learnt(seconds, BEGUN)
 
     def __bool__(self) -> bool:
         self._learn()
