@@ -125,9 +125,7 @@ def test_what_is_measured_anew_is_believed(tmp_path):
     again.begin({n: 1 + 0.05 * n for n in ROWS})
     for n in ROWS:
         assert again.at(n, 100) == pytest.approx(1 + 0.05 * n, rel=0.02)
-        assert again.at(n, 5000) == pytest.approx(
-            2 * (1 + 0.2 * n), rel=0.1
-        )  # more texts, say, of which it says nothing
+        assert again.at(n, 5000) == pytest.approx(2 * (1 + 0.2 * n), rel=0.1)  # of many texts, say: another matter
 
 
 @pytest.mark.parametrize(
