@@ -104,7 +104,9 @@ class AsyncLLM:
         self._answers: set[Answer] = set()  # all that have not ended, also those whose prompts are still being read
         self._thread: threading.Thread | None = None
         self._turned = 0.0  # when the thread's loop came round last
-        self._grammars = ThreadPoolExecutor(2, "outrider-grammar")  # some take seconds: other requests do not wait
+        self._makers = WeakKeyDictionary[
+            asyncio.AbstractEventLoop, Executor
+        ]()  # of grammars; none of a process's own are left in its fork
         _open.add(self)
         if self.llm.ranks is not None:
             self.llm.ranks.on_end = _lose_all
@@ -166,7 +168,8 @@ class AsyncLLM:
 
         Close the answer, unless its events are read to their end. Raises as `generate` does before anything runs.
         """
-        answer, began = Answer(self, asyncio.get_running_loop()), time.perf_counter()
+        loop, began = asyncio.get_running_loop(), time.perf_counter()
+        answer = Answer(self, loop)
         weight = sum(params.n for _, params in prompts)
         with self._changed:
             self._check_room(weight)
@@ -174,10 +177,11 @@ class AsyncLLM:
             self._answers.add(answer)
         try:
             options: dict[str, Any] = {"k": k, "priority": priority, "cache_salt": cache_salt}
-            grammars = any(params.structured_outputs is not None for _, params in prompts)
+            maker = None
+            if any(params.structured_outputs is not None for _, params in prompts):  # some grammars take seconds:
+                maker = self._makers.get(loop) or self._makers.setdefault(loop, ThreadPoolExecutor(2))  # others go on
             await self.off_loop(
-                lambda: self._add(answer, prompts, {**options, "deadline": left(deadline, began)}, begun),
-                self._grammars if grammars else None,
+                lambda: self._add(answer, prompts, {**options, "deadline": left(deadline, began)}, begun), maker
             )
         except BaseException:  # cancelled, too: then the thread may not have come to it yet
             answer.close()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import os
+import signal
 import threading
 import time
 import weakref
@@ -346,6 +348,22 @@ def test_grammars_that_take_long_hold_nobody_up(tiny_llm, monkeypatch):
             await asyncio.gather(*hard)
 
     assert run(scenario())
+    llm.close()
+
+
+def test_a_forked_process_makes_grammars_of_its_own(tiny_llm):
+    llm, asked = AsyncLLM(tiny_llm), {"structured_outputs": {"regex": "[a-z]{3}"}, "temperature": 0, "max_tokens": 8}
+    (events,) = run(collect(llm, PROMPT, **asked)).values()
+    released(tiny_llm)
+    if not (child := os.fork()):
+        same = False
+        try:
+            signal.alarm(30)
+            (again,) = run(collect(llm, PROMPT, **asked)).values()
+            same = again[-1].output.token_ids == events[-1].output.token_ids
+        finally:
+            os._exit(not same)
+    assert os.waitpid(child, 0)[1] == 0
     llm.close()
 
 
