@@ -28,7 +28,7 @@ from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.request_router import RequestRouter
 
 from outrider import drafters
-from outrider.async_llm import AsyncLLM
+from outrider.async_llm import AsyncLLM, left
 from outrider.config import EngineConfig, SamplingParams, SpeculativeConfig
 from outrider.errors import ConfigError, EngineError, QueueFull, told
 from outrider.llm import LLM
@@ -277,7 +277,7 @@ class FarAnswer:
             SimpleNamespace(cached=0, prompt_logprobs=None, seq=SimpleNamespace(params=params))
             for _, params in prompts for _ in range(params.n)
         ]  # fmt: skip
-        self._began = time.monotonic()
+        self._began = time.perf_counter()
         self._engines, self._prompts, self._options = engines, prompts, options
         self._key = beginning(prompts[0][0], options.get("cache_salt"))
         self._stream: Any = None  # that an engine has accepted, and nobody reads yet
@@ -310,9 +310,8 @@ class FarAnswer:
             stream.cancel()
 
     async def _begin(self, begun: list[list[int]]) -> Any:
-        options = dict(self._options)
-        if (deadline := options.get("deadline")) is not None:  # counted from the start, whoever writes
-            options["deadline"] = max(0.001, deadline - (time.monotonic() - self._began))
+        deadline = left(self._options.get("deadline"), self._began)  # counted from the start, whoever writes
+        options = {**self._options, "deadline": deadline}
         stream = self._engines.options(stream=True).generate.remote(self._key, self._prompts, options, begun)
         try:
             async for _ in _typed(stream):

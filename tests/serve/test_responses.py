@@ -149,6 +149,13 @@ def test_an_error_on_the_way(client, monkeypatch, tiny_llm):
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("inside")
 
+    forward, left = tiny_llm.runner.model.forward, iter(range(2))
+    said = {"input": "x", "max_output_tokens": 8, "speculative_config": False}
+    some = lambda *given, **more: fail() if next(left, None) is None else forward(*given, **more)  # noqa: E731
+    monkeypatch.setattr(tiny_llm.runner.model, "forward", some)
+    broken = events_of(client, said)[-1]
+    assert broken["type"] == "response.failed"
+    assert [(item["type"], item["status"]) for item in broken["response"]["output"]] == [("message", "incomplete")]
     monkeypatch.setattr(tiny_llm.runner.model, "forward", fail)
     events = events_of(client, {"input": "x", "max_output_tokens": 4})
     assert events[-1]["type"] == "response.failed" and events[-1]["response"]["error"]["code"] == "server_error"

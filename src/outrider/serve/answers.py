@@ -199,7 +199,7 @@ class Completion(Reply):
         }
 
     def _logprobs(self, event: StepEvent, given: list[Logprob], echo: str) -> dict[str, Any]:
-        index, read = event.index, getincrementaldecoder("utf-8")("replace").decode
+        index = event.index
         found: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
         def add(token: int, known: Logprob | None, at: int) -> None:
@@ -209,7 +209,7 @@ class Completion(Reply):
             found["text_offset"].append(at)
 
         if echo and (before := self.job.answer.requests[index].prompt_logprobs) is not None:
-            at = 0
+            at, read = 0, getincrementaldecoder("utf-8")("replace").decode
             for token, known in zip(self.job.prompts[index // self.n], before, strict=True):
                 add(token, known, at)
                 text = read(self.job.vocabulary.bytes(token))  # a character's where its last byte is

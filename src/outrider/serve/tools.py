@@ -280,18 +280,16 @@ class Call:
         )
 
 
-def _is_object(text: str) -> bool:
+def _value(text: str) -> Any:
+    """What JSON says; None if it is none."""
     try:
-        return isinstance(json.loads(text), dict)
+        return json.loads(text)
     except (ValueError, RecursionError):
-        return False
+        return None
 
 
 def _text(literal: str) -> str:
-    try:
-        value = json.loads(literal)
-    except ValueError:
-        return ""
+    value = _value(literal)
     return value if isinstance(value, str) else ""
 
 
@@ -334,7 +332,7 @@ class Parser:
             held = "" if self.calls else self._lead + self._call.raw  # behind calls: another, which was cut off
         elif self._call is not None:
             self.broken = True
-        elif self._call is None and not (self._inside and self.calls):
+        elif not (self._inside and self.calls):
             held = self._lead + self._held
             if self.calls and self.mark.startswith(held.strip()):  # of another call, which was cut off
                 held = ""
@@ -401,7 +399,7 @@ class Parser:
                 known = "{}"
             if call.done and known.startswith('"'):  # some write the object as text
                 inside = _text(known)
-                known = inside if _is_object(inside) else known
+                known = inside if isinstance(_value(inside), dict) else known
             if known[:1] == "{" or call.done:
                 fresh, call.sent = known[call.sent :], max(call.sent, len(known))
                 if fresh:
