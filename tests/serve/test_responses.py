@@ -10,6 +10,7 @@ import pydantic
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 
+from outrider.serve.responses import Respond
 from tests.serve.test_tools import TOOLS
 from tests.serve.test_tools_served import CITY, hermes  # noqa: F401
 
@@ -149,13 +150,15 @@ def test_an_error_on_the_way(client, monkeypatch, tiny_llm):
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("inside")
 
-    forward, left = tiny_llm.runner.model.forward, iter(range(2))
-    said = {"input": "x", "max_output_tokens": 8, "speculative_config": False}
-    some = lambda *given, **more: fail() if next(left, None) is None else forward(*given, **more)  # noqa: E731
-    monkeypatch.setattr(tiny_llm.runner.model, "forward", some)
-    broken = events_of(client, said)[-1]
-    assert broken["type"] == "response.failed"
-    assert [(item["type"], item["status"]) for item in broken["response"]["output"]] == [("message", "incomplete")]
+    def begins(*_: Any) -> Any:
+        yield {"content": "a"}
+        fail()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Respond, "deltas", begins)
+        broken = events_of(client, {"input": "x", "max_output_tokens": 4})[-1]
+    (item,) = broken["response"]["output"]
+    assert broken["type"] == "response.failed" and item["status"] == "incomplete" and item["content"][0]["text"] == "a"
     monkeypatch.setattr(tiny_llm.runner.model, "forward", fail)
     events = events_of(client, {"input": "x", "max_output_tokens": 4})
     assert events[-1]["type"] == "response.failed" and events[-1]["response"]["error"]["code"] == "server_error"
