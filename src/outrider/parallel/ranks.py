@@ -266,10 +266,8 @@ class Ranks:
         if self._dying.locked():
             self._parted.set()
             _wait_for_death()
-        if self._closing:
-            return
-        self._closing = True
-        if self.rank == 0:
+        closing, self._closing = self._closing, True
+        if self.rank == 0 and not closing:
             for i, line in enumerate(self._lines):  # before torchrun has told us to end because of that
                 with suppress(OSError):
                     if line.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b"":
@@ -278,6 +276,8 @@ class Ranks:
             for line in self._lines:
                 with suppress(OSError):
                     line.sendall(_packed(self._waiting))
+        for group in self._groups.values():  # nobody holds it then, and its threads end: one that still frees a tensor
+            group.process_group = None  # while Python ends aborts the process
         with suppress(Exception):
             dist.destroy_process_group()
 
