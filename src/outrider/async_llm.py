@@ -104,9 +104,8 @@ class AsyncLLM:
         self._answers: set[Answer] = set()  # all that have not ended, also those whose prompts are still being read
         self._thread: threading.Thread | None = None
         self._turned = 0.0  # when the thread's loop came round last
-        self._makers = WeakKeyDictionary[
-            asyncio.AbstractEventLoop, Executor
-        ]()  # of grammars; none of a process's own are left in its fork
+        # of grammars; a loop's own, since in a forked process the threads of its parent's are not there
+        self._makers = WeakKeyDictionary[asyncio.AbstractEventLoop, Executor]()
         _open.add(self)
         if self.llm.ranks is not None:
             self.llm.ranks.on_end = _lose_all
@@ -377,7 +376,7 @@ class Answer:
         self._shown_at, self._shown[:] = now, self._noted
 
     async def events(self) -> AsyncGenerator[StepEvent, None]:
-        """What comes, to the end of all outputs. Closes the answer when it is left, however."""
+        """What comes, to the end of all outputs, or to an error. Closes the answer when it is left, however."""
         llm, outputs = self._llm.llm, range(len(self.requests))
         texts = [TextStream(llm.tokenizer, r.seq.params, r.seq.tokens[: r.seq.prompt_len]) for r in self.requests]
         read, alive = [0 for _ in outputs], set(outputs)
@@ -385,15 +384,14 @@ class Answer:
             while alive:
                 await self.wake.wait()
                 self.wake.clear()
-                if self.failure:
-                    raise self.failure
+                failure = self.failure
                 for i in sorted(alive):
                     request = self.requests[i]
                     (ready, finished), begin, offset = self._shown[i], read[i], request.seq.prompt_len
+                    if finished and (request.error or (failure and request.seq.finish_reason == "abort")):
+                        failure, finished = failure or request.error, False  # its last tokens come before that
                     if ready == begin and not finished:
                         continue
-                    if finished and request.error:
-                        raise request.error
                     read[i] = ready
                     tokens = request.seq.tokens[offset + begin : offset + ready]
                     spoken = request.spoken if finished else ready
@@ -417,6 +415,8 @@ class Answer:
                         output,
                         texts[i].take(final=True) if finished else "",
                     )
+                if failure and alive:
+                    raise failure
         finally:
             self.close()
 

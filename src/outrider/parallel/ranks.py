@@ -195,8 +195,8 @@ class Ranks:
             if self.rank == 0:
                 self.tell("group", size, mode)
                 self.flush()
-            own = dist.group.WORLD if size == self.size else dist.new_group(list(range(size)))
-            self._groups[size, mode] = Group(self, size, mode, own)
+            # never dist.group.WORLD, which modules of torch's own hold, too: see close
+            self._groups[size, mode] = Group(self, size, mode, dist.new_group(list(range(size))))
         return self._groups[size, mode]
 
     # --- of all ---
@@ -276,8 +276,8 @@ class Ranks:
             for line in self._lines:
                 with suppress(OSError):
                     line.sendall(_packed(self._waiting))
-        for group in self._groups.values():  # nobody holds it then, and its threads end: one that still frees a tensor
-            group.process_group = None  # while Python ends aborts the process
+        for group in self._groups.values():  # with its last holder its threads end: one that still let go of a tensor
+            group.process_group = None  # while Python ends would abort the process
         with suppress(Exception):
             dist.destroy_process_group()
 
