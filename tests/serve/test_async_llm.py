@@ -249,6 +249,28 @@ def test_an_error_under_way_ends_that_one(tiny_llm):
     llm.close()
 
 
+def test_tokens_come_before_the_error_that_ends_them(tiny_llm):
+    """Also those that are handed over along with it."""
+    llm = AsyncLLM(tiny_llm, event_interval=3600)
+    found: list[int] = []
+
+    def fails(tokens, logits):
+        if len(tokens) == 21:
+            raise ValueError("no more")
+        return logits
+
+    async def read(**sampling: Any) -> None:
+        async for event in llm.generate(PROMPT, max_tokens=40, seed=1, **sampling):
+            assert event.finish_reason is None and event.output is None
+            found.extend(event.token_ids)
+
+    with pytest.raises(RequestError, match="no more"):
+        run(read(logits_processors=[fails]))
+    whole = tiny_llm.generate(PROMPT, max_tokens=40, seed=1)[0]
+    assert found == whole.token_ids[: len(found)] and len(found) == 21 - len(whole.prompt_token_ids)
+    llm.close()
+
+
 def test_leaving_and_cancelling_give_all_back(tiny_llm):
     llm = AsyncLLM(tiny_llm)
 
