@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -74,6 +75,13 @@ def test_prompt_from_file_and_stdin(run, tmp_path, monkeypatch):
     expected = run("generate", PROMPT, "--json", "--max-tokens", "5")[1]
     from_file = run("generate", "--prompt-file", str(path), "--json", "--max-tokens", "5")[1]
     assert json.loads(from_file)["token_ids"] == json.loads(expected)["token_ids"]
+
+
+def test_standard_input_is_utf8_wherever_one_is(run, monkeypatch):
+    asked = ["generate", "--json", "--max-tokens", "5", "--seed", "1"]
+    expected = json.loads(run(*asked, "h\xe9")[1])["token_ids"]
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("h\xe9".encode()), "ascii"))
+    assert json.loads(run(*asked)[1])["token_ids"] == expected
 
 
 def test_structured_outputs(run, tmp_path):
@@ -176,6 +184,7 @@ BAD = {
     "contradiction": ["--min-tokens", "9", "--max-tokens", "3"],
     "n greedy outputs": ["--n", "2"],
     "bias that is none": ["--logit-bias", '{"a": 1}'],
+    "bias given twice": ["--logit-bias", '{"1": 1, "01": 2}'],
     "bias beyond the vocabulary": ["--logit-bias", '{"999999": 1}'],
     "empty stop": ["--stop", ""],
     "wrong dtype": ["--dtype", "int3"],

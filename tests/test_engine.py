@@ -308,6 +308,16 @@ def test_a_failing_processor_ends_its_request(random_llm, method):
     assert_released(random_llm)
 
 
+def test_a_processor_that_exits_ends_no_other_request(random_llm):
+    """Nor the thread that happens to step, which may be another caller's."""
+    expected = alone(random_llm)
+    bad = replace(SAMPLED, logits_processors=[failing(SystemExit(3), 5)])
+    results = together([lambda: random_llm.generate(PROMPTS[0], bad)] +
+                       [lambda p=p: random_llm.generate(p, SAMPLED)[0].token_ids for p in PROMPTS])  # fmt: skip
+    assert isinstance(results[0], RequestError) and "SystemExit: 3" in str(results[0]) and results[1:] == expected
+    assert_released(random_llm)
+
+
 def test_a_stream_gives_what_it_has_and_then_its_error(random_llm):
     expected = alone(random_llm)[1]
     bad = replace(SAMPLED, logits_processors=[failing(RuntimeError("boom"), 5)])

@@ -116,6 +116,13 @@ DAMAGE = {
                            "model.norm.weight", "infinite"),
     "nan in the head": (lambda f: reweigh(f, lambda w: w["lm_head.weight"][9, 2:3].fill_(math.nan)), CheckpointError,
                         "lm_head.weight", "NaN"),
+    "nan in the embedding": (lambda f: reweigh(f, lambda w: w["model.embed_tokens.weight"][99, 2:3].fill_(math.nan)),
+                             CheckpointError, "model.embed_tokens.weight", "NaN"),
+    "no text part": (lambda f: edit(f, architectures=["Gemma3ForConditionalGeneration"], model_type="gemma3"),
+                     CheckpointError, "text_config"),
+    "empty index": (lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {}}'), CheckpointError,
+                    "model.safetensors.index.json", "empty"),
+    "quantised in a word": (lambda f: edit(f, quantization_config="gptq"), CheckpointError, "quantization_config must"),
     "deep json": (lambda f: (f / "config.json").write_text('{"a": ' * 100_000 + "1" + "}" * 100_000), CheckpointError,
                   "config.json"),
     "index of long names": (lambda f: shard(f, {DOWN: "x" * 5000}), CheckpointError, "xxx... cannot be read"),
@@ -373,7 +380,7 @@ def test_limits_of_the_engine(make_llm):
             make_llm(engine={"kv_memory": memory})
     llm = make_llm(engine={"kv_memory": block})
     assert len(llm.generate([1], max_tokens=31, ignore_eos=True)[0].token_ids) == 31
-    with refused(RequestTooLong, "kv_memory", "MiB"):
+    with refused(RequestTooLong, "kv_memory", f"over the {block / 2**20:.1f} MiB"):
         llm.generate([1], max_tokens=32)
     assert_released(llm)
 

@@ -35,6 +35,8 @@ VARIANTS = {
                "rope_parameters": {SLIDES: {"rope_type": "default", "rope_theta": 100.0},
                                    FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 10000.0}}}),
     "gemma3-softcap": ("gemma3_text", {"final_logit_softcapping": 3.0, "attention_bias": True}),
+    "gemma3-unused": ("gemma3_text", {"attn_logit_softcapping": 0.5, "hidden_act": "silu"}),
+    "gemma2-unused": ("gemma2", {"hidden_act": "silu"}),
     "phi3": ("phi3", {}),
     "phi3-window": ("phi3", {"sliding_window": 8}),
     "phi4-mini": ("phi3", {"tie_word_embeddings": True, "rope_parameters": LONG,

@@ -22,7 +22,7 @@ from torch.testing import assert_close
 
 from outrider import LLM, quantize
 from outrider.errors import CheckpointError, ModelNotFound, OutriderError, UnsupportedArchitecture
-from outrider.gguf import ARCHITECTURES, INSIDE, OWN, PAIRED, File, Stored, _hf_name
+from outrider.gguf import ARCHITECTURES, INSIDE, OWN, PAIRED, File, Stored, _byte_level, _hf_name
 from outrider.load import embedded, find, read_config, read_tokenizer
 
 Kind = gguf.GGMLQuantizationType
@@ -286,6 +286,14 @@ def test_digits_of_smollm_stand_alone(tmp_path):
     read = File(write(embedded()["tiny"], tmp_path / "tiny.gguf", tokenizer=own, pre="smollm")).tokenizer()
     tokens = [read.decode([i], skip_special_tokens=True) for i in read("in 2024 or 12")["input_ids"]]
     assert [t for t in tokens if any(c.isdigit() for c in t)] == list("202412")
+
+
+@pytest.mark.parametrize(("merge", "why"), [("a b", "'ab'"), ("a c", "'c'"), ("ab", "space")])
+def test_merges_of_unknown_tokens_are_named(merge, why, capfd):
+    """The library would panic, and say so at length."""
+    with pytest.raises(ValueError, match=f"merge '{merge}' .*{why}"):
+        _byte_level({"tokens": ["a", "b", "ab"][: 3 if merge == "ab" else 2], "merges": [merge]}, None, None)
+    assert not capfd.readouterr().err
 
 
 def test_a_special_token_below_zero_is_none(tmp_path):

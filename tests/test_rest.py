@@ -195,6 +195,7 @@ def test_long_texts_and_shards(tmp_path, tokenizer, monkeypatch):
         ("x.jsonl", "{", "x.jsonl:1 is not JSON"),
         ("x.jsonl", '{"text": "a"}\n[1]', "x.jsonl:2 is no object"),
         ("x.jsonl", '{"body": "a"}', "has body, and no text.*--field"),
+        ("x.jsonl", '{"text": 5}', "has text, and no text as a string 'text' or"),
         ("x.txt", "", "no text to put"),
         ("x.txt", "a\0b", "x.txt is no text"),
         ("x.jsonl", "[" * 100_000, "x.jsonl:1 is not JSON"),
@@ -226,6 +227,11 @@ def test_no_other_file_is_replaced(tmp_path, tokenizer):
 def test_missing_input_and_output(tmp_path, tokenizer):
     with pytest.raises(ConfigError, match="no file or folder at"):
         build([tmp_path / "gone"], tokenizer, tmp_path / "out")
+    with pytest.raises(ConfigError, match="/dev/null is neither a file nor a folder"):
+        build([Path("/dev/null")], tokenizer, tmp_path / "out")
+    (tmp_path / "a.txt").write_text(STORY)
+    with pytest.raises(ConfigError, match="--field body is for JSON lines"):
+        build([tmp_path / "a.txt"], tokenizer, tmp_path / "out", field="body")
     with pytest.raises(ConfigError, match=r"no file in .* ends with \.py;.*--suffix"):
         build([tmp_path], tokenizer, tmp_path / "out", suffixes=[".py"])
     for bad in (tmp_path, tmp_path / "no" / "folder"):
@@ -488,9 +494,10 @@ def test_cli(run, tmp_path):  # noqa: F811
     assert code == 0 and "identical" in out + err
 
 
-def test_cli_errors(run, tmp_path, make_checkpoint):  # noqa: F811
+def test_cli_errors(run, tmp_path, make_checkpoint, capsys):  # noqa: F811
     store = str(write([[1]], tmp_path / "s", 77).path)
     bare = str(make_checkpoint())
+    capsys.readouterr()  # who makes it first is told how far it is
     for args, why in (
         (["info", str(tmp_path / "gone")], "cannot be read"),
         (["info", store, "--model", "tiny"], "77 token ids"),

@@ -38,6 +38,7 @@ VARIANTS = {
     "llama-llama3": ("llama", rope("llama3", **LLAMA3)),
     "llama-yarn": ("llama", rope("yarn", **YARN)),
     "llama-yarn-mscale": ("llama", rope("yarn", mscale=0.7, mscale_all_dim=1.3, **YARN)),
+    "llama-yarn-mscale-0": ("llama", rope("yarn", mscale=0.7, mscale_all_dim=0.0, **YARN)),
     "llama-yarn-attention-factor": ("llama", rope("yarn", attention_factor=0.6, **YARN)),
     "llama-yarn-betas": ("llama", rope("yarn", beta_fast=4.0, beta_slow=0.5, truncate=False, **YARN)),
     "mistral": ("mistral", {"sliding_window": None}),

@@ -42,6 +42,7 @@ UNSEEN = 0.03  # of the least forward known: what a row may cost while no two co
 PACE, NEAR, FAR = 0.5, 0.3, 0.4  # of a measurement that is all counts' affair; how far off it may be for that; its own
 FADING, MOST_WEIGHT = 0.99, 32.0  # of a measurement with each that follows; of all of one count
 BEGUN = 16.0  # measurements that a count is worth where a curve begins as another's copy
+OWN_KEYS = 0.2  # of what a row and its keys take: what a further row takes (0.25 of one long text, 0 of many)
 DOUBTED, SLOPE = 2.0, 0.2  # measurements that a promise counts for; promised, in forwards, beside one known count
 FRESH = 16  # forwards after which what they taught is looked at again
 MARGIN = 1.2  # a row is worth it if it promises this much more than it costs
@@ -114,6 +115,14 @@ class Learnt(Curve):
         """A copy, so much slower."""
         return Learnt({n: seconds * factor for n, seconds in self.items()}, BEGUN)
 
+    def with_keys(self, seconds: float, rows: int) -> Learnt:
+        """A copy of longer texts, whose keys take so many seconds where there are so many rows, one of each text.
+
+        Most of that is reading the keys, which further rows of a text share.
+        """
+        own = OWN_KEYS * seconds / rows
+        return Learnt({n: known + seconds + own * (n - rows) for n, known in self.items()}, BEGUN)
+
     def _points(self) -> tuple[list[int], list[float]]:
         known = sorted(self)
         seconds = [self[known[0]]]
@@ -135,15 +144,23 @@ class Costs:
     def __init__(self, file: Path | None = None, name: str = "") -> None:
         self.file, self.name, self.saved = file, name, -math.inf
         self.curves = _read(file).get(name, {}) if file else {}  # by octave of the keys
-        self.begun = dict[int, tuple[Learnt | None, list[float]]]()  # octaves: after whose curve, and how much slower
+        # octaves: after whose curve, whether that is their own of another day, and what the first said
+        self.begun = dict[int, tuple[Learnt | None, bool, list[float]]]()
         self.squares, self.products, self.mixed = np.zeros((3, 3)), np.zeros(3), 0
         self.ladders, self.added = dict[tuple[int, int, int], list[float]](), 0  # what `ladder` said, for a while
         self.heard: list[tuple[int, int, float, int]] = []  # forwards that are looked at when somebody asks
 
     def begin(self, seconds: Mapping[int, float]) -> None:
-        """What forwards of so many rows, of one short text, took just now: the file may be of a slow day, or of other
-        kernels."""
-        self.curves[0] = Learnt(seconds, BEGUN)
+        """What forwards of so many rows, of one short text, took just now.
+
+        What the file says may be of a slow day, or of other kernels, and who is told that rows are dear never tries
+        them: of it remains what more rows take in proportion, for longer texts begin anew.
+        """
+        old, new, last = self.curves.get(0), Learnt(seconds, BEGUN), max(seconds)
+        if old:
+            new |= {n: known * new[last] / old.at(last) for n, known in old.items() if n > last}
+            new.weights = dict.fromkeys(new, BEGUN)
+        self.curves = {0: new}
 
     def __bool__(self) -> bool:
         self._learn()
@@ -152,9 +169,9 @@ class Costs:
     def add(self, rows: int, keys: int, seconds: float, read: int = 0) -> None:
         """One forward, in which prompts may have been read as well.
 
-        What the file says is another day's, and lengths that were not met yet have the nearest ones' curve: the first
-        three tell how much faster or slower this is. With prompts the rows' own share is what least squares make of it,
-        which serves until a forward without any was measured.
+        What the file says is another day's: the first three tell how much faster or slower this is. Lengths that were
+        not met yet have the shortest ones' curve, and the first three tell what their keys add. With prompts the rows'
+        own share is what least squares make of it, which serves until a forward without any was measured.
         """
         self.added += 1
         self.heard.append((rows, keys, seconds, read))
@@ -180,10 +197,15 @@ class Costs:
             self.mixed += 1
             return
         octave, count = _octave(keys), _knot(rows)
-        like, ratios = self.begun.setdefault(octave, (self._nearest(octave) if self.curves else None, []))
-        if like and len(ratios) < 3:
-            ratios.append(seconds / like.at(count))
-            self.curves[octave] = like.times(sorted(ratios)[(len(ratios) - 1) // 2])
+        if octave not in self.begun:
+            like = self.curves.get(octave) or (self.curves[min(self.curves)] if self.curves else None)
+            self.begun[octave] = like, octave in self.curves, []
+        like, own, first = self.begun[octave]
+        if like and len(first) < 3:
+            known = like.at(count)
+            first.append(seconds / known if own else seconds - known)
+            usual = sorted(first)[(len(first) - 1) // 2]
+            self.curves[octave] = like.times(usual) if own else like.with_keys(max(0.0, usual), count)
         else:
             self.curves.setdefault(octave, Learnt()).add(count, seconds)
 

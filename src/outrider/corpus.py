@@ -46,12 +46,16 @@ def files(paths: Iterable[str | Path], suffixes: Iterable[str] | None = None) ->
         elif os.path.isfile(path):
             found.append(path)
         else:
-            raise ConfigError(f"no file or folder at {path}")
+            raise ConfigError(
+                f"{path} is neither a file nor a folder" if os.path.exists(path) else f"no file or folder at {path}"
+            )
     return found
 
 
 def texts(found: list[Path], field: str | None = None, progress: Progress | None = None) -> Iterator[str]:
     """The documents in these files, one after the other. Raises ConfigError for what cannot be read."""
+    if field and not any(".jsonl" in path.suffixes for path in found):
+        raise ConfigError(f"--field {field} is for JSON lines, and no file that is read ends with .jsonl")
     report = progress or (lambda what, done, total: None)
     total, done = max(1, sum(path.stat().st_size for path in found)), 0
     for path in found:
@@ -118,6 +122,5 @@ def _field(line: str, field: str | None, where: str) -> str:
         if isinstance(entry, dict) and all(isinstance(entry.get(name), str) for name in names):
             return "".join(entry[name] for name in names)
     has = f"has {', '.join(entry)}" if isinstance(entry, dict) else "is no object"
-    raise ConfigError(
-        f"{where} {has}, and no text {field or 'text, content or prompt with completion'}; choose --field"
-    )
+    wanted = repr(field) if field else "'text' or 'content', or strings 'prompt' and 'completion'"
+    raise ConfigError(f"{where} {has}, and no text as a string {wanted}; choose --field")

@@ -184,6 +184,7 @@ def gemma2(hf: Hf) -> dict[str, Any]:
     return {
         "windows": _windows(hf, lambda i: FULL if i % 2 else SLIDING),
         "o_bias": bool(hf.get("attention_bias")),
+        "activation": _activation(hf, "hidden_activation", "gelu_pytorch_tanh"),  # whatever `hidden_act` says
         "norm_offset": 1.0,
         "embedding_multiplier": _whole(hf, "hidden_size") ** 0.5,
         "attention_scale": _number(hf, "query_pre_attn_scalar", 256) ** -0.5,
@@ -202,6 +203,7 @@ def gemma3(hf: Hf) -> dict[str, Any]:
         **gemma2(hf),
         **_local_rope(hf, _number(hf, "rope_local_base_freq", 10000.0)),
         "windows": _windows(hf, lambda i: SLIDING if (i + 1) % pattern else FULL),
+        "attention_softcap": None,  # whatever the config says: transformers keeps it and does not use it
         "qk_norm": "head",
     }
 
@@ -311,8 +313,10 @@ def glm4(hf: Hf) -> dict[str, Any]:
 def text_part(hf: Hf) -> Hf:
     """The config of the language model within one of text and pictures; any other as it is."""
     name = _architecture(hf)
-    if name not in OUTER or not isinstance(inner := hf.get("text_config"), Mapping):
+    if name not in OUTER:
         return hf
+    if not isinstance(inner := hf.get("text_config"), Mapping):
+        raise CheckpointError(f"config.json: {name} needs a text_config, an object: what the language model in it is")
     kind = str(inner.get("model_type", next(iter(OUTER[name]))))
     if kind not in OUTER[name]:
         raise UnsupportedArchitecture(
@@ -357,9 +361,6 @@ def read(hf: Hf, eos: tuple[int, ...] = ()) -> ModelConfig:
     """
     hf = text_part(hf)
     found = check(hf)
-    act = str(hf.get("hidden_act") or hf.get("hidden_activation") or "silu")
-    if act not in ACTIVATIONS:
-        raise UnsupportedArchitecture(f"hidden_act {act!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
     heads, layers = _whole(hf, "num_attention_heads"), _whole(hf, "num_hidden_layers")
     sizes = {key: _whole(hf, key) for key in ("vocab_size", "hidden_size", "intermediate_size")}
     kv_heads, dim = _whole(hf, "num_key_value_heads", heads), _whole(hf, "head_dim", sizes["hidden_size"] // heads)
@@ -380,13 +381,14 @@ def read(hf: Hf, eos: tuple[int, ...] = ()) -> ModelConfig:
         "windows": (None,) * layers,
         "qkv_bias": bool(hf.get("attention_bias")),
         "mlp_bias": bool(hf.get("mlp_bias")),
-        "activation": ACTIVATIONS[act],
         "attention_scale": dim**-0.5,
         "tied": bool(hf.get("tie_word_embeddings", False)),
         "dtype": dtype,
         "eos": tuple(token for token in eos if 0 <= token < sizes["vocab_size"]),  # -1 stands for none, too
     }
     fields |= found.read(hf)
+    if "activation" not in fields:
+        fields["activation"] = _activation(hf, "hidden_act", "silu")
     if "rope" not in fields:
         fields["rope"] = _rope(hf)
     for rope in (fields["rope"], fields.get("local_rope")):
@@ -398,6 +400,13 @@ def read(hf: Hf, eos: tuple[int, ...] = ()) -> ModelConfig:
         for key in ("short_factor", "long_factor", "freq_factors"):
             _factors(rope or {}, key, turned // 2)
     return ModelConfig(**fields)
+
+
+def _activation(hf: Hf, key: str, default: str) -> str:
+    act = str(hf.get(key) or default)
+    if act not in ACTIVATIONS:
+        raise UnsupportedArchitecture(f"{key} {act!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[act]
 
 
 def _whole(hf: Hf, key: str, default: int | None = None) -> int:
@@ -486,6 +495,9 @@ def _checked_rope(rope: dict[str, Any], hf: Hf) -> dict[str, Any]:
         if key not in rope:
             raise CheckpointError(f"config.json: rope type {kind!r} needs {key!r}")
         _number(rope, key)
+    for key in ("mscale", "mscale_all_dim"):
+        if rope.get(key) == 0:  # as good as none, in transformers
+            del rope[key]
     for key in ROPE_NUMBERS:
         if rope.get(key) is not None:
             _number(rope, key)

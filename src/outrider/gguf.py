@@ -23,7 +23,7 @@ from torch import Tensor
 
 from outrider import quantize
 from outrider.config import ModelConfig, Names
-from outrider.errors import CheckpointError, UnsupportedArchitecture
+from outrider.errors import CheckpointError, UnsupportedArchitecture, brief
 from outrider.files import check_regular
 from outrider.ops import Quantized
 
@@ -213,7 +213,7 @@ class File:
         }
         if self.family in ("gemma2", "gemma3"):  # the 27B models divide by another root; llama.cpp knows them so, too
             large = layers == {"gemma2": 46, "gemma3": 62}[self.family]
-            said |= {"hidden_act": "gelu_pytorch_tanh", "query_pre_attn_scalar": share if large else size}
+            said |= {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": share if large else size}
             said["rope_local_base_freq"] = self._get("rope.freq_base_swa")
         if self._number("expert_count", 0, least=0):
             width = self._number("expert_feed_forward_length", self._number("feed_forward_length"))
@@ -362,10 +362,16 @@ def _byte_level(given: dict[str, Any], pre: str | None, split: str | None) -> An
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     tokens = given["tokens"]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
     merges = [tuple(merge.split(" ", 1)) for merge in given["merges"]]
-    backend = Tokenizer(
-        models.BPE({token: i for i, token in enumerate(tokens)}, merges, ignore_merges=pre in WHOLE_WORDS)
-    )
+    for merge in merges:  # of which the library may panic
+        if unknown := [token for token in (*merge, "".join(merge)) if token not in vocabulary]:
+            raise ValueError(
+                f"merge {brief(' '.join(merge))} is of tokens that there are not, such as {brief(unknown[0])}"
+            )
+        if len(merge) != 2:
+            raise ValueError(f"merge {brief(merge[0])} is not two tokens with a space between them")
+    backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in WHOLE_WORDS))
     rules: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)]
     if split is not None:
         rules.insert(0, pre_tokenizers.Split(Regex(split), "isolated"))

@@ -111,7 +111,11 @@ def open_source(name: str | Path) -> Source:
         if "lm_head.weight" in weights.files:
             config = replace(config, tied=False)  # a head that is there is meant, whatever the config says
         if inner.get("quantization_config"):
-            weights, config = _Packed(weights, inner), replace(config, dtype="bfloat16")  # what the kernels take
+            weights = _Packed(weights, inner)
+            if weights.reader.packed:
+                config = replace(config, dtype="bfloat16")  # what the kernels take
+            else:
+                logger.warning("%s: no tensor is quantised, whatever its quantization_config says", path.name)
         return Source(path, config, weights, lambda: read_tokenizer(path), dict(inner))
     file = gguf.File(path)
     hf = file.config()
@@ -267,6 +271,8 @@ def read_config(path: Path) -> ModelConfig:
         raise CheckpointError(f"{path / 'config.json'} names neither model_type nor architectures")
     inner = families.text_part(raw)  # our own words for an unknown architecture, before transformers tries
     families.read(raw) if inner is raw else families.check(inner)
+    if not isinstance(inner.get("quantization_config") or {}, Mapping):
+        raise CheckpointError(f"{path / 'config.json'}: quantization_config must be an object")
     from transformers import AutoConfig
 
     try:
@@ -337,8 +343,9 @@ class _Weights:
         self.path = path
         index = path / "model.safetensors.index.json"
         if index.exists():
-            if not isinstance(weight_map := _json(index).get("weight_map"), dict):
-                raise CheckpointError(f"{index} has no weight_map")
+            weight_map = _json(index).get("weight_map")
+            if not isinstance(weight_map, dict) or not weight_map:
+                raise CheckpointError(f"{index} has no weight_map, which says where each tensor is, or an empty one")
             names = sorted({str(name) for name in weight_map.values()})
             if outside := [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]:
                 raise CheckpointError(f"{index} names {outside[0]!r}, which leaves the folder; such a file is not read")
@@ -740,6 +747,11 @@ class Builder:
             kept = quantize.quantize(weight, scheme, self.rounded) if scheme else weight
             head = Linear(kept, pack=not self.share, rounded=self.rounded, device=self.device)
         self.staging = torch.empty(0)
+        if not c.tied and not self.share:  # else it is the head, and was looked at
+            for begin in range(0, c.vocab_size, 4096):
+                end = min(begin + 4096, c.vocab_size)
+                some = stored.rows(torch.arange(begin, end)) if stored else self.weights.mapped(name, *shape)[begin:end]
+                _finite(some.detach().to(self.dtype), self.weights.path, name)
         if stored and self.device.type == "cpu":
             return stored.rows, head
         embedding = self.weights.mapped(name, *shape).detach()  # anew: pages that packing the head has read can go

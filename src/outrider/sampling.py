@@ -387,7 +387,7 @@ def _custom(processor: LogitsProcessor, tokens: list[int], logits: Tensor) -> Te
     name = f"logits processor {getattr(processor, '__name__', type(processor).__name__)}"
     try:
         edited = processor(tokens, logits)
-    except Exception as error:  # the caller's code: it raises what it likes
+    except (Exception, SystemExit) as error:  # the caller's code: it raises what it likes
         raise RequestError(f"{name} raised {told(error)}") from error
     if not isinstance(edited, Tensor) or edited.shape != logits.shape:
         what = tuple(edited.shape) if isinstance(edited, Tensor) else type(edited).__name__

@@ -193,6 +193,8 @@ def clean(sampling: dict[str, Any], flag: str = "--logit-bias") -> dict[str, Any
             sampling["logit_bias"] = {int(token): value for token, value in data.items()}
         except ValueError:
             raise ConfigError(f"{flag} maps token ids to numbers, as in '{{\"42\": -5}}', not {bias}") from None
+        if len(sampling["logit_bias"]) < len(data):
+            raise ConfigError(f"{flag} {bias} names a token twice; give each one number")
     return sampling
 
 

@@ -285,8 +285,8 @@ class Engine:
             )
         if (size := self._kv_bytes(need)) > self.kv_memory:
             raise RequestTooLong(
-                f"{need} tokens of prompt and output need {size / 2**20:.0f} MiB for keys and values, over the "
-                f"{self.kv_memory / 2**20:.0f} MiB there are; lower max_tokens, shorten the prompt or raise kv_memory"
+                f"{need} tokens of prompt and output need {size / 2**20:,.1f} MiB for keys and values, over the "
+                f"{self.kv_memory / 2**20:,.1f} MiB there are; lower max_tokens, shorten the prompt or raise kv_memory"
             )
 
     def _kv_bytes(self, tokens: int) -> int:
