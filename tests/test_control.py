@@ -139,8 +139,10 @@ def test_what_is_measured_anew_is_believed(tmp_path):
     again.begin({n: 1 + 0.05 * n for n in ROWS})
     for n in ROWS:
         assert again.at(n, 100) == pytest.approx(1 + 0.05 * n, rel=0.02)
-    again.add(8, 5000, 3.0)  # eight texts: their keys add 1.6, in which further rows hardly take part
-    assert again.at(32, 5000) == pytest.approx(2.6 + 1.6 * (1 + OWN_KEYS * 3), rel=0.02)
+        assert again.at(n, 5000) == pytest.approx(2 * (1 + 0.2 * n), rel=0.1)  # longer texts: another matter
+    again.add(8, 5000, 3.0, texts=8)  # so are eight texts: their keys add 1.6, in which further rows hardly take part
+    assert again.at(32, 5000, 8) == pytest.approx(2.6 + 1.6 * (1 + OWN_KEYS * 3), rel=0.02)
+    assert again.at(32, 5000) == pytest.approx(2 * (1 + 0.2 * 32), rel=0.1)
 
 
 def test_counts_that_were_not_measured_anew_keep_their_proportion(tmp_path):
@@ -166,9 +168,9 @@ def test_what_many_texts_cost_is_foretold():
     for (n, length), seconds in measured.items():
         costs = Costs()
         costs.begin(short)
-        costs.add(n, n * length, seconds[n])
+        costs.add(n, n * length, seconds[n], texts=n)
         for rows, known in seconds.items():
-            assert costs.at(rows, n * length) == pytest.approx(known, rel=0.18), (n, length, rows)
+            assert costs.at(rows, n * length, n) == pytest.approx(known, rel=0.18), (n, length, rows)
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,7 @@ MEMORY, OWN_MEMORY = 0.995, 0.97  # weight of the past, of all requests and of o
 ENDED, LEAST_SHARE = 0.8, 0.1  # weight of the past in how requests' looks ended; of what looks may lose, at least
 HOPES, LEAST_FAITH = 16.0, 0.75  # tokens of drafts taken to have come true at first; of what drafts promise
 PRIOR_WEIGHT, OWN_WEIGHT = 2.0, 8.0  # guesses that the prior, and all requests against one, count for
+LOTS = 64  # more than there are octaves of keys
 KEPT = 64  # machines and models whose costs are kept in the file
 
 
@@ -139,42 +140,40 @@ class Learnt(Curve):
 
 
 class Costs:
-    """Seconds of a forward over rows and keys (the lengths of its sequences, added up); `file` keeps them."""
+    """Seconds of a forward over rows, keys (the lengths of its texts, added up) and texts; `file` keeps them."""
 
     def __init__(self, file: Path | None = None, name: str = "") -> None:
         self.file, self.name, self.saved = file, name, -math.inf
-        self.curves = _read(file).get(name, {}) if file else {}  # by octave of the keys
-        # octaves: after whose curve, whether that is their own of another day, and what the first said
-        self.begun = dict[int, tuple[Learnt | None, bool, list[float]]]()
+        self.curves = _read(file).get(name, {}) if file else {}  # by `_lot`
+        # lots: after whose curve, whether that is their own of another day, and what the first said
+        self.begun = dict[int, tuple[Learnt | None, bool, list[tuple[float, float]]]]()
         self.squares, self.products, self.mixed = np.zeros((3, 3)), np.zeros(3), 0
         self.ladders, self.added = dict[tuple[int, int, int], list[float]](), 0  # what `ladder` said, for a while
-        self.heard: list[tuple[int, int, float, int]] = []  # forwards that are looked at when somebody asks
+        self.heard: list[tuple[int, int, float, int]] = []  # rows, lots, seconds, read; looked at when somebody asks
 
     def begin(self, seconds: Mapping[int, float]) -> None:
-        """What forwards of so many rows, of one short text, took just now.
-
-        What the file says may be of a slow day, or of other kernels, and who is told that rows are dear never tries
-        them: of it remains what more rows take in proportion, for longer texts begin anew.
-        """
+        """What forwards of so many rows, of one short text, took just now: the file may be of a slow day, or of other
+        kernels. Of more rows, which were not measured, it gives the proportion."""
         old, new, last = self.curves.get(0), Learnt(seconds, BEGUN), max(seconds)
         if old:
             new |= {n: known * new[last] / old.at(last) for n, known in old.items() if n > last}
             new.weights = dict.fromkeys(new, BEGUN)
-        self.curves = {0: new}
+        self.curves[0] = new
 
     def __bool__(self) -> bool:
         self._learn()
         return bool(self.curves) or self.mixed >= 8
 
-    def add(self, rows: int, keys: int, seconds: float, read: int = 0) -> None:
+    def add(self, rows: int, keys: int, seconds: float, read: int = 0, texts: int = 1) -> None:
         """One forward, in which prompts may have been read as well.
 
-        What the file says is another day's: the first three tell how much faster or slower this is. Lengths that were
-        not met yet have the shortest ones' curve, and the first three tell what their keys add. With prompts the rows'
-        own share is what least squares make of it, which serves until a forward without any was measured.
+        What the file says is another day's: the first three tell how much faster or slower this is. Lengths and numbers
+        of texts that were not met yet have a short text's curve, and the first three tell what their keys add. With
+        prompts the rows' own share is what least squares make of it, which serves until a forward without any was
+        measured.
         """
         self.added += 1
-        self.heard.append((rows, keys, seconds, read))
+        self.heard.append((rows, _lot(keys, texts), seconds, read))
         if self.added < FRESH or self.added % FRESH == 0:
             self.ladders.clear()
             self._learn()
@@ -186,63 +185,66 @@ class Costs:
             if one[3]:
                 self._enter(*one)
             else:
-                alike.setdefault((_octave(one[1]), _knot(one[0])), []).append(one)
+                alike.setdefault((one[1], _knot(one[0])), []).append(one)
         for each in alike.values():  # one measurement, their median: to learn takes time, too
             self._enter(*sorted(each, key=itemgetter(2))[(len(each) - 1) // 2])
 
-    def _enter(self, rows: int, keys: int, seconds: float, read: int) -> None:
+    def _enter(self, rows: int, lot: int, seconds: float, read: int) -> None:
         if read:
             x = np.array([1.0, rows, read])
             self.squares, self.products = MEMORY * self.squares + np.outer(x, x), MEMORY * self.products + x * seconds
             self.mixed += 1
             return
-        octave, count = _octave(keys), _knot(rows)
-        if octave not in self.begun:
-            like = self.curves.get(octave) or (self.curves[min(self.curves)] if self.curves else None)
-            self.begun[octave] = like, octave in self.curves, []
-        like, own, first = self.begun[octave]
+        count = _knot(rows)
+        if lot not in self.begun:
+            like = self.curves.get(lot) or (self._nearest(0) if self.curves else None)
+            self.begun[lot] = like, lot in self.curves, []
+        like, own, first = self.begun[lot]
         if like and len(first) < 3:
             known = like.at(count)
-            first.append(seconds / known if own else seconds - known)
-            usual = sorted(first)[(len(first) - 1) // 2]
-            self.curves[octave] = like.times(usual) if own else like.with_keys(max(0.0, usual), count)
+            first.append((seconds / known, seconds - known))
+            slower, more = sorted(first)[(len(first) - 1) // 2]
+            self.curves[lot] = begun = like.times(slower) if own or more < 0 else like.with_keys(more, count)
+            if count not in begun:
+                begun[count], begun.weights[count] = known * slower, 1.0
         else:
-            self.curves.setdefault(octave, Learnt()).add(count, seconds)
+            self.curves.setdefault(lot, Learnt()).add(count, seconds)
 
-    def over(self, first: int, last: int, keys: int) -> list[float]:
+    def over(self, first: int, last: int, keys: int, texts: int = 1) -> list[float]:
         """Seconds of `first` rows to `last`; infinite where far more rows than were ever measured."""
         self._learn()
         if not self.curves:
             base, row, _ = np.linalg.lstsq(self.squares, self.products, rcond=1e-9)[0].tolist()
             least = float(self.products[0] / self.squares[0, 0] / 100)
             return [max(least, base) + max(0.0, row) * n for n in range(first, last + 1)]
-        curve = self._nearest(_octave(keys))
+        curve = self._nearest(_lot(keys, texts))
         most = 2 * max(curve) + 2
         return [s if n <= most else math.inf for n, s in enumerate(curve.over(first, last), first)]
 
-    def _nearest(self, octave: int) -> Learnt:
-        """The curve of these lengths, or of the nearest ones, if it has more than one point."""
-        better = [o for o in self.curves if len(self.curves[o]) > 1] or [*self.curves]
-        return self.curves[min(better, key=lambda o: abs(o - octave))]
+    def _nearest(self, lot: int) -> Learnt:
+        """The curve of such texts, or of those most like them, if it has more than one point."""
+        better = [known for known in self.curves if len(self.curves[known]) > 1] or [*self.curves]
+        return self.curves[min(better, key=lambda known: abs(known // LOTS - lot // LOTS) + abs(known - lot) % LOTS)]
 
     def ladder(self, rows: int, more: int, keys: int) -> list[float]:
-        """Seconds of so many rows, of one more and so on to `more`, as far as they pay if every guess is right.
+        """Seconds of a row for each of so many texts, of one more and so on to `more`, as far as they pay if every
+        guess is right.
 
         Empty if so few rows were never measured: what more of them cost cannot be said then.
         """
-        asked = rows, more, _octave(keys)
+        asked = rows, more, _lot(keys, rows)
         seconds = self.ladders.get(asked)
         if seconds is None:
             seconds = self.ladders[asked] = []
             if self and (not self.curves or min(self._nearest(asked[2])) <= _knot(rows)):
-                seconds += self.over(rows, rows + more, keys)
+                seconds += self.over(rows, rows + more, keys, rows)
                 while (rows + len(seconds) - 1) / seconds[-1] < rows / seconds[0]:
                     del seconds[-1]
         return seconds
 
-    def at(self, rows: int, keys: int) -> float:
+    def at(self, rows: int, keys: int, texts: int = 1) -> float:
         """Seconds of one forward."""
-        return self.over(rows, rows, keys)[0]
+        return self.over(rows, rows, keys, texts)[0]
 
     def save(self) -> None:
         """Keep them, now and then. A file that cannot be written is no error: the next run measures anew."""
@@ -284,8 +286,9 @@ def _read(file: Path) -> dict[str, dict[int, Learnt]]:
     return found
 
 
-def _octave(keys: int) -> int:
-    return max(0, (keys - 1) // 512).bit_length()
+def _lot(keys: int, texts: int) -> int:
+    """Batches that cost alike: by octaves of their keys, and of their texts, whose rows share their keys."""
+    return max(0, (keys - 1) // 512).bit_length() + LOTS * (texts.bit_length() - 1)
 
 
 def _knot(rows: int) -> int:

@@ -315,7 +315,7 @@ class Auto(Drafter):
         took, rows = began - self.sent, sum([1 + len(draft.tokens) for draft in output.drafts])
         if output.read <= self.chunk:  # else it was more than one forward
             keys = sum([len(seq.tokens) for seq in seqs]) - sum([len(verdict.tokens) for verdict in verdicts])
-            self.costs.add(rows, keys, took, output.read)
+            self.costs.add(rows, keys, took, output.read, len(seqs))
         came = []
         for seq, verdict, draft in zip(seqs, verdicts, output.drafts, strict=True):
             came.append((seq.id, seq.tokens, len(verdict.path) - len(draft.forced.intersection(verdict.path))))
@@ -376,7 +376,9 @@ def _machine(target: Runner) -> str:
     """What the costs depend on: the machine, the model's shape and the bytes of its weights, in a few characters."""
     model = target.model
     where = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else _processor()
-    what = repr((where, torch.get_num_threads(), torch.__version__, model.config, model.dtype, model.nbytes))
+    what = repr(
+        ("by texts", where, torch.get_num_threads(), torch.__version__, model.config, model.dtype, model.nbytes)
+    )
     return hashlib.sha256(what.encode()).hexdigest()[:16]
 
 
