@@ -286,6 +286,7 @@ static void bind_beliefs(nb::module_ &m) {
 }
 
 NB_MODULE(_kernels, m) {
+  nb::set_leak_warnings(false);  // a thread that Python ends in the middle of a call keeps its model
   const Kernels *found[kMaxIsas];
   runnable_kernels(found);
   use_kernels(found[0]);

@@ -408,6 +408,16 @@ def test_environment(isa):
         assert done.stdout.strip() == isa
 
 
+def test_what_outlives_python_is_no_news():
+    """A daemon's frames keep a model: nobody wants to read a page about that."""
+    code = (
+        "import ctypes; from outrider.ops.native import kernels as k; ctypes.pythonapi.Py_IncRef(ctypes.py_object({}))"
+    )
+    weights = "k.Weights(0, 40, 72, 32, False, False)"
+    done = subprocess.run([sys.executable, "-c", code.format(weights)], capture_output=True, text=True, check=True)
+    assert not done.stderr
+
+
 def test_fork_and_threads():
     """Products from many threads at once, and in a forked child, which has none of the pool's threads."""
     from concurrent.futures import ThreadPoolExecutor

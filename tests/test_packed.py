@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
@@ -705,3 +706,13 @@ def test_every_number_of_fp8_on_every_instruction_set():
                 assert torch.equal(products, values[:, 0].float().repeat(rows, 1)), isa
     finally:
         native.use(before)
+
+
+def test_a_config_that_quantises_nothing_is_said(make_checkpoint, tmp_path, caplog):
+    """And then it is the config's dtype that counts."""
+    folder = shutil.copytree(make_checkpoint(), tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    about = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}}
+    (folder / "config.json").write_text(json.dumps(config | about))
+    assert LLM(folder, device="cpu").runner.model.dtype == torch.float32
+    assert "no tensor is quantised" in caplog.text
