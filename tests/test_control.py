@@ -81,6 +81,11 @@ def test_long_texts_have_their_own_costs():
     costs.add(1, 50_000, 10.0)
     own = OWN_KEYS * 9.0  # of what the keys add to one row: what they add to each further row
     assert costs.at(9, 50_000) == pytest.approx(2.5 + 9.0 + 8 * own), "the rows of short texts, and the keys of these"
+    assert costs.at(1, 30_000, texts=2) == 10.0, "of two that were not met yet, and nearly as long"
+    drafted = Costs()
+    drafted.begin({1: 1.0, 9: 2.5})
+    drafted.add(9, 50_000, 2.5 + 9.0 + 8 * own)
+    assert drafted.at(1, 50_000) == pytest.approx(10.0), "and the other way round"
     costs.add(9, 50_000, 12.0)
     assert costs.at(9, 50_000) < 15 and costs.at(9, 100) == pytest.approx(2.5, rel=0.05)
 

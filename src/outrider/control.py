@@ -116,13 +116,16 @@ class Learnt(Curve):
         """A copy, so much slower."""
         return Learnt({n: seconds * factor for n, seconds in self.items()}, BEGUN)
 
-    def with_keys(self, seconds: float, rows: int) -> Learnt:
-        """A copy of longer texts, whose keys take so many seconds where there are so many rows, one of each text.
+    def with_keys(self, seconds: float, rows: int, texts: int) -> Learnt:
+        """A copy of longer texts, or of so many, whose keys add so many seconds where there are so many rows.
 
         Most of that is reading the keys, which further rows of a text share.
         """
-        own = OWN_KEYS * seconds / rows
-        return Learnt({n: known + seconds + own * (n - rows) for n, known in self.items()}, BEGUN)
+
+        def share(rows: int) -> float:
+            return 1 + OWN_KEYS * (rows / texts - 1)
+
+        return Learnt({n: known + seconds * share(n) / share(rows) for n, known in self.items()}, BEGUN)
 
     def _points(self) -> tuple[list[int], list[float]]:
         known = sorted(self)
@@ -204,7 +207,8 @@ class Costs:
             known = like.at(count)
             first.append((seconds / known, seconds - known))
             slower, more = sorted(first)[(len(first) - 1) // 2]
-            self.curves[lot] = begun = like.times(slower) if own or more < 0 else like.with_keys(more, count)
+            begun = like.times(slower) if own or more < 0 else like.with_keys(more, count, 1 << lot // LOTS)
+            self.curves[lot] = begun
             if count not in begun:
                 begun[count], begun.weights[count] = known * slower, 1.0
         else:
@@ -224,7 +228,8 @@ class Costs:
     def _nearest(self, lot: int) -> Learnt:
         """The curve of such texts, or of those most like them, if it has more than one point."""
         better = [known for known in self.curves if len(self.curves[known]) > 1] or [*self.curves]
-        return self.curves[min(better, key=lambda known: abs(known // LOTS - lot // LOTS) + abs(known - lot) % LOTS)]
+        texts, keys = divmod(lot, LOTS)
+        return self.curves[min(better, key=lambda known: abs(known // LOTS - texts) + abs(known % LOTS - keys))]
 
     def ladder(self, rows: int, more: int, keys: int) -> list[float]:
         """Seconds of a row for each of so many texts, of one more and so on to `more`, as far as they pay if every
