@@ -84,6 +84,13 @@ def test_standard_input_is_utf8_wherever_one_is(run, monkeypatch):
     assert json.loads(run(*asked)[1])["token_ids"] == expected
 
 
+def test_standard_input_that_was_read_is_let_be(run, monkeypatch):
+    stream = io.TextIOWrapper(io.BytesIO(b"one\ntwo"), "ascii")
+    stream.readline()
+    monkeypatch.setattr("sys.stdin", stream)
+    assert run("generate", "--max-tokens", "1")[0] == 0
+
+
 def test_structured_outputs(run, tmp_path):
     (tmp_path / "schema.json").write_text('{"type": "object", "properties": {"a": {"enum": [17]}}, "required": ["a"]}')
     flags = ["generate", PROMPT, "--json", "--max-tokens", "20", "--speculate", "ngram"]

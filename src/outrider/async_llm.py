@@ -384,10 +384,11 @@ class Answer:
             while alive:
                 await self.wake.wait()
                 self.wake.clear()
-                failure = self.failure
+                failure: Exception | None = None
                 for i in sorted(alive):
                     request = self.requests[i]
                     (ready, finished), begin, offset = self._shown[i], read[i], request.seq.prompt_len
+                    failure = failure or self.failure  # after what was shown: an abort may be its doing
                     if finished and (request.error or (failure and request.seq.finish_reason == "abort")):
                         failure, finished = failure or request.error, False  # its last tokens come before that
                     if ready == begin and not finished:

@@ -148,8 +148,8 @@ class Costs:
     def __init__(self, file: Path | None = None, name: str = "") -> None:
         self.file, self.name, self.saved = file, name, -math.inf
         self.curves = _read(file).get(name, {}) if file else {}  # by `_lot`
-        # lots: after whose curve, whether that is their own of another day, and what the first said
-        self.begun = dict[int, tuple[Learnt | None, bool, list[tuple[float, float]]]]()
+        # lots: after whose curve, whether their own of another day, and of the first: how much slower, rows, seconds
+        self.begun = dict[int, tuple[Learnt | None, bool, list[tuple[float, int, float]]]]()
         self.squares, self.products, self.mixed = np.zeros((3, 3)), np.zeros(3), 0
         self.ladders, self.added = dict[tuple[int, int, int], list[float]](), 0  # what `ladder` said, for a while
         self.heard: list[tuple[int, int, float, int]] = []  # rows, lots, seconds, read; looked at when somebody asks
@@ -204,13 +204,15 @@ class Costs:
             self.begun[lot] = like, lot in self.curves, []
         like, own, first = self.begun[lot]
         if like and len(first) < 3:
-            known = like.at(count)
-            first.append((seconds / known, seconds - known))
-            slower, more = sorted(first)[(len(first) - 1) // 2]
-            begun = like.times(slower) if own or more < 0 else like.with_keys(more, count, 1 << lot // LOTS)
+            first.append((seconds / like.at(count), count, seconds))
+            slower, rows, usual = sorted(first)[(len(first) - 1) // 2]
+            if own or slower < 1:
+                begun = like.times(slower)
+            else:
+                begun = like.with_keys(usual - like.at(rows), rows, 1 << lot // LOTS)
+            if rows not in begun:
+                begun[rows], begun.weights[rows] = usual, 1.0
             self.curves[lot] = begun
-            if count not in begun:
-                begun[count], begun.weights[count] = known * slower, 1.0
         else:
             self.curves.setdefault(lot, Learnt()).add(count, seconds)
 
@@ -285,7 +287,7 @@ def _read(file: Path) -> dict[str, dict[int, Learnt]]:
     for name, curves in data.items() if isinstance(data, Mapping) else ():
         with suppress(ValueError, TypeError, AttributeError):
             made = {int(o): Learnt({int(n): s for n, s in points.items()}) for o, points in curves.items()}
-            sound = all(n > 0 and real(s, 1e-9, 1e6) for points in made.values() for n, s in points.items())
+            sound = all(0 < n < 2**31 and real(s, 1e-9, 1e6) for points in made.values() for n, s in points.items())
             if made and sound and all(made.values()):
                 found[name] = made
     return found

@@ -747,7 +747,8 @@ class Builder:
             kept = quantize.quantize(weight, scheme, self.rounded) if scheme else weight
             head = Linear(kept, pack=not self.share, rounded=self.rounded, device=self.device)
         self.staging = torch.empty(0)
-        if not c.tied and not self.share:  # else it is the head, and was looked at
+        looked_at = c.tied or self.share or (stored is not None and self.quantized(stored, name) is not None)
+        if not looked_at:
             for begin in range(0, c.vocab_size, 4096):
                 end = min(begin + 4096, c.vocab_size)
                 some = stored.rows(torch.arange(begin, end)) if stored else self.weights.mapped(name, *shape)[begin:end]

@@ -492,9 +492,9 @@ class PanicException(BaseException):
     """As those of `tokenizers` and llguidance, which are written in Rust."""
 
 
-@pytest.mark.parametrize("panic", [PanicException("index out of bounds"), SystemExit(3)])
+@pytest.mark.parametrize("panic", [PanicException("index out of bounds"), SystemExit(3), BaseException("the thread")])
 def test_what_is_no_exception_lets_nobody_wait(tiny_llm, panic):
-    """A library's panic ends its own request, what else would end the thread all of them; the next are served."""
+    """A panic or an exit ends its own request, what else would end the thread all of them; the next are served."""
     llm = AsyncLLM(tiny_llm)
 
     def panics(tokens, logits):
@@ -510,8 +510,9 @@ def test_what_is_no_exception_lets_nobody_wait(tiny_llm, panic):
         return await asyncio.wait_for(asyncio.gather(bad, other, return_exceptions=True), 60)
 
     error, other = run(both())
-    assert isinstance(error, EngineError) and str(panic) in str(error)
-    if isinstance(panic, PanicException):
+    kind = RequestError if isinstance(panic, SystemExit) else EngineError
+    assert isinstance(error, kind) and str(panic) in str(error)
+    if isinstance(panic, PanicException | SystemExit):
         assert other[0][-1].output.token_ids == tiny_llm.generate(PROMPT, max_tokens=40, seed=4)[0].token_ids
     else:
         assert isinstance(other, EngineError)

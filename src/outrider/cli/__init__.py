@@ -94,7 +94,8 @@ def main(command: typer.Typer = app) -> None:
     if os.environ.get("WORLD_SIZE", "1") != "1":  # the others are told, too
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(encoding="utf-8")  # as files are read, wherever one is
+        with contextlib.suppress(ValueError):  # somebody has read from it
+            sys.stdin.reconfigure(encoding="utf-8")  # as files are read, wherever one is
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # not every terminal has every character
     try:

@@ -195,8 +195,8 @@ class Ranks:
             if self.rank == 0:
                 self.tell("group", size, mode)
                 self.flush()
-            # never dist.group.WORLD, which modules of torch's own hold, too: see close
-            self._groups[size, mode] = Group(self, size, mode, dist.new_group(list(range(size))))
+            own = dist.new_group(list(range(size)), timeout=COLLECTIVE)  # never the world's, which modules of torch's
+            self._groups[size, mode] = Group(self, size, mode, own)  # own hold, too: see close
         return self._groups[size, mode]
 
     # --- of all ---
