@@ -25,6 +25,7 @@ from triton.compiler import ASTSource
 from outrider.ops.triton import kernels, launch
 
 MATRIX = r"(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)[\w.:]*"
+READS = r"\b(?:ld\.global|st\.global|cp\.async\.c[ag])[\w.:]*"
 ALIGNED = {"K", "outs", "width", "stride", "k_stride", "v_stride"}  # numbers that shapes of models make multiples of 16
 TYPES = {
     "eps": "fp32", "scale": "fp32", "slabs": "*i64", "keys": "*i64", "zeros": "*i8", "tables": "*i32", "runs": "*i32",
@@ -42,7 +43,8 @@ NUMBERS = {
 
 def build(name: str, arch: int, constants: dict, warps: int = 4, **types: str) -> dict:
     """Compile one kernel as launch.py would, and say what it has become."""
-    fn = getattr(kernels, name)
+    fn, early = getattr(kernels, name), arch > launch.OLDEST
+    constants = {**constants, "EARLY": early} | ({"AHEAD": launch.AHEAD} if name == "product" else {})
     signature, attrs = {}, {}
     for i, p in enumerate(fn.params):
         kind = "i32" if p.name in NUMBERS else types.get(p.name, TYPES.get(p.name, "*bf16"))
@@ -52,12 +54,14 @@ def build(name: str, arch: int, constants: dict, warps: int = 4, **types: str) -
             attrs[(i,)] = [["tt.divisibility", 16]]
     values = {(fn.arg_names.index(key),): value for key, value in constants.items()}
     source = ASTSource(fn=fn, signature=signature, constexprs=values, attrs=attrs)
-    options = {"num_warps": warps, **launch.NO_FUSION}
+    options = {"num_warps": warps, "launch_pdl": early, **launch.NO_FUSION}
     made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     ptx = made.asm["ptx"]
     fused, atomics = re.findall(r"\bfma\.rn\.f32", ptx), re.findall(r"\b(?:atom|red)\.(?!async)[\w.]*", ptx)
     return {
         "kernel": name, "constants": constants, "types": types, "shared": made.metadata.shared,
+        "waits": re.findall(r"griddepcontrol\.\w+", ptx),
+        "before": re.findall(READS, ptx.split("griddepcontrol.wait")[0]),
         "matrix": re.findall(MATRIX, ptx), "atomics": atomics, "fused": len(fused),
         **resources(made.asm["cubin"]),
     }  # fmt: skip

@@ -54,6 +54,14 @@ def test_compiled(compiled):
     }
 
 
+def test_kernels_await_their_turn(compiled):
+    """Those that begin early wait before they touch what others have written, once, having let the next one begin."""
+    arch, kernels = compiled
+    for made in kernels:
+        assert made["waits"] == (["griddepcontrol.launch_dependents", "griddepcontrol.wait"] if arch > 80 else []), made
+        assert arch == 80 or not made["before"], made
+
+
 def test_one_order_for_all_rows(compiled):
     """Products run one instruction, as deep for 16 rows as for 128, as often for each block of K."""
     arch, kernels = compiled

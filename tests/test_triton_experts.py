@@ -126,12 +126,12 @@ def test_route_is_the_references():
         at, weights = ours.route(scores)
         experts, own = torch.empty(12, CHOSEN, dtype=torch.int32), torch.empty(12, CHOSEN + 1)
         real = torch.tensor([11], dtype=torch.int32)
-        launch.load().route[12,](scores, experts, own, real, COUNT, COUNT + 1, CHOSEN, normalised, True, 16)
+        launch.load().route[12,](scores, experts, own, real, COUNT, COUNT + 1, CHOSEN, normalised, True, 16, False)
         assert experts[:11].tolist() == at[:11, :CHOSEN].tolist()
         assert experts[11].tolist() == [-1, -1]
         assert torch.allclose(own, weights, rtol=1e-6)
     scores[0, 4], scores[0, 2] = torch.nan, torch.inf
-    launch.load().route[1,](scores, experts, own, real, COUNT, COUNT + 1, CHOSEN, True, False, 16)
+    launch.load().route[1,](scores, experts, own, real, COUNT, COUNT + 1, CHOSEN, True, False, 16, False)
     assert experts[0].tolist() == [2, 4]
 
 

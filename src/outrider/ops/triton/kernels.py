@@ -43,7 +43,27 @@ def operand(x, dtype: tl.constexpr, EMULATE: tl.constexpr):
     return as_operand(rounded(x, dtype, EMULATE), EMULATE)
 
 
+@triton.jit
+def await_turn(EARLY: tl.constexpr):
+    """Let the next kernel be launched, and wait for what those before have written. If EARLY, that is up to kernels.
+
+    All must do both: who waits for the last one only, relies on its having waited for those before.
+    """
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
 # --- products ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def fetched(at, size):
+    """So many bytes from each address on, a multiple of 16 like these, on their way to the second-level cache."""
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r", [at.to(tl.int64), size],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -176,11 +196,12 @@ def product(
     FORMAT: tl.constexpr, OFFSETS: tl.constexpr, ZEROS: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr,
     BIAS: tl.constexpr, ADD: tl.constexpr, SHARES: tl.constexpr, PER: tl.constexpr,
     BN: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, EMULATE: tl.constexpr,
+    AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """y (rows, outs) of x (rows, K) and weights (outs, K), or twice as many if GATED; or this share of K, to parts.
 
     Rows of y and residual are `stride` apart. Grid: tiles of rows, tiles of outputs, shares. Lanes beyond either end
-    repeat the last one: nothing is masked.
+    repeat the last one: nothing is masked. While it waits for x, the first AHEAD bytes of its weights are fetched.
     """
     r, n = tl.program_id(0) * BR + tl.arange(0, BR), tl.program_id(1) * BN + tl.arange(0, BN)
     inside = (n < outs)[:, None] & (r < rows)[None, :]
@@ -188,6 +209,13 @@ def product(
     first = tl.program_id(2) * PER
     last = tl.minimum(first + PER, tl.cdiv(K, BK))
     long, far = n.to(tl.int64), r.to(tl.int64)
+    if EARLY and AHEAD:
+        PAIRS: tl.constexpr = (FORMAT == SIGNED) | (FORMAT == UNSIGNED) | (FORMAT == FLOAT4)
+        BYTES_OF: tl.constexpr = w.dtype.element_ty.primitive_bitwidth // 8 * BK // (2 if PAIRS else 1)  # of a block
+        width = K * 2 if FORMAT == PLAIN else GROUPS * BYTES_OF
+        at = w.to(tl.int64) + long * width + first * BYTES_OF
+        fetched(at, tl.minimum(AHEAD, tl.maximum(last - first, 0) * BYTES_OF) + tl.zeros((BN,), tl.int32))
+    await_turn(EARLY)
     gate = share(
         x, w, scales, offsets, zeros, sums, long, far, K, GROUPS, first, last,
         FORMAT, OFFSETS, ZEROS, EVEN, BN, BR, BK, STAGES, EMULATE,
@@ -214,9 +242,10 @@ def product(
 def gather(
     parts, bias, residual, y, rows, outs, stride,
     GATED: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, SHARES: tl.constexpr, BN: tl.constexpr,
-    EMULATE: tl.constexpr,
+    EMULATE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The shares of a product, added in order, and what stands behind it. Grid: tiles of outputs, rows."""
+    await_turn(EARLY)
     n, r = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1).to(tl.int64)
     inside, wide = n < outs, outs * 2 if GATED else outs
     gate = tl.load(parts + r * wide + n, inside, 0.0)
@@ -230,8 +259,9 @@ def gather(
 
 
 @triton.jit(do_not_specialize_on_alignment=["x", "y"])
-def group_sums(x, y, K, COUNT: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+def group_sums(x, y, K, COUNT: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, EARLY: tl.constexpr):
     """Sums (rows, COUNT) float32 of each group of inputs, which offsets are multiplied by. Grid: rows, blocks."""
+    await_turn(EARLY)
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     k = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     tl.store(y + row * COUNT + group, tl.sum(tl.load(x + row * K + k, k < K, 0.0).to(tl.float32), 1), group < COUNT)
@@ -240,13 +270,14 @@ def group_sums(x, y, K, COUNT: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.cons
 @triton.jit
 def round_rows(
     x, y, sums, K, COUNT: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, ROOM: tl.constexpr,
-    PAIRS: tl.constexpr,
+    PAIRS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Each group of inputs in 255 steps across its largest, y (rows, COUNT, ROOM) int8, as csrc/integers.h rounds it.
 
     sums (rows, COUNT, 2): the step, and the sum of the integers times it. With PAIRS, halves of a group take turns, as
     weights come out of their bytes. What is not finite makes the step so. Grid: rows, blocks.
     """
+    await_turn(EARLY)
     row, group, j = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, ROOM)
     k = group[:, None] * GROUP + j[None, :]
     own = tl.load(x + row * K + k, (j < GROUP)[None, :] & (k < K), 0.0).to(tl.float32)
@@ -271,13 +302,14 @@ def round_rows(
 @triton.jit(do_not_specialize_on_alignment=["scores"])
 def route(
     scores, experts, weights, real, COUNT: tl.constexpr, SCORES: tl.constexpr, CHOSEN: tl.constexpr,
-    NORMALISED: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+    NORMALISED: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The best of COUNT experts by one row's scores, the first of equals, and their weights. Grid: rows.
 
     Weights are a softmax over the chosen ones, or over all. If there are more SCORES, the last is of an expert that all
     rows take, whose weight, the sigmoid of it, comes last. If PADDED, rows from the number `real` on choose none: -1.
     """
+    await_turn(EARLY)
     row, e = tl.program_id(0), tl.arange(0, BLOCK)
     score = tl.load(scores + row.to(tl.int64) * SCORES + e, e < COUNT, float("-inf"))
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
@@ -299,8 +331,9 @@ def route(
 
 
 @triton.jit(do_not_specialize=["count"])
-def line_up(experts, line, ends, count, BLOCK: tl.constexpr):
+def line_up(experts, line, ends, count, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """Entries of one expert, in order, to its place in the line, and where they end. Grid: experts."""
+    await_turn(EARLY)
     own, begin = tl.program_id(0), tl.program_id(0) * 0
     for at in range(0, count, BLOCK):
         i = at + tl.arange(0, BLOCK)
@@ -315,8 +348,9 @@ def line_up(experts, line, ends, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def deal(ends, tiles, read, COUNT: tl.constexpr, BLOCK: tl.constexpr, BR: tl.constexpr):
+def deal(ends, tiles, read, COUNT: tl.constexpr, BLOCK: tl.constexpr, BR: tl.constexpr, EARLY: tl.constexpr):
     """One tile; of those beyond the last, no entries. `read` counts experts and calls. Grid: tiles."""
+    await_turn(EARLY)
     tile, e = tl.program_id(0), tl.arange(0, BLOCK)
     end = tl.load(ends + e, e < COUNT, 0)
     begin = tl.load(ends + e - 1, (e > 0) & (e < COUNT), 0)
@@ -345,13 +379,14 @@ def products(
     x, w, scales, offsets, zeros, sums, places, tiles, line, parts, count, outs, K, GROUPS,
     EACH: tl.constexpr, FORMAT: tl.constexpr, OFFSETS: tl.constexpr, ZEROS: tl.constexpr, EVEN: tl.constexpr,
     PER: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
-    EMULATE: tl.constexpr,
+    EMULATE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """This share of K of an expert's product with its entries, to parts (shares, count, outs).
 
     Of `x`, EACH entries have a row. Grid: tiles of entries, tiles of outputs, shares. w, scales, offsets and zeros are
     the first expert's.
     """
+    await_turn(EARLY)
     tile, n = tiles + tl.program_id(0) * 3, tl.program_id(1) * BN + tl.arange(0, BN)
     expert, begin, some, i = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.arange(0, BR)
     if some > 0:
@@ -382,10 +417,11 @@ def added(
 @triton.jit(do_not_specialize=["count"])
 def activate(
     parts, places, bias, experts, y, count, width, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    SHARES: tl.constexpr, BIAS: tl.constexpr, BN: tl.constexpr, EMULATE: tl.constexpr,
+    SHARES: tl.constexpr, BIAS: tl.constexpr, BN: tl.constexpr, EMULATE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """y (count, width) of gates and ups, as ops.gated has it: silu, GELU by the tanh formula, clamped. Grid: tiles of
     outputs, entries."""
+    await_turn(EARLY)
     n, entry = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1).to(tl.int64)
     inside, expert = n < width, tl.load(experts + entry)
     if expert >= 0:
@@ -406,10 +442,11 @@ def activate(
 def mix(
     parts, places, bias, experts, weights, shared, residual, y, count, outs, CHOSEN: tl.constexpr,
     SHARED: tl.constexpr, ADD: tl.constexpr, SHARES: tl.constexpr, BIAS: tl.constexpr, BN: tl.constexpr,
-    EMULATE: tl.constexpr,
+    EMULATE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """y = what a row's experts give, times their weights, summed in their order, + residual. Grid: tiles of outputs,
     rows."""
+    await_turn(EARLY)
     n, row = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1).to(tl.int64)
     inside, total = n < outs, tl.zeros((BN,), tl.float32)
     EACH: tl.constexpr = CHOSEN + 1 if SHARED else CHOSEN
@@ -436,8 +473,9 @@ def normed(x, weight, eps, WIDTH: tl.constexpr):
 
 
 @triton.jit(do_not_specialize_on_alignment=["x", "weight", "y"])
-def rms_norm(x, weight, y, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EMULATE: tl.constexpr):
+def rms_norm(x, weight, y, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EMULATE: tl.constexpr, EARLY: tl.constexpr):
     """One row of WIDTH numbers. Grid: rows. No pointer's alignment is looked at: a sum's order would follow it."""
+    await_turn(EARLY)
     k = tl.arange(0, BLOCK)
     at = tl.program_id(0).to(tl.int64) * WIDTH + k
     own = tl.load(x + at, k < WIDTH, 0.0).to(tl.float32)
@@ -449,8 +487,10 @@ def rms_norm(x, weight, y, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EMULAT
 def rope(
     qkv, stride, cos, sin, q_norm, k_norm, eps,
     HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, NORMS: tl.constexpr, EMULATE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Norm, then turn, one head of queries or keys where it lies. HALF >= DIM / 2, a power of 2. Grid: rows, heads."""
+    await_turn(EARLY)
     row, head, j = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, HALF)
     inside, half = j < DIM // 2, DIM // 2
     at = qkv + row * stride + head * DIM + j
@@ -487,9 +527,10 @@ def place(tables, slabs, run, slot, DIM: tl.constexpr, PAGE: tl.constexpr):
 @triton.jit(do_not_specialize=["k_stride", "v_stride"])
 def write(
     k, v, k_stride, v_stride, slabs, tables, runs, row_runs, slots,
-    KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """New keys and values of one row and head to its slot; rows of no run are padding. Grid: rows, heads."""
+    await_turn(EARLY)
     row, head, d = tl.program_id(0), tl.program_id(1), tl.arange(0, BLOCK)
     own = tl.load(row_runs + row)
     if own >= 0:
@@ -522,7 +563,7 @@ def attend(
     q, stride, slabs, tables, runs, tiles, positions, tails, tail_width, parts, sizes, scale, base_row, spans,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPAN: tl.constexpr, PAGE: tl.constexpr, STAGES: tl.constexpr,
-    EMULATE: tl.constexpr,
+    EMULATE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """What a tile's rows see in one span of positions, to parts (rows, heads, spans, D) and sizes (..., 2).
 
@@ -531,6 +572,7 @@ def attend(
     a tree, what lies behind the prefix is gathered for each row along its own path, into the columns where plain
     decoding has it. tails (rows, tail_width): the slots of the path of each row of a tree, from start on.
     """
+    await_turn(EARLY)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     tile, head, span = tiles + tl.program_id(0) * 5, tl.program_id(1), tl.program_id(2)
     run, first, count = runs + tl.load(tile) * 3, tl.load(tile + 1), tl.load(tile + 2)
@@ -585,12 +627,13 @@ def attend(
 def combine(
     parts, sizes, positions, sinks, y, base_row, spans,
     HEADS: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
-    SPAN: tl.constexpr, EMULATE: tl.constexpr,
+    SPAN: tl.constexpr, EMULATE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """y (rows, HEADS * DIM): the spans that a row sees, in order. Grid: rows, heads. Rows at -1 are padding: zeros.
 
     sinks (HEADS,): the score of a key without a value, before all others.
     """
+    await_turn(EARLY)
     own, head, d = tl.program_id(0), tl.program_id(1), tl.arange(0, D)
     row = base_row + own
     at = tl.load(positions + row)
@@ -631,8 +674,9 @@ def gumbel(key, index):
 
 
 @triton.jit
-def largest(logits, most, vocab, TILES: tl.constexpr, BLOCK: tl.constexpr):
+def largest(logits, most, vocab, TILES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """Of each tile of a row (rows, TILES) the largest logit; NaN if there is one. Grid: rows, tiles."""
+    await_turn(EARLY)
     row, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     own = tl.load(logits + row * vocab + n, n < vocab, float("-inf"))
     top = tl.where(tl.max((own != own).to(tl.int32)) > 0, float("nan"), tl.max(own))
@@ -642,9 +686,10 @@ def largest(logits, most, vocab, TILES: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def draw(
     logits, most, keys, temperatures, values, indices, vocab,
-    TILES: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    TILES: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Of each tile the first largest score and its place, by Law 1. Grid: rows, tiles."""
+    await_turn(EARLY)
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     n, t = tile * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDE)
     score = tl.load(logits + row * vocab + n, n < vocab, float("-inf"))
@@ -659,8 +704,9 @@ def draw(
 
 
 @triton.jit
-def choose(most, values, indices, chosen, TILES: tl.constexpr, WIDE: tl.constexpr):
+def choose(most, values, indices, chosen, TILES: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr):
     """The first largest of all tiles; -1 if it, or any logit, is no finite number. Grid: rows."""
+    await_turn(EARLY)
     row, t = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
     inside = t < TILES
     top = tl.load(most + row * TILES + t, inside, 0.0)

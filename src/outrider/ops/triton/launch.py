@@ -22,6 +22,7 @@ OLDEST = 80  # compute capability times ten: bfloat16 in the matrix units
 VOCABULARY = 4096  # logits that one program looks at
 PLAIN, BYTES, SIGNED, UNSIGNED, FLOAT8, FLOAT4 = range(6)  # as in kernels.py
 NO_FUSION = {"enable_fp_fusion": False}  # Triton's default changes from version to version, and bits with it
+AHEAD = 4096  # bytes of each output's weights that are fetched while a product waits for its rows
 
 _emulated = False
 
@@ -69,6 +70,13 @@ def column(capability: int) -> int:
     return 90 if capability == 90 else 100 if 100 <= capability < 110 else OLDEST
 
 
+@cache
+def _how(device: torch.device) -> dict[str, bool]:
+    """How kernels are launched: on Hopper and later, before those in front of them have ended (kernels.begin)."""
+    early = device.type == "cuda" and column(_capability(device)) > OLDEST
+    return {"EARLY": early, "launch_pdl": early, **NO_FUSION}
+
+
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
@@ -108,7 +116,7 @@ def order(outputs: int, inputs: int, group: int | None, architecture: int) -> Or
     machine = TABLE[architecture]
     depth = group or (128 if inputs >= 128 else 64)
     blocks = -(-inputs // depth)
-    wanted = -(-2 * machine.processors * machine.outputs // outputs)  # two waves of programs
+    wanted = 2 * machine.processors * machine.outputs // outputs  # programs that are at work at once, two to each
     shares = SHARES.get((architecture, outputs, inputs, group)) or max(1, min(wanted, inputs // LEAST, 8))
     per = -(-blocks // shares)
     return Order(depth, -(-blocks // per), per)
@@ -231,16 +239,17 @@ def product(
         parts = x.new_empty(o.shares, rows, w.outs, dtype=torch.float32)
     tile = rows_tile(rows, machine, w.code)
     behind = (gated, bias is not None, residual is not None, o.shares)
+    ahead = AHEAD if w.inputs % o.depth == 0 and w.data.data_ptr() % 16 == 0 else 0
     kernels.product[-(-rows // tile), -(-outs // machine.outputs), o.shares](
         x, w.data, _or(w.scales, x), _or(w.offsets, x), _or(w.zeros, x), sums, _or(bias, x), _or(residual, x), y, parts,
         rows, outs, y.stride(0), w.inputs, groups,
         w.code, w.offsets is not None, w.zeros is not None, w.inputs % o.depth == 0, *behind, o.per,
-        machine.outputs, tile, o.depth, machine.stages[tile], _emulates(x), num_warps=4, **NO_FUSION,
+        machine.outputs, tile, o.depth, machine.stages[tile], _emulates(x), ahead, num_warps=4, **_how(x.device),
     )  # fmt: skip
     if o.shares > 1:
         kernels.gather[-(-outs // 1024), rows](
             parts, _or(bias, x), _or(residual, x), y, rows, outs, y.stride(0), *behind, 1024, _emulates(x),
-            num_warps=4, **NO_FUSION,
+            num_warps=4, **_how(x.device),
         )  # fmt: skip
 
 
@@ -258,12 +267,12 @@ def entered(x: Tensor, w: Weights) -> tuple[Tensor, Tensor, int]:
         room = max(w.group, 32)
         y = x.new_empty(rows, groups, room, dtype=torch.int8)
         sums = x.new_empty(rows, groups, 2, dtype=torch.float32)
-        kernels.round_rows[grid](x, y, sums, *sizes, room, w.code != BYTES, num_warps=4, **NO_FUSION)
+        kernels.round_rows[grid](x, y, sums, *sizes, room, w.code != BYTES, num_warps=4, **_how(x.device))
         return y, sums, groups
     if w.offsets is None:
         return x, x, groups
     sums = x.new_empty(rows, groups, dtype=torch.float32)
-    kernels.group_sums[grid](x, sums, *sizes, num_warps=4, **NO_FUSION)
+    kernels.group_sums[grid](x, sums, *sizes, num_warps=4, **_how(x.device))
     return x, sums, groups
 
 
@@ -364,26 +373,26 @@ class Experts:
         weights = torch.empty(rows, self.chosen + self.shared, device=x.device)
         kernels.route[rows,](
             scores, experts, weights, _or(real, scores), self.count, scores.shape[1], self.chosen, self.normalised,
-            real is not None, block, num_warps=1, **NO_FUSION,
+            real is not None, block, num_warps=1, **_how(x.device),
         )  # fmt: skip
         ends = torch.empty(self.count, dtype=torch.int32, device=x.device)
-        kernels.line_up[self.count,](experts, line, ends, count, min(1024, power(count)), num_warps=1, **NO_FUSION)
+        kernels.line_up[self.count,](experts, line, ends, count, min(1024, power(count)), num_warps=1, **_how(x.device))
         fair = -(-count // self.count)
         tile = rows_tile(2 * fair, machine, self.gate_up.weights.code)
         tiles = torch.empty(min(self.count, count) + count // tile, 3, dtype=torch.int32, device=x.device)
-        kernels.deal[len(tiles),](ends, tiles, self.read, self.count, block, tile, num_warps=1, **NO_FUSION)
+        kernels.deal[len(tiles),](ends, tiles, self.read, self.count, block, tile, num_warps=1, **_how(x.device))
         inner = x.new_empty(count, self.down.weights.inputs)
         parts, behind = self._products(self.gate_up, x, self.chosen, tiles, line, tile, count)
         bias = self.gate_up.bias
         kernels.activate[-(-inner.shape[1] // 1024), count](
             parts, self.gate_up.places, _or(bias, x), experts, inner, count, inner.shape[1], self.kind, *self.clamp,
-            *behind, 1024, emulates, num_warps=4, **NO_FUSION,
+            *behind, 1024, emulates, num_warps=4, **_how(x.device),
         )  # fmt: skip
         parts, behind = self._products(self.down, inner, 1, tiles, line, tile, count)
         kernels.mix[-(-x.shape[1] // 1024), rows](
             parts, self.down.places, _or(self.down.bias, x), experts, weights, _or(shared, parts), _or(residual, x), y,
             count, x.shape[1], self.chosen, shared is not None, residual is not None, *behind, 1024, emulates,
-            num_warps=4, **NO_FUSION,
+            num_warps=4, **_how(x.device),
         )  # fmt: skip
 
     def _products(
@@ -397,7 +406,7 @@ class Experts:
             x, w.data, _or(w.scales, x), _or(w.offsets, x), _or(w.zeros, x), sums, each.places, tiles, line, parts,
             count, w.outs, w.inputs, groups, entries, w.code, w.offsets is not None, w.zeros is not None,
             w.inputs % o.depth == 0, o.per, machine.outputs, tile, o.depth, machine.stages[tile], _emulates(x),
-            num_warps=4, **NO_FUSION,
+            num_warps=4, **_how(x.device),
         )  # fmt: skip
         return parts, (o.shares, each.bias is not None)
 
@@ -416,7 +425,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     y, block = torch.empty_like(x), power(width)
     rows = x.numel() // max(1, width)
     if rows:
-        load().rms_norm[rows,](x, weight, y, eps, width, block, _emulates(x), num_warps=_warps(block), **NO_FUSION)
+        load().rms_norm[rows,](x, weight, y, eps, width, block, _emulates(x), num_warps=_warps(block), **_how(x.device))
     return y
 
 
@@ -433,7 +442,7 @@ def rope(
     half = power(dim // 2)
     load().rope[len(qkv), heads + kv_heads](
         qkv, qkv.stride(0), cos, sin, q_norm, k_norm, eps, heads, dim, half, norms is not None, _emulates(qkv),
-        num_warps=1, **NO_FUSION,
+        num_warps=1, **_how(qkv.device),
     )  # fmt: skip
 
 
@@ -462,7 +471,7 @@ def attend(
     warps, stages = queries_shape(wide)
     kernels.write[rows, kv_heads](
         k, v, k.stride(0), v.stride(0), slabs, plan.tables, plan.runs, plan.row_runs, plan.slots, kv_heads, dim, wide,
-        PAGE, num_warps=1, **NO_FUSION,
+        PAGE, num_warps=1, **_how(q.device),
     )  # fmt: skip
     y = torch.empty(rows, heads * dim, dtype=q.dtype, device=q.device)
     room = max(1, PARTS // (4 * heads * plan.spans * (wide + 2)))  # rows at a time
@@ -472,11 +481,11 @@ def attend(
         kernels.attend[len(tiles), kv_heads, plan.spans](
             q, q.stride(0), slabs, plan.tables, plan.runs, tiles, plan.positions, plan.tails, plan.tails.shape[1],
             parts, sizes, scale * LOG2E, first, plan.spans, heads, kv_heads, dim, wide, bm, window or 0,
-            softcap or 0.0, SPAN, PAGE, stages, emulates, num_warps=warps, **NO_FUSION,
+            softcap or 0.0, SPAN, PAGE, stages, emulates, num_warps=warps, **_how(q.device),
         )  # fmt: skip
         kernels.combine[last - first, heads](
             parts, sizes, plan.positions, _or(sinks, parts), y, first, plan.spans, heads, dim, wide, window or 0,
-            sinks is not None, SPAN, emulates, num_warps=1, **NO_FUSION,
+            sinks is not None, SPAN, emulates, num_warps=1, **_how(q.device),
         )  # fmt: skip
     return y
 
@@ -496,9 +505,10 @@ def choose(logits: Tensor, keys: Tensor, temperatures: Tensor) -> Tensor:
     most, values = logits.new_empty(2, rows, tiles)
     indices = torch.empty(rows, tiles, dtype=torch.int32, device=logits.device)
     chosen = torch.empty(rows, dtype=torch.int32, device=logits.device)
-    kernels.largest[rows, tiles](logits, most, vocab, tiles, VOCABULARY, num_warps=4, **NO_FUSION)
+    kernels.largest[rows, tiles](logits, most, vocab, tiles, VOCABULARY, num_warps=4, **_how(logits.device))
     kernels.draw[rows, tiles](
-        logits, most, keys, temperatures, values, indices, vocab, tiles, wide, VOCABULARY, num_warps=4, **NO_FUSION
-    )
-    kernels.choose[rows,](most, values, indices, chosen, tiles, wide, num_warps=1, **NO_FUSION)
+        logits, most, keys, temperatures, values, indices, vocab, tiles, wide, VOCABULARY, num_warps=4,
+        **_how(logits.device),
+    )  # fmt: skip
+    kernels.choose[rows,](most, values, indices, chosen, tiles, wide, num_warps=1, **_how(logits.device))
     return chosen
