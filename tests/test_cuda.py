@@ -104,6 +104,8 @@ def test_graphs_change_no_bit(folder):
     others = [Sequence([3, 4], SamplingParams(max_tokens=32), seed=0) for _ in range(2)]
     graphs, points = Graphs(repeated), (0, 1, NORMED)
     taps = [runner.tap(points) for runner in runners]
+    for runner in runners:
+        runner.kv.log.size = 5  # a view asks for the last queries
     tree, steps = Draft([9, 4, 3], [-1, -1, 1]), []
     for draft in (Draft(), Draft.chain([1, 2]), tree, Draft.chain([5, 6]), Draft(), tree):
         for runner, seq, other, model.graphs in zip(runners, seqs, others, [None, graphs], strict=True):
@@ -116,6 +118,9 @@ def test_graphs_change_no_bit(folder):
                 own.accept(verdict.tokens)
         plain, replayed = steps[-2:]
         assert all(torch.equal(a, b) for a, b in zip(plain, replayed, strict=True)), draft
+    queries = [runner.kv.log.last(seq.id, 0) for runner, seq in zip(runners, seqs, strict=True)]
+    assert len(queries[0]) == 5
+    assert torch.equal(*queries)
     rows = [tap.read(seq.id, 0, 99) for tap, seq in zip(taps, seqs, strict=True)]
     assert len(rows[0][1]) > 30
     assert torch.equal(rows[0][1], rows[1][1])
@@ -160,6 +165,7 @@ GUESSED = {
     "sure": {"temperature": 0.3, "least": 0.3}, "coins": {"temperature": 0.3, "least": 0.3, "rule": "rejection"},
     "short cache": {"view": {"text": "streaming:budget=12", "alone": True}},
     "view": {"temperature": 1.0, "view": {"text": "streaming:budget=24"}}, "edited": {"repetition_penalty": 1.3},
+    "chosen keys": {"view": {"text": "retrieval:budget=24,chunk=4,recent=4,rebuild=8"}},
 }  # fmt: skip
 
 

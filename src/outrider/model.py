@@ -225,7 +225,8 @@ class Model:
     ) -> Tensor | None:
         """`forward` of few rows by a graph of their sizes; None where there are no graphs, or the cache has no part."""
         n, size = len(tokens), bucket(len(tokens))
-        if self.graphs is None or size is None or wanted is None or not isinstance(self.embedding, Tensor):
+        ours = getattr(self.embedding, "__self__", None) is self.head and self.head.triton
+        if self.graphs is None or size is None or wanted is None or not (ours or isinstance(self.embedding, Tensor)):
             return None
         fixed = kv.fixed(plan, size) if hasattr(kv, "fixed") else None
         if fixed is None:
@@ -242,11 +243,15 @@ class Model:
 
         def compute(held: dict[str, Tensor]) -> list[Tensor]:
             turns = {rotary: (held[f"cos {i}"], held[f"sin {i}"]) for i, rotary in enumerate(self._turns)}
+            given = fixed.plan(held)
             own: dict[int, Tensor] = dict.fromkeys(points, self.norm)
-            hidden = self._run(held["tokens"], turns, held.get("growth"), kv, fixed.plan(held), own, held.get("real"))
-            return [hidden, self.logits(hidden), *own.values()]
+            hidden = self._run(held["tokens"], turns, held.get("growth"), kv, given, own, held.get("real"))
+            queries = [torch.stack(given.scratch["queries"])] if fixed.note else []
+            return [hidden, self.logits(hidden), *own.values(), *queries]
 
         hidden, logits, *others = self.graphs((fixed.key, *points), inputs, compute)
+        if fixed.note:
+            fixed.note(others.pop())
         if states is not None:
             states.update({point: x[:n].clone() for point, x in zip(points, others, strict=True)})
         rows = self._at(wanted.rows, n)

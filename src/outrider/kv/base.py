@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.config import MOST_NODES
@@ -53,11 +55,19 @@ class Fixed:
 
     made: DevicePlan
     slabs: Tensor  # (layers, slabs) int64
+    note: Callable[[Tensor], None] | None = None  # who asks for the queries of all layers (layers, rows, heads, dim)
+
+    @classmethod
+    def of(cls, made: DevicePlan, slabs: Tensor, log: QueryLog, plan: Plan) -> Fixed:
+        """With room for as many slabs (layers, slabs) as the next power of two."""
+        room = 1 << (slabs.shape[1] - 1).bit_length()
+        note = partial(log.note, slice(None), plan=plan) if log.size else None
+        return cls(made, F.pad(slabs, (0, room - slabs.shape[1])), note)
 
     @property
     def key(self) -> Hashable:
         """All sizes."""
-        return self.made.sizes, self.made.spans, self.slabs.shape
+        return self.made.sizes, self.made.spans, self.slabs.shape, self.note is None
 
     @property
     def inputs(self) -> dict[str, Tensor]:
@@ -65,9 +75,9 @@ class Fixed:
         return {"plan": self.made.whole, "slabs": self.slabs}
 
     def plan(self, held: dict[str, Tensor]) -> Plan:
-        """The plan of a forward whose inputs lie there."""
+        """The plan of a forward whose inputs lie there; its scratch collects the `queries` of layers, if one asks."""
         made = DevicePlan(held["plan"], self.made.sizes, self.made.spans, [])
-        return Plan([], {"pages": made, "slabs": held["slabs"]})
+        return Plan([], {"pages": made, "slabs": held["slabs"]} | ({} if self.note is None else {"queries": []}))
 
 
 class KVCache(Protocol):
@@ -111,7 +121,9 @@ class QueryLog:
 
     def note(self, layer: int | slice, q: Tensor, plan: Plan) -> None:
         """The queries (tokens, heads, dim) of a forward, or of all layers behind each other, if anybody asks."""
-        if self.size:
+        if "queries" in plan.scratch:
+            plan.scratch["queries"].append(q)
+        elif self.size:
             for e in plan.entries:
                 self.add(e.seq, layer, e.start, q[..., e.row : e.row + e.n, :, :])
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from outrider.config import ModelConfig
 from outrider.errors import OutOfMemory
-from outrider.kv.base import Plan, QueryLog
-from outrider.ops import KEY_BLOCK, Stores, attend_all, native
+from outrider.kv.base import Fixed, Plan, QueryLog
+from outrider.ops import KEY_BLOCK, Pages, Stores, attend_all, attend_pages, dense_plan, launches, native
 
 
 class DenseKV:
@@ -23,6 +23,7 @@ class DenseKV:
         self.log = QueryLog(config.num_layers)
         self.scale, self.softcap = config.attention_scale, config.attention_softcap
         self.store: dict[int, list[Tensor]] = {}  # per sequence, per layer (2, kv_heads, capacity, dim)
+        self._lies: dict[int, Tensor] = {}  # ... and where these lie, (layers,) int64 on the device, where asked for
 
     def _capacity(self, tokens: int) -> int:
         spare = tokens // 16  # growing by a share keeps the copying linear in the length
@@ -46,6 +47,7 @@ class DenseKV:
             layers, needed = self.store.get(e.seq), e.start + e.n
             if layers and layers[-1].shape[2] >= needed:  # the last one grows last
                 continue
+            self._lies.pop(e.seq, None)
             size = (2, c.num_kv_heads, self._capacity(max(needed, e.final)), c.head_dim)
             if layers is None:
                 self.store[e.seq] = [self._new(size) for _ in range(c.num_layers)]
@@ -73,9 +75,12 @@ class DenseKV:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None = None) -> Tensor:
         """Store k and v (tokens, kv_heads, dim), let q (tokens, heads, dim) look; returns (tokens, heads * dim)."""
         self.log.note(layer, q, plan)
+        window = self.config.windows[layer]
+        if "slabs" in plan.scratch:
+            pages = Pages(plan.scratch["slabs"][layer], 0, [], plan.scratch)
+            return attend_pages(q, k, v, plan.entries, pages, window, self.scale, sinks, self.softcap)
         own = [self.store[e.seq][layer] for e in plan.entries]
-        how = self.config.windows[layer], self.scale, plan.scratch, sinks, self.softcap
-        return attend_all(q, k, v, plan.entries, own, *how)
+        return attend_all(q, k, v, plan.entries, own, window, self.scale, plan.scratch, sinks, self.softcap)
 
     def stores(self, plan: Plan) -> Stores | None:
         """Where the keys of a forward lie; None if only `attend` knows."""
@@ -85,6 +90,19 @@ class DenseKV:
             runs.append((e.row, e.n, e.start, layers[-1].shape[2], e.parents, [own.data_ptr() for own in layers], 0, 0))
         note = partial(self.log.note, slice(None), plan=plan) if self.log.size else None
         return Stores(runs, self.dtype, note)
+
+    def fixed(self, plan: Plan, rows: int) -> Fixed | None:
+        """What a forward reads of this cache, in tensors of few sizes, for a graph; None if only `attend` knows."""
+        if not launches(self.dtype, self.device):
+            return None
+        for e in plan.entries:
+            if e.seq not in self._lies:
+                lies = [own.data_ptr() for own in self.store[e.seq]]
+                self._lies[e.seq] = torch.tensor(lies, device=self.device)
+        heads = self.config.num_heads, self.config.head_dim, self.config.num_kv_heads
+        capacities = [self.store[e.seq][-1].shape[2] for e in plan.entries]
+        made = dense_plan(plan.entries, capacities, heads, self.device, rows)
+        return Fixed.of(made, torch.stack([self._lies[e.seq] for e in plan.entries], 1), self.log, plan)
 
     def keep(self, seq: int, start: int, path: list[int]) -> None:
         """Compact an accepted branch: nodes of `path`, stored from slot `start`, move behind the prefix in order."""
@@ -99,4 +117,5 @@ class DenseKV:
     def free(self, seq: int) -> None:
         """Give a sequence's memory back."""
         self.store.pop(seq, None)
+        self._lies.pop(seq, None)
         self.log.held.pop(seq, None)

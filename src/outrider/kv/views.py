@@ -27,7 +27,7 @@ from torch import Tensor
 
 from outrider.config import ModelConfig, whole
 from outrider.errors import ConfigError, brief
-from outrider.kv.base import Entry, Plan, Storage
+from outrider.kv.base import Entry, Fixed, Plan, Storage
 from outrider.kv.dense import DenseKV
 from outrider.ops import KEY_BLOCK, Stores, attend, write
 
@@ -370,7 +370,11 @@ class View:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None = None) -> Tensor:
         """Attention over the buffers."""
-        return self.slab.attend(layer, q, k, v, plan.scratch["slots"], sinks)
+        return self.slab.attend(layer, q, k, v, plan.scratch.get("slots", plan), sinks)
+
+    def fixed(self, plan: Plan, rows: int) -> Fixed | None:
+        """What a forward reads of the buffers, for a graph."""
+        return self.slab.fixed(plan.scratch["slots"], rows)
 
     def stores(self, plan: Plan) -> Stores | None:
         """Where the buffers lie."""
@@ -418,6 +422,9 @@ class QuantizedView(View):
 
     def stores(self, plan: Plan) -> None:
         """Keys are decoded layer by layer: only `attend` has them."""
+
+    def fixed(self, plan: Plan, rows: int) -> None:
+        """As `stores`."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None = None) -> Tensor:
         """Attention over the decoded keys and the buffers."""

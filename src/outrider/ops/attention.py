@@ -129,11 +129,9 @@ def attend_all(
     q (tokens, heads, dim); k and v (tokens, kv_heads, dim).
     """
     if q.shape[2] % 8 == 0 and launch.runs(q.dtype, q.device):
-        key = "stores", *(store.shape[2] for store in stores)
+        key: Any = "stores", *(store.shape[2] for store in stores)
         if key not in scratch:
-            pages = [torch.arange(-(-(r.start + r.n) // PAGE), dtype=torch.int32) for r in rows]
-            places = [(i, store.shape[2]) for i, store in enumerate(stores)]
-            scratch[key] = make(rows, pages, places, _step(q.shape[1], q.shape[2], k.shape[1]), q.device)
+            scratch[key] = dense_plan(rows, key[1:], (q.shape[1], q.shape[2], k.shape[1]), q.device)
         at = _addresses(tuple(store.data_ptr() for store in stores), q.device)
         return launch.attend(q, k, v, at, scratch[key], window, scale, sinks, softcap)
     if follows_paths(q.dtype, q.device, q.shape[2]):
@@ -170,6 +168,18 @@ def device_plan(
 ) -> DevicePlan:
     """What the GPU kernels read of a forward; heads: of queries, their size, of keys; `size`: rows of a graph."""
     return make(rows, pages.tables, [(0, pages.capacity)] * len(rows), _step(*heads), device, size)
+
+
+def dense_plan(
+    rows: Sequence[Rows],
+    capacities: Sequence[int],
+    heads: tuple[int, int, int],
+    device: torch.device,
+    size: int | None = None,
+) -> DevicePlan:
+    """`device_plan` for stores of so many slots, one for each sequence, that lie in order."""
+    pages = [torch.arange(-(-(r.start + r.n) // PAGE), dtype=torch.int32) for r in rows]
+    return make(rows, pages, list(enumerate(capacities)), _step(*heads), device, size)
 
 
 def _step(heads: int, dim: int, kv_heads: int) -> int:

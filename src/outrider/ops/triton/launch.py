@@ -208,8 +208,9 @@ def rows(weights: Weights, at: Tensor) -> Tensor:
     if w.code == SIGNED:
         bits = (bits ^ 8) - 8
     if w.code == FLOAT4:
-        levels = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12], device=bits.device)
-        bits = levels[(bits & 7).long()] * torch.where(bits & 8 != 0, -1, 1)
+        power, odd = (bits >> 1) & 3, bits & 1  # as kernels.decoded has it
+        size = torch.where(power == 0, odd, (2 + odd) << (power - 1).clamp(min=0))
+        bits = torch.where(bits & 8 != 0, -size, size)
     number = (bits.view(torch.float8_e4m3fn) if w.code == FLOAT8 else bits).float()
     number = number if w.zeros is None else number - w.zeros[at].float()[..., None]
     assert w.scales is not None
