@@ -44,7 +44,7 @@ NUMBERS = {
 def build(name: str, arch: int, constants: dict, warps: int = 4, **types: str) -> dict:
     """Compile one kernel as launch.py would, and say what it has become."""
     fn, early = getattr(kernels, name), arch > launch.OLDEST
-    constants = {**constants, "EARLY": early} | ({"AHEAD": launch.AHEAD} if name == "product" else {})
+    constants = {**constants, "EARLY": early}
     signature, attrs = {}, {}
     for i, p in enumerate(fn.params):
         kind = "i32" if p.name in NUMBERS else types.get(p.name, TYPES.get(p.name, "*bf16"))

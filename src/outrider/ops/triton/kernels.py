@@ -58,15 +58,6 @@ def await_turn(EARLY: tl.constexpr):
 
 
 @triton.jit
-def fetched(at, size):
-    """So many bytes from each address on, a multiple of 16 like these, on their way to the second-level cache."""
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r", [at.to(tl.int64), size],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
 def decoded(bits, FORMAT: tl.constexpr, dtype: tl.constexpr, EMULATE: tl.constexpr):
     """Weights of few bits, each in an int32 of its own, as the numbers that they are: exact in any dtype."""
     if FORMAT == SIGNED:
@@ -196,12 +187,12 @@ def product(
     FORMAT: tl.constexpr, OFFSETS: tl.constexpr, ZEROS: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr,
     BIAS: tl.constexpr, ADD: tl.constexpr, SHARES: tl.constexpr, PER: tl.constexpr,
     BN: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, EMULATE: tl.constexpr,
-    AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """y (rows, outs) of x (rows, K) and weights (outs, K), or twice as many if GATED; or this share of K, to parts.
 
     Rows of y and residual are `stride` apart. Grid: tiles of rows, tiles of outputs, shares. Lanes beyond either end
-    repeat the last one: nothing is masked. While it waits for x, the first AHEAD bytes of its weights are fetched.
+    repeat the last one: nothing is masked.
     """
     r, n = tl.program_id(0) * BR + tl.arange(0, BR), tl.program_id(1) * BN + tl.arange(0, BN)
     inside = (n < outs)[:, None] & (r < rows)[None, :]
@@ -209,12 +200,6 @@ def product(
     first = tl.program_id(2) * PER
     last = tl.minimum(first + PER, tl.cdiv(K, BK))
     long, far = n.to(tl.int64), r.to(tl.int64)
-    if EARLY and AHEAD:
-        PAIRS: tl.constexpr = (FORMAT == SIGNED) | (FORMAT == UNSIGNED) | (FORMAT == FLOAT4)
-        BYTES_OF: tl.constexpr = w.dtype.element_ty.primitive_bitwidth // 8 * BK // (2 if PAIRS else 1)  # of a block
-        width = K * 2 if FORMAT == PLAIN else GROUPS * BYTES_OF
-        at = w.to(tl.int64) + long * width + first * BYTES_OF
-        fetched(at, tl.minimum(AHEAD, tl.maximum(last - first, 0) * BYTES_OF) + tl.zeros((BN,), tl.int32))
     await_turn(EARLY)
     gate = share(
         x, w, scales, offsets, zeros, sums, long, far, K, GROUPS, first, last,

@@ -22,7 +22,6 @@ OLDEST = 80  # compute capability times ten: bfloat16 in the matrix units
 VOCABULARY = 4096  # logits that one program looks at
 PLAIN, BYTES, SIGNED, UNSIGNED, FLOAT8, FLOAT4 = range(6)  # as in kernels.py
 NO_FUSION = {"enable_fp_fusion": False}  # Triton's default changes from version to version, and bits with it
-AHEAD = 4096  # bytes of each output's weights that are fetched while a product waits for its rows
 
 _emulated = False
 
@@ -240,12 +239,11 @@ def product(
         parts = x.new_empty(o.shares, rows, w.outs, dtype=torch.float32)
     tile = rows_tile(rows, machine, w.code)
     behind = (gated, bias is not None, residual is not None, o.shares)
-    ahead = AHEAD if w.inputs % o.depth == 0 and w.data.data_ptr() % 16 == 0 else 0
     kernels.product[-(-rows // tile), -(-outs // machine.outputs), o.shares](
         x, w.data, _or(w.scales, x), _or(w.offsets, x), _or(w.zeros, x), sums, _or(bias, x), _or(residual, x), y, parts,
         rows, outs, y.stride(0), w.inputs, groups,
         w.code, w.offsets is not None, w.zeros is not None, w.inputs % o.depth == 0, *behind, o.per,
-        machine.outputs, tile, o.depth, machine.stages[tile], _emulates(x), ahead, num_warps=4, **_how(x.device),
+        machine.outputs, tile, o.depth, machine.stages[tile], _emulates(x), num_warps=4, **_how(x.device),
     )  # fmt: skip
     if o.shares > 1:
         kernels.gather[-(-outs // 1024), rows](
