@@ -25,7 +25,7 @@ def settings(tmp_path, *parts, scheme=None, longest=96):
     return gpu.Settings(
         tmp_path, "cpu", [*parts], {"Llama-3.1-8B": SMALL}, rows=(1, 2), contexts=(longest,), formats=(scheme,),
         seeds=("Llama-3.1-8B", "Llama-3.1-8B"), views=("retrieval:budget=176,chunk=8", "streaming:budget=64"), batch=2,
-        mixture=(32, 32, 4, 2), cache=1,
+        mixture=(32, 32, 4, 2), cache=1, decoded=3,
     )  # fmt: skip
 
 
@@ -109,6 +109,7 @@ def test_seeds(tmp_path):
     assert [line["setting"] for line in found["parts"]["seeds"]["lines"]] == [
         "TriForce on chip", "TriForce offloaded", "MagicDec",
     ]  # fmt: skip
+    assert all(line["same tokens"] for line in found["parts"]["seeds"]["lines"])
 
 
 def test_predictions():

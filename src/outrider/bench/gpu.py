@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,6 +28,7 @@ from outrider.bench.report import markdown_table
 from outrider.bench.run import provenance
 from outrider.config import STORED, ModelConfig, SamplingParams
 from outrider.draft import Draft
+from outrider.drafters.none import NoDraft
 from outrider.errors import ConfigError, OutriderError
 from outrider.files import make_folder, write_text
 from outrider.kv import Entry, OffloadKV, PagedKV
@@ -42,6 +43,8 @@ from outrider.plan import DEVICES, Shape, expected
 from outrider.quantize import quantize
 from outrider.runner import Runner, check_exactness
 from outrider.sampling import gumbel, noise_key
+from outrider.sequence import Sequence
+from outrider.speculate import Autoregressive, Drafter, step
 
 MINUTES = 38.0  # after which no part begins
 CACHE = 2**28  # bytes of weights that a measurement goes through, so that none come from the device's own cache
@@ -89,6 +92,7 @@ class Settings:
     views: tuple[str, str] = ("retrieval:budget=4096,chunk=8", "streaming:budget=512")
     batch: int = 32  # MagicDec's
     tokens: int = 256
+    decoded: int = 24  # tokens of each sequence behind long contexts
 
     def __post_init__(self) -> None:
         if unknown := [part for part in self.parts if part not in PARTS]:
@@ -191,11 +195,19 @@ def _wait(device: torch.device) -> None:
 
 
 def _rate(size: float, each: float, settings: Settings) -> Line:
-    """Bytes a second, and what share that is of a known device's on paper."""
+    """Bytes a second, and what share that is of what reading alone gives, and of a known device's on paper."""
     name = torch.cuda.get_device_name(settings.where).lower() if settings.where.type == "cuda" else ""
     known = ("b200", "h200", "h100", "a100", "l40s", "l4", "rtx5090", "rtx4090")
     limit = next((DEVICES[kind].bandwidth / 0.8 for kind in known if kind in name.replace(" ", "")), None)
-    return {"GB/s": size / each / 1e9} | ({"of the limit": size / each / limit} if limit else {})
+    found = {"GB/s": size / each / 1e9, "of reading": size / each / reading(settings.where)}
+    return found | ({"of paper": size / each / limit} if limit else {})
+
+
+@cache
+def reading(device: torch.device) -> float:
+    """Bytes a second of a kernel of PyTorch's that only reads: what can be had."""
+    many = torch.zeros(2**30 if device.type == "cuda" else 2**20, dtype=torch.int32, device=device)
+    return many.nbytes / seconds(partial(torch.sum, many), device)
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------
@@ -411,17 +423,20 @@ def offload(s: Settings) -> Iterator[Line]:
 
 
 def seeds(s: Settings) -> Iterator[Line]:
-    """TriForce and MagicDec at their papers' settings: costs are measured, acceptance is assumed.
+    """TriForce and MagicDec at their papers' settings: costs are measured, and acceptance is assumed.
 
-    TriForce (2404.11912): Llama-2-7B, 120k tokens, retrieval of 4096 keys in chunks of 8, 6 ahead, on the chip and with
-    keys in host memory. MagicDec (2408.11049): batch 32 behind 16k tokens, a view of 512 keys, 3 ahead; of
-    Llama-3.1-8B, whose keys fit one device.
+    As a check, tokens are really decoded, plainly and speculatively: of random weights behind random keys, whose
+    acceptance is as random.
+
+    TriForce (2404.11912): Llama-2-7B, 120k tokens, retrieval of 4096 keys in chunks of 8, 6 ahead, on the chip; and 32k
+    tokens with keys in host memory. MagicDec (2408.11049): batch 32 behind up to 32k tokens, as many as fit, a view of
+    512 keys, 3 ahead; of Llama-3.1-8B.
     """
     most, (far, near) = max(s.contexts), s.views
     cells = [
         ("TriForce on chip", s.seeds[0], 1, most * 15 // 16, far, 6, 0.92, False),
-        ("TriForce offloaded", s.seeds[0], 1, most * 15 // 16, far, 6, 0.92, True),
-        ("MagicDec", s.seeds[1], s.batch, most // 8, near, 3, 0.85, False),
+        ("TriForce offloaded", s.seeds[0], 1, most // 4, far, 6, 0.92, True),
+        ("MagicDec", s.seeds[1], s.batch, _fitting(s, most // 4), near, 3, 0.85, False),
     ]
     for name, which, batch, length, view, k, chance, off in cells:
         model = random_model(s.models[which], None, s.where)
@@ -433,17 +448,46 @@ def seeds(s: Settings) -> Iterator[Line]:
         plain = _timed(partial(runner.extend, seqs), s.where)
         checks = _timed(partial(runner.extend, seqs, drafts), s.where)
         guess = _timed(partial(looking.extend, seqs), s.where)
-        gain = expected(chance, k)
+        gain, guesser = expected(chance, k), Autoregressive()
+        guesser.runner, guesser.vocab = looking, model.config.vocab_size
+        tokens, slow = _decoded(runner, NoDraft(), seqs, 0, s.decoded)
+        same, fast = _decoded(runner, guesser, seqs, k, s.decoded)
         yield {
             "setting": name, "model": which, "batch": batch, "context": length, "view": view, "k": k,
             "plain ms": 1e3 * plain,
             "verify ms": 1e3 * checks, "draft ms": 1e3 * guess, "acceptance (assumed)": chance,
-            "speedup at it": gain * plain / (k * guess + checks),
+            "speedup at it": gain * plain / (k * guess + checks), "same tokens": tokens == same,
+            "speedup seen": slow / fast,
         }  # fmt: skip
         for seq in seqs:
             looking.free(seq)
             runner.free(seq)
         del runner, looking
+
+
+def _decoded(
+    runner: Runner, drafter: Drafter, seqs: list[Sequence], k: int, count: int
+) -> tuple[list[list[int]], float]:
+    """The next `count` tokens of each sequence, which stays as it was, and the seconds that they took."""
+    began, ends, found = time.perf_counter(), [len(seq.tokens) + count for seq in seqs], []
+    while going := [seq for seq, end in zip(seqs, ends, strict=True) if len(seq.tokens) < end]:
+        step(runner, drafter, going, k)
+    took = time.perf_counter() - began
+    for seq, end in zip(seqs, ends, strict=True):
+        found.append(seq.tokens[end - count : end])
+        del seq.tokens[end - count :]
+        seq.mirror = None
+    return found, took
+
+
+def _fitting(s: Settings, length: int) -> int:
+    """So many tokens of each sequence of MagicDec's, or whole thousands of which the keys fill 3/4 of the device."""
+    if s.where.type != "cuda":
+        return length
+    config = s.models[s.seeds[1]]
+    room = torch.cuda.get_device_properties(s.where).total_memory * 3 // 4
+    each = 4 * config.num_layers * config.num_kv_heads * config.head_dim * s.batch
+    return min(length, room // each // 1024 * 1024)
 
 
 def exactness(s: Settings) -> Iterator[Line]:
