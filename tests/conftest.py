@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["TRITON_INTERPRET"] = "1"  # the GPU kernels run here, too; see test_triton.py
+os.environ.setdefault("TRITON_INTERPRET", "1")  # the GPU kernels run here, too; 0 on a GPU: see docs/gpu.md
 os.environ["OUTRIDER_CACHE"] = ""  # no test depends on what an earlier run measured
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 

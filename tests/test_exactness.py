@@ -5,6 +5,7 @@ Every method that `drafters.methods()` finds is put through all of it; nobody wr
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
@@ -179,16 +180,21 @@ def test_same_tokens(request, make_checkpoint, method, universe, sampling, k, si
         assert accepted, f"{method} guesses nothing right even in repetitive text; if it need not: ACCEPTS_NOTHING"
 
 
-@pytest.fixture(scope="module")
-def bf16_llm() -> LLM:
-    return LLM("tiny", device="cpu", dtype="bfloat16")
+ON_GPU = torch.cuda.is_available() and os.environ["TRITON_INTERPRET"] == "0"
+DEVICES = ["cpu", *(["cuda"] if ON_GPU else [])]
 
 
-@pytest.fixture(scope="module", params=[None, *ACTIVATIONS])
+@pytest.fixture(scope="module", params=DEVICES)
+def bf16_llm(request) -> LLM:
+    return LLM("tiny", device=request.param, dtype="bfloat16")
+
+
+@pytest.fixture(scope="module", params=[(device, x) for device in DEVICES for x in (None, *ACTIVATIONS)], ids=str)
 def packed_llm(request, make_checkpoint, tmp_path_factory) -> LLM:
     """The random model with weights of 4 bits, from a quantised checkpoint, with activations of every kind."""
     folder = quantize(make_checkpoint(), tmp_path_factory.mktemp("w4a16") / "model", calibration="none")
-    return LLM(folder, device="cpu", activations=request.param)
+    device, activations = request.param
+    return LLM(folder, device=device, activations=activations)
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(temperature=0), SamplingParams(temperature=0.8, seed=5)])
