@@ -27,8 +27,9 @@ from outrider.ops.triton import kernels, launch, plan
 MATRIX = r"(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)[\w.:]*"
 ALIGNED = {"K", "outs", "width", "stride", "k_stride", "v_stride"}  # numbers that shapes of models make multiples of 16
 TYPES = {
-    "eps": "fp32", "scale": "fp32", "slabs": "*i64", "keys": "*i64", "zeros": "*i8", "tables": "*i32",
-    "tiles": "*i32", "positions": "*i32", "tails": "*i32", "indices": "*i32", "chosen": "*i32", "parts": "*fp32", "sizes": "*fp32", "sums": "*fp32", "logits": "*fp32", "most": "*fp32",
+    "eps": "fp32", "scale": "fp32", "slabs": "*i64", "keys": "*i64", "zeros": "*i8", "tables": "*i32", "tiles": "*i32",
+    "positions": "*i32", "tails": "*i32", "indices": "*i32", "chosen": "*i32", "parts": "*fp32", "sizes": "*fp32",
+    "sums": "*fp32", "logits": "*fp32", "most": "*fp32",
     "values": "*fp32", "temperatures": "*fp32", "sinks": "*fp32", "scores": "*fp32", "weights": "*fp32",
     "shared": "*fp32", "experts": "*i32", "line": "*i32", "ends": "*i32", "real": "*i32", "read": "*i64",
     "places": "*i64",
@@ -113,7 +114,7 @@ def everything(arch: int):
     yield build("group_sums", arch, {"COUNT": 64, "BLOCK": 16, "GROUP": 64}, y="*fp32")
     yield build("rms_norm", arch, {"WIDTH": 4096, "BLOCK": 4096, **common}, launch._warps(4096))
     yield build("rope", arch, {"HEADS": 32, "DIM": 128, "HALF": 64, "NORMS": True, **common}, 1)
-    page, cut, together = {"PAGE": launch.PAGE}, plan.SPANS, {"TOGETHER": launch.TOGETHER, "BD": 32}
+    page, cut, together = {"PAGE": launch.PAGE}, plan.SPANS, {"TOGETHER": launch.TOGETHER, "BD": launch.PART}
     spans = {"NEAR": cut.near, "FEW": cut.few, "FAR": cut.far}
     yield build("write", arch, {"KV_HEADS": 8, "DIM": 128, "BLOCK": 128}, 1, places="*i32")
     for heads, kv_heads, dim, window in [(32, 8, 128, 0), (32, 32, 64, 0), (8, 4, 256, 1024)]:

@@ -553,14 +553,14 @@ def attend(
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     PAGES: tl.constexpr = (FAR if FAR > NEAR else NEAR) // PAGE
-    tile, head, own = tiles + tl.program_id(0) * 8, tl.program_id(1), tl.program_id(2)
+    tile, head, z = tiles + tl.program_id(0) * 8, tl.program_id(1), tl.program_id(2)
     table, slab, capacity = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
     first, count, start = tl.load(tile + 3), tl.load(tile + 4), tl.load(tile + 7)
     low, end = tl.load(tile + 5), tl.load(tile + 6)
-    span, shared = spans - 1 - (own - lone), end  # far spans are long: first
-    if own < lone:
-        if (start < end) & (own // reach < count):
-            first, count, span = first + own // reach, 1, span_of(start, NEAR, FEW, FAR) + own % reach
+    span, shared = spans - 1 - (z - lone), end  # far spans are long: first
+    if z < lone:
+        if (start < end) & (z // reach < count):
+            first, count, span = first + z // reach, 1, span_of(start, NEAR, FEW, FAR) + z % reach
             low = tl.load(positions + first)
             end, shared = low + 1, start // KEYS * KEYS
         else:
@@ -581,8 +581,8 @@ def attend(
         m, d = tl.arange(0, BM), tl.arange(0, D)
         row, mine = first + tl.minimum(m // GROUP, count - 1), m < count * GROUP
         at = tl.load(positions + row, mine, -1)
-        from_q = row.to(tl.int64)[:, None] * tl.multiple_of(stride, 8) + (head * GROUP + m % GROUP)[:, None] * DIM + d[None, :]
-        queries = as_operand(tl.load(q + from_q, mine[:, None] & (d < DIM)[None, :], 0.0), EMULATE)
+        far = tl.multiple_of(row.to(tl.int64) * stride + (head * GROUP + m % GROUP) * DIM, 8)
+        queries = as_operand(tl.load(q + far[:, None] + d[None, :], mine[:, None] & (d < DIM)[None, :], 0.0), EMULATE)
         most = tl.full((BM,), float("-inf"), tl.float32)
         weight, total = tl.zeros((BM, KEYS), tl.float32), tl.zeros((BM, D), tl.float32)
         for some in tl.range(begin, tl.minimum(shared, end), KEYS, num_stages=STAGES):
@@ -605,9 +605,9 @@ def attend(
             path = tails + first.to(tl.int64) * tail_width + column - start
             slot = tl.where(column < start, column, tl.load(path, there & (column >= start), 0))
             slot = tl.where(there, slot, 0)
-            page = tl.load(tables + table + slot // PAGE)
-            keys = tl.load(slabs + slab + page // per).to(tl.pointer_type(dtype))
-            keys += head * side + (page % per * PAGE + slot % PAGE).to(tl.int64) * DIM
+            own = tl.load(tables + table + slot // PAGE)
+            keys = tl.load(slabs + slab + own // per).to(tl.pointer_type(dtype))
+            keys = keys + head * side + (own % per * PAGE + slot % PAGE).to(tl.int64) * DIM
             keys = tl.multiple_of(keys[:, None], [16, 16])
             seen = column[None, :] <= at[:, None]
             if WINDOW:

@@ -129,7 +129,7 @@ def queries_shape(wide: int) -> tuple[int, int, int]:
     return (8, 2, 64) if wide > 128 else (4, 3, 64)
 
 
-TOGETHER = 64  # spans that are combined at a time
+TOGETHER, PART = 64, 32  # spans that are combined at a time, and numbers of a head in one program
 
 
 # --- products ---------------------------------------------------------------------------------------------------------
@@ -468,7 +468,7 @@ def attend(
     emulates, wide, bm = _emulates(q), power(dim), queries_tile(heads // kv_heads, dim)
     warps, stages, keys = queries_shape(wide)
     spans = plans.SPANS.near, plans.SPANS.few, plans.SPANS.far
-    part = min(wide, 32)  # numbers of a head that one program combines
+    part = min(wide, PART)
     lone = plan.reach * min(bm // (heads // kv_heads), rows)
     kernels.write[rows, kv_heads](
         k, v, k.stride(0), v.stride(0), slabs, plan.places, kv_heads, dim, wide, num_warps=1, **NO_FUSION

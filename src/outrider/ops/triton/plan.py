@@ -110,18 +110,16 @@ def make(
     A place is the first slab and the slots of a slab. One copy to the device. With `rows` it is a graph's of so many:
     all sizes are rounded up to few.
     """
-    lines: list[list[int]] = []  # place and position of each row
+    lines: list[list[int]] = []  # of each row its page's entry, slot there, first slab, slots of a slab, position
     tiles: list[list[int]] = []
     trees: dict[int, list[int]] = {}  # of a row, its path's slots
     at = 0
     for e, table, (slab, capacity) in zip(entries, tables, places, strict=True):
-        begin, end, per = e.start // PAGE, -(-(e.start + e.n) // PAGE), capacity // PAGE
-        written = table[begin:end].tolist()
         own = paths(e.parents) if e.parents and e.parents != list(range(-1, e.n - 1)) else None  # if it branches
         depths = [len(path) - 1 for path in own] if own else list(range(e.n))
         for i, depth in enumerate(depths):
-            page, slot = written[(e.start + i) // PAGE - begin], (e.start + i) % PAGE
-            lines.append([slab + page // per, page % per * PAGE + slot, capacity, e.start + depth])
+            page, slot = divmod(e.start + i, PAGE)
+            lines.append([at + page, slot, slab, capacity, e.start + depth])
             if own:
                 trees[e.row + i] = [e.start + j for j in own[i]]
         for i in range(0, e.n, step):
@@ -130,7 +128,7 @@ def make(
             tiles.append([at, slab, capacity, e.row + i, len(some), *seen])
         at += len(table)
     width = max((len(path) for path in trees.values()), default=1)
-    spans = SPANS.of(max(line[3] for line in lines)) + 1
+    spans = SPANS.of(max(line[4] for line in lines)) + 1
     sizes = len(tiles), len(lines), len(lines) if trees else 1, width, at
     cuts = [(tile[3], tile[4]) for tile in tiles]
     if rows is not None:
@@ -139,14 +137,15 @@ def make(
     tails = torch.zeros(sizes[2], width, dtype=torch.int32)
     for row, path in trees.items():
         tails[row, : len(path)] = torch.tensor(path, dtype=torch.int32)
-    parts = [_fill(tiles, sizes[0], 8), _fill([line[:3] for line in lines], rows or len(lines), 3, -1)]
-    parts += [_fill([line[3:] for line in lines], rows or len(lines), 1, -1), tails.flatten(), *tables]
-    parts.append(torch.zeros(sizes[4] - at, dtype=torch.int32))
+    every = torch.cat([*tables, torch.zeros(sizes[4] - at, dtype=torch.int32)])
+    page_at, slot_at, first, slots, position = torch.tensor(lines, dtype=torch.int32).unbind(1)
+    own_page, per = every[page_at], slots // PAGE
+    written = torch.stack([first + own_page // per, own_page % per * PAGE + slot_at, slots], 1)
+    parts = [_padded(torch.tensor(tiles, dtype=torch.int32), sizes[0], 0), _padded(written, sizes[1])]
+    parts += [_padded(position, sizes[1]), tails.flatten(), every]
     return DevicePlan(upload(torch.cat(parts), device), sizes, spans, cuts)
 
 
-def _fill(lines: list[list[int]], count: int, width: int, rest: int = 0) -> Tensor:
-    """Lines one after another, and then the rest, (count * width,) int32."""
-    whole = torch.full((count, width), rest, dtype=torch.int32)
-    whole[: len(lines)] = torch.tensor(lines, dtype=torch.int32)
-    return whole.flatten()
+def _padded(x: Tensor, count: int, rest: int = -1) -> Tensor:
+    """Lines (n, ...) one after another, and then the rest, as many numbers as `count` lines have."""
+    return torch.cat([x.flatten(), x.new_full(((count - len(x)) * x[0].numel(),), rest)])
