@@ -573,16 +573,16 @@ def attend(
     end = tl.minimum(end, span_begin(span + 1, NEAR, FEW, FAR))
     if begin < end:
         dtype: tl.constexpr = q.dtype.element_ty
-        side, c = capacity.to(tl.int64) * DIM, tl.arange(0, KEYS)
+        m, d, c = tl.arange(0, BM), tl.arange(0, D), tl.arange(0, KEYS)
         page, per = origin // PAGE + tl.arange(0, PAGES), capacity // PAGE
         page = tl.load(tables + table + page, page * PAGE < end, 0)
-        lies = tl.load(slabs + slab + page // per)  # address of this head's keys in each page of the span
-        lies += ((page % per * PAGE).to(tl.int64) * DIM + head * side) * (dtype.primitive_bitwidth // 8)
-        m, d = tl.arange(0, BM), tl.arange(0, D)
         row, mine = first + tl.minimum(m // GROUP, count - 1), m < count * GROUP
         at = tl.load(positions + row, mine, -1)
         far = tl.multiple_of(row.to(tl.int64) * stride + (head * GROUP + m % GROUP) * DIM, 8)
-        queries = as_operand(tl.load(q + far[:, None] + d[None, :], mine[:, None] & (d < DIM)[None, :], 0.0), EMULATE)
+        queries = tl.load(q + far[:, None] + d[None, :], mine[:, None] & (d < DIM)[None, :], 0.0)
+        side, lies = capacity.to(tl.int64) * DIM, tl.load(slabs + slab + page // per)
+        lies += ((page % per * PAGE).to(tl.int64) * DIM + head * side) * (dtype.primitive_bitwidth // 8)
+        queries = as_operand(queries, EMULATE)  # lies: the address of this head's keys in each page of the span
         most = tl.full((BM,), float("-inf"), tl.float32)
         weight, total = tl.zeros((BM, KEYS), tl.float32), tl.zeros((BM, D), tl.float32)
         for some in tl.range(begin, tl.minimum(shared, end), KEYS, num_stages=STAGES):
