@@ -23,9 +23,9 @@ from outrider.ops.triton import launch, plan
 
 BEGAN, LIMIT = time.perf_counter(), 38.0
 DEVICE = torch.device("cpu" if SMOKE else "cuda")
-DIM, TREE = 128, [-1, 0, 0, 1, 1, 2, 2, 3]
-CONTEXTS = (64, 200) if SMOKE else (1024, 8192, 32768, 131072)
-KV = {8: (32, 8), 32: (32, 32)}
+DIM, TREE = 16 if SMOKE else 128, [-1, 0, 0, 1, 1, 2, 2, 3]
+CONTEXTS = (24, 64) if SMOKE else (1024, 8192, 32768, 131072)
+KV = (8, 32)
 # name: (near, few, far), (warps, stages, keys), rows of the matrix instruction by group (None: as it is), (together, part)
 SETTINGS = {
     "base": ((128, 32, 512), (4, 3, 64), None, (64, 32)),
@@ -170,7 +170,7 @@ def main() -> None:
             try:
                 use(name)
                 said, line = [], []
-                for start in (CONTEXTS[0] - 20, CONTEXTS[0] - 3, CONTEXTS[-2] - 1000 if not SMOKE else 120):
+                for start in (CONTEXTS[0] - 20, CONTEXTS[0] - 3, 40 if SMOKE else CONTEXTS[-2] - 1000):
                     said.append(checks(cache, start))
                 for start in CONTEXTS:
                     for rows, parents in ((1, None), (8, None), (8, TREE)):
