@@ -22,22 +22,22 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from outrider.ops.triton import kernels, launch
+from outrider.ops.triton import kernels, launch, plan
 
 MATRIX = r"(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)[\w.:]*"
 READS = r"\b(?:ld\.global|st\.global|cp\.async\.c[ag])[\w.:]*"
 ALIGNED = {"K", "outs", "width", "stride", "k_stride", "v_stride"}  # numbers that shapes of models make multiples of 16
 TYPES = {
-    "eps": "fp32", "scale": "fp32", "slabs": "*i64", "keys": "*i64", "zeros": "*i8", "tables": "*i32", "runs": "*i32",
-    "row_runs": "*i32", "slots": "*i32", "tiles": "*i32", "positions": "*i32", "tails": "*i32", "indices": "*i32",
-    "chosen": "*i32", "parts": "*fp32", "sizes": "*fp32", "sums": "*fp32", "logits": "*fp32", "most": "*fp32",
+    "eps": "fp32", "scale": "fp32", "slabs": "*i64", "keys": "*i64", "zeros": "*i8", "tables": "*i32", "tiles": "*i32",
+    "positions": "*i32", "tails": "*i32", "indices": "*i32", "chosen": "*i32", "parts": "*fp32", "sizes": "*fp32",
+    "sums": "*fp32", "logits": "*fp32", "most": "*fp32",
     "values": "*fp32", "temperatures": "*fp32", "sinks": "*fp32", "scores": "*fp32", "weights": "*fp32",
     "shared": "*fp32", "experts": "*i32", "line": "*i32", "ends": "*i32", "real": "*i32", "read": "*i64",
     "places": "*i64",
 }  # fmt: skip
 NUMBERS = {
-    "rows", "outs", "stride", "K", "GROUPS", "k_stride", "v_stride", "tail_width", "base_row", "spans", "vocab",
-    "count", "width",
+    "rows", "outs", "stride", "K", "GROUPS", "k_stride", "v_stride", "tail_width", "base_row", "spans", "reach", "lone",
+    "vocab", "count", "width",
 }  # fmt: skip
 
 
@@ -118,8 +118,9 @@ def everything(arch: int):
     yield build("group_sums", arch, {"COUNT": 64, "BLOCK": 16, "GROUP": 64}, y="*fp32")
     yield build("rms_norm", arch, {"WIDTH": 4096, "BLOCK": 4096, **common}, launch._warps(4096))
     yield build("rope", arch, {"HEADS": 32, "DIM": 128, "HALF": 64, "NORMS": True, **common}, 1)
-    page = {"PAGE": launch.PAGE}
-    yield build("write", arch, {"KV_HEADS": 8, "DIM": 128, "BLOCK": 128, **page}, 1)
+    page, cut, together = {"PAGE": launch.PAGE}, plan.SPANS, {"TOGETHER": launch.TOGETHER, "BD": launch.PART}
+    spans = {"NEAR": cut.near, "FEW": cut.few, "FAR": cut.far}
+    yield build("write", arch, {"KV_HEADS": 8, "DIM": 128, "BLOCK": 128}, 1, places="*i32")
     for heads, kv_heads, dim, window in [(32, 8, 128, 0), (32, 32, 64, 0), (8, 4, 256, 1024)]:
         wide = launch.power(dim)
         shape = {
@@ -129,14 +130,13 @@ def everything(arch: int):
             "D": wide,
             "BM": launch.queries_tile(heads // kv_heads, dim),
         }
-        warps, stages = launch.queries_shape(wide)
-        own = {"WINDOW": window, "SOFTCAP": 30.0 if window else 0.0, "SPAN": launch.SPAN, **page, "STAGES": stages}
+        warps, stages, keys = launch.queries_shape(wide)
+        own = {"WINDOW": window, "SOFTCAP": 30.0 if window else 0.0, **spans, "KEYS": keys, **page, "STAGES": stages}
         yield build("attend", arch, {**shape, **own, **common}, warps)
     yield build(
         "combine",
         arch,
-        {"HEADS": 32, "DIM": 128, "D": 128, "WINDOW": 0, "SINKS": True, "SPAN": launch.SPAN, **common},
-        1,
+        {"HEADS": 32, "DIM": 128, "D": 128, "WINDOW": 0, "SINKS": True, **spans, **together, **common},
     )
     tiles = {"TILES": 32, "BLOCK": launch.VOCABULARY}
     yield build("largest", arch, tiles)

@@ -338,11 +338,11 @@ def new(n, dtype, seed=0):
     return [rand(n, heads, DIM, dtype=dtype, seed=seed) for heads in (HEADS, KV_HEADS, KV_HEADS)]
 
 
-@pytest.fixture(params=[512, 64], ids=["span", "spans"])
+@pytest.fixture(params=[(512, 32, 512), (64, 1, 128)], ids=["span", "spans"])
 def span(request, monkeypatch):
-    """Contexts of one span and of many."""
-    monkeypatch.setattr(launch, "SPAN", request.param)
-    monkeypatch.setattr(plan, "SPAN", request.param)
+    """Contexts of one span and of many, of which some are combined at a time."""
+    monkeypatch.setattr(plan, "SPANS", plan.Spans(*request.param))
+    monkeypatch.setattr(launch, "TOGETHER", 2)
 
 
 TREE = [-1, 0, 0, 1, 3, 2]
@@ -351,7 +351,7 @@ PATHS = [[0], [0, 1], [0, 2], [0, 1, 3], [0, 1, 3, 4], [0, 2, 5]]
 
 @pytest.mark.parametrize(
     ("dtype", "window", "start"),
-    [(torch.bfloat16, None, 0), (torch.bfloat16, None, 130), (torch.bfloat16, 40, 95), (torch.float16, None, 31)],
+    [(torch.bfloat16, None, 0), (torch.bfloat16, None, 190), (torch.bfloat16, 40, 95), (torch.float16, None, 31)],
 )
 def test_attention(dtype, window, start, span):
     """Chains and trees against float64, and each branch against the same tokens as a chain, bit for bit."""
@@ -369,6 +369,33 @@ def test_attention(dtype, window, start, span):
         for at, i in enumerate(path):  # plain decoding: one by one
             own = slice(i, i + 1)
             assert torch.equal(alone.attend(q[own], k[own], v[own], [(0, Rows(0, 1, start + at))], window)[0], y[i])
+
+
+def test_spans():
+    """Each position is in one span, they follow each other, and a tree's paths touch no more of them than it says."""
+    spans = plan.Spans(64, 3, 256)
+    found = [spans.of(position) for position in range(1000)]
+    assert found == [*(i // 64 for i in range(192)), *(3 + i // 256 for i in range(808))]
+    rows = Rows(0, 3, plan.SPANS.near - 2, [-1, 0, 0])
+    made = plan.make([rows], [torch.zeros(9).int()], [(0, SLAB)], STEP, CPU)
+    assert (made.reach, made.spans) == (2, 1)
+    assert made.tiles.tolist() == [[0, 0, SLAB, 0, 3, rows.start, rows.start + 2, rows.start]]
+
+
+def test_more_room_for_spans_changes_no_bit(monkeypatch):
+    """What a graph rounds up: rows, tiles, spans, pages and paths."""
+    monkeypatch.setattr(plan, "SPANS", plan.Spans(64, 1, 128))
+    monkeypatch.setattr(launch, "TOGETHER", 2)
+    dtype, make = torch.bfloat16, plan.make
+    for parents in (None, TREE, [-1, 0, 1, 2, 3, 4]):
+        q, k, v = (torch.cat([x, rand(2, *x.shape[1:], dtype=dtype)]) for x in new(6, dtype))
+        rows = [(0, Rows(0, 6, 190, parents))]
+        plain = Keys([190], dtype).attend(q[:6], k[:6], v[:6], rows)
+        with monkeypatch.context() as patch:
+            patch.setattr(plan, "make", lambda *given: make(*given, rows=8))
+            padded = Keys([190], dtype, seed=4).attend(q, k, v, rows)
+        assert torch.equal(padded[:6], plain)
+        assert not padded[6:].any()
 
 
 def test_sinks_and_softcap(span):

@@ -2,7 +2,7 @@
 
 A product reads K in blocks of a size, and in shares, that follow from the weight alone; tiles over rows are free.
 Weights are the left operand of the matrix instruction and rows its columns, so that one and sixty-four rows run the
-same one. Attention reads keys page by page in the order of positions, in spans that begin at fixed positions; shares
+same one. Attention reads keys some at a time in the order of positions, in spans that begin at fixed positions; shares
 and spans are put aside and added in order. There are no atomics, and sums over a tile are only taken where its layout
 does not follow the number of rows.
 
@@ -496,143 +496,191 @@ def rope(
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
-# A run is one sequence: [its first entry in tables, its first slab, slots of a slab]. A tile is some rows of one run:
-# [run, first row, rows, start, 1 if a tree], start being where the slots of this forward begin.
+# A tile is some rows of one sequence: [its first entry in tables, its first slab, slots of a slab, first row, rows,
+# their lowest position, behind their highest, where a tree's paths begin or, of a chain, 2 ^ 31 - 1]. Each read that
+# waits for another one costs a third of a microsecond, so tiles and places say all that a program can be told.
+# Positions are cut into FEW spans of NEAR positions, and spans of FAR behind them.
+
+
+@triton.jit(do_not_specialize=["k_stride", "v_stride"], do_not_specialize_on_alignment=["slabs", "places"])
+def write(
+    k, v, k_stride, v_stride, slabs, places, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """New keys and values of one row and head to its place: [slab or, of padding, -1, slot there, slots of the slab].
+
+    Grid: rows, heads.
+    """
+    await_turn(EARLY)
+    row, head, d = tl.program_id(0), tl.program_id(1), tl.arange(0, BLOCK)
+    slab, slot, capacity = tl.load(places + row * 3), tl.load(places + row * 3 + 1), tl.load(places + row * 3 + 2)
+    if slab >= 0:
+        far, inside, side = row.to(tl.int64), d < DIM, capacity.to(tl.int64) * DIM
+        keys = tl.load(k + far * k_stride + head * DIM + d, inside)
+        values = tl.load(v + far * v_stride + head * DIM + d, inside)
+        to = tl.load(slabs + slab).to(tl.pointer_type(k.dtype.element_ty)) + head * side + slot.to(tl.int64) * DIM + d
+        tl.store(to, keys, inside)
+        tl.store(to + KV_HEADS * side, values, inside)
 
 
 @triton.jit
-def place(tables, slabs, run, slot, DIM: tl.constexpr, PAGE: tl.constexpr):
-    """The address of the keys of a run's slots, and from there to the values: in bytes / in numbers."""
-    table, slab, capacity = tl.load(run), tl.load(run + 1), tl.load(run + 2)
-    page, per = tl.load(tables + table + slot // PAGE), capacity // PAGE
-    base = tl.load(slabs + slab + page // per)
-    return base, (page % per * PAGE + slot % PAGE).to(tl.int64) * DIM, capacity.to(tl.int64) * DIM
+def span_of(position, NEAR: tl.constexpr, FEW: tl.constexpr, FAR: tl.constexpr):
+    """In which span a position is."""
+    return tl.where(position < FEW * NEAR, position // NEAR, FEW + (position - FEW * NEAR) // FAR)
 
 
-@triton.jit(do_not_specialize=["k_stride", "v_stride"])
-def write(
-    k, v, k_stride, v_stride, slabs, tables, runs, row_runs, slots,
-    KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """New keys and values of one row and head to its slot; rows of no run are padding. Grid: rows, heads."""
-    await_turn(EARLY)
-    row, head, d = tl.program_id(0), tl.program_id(1), tl.arange(0, BLOCK)
-    own = tl.load(row_runs + row)
-    if own >= 0:
-        base, at, side = place(tables, slabs, runs + own * 3, tl.load(slots + row), DIM, PAGE)
-        to = base.to(tl.pointer_type(k.dtype.element_ty)) + head * side + at + d
-        far, inside = row.to(tl.int64), d < DIM
-        tl.store(to, tl.load(k + far * k_stride + head * DIM + d, inside), inside)
-        tl.store(to + KV_HEADS * side, tl.load(v + far * v_stride + head * DIM + d, inside), inside)
+@triton.jit
+def span_begin(span, NEAR: tl.constexpr, FEW: tl.constexpr, FAR: tl.constexpr):
+    """The first position of a span."""
+    return tl.where(span < FEW, span * NEAR, FEW * NEAR + (span - FEW) * FAR)
 
 
 @triton.jit
 def block(
-    q, keys, values, seen, most, weight, total, scale, SOFTCAP: tl.constexpr, dtype: tl.constexpr, EMULATE: tl.constexpr
+    q, at_keys, at_values, there, seen, most, weight, total, scale,
+    DIM: tl.constexpr, D: tl.constexpr, SOFTCAP: tl.constexpr, dtype: tl.constexpr, EMULATE: tl.constexpr,
 ):  # fmt: skip
-    """One page more: queries (BM, D), keys (D, PAGE), values (PAGE, D), seen (BM, PAGE); values of no slot are 0."""
-    score = tl.dot(q, as_operand(keys, EMULATE)) * scale
+    """KEYS keys more: queries (BM, D), pointers (KEYS, 1) to keys and values, which of them are `there`, and for whom.
+
+    weight (BM, KEYS) is summed when all is done: a sum in the loop would make all warps wait for each other.
+    """
+    d, loaded = tl.arange(0, D)[None, :], there[:, None]
+    if DIM < D:
+        loaded = loaded & (d < DIM)
+    keys, values = tl.load(at_keys + d, loaded, 0.0), tl.load(at_values + d, loaded, 0.0)
+    score = tl.dot(q, as_operand(tl.trans(keys), EMULATE)) * scale
     if SOFTCAP != 0.0:  # of the score in base e: cap * tanh(score / cap)
         score = (1.0 - 2.0 / (tl.exp2(score * (2.0 / SOFTCAP)) + 1.0)) * (SOFTCAP * LOG2E)
     score = tl.where(seen, score, float("-inf"))
     now = tl.maximum(most, tl.max(score, 1))
     base = tl.where(now == float("-inf"), 0.0, now)
     shrink, p = tl.exp2(most - base), tl.exp2(score - base[:, None])
-    weight = weight * shrink + tl.sum(p, 1)
+    weight = weight * shrink[:, None] + p
     total = tl.dot(operand(p, dtype, EMULATE), as_operand(values, EMULATE), total * shrink[:, None])
     return now, weight, total
 
 
-@triton.jit(do_not_specialize=["stride", "tail_width", "base_row", "spans"])
+@triton.jit(
+    do_not_specialize=["stride", "tail_width", "base_row", "spans", "reach", "lone"],
+    do_not_specialize_on_alignment=["slabs", "tables", "tiles", "positions", "tails"],
+)
 def attend(
-    q, stride, slabs, tables, runs, tiles, positions, tails, tail_width, parts, sizes, scale, base_row, spans,
+    q, stride, slabs, tables, tiles, positions, tails, tail_width, parts, sizes, scale, base_row, spans, reach, lone,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPAN: tl.constexpr, PAGE: tl.constexpr, STAGES: tl.constexpr,
-    EMULATE: tl.constexpr, EARLY: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, NEAR: tl.constexpr, FEW: tl.constexpr, FAR: tl.constexpr,
+    KEYS: tl.constexpr, PAGE: tl.constexpr, STAGES: tl.constexpr, EMULATE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """What a tile's rows see in one span of positions, to parts (rows, heads, spans, D) and sizes (..., 2).
 
-    Parts begin with `base_row`.
-    Grid: tiles, key-value heads, spans. Pages of the prefix, and of a chain, are read once for all rows of the tile; of
-    a tree, what lies behind the prefix is gathered for each row along its own path, into the columns where plain
-    decoding has it. tails (rows, tail_width): the slots of the path of each row of a tree, from start on.
+    Parts begin with `base_row`. Keys are read KEYS at a time, from multiples of KEYS on.
+    Grid: tiles, key-value heads, and `lone` programs before one for each span. Of a tree, all rows of a tile read the
+    spans before its paths together; from the span on where these begin, each row has programs of its own, one for each
+    of the `reach` spans that they may touch, and its path's keys are gathered into the columns where plain decoding has
+    them. tails (rows, tail_width): the slots of the path of each row of a tree, from where they begin.
     """
     await_turn(EARLY)
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    tile, head, span = tiles + tl.program_id(0) * 5, tl.program_id(1), tl.program_id(2)
-    run, first, count = runs + tl.load(tile) * 3, tl.load(tile + 1), tl.load(tile + 2)
-    start, tree = tl.load(tile + 3), tl.load(tile + 4)
-    m, d, c = tl.arange(0, BM), tl.arange(0, D), tl.arange(0, PAGE)
-    row = first + tl.minimum(m // GROUP, tl.maximum(count - 1, 0))
-    mine = m < count * GROUP
-    at = tl.load(positions + row, mine, -1)
-    oldest = tl.maximum(at - WINDOW + 1, 0) if WINDOW else at * 0
-    begin = tl.maximum(span * SPAN, tl.min(tl.where(mine, oldest, 2147483647)) // PAGE * PAGE)
-    end = tl.minimum(span * SPAN + SPAN, tl.max(at) + 1)
+    PAGES: tl.constexpr = (FAR if FAR > NEAR else NEAR) // PAGE
+    tile, head, z = tiles + tl.program_id(0) * 8, tl.program_id(1), tl.program_id(2)
+    table, slab, capacity = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    first, count, start = tl.load(tile + 3), tl.load(tile + 4), tl.load(tile + 7)
+    low, end = tl.load(tile + 5), tl.load(tile + 6)
+    span, shared = spans - 1 - (z - lone), end  # far spans are long: first
+    if z < lone:
+        if (start < end) & (z // reach < count):
+            first, count, span = first + z // reach, 1, span_of(start, NEAR, FEW, FAR) + z % reach
+            low = tl.load(positions + first)
+            end, shared = low + 1, start // KEYS * KEYS
+        else:
+            end = 0
+    elif start < end:
+        end = span_begin(span_of(start, NEAR, FEW, FAR), NEAR, FEW, FAR)
+    origin = span_begin(span, NEAR, FEW, FAR)
+    oldest = tl.maximum(low - WINDOW + 1, 0) if WINDOW else 0
+    begin = tl.maximum(origin, oldest // KEYS * KEYS)
+    end = tl.minimum(end, span_begin(span + 1, NEAR, FEW, FAR))
     if begin < end:
         dtype: tl.constexpr = q.dtype.element_ty
-        far = row.to(tl.int64)[:, None] * stride + (head * GROUP + m % GROUP)[:, None] * DIM + d[None, :]
-        queries = as_operand(tl.load(q + far, mine[:, None] & (d < DIM)[None, :], 0.0), EMULATE)
+        m, d, c = tl.arange(0, BM), tl.arange(0, D), tl.arange(0, KEYS)
+        page, per = origin // PAGE + tl.arange(0, PAGES), capacity // PAGE
+        page = tl.load(tables + table + page, page * PAGE < end, 0)
+        row, mine = first + tl.minimum(m // GROUP, count - 1), m < count * GROUP
+        at = tl.load(positions + row, mine, -1)
+        far = tl.multiple_of(row.to(tl.int64) * stride + (head * GROUP + m % GROUP) * DIM, 8)
+        queries = tl.load(q + far[:, None] + d[None, :], mine[:, None] & (d < DIM)[None, :], 0.0)
+        side, lies = capacity.to(tl.int64) * DIM, tl.load(slabs + slab + page // per)
+        lies += ((page % per * PAGE).to(tl.int64) * DIM + head * side) * (dtype.primitive_bitwidth // 8)
+        queries = as_operand(queries, EMULATE)  # lies: the address of this head's keys in each page of the span
         most = tl.full((BM,), float("-inf"), tl.float32)
-        weight, total = tl.zeros((BM,), tl.float32), tl.zeros((BM, D), tl.float32)
-        shared = tl.where(tree != 0, tl.minimum(start // PAGE * PAGE, end), end)
-        for page in tl.range(begin, shared, PAGE, num_stages=STAGES):
-            base, offset, side = place(tables, slabs, run, page, DIM, PAGE)
-            keys = tl.multiple_of(base, 16).to(tl.pointer_type(dtype)) + head * side + offset
-            column = page + c
-            there, inside = column < end, d < DIM
-            k = tl.load(keys + c[None, :] * DIM + d[:, None], there[None, :] & inside[:, None], 0.0)
-            v = tl.load(keys + KV_HEADS * side + c[:, None] * DIM + d[None, :], there[:, None] & inside[None, :], 0.0)
-            seen = (column[None, :] <= at[:, None]) & (column[None, :] >= oldest[:, None]) & mine[:, None]
-            most, weight, total = block(queries, k, v, seen, most, weight, total, scale, SOFTCAP, dtype, EMULATE)
-        if tree != 0:
-            for page in range(tl.maximum(begin, shared), end, PAGE):
-                for i in range(count):
-                    own, column = tl.load(positions + first + i), page + c
-                    there, inside = column <= own, d < DIM
-                    path = tails + (first + i).to(tl.int64) * tail_width + column - start
-                    slot = tl.where(column < start, column, tl.load(path, there & (column >= start), 0))
-                    slot = tl.where(there, slot, 0)
-                    base, offset, side = place(tables, slabs, run, slot, DIM, PAGE)
-                    keys = tl.multiple_of(base, 16).to(tl.pointer_type(dtype)) + head * side + offset
-                    k = tl.load(keys[None, :] + d[:, None], there[None, :] & inside[:, None], 0.0)
-                    v = tl.load((keys + KV_HEADS * side)[:, None] + d[None, :], there[:, None] & inside[None, :], 0.0)
-                    seen = (column[None, :] <= at[:, None]) & (column[None, :] >= oldest[:, None]) & mine[:, None]
-                    seen = seen & (m // GROUP == i)[:, None]
-                    most, weight, total = block(
-                        queries, k, v, seen, most, weight, total, scale, SOFTCAP, dtype, EMULATE
-                    )
+        weight, total = tl.zeros((BM, KEYS), tl.float32), tl.zeros((BM, D), tl.float32)
+        for some in tl.range(begin, tl.minimum(shared, end), KEYS, num_stages=STAGES):
+            column, keys = some + c, tl.zeros((KEYS,), tl.int64)
+            for j in tl.static_range(KEYS // PAGE):  # looked up in registers: these loads are to wait for nothing
+                other = tl.sum(tl.where(tl.arange(0, PAGES) == (some - origin) // PAGE + j, lies, 0))
+                keys = tl.where(c // PAGE == j, other, keys)
+            keys = tl.multiple_of((keys.to(tl.pointer_type(dtype)) + c % PAGE * DIM)[:, None], [16, 16])
+            seen = column[None, :] <= at[:, None]
+            if WINDOW:
+                seen = seen & (column[None, :] > at[:, None] - WINDOW)
+            there = (column < end) & (column >= oldest)
+            most, weight, total = block(
+                queries, keys, keys + KV_HEADS * side, there, seen, most, weight, total, scale, DIM, D, SOFTCAP, dtype,
+                EMULATE,
+            )  # fmt: skip
+        for some in tl.range(tl.maximum(begin, shared), end, KEYS, num_stages=1):  # of one row of a tree
+            column = some + c
+            there = (column < end) & (column >= oldest)
+            path = tails + first.to(tl.int64) * tail_width + column - start
+            slot = tl.where(column < start, column, tl.load(path, there & (column >= start), 0))
+            slot = tl.where(there, slot, 0)
+            own = tl.load(tables + table + slot // PAGE)
+            keys = tl.load(slabs + slab + own // per).to(tl.pointer_type(dtype))
+            keys = keys + head * side + (own % per * PAGE + slot % PAGE).to(tl.int64) * DIM
+            keys = tl.multiple_of(keys[:, None], [16, 16])
+            seen = column[None, :] <= at[:, None]
+            if WINDOW:
+                seen = seen & (column[None, :] > at[:, None] - WINDOW)
+            most, weight, total = block(
+                queries, keys, keys + KV_HEADS * side, there, seen, most, weight, total, scale, DIM, D, SOFTCAP, dtype,
+                EMULATE,
+            )  # fmt: skip
         to = ((row - base_row).to(tl.int64) * HEADS + head * GROUP + m % GROUP) * spans + span
         tl.store(parts + to[:, None] * D + d[None, :], total, mine[:, None])
         tl.store(sizes + to * 2, most, mine)
-        tl.store(sizes + to * 2 + 1, weight, mine)
+        tl.store(sizes + to * 2 + 1, tl.sum(weight, 1), mine)
 
 
-@triton.jit(do_not_specialize=["base_row", "spans"])
+@triton.jit(do_not_specialize=["base_row", "spans"], do_not_specialize_on_alignment=["positions", "sinks"])
 def combine(
     parts, sizes, positions, sinks, y, base_row, spans,
     HEADS: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
-    SPAN: tl.constexpr, EMULATE: tl.constexpr, EARLY: tl.constexpr,
+    NEAR: tl.constexpr, FEW: tl.constexpr, FAR: tl.constexpr, TOGETHER: tl.constexpr, BD: tl.constexpr,
+    EMULATE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """y (rows, HEADS * DIM): the spans that a row sees, in order. Grid: rows, heads. Rows at -1 are padding: zeros.
+    """y (rows, HEADS * DIM): the spans that a row sees, TOGETHER at a time. Rows at -1 are padding: zeros.
 
-    sinks (HEADS,): the score of a key without a value, before all others.
+    sinks (HEADS,): the score of a key without a value, before all others. Grid: rows, heads, BD numbers of a head each.
     """
     await_turn(EARLY)
-    own, head, d = tl.program_id(0), tl.program_id(1), tl.arange(0, D)
+    own, head, d = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BD + tl.arange(0, BD)
     row = base_row + own
     at = tl.load(positions + row)
-    first = tl.maximum(at - WINDOW + 1, 0) // SPAN if WINDOW else 0
-    most, weight, total = float("-inf"), 0.0, tl.zeros((D,), tl.float32)
+    first = span_of(tl.maximum(at - WINDOW + 1, 0), NEAR, FEW, FAR) if WINDOW else 0
+    last = tl.where(at < 0, 0, span_of(at, NEAR, FEW, FAR) + 1)
+    most, weight, total = float("-inf"), 0.0, tl.zeros((BD,), tl.float32)
     if SINKS:
         most, weight = tl.load(sinks + head) * LOG2E, 1.0
-    far = own.to(tl.int64) * HEADS + head
-    for span in range(first, (at + SPAN) // SPAN):
-        other = tl.load(sizes + (far * spans + span) * 2)
-        now = tl.maximum(most, other)
+    far = (own.to(tl.int64) * HEADS + head) * spans
+    for some in range(first // TOGETHER * TOGETHER, last, TOGETHER):
+        span = some + tl.arange(0, TOGETHER)
+        there = (span >= first) & (span < last)
+        other = tl.load(sizes + (far + span) * 2, there, float("-inf"))
+        size = tl.load(sizes + (far + span) * 2 + 1, there, 0.0)
+        part = tl.load(parts + (far + span)[:, None] * D + d[None, :], there[:, None], 0.0)
+        now = tl.maximum(most, tl.max(other))
         shrink, grow = tl.exp2(most - now), tl.exp2(other - now)
-        weight = weight * shrink + tl.load(sizes + (far * spans + span) * 2 + 1) * grow
-        total = total * shrink + tl.load(parts + (far * spans + span) * D + d) * grow
+        weight = weight * shrink + tl.sum(size * grow)
+        total = total * shrink + tl.sum(part * grow[:, None], 0)
         most = now
     total = tl.where(weight > 0, total / weight, total)
     tl.store(y + (row.to(tl.int64) * HEADS + head) * DIM + d, rounded(total, y.dtype.element_ty, EMULATE), d < DIM)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from outrider.ops import native
-from outrider.ops.triton.plan import PAGE, SPAN, DevicePlan, queries_tile
+from outrider.ops.triton import plan as plans
+from outrider.ops.triton.plan import PAGE, DevicePlan, queries_tile
 
 DTYPES = (torch.bfloat16, torch.float16)
 OLDEST = 80  # compute capability times ten: bfloat16 in the matrix units
@@ -127,9 +128,15 @@ def rows_tile(rows: int, machine: Machine, code: int = PLAIN) -> int:
     return next((tile for tile in tiles if tile >= rows), tiles[-1])
 
 
-def queries_shape(wide: int) -> tuple[int, int]:
-    """Warps of an attention program, and pages on their way, by the size of a head: a tile's sums follow its layout."""
-    return (8, 2) if wide > 128 else (4, 3)
+def queries_shape(wide: int) -> tuple[int, int, int]:
+    """Warps of an attention program, blocks of keys on their way, and keys of a block, by the size of a head.
+
+    A tile's sums follow its layout, so nothing else decides.
+    """
+    return (8, 2, 64) if wide > 128 else (4, 3, 64)
+
+
+TOGETHER, PART = 64, 32  # spans that are combined at a time, and numbers of a head in one program
 
 
 # --- products ---------------------------------------------------------------------------------------------------------
@@ -467,24 +474,26 @@ def attend(
     kernels, (rows, heads, dim), kv_heads = load(), q.shape, k.shape[1]
     q, k, v = (x if x.stride(2) == 1 and x.stride(1) == dim else x.contiguous() for x in (q, k, v))
     emulates, wide, bm = _emulates(q), power(dim), queries_tile(heads // kv_heads, dim)
-    warps, stages = queries_shape(wide)
+    warps, stages, keys = queries_shape(wide)
+    spans = plans.SPANS.near, plans.SPANS.few, plans.SPANS.far
+    part = min(wide, PART)
+    lone = plan.reach * min(bm // (heads // kv_heads), rows)
     kernels.write[rows, kv_heads](
-        k, v, k.stride(0), v.stride(0), slabs, plan.tables, plan.runs, plan.row_runs, plan.slots, kv_heads, dim, wide,
-        PAGE, num_warps=1, **_how(q.device),
-    )  # fmt: skip
+        k, v, k.stride(0), v.stride(0), slabs, plan.places, kv_heads, dim, wide, num_warps=1, **_how(q.device)
+    )
     y = torch.empty(rows, heads * dim, dtype=q.dtype, device=q.device)
     room = max(1, PARTS // (4 * heads * plan.spans * (wide + 2)))  # rows at a time
     for first, last, tiles in plan.pieces(room):
         parts = torch.empty(last - first, heads, plan.spans, wide, device=q.device)
         sizes = torch.empty(last - first, heads, plan.spans, 2, device=q.device)
-        kernels.attend[len(tiles), kv_heads, plan.spans](
-            q, q.stride(0), slabs, plan.tables, plan.runs, tiles, plan.positions, plan.tails, plan.tails.shape[1],
-            parts, sizes, scale * LOG2E, first, plan.spans, heads, kv_heads, dim, wide, bm, window or 0,
-            softcap or 0.0, SPAN, PAGE, stages, emulates, num_warps=warps, **_how(q.device),
+        kernels.attend[len(tiles), kv_heads, lone + plan.spans](
+            q, q.stride(0), slabs, plan.tables, tiles, plan.positions, plan.tails, plan.tails.shape[1], parts, sizes,
+            scale * LOG2E, first, plan.spans, plan.reach, lone, heads, kv_heads, dim, wide, bm, window or 0,
+            softcap or 0.0, *spans, keys, PAGE, stages, emulates, num_warps=warps, **_how(q.device),
         )  # fmt: skip
-        kernels.combine[last - first, heads](
+        kernels.combine[last - first, heads, wide // part](
             parts, sizes, plan.positions, _or(sinks, parts), y, first, plan.spans, heads, dim, wide, window or 0,
-            sinks is not None, SPAN, emulates, num_warps=1, **_how(q.device),
+            sinks is not None, *spans, TOGETHER, part, emulates, num_warps=4, **_how(q.device),
         )  # fmt: skip
     return y
 

@@ -11,8 +11,28 @@ from torch import Tensor
 
 from outrider.ops.triton.graph import upload
 
-PAGE = 32  # slots, as in kv/blocks.py: keys that are looked at together
-SPAN = 512  # positions that one program reads; a context's spans are combined in order
+PAGE = 32  # slots, as in kv/blocks.py
+CHAIN = 2**31 - 1  # where paths of no tree begin
+
+
+@dataclass(frozen=True)
+class Spans:
+    """What one program reads: `few` spans of `near` positions each, and of `far` each behind these.
+
+    Of a short context, many programs read little each; of a long one, less is put aside. All three are powers of two.
+    """
+
+    near: int
+    few: int
+    far: int
+
+    def of(self, position: int) -> int:
+        """In which span a position is."""
+        beyond = position - self.few * self.near
+        return position // self.near if beyond < 0 else self.few + beyond // self.far
+
+
+SPANS = Spans(128, 32, 512)
 
 
 class Rows(Protocol):
@@ -26,31 +46,35 @@ class Rows(Protocol):
 
 def queries_tile(group: int, dim: int) -> int:
     """Queries of a tile, of which `group` share a key, for heads of a size: the same for any number of rows."""
-    return max(32 if dim <= 128 else 16, 1 << (group - 1).bit_length())
+    return max(32 if dim <= 128 and group > 2 else 16, 1 << (group - 1).bit_length())
 
 
 @dataclass
 class DevicePlan:
-    """Parts of one int32 tensor, `whole`. Rows whose run is -1 are padding: nothing is written, and they see nothing.
+    """Parts of one int32 tensor, `whole`. Rows of slab -1 are padding: nothing is written, and they see nothing.
 
-    `sizes`: runs, rows, tiles, rows of tails and their width, pages. A graph's are rounded up, and it has no `cuts`.
+    `sizes`: tiles, rows, rows of tails and their width, pages. A graph's are rounded up, and it has no `cuts`.
     """
 
     whole: Tensor
-    sizes: tuple[int, int, int, int, int, int]
+    sizes: tuple[int, int, int, int, int]
     spans: int  # that the longest row sees
     cuts: list[tuple[int, int]]  # first row and rows of each tile
 
     def __post_init__(self) -> None:
-        runs, rows, tiles, tails, width, pages = self.sizes
-        parts = torch.split(self.whole, [3 * runs, rows, rows, rows, 5 * tiles, tails * width, pages])
-        self.runs = parts[0].view(runs, 3)  # where in tables, first slab, slots of a slab
-        self.row_runs, self.slots, self.positions = parts[
-            1:4
-        ]  # (rows,); slots: where new keys go; position -1: padding
-        self.tiles = parts[4].view(tiles, 5)  # run, first row, rows, start, whether a tree
-        self.tails = parts[5].view(tails, width)  # of each row of a tree, its path's slots
-        self.tables = parts[6]  # pages of all runs
+        tiles, rows, tails, width, pages = self.sizes
+        parts = torch.split(self.whole, [8 * tiles, 3 * rows, rows, tails * width, pages])
+        self.tiles = parts[0].view(tiles, 8)  # a sequence's three, first row, rows, positions from and to, paths' begin
+        self.places = parts[1].view(rows, 3)  # where new keys go: slab, slot there, slots of a slab
+        self.positions = parts[2]  # (rows,); -1: padding
+        self.tails = parts[3].view(tails, width)  # of each row of a tree, its path's slots
+        self.tables = parts[4]  # pages of all sequences
+
+    @property
+    def reach(self) -> int:
+        """Spans that the paths of a tree touch at most; 0: there is no tree."""
+        _, _, trees, width, _ = self.sizes
+        return 1 + -(-(width - 1) // SPANS.near) if trees > 1 else 0
 
     def pieces(self, room: int) -> Iterator[tuple[int, int, Tensor]]:
         """Rows [first, last) and the tiles that hold them, no more than `room` rows at a time but at least a tile's."""
@@ -86,38 +110,42 @@ def make(
     A place is the first slab and the slots of a slab. One copy to the device. With `rows` it is a graph's of so many:
     all sizes are rounded up to few.
     """
-    runs: list[list[int]] = []
-    lines: list[list[int]] = []  # run, slot, position of each row
+    lines: list[list[int]] = []  # of each row its page's entry, slot there, first slab, slots of a slab, position
     tiles: list[list[int]] = []
     trees: dict[int, list[int]] = {}  # of a row, its path's slots
     at = 0
-    for run, (e, table, (slab, capacity)) in enumerate(zip(entries, tables, places, strict=True)):
-        runs.append([at, slab, capacity])
-        at += len(table)
-        own = None if e.parents is None else paths(e.parents)
-        for i in range(e.n):
-            lines.append([run, e.start + i, e.start + (len(own[i]) - 1 if own else i)])
+    for e, table, (slab, capacity) in zip(entries, tables, places, strict=True):
+        own = paths(e.parents) if e.parents and e.parents != list(range(-1, e.n - 1)) else None  # if it branches
+        depths = [len(path) - 1 for path in own] if own else list(range(e.n))
+        for i, depth in enumerate(depths):
+            page, slot = divmod(e.start + i, PAGE)
+            lines.append([at + page, slot, slab, capacity, e.start + depth])
             if own:
                 trees[e.row + i] = [e.start + j for j in own[i]]
-        tiles += [[run, e.row + i, min(step, e.n - i), e.start, int(own is not None)] for i in range(0, e.n, step)]
+        for i in range(0, e.n, step):
+            some = depths[i : i + step]
+            seen = [e.start + min(some), e.start + max(some) + 1, e.start if own else CHAIN]
+            tiles.append([at, slab, capacity, e.row + i, len(some), *seen])
+        at += len(table)
     width = max((len(path) for path in trees.values()), default=1)
-    spans = -(-(max(line[2] for line in lines) + 1) // SPAN)
-    sizes = len(runs), len(lines), len(tiles), len(lines) if trees else 1, width, at
-    cuts = [(first, n) for _, first, n, _, _ in tiles]
+    spans = SPANS.of(max(line[4] for line in lines)) + 1
+    sizes = len(tiles), len(lines), len(lines) if trees else 1, width, at
+    cuts = [(tile[3], tile[4]) for tile in tiles]
     if rows is not None:
-        width, pages, spans = (1 << (n - 1).bit_length() for n in (width, at, spans))
-        sizes, cuts = (rows, rows, rows, rows if trees else 1, width, pages), []
-    tails = torch.zeros(sizes[3], width, dtype=torch.int32)
+        width, pages, spans, count = (1 << (n - 1).bit_length() for n in (width, at, spans, len(tiles)))
+        sizes, cuts = (count, rows, rows if trees else 1, width, pages), []
+    tails = torch.zeros(sizes[2], width, dtype=torch.int32)
     for row, path in trees.items():
         tails[row, : len(path)] = torch.tensor(path, dtype=torch.int32)
-    parts = [_fill(runs, sizes[0], 3)]
-    parts += [_fill([[line[i]] for line in lines], sizes[1], 1, -1) for i in range(3)]
-    parts += [_fill(tiles, sizes[2], 5), tails.flatten(), *tables, torch.zeros(sizes[5] - at, dtype=torch.int32)]
+    every = torch.cat([*tables, torch.zeros(sizes[4] - at, dtype=torch.int32)])
+    page_at, slot_at, first, slots, position = torch.tensor(lines, dtype=torch.int32).unbind(1)
+    own_page, per = every[page_at], slots // PAGE
+    written = torch.stack([first + own_page // per, own_page % per * PAGE + slot_at, slots], 1)
+    parts = [_padded(torch.tensor(tiles, dtype=torch.int32), sizes[0], 0), _padded(written, sizes[1])]
+    parts += [_padded(position, sizes[1]), tails.flatten(), every]
     return DevicePlan(upload(torch.cat(parts), device), sizes, spans, cuts)
 
 
-def _fill(lines: list[list[int]], count: int, width: int, rest: int = 0) -> Tensor:
-    """Lines one after another, and then the rest, (count * width,) int32."""
-    whole = torch.full((count, width), rest, dtype=torch.int32)
-    whole[: len(lines)] = torch.tensor(lines, dtype=torch.int32)
-    return whole.flatten()
+def _padded(x: Tensor, count: int, rest: int = -1) -> Tensor:
+    """Lines (n, ...) one after another, and then the rest, as many numbers as `count` lines have."""
+    return torch.cat([x.flatten(), x.new_full(((count - len(x)) * x[0].numel(),), rest)])
