@@ -36,9 +36,9 @@ def test_compiled(compiled):
         assert made["stack"] <= max(SPILLED[arch], WIDE if made["constants"].get("D") == 256 else 0), made
         assert not made["atomics"], made
         c, rounded, wanted = made["constants"], made["types"].get("x") == "*i8", 0
-        if c.get("FORMAT"):  # for each of a thread's numbers, a factor or two of each group are asked for
+        if c.get("FORMAT"):  # for each of a thread's numbers, one or two of each group are asked for
             wanted = c["BN"] * c["BR"] // (32 * made["warps"]) * c["TOGETHER"] * (1 + c.get("GATED", False))
-            wanted *= 1 + (c["OFFSETS"] or (rounded and c["ZEROS"]))
+            wanted *= 1 + (rounded and (c["OFFSETS"] or c["ZEROS"]))
         assert made["fused"] in (wanted, wanted // 2), made  # sm_100 does two at once
     assert {made["kernel"] for made in kernels} >= {
         "product",

@@ -167,7 +167,13 @@ def numbers(bits, zero, FORMAT: tl.constexpr, ZEROS: tl.constexpr, dtype: tl.con
         own = tl.permute(own, (1, 3, 0, 2))
     else:
         own = tl.permute(own, (1, 0, 2))
-    return tl.reshape(own, (BN, PIECES * WIDE * 2 if PAIRS else PIECES * WIDE))
+    own = tl.reshape(own, (BN, PIECES * WIDE * 2 if PAIRS else PIECES * WIDE))
+    if EMULATE:
+        return own
+    elif dtype == tl.bfloat16:  # does nothing; but for sm_100 Triton would lay out for the matrix what is not yet it
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [own], tl.bfloat16, is_pure=True, pack=2)
+    else:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [own], tl.float16, is_pure=True, pack=2)
 
 
 @triton.jit
@@ -236,6 +242,24 @@ def integers(
 
 
 @triton.jit
+def shifts(
+    total, offsets, sums, n, r, live, OUTS, GROUPS, begin, end, TOGETHER: tl.constexpr, EMULATE: tl.constexpr
+):  # fmt: skip
+    """total, and bfloat16 offsets times the sums of groups [begin, end), of which bfloat16 takes three parts."""
+    for at in tl.range(begin, end, 32, num_stages=2):
+        group = at + tl.arange(0, 32)
+        inside = group // TOGETHER < tl.cdiv(end, TOGETHER)
+        own = (group // TOGETHER * OUTS)[None, :] + n[:, None]
+        a = tl.load(offsets + own * TOGETHER + (group % TOGETHER)[None, :], inside[None, :], 0.0)
+        rest = tl.load(sums + r[None, :] * GROUPS + group[:, None], inside[:, None] & live[None, :], 0.0)
+        for _ in tl.static_range(3):
+            part = rounded(rest, tl.bfloat16, EMULATE)
+            total = tl.dot(as_operand(a, EMULATE), as_operand(part, EMULATE), total)
+            rest -= part.to(tl.float32)
+    return total
+
+
+@triton.jit
 def share(
     x, w, scales, offsets, zeros, sums, at_n, outs, beyond, r, live, K, OUTS, GROUPS, first, last,
     FORMAT: tl.constexpr, OFFSETS: tl.constexpr, ZEROS: tl.constexpr, EVEN: tl.constexpr, BN: tl.constexpr,
@@ -272,12 +296,19 @@ def share(
         k, piece, j = tl.arange(0, BK), tl.arange(0, PIECES), tl.arange(0, BN * WIDE)  # two axes: Triton has no three
         own = (tl.minimum(at_n + j // WIDE, outs - 1).to(tl.int64) + beyond) * WIDE + j % WIDE
         at_w, at_x = piece[:, None] * (OUTS * WIDE) + own[None, :], r[None, :] * K + k[:, None]
+        MATRIX: tl.constexpr = OFFSETS and offsets.dtype.element_ty == tl.bfloat16
+        if MATRIX:
+            total = shifts(
+                total, offsets, sums, n, r, live, OUTS, GROUPS, tl.cast(first, tl.int64), tl.cast(last, tl.int64),
+                TOGETHER, EMULATE,
+            )  # fmt: skip
+        ADDED: tl.constexpr = OFFSETS and not MATRIX
         at_sums = r.to(tl.int32) * (GROUPS if TOGETHER == 1 else GROUPS // 2)  # which are loaded by twos
         pair = tl.zeros((BR,), tl.int64)
         begin, end = tl.cast(first // TOGETHER, tl.int64), tl.cast(tl.cdiv(last, TOGETHER), tl.int64)
         for step in tl.range(begin, end, num_stages=STAGES):
             scale = words(scales, step, OUTS, n, TOGETHER)
-            offset = words(offsets, step, OUTS, n, TOGETHER) if OFFSETS else scale
+            offset = words(offsets, step, OUTS, n, TOGETHER) if ADDED else scale
             zero = words(zeros, step, OUTS, n, TOGETHER) if ZEROS else scale
             for i in tl.static_range(TOGETHER):
                 block = step * TOGETHER + i
@@ -289,7 +320,7 @@ def share(
                 part = tl.dot(numbers(bits, less, FORMAT, ZEROS, dtype, EMULATE), as_operand(b, EMULATE))
                 by = factor(scale, i, scales.dtype.element_ty)
                 total = tl.fma(part, tl.broadcast_to(by[:, None], (BN, BR)), total)
-                if OFFSETS:
+                if ADDED:
                     by = factor(offset, i, offsets.dtype.element_ty)
                     if TOGETHER == 1:
                         inputs = tl.load(sums + block + at_sums)
