@@ -1,7 +1,8 @@
 """Times settings of few-bit products on a GPU, and checks each: PYTHONPATH=src python explore_products.py [seconds].
 
-Of every format, shape and number of rows: microseconds, GB/s, what is off (of the largest, against float64), and whether
-rows alone have the bits of rows in company. Settings: outputs of a tile, stages, warps, inputs that lie together.
+Of every format, shape and number of rows: microseconds, GB/s, what is off (of the largest, against float64), and
+whether rows alone have the bits of rows in company. Settings: outputs of a tile, stages, warps, inputs that lie
+together.
 """
 
 from __future__ import annotations
@@ -18,28 +19,25 @@ from outrider.bench import gpu
 from outrider.ops.triton import launch
 
 LIMIT = float(sys.argv[1]) if len(sys.argv) == 2 else 48.0
-SHAPES = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)]
-MAIN, SMALL = (128256, 4096), (640, 4096)  # where settings are compared, and where they are checked
-SETTINGS = {  # step, tile of up to 16 rows, tile of 64 rows
+MAIN, SMALL = (128256, 4096), (640, 4096)  # where tiles are compared, and where they are checked
+LAYER = {(28672, 4096): (1, 2, 4), (6144, 4096): (3, 4, 8), (4096, 14336): (4, 8), (4096, 4096): (4, 8)}  # with shares
+T = launch.Tile
+SETTINGS = {  # step, tile of up to 16 rows, tile of 64 rows; the first three are tried with all shapes
     "int4": [
-        (256, launch.Tile(128, 4, 4), launch.Tile(64, 4, 4)),
-        (256, launch.Tile(128, 3, 4), launch.Tile(64, 3, 4)),
-        (256, launch.Tile(64, 4, 4), launch.Tile(128, 4, 4)),
-        (256, launch.Tile(64, 3, 4), launch.Tile(128, 3, 8)),
-        (256, launch.Tile(128, 4, 8), launch.Tile(128, 4, 8)),
-        (256, launch.Tile(128, 3, 8), launch.Tile(64, 3, 8)),
-        (256, launch.Tile(128, 5, 4), launch.Tile(64, 2, 4)),
-        (64, launch.Tile(128, 5, 4), launch.Tile(64, 5, 4)),
+        (256, T(128, 4, 4), T(64, 3, 4)),
+        (256, T(64, 4, 4), T(64, 4, 4)),
+        (256, T(128, 4, 8), T(128, 3, 8)),
+        (256, T(128, 3, 4), T(64, 2, 4)),
+        (256, T(64, 3, 4), T(128, 3, 4)),
+        (256, T(128, 3, 8), T(64, 3, 8)),
     ],
     "int8": [
-        (256, launch.Tile(64, 3, 4), launch.Tile(64, 3, 4)),
-        (256, launch.Tile(64, 4, 4), launch.Tile(64, 4, 4)),
-        (128, launch.Tile(64, 4, 4), launch.Tile(64, 4, 4)),
-        (128, launch.Tile(64, 3, 4), launch.Tile(64, 3, 4)),
-        (128, launch.Tile(64, 5, 4), launch.Tile(64, 5, 4)),
-        (128, launch.Tile(128, 3, 8), launch.Tile(128, 3, 8)),
-        (128, launch.Tile(128, 4, 8), launch.Tile(128, 4, 8)),
-        (256, launch.Tile(128, 3, 8), launch.Tile(128, 3, 8)),
+        (256, T(64, 3, 4), T(64, 3, 4)),
+        (128, T(64, 4, 4), T(64, 4, 4)),
+        (128, T(128, 3, 8), T(128, 3, 8)),
+        (128, T(64, 3, 4), T(64, 3, 4)),
+        (256, T(64, 4, 4), T(64, 2, 4)),
+        (128, T(128, 4, 8), T(128, 4, 8)),
     ],
 }  # fmt: skip
 DEVICE, began = torch.device("cuda"), time.perf_counter()
@@ -102,23 +100,23 @@ def name(setting):
 
 
 def compiled(jobs):
-    """Let processes of their own fill Triton's cache: (setting, n, k, scheme, shares) each."""
-    running = [subprocess.Popen([sys.executable, __file__, "compile", repr(job)], stderr=subprocess.DEVNULL)
-               for job in jobs]  # fmt: skip
+    """Let processes of their own fill Triton's cache: (setting, scheme, rows, [(n, k, shares)]) each."""
+    running = [
+        subprocess.Popen([sys.executable, __file__, "compile", repr(job)], stderr=subprocess.DEVNULL) for job in jobs
+    ]
     for process in running:
         try:
-            process.wait(max(1, min(25, left())))
+            process.wait(max(0.1, left() - LIMIT / 2))
         except subprocess.TimeoutExpired:
             process.kill()
 
 
-def compile_one(text):
-    setting, n, k, scheme, shares = eval(text, {"Tile": launch.Tile})
+def compile_all(text):
+    setting, scheme, rows, products = eval(text, {"Tile": launch.Tile})
     use(*setting)
-    share(n, k, scheme, shares)
-    weights = gpu._weights(n, k, scheme, DEVICE)
-    for rows in (1, 64):
-        gpu._product(torch.randn(rows, k, device=DEVICE).bfloat16(), weights)
+    for n, k, shares in products:
+        share(n, k, scheme, shares)
+        gpu._product(torch.randn(rows, k, device=DEVICE).bfloat16(), gpu._weights(n, k, scheme, DEVICE))
     torch.cuda.synchronize()
 
 
@@ -127,13 +125,18 @@ def cells(found):
 
 
 def main():
-    best = {}
-    compiled([(setting, *SMALL, scheme, 1) for scheme in SETTINGS for setting in SETTINGS[scheme]])
+    layer = [(n, k, shares) for (n, k), all_shares in LAYER.items() for shares in all_shares]
+    unique = list({(k, shares): (640, k, shares) for _, k, shares in layer}.values())  # outputs make no other kernel
+    jobs = [
+        (setting, scheme, rows, [(*SMALL, 1), *(unique if i < 1 or (i < 3 and rows == 1) else [])])
+        for scheme in SETTINGS for i, setting in enumerate(SETTINGS[scheme]) for rows in (1, 64)
+    ]  # fmt: skip
+    compiled(sorted(jobs, key=lambda job: -len(job[3])))
     print(f"compiled after {time.perf_counter() - began:.0f} s", flush=True)
     for scheme, settings in SETTINGS.items():
         print(f"{scheme}, {MAIN}: us and GB/s at 1, 8, 64 rows; off; same bits", flush=True)
         for setting in settings:
-            if left() < 16:
+            if left() < 12:
                 print("  (no time left for the others)")
                 break
             try:
@@ -142,42 +145,30 @@ def main():
                 found = timed(*MAIN, scheme, 1, (1, 8, 64))
                 off, same = checked(scheme)
                 print(f"  {name(setting)}: {cells(found)}  {off:.1e} {same}", flush=True)
-                for rows, (us, _) in zip((1, 64), found[::2], strict=True):
-                    if same and off < 0.01 and us < best.get((scheme, rows), (1e9,))[0]:
-                        best[scheme, rows] = us, setting
             except Exception as error:  # a setting that does not fit
                 print(f"  {name(setting)}: {type(error).__name__}: {str(error)[:100]}", flush=True)
-    chosen = {}
-    for scheme in SETTINGS:
-        if (scheme, 1) in best:
-            few, many = best[scheme, 1][1], best.get((scheme, 64), best[scheme, 1])[1]
-            chosen[scheme] = few[0], few[1], many[2]
-    jobs = []
-    for scheme, setting in chosen.items():
-        use(*setting)
-        for n, k in SHAPES[:-1]:
-            now = share(n, k, scheme, None)
-            jobs += [(setting, n, k, scheme, s) for s in sorted({now, max(1, now // 2), min(8, 2 * now)})]
-    if left() > 10:
-        compiled(jobs)
-    for setting, n, k, scheme, shares in jobs:
-        if left() < 1:
-            print("(no time left)")
-            break
-        try:
-            use(*setting)
-            now = share(n, k, scheme, None)
-            share(n, k, scheme, shares)
-            found = timed(n, k, scheme, max(2, min(16, 2**28 // (n * k))), (1, 8, 64))
-            print(f"{scheme} {n:6} x {k:5} shares {shares}{' (now)' if shares == now else ''}: {cells(found)}", flush=True)
-        except Exception as error:
-            print(f"{scheme} {n} x {k} shares {shares}: {type(error).__name__}: {str(error)[:100]}", flush=True)
-    print(f"chosen: {({scheme: name(setting) for scheme, setting in chosen.items()})}")
+    for i in range(3):
+        for scheme in SETTINGS:
+            setting = SETTINGS[scheme][i]
+            for n, k, shares in layer:
+                if left() < 0.5:
+                    print("(no time left)")
+                    return
+                try:
+                    use(*setting)
+                    now = share(n, k, scheme, None)
+                    share(n, k, scheme, shares)
+                    rows = (1, 64) if i == 0 else (1,)
+                    found = timed(n, k, scheme, max(2, min(12, 2**27 // (n * k) * 2)), rows)
+                    mark = " (now)" if shares == now else ""
+                    print(f"{scheme} {name(setting)} {n:6} x {k:5} shares {shares}{mark}: {cells(found)}", flush=True)
+                except Exception as error:
+                    print(f"{scheme} {n} x {k} shares {shares}: {type(error).__name__}: {str(error)[:100]}", flush=True)
     print(f"{time.perf_counter() - began:.0f} s")
 
 
 with torch.inference_mode():
     if sys.argv[1:2] == ["compile"]:
-        compile_one(sys.argv[2])
+        compile_all(sys.argv[2])
     else:
         main()

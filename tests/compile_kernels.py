@@ -97,7 +97,10 @@ def everything(arch: int):
             half = {"x": "*i8"} if label.endswith("rounded") else half
             gated = tile == tiles[-1] and label != "int8"
             behind = {"GATED": gated, "BIAS": gated, "ADD": not gated, "SHARES": 1, "PER": o.per}
-            yield {"format": label, **build("product", arch, {**flags, **behind, **sizes, **common}, own.warps, w=kind, **half)}
+            yield {
+                "format": label,
+                **build("product", arch, {**flags, **behind, **sizes, **common}, own.warps, w=kind, **half),
+            }
             if label in ("plain", "int4", "fp4"):
                 one = {"EACH": 8, **flags, **sizes, **common, "PER": o.per}
                 yield {"format": label, **build("products", arch, one, own.warps, w=kind)}

@@ -2,9 +2,9 @@
 
 A product reads K in blocks of a size, and in shares, that follow from the weight alone; tiles over rows are free.
 Weights are the left operand of the matrix instruction and rows its columns, so that one and sixty-four rows run the
-same one. Attention reads keys page by page in the order of positions, in spans that begin at fixed positions; shares
-and spans are put aside and added in order. There are no atomics, and sums over a tile are only taken where its layout
-does not follow the number of rows.
+same one. Weights of few bits become bfloat16 in their registers, as inline assembly. Attention reads keys page by page
+in the order of positions, in spans that begin at fixed positions; shares and spans are put aside and added in order.
+There are no atomics, and sums over a tile are only taken where its layout does not follow the number of rows.
 
 EMULATE is for Triton's interpreter, whose bfloat16 is wrong in all but loads: there it is widened before arithmetic,
 and rounded by hand.
@@ -119,14 +119,15 @@ def halves(bits, zero, FORMAT: tl.constexpr, ZEROS: tl.constexpr, dtype: tl.cons
     less = tl.broadcast_to(less.to(dtype), bits.shape)
     if dtype == tl.bfloat16:
         TEXT: tl.constexpr = SIGNED_HALVES if FORMAT == SIGNED else HALVES
-        return tl.inline_asm_elementwise(
+        both = tl.inline_asm_elementwise(
             TEXT, "=r,=r,=r,=r,r,r,r", [bits, less], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
         )
     else:
         TEXT: tl.constexpr = SIGNED_HALVES16 if FORMAT == SIGNED else HALVES16
-        return tl.inline_asm_elementwise(
+        both = tl.inline_asm_elementwise(
             TEXT, "=r,=r,=r,=r,r,r,r", [bits, less], (tl.float16, tl.float16), is_pure=True, pack=4
         )
+    return both
 
 
 @triton.jit
@@ -168,12 +169,12 @@ def numbers(bits, zero, FORMAT: tl.constexpr, ZEROS: tl.constexpr, dtype: tl.con
     else:
         own = tl.permute(own, (1, 0, 2))
     own = tl.reshape(own, (BN, PIECES * WIDE * 2 if PAIRS else PIECES * WIDE))
-    if EMULATE:
-        return own
-    elif dtype == tl.bfloat16:  # does nothing; but for sm_100 Triton would lay out for the matrix what is not yet it
-        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [own], tl.bfloat16, is_pure=True, pack=2)
-    else:
-        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [own], tl.float16, is_pure=True, pack=2)
+    if not EMULATE:  # a copy that costs nothing; but for sm_100 Triton would lay out the pieces as the matrix, and fail
+        if dtype == tl.bfloat16:
+            own = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [own], tl.bfloat16, is_pure=True, pack=2)
+        else:
+            own = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [own], tl.float16, is_pure=True, pack=2)
+    return own
 
 
 @triton.jit
@@ -232,10 +233,7 @@ def integers(
     scale = tl.load(scales + far).to(tl.float32)
     total = tl.fma(tl.broadcast_to(scale[:, None], (BN, BR)), whole.to(tl.float32) * tl.load(at)[None, :], total)
     if OFFSETS or ZEROS:
-        if OFFSETS:
-            offset = tl.load(offsets + far).to(tl.float32)
-        else:
-            offset = -(scale * tl.load(zeros + far).to(tl.float32))
+        offset = tl.load(offsets + far).to(tl.float32) if OFFSETS else -(scale * tl.load(zeros + far).to(tl.float32))
         own_sums = tl.broadcast_to(tl.load(at + 1)[None, :], (BN, BR))
         total = tl.fma(tl.broadcast_to(offset[:, None], (BN, BR)), own_sums, total)
     return total
@@ -376,8 +374,8 @@ def product(
     up = gate
     if GATED:
         up = share(
-            x, w, scales, offsets, zeros, sums, tl.program_id(1) * BN, outs, outs, far, live, K, wide, GROUPS, first, last,
-            FORMAT, OFFSETS, ZEROS, EVEN, BN, BR, BK, TOGETHER, STAGES, EMULATE,
+            x, w, scales, offsets, zeros, sums, tl.program_id(1) * BN, outs, outs, far, live, K, wide, GROUPS,
+            first, last, FORMAT, OFFSETS, ZEROS, EVEN, BN, BR, BK, TOGETHER, STAGES, EMULATE,
         )  # fmt: skip
     if SHARES > 1:
         at = parts + (tl.program_id(2).to(tl.int64) * rows + far[None, :]) * wide + n[:, None]
