@@ -37,7 +37,7 @@ TYPES = {
 }  # fmt: skip
 NUMBERS = {
     "rows", "outs", "stride", "K", "GROUPS", "k_stride", "v_stride", "tail_width", "base_row", "spans", "reach", "lone",
-    "vocab", "count", "width",
+    "vocab", "count", "width", "per",
 }  # fmt: skip
 
 
@@ -59,7 +59,7 @@ def build(name: str, arch: int, constants: dict, warps: int = 4, **types: str) -
     ptx = made.asm["ptx"]
     fused, atomics = re.findall(r"\bfma\.rn\.f32", ptx), re.findall(r"\b(?:atom|red)\.(?!async)[\w.]*", ptx)
     return {
-        "kernel": name, "constants": constants, "types": types, "shared": made.metadata.shared,
+        "kernel": name, "constants": constants, "types": types, "warps": warps, "shared": made.metadata.shared,
         "waits": re.findall(r"griddepcontrol\.\w+", ptx),
         "before": re.findall(READS, ptx.split("griddepcontrol.wait")[0]),
         "matrix": re.findall(MATRIX, ptx), "atomics": atomics, "fused": len(fused),
@@ -93,16 +93,21 @@ def everything(arch: int):
         tiles = sorted({launch.rows_tile(rows, machine, code) for rows in (1, 17, 33, 65)})
         for tile in tiles if label in ("plain", "int8", "int4", "int8, rounded") else tiles[:1]:
             o = launch.order(4096, 4096, group, arch)
-            sizes = {"BN": machine.outputs, "BR": tile, "BK": o.depth, "STAGES": machine.stages[tile]}
+            own = machine.tiles(code)[tile]
+            together = min(4, max(1, launch.STEP // group)) if group and "rounded" not in label else 1
+            sizes = {"BN": own.outputs, "BR": tile, "BK": o.depth, "TOGETHER": together, "STAGES": own.stages}
             flags = {"FORMAT": code, "OFFSETS": bool(offsets), "ZEROS": bool(zeros), "EVEN": True}
             half = dict.fromkeys(("x", "bias", "residual", "y"), "*fp16") if label == "half" else {}
             half = {"x": "*i8"} if label.endswith("rounded") else half
             gated = tile == tiles[-1] and label != "int8"
-            behind = {"GATED": gated, "BIAS": gated, "ADD": not gated, "SHARES": 1, "PER": o.per}
-            yield {"format": label, **build("product", arch, {**flags, **behind, **sizes, **common}, w=kind, **half)}
+            behind = {"GATED": gated, "BIAS": gated, "ADD": not gated, "APART": False}
+            yield {
+                "format": label,
+                **build("product", arch, {**flags, **behind, **sizes, **common}, own.warps, w=kind, **half),
+            }
             if label in ("plain", "int4", "fp4"):
-                one = {"EACH": 8, **flags, **sizes, **common, "PER": o.per}
-                yield {"format": label, **build("products", arch, one, w=kind)}
+                one = {"EACH": 8, **flags, **sizes, **common}
+                yield {"format": label, **build("products", arch, one, own.warps, w=kind)}
     mixture = {"BLOCK": 128, "COUNT": 128}
     own = {**mixture, "SCORES": 129, "CHOSEN": 8, "NORMALISED": True, "PADDED": True}
     yield build("route", arch, own, 1)

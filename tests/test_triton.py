@@ -211,6 +211,75 @@ def test_numbers_of_eight_bits_are_exact():
     assert torch.equal(product(x, launch.pack(eight, CPU), dtype=torch.float32)[0], every.float())
 
 
+def assembled(text, registers, dtype):
+    """What inline assembly leaves in its registers (32 bits each, of many lanes), by the rules of PTX."""
+    held, whole = dict(registers), 0xFFFFFFFF
+
+    def value(name):
+        return held[name] if name in held else torch.tensor(int(name, 0))
+
+    def pair(x):
+        return torch.stack([x & 0xFFFF, x >> 16], -1).to(torch.uint16).view(dtype).double()
+
+    for line in text.strip("{} \n").split(";")[:-1]:
+        name, *rest = line.replace(",", " ").split()
+        if name == ".reg":
+            continue
+        to, a, b, c = rest[0], *(value(x) for x in rest[1:4]), *[torch.tensor(0)] * (4 - len(rest))
+        match name:
+            case "mov.b32":
+                held[to] = a
+            case "and.b32":
+                held[to] = a & b
+            case "xor.b32":
+                held[to] = a ^ b
+            case "shr.u32":
+                held[to] = a >> b
+            case "lop3.b32":
+                table, on = int(rest[4], 0), 0
+                for i in range(8):
+                    if table >> i & 1:
+                        on |= (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
+                held[to] = on & whole
+            case "prmt.b32":
+                eight, on = a | b << 32, 0  # none of ours has a byte above the seventh's sign
+                for i in range(4):
+                    on = on | (eight >> 8 * (int(c) >> 4 * i & 7) & 255) << 8 * i
+                held[to] = on
+            case "fma.rn.bf16x2" | "add.rn.f16x2":
+                exact = pair(a) * pair(b) + pair(c) if name[0] == "f" else pair(a) + pair(b)
+                assert torch.equal(exact.to(dtype).double(), exact), "no operation of these rounds"
+                low, high = exact.to(dtype).view(torch.int16).long().unbind(-1)
+                held[to] = low & 0xFFFF | (high & 0xFFFF) << 16
+            case _:
+                raise AssertionError(line)
+    return held, pair
+
+
+@HALVES
+def test_assembly(dtype):
+    """Of every byte, at each place of a register, the exact number: which the interpreter does not run."""
+    kernels = launch.load()
+    every = torch.arange(256)
+    codes = torch.stack([every, every.flip(0), every.roll(77), every ^ 0x5A], -1)
+    word = (codes << torch.tensor([0, 8, 16, 24])).sum(-1)
+    tail = "" if dtype == torch.bfloat16 else "16"
+    held, pair = assembled(getattr(kernels, "WHOLE" + tail).value, {"$2": word}, dtype)
+    assert torch.equal(torch.cat([pair(held["$0"]), pair(held["$1"])], -1), codes.to(torch.int8).double())
+    base = 128 if dtype == torch.bfloat16 else 1024
+    for name, signed in (("HALVES", False), ("SIGNED_HALVES", True)):
+        for zero in (0, 1, 15, 16):
+            less = torch.tensor([-base - 8 * signed - zero, -base - 8 * signed], dtype=dtype)
+            less = (less.view(torch.int16).long() & 0xFFFF) * 0x10001  # the first two bytes have a zero
+            given = {"$4": word, "$5": less[0].expand(256), "$6": less[1].expand(256)}
+            held, pair = assembled(getattr(kernels, name + tail).value, given, dtype)
+            zeros = torch.tensor([zero, zero, 0, 0])
+            for at, half in (("$0", codes & 15), ("$2", codes >> 4)):
+                own = (half ^ 8) - 8 if signed else half
+                found = torch.cat([pair(held[at]), pair(held["$" + str(int(at[1]) + 1)])], -1)
+                assert torch.equal(found, (own - zeros).double()), (name, zero, at)
+
+
 def test_bfloat16_is_rounded_to_nearest():
     """The interpreter truncates; ours must not: halves go to even, NaN stays NaN, what is too large is infinite."""
     bits = torch.arange(0, 2**32, 65537 * 3, dtype=torch.int64)

@@ -35,9 +35,10 @@ def test_compiled(compiled):
         assert made["shared"] <= (SMALL if arch == 80 else SHARED[arch]), made
         assert made["stack"] <= max(SPILLED[arch], WIDE if made["constants"].get("D") == 256 else 0), made
         assert not made["atomics"], made
-        c, rounded = made["constants"], made["types"].get("x") == "*i8"
-        lanes = c["BN"] * c["BR"] // 128 if rounded else 0  # of a thread; there, one or two for each are asked for
-        wanted = lanes * (1 + (c["OFFSETS"] or c["ZEROS"])) * (1 + c["GATED"]) if rounded else 0
+        c, rounded, wanted = made["constants"], made["types"].get("x") == "*i8", 0
+        if c.get("FORMAT"):  # for each of a thread's numbers, one or two of each group are asked for
+            wanted = c["BN"] * c["BR"] // (32 * made["warps"]) * c["TOGETHER"] * (1 + c.get("GATED", False))
+            wanted *= 1 + (rounded and (c["OFFSETS"] or c["ZEROS"]))
         assert made["fused"] in (wanted, wanted // 2), made  # sm_100 does two at once
     assert {made["kernel"] for made in kernels} >= {
         "product",
@@ -77,7 +78,9 @@ def test_one_order_for_all_rows(compiled):
             continue
         assert all(name.startswith(FAMILY[arch]) for name in kinds), made
         assert arch == 100 or all("k16" in name for name in kinds)
-        tiles = c["BR"] // 8 if arch == 80 else 1  # instructions side by side
+        tiles = (c["BR"] // 8 if arch == 80 else 1) * max(
+            1, c["BN"] // 16 // made["warps"]
+        )  # instructions side by side
         steps, left = divmod(len(made["matrix"]), tiles * (1 + c.get("GATED", False)))
         assert not left, made
         seen.setdefault(made["format"], set()).add((c["BK"], steps, *kinds))

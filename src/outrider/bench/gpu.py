@@ -255,12 +255,10 @@ def _instructions(s: Settings, config: ModelConfig) -> Iterator[Line]:
     before, found = launch.TABLE[arch], []
     try:
         for outputs in (64, 32):
-            launch.TABLE[arch] = launch.Machine(before.processors * before.outputs // outputs, outputs, before.stages)
-            launch.order.cache_clear()
+            launch.TABLE[arch] = replace(before, plain={16: launch.Tile(outputs, 5)})
             found.append(_product(x, weights))
     finally:
         launch.TABLE[arch] = before
-        launch.order.cache_clear()
     yield {"what": "tiles of 64 and of 32 outputs", "format": "bf16", "same bits": torch.equal(*found)}
 
 
@@ -577,7 +575,8 @@ def _weights(n: int, k: int, scheme: str | None, device: torch.device, rounded: 
     times = -(-n // some.outs)
     for name in ("data", "scales", "offsets"):
         if (part := getattr(some, name)) is not None:
-            setattr(some, name, part.repeat(times, *[1] * (part.ndim - 1))[:n].contiguous())
+            axis = part.ndim - 2  # of outputs
+            setattr(some, name, torch.cat([part] * times, axis).narrow(axis, 0, n).contiguous())
     some.outs = n
     return some
 

@@ -2,9 +2,9 @@
 
 A product reads K in blocks of a size, and in shares, that follow from the weight alone; tiles over rows are free.
 Weights are the left operand of the matrix instruction and rows its columns, so that one and sixty-four rows run the
-same one. Attention reads keys some at a time in the order of positions, in spans that begin at fixed positions; shares
-and spans are put aside and added in order. There are no atomics, and sums over a tile are only taken where its layout
-does not follow the number of rows.
+same one. Weights of few bits become bfloat16 in their registers, as inline assembly. Attention reads keys some at a
+time in the order of positions, in spans that begin at fixed positions; shares and spans are put aside and added in
+order. There are no atomics, and sums over a tile are only taken where its layout does not follow the number of rows.
 
 EMULATE is for Triton's interpreter, whose bfloat16 is wrong in all but loads: there it is widened before arithmetic,
 and rounded by hand.
@@ -74,9 +74,152 @@ def decoded(bits, FORMAT: tl.constexpr, dtype: tl.constexpr, EMULATE: tl.constex
     return operand(number, dtype, EMULATE)
 
 
+# Four bytes become bfloat16, or float16, in their register. Beside an upper byte of 0x43 (0x64) a byte is the number
+# 128 (1024) plus its bits, from which an exact instruction takes what is too much. $0, $1 (and $2, $3) are pairs of
+# numbers, the bytes follow, and then, of each pair, what is added. fma is not sub: sm_80 has no other.
+
+
+def _halves(flip: int, upper: int, add: str) -> tl.constexpr:
+    """Of the lower and of the upper four bits of each byte; 0x6a is (a & b) ^ c."""
+    lines = [f"prmt.b32 {to}, {of}, {upper:#x}, {at};" for to, of, at in [
+        ("a", "low", "0x4140"), ("b", "low", "0x4342"), ("c", "high", "0x4140"), ("d", "high", "0x4342"),
+    ]]  # fmt: skip
+    lines += [add.format(i, "abcd"[i], 5 + i % 2) for i in range(4)]
+    return tl.constexpr(f"""{{
+        .reg .b32 low, high, a, b, c, d, one;
+        mov.b32 one, 0x3f803f80;
+        shr.u32 high, $4, 4;
+        lop3.b32 low, $4, 0x0f0f0f0f, {flip:#x}, 0x6a;
+        lop3.b32 high, high, 0x0f0f0f0f, {flip:#x}, 0x6a;
+        {" ".join(lines)}
+    }}""")
+
+
+ADD, ADD16 = "fma.rn.bf16x2 ${0}, {1}, one, ${2};", "add.rn.f16x2 ${0}, {1}, ${2};"
+HALVES, HALVES16 = _halves(0, 0x43434343, ADD), _halves(0, 0x64646464, ADD16)
+SIGNED_HALVES, SIGNED_HALVES16 = _halves(0x08080808, 0x43434343, ADD), _halves(0x08080808, 0x64646464, ADD16)
+# Of eight bits bfloat16 has room for seven: 128 + these, less 128, or 256 of a negative one.
+WHOLE = tl.constexpr("""{
+        .reg .b32 low, sign, a, b, c, d, minus;
+        mov.b32 minus, 0xbf80bf80;
+        and.b32 low, $2, 0x7f7f7f7f;
+        and.b32 sign, $2, 0x80808080;
+        prmt.b32 a, low, 0x43434343, 0x4140;
+        prmt.b32 b, low, 0x43434343, 0x4342;
+        prmt.b32 c, sign, 0x43434343, 0x4140;
+        prmt.b32 d, sign, 0x43434343, 0x4342;
+        fma.rn.bf16x2 $0, c, minus, a;
+        fma.rn.bf16x2 $1, d, minus, b;
+    }""")
+WHOLE16 = tl.constexpr("""{
+        .reg .b32 bits, a, b, less;
+        mov.b32 less, 0xe480e480;
+        xor.b32 bits, $2, 0x80808080;
+        prmt.b32 a, bits, 0x64646464, 0x4140;
+        prmt.b32 b, bits, 0x64646464, 0x4342;
+        add.rn.f16x2 $0, a, less;
+        add.rn.f16x2 $1, b, less;
+    }""")  # less 1024 + 128
+
+
+@triton.jit
+def halves(bits, zero, FORMAT: tl.constexpr, ZEROS: tl.constexpr, dtype: tl.constexpr):
+    """Both numbers of each byte, less zeros: exact."""
+    BASE: tl.constexpr = (128 if dtype == tl.bfloat16 else 1024) + (8 if FORMAT == SIGNED else 0)
+    less = (-BASE - zero).to(tl.float32) if ZEROS else tl.full((1, 1, 1), -BASE, tl.float32)
+    less = tl.broadcast_to(less.to(dtype), bits.shape)
+    if dtype == tl.bfloat16:
+        TEXT: tl.constexpr = SIGNED_HALVES if FORMAT == SIGNED else HALVES
+        both = tl.inline_asm_elementwise(
+            TEXT, "=r,=r,=r,=r,r,r,r", [bits, less], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+    else:
+        TEXT: tl.constexpr = SIGNED_HALVES16 if FORMAT == SIGNED else HALVES16
+        both = tl.inline_asm_elementwise(
+            TEXT, "=r,=r,=r,=r,r,r,r", [bits, less], (tl.float16, tl.float16), is_pure=True, pack=4
+        )
+    return both
+
+
+@triton.jit
+def numbers(bits, zero, FORMAT: tl.constexpr, ZEROS: tl.constexpr, dtype: tl.constexpr, EMULATE: tl.constexpr):
+    """Bytes (pieces, BN, 16) of one group as an operand (BN, weights): the numbers that they are, less zeros (BN,).
+
+    Of sixteen bytes, four that lie together are of the columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, which one thread has.
+    """
+    PAIRS: tl.constexpr = (FORMAT == SIGNED) | (FORMAT == UNSIGNED) | (FORMAT == FLOAT4)
+    PIECES: tl.constexpr = bits.shape[0]
+    BN: tl.constexpr = bits.shape[1]
+    WIDE: tl.constexpr = bits.shape[2]
+    zero = zero[None, :, None] if ZEROS else zero
+    if PAIRS:
+        if FORMAT == FLOAT4 or EMULATE:
+            bits = bits.to(tl.int32)
+            low, high = bits & 15, (bits >> 4) & 15
+            if ZEROS:
+                low = decoded(decoded(low, FORMAT, tl.float32, False).to(tl.int32) - zero, BYTES, dtype, EMULATE)
+                high = decoded(decoded(high, FORMAT, tl.float32, False).to(tl.int32) - zero, BYTES, dtype, EMULATE)
+            else:
+                low, high = decoded(low, FORMAT, dtype, EMULATE), decoded(high, FORMAT, dtype, EMULATE)
+        else:
+            low, high = halves(bits, zero, FORMAT, ZEROS, dtype)
+        own = tl.join(low, high)  # a pair's upper bits are of the upper half of a group
+    elif FORMAT == FLOAT8 or ZEROS or EMULATE:
+        bits = bits.to(tl.int32)
+        own = decoded(bits - zero if ZEROS else bits, FORMAT, dtype, EMULATE)
+    elif dtype == tl.bfloat16:
+        own = tl.inline_asm_elementwise(WHOLE, "=r,=r,r", [bits], tl.bfloat16, is_pure=True, pack=4)
+    else:
+        own = tl.inline_asm_elementwise(WHOLE16, "=r,=r,r", [bits], tl.float16, is_pure=True, pack=4)
+    if WIDE == 16 and PAIRS:
+        own = tl.permute(tl.reshape(own, (PIECES, BN, 4, 2, 2, 2)), (1, 5, 0, 3, 2, 4))
+    elif WIDE == 16:
+        own = tl.permute(tl.reshape(own, (PIECES, BN, 4, 2, 2)), (1, 0, 3, 2, 4))
+    elif PAIRS:
+        own = tl.permute(own, (1, 3, 0, 2))
+    else:
+        own = tl.permute(own, (1, 0, 2))
+    own = tl.reshape(own, (BN, PIECES * WIDE * 2 if PAIRS else PIECES * WIDE))
+    if not EMULATE:  # a copy that costs nothing; but for sm_100 Triton would lay out the pieces as the matrix, and fail
+        if dtype == tl.bfloat16:
+            own = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [own], tl.bfloat16, is_pure=True, pack=2)
+        else:
+            own = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [own], tl.float16, is_pure=True, pack=2)
+    return own
+
+
+@triton.jit
+def words(factors, step, OUTS, n, TOGETHER: tl.constexpr):
+    """The factors of a step's groups, of outputs n (BN,): one integer for each output."""
+    BITS: tl.constexpr = TOGETHER * factors.dtype.element_ty.primitive_bitwidth
+    if BITS == 8:
+        kind: tl.constexpr = tl.int8
+    elif BITS == 16:
+        kind: tl.constexpr = tl.int16
+    elif BITS == 32:
+        kind: tl.constexpr = tl.int32
+    else:
+        kind: tl.constexpr = tl.int64
+    return tl.load(factors.to(tl.pointer_type(kind), bitcast=True) + step * OUTS + n)
+
+
+@triton.jit
+def factor(word, AT: tl.constexpr, dtype: tl.constexpr):
+    """One group's, as float32."""
+    BITS: tl.constexpr = dtype.primitive_bitwidth
+    own = word >> (AT * BITS) if AT else word
+    if dtype == tl.float32:
+        return own.to(tl.int32).to(tl.float32, bitcast=True)
+    if dtype == tl.bfloat16:
+        return (own.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    if dtype == tl.float16:
+        return own.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return own.to(dtype).to(tl.float32)
+
+
 @triton.jit
 def integers(
-    total, x, w, scales, offsets, zeros, sums, n, r, GROUPS, block,
+    total, x, w, scales, offsets, zeros, sums, n, r, OUTS, GROUPS, block,
     FORMAT: tl.constexpr, OFFSETS: tl.constexpr, ZEROS: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
     BK: tl.constexpr,
 ):  # fmt: skip
@@ -85,7 +228,8 @@ def integers(
     ROOM: tl.constexpr = BK if BK > 32 else 32  # what the matrix instruction takes at least
     WIDTH: tl.constexpr = BK // 2 if PAIRS else BK
     k, own = tl.arange(0, ROOM), tl.arange(0, ROOM // 2 if PAIRS else ROOM)
-    at = w + n[:, None] * (GROUPS * WIDTH) + block * WIDTH + own[None, :]
+    far = tl.cast(block, tl.int64) * OUTS + n
+    at = w + far[:, None] * WIDTH + own[None, :]
     if BK < ROOM:
         codes = tl.load(at, (own < WIDTH)[None, :], 0, eviction_policy="evict_first")
     else:
@@ -97,73 +241,107 @@ def integers(
             codes = (codes ^ 8) - 8
     whole = tl.dot(codes.to(tl.int8), tl.load(x + r[None, :] * (GROUPS * ROOM) + block * ROOM + k[:, None]))
     at = sums + (r * GROUPS + block) * 2
-    scale = tl.load(scales + n * GROUPS + block).to(tl.float32)
+    scale = tl.load(scales + far).to(tl.float32)
     total = tl.fma(tl.broadcast_to(scale[:, None], (BN, BR)), whole.to(tl.float32) * tl.load(at)[None, :], total)
     if OFFSETS or ZEROS:
-        if OFFSETS:
-            offset = tl.load(offsets + n * GROUPS + block).to(tl.float32)
-        else:
-            offset = -(scale * tl.load(zeros + n * GROUPS + block).to(tl.float32))
+        offset = tl.load(offsets + far).to(tl.float32) if OFFSETS else -(scale * tl.load(zeros + far).to(tl.float32))
         own_sums = tl.broadcast_to(tl.load(at + 1)[None, :], (BN, BR))
         total = tl.fma(tl.broadcast_to(offset[:, None], (BN, BR)), own_sums, total)
     return total
 
 
 @triton.jit
-def share(
-    x, w, scales, offsets, zeros, sums, n, r, K, GROUPS, first, last,
-    FORMAT: tl.constexpr, OFFSETS: tl.constexpr, ZEROS: tl.constexpr, EVEN: tl.constexpr,
-    BN: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, EMULATE: tl.constexpr,
+def shifts(
+    total, offsets, sums, n, r, live, OUTS, GROUPS, begin, end, TOGETHER: tl.constexpr, EMULATE: tl.constexpr
 ):  # fmt: skip
-    """Products (BN, BR) of weights n with rows r, which may be rounded, over blocks [first, last) of K."""
+    """total, and bfloat16 offsets times the sums of groups [begin, end), of which bfloat16 takes three parts."""
+    for at in tl.range(begin, end, 32, num_stages=2):
+        group = at + tl.arange(0, 32)
+        inside = group // TOGETHER < tl.cdiv(end, TOGETHER)
+        own = (group // TOGETHER * OUTS)[None, :] + n[:, None]
+        a = tl.load(offsets + own * TOGETHER + (group % TOGETHER)[None, :], inside[None, :], 0.0)
+        rest = tl.load(sums + r[None, :] * GROUPS + group[:, None], inside[:, None] & live[None, :], 0.0)
+        for _ in tl.static_range(3):
+            part = rounded(rest, tl.bfloat16, EMULATE)
+            total = tl.dot(as_operand(a, EMULATE), as_operand(part, EMULATE), total)
+            rest -= part.to(tl.float32)
+    return total
+
+
+@triton.jit
+def share(
+    x, w, scales, offsets, zeros, sums, at_n, outs, beyond, r, live, K, OUTS, GROUPS, first, last,
+    FORMAT: tl.constexpr, OFFSETS: tl.constexpr, ZEROS: tl.constexpr, EVEN: tl.constexpr, BN: tl.constexpr,
+    BR: tl.constexpr, BK: tl.constexpr, TOGETHER: tl.constexpr, STAGES: tl.constexpr, EMULATE: tl.constexpr,
+):  # fmt: skip
+    """Products (BN, BR) of weights from at_n on, below outs, of those `beyond`, with rows r, which may be rounded, over
+    blocks [first, last) of K.
+
+    Groups that lie together are taken in one step of the loop. Rows that are not `live` are of any value; unless they
+    are rounded, they are not read: a row that sixteen lanes repeat is read sixteen times, from one place.
+    """
     total = tl.zeros((BN, BR), tl.float32)
-    ROUNDED: tl.constexpr = x.dtype.element_ty == tl.int8
-    for block in tl.range(first, last, num_stages=STAGES):
-        if FORMAT == PLAIN:
+    n = tl.minimum(at_n + tl.arange(0, BN), outs - 1).to(tl.int64) + beyond
+    if FORMAT == PLAIN:
+        for block in tl.range(first, last, num_stages=STAGES):
             k = block * BK + tl.arange(0, BK)
             at_w, at_x = w + n[:, None] * K + k[None, :], x + r[None, :] * K + k[:, None]
             if EVEN:
-                a, b = tl.load(at_w, eviction_policy="evict_first"), tl.load(at_x)
+                a, b = tl.load(at_w, eviction_policy="evict_first"), tl.load(at_x, live[None, :], 0.0)
             else:
-                a, b = tl.load(at_w, k[None, :] < K, 0.0), tl.load(at_x, k[:, None] < K, 0.0)
+                inside = (k < K)[:, None] & live[None, :]
+                a, b = tl.load(at_w, k[None, :] < K, 0.0), tl.load(at_x, inside, 0.0)
             total = tl.dot(as_operand(a, EMULATE), as_operand(b, EMULATE), total)
-        elif ROUNDED:
+    elif x.dtype.element_ty == tl.int8:
+        for block in tl.range(first, last, num_stages=STAGES):
             total = integers(
-                total, x, w, scales, offsets, zeros, sums, n, r, GROUPS, block, FORMAT, OFFSETS, ZEROS, BN, BR, BK
-            )
-        else:
-            dtype: tl.constexpr = x.dtype.element_ty
-            PAIRS: tl.constexpr = (FORMAT == SIGNED) | (FORMAT == UNSIGNED) | (FORMAT == FLOAT4)
-            WIDTH: tl.constexpr = BK // 2 if PAIRS else BK  # bytes: a pair's upper bits are of the upper half
-            k = tl.arange(0, WIDTH)
-            bits = tl.load(
-                w + n[:, None] * (GROUPS * WIDTH) + block * WIDTH + k[None, :], eviction_policy="evict_first"
-            )
-            bits = bits.to(tl.int32)
-            at_x = x + r[None, :] * K + block * BK + k[:, None]
-            b = tl.load(at_x) if EVEN else tl.load(at_x, (block * BK + k < K)[:, None], 0.0)
-            zero = tl.load(zeros + n * GROUPS + block).to(tl.int32) if ZEROS else tl.zeros((BN,), tl.int32)
-            if PAIRS:
-                low, high = bits & 15, (bits >> 4) & 15
-                if ZEROS:
-                    low = decoded(low, FORMAT, tl.float32, False).to(tl.int32) - zero[:, None]
-                    high = decoded(high, FORMAT, tl.float32, False).to(tl.int32) - zero[:, None]
-                    own = tl.dot(decoded(low, BYTES, dtype, EMULATE), as_operand(b, EMULATE))
-                else:
-                    own = tl.dot(decoded(low, FORMAT, dtype, EMULATE), as_operand(b, EMULATE))
-                at_x += WIDTH
-                b = tl.load(at_x) if EVEN else tl.load(at_x, (block * BK + WIDTH + k < K)[:, None], 0.0)
-                if ZEROS:
-                    own = tl.dot(decoded(high, BYTES, dtype, EMULATE), as_operand(b, EMULATE), own)
-                else:
-                    own = tl.dot(decoded(high, FORMAT, dtype, EMULATE), as_operand(b, EMULATE), own)
-            else:
-                bits = bits - zero[:, None] if ZEROS else bits
-                own = tl.dot(decoded(bits, FORMAT, dtype, EMULATE), as_operand(b, EMULATE))
-            total += own * tl.load(scales + n * GROUPS + block).to(tl.float32)[:, None]
-            if OFFSETS:
-                offset = tl.load(offsets + n * GROUPS + block).to(tl.float32)
-                total += offset[:, None] * tl.load(sums + r * GROUPS + block)[None, :]
+                total, x, w, scales, offsets, zeros, sums, n, r, OUTS, GROUPS, block, FORMAT, OFFSETS, ZEROS, BN, BR,
+                BK,
+            )  # fmt: skip
+    else:
+        dtype: tl.constexpr = x.dtype.element_ty
+        WIDTH: tl.constexpr = BK // 2 if (FORMAT == SIGNED) | (FORMAT == UNSIGNED) | (FORMAT == FLOAT4) else BK
+        WIDE: tl.constexpr = WIDTH if WIDTH < 16 else 16
+        PIECES: tl.constexpr = WIDTH // WIDE
+        k, piece, j = tl.arange(0, BK), tl.arange(0, PIECES), tl.arange(0, BN * WIDE)  # two axes: Triton has no three
+        own = (tl.minimum(at_n + j // WIDE, outs - 1).to(tl.int64) + beyond) * WIDE + j % WIDE
+        at_w, at_x = piece[:, None] * (OUTS * WIDE) + own[None, :], r[None, :] * K + k[:, None]
+        MATRIX: tl.constexpr = OFFSETS and offsets.dtype.element_ty == tl.bfloat16
+        if MATRIX:
+            total = shifts(
+                total, offsets, sums, n, r, live, OUTS, GROUPS, tl.cast(first, tl.int64), tl.cast(last, tl.int64),
+                TOGETHER, EMULATE,
+            )  # fmt: skip
+        ADDED: tl.constexpr = OFFSETS and not MATRIX
+        at_sums = r.to(tl.int32) * (GROUPS if TOGETHER == 1 else GROUPS // 2)  # which are loaded by twos
+        pair = tl.zeros((BR,), tl.int64)
+        begin, end = tl.cast(first // TOGETHER, tl.int64), tl.cast(tl.cdiv(last, TOGETHER), tl.int64)
+        for step in tl.range(begin, end, num_stages=STAGES):
+            scale = words(scales, step, OUTS, n, TOGETHER)
+            offset = words(offsets, step, OUTS, n, TOGETHER) if ADDED else scale
+            zero = words(zeros, step, OUTS, n, TOGETHER) if ZEROS else scale
+            for i in tl.static_range(TOGETHER):
+                block = step * TOGETHER + i
+                bits = tl.load(w + block * OUTS * WIDTH + at_w, eviction_policy="evict_first")
+                bits = tl.reshape(bits, (PIECES, BN, WIDE))
+                there = live[None, :] if EVEN else live[None, :] & (block * BK + k < K)[:, None]
+                b = tl.load(x + block * BK + at_x, there, 0.0)
+                less = factor(zero, i, zeros.dtype.element_ty).to(tl.int32) if ZEROS else 0
+                part = tl.dot(numbers(bits, less, FORMAT, ZEROS, dtype, EMULATE), as_operand(b, EMULATE))
+                by = factor(scale, i, scales.dtype.element_ty)
+                total = tl.fma(part, tl.broadcast_to(by[:, None], (BN, BR)), total)
+                if ADDED:
+                    by = factor(offset, i, offsets.dtype.element_ty)
+                    if TOGETHER == 1:
+                        inputs = tl.load(sums + block + at_sums)
+                    elif i % 2 == 0:
+                        pair = tl.load((sums + block).to(tl.pointer_type(tl.int64), bitcast=True) + at_sums)
+                        inputs = factor(pair, 0, tl.float32)
+                    else:
+                        inputs = factor(pair, 1, tl.float32)
+                    total = tl.fma(
+                        tl.broadcast_to(by[:, None], (BN, BR)), tl.broadcast_to(inputs[None, :], (BN, BR)), total
+                    )
     return total
 
 
@@ -181,38 +359,40 @@ def finished(gate, up, bias, residual, n, at, outs, inside, GATED: tl.constexpr,
     return gate
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "per"])
 def product(
-    x, w, scales, offsets, zeros, sums, bias, residual, y, parts, rows, outs, stride, K, GROUPS,
+    x, w, scales, offsets, zeros, sums, bias, residual, y, parts, rows, outs, stride, K, GROUPS, per,
     FORMAT: tl.constexpr, OFFSETS: tl.constexpr, ZEROS: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr,
-    BIAS: tl.constexpr, ADD: tl.constexpr, SHARES: tl.constexpr, PER: tl.constexpr,
-    BN: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, EMULATE: tl.constexpr,
-    EARLY: tl.constexpr,
+    BIAS: tl.constexpr, ADD: tl.constexpr, APART: tl.constexpr,
+    BN: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, TOGETHER: tl.constexpr, STAGES: tl.constexpr,
+    EMULATE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """y (rows, outs) of x (rows, K) and weights (outs, K), or twice as many if GATED; or this share of K, to parts.
+    """y (rows, outs) of x (rows, K) and weights (outs, K), or twice as many if GATED; or, APART, this share of K.
+
+    A share is `per` blocks of K, and goes to parts (shares, rows, outputs).
 
     Rows of y and residual are `stride` apart. Grid: tiles of rows, tiles of outputs, shares. Lanes beyond either end
-    repeat the last one: nothing is masked.
+    repeat the last one.
     """
     r, n = tl.program_id(0) * BR + tl.arange(0, BR), tl.program_id(1) * BN + tl.arange(0, BN)
-    inside = (n < outs)[:, None] & (r < rows)[None, :]
+    live, wide = r < rows, outs * 2 if GATED else outs
+    inside = (n < outs)[:, None] & live[None, :]
     n, r = tl.minimum(n, outs - 1), tl.minimum(r, rows - 1)
-    first = tl.program_id(2) * PER
-    last = tl.minimum(first + PER, tl.cdiv(K, BK))
-    long, far = n.to(tl.int64), r.to(tl.int64)
+    first = tl.program_id(2) * per
+    last = tl.minimum(first + per, tl.cdiv(K, BK))
+    far = r.to(tl.int64)
     await_turn(EARLY)
     gate = share(
-        x, w, scales, offsets, zeros, sums, long, far, K, GROUPS, first, last,
-        FORMAT, OFFSETS, ZEROS, EVEN, BN, BR, BK, STAGES, EMULATE,
+        x, w, scales, offsets, zeros, sums, tl.program_id(1) * BN, outs, 0, far, live, K, wide, GROUPS, first, last,
+        FORMAT, OFFSETS, ZEROS, EVEN, BN, BR, BK, TOGETHER, STAGES, EMULATE,
     )  # fmt: skip
     up = gate
     if GATED:
         up = share(
-            x, w, scales, offsets, zeros, sums, long + outs, far, K, GROUPS, first, last,
-            FORMAT, OFFSETS, ZEROS, EVEN, BN, BR, BK, STAGES, EMULATE,
+            x, w, scales, offsets, zeros, sums, tl.program_id(1) * BN, outs, outs, far, live, K, wide, GROUPS,
+            first, last, FORMAT, OFFSETS, ZEROS, EVEN, BN, BR, BK, TOGETHER, STAGES, EMULATE,
         )  # fmt: skip
-    if SHARES > 1:
-        wide = outs * 2 if GATED else outs
+    if APART:
         at = parts + (tl.program_id(2).to(tl.int64) * rows + far[None, :]) * wide + n[:, None]
         tl.store(at, gate, inside)
         if GATED:
@@ -359,12 +539,12 @@ def of(first, places, expert, WHICH: tl.constexpr):
     return first + (tl.multiple_of(behind, 16) if WHICH == 0 else behind)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "per"])
 def products(
-    x, w, scales, offsets, zeros, sums, places, tiles, line, parts, count, outs, K, GROUPS,
+    x, w, scales, offsets, zeros, sums, places, tiles, line, parts, count, outs, K, GROUPS, per,
     EACH: tl.constexpr, FORMAT: tl.constexpr, OFFSETS: tl.constexpr, ZEROS: tl.constexpr, EVEN: tl.constexpr,
-    PER: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
-    EMULATE: tl.constexpr, EARLY: tl.constexpr,
+    BN: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, TOGETHER: tl.constexpr,
+    STAGES: tl.constexpr, EMULATE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """This share of K of an expert's product with its entries, to parts (shares, count, outs).
 
@@ -376,11 +556,12 @@ def products(
     expert, begin, some, i = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.arange(0, BR)
     if some > 0:
         entry = tl.load(line + begin + tl.minimum(i, some - 1)).to(tl.int64)
-        first = tl.program_id(2) * PER
+        first = tl.program_id(2) * per
         own = share(
             x, of(w, places, expert, 0), of(scales, places, expert, 1), of(offsets, places, expert, 2),
-            of(zeros, places, expert, 3), sums, tl.minimum(n, outs - 1).to(tl.int64), entry // EACH, K, GROUPS,
-            first, tl.minimum(first + PER, tl.cdiv(K, BK)), FORMAT, OFFSETS, ZEROS, EVEN, BN, BR, BK, STAGES, EMULATE,
+            of(zeros, places, expert, 3), sums, tl.program_id(1) * BN, outs, 0, entry // EACH, i < some, K, outs,
+            GROUPS, first, tl.minimum(first + per, tl.cdiv(K, BK)), FORMAT, OFFSETS, ZEROS, EVEN, BN, BR, BK,
+            TOGETHER, STAGES, EMULATE,
         )  # fmt: skip
         at = parts + (tl.program_id(2).to(tl.int64) * count + entry[None, :]) * outs + n[:, None]
         tl.store(at, own, (n < outs)[:, None] & (i < some)[None, :])

@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.ops import native
@@ -81,19 +82,53 @@ def _how(device: torch.device) -> dict[str, bool]:
 
 
 @dataclass(frozen=True)
+class Tile:
+    """How a program computes: its outputs, how many steps of K are on their way, its warps. Sums do not know it."""
+
+    outputs: int
+    stages: int
+    warps: int = 4
+
+
+@dataclass(frozen=True)
 class Machine:
-    """What sizes follow from. `stages`: tiles of rows, ascending, and how many blocks of K are on their way."""
+    """What sizes follow from: tiles by their rows, ascending, for plain weights, those of a byte, and of half a byte.
+
+    Weights of few bits are decoded in registers, which leave room for 64 rows.
+    """
 
     processors: int
-    outputs: int  # of a tile
-    stages: dict[int, int]
+    plain: dict[int, Tile]
+    bytes: dict[int, Tile]
+    halves: dict[int, Tile]
+
+    def tiles(self, code: int) -> dict[int, Tile]:
+        """Those for weights of a format."""
+        return self.plain if code == PLAIN else self.bytes if code in (BYTES, FLOAT8) else self.halves
 
 
 TABLE = {
-    80: Machine(108, 64, {16: 4, 32: 4, 64: 3, 128: 2}),
-    90: Machine(132, 64, {16: 5, 32: 5, 64: 4, 128: 3}),
-    100: Machine(148, 64, {16: 5, 32: 5, 64: 4, 128: 3}),
-}
+    80: Machine(
+        108,
+        {16: Tile(64, 4), 32: Tile(64, 4), 64: Tile(64, 3), 128: Tile(64, 2)},
+        {16: Tile(64, 3), 64: Tile(64, 2)},
+        {16: Tile(64, 6), 32: Tile(64, 4), 64: Tile(64, 3)},
+    ),
+    90: Machine(
+        132,
+        {16: Tile(64, 5), 32: Tile(64, 5), 64: Tile(64, 4), 128: Tile(64, 3, 8)},
+        {16: Tile(64, 3), 32: Tile(64, 3), 64: Tile(64, 3)},
+        {16: Tile(128, 4), 32: Tile(64, 4), 64: Tile(128, 3, 8)},
+    ),
+    100: Machine(
+        148,
+        {16: Tile(64, 5), 32: Tile(64, 5), 64: Tile(64, 4), 128: Tile(64, 3)},
+        {16: Tile(64, 3), 32: Tile(64, 3), 64: Tile(64, 3)},
+        {16: Tile(64, 4), 32: Tile(64, 4), 64: Tile(64, 4)},
+    ),
+}  # fmt: skip
+CUT = 64  # outputs of a program, as shares of K are cut for
+STEP = 256  # inputs of groups that lie, and are taken, together; of no more than their factors fit into 64 bits
 LEAST = 512  # inputs of a share
 SHARES: dict[tuple[int, int, int, int | None], int] = {}
 """By architecture, outputs, inputs and group, where measured: `outrider bench gpu --part orders` prints them."""
@@ -103,7 +138,7 @@ LOG2E = math.log2(math.e)
 
 @dataclass(frozen=True)
 class Order:
-    """In which a product's sums run: blocks of `depth` inputs, in `shares` of `per` blocks each."""
+    """In which a product's sums run: blocks of `depth` inputs, in `shares` of `per` blocks each, whole steps."""
 
     depth: int
     shares: int
@@ -116,15 +151,17 @@ def order(outputs: int, inputs: int, group: int | None, architecture: int) -> Or
     machine = TABLE[architecture]
     depth = group or (128 if inputs >= 128 else 64)
     blocks = -(-inputs // depth)
-    wanted = 2 * machine.processors * machine.outputs // outputs  # programs that are at work at once, two to each
+    wanted = 2 * machine.processors * CUT // outputs  # programs that are at work at once, two to each
     shares = SHARES.get((architecture, outputs, inputs, group)) or max(1, min(wanted, inputs // LEAST, 8))
     per = -(-blocks // shares)
+    step = min(4, max(1, STEP // group)) if group else 1
+    per = -(-per // step) * step
     return Order(depth, -(-blocks // per), per)
 
 
 def rows_tile(rows: int, machine: Machine, code: int = PLAIN) -> int:
-    """Rows of a tile: as many as there are, or the most; few bits are decoded in registers, and leave room for 64."""
-    tiles = [tile for tile in machine.stages if code == PLAIN or tile <= 64]
+    """Rows of a tile: as many as there are, or the most."""
+    tiles = list(machine.tiles(code))
     return next((tile for tile in tiles if tile >= rows), tiles[-1])
 
 
@@ -144,9 +181,12 @@ TOGETHER, PART = 64, 32  # spans that are combined at a time, and numbers of a h
 
 @dataclass
 class Weights:
-    """Weights as `product` reads them: (outs, inputs), or (outs, groups, bytes) and factors (outs, groups).
+    """Weights as `product` reads them: (outs, inputs), or (groups, pieces, outs, bytes) and factors (steps, outs,
+    together).
 
-    Of two 4-bit weights in a byte, half a group apart, the first has the lower bits. Those of 5 and 6 bits take bytes.
+    So what a tile reads of a group lies together. Groups are filled up with zeros to whole steps. Of two 4-bit weights
+    in a byte, half a group apart, the first has the lower bits. Those of 5 and 6 bits take bytes. The bytes of a group
+    lie in one piece in their order, if rows are rounded; or else in pieces of sixteen, as `turned` has them.
     """
 
     data: Tensor
@@ -154,6 +194,7 @@ class Weights:
     inputs: int
     code: int = PLAIN
     group: int | None = None
+    together: int = 1  # groups of a step, whose factors one number of at most 64 bits holds
     scales: Tensor | None = None
     offsets: Tensor | None = None
     zeros: Tensor | None = None
@@ -183,24 +224,50 @@ def pack(q: Any, device: torch.device, rounded: bool = False) -> Weights:
         index = torch.zeros(13, dtype=torch.int8, device=device)
         index[torch.tensor([0, 1, 2, 3, 4, 6, 8, 12], device=device)] = torch.arange(8, dtype=torch.int8, device=device)
         values = index[size] | ((values < 0).to(torch.int8) << 3)
-    padded = torch.zeros(rows, groups * q.group, dtype=values.dtype, device=device)
+    width = max(4 if isinstance(t, tuple) else t.itemsize for t in (q.scales, q.offsets, q.zeros) if t is not None)
+    rounded = rounded and q.whole
+    together = 1 if rounded else min(4, max(1, STEP // q.group), 8 // width)
+    steps = -(-groups // together)
+    padded = torch.zeros(rows, steps * together * q.group, dtype=values.dtype, device=device)
     padded[:, :inputs] = values
-    data = padded.view(rows, groups, q.group)
+    data = padded.view(rows, -1, q.group).transpose(0, 1).contiguous()
     if pairs:
         low, high = (half.to(torch.uint8) & 15 for half in data.chunk(2, -1))
         data = low | high << 4
+    data = data[:, None] if rounded else turned(data)
 
     def factors(x: Any) -> Any:
         if isinstance(x, tuple):  # small ones times coarse ones: exact in float32
             fine, coarse = (part.to(device).float() for part in x)
-            return (fine * coarse.repeat_interleave(native.SUPER // q.group, 1)[:, :groups]).contiguous()
-        return None if x is None else x.to(device).contiguous()
+            x = fine * coarse.repeat_interleave(native.SUPER // q.group, 1)[:, :groups]
+        if x is None:
+            return None
+        x = F.pad(x.to(device), (0, steps * together - groups))
+        return x.view(rows, steps, together).transpose(0, 1).contiguous()
 
     place = None if q.order is None else q.order.to(device).long()
     return Weights(
-        data.contiguous(), rows, inputs, code, q.group, factors(q.scales), factors(q.offsets), factors(q.zeros), place,
-        rounded and q.whole,
+        data, rows, inputs, code, q.group, together, factors(q.scales), factors(q.offsets),
+        factors(q.zeros), place, rounded,
     )  # fmt: skip
+
+
+def turned(data: Tensor) -> Tensor:
+    """Bytes (groups, outs, bytes) in pieces of sixteen (groups, pieces, outs, 16), of which four that one thread takes
+    lie together: 0 1 8 9, 2 3 10 11, ... Fewer than sixteen stay in their order."""
+    groups, outs, width = data.shape
+    if width < 16:
+        return data[:, None].contiguous()
+    data = data.view(groups, outs, width // 16, 2, 4, 2).permute(0, 2, 1, 4, 3, 5)
+    return data.reshape(groups, width // 16, outs, 16)
+
+
+def straight(data: Tensor) -> Tensor:
+    """Bytes (outs, groups, bytes) in their order, of pieces (groups, pieces, outs, bytes), which may be `turned`."""
+    groups, pieces, outs, width = data.shape
+    if width == 16:
+        data = data.view(groups, pieces, outs, 4, 2, 2).transpose(3, 4)
+    return data.reshape(groups, pieces, outs, width).permute(2, 0, 1, 3).flatten(2)
 
 
 def rows(weights: Weights, at: Tensor) -> Tensor:
@@ -208,7 +275,7 @@ def rows(weights: Weights, at: Tensor) -> Tensor:
     w = weights
     if w.group is None:
         return w.data[at].float()
-    bits = w.data[at]
+    bits = w.data[:, :, at].permute(2, 0, 1, 3).flatten(2) if w.rounded else straight(w.data[:, :, at])
     if w.code in (SIGNED, UNSIGNED, FLOAT4):
         bits = torch.cat([bits & 15, bits >> 4], -1).to(torch.int8)
     if w.code == SIGNED:
@@ -218,10 +285,14 @@ def rows(weights: Weights, at: Tensor) -> Tensor:
         size = torch.where(power == 0, odd, (2 + odd) << (power - 1).clamp(min=0))
         bits = torch.where(bits & 8 != 0, -size, size)
     number = (bits.view(torch.float8_e4m3fn) if w.code == FLOAT8 else bits).float()
-    number = number if w.zeros is None else number - w.zeros[at].float()[..., None]
-    assert w.scales is not None
-    number = number * w.scales[at].float()[..., None]
-    number = number if w.offsets is None else number + w.offsets[at].float()[..., None]
+    scales, offsets, zeros = (
+        None if x is None else x[:, at].transpose(0, 1).flatten(1).float()[..., None]
+        for x in (w.scales, w.offsets, w.zeros)
+    )
+    number = number if zeros is None else number - zeros
+    assert scales is not None
+    number = number * scales
+    number = number if offsets is None else number + offsets
     number = number.flatten(1)[:, : w.inputs]
     return number if w.order is None else number[:, w.order.argsort()]
 
@@ -245,16 +316,17 @@ def product(
     if o.shares > 1:
         parts = x.new_empty(o.shares, rows, w.outs, dtype=torch.float32)
     tile = rows_tile(rows, machine, w.code)
-    behind = (gated, bias is not None, residual is not None, o.shares)
-    kernels.product[-(-rows // tile), -(-outs // machine.outputs), o.shares](
+    own = machine.tiles(w.code)[tile]
+    behind = gated, bias is not None, residual is not None
+    kernels.product[-(-rows // tile), -(-outs // own.outputs), o.shares](
         x, w.data, _or(w.scales, x), _or(w.offsets, x), _or(w.zeros, x), sums, _or(bias, x), _or(residual, x), y, parts,
-        rows, outs, y.stride(0), w.inputs, groups,
-        w.code, w.offsets is not None, w.zeros is not None, w.inputs % o.depth == 0, *behind, o.per,
-        machine.outputs, tile, o.depth, machine.stages[tile], _emulates(x), num_warps=4, **_how(x.device),
+        rows, outs, y.stride(0), w.inputs, groups, o.per, w.code, w.offsets is not None, w.zeros is not None,
+        w.inputs % (o.depth * w.together) == 0, *behind, o.shares > 1,
+        own.outputs, tile, o.depth, w.together, own.stages, _emulates(x), num_warps=own.warps, **_how(x.device),
     )  # fmt: skip
     if o.shares > 1:
         kernels.gather[-(-outs // 1024), rows](
-            parts, _or(bias, x), _or(residual, x), y, rows, outs, y.stride(0), *behind, 1024, _emulates(x),
+            parts, _or(bias, x), _or(residual, x), y, rows, outs, y.stride(0), *behind, o.shares, 1024, _emulates(x),
             num_warps=4, **_how(x.device),
         )  # fmt: skip
 
@@ -267,7 +339,7 @@ def entered(x: Tensor, w: Weights) -> tuple[Tensor, Tensor, int]:
     """
     if w.group is None:
         return x, x, 1
-    rows, groups, some, kernels = len(x), w.data.shape[1], max(1, 1024 // w.group), load()
+    rows, groups, some, kernels = len(x), len(w.data), max(1, 1024 // w.group), load()
     grid, sizes = (rows, -(-groups // some)), (w.inputs, groups, some, w.group)
     if w.rounded:
         room = max(w.group, 32)
@@ -405,14 +477,15 @@ class Experts:
         self, each: Each, x: Tensor, entries: int, tiles: Tensor, line: Tensor, tile: int, count: int
     ) -> tuple[Tensor, tuple[int, bool]]:
         """Parts (shares, count, outs) of x, whose rows have so many entries each; shares; whether a bias follows."""
-        w, o, machine = each.weights, self._order(each), TABLE[self.architecture]
+        w, o = each.weights, self._order(each)
+        own = TABLE[self.architecture].tiles(w.code)[tile]
         parts = torch.empty(o.shares, count, w.outs, device=x.device)
         x, sums, groups = entered(x, w)
-        load().products[len(tiles), -(-w.outs // machine.outputs), o.shares](
+        load().products[len(tiles), -(-w.outs // own.outputs), o.shares](
             x, w.data, _or(w.scales, x), _or(w.offsets, x), _or(w.zeros, x), sums, each.places, tiles, line, parts,
-            count, w.outs, w.inputs, groups, entries, w.code, w.offsets is not None, w.zeros is not None,
-            w.inputs % o.depth == 0, o.per, machine.outputs, tile, o.depth, machine.stages[tile], _emulates(x),
-            num_warps=4, **_how(x.device),
+            count, w.outs, w.inputs, groups, o.per, entries, w.code, w.offsets is not None, w.zeros is not None,
+            w.inputs % (o.depth * w.together) == 0, own.outputs, tile, o.depth, w.together, own.stages,
+            _emulates(x), num_warps=own.warps, **_how(x.device),
         )  # fmt: skip
         return parts, (o.shares, each.bias is not None)
 
