@@ -29,7 +29,7 @@ from outrider.bench.run import provenance
 from outrider.config import STORED, ModelConfig, SamplingParams
 from outrider.draft import Draft
 from outrider.drafters.none import NoDraft
-from outrider.errors import ConfigError, OutriderError
+from outrider.errors import ConfigError, OutriderError, brief
 from outrider.files import make_folder, write_text
 from outrider.kv import Entry, OffloadKV, PagedKV
 from outrider.llm import LLM
@@ -75,6 +75,14 @@ def shapes() -> dict[str, ModelConfig]:
     }
 
 
+def chosen(names: list[str] | None) -> dict[str, ModelConfig]:
+    """Some of the models, or all. Raises ConfigError for one that is none of them."""
+    every = shapes()
+    if unknown := [name for name in names or [] if name not in every]:
+        raise ConfigError(f"model {brief(unknown[0])} is unknown; valid: {', '.join(every)}")
+    return {name: every[name] for name in names or every}
+
+
 @dataclass(frozen=True)
 class Settings:
     """One run. Sizes are the real ones unless a test says otherwise."""
@@ -97,6 +105,10 @@ class Settings:
     def __post_init__(self) -> None:
         if unknown := [part for part in self.parts if part not in PARTS]:
             raise ConfigError(f"part {unknown[0]!r} is unknown; valid: {', '.join(PARTS)}")
+
+    def shape(self, name: str) -> ModelConfig:
+        """Of a model, be it one of those that are measured or not."""
+        return self.models.get(name) or shapes()[name]
 
     @property
     def where(self) -> torch.device:
@@ -272,7 +284,10 @@ def orders(s: Settings) -> Iterator[Line]:
             key, now, took = (arch, n, k, one.group), launch.order(n, k, one.group, arch).shares, dict[int, float]()
             frozen = launch.SHARES.get(key)
             try:
-                for shares in {now, *(some for some in (1, 2, 4, 8) if some * launch.LEAST <= max(k, launch.LEAST))}:
+                for shares in {
+                    now,
+                    *(some for some in (1, 2, 4, 8) if some * launch.LEAST[0] <= max(k, launch.LEAST[0])),
+                }:
                     launch.SHARES[key] = shares
                     launch.order.cache_clear()
                     took[shares] = sum(
@@ -403,9 +418,9 @@ def speculation(s: Settings) -> Iterator[Line]:
 
 def offload(s: Settings) -> Iterator[Line]:
     """Keys in host memory: seconds a step at long contexts, by layers on the chip, against all of them there."""
-    config, length = s.models[s.seeds[0]], max(s.contexts) * 3 // 4
+    config, length = s.shape(s.seeds[0]), max(s.contexts) // 4
     model = random_model(config, None, s.where)
-    for layers in (None, 0, config.num_layers // 4, config.num_layers // 2):
+    for layers in dict.fromkeys((None, 0, config.num_layers // 2)):
         kind = model.config, model.dtype, model.device
         kv = PagedKV(*kind) if layers is None else OffloadKV(*kind, layers)
         runner = Runner(model, kv)
@@ -437,7 +452,7 @@ def seeds(s: Settings) -> Iterator[Line]:
         ("MagicDec", s.seeds[1], s.batch, _fitting(s, most // 4), near, 3, 0.85, False),
     ]
     for name, which, batch, length, view, k, chance, off in cells:
-        model = random_model(s.models[which], None, s.where)
+        model = random_model(s.shape(which), None, s.where)
         kind = model.config, model.dtype, model.device
         runner = Runner(model, OffloadKV(*kind) if off else PagedKV(*kind))
         looking = runner.view(view)
@@ -482,7 +497,7 @@ def _fitting(s: Settings, length: int) -> int:
     """So many tokens of each sequence of MagicDec's, or whole thousands of which the keys fill 3/4 of the device."""
     if s.where.type != "cuda":
         return length
-    config = s.models[s.seeds[1]]
+    config = s.shape(s.seeds[1])
     room = torch.cuda.get_device_properties(s.where).total_memory * 3 // 4
     each = 4 * config.num_layers * config.num_kv_heads * config.head_dim * s.batch
     return min(length, room // each // 1024 * 1024)

@@ -334,13 +334,16 @@ def gpu(
     part: Annotated[
         list[str] | None, typer.Option(help="Only this one, again if it is there; repeat for more.")
     ] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(help="Of the shapes in docs/gpu.md only this one; repeat for more.")
+    ] = None,
     device: Annotated[str, typer.Option(help="cuda or cuda:N.")] = "cuda",
 ) -> None:
     """On an NVIDIA GPU: bit tests, bandwidth, decoding, offloading and the seeds' settings, in under 40 minutes."""
     from outrider.bench import gpu as machine
 
     with bar() as show:
-        results = machine.run(machine.Settings(output, device, part or []), show)
+        results = machine.run(machine.Settings(output, device, part or [], machine.chosen(model)), show)
     print(machine.tables(results))
 
 

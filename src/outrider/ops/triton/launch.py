@@ -128,8 +128,9 @@ TABLE = {
     ),
 }  # fmt: skip
 CUT = 64  # outputs of a program, as shares of K are cut for
+AT_WORK = 2, 8  # of these programs, how many a processor has: of plain weights, and of few bits, which are decoded
+LEAST = 512, 1024  # inputs of a share, likewise
 STEP = 256  # inputs of groups that lie, and are taken, together; of no more than their factors fit into 64 bits
-LEAST = 512  # inputs of a share
 SHARES: dict[tuple[int, int, int, int | None], int] = {}
 """By architecture, outputs, inputs and group, where measured: `outrider bench gpu --part orders` prints them."""
 PARTS = 2**28  # bytes of what spans put aside at a time
@@ -151,8 +152,9 @@ def order(outputs: int, inputs: int, group: int | None, architecture: int) -> Or
     machine = TABLE[architecture]
     depth = group or (128 if inputs >= 128 else 64)
     blocks = -(-inputs // depth)
-    wanted = 2 * machine.processors * CUT // outputs  # programs that are at work at once, two to each
-    shares = SHARES.get((architecture, outputs, inputs, group)) or max(1, min(wanted, inputs // LEAST, 8))
+    few = group is not None
+    most = min(AT_WORK[few] * machine.processors * CUT // outputs, inputs // LEAST[few], 8)
+    shares = SHARES.get((architecture, outputs, inputs, group)) or max(1, most)
     per = -(-blocks // shares)
     step = min(4, max(1, STEP // group)) if group else 1
     per = -(-per // step) * step
