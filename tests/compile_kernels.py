@@ -25,6 +25,7 @@ from triton.compiler import ASTSource
 from outrider.ops.triton import kernels, launch, plan
 
 MATRIX = r"(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)[\w.:]*"
+HALVES = (launch.SIGNED, launch.UNSIGNED, launch.FLOAT4)  # are launched late
 READS = r"\b(?:ld\.global|st\.global|cp\.async\.c[ag])[\w.:]*"
 ALIGNED = {"K", "outs", "width", "stride", "k_stride", "v_stride"}  # numbers that shapes of models make multiples of 16
 TYPES = {
@@ -43,7 +44,8 @@ NUMBERS = {
 
 def build(name: str, arch: int, constants: dict, warps: int = 4, **types: str) -> dict:
     """Compile one kernel as launch.py would, and say what it has become."""
-    fn, early = getattr(kernels, name), arch > launch.OLDEST
+    fn = getattr(kernels, name)
+    early = arch > launch.OLDEST and constants.get("FORMAT") not in HALVES
     constants = {**constants, "EARLY": early}
     signature, attrs = {}, {}
     for i, p in enumerate(fn.params):
@@ -92,7 +94,7 @@ def everything(arch: int):
     for label, code, group, offsets, zeros, kind in formats:
         tiles = sorted({launch.rows_tile(rows, machine, code) for rows in (1, 17, 33, 65)})
         for tile in tiles if label in ("plain", "int8", "int4", "int8, rounded") else tiles[:1]:
-            o = launch.order(4096, 4096, group, arch)
+            o = launch.order(4096, 4096, group, arch, code in HALVES)
             own = machine.tiles(code)[tile]
             together = min(4, max(1, launch.STEP // group)) if group and "rounded" not in label else 1
             sizes = {"BN": own.outputs, "BR": tile, "BK": o.depth, "TOGETHER": together, "STAGES": own.stages}

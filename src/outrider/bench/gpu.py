@@ -281,12 +281,16 @@ def orders(s: Settings) -> Iterator[Line]:
         for scheme in s.formats:
             one = _weights(n, k, scheme, s.where)
             held = [one, *(_weights(n, k, scheme, s.where) for _ in range(min(63, s.cache // one.nbytes)))]
-            key, now, took = (arch, n, k, one.group), launch.order(n, k, one.group, arch).shares, dict[int, float]()
+            key, now, took = (
+                (arch, n, k, one.group),
+                launch.order(n, k, one.group, arch, one.halves).shares,
+                dict[int, float](),
+            )
             frozen = launch.SHARES.get(key)
             try:
                 for shares in {
                     now,
-                    *(some for some in (1, 2, 4, 8) if some * launch.LEAST[0] <= max(k, launch.LEAST[0])),
+                    *(some for some in (1, 2, 4, 8) if some * launch.LEAST <= max(k, launch.LEAST)),
                 }:
                     launch.SHARES[key] = shares
                     launch.order.cache_clear()
@@ -398,7 +402,7 @@ def speculation(s: Settings) -> Iterator[Line]:
     prompts = [llm.encode(text * (1 + i % 3))[i % 7 :] for i in range(64)]
     methods = [None, *({"method": m, "num_speculative_tokens": 8} for m in ("ngram", "suffix", "lookahead", "recycle"))]
     methods += [{"method": "draft_model", "model": "tiny-draft", "num_speculative_tokens": 4}]
-    for batch in (1, 8, 64):
+    for batch in (1, 32):
         for temperature in (0.0, 1.0):
             plain: list[list[int]] = []
             for method in methods:

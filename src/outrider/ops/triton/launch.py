@@ -72,9 +72,9 @@ def column(capability: int) -> int:
 
 
 @cache
-def _how(device: torch.device) -> dict[str, bool]:
-    """How kernels are launched: on Hopper and later, before those in front of them have ended (kernels.begin)."""
-    early = device.type == "cuda" and column(_capability(device)) > OLDEST
+def _how(device: torch.device, early: bool = True) -> dict[str, bool]:
+    """How kernels are launched: on Hopper and later, before those in front of them have ended (kernels.await_turn)."""
+    early = early and device.type == "cuda" and column(_capability(device)) > OLDEST
     return {"EARLY": early, "launch_pdl": early, **NO_FUSION}
 
 
@@ -128,8 +128,8 @@ TABLE = {
     ),
 }  # fmt: skip
 CUT = 64  # outputs of a program, as shares of K are cut for
-AT_WORK = 2, 8  # of these programs, how many a processor has: of plain weights, and of few bits, which are decoded
-LEAST = 512, 1024  # inputs of a share, likewise
+AT_WORK = 2, 8, 16  # of these, how many for a processor: of plain weights, of those of a byte, of half a byte
+LEAST = 512  # inputs of a share; of few bits, twice as many
 STEP = 256  # inputs of groups that lie, and are taken, together; of no more than their factors fit into 64 bits
 SHARES: dict[tuple[int, int, int, int | None], int] = {}
 """By architecture, outputs, inputs and group, where measured: `outrider bench gpu --part orders` prints them."""
@@ -147,13 +147,13 @@ class Order:
 
 
 @cache
-def order(outputs: int, inputs: int, group: int | None, architecture: int) -> Order:
-    """Of a weight (outputs, inputs) in groups, or none. Knows nothing of rows."""
+def order(outputs: int, inputs: int, group: int | None, architecture: int, halves: bool = False) -> Order:
+    """Of a weight (outputs, inputs) in groups, or none, and if so of half a byte or more. Knows nothing of rows."""
     machine = TABLE[architecture]
     depth = group or (128 if inputs >= 128 else 64)
     blocks = -(-inputs // depth)
-    few = group is not None
-    most = min(AT_WORK[few] * machine.processors * CUT // outputs, inputs // LEAST[few], 8)
+    least, kind = (LEAST, 0) if group is None else (2 * LEAST, 1 + halves)
+    most = min(AT_WORK[kind] * machine.processors * CUT // outputs, inputs // least, 8)
     shares = SHARES.get((architecture, outputs, inputs, group)) or max(1, most)
     per = -(-blocks // shares)
     step = min(4, max(1, STEP // group)) if group else 1
@@ -202,6 +202,11 @@ class Weights:
     zeros: Tensor | None = None
     order: Tensor | None = None  # (inputs,) int64: column i is of input order[i]
     rounded: bool = False  # whether rows are rounded to 8 bits, each group by itself
+
+    @property
+    def halves(self) -> bool:
+        """Whether two weights are in a byte."""
+        return self.code in (SIGNED, UNSIGNED, FLOAT4)
 
     @property
     def nbytes(self) -> int:
@@ -311,7 +316,7 @@ def product(
     """y = x W^T + bias, gated if it is, + residual; x (rows, inputs), y and residual rows of one stride."""
     kernels, machine, w = load(), TABLE[architecture], weights
     rows, outs = len(x), w.outs // 2 if gated else w.outs
-    o = order(w.outs, w.inputs, w.group, architecture)
+    o = order(w.outs, w.inputs, w.group, architecture, w.halves)
     x = x.contiguous() if w.order is None else x.index_select(1, w.order)
     x, sums, groups = entered(x, w)
     parts = x
@@ -324,7 +329,8 @@ def product(
         x, w.data, _or(w.scales, x), _or(w.offsets, x), _or(w.zeros, x), sums, _or(bias, x), _or(residual, x), y, parts,
         rows, outs, y.stride(0), w.inputs, groups, o.per, w.code, w.offsets is not None, w.zeros is not None,
         w.inputs % (o.depth * w.together) == 0, *behind, o.shares > 1,
-        own.outputs, tile, o.depth, w.together, own.stages, _emulates(x), num_warps=own.warps, **_how(x.device),
+        own.outputs, tile, o.depth, w.together, own.stages, _emulates(x), num_warps=own.warps,
+        **_how(x.device, not w.halves),  # few large programs: those that come early share a processor with others
     )  # fmt: skip
     if o.shares > 1:
         kernels.gather[-(-outs // 1024), rows](
@@ -442,7 +448,7 @@ class Experts:
     def _order(self, each: Each) -> Order:
         """As many shares as one row's experts need together."""
         w = each.weights
-        return order(self.chosen * w.outs, w.inputs, w.group, self.architecture)
+        return order(self.chosen * w.outs, w.inputs, w.group, self.architecture, w.halves)
 
     def _mix(
         self, x: Tensor, scores: Tensor, shared: Tensor | None, residual: Tensor | None, real: Tensor | None, y: Tensor
@@ -487,7 +493,7 @@ class Experts:
             x, w.data, _or(w.scales, x), _or(w.offsets, x), _or(w.zeros, x), sums, each.places, tiles, line, parts,
             count, w.outs, w.inputs, groups, o.per, entries, w.code, w.offsets is not None, w.zeros is not None,
             w.inputs % (o.depth * w.together) == 0, own.outputs, tile, o.depth, w.together, own.stages,
-            _emulates(x), num_warps=own.warps, **_how(x.device),
+            _emulates(x), num_warps=own.warps, **_how(x.device, not w.halves),
         )  # fmt: skip
         return parts, (o.shares, each.bias is not None)
 
