@@ -30,6 +30,7 @@ from outrider.ops import (
     bucket,
     launches,
     native,
+    pinned,
     rms_norm,
     rope,
     softcap,
@@ -232,14 +233,14 @@ class Model:
         if fixed is None:
             return None
         rest, points = [0] * (size - n), sorted(states or ())
-        ids = upload(tokens + rest, self.device) if isinstance(tokens, list) else F.pad(tokens, (0, size - n))
+        ids = pinned(tokens + rest, self.device) if isinstance(tokens, list) else F.pad(tokens, (0, size - n))
         inputs = fixed.inputs | {"tokens": ids}
         for i, turn in enumerate(self._turned(positions + rest, lengths + [1] * len(rest)).values()):
             inputs[f"cos {i}"], inputs[f"sin {i}"] = turn
         if (growth := self._growth(positions + rest)) is not None:
             inputs["growth"] = growth
         if self.config.mixture:
-            inputs["real"] = upload([n], self.device)
+            inputs["real"] = pinned([n], self.device)
 
         def compute(held: dict[str, Tensor]) -> list[Tensor]:
             turns = {rotary: (held[f"cos {i}"], held[f"sin {i}"]) for i, rotary in enumerate(self._turns)}
@@ -249,7 +250,7 @@ class Model:
             queries = [torch.stack(given.scratch["queries"])] if fixed.note else []
             return [hidden, self.logits(hidden), *own.values(), *queries]
 
-        hidden, logits, *others = self.graphs((fixed.key, *points), inputs, compute)
+        hidden, logits, *others = self.graphs((fixed.key, *points), inputs, compute, self.device)
         if fixed.note:
             fixed.note(others.pop())
         if states is not None:

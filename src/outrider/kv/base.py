@@ -59,10 +59,8 @@ class Fixed:
 
     @classmethod
     def of(cls, made: DevicePlan, slabs: Tensor, log: QueryLog, plan: Plan) -> Fixed:
-        """With room for as many slabs (layers, slabs) as the next power of two."""
-        room = 1 << (slabs.shape[1] - 1).bit_length()
-        note = partial(log.note, slice(None), plan=plan) if log.size else None
-        return cls(made, F.pad(slabs, (0, room - slabs.shape[1])), note)
+        """For whoever asks for queries; slabs are `roomy`."""
+        return cls(made, slabs, partial(log.note, slice(None), plan=plan) if log.size else None)
 
     @property
     def key(self) -> Hashable:
@@ -78,6 +76,11 @@ class Fixed:
         """The plan of a forward whose inputs lie there; its scratch collects the `queries` of layers, if one asks."""
         made = DevicePlan(held["plan"], self.made.sizes, self.made.spans, [])
         return Plan([], {"pages": made, "slabs": held["slabs"]} | ({} if self.note is None else {"queries": []}))
+
+
+def roomy(slabs: Tensor) -> Tensor:
+    """Slabs (layers, slabs), with room for as many as the next power of two."""
+    return F.pad(slabs, (0, (1 << (slabs.shape[1] - 1).bit_length()) - slabs.shape[1]))
 
 
 class KVCache(Protocol):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from outrider.config import ModelConfig
 from outrider.errors import OutOfMemory
-from outrider.kv.base import Fixed, Plan, QueryLog
+from outrider.kv.base import Fixed, Plan, QueryLog, roomy
 from outrider.ops import KEY_BLOCK, Pages, Stores, attend_all, attend_pages, dense_plan, launches, native
 
 
@@ -102,7 +102,7 @@ class DenseKV:
         heads = self.config.num_heads, self.config.head_dim, self.config.num_kv_heads
         capacities = [self.store[e.seq][-1].shape[2] for e in plan.entries]
         made = dense_plan(plan.entries, capacities, heads, self.device, rows)
-        return Fixed.of(made, torch.stack([self._lies[e.seq] for e in plan.entries], 1), self.log, plan)
+        return Fixed.of(made, roomy(torch.stack([self._lies[e.seq] for e in plan.entries], 1)), self.log, plan)
 
     def keep(self, seq: int, start: int, path: list[int]) -> None:
         """Compact an accepted branch: nodes of `path`, stored from slot `start`, move behind the prefix in order."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from outrider.config import ModelConfig
 from outrider.errors import OutOfMemory, PoolFull
-from outrider.kv.base import Fixed, Plan, QueryLog
+from outrider.kv.base import Fixed, Plan, QueryLog, roomy
 from outrider.kv.blocks import BLOCK, Pool
 from outrider.ops import (
     KEY_BLOCK,
@@ -185,6 +185,7 @@ class PagedKV:
         found = [[slab[layer].data_ptr() for slab in self.slabs] for layer in layers]
         self._pointers = torch.tensor(found, dtype=torch.int64, device=self.device)
         self._slabs_at = self._pointers.data_ptr()
+        self._roomy = roomy(self._pointers)
 
     def _slab(self, size: tuple[int, ...]) -> Any:
         if native.runs(self.dtype, self.device):
@@ -277,7 +278,7 @@ class PagedKV:
         pages = Pages(self._pointers, SLAB, [table.ids[: len(table.blocks)] for table in tables])
         heads = self.config.num_heads, self.config.head_dim, self.config.num_kv_heads
         made = device_plan(plan.entries, pages, heads, self.device, rows)
-        return Fixed.of(made, self._pointers, self.log, plan)
+        return Fixed.of(made, self._roomy, self.log, plan)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None = None) -> Tensor:
         """Store k and v (tokens, kv_heads, dim), let q (tokens, heads, dim) look; returns (tokens, heads * dim)."""

@@ -22,7 +22,7 @@ from outrider.ops.elementwise import add, argmax, gated, greatest, pick, picks, 
 from outrider.ops.experts import MLP, Experts
 from outrider.ops.grow import Recurrence
 from outrider.ops.linear import Factors, Linear, Quantized, join, packs, quantises
-from outrider.ops.triton.graph import Graphs, bucket, upload
+from outrider.ops.triton.graph import Graphs, bucket, pinned, upload
 from outrider.ops.triton.launch import runs as launches
 from outrider.ops.triton.plan import DevicePlan
 from outrider.ops.walk import Block, Stores, Switches, Walk
@@ -61,6 +61,7 @@ __all__ = [
     "packs",
     "pick",
     "picks",
+    "pinned",
     "quantises",
     "rms_norm",
     "rope",

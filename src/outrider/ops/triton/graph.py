@@ -26,8 +26,13 @@ def bucket(rows: int) -> int | None:
 
 def upload(numbers: list[int] | list[float] | Tensor, device: torch.device) -> Tensor:
     """On the device, without waiting for what runs there."""
+    return pinned(numbers, device).to(device, non_blocking=True)
+
+
+def pinned(numbers: list[int] | list[float] | Tensor, device: torch.device) -> Tensor:
+    """On the host, from where the device can fetch them by itself."""
     x = numbers if isinstance(numbers, Tensor) else torch.tensor(numbers)
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+    return x.pin_memory() if device.type == "cuda" else x
 
 
 def cuda_capture(compute: Callable[[], list[Tensor]]) -> tuple[Callable[[], None], list[Tensor]]:
@@ -49,14 +54,22 @@ class Graphs:
 
     capture: Capture = cuda_capture
     held: dict[Hashable, tuple[dict[str, Tensor], Callable[[], None], list[Tensor]]] = field(default_factory=dict)
+    given: dict[Hashable, dict[str, Tensor]] = field(default_factory=dict)  # what each was last called with
 
-    def __call__(self, key: Hashable, inputs: dict[str, Tensor], compute: Compute) -> list[Tensor]:
-        """compute(inputs), by the graph of that key. Results are overwritten by the next call: copy them."""
+    def __call__(
+        self, key: Hashable, inputs: dict[str, Tensor], compute: Compute, device: torch.device
+    ) -> list[Tensor]:
+        """compute(inputs), by the graph of that key. Results are overwritten by the next call: copy them.
+
+        Inputs lie on the device or, `pinned`, on the host, and are not written to as long as they are given.
+        """
         if key not in self.held:
-            places = {name: x.clone() for name, x in inputs.items()}
+            places = {name: x.to(device, copy=True) for name, x in inputs.items()}
             self.held[key] = places, *self.capture(lambda: compute(places))
-        places, replay, results = self.held[key]
+        (places, replay, results), before = self.held[key], self.given.get(key, {})
         for name, x in inputs.items():
-            places[name].copy_(x)
+            if before.get(name) is not x:
+                places[name].copy_(x, non_blocking=True)
+        self.given[key] = inputs
         replay()
         return results

@@ -44,14 +44,27 @@ def operand(x, dtype: tl.constexpr, EMULATE: tl.constexpr):
 
 
 @triton.jit
-def await_turn(EARLY: tl.constexpr):
-    """Let the next kernel be launched, and wait for what those before have written. If EARLY, that is up to kernels.
-
-    All must do both: who waits for the last one only, relies on its having waited for those before.
-    """
+def let_next(EARLY: tl.constexpr):
+    """Let the next kernel be launched. If EARLY, that is up to kernels, and so is to wait."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait(EARLY: tl.constexpr):
+    """Wait for what the kernels before have written; what the host has sent can be read sooner.
+
+    Every program must: who waits for the last kernel only, relies on its having waited for those before.
+    """
+    if EARLY:
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def await_turn(EARLY: tl.constexpr):
+    """Both."""
+    let_next(EARLY)
+    wait(EARLY)
 
 
 # --- products ---------------------------------------------------------------------------------------------------------
@@ -692,14 +705,16 @@ def write(
 
     Grid: rows, heads.
     """
-    await_turn(EARLY)
+    let_next(EARLY)
     row, head, d = tl.program_id(0), tl.program_id(1), tl.arange(0, BLOCK)
     slab, slot, capacity = tl.load(places + row * 3), tl.load(places + row * 3 + 1), tl.load(places + row * 3 + 2)
+    base = tl.load(slabs + tl.maximum(slab, 0))
+    wait(EARLY)
     if slab >= 0:
         far, inside, side = row.to(tl.int64), d < DIM, capacity.to(tl.int64) * DIM
         keys = tl.load(k + far * k_stride + head * DIM + d, inside)
         values = tl.load(v + far * v_stride + head * DIM + d, inside)
-        to = tl.load(slabs + slab).to(tl.pointer_type(k.dtype.element_ty)) + head * side + slot.to(tl.int64) * DIM + d
+        to = base.to(tl.pointer_type(k.dtype.element_ty)) + head * side + slot.to(tl.int64) * DIM + d
         tl.store(to, keys, inside)
         tl.store(to + KV_HEADS * side, values, inside)
 
@@ -759,7 +774,7 @@ def attend(
     of the `reach` spans that they may touch, and its path's keys are gathered into the columns where plain decoding has
     them. tails (rows, tail_width): the slots of the path of each row of a tree, from where they begin.
     """
-    await_turn(EARLY)
+    let_next(EARLY)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     PAGES: tl.constexpr = (FAR if FAR > NEAR else NEAR) // PAGE
     tile, head, z = tiles + tl.program_id(0) * 8, tl.program_id(1), tl.program_id(2)
@@ -788,10 +803,10 @@ def attend(
         row, mine = first + tl.minimum(m // GROUP, count - 1), m < count * GROUP
         at = tl.load(positions + row, mine, -1)
         far = tl.multiple_of(row.to(tl.int64) * stride + (head * GROUP + m % GROUP) * DIM, 8)
-        queries = tl.load(q + far[:, None] + d[None, :], mine[:, None] & (d < DIM)[None, :], 0.0)
         side, lies = capacity.to(tl.int64) * DIM, tl.load(slabs + slab + page // per)
         lies += ((page % per * PAGE).to(tl.int64) * DIM + head * side) * (dtype.primitive_bitwidth // 8)
-        queries = as_operand(queries, EMULATE)  # lies: the address of this head's keys in each page of the span
+        wait(EARLY)  # lies: the address of this head's keys in each page of the span
+        queries = as_operand(tl.load(q + far[:, None] + d[None, :], mine[:, None] & (d < DIM)[None, :], 0.0), EMULATE)
         most = tl.full((BM,), float("-inf"), tl.float32)
         weight, total = tl.zeros((BM, KEYS), tl.float32), tl.zeros((BM, D), tl.float32)
         for some in tl.range(begin, tl.minimum(shared, end), KEYS, num_stages=STAGES):
@@ -829,6 +844,8 @@ def attend(
         tl.store(parts + to[:, None] * D + d[None, :], total, mine[:, None])
         tl.store(sizes + to * 2, most, mine)
         tl.store(sizes + to * 2 + 1, tl.sum(weight, 1), mine)
+    else:
+        wait(EARLY)
 
 
 @triton.jit(do_not_specialize=["base_row", "spans"], do_not_specialize_on_alignment=["positions", "sinks"])
@@ -842,10 +859,11 @@ def combine(
 
     sinks (HEADS,): the score of a key without a value, before all others. Grid: rows, heads, BD numbers of a head each.
     """
-    await_turn(EARLY)
+    let_next(EARLY)
     own, head, d = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BD + tl.arange(0, BD)
     row = base_row + own
     at = tl.load(positions + row)
+    wait(EARLY)
     first = span_of(tl.maximum(at - WINDOW + 1, 0), NEAR, FEW, FAR) if WINDOW else 0
     last = tl.where(at < 0, 0, span_of(at, NEAR, FEW, FAR) + 1)
     most, weight, total = float("-inf"), 0.0, tl.zeros((BD,), tl.float32)

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from outrider.ops.triton.graph import upload
+from outrider.ops.triton.graph import pinned, upload
 
 PAGE = 32  # slots, as in kv/blocks.py
 CHAIN = 2**31 - 1  # where paths of no tree begin
@@ -108,18 +108,22 @@ def make(
     """For each sequence its rows, of which `step` are a tile, its pages (pages,) int32 on the host, and its place.
 
     A place is the first slab and the slots of a slab. One copy to the device. With `rows` it is a graph's of so many:
-    all sizes are rounded up to few.
+    all sizes are rounded up to few, and it stays on the host, for the graph to fetch.
     """
-    lines: list[list[int]] = []  # of each row its page's entry, slot there, first slab, slots of a slab, position
     tiles: list[list[int]] = []
+    where: list[int] = []  # of each row: slab, slot there, slots of a slab
+    positions: list[int] = []
     trees: dict[int, list[int]] = {}  # of a row, its path's slots
     at = 0
     for e, table, (slab, capacity) in zip(entries, tables, places, strict=True):
         own = paths(e.parents) if e.parents and e.parents != list(range(-1, e.n - 1)) else None  # if it branches
         depths = [len(path) - 1 for path in own] if own else list(range(e.n))
+        first, per = e.start // PAGE, capacity // PAGE
+        pages = table[first : (e.start + e.n - 1) // PAGE + 1].tolist()
         for i, depth in enumerate(depths):
-            page, slot = divmod(e.start + i, PAGE)
-            lines.append([at + page, slot, slab, capacity, e.start + depth])
+            page, slot = pages[(e.start + i) // PAGE - first], (e.start + i) % PAGE
+            where += [slab + page // per, page % per * PAGE + slot, capacity]
+            positions.append(e.start + depth)
             if own:
                 trees[e.row + i] = [e.start + j for j in own[i]]
         for i in range(0, e.n, step):
@@ -128,24 +132,15 @@ def make(
             tiles.append([at, slab, capacity, e.row + i, len(some), *seen])
         at += len(table)
     width = max((len(path) for path in trees.values()), default=1)
-    spans = SPANS.of(max(line[4] for line in lines)) + 1
-    sizes = len(tiles), len(lines), len(lines) if trees else 1, width, at
+    spans, count = SPANS.of(max(positions)) + 1, len(positions)
+    sizes = len(tiles), count, count if trees else 1, width, at
     cuts = [(tile[3], tile[4]) for tile in tiles]
     if rows is not None:
-        width, pages, spans, count = (1 << (n - 1).bit_length() for n in (width, at, spans, len(tiles)))
-        sizes, cuts = (count, rows, rows if trees else 1, width, pages), []
-    tails = torch.zeros(sizes[2], width, dtype=torch.int32)
-    for row, path in trees.items():
-        tails[row, : len(path)] = torch.tensor(path, dtype=torch.int32)
-    every = torch.cat([*tables, torch.zeros(sizes[4] - at, dtype=torch.int32)])
-    page_at, slot_at, first, slots, position = torch.tensor(lines, dtype=torch.int32).unbind(1)
-    own_page, per = every[page_at], slots // PAGE
-    written = torch.stack([first + own_page // per, own_page % per * PAGE + slot_at, slots], 1)
-    parts = [_padded(torch.tensor(tiles, dtype=torch.int32), sizes[0], 0), _padded(written, sizes[1])]
-    parts += [_padded(position, sizes[1]), tails.flatten(), every]
-    return DevicePlan(upload(torch.cat(parts), device), sizes, spans, cuts)
-
-
-def _padded(x: Tensor, count: int, rest: int = -1) -> Tensor:
-    """Lines (n, ...) one after another, and then the rest, as many numbers as `count` lines have."""
-    return torch.cat([x.flatten(), x.new_full(((count - len(x)) * x[0].numel(),), rest)])
+        width, room, spans, some_tiles = (1 << (n - 1).bit_length() for n in (width, at, spans, len(tiles)))
+        sizes, cuts = (some_tiles, rows, rows if trees else 1, width, room), []
+    tails = [x for row in range(sizes[2]) for path in [trees.get(row, [])] for x in path + [0] * (width - len(path))]
+    flat = [x for tile in tiles for x in tile] + [0] * (8 * (sizes[0] - len(tiles)))
+    flat += where + [-1] * (3 * (sizes[1] - count)) + positions + [-1] * (sizes[1] - count) + tails
+    rest = torch.zeros(sizes[4] - at, dtype=torch.int32)
+    whole = torch.cat([torch.tensor(flat, dtype=torch.int32), *tables, rest])
+    return DevicePlan(upload(whole, device) if rows is None else pinned(whole, device), sizes, spans, cuts)
