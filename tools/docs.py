@@ -10,7 +10,8 @@
 `suites="a|b"` the columns or suites. `options KIND ...` lists what drafters, or views, can be told. `families` has a
 row for each family of models, `missing` one for each that is known and not supported.
 `changes FOLDER` counts, by engine, the answers that `bench exact` saw change. `curve FOLDER` is what a training run's
-log.jsonl says.
+log.jsonl says. `gpu FOLDER PART ...` has the lines of a part of `bench gpu`, in the `columns` asked for, where other
+columns have these values: rows="1|8".
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any
 
 from outrider import drafters
 from outrider.bench import exact, long, report
+from outrider.bench import gpu as machine
 from outrider.bench.report import markdown_table
 from outrider.errors import ConfigError
 from outrider.families import FAMILIES, UNSUPPORTED
@@ -72,6 +74,8 @@ def table(asked: str, up: str = "") -> str:
         return changes(names, up)
     if kind == "curve":
         return curve(" ".join(names), up)
+    if kind == "gpu":
+        return gpu(names, up, given)
     if kind in FROM_CODE:
         return FROM_CODE[kind](names)
     rows = [row for name in names for row in read(ROOT / name)]
@@ -127,6 +131,31 @@ def curve(name: str, up: str) -> str:
             rows.append([f"{last:,}", f"{own['read']:,}", loss, right, kept])
     table = markdown_table(["tokens", "new", "loss", "right, by depth", "tokens a forward"], rows)
     return f"{table}\n\nLines: [{path.parent.name}]({up}{name}/log.jsonl)."
+
+
+def gpu(names: list[str], up: str, given: dict[str, str]) -> str:
+    """A row for each line of a part. Raises ConfigError."""
+    folder, part = names
+    if not (path := ROOT / folder / "gpu.json").is_file():
+        raise ConfigError(f"{path} is not there")
+    found = json.loads(path.read_text("utf-8"))
+    if part not in found["parts"]:
+        raise ConfigError(f"part {part!r} is not there; there are: {', '.join(found['parts'])}")
+    columns = given.pop("columns").split("|")
+    wanted = {column: value.split("|") for column, value in given.items()}
+    lines = [
+        line
+        for line in found["parts"][part]["lines"]
+        if all(machine.cell(line.get(column, "")) in values for column, values in wanted.items())
+    ]
+    if not lines:
+        raise ConfigError(f"part {part!r} has no line of {given}")
+    table = markdown_table(columns, ([machine.cell(line.get(column, "")) for column in columns] for line in lines))
+    versions = ", ".join(
+        f"{name} {found['versions'][name]}" for name in ("torch", "triton") if name in found["versions"]
+    )
+    about = f"{found['hardware']['gpu']}; outrider {found['commit']}, {versions}, {found['date'][:10]}."
+    return f"{table}\n\n{about} All lines: [{Path(folder).name}]({up}{folder}/gpu.md)."
 
 
 def read(folder: Path) -> list[Any]:
@@ -248,4 +277,4 @@ def meaning(kind: type, item: Field[Any]) -> str:
 
 DRAFTERS = Path(inspect.getfile(drafters)).parent
 FROM_CODE: dict[str, Callable[[list[str]], str]] = {"options": options, "families": families, "missing": missing}
-KINDS: Iterable[str] = ("speedups", "lines", "changes", "curve", *FROM_CODE)
+KINDS: Iterable[str] = ("speedups", "lines", "changes", "curve", "gpu", *FROM_CODE)

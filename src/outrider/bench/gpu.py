@@ -167,13 +167,14 @@ def tables(results: dict[str, Any]) -> str:
     for name, part in results["parts"].items():
         lines: list[Line] = part["lines"]
         titles = list(dict.fromkeys(title for line in lines for title in line))
-        body = [[_cell(line.get(title, "")) for title in titles] for line in lines]
+        body = [[cell(line.get(title, "")) for title in titles] for line in lines]
         text.append(f"## {name}\n\n{markdown_table(titles, body)}\n")
     text += [f"## {name}\n\nfailed: {part['error']}\n" for name, part in results["failed"].items()]
     return "\n".join(text)
 
 
-def _cell(x: Any) -> str:
+def cell(x: Any) -> str:
+    """As tables show it."""
     return f"{x:.4g}" if isinstance(x, float) else str(x)
 
 
@@ -218,7 +219,7 @@ def _rate(size: float, each: float, settings: Settings) -> Line:
 @cache
 def reading(device: torch.device) -> float:
     """Bytes a second of a kernel of PyTorch's that only reads: what can be had."""
-    many = torch.zeros(2**30 if device.type == "cuda" else 2**20, dtype=torch.int32, device=device)
+    many = torch.arange(2**28 if device.type == "cuda" else 2**18, device=device)  # whole words: sums of others convert
     return many.nbytes / seconds(partial(torch.sum, many), device)
 
 
@@ -523,12 +524,14 @@ def peers(s: Settings) -> Iterator[Line]:
     llm = LLM("tiny", device=s.device, dtype="bfloat16")
     prompt = llm.encode("Once upon a time")
     found: dict[str, tuple[list[int], float]] = {}
+    llm.generate(prompt, temperature=0, max_tokens=s.tokens, ignore_eos=True)  # each once untimed
     began = time.perf_counter()
     ours = llm.generate(prompt, temperature=0, max_tokens=s.tokens, ignore_eos=True)[0].token_ids
     found["outrider"] = ours, time.perf_counter() - began
     theirs: Any = AutoModelForCausalLM.from_pretrained(llm.checkpoint.path, dtype=torch.bfloat16)
     theirs = theirs.to(s.where)
     given = torch.tensor([prompt], device=s.where)
+    theirs.generate(given, do_sample=False, min_new_tokens=s.tokens, max_new_tokens=s.tokens)
     began = time.perf_counter()
     out: Tensor = theirs.generate(given, do_sample=False, min_new_tokens=s.tokens, max_new_tokens=s.tokens)
     found["transformers"] = out[0, len(prompt) :].tolist(), time.perf_counter() - began
@@ -537,6 +540,7 @@ def peers(s: Settings) -> Iterator[Line]:
 
         engine = vllm.LLM(str(llm.checkpoint.path), dtype="bfloat16", gpu_memory_utilization=0.3)
         params = vllm.SamplingParams(temperature=0, max_tokens=s.tokens, ignore_eos=True)
+        engine.generate([{"prompt_token_ids": prompt}], params)
         began = time.perf_counter()
         answer = engine.generate([{"prompt_token_ids": prompt}], params)[0].outputs[0].token_ids
         found["vllm"] = list(answer), time.perf_counter() - began

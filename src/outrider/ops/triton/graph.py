@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ROWS = (1, 2, 4, 8, 16, 32, 64)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 Compute = Callable[[dict[str, Tensor]], list[Tensor]]
 Capture = Callable[[Callable[[], list[Tensor]]], tuple[Callable[[], None], list[Tensor]]]
