@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
+import jsonschema
 import pytest
 
 from outrider import LLM, AsyncLLM
@@ -25,6 +27,7 @@ class Client:
         self.llm = AsyncLLM(llm, max_queued_requests=max_queued_requests)
         self.settings = Settings(names=("tiny", "alias"), **settings)
         self.app = create_app(self.llm, self.settings)
+        self.schema = self.app.openapi()
 
     def send(self, *requests: tuple[str, str, dict[str, Any]]) -> list[httpx.Response]:
         """(method, path, httpx's options) each."""
@@ -34,7 +37,20 @@ class Client:
             async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
                 return await asyncio.gather(*(client.request(m, p, **options) for m, p, options in requests))
 
-        return asyncio.run(all_of_them())
+        answers = asyncio.run(all_of_them())
+        for (verb, path, _), answer in zip(requests, answers, strict=True):
+            if verb != "HEAD":
+                self.described(path, answer)
+        return answers
+
+    def described(self, path: str, answer: httpx.Response) -> None:
+        """Any JSON is as /openapi.json says."""
+        path = re.sub("(?<=^/v1/models/).+", "{model}", path.partition("?")[0])
+        if answer.headers.get("content-type") != "application/json" or path not in self.schema["paths"]:
+            return
+        (about,) = {json.dumps(told["responses"]) for told in self.schema["paths"][path].values()}
+        told = json.loads(about)["200" if answer.status_code == 200 else "4XX"]["content"]["application/json"]["schema"]
+        jsonschema.validate(answer.json(), {**self.schema, **told})
 
     def get(self, path: str, **options: Any) -> httpx.Response:
         return self.send(("GET", path, options))[0]

@@ -36,6 +36,7 @@ from outrider.serve.protocol import (
     TokenizeBody,
     bound_of_drafts,
 )
+from outrider.serve.replies import REF, REPLIES
 from outrider.serve.responses import Respond, ResponsesBody, in_its_words
 from outrider.serve.settings import Settings
 from outrider.serve.tools import Parser, check, constraint, conversation, family_of
@@ -43,7 +44,6 @@ from outrider.serve.vocabulary import Vocabulary
 
 JSON, PROMETHEUS = "application/json", "text/plain; version=0.0.4; charset=utf-8"
 BODIES = (ChatBody, CompletionBody, ResponsesBody, TokenizeBody, DetokenizeBody)
-REF = "#/components/schemas/"
 KEYS = {  # how an API key is given
     "bearer": {"type": "http", "scheme": "bearer"},
     "header": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
@@ -64,32 +64,35 @@ def create_app(llm: AsyncLLM, settings: Settings) -> FastAPI:
     # the pages of FastAPI's documentation would load scripts from elsewhere
     app = FastAPI(title="Outrider", version=outrider.__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
 
-    def route(path: str, handler: Callable[..., Any], body: type[Body] | None, *gives: str, method: str = "") -> None:
+    def route(
+        path: str, handler: Callable[..., Any], body: type[Body] | None, *gives: str, reply: str = "", method: str = ""
+    ) -> None:
         schema = None
         if body is not None:
             schema = {"requestBody": {"content": {JSON: {"schema": {"$ref": REF + body.__name__}}}, "required": True}}
         verb = method or ("GET" if body is None else "POST")
         told: dict[int | str, Any] = {kind: {"description": "Refused", "content": REFUSED} for kind in ("4XX", "5XX")}
         if gives:
-            told[200] = {"content": {kind: {} for kind in gives}}
+            named = {"schema": {"$ref": REF + reply}}
+            told[200] = {"content": {kind: named if kind == JSON else {} for kind in gives}}
         app.add_api_route(
             path, handler, methods=[verb], response_class=Response, responses=told, openapi_extra=schema,
         )  # fmt: skip
         if verb == "GET":  # whatever can be got has a head, which monitors and proxies ask for
             app.add_api_route(path, handler, methods=["HEAD"], response_class=Response, include_in_schema=False)
 
-    route("/v1/chat/completions", server.chat, ChatBody, JSON, EventStream.media_type)
-    route("/v1/completions", server.complete, CompletionBody, JSON, EventStream.media_type)
-    route("/v1/responses", server.respond, ResponsesBody, JSON, EventStream.media_type)
-    route("/v1/models", server.models, None, JSON)
-    route("/v1/models/{model:path}", server.model, None, JSON)
-    route("/tokenize", server.tokenize, TokenizeBody, JSON)
-    route("/detokenize", server.detokenize, DetokenizeBody, JSON)
-    route("/tokenizer_info", server.tokenizer_info, None, JSON)
+    route("/v1/chat/completions", server.chat, ChatBody, JSON, EventStream.media_type, reply="ChatReply")
+    route("/v1/completions", server.complete, CompletionBody, JSON, EventStream.media_type, reply="CompletionReply")
+    route("/v1/responses", server.respond, ResponsesBody, JSON, EventStream.media_type, reply="ResponsesReply")
+    route("/v1/models", server.models, None, JSON, reply="Models")
+    route("/v1/models/{model:path}", server.model, None, JSON, reply="Model")
+    route("/tokenize", server.tokenize, TokenizeBody, JSON, reply="Tokenized")
+    route("/detokenize", server.detokenize, DetokenizeBody, JSON, reply="Detokenized")
+    route("/tokenizer_info", server.tokenizer_info, None, JSON, reply="TokenizerInfo")
     route("/health", server.health, None)
     route("/ping", server.health, None)
     route("/ping", server.health, None, method="POST")
-    route("/version", server.version, None, JSON)
+    route("/version", server.version, None, JSON, reply="Version")
     route("/metrics", server.metrics_text, None, PROMETHEUS)
     route("/", server.page, None, "text/html")
 
@@ -396,15 +399,9 @@ def _cut(body: Sampled) -> bool:
 
 
 def _schemas() -> dict[str, Any]:
-    """Of the bodies, and of what says that one is refused; for /openapi.json."""
+    """Of the bodies and of the answers; for /openapi.json."""
     bodies = models_json_schema([(kind, "validation") for kind in BODIES], ref_template=REF + "{model}")[1]["$defs"]
-    text = {"type": "string"}
-    error = {"message": text, "type": text, "param": {"type": ["string", "null"]}, "code": {"type": "integer"}}
-    return {**bodies, "Refusal": _object({"error": _object(error)})}
-
-
-def _object(fields: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}
+    return {**bodies, **REPLIES}
 
 
 def _as_known(message: dict[str, Any]) -> dict[str, Any]:
