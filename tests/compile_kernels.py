@@ -125,7 +125,7 @@ def everything(arch: int):
     yield build("group_sums", arch, {"COUNT": 64, "BLOCK": 16, "GROUP": 64}, y="*fp32")
     yield build("rms_norm", arch, {"WIDTH": 4096, "BLOCK": 4096, **common}, launch._warps(4096))
     yield build("rope", arch, {"HEADS": 32, "DIM": 128, "HALF": 64, "NORMS": True, **common}, 1)
-    page, cut, together = {"PAGE": launch.PAGE}, plan.SPANS, {"TOGETHER": launch.TOGETHER, "BD": launch.PART}
+    page, cut, together = {"PAGE": launch.PAGE}, plan.SPANS, {"MERGED": launch.MERGED, "BD": launch.PART}
     spans = {"NEAR": cut.near, "FEW": cut.few, "FAR": cut.far}
     yield build("write", arch, {"KV_HEADS": 8, "DIM": 128, "BLOCK": 128}, 1, places="*i32")
     for heads, kv_heads, dim, window in [(32, 8, 128, 0), (32, 32, 64, 0), (8, 4, 256, 1024)]:

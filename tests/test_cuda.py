@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
@@ -9,7 +11,8 @@ from torch.overrides import TorchFunctionMode
 from outrider import LLM, SamplingParams
 from outrider.config import Rule
 from outrider.draft import Draft, Verdict
-from outrider.kv import OffloadKV, PagedKV
+from outrider.kv import Entry, OffloadKV, PagedKV, Plan
+from outrider.kv.dense import DenseKV
 from outrider.kv.rows import NORMED
 from outrider.load import load
 from outrider.ops import Graphs, native
@@ -128,6 +131,54 @@ def test_graphs_change_no_bit(folder):
     assert sizes[0] == 2
     assert set(sizes) <= {2, 4, 8, 32}
     assert len(graphs.held) < 6, "every step has got a graph of its own"
+
+
+def test_graphs_keep_no_more_than_a_piece(folder, monkeypatch):
+    """Where what spans put aside is too much for one piece, kernels are called one by one."""
+    model = load(str(folder), "bfloat16", "cpu").model
+    runner = Runner(model, PagedKV(model.config, model.dtype, model.device))
+    model.graphs = Graphs(repeated)
+    kept = first(runner, PROMPT, Draft.chain([1, 2, 3]))
+    assert len(model.graphs.held) == 1
+    monkeypatch.setattr(launch, "PARTS", 1)
+    assert torch.equal(first(runner, PROMPT, Draft.chain([1, 2, 3])), kept)
+    assert len(model.graphs.held) == 1
+    model.graphs = Graphs(repeated)
+    first(runner, PROMPT)
+    assert not model.graphs.held
+
+
+def test_a_copy_that_failed():
+    """What a graph reads is what it was given last, also behind a call that broke off."""
+    graphs, device = Graphs(repeated), torch.device("cpu")
+    one, other = torch.ones(2), torch.full((2,), 5.0)
+
+    def call(slabs, x):
+        return graphs("key", {"slabs": slabs, "x": x}, lambda held: [held["slabs"] * held["x"]], device)[0].tolist()
+
+    assert call(one, torch.tensor([2.0, 3.0])) == [2, 3]
+    assert call(one, torch.tensor([4.0, 3.0])) == [4, 3]
+    with pytest.raises(RuntimeError):
+        call(other, torch.ones(3))
+    assert call(one, torch.tensor([2.0, 3.0])) == [2, 3]
+
+
+def test_growth_that_failed(folder, monkeypatch):
+    """Where memory gives out between two layers, what is stored stays, and is read as it lies."""
+    model = load(str(folder), "bfloat16", "cpu").model
+    config = replace(model.config, num_layers=3, windows=model.config.windows * 3)
+    kv = DenseKV(config, torch.bfloat16, torch.device("cpu"))
+    plan = Plan([Entry(0, 0, 4, 0)])
+    kv.reserve(plan)
+    assert kv.fixed(plan, 4) is not None
+    assert kv.stores(plan) is not None
+    made, new = iter([True]), kv._new
+    monkeypatch.setattr(kv, "_new", lambda size: new(size) if next(made, False) else (_ for _ in ()).throw(MemoryError))
+    with pytest.raises(MemoryError):
+        kv.reserve(Plan([Entry(0, 0, 900, 4)]))
+    assert len({own.shape for own in kv.store[0]}) == 2
+    assert kv.fixed(plan, 4) is None
+    assert kv.stores(plan) is None
 
 
 def test_experts_in_graphs(mixture):

@@ -411,7 +411,7 @@ def new(n, dtype, seed=0):
 def span(request, monkeypatch):
     """Contexts of one span and of many, of which some are combined at a time."""
     monkeypatch.setattr(plan, "SPANS", plan.Spans(*request.param))
-    monkeypatch.setattr(launch, "TOGETHER", 2)
+    monkeypatch.setattr(launch, "MERGED", 2)
 
 
 TREE = [-1, 0, 0, 1, 3, 2]
@@ -454,7 +454,7 @@ def test_spans():
 def test_more_room_for_spans_changes_no_bit(monkeypatch):
     """What a graph rounds up: rows, tiles, spans, pages and paths."""
     monkeypatch.setattr(plan, "SPANS", plan.Spans(64, 1, 128))
-    monkeypatch.setattr(launch, "TOGETHER", 2)
+    monkeypatch.setattr(launch, "MERGED", 2)
     dtype, make = torch.bfloat16, plan.make
     for parents in (None, TREE, [-1, 0, 1, 2, 3, 4]):
         q, k, v = (torch.cat([x, rand(2, *x.shape[1:], dtype=dtype)]) for x in new(6, dtype))

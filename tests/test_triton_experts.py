@@ -153,6 +153,24 @@ def test_many_rows_of_few_experts(monkeypatch):
     launch.order.cache_clear()
 
 
+@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("kinds", [("int4", "int8"), ("int8", "int4"), (None, "int4")], ids=str)
+def test_products_of_two_formats(kinds, architecture):
+    """Tiles of rows are such as both formats have, however many rows there are: Q4_K_M's experts, say."""
+
+    def weigh(outputs, inputs, seed):
+        kind = kinds[outputs == HIDDEN]
+        return quantised(kind, outputs, inputs, seed) if kind else plain(outputs, inputs, seed)
+
+    ours, exact = make(weigh)
+    ours.triton.architecture = architecture
+    x = rand(2, HIDDEN, dtype=BF16)
+    want = exact(x, torch.zeros(2, HIDDEN))
+    for rows in (2, 24, 80):  # of which one expert has most
+        many = x[[0] * (rows - 1) + [1]]
+        assert near(ours(many, None, 0.0)[[0, -1]], want), rows
+
+
 def test_padding_chooses_nothing():
     """What is beyond the real rows, NaN even, is read by no expert and changes no other row; `read` counts."""
     ours, _ = make(plain, shared=True)

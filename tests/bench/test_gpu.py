@@ -65,9 +65,9 @@ def test_orders_are_measured_and_not_kept(tmp_path):
     with launch.emulated(), torch.inference_mode():
         lines = {line["product"]: line for line in gpu.orders(own)}
     assert lines["32 x 1024"]["shares now"] == 2
-    assert lines["32 x 1024"]["entry"].startswith("(90, 32, 1024, None): ")
+    assert lines["32 x 1024"]["entry"].startswith("(90, 32, 1024, None, False): ")
     assert launch.SHARES == {}
-    launch.SHARES[90, 32, 1024, None] = 1
+    launch.SHARES[90, 32, 1024, None, False] = 1
     launch.order.cache_clear()
     try:
         assert launch.order(32, 1024, None, 90).shares == 1

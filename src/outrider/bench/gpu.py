@@ -282,8 +282,9 @@ def orders(s: Settings) -> Iterator[Line]:
         for scheme in s.formats:
             one = _weights(n, k, scheme, s.where)
             held = [one, *(_weights(n, k, scheme, s.where) for _ in range(min(63, s.cache // one.nbytes)))]
+            kind = one.group, one.halves
             key, now, took = (
-                (arch, n, k, one.group),
+                (arch, n, k, *kind),
                 launch.order(n, k, one.group, arch, one.halves).shares,
                 dict[int, float](),
             )
@@ -480,7 +481,7 @@ def seeds(s: Settings) -> Iterator[Line]:
         for seq in seqs:
             looking.free(seq)
             runner.free(seq)
-        del runner, looking
+        del model, runner, looking, guesser
 
 
 def _decoded(

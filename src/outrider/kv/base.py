@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.config import MOST_NODES
-from outrider.ops import DevicePlan, Stores
+from outrider.ops import DevicePlan, Stores, at_once
 
 
 @dataclass
@@ -58,8 +58,10 @@ class Fixed:
     note: Callable[[Tensor], None] | None = None  # who asks for the queries of all layers (layers, rows, heads, dim)
 
     @classmethod
-    def of(cls, made: DevicePlan, slabs: Tensor, log: QueryLog, plan: Plan) -> Fixed:
-        """For whoever asks for queries; slabs are `roomy`."""
+    def of(cls, made: DevicePlan, slabs: Tensor, log: QueryLog, plan: Plan, heads: tuple[int, ...]) -> Fixed | None:
+        """For whoever asks for queries; slabs are `roomy`, heads as device_plan's. None if a graph kept too much."""
+        if not at_once(made, *heads[:2]):
+            return None
         return cls(made, slabs, partial(log.note, slice(None), plan=plan) if log.size else None)
 
     @property

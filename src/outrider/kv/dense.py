@@ -11,7 +11,7 @@ from torch import Tensor
 from outrider.config import ModelConfig
 from outrider.errors import OutOfMemory
 from outrider.kv.base import Fixed, Plan, QueryLog, roomy
-from outrider.ops import KEY_BLOCK, Pages, Stores, attend_all, attend_pages, dense_plan, launches, native
+from outrider.ops import KEY_BLOCK, Pages, Stores, attend_all, attend_pages, dense_plan, launches, native, upload
 
 
 class DenseKV:
@@ -82,8 +82,14 @@ class DenseKV:
         own = [self.store[e.seq][layer] for e in plan.entries]
         return attend_all(q, k, v, plan.entries, own, window, self.scale, plan.scratch, sinks, self.softcap)
 
+    def _uneven(self, plan: Plan) -> bool:
+        """Whether memory gave out while some sequence's layers grew: the first are larger than the last."""
+        return any([self.store[e.seq][0].shape != self.store[e.seq][-1].shape for e in plan.entries])
+
     def stores(self, plan: Plan) -> Stores | None:
         """Where the keys of a forward lie; None if only `attend` knows."""
+        if self._uneven(plan):
+            return None
         runs = []
         for e in plan.entries:
             layers = self.store[e.seq]
@@ -93,16 +99,16 @@ class DenseKV:
 
     def fixed(self, plan: Plan, rows: int) -> Fixed | None:
         """What a forward reads of this cache, in tensors of few sizes, for a graph; None if only `attend` knows."""
-        if not launches(self.dtype, self.device):
+        if not launches(self.dtype, self.device) or self.config.head_dim % 8 or self._uneven(plan):
             return None
         for e in plan.entries:
             if e.seq not in self._lies:
-                lies = [own.data_ptr() for own in self.store[e.seq]]
-                self._lies[e.seq] = torch.tensor(lies, device=self.device)
+                self._lies[e.seq] = upload([own.data_ptr() for own in self.store[e.seq]], self.device)
         heads = self.config.num_heads, self.config.head_dim, self.config.num_kv_heads
         capacities = [self.store[e.seq][-1].shape[2] for e in plan.entries]
         made = dense_plan(plan.entries, capacities, heads, self.device, rows)
-        return Fixed.of(made, roomy(torch.stack([self._lies[e.seq] for e in plan.entries], 1)), self.log, plan)
+        slabs = roomy(torch.stack([self._lies[e.seq] for e in plan.entries], 1))
+        return Fixed.of(made, slabs, self.log, plan, heads)
 
     def keep(self, seq: int, start: int, path: list[int]) -> None:
         """Compact an accepted branch: nodes of `path`, stored from slot `start`, move behind the prefix in order."""

@@ -272,13 +272,13 @@ class PagedKV:
 
     def fixed(self, plan: Plan, rows: int) -> Fixed | None:
         """What a forward reads of this cache, in tensors of few sizes, for a graph; None if only `attend` knows."""
-        if not launches(self.dtype, self.device):
+        if not launches(self.dtype, self.device) or self.config.head_dim % 8:
             return None
         tables = [self.tables[e.seq] for e in plan.entries]
         pages = Pages(self._pointers, SLAB, [table.ids[: len(table.blocks)] for table in tables])
         heads = self.config.num_heads, self.config.head_dim, self.config.num_kv_heads
         made = device_plan(plan.entries, pages, heads, self.device, rows)
-        return Fixed.of(made, self._roomy, self.log, plan)
+        return Fixed.of(made, self._roomy, self.log, plan, heads)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None = None) -> Tensor:
         """Store k and v (tokens, kv_heads, dim), let q (tokens, heads, dim) look; returns (tokens, heads * dim)."""

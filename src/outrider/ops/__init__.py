@@ -23,6 +23,7 @@ from outrider.ops.experts import MLP, Experts
 from outrider.ops.grow import Recurrence
 from outrider.ops.linear import Factors, Linear, Quantized, join, packs, quantises
 from outrider.ops.triton.graph import Graphs, bucket, pinned, upload
+from outrider.ops.triton.launch import at_once
 from outrider.ops.triton.launch import runs as launches
 from outrider.ops.triton.plan import DevicePlan
 from outrider.ops.walk import Block, Stores, Switches, Walk
@@ -45,6 +46,7 @@ __all__ = [
     "Walk",
     "add",
     "argmax",
+    "at_once",
     "attend",
     "attend_all",
     "attend_pages",

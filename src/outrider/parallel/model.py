@@ -27,6 +27,7 @@ class CutModel(Model):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.graphs = None  # a first run calls collectives twice: the others may have had theirs
         self._inside = False
 
     @property

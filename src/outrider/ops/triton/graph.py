@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -35,6 +36,12 @@ def pinned(numbers: list[int] | list[float] | Tensor, device: torch.device) -> T
     return x.pin_memory() if device.type == "cuda" else x
 
 
+@cache
+def _pool() -> Any:
+    """Memory that all graphs share: one runs at a time, and its results are copied before the next one does."""
+    return torch.cuda.graph_pool_handle()
+
+
 def cuda_capture(compute: Callable[[], list[Tensor]]) -> tuple[Callable[[], None], list[Tensor]]:
     """Compute once to have kernels compiled, then once more into a graph."""
     side: Any = torch.Stream(torch.device("cuda"))
@@ -43,7 +50,7 @@ def cuda_capture(compute: Callable[[], list[Tensor]]) -> tuple[Callable[[], None
         compute()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=_pool()):
         results = compute()
     return graph.replay, results
 
@@ -66,7 +73,7 @@ class Graphs:
         if key not in self.held:
             places = {name: x.to(device, copy=True) for name, x in inputs.items()}
             self.held[key] = places, *self.capture(lambda: compute(places))
-        (places, replay, results), before = self.held[key], self.given.get(key, {})
+        (places, replay, results), before = self.held[key], self.given.pop(key, {})  # if a copy fails, all come anew
         for name, x in inputs.items():
             if before.get(name) is not x:
                 places[name].copy_(x, non_blocking=True)

@@ -852,10 +852,10 @@ def attend(
 def combine(
     parts, sizes, positions, sinks, y, base_row, spans,
     HEADS: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
-    NEAR: tl.constexpr, FEW: tl.constexpr, FAR: tl.constexpr, TOGETHER: tl.constexpr, BD: tl.constexpr,
+    NEAR: tl.constexpr, FEW: tl.constexpr, FAR: tl.constexpr, MERGED: tl.constexpr, BD: tl.constexpr,
     EMULATE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """y (rows, HEADS * DIM): the spans that a row sees, TOGETHER at a time. Rows at -1 are padding: zeros.
+    """y (rows, HEADS * DIM): the spans that a row sees, MERGED at a time. Rows at -1 are padding: zeros.
 
     sinks (HEADS,): the score of a key without a value, before all others. Grid: rows, heads, BD numbers of a head each.
     """
@@ -870,8 +870,8 @@ def combine(
     if SINKS:
         most, weight = tl.load(sinks + head) * LOG2E, 1.0
     far = (own.to(tl.int64) * HEADS + head) * spans
-    for some in range(first // TOGETHER * TOGETHER, last, TOGETHER):
-        span = some + tl.arange(0, TOGETHER)
+    for some in range(first // MERGED * MERGED, last, MERGED):
+        span = some + tl.arange(0, MERGED)
         there = (span >= first) & (span < last)
         other = tl.load(sizes + (far + span) * 2, there, float("-inf"))
         size = tl.load(sizes + (far + span) * 2 + 1, there, 0.0)

@@ -131,8 +131,8 @@ CUT = 64  # outputs of a program, as shares of K are cut for
 AT_WORK = 2, 8, 16  # of these, how many for a processor: of plain weights, of those of a byte, of half a byte
 LEAST = 512  # inputs of a share; of few bits, twice as many
 STEP = 256  # inputs of groups that lie, and are taken, together; of no more than their factors fit into 64 bits
-SHARES: dict[tuple[int, int, int, int | None], int] = {}
-"""By architecture, outputs, inputs and group, where measured: `outrider bench gpu --part orders` prints them."""
+SHARES: dict[tuple[int, int, int, int | None, bool], int] = {}
+"""By architecture, outputs, inputs, group, and whether of half a byte: `bench gpu --part orders` prints such lines."""
 PARTS = 2**28  # bytes of what spans put aside at a time
 LOG2E = math.log2(math.e)
 
@@ -154,16 +154,16 @@ def order(outputs: int, inputs: int, group: int | None, architecture: int, halve
     blocks = -(-inputs // depth)
     least, kind = (LEAST, 0) if group is None else (2 * LEAST, 1 + halves)
     most = min(AT_WORK[kind] * machine.processors * CUT // outputs, inputs // least, 8)
-    shares = SHARES.get((architecture, outputs, inputs, group)) or max(1, most)
+    shares = SHARES.get((architecture, outputs, inputs, group, halves)) or max(1, most)
     per = -(-blocks // shares)
     step = min(4, max(1, STEP // group)) if group else 1
     per = -(-per // step) * step
     return Order(depth, -(-blocks // per), per)
 
 
-def rows_tile(rows: int, machine: Machine, code: int = PLAIN) -> int:
-    """Rows of a tile: as many as there are, or the most."""
-    tiles = list(machine.tiles(code))
+def rows_tile(rows: int, machine: Machine, *codes: int) -> int:
+    """Rows of a tile that weights of these formats have: as many as there are, or the most."""
+    tiles = [tile for tile in machine.plain if all(tile in machine.tiles(code) for code in codes)]
     return next((tile for tile in tiles if tile >= rows), tiles[-1])
 
 
@@ -175,7 +175,7 @@ def queries_shape(wide: int) -> tuple[int, int, int]:
     return (8, 2, 64) if wide > 128 else (4, 3, 64)
 
 
-TOGETHER, PART = 64, 32  # spans that are combined at a time, and numbers of a head in one program
+MERGED, PART = 64, 32  # spans that are combined at a time, and numbers of a head in one program
 
 
 # --- products ---------------------------------------------------------------------------------------------------------
@@ -464,7 +464,7 @@ class Experts:
         ends = torch.empty(self.count, dtype=torch.int32, device=x.device)
         kernels.line_up[self.count,](experts, line, ends, count, min(1024, power(count)), num_warps=1, **_how(x.device))
         fair = -(-count // self.count)
-        tile = rows_tile(2 * fair, machine, self.gate_up.weights.code)
+        tile = rows_tile(2 * fair, machine, self.gate_up.weights.code, self.down.weights.code)
         tiles = torch.empty(min(self.count, count) + count // tile, 3, dtype=torch.int32, device=x.device)
         kernels.deal[len(tiles),](ends, tiles, self.read, self.count, block, tile, num_warps=1, **_how(x.device))
         inner = x.new_empty(count, self.down.weights.inputs)
@@ -536,6 +536,16 @@ def rope(
 # --- attention --------------------------------------------------------------------------------------------------------
 
 
+def parts_of(plan: DevicePlan, heads: int, dim: int) -> int:
+    """Bytes that one row's spans put aside."""
+    return 4 * heads * plan.spans * (power(dim) + 2)
+
+
+def at_once(plan: DevicePlan, heads: int, dim: int) -> bool:
+    """Whether all rows of a plan are attended to in one piece, as in a graph, which keeps what they put aside."""
+    return len(plan.positions) * parts_of(plan, heads, dim) <= PARTS
+
+
 def attend(
     q: Tensor,
     k: Tensor,
@@ -563,7 +573,7 @@ def attend(
         k, v, k.stride(0), v.stride(0), slabs, plan.places, kv_heads, dim, wide, num_warps=1, **_how(q.device)
     )
     y = torch.empty(rows, heads * dim, dtype=q.dtype, device=q.device)
-    room = max(1, PARTS // (4 * heads * plan.spans * (wide + 2)))  # rows at a time
+    room = max(1, PARTS // parts_of(plan, heads, dim))  # rows at a time
     for first, last, tiles in plan.pieces(room):
         parts = torch.empty(last - first, heads, plan.spans, wide, device=q.device)
         sizes = torch.empty(last - first, heads, plan.spans, 2, device=q.device)
@@ -574,7 +584,7 @@ def attend(
         )  # fmt: skip
         kernels.combine[last - first, heads, wide // part](
             parts, sizes, plan.positions, _or(sinks, parts), y, first, plan.spans, heads, dim, wide, window or 0,
-            sinks is not None, *spans, TOGETHER, part, emulates, num_warps=4, **_how(q.device),
+            sinks is not None, *spans, MERGED, part, emulates, num_warps=4, **_how(q.device),
         )  # fmt: skip
     return y
 
