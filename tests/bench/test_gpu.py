@@ -25,7 +25,7 @@ def settings(tmp_path, *parts, scheme=None, longest=96):
     return gpu.Settings(
         tmp_path, "cpu", [*parts], {"Llama-3.1-8B": SMALL}, rows=(1, 2), contexts=(longest,), formats=(scheme,),
         seeds=("Llama-3.1-8B", "Llama-3.1-8B"), views=("retrieval:budget=176,chunk=8", "streaming:budget=64"), batch=2,
-        mixture=(32, 32, 4, 2), cache=1, decoded=3,
+        mixture=(32, 32, 4, 2), cache=1, decoded=3, smallest=SMALL,
     )  # fmt: skip
 
 
@@ -109,7 +109,9 @@ def test_seeds(tmp_path):
     assert [line["setting"] for line in found["parts"]["seeds"]["lines"]] == [
         "TriForce on chip", "TriForce offloaded", "MagicDec",
     ]  # fmt: skip
-    assert all(line["same tokens"] for line in found["parts"]["seeds"]["lines"])
+    lines = found["parts"]["seeds"]["lines"]
+    assert all(line["same tokens"] for line in lines)
+    assert ["speedup of three" in line for line in lines] == [True, True, False]
 
 
 def test_predictions():
