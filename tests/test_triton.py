@@ -440,6 +440,24 @@ def test_attention(dtype, window, start, span):
             assert torch.equal(alone.attend(q[own], k[own], v[own], [(0, Rows(0, 1, start + at))], window)[0], y[i])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("odd", [torch.inf, -torch.inf, torch.nan])
+def test_values_that_are_not_finite_reach_only_who_sees_them(dtype, odd):
+    """A later row's, and a branch's, which share tiles with rows that do not see them."""
+    q, k, v = new(len(TREE), dtype)
+    clean = Keys([70], dtype).attend(q, k, v, [(0, Rows(0, len(TREE), 70, TREE))])
+    v[1, 0, 3] = odd
+    y = Keys([70], dtype).attend(q, k, v, [(0, Rows(0, len(TREE), 70, TREE))])
+    for i, path in enumerate(PATHS):
+        heads = y[i].view(KV_HEADS, -1)
+        assert not (1 in path and heads[0].isfinite().any()), i
+        assert torch.equal(heads[1:], clean[i].view(KV_HEADS, -1)[1:]), "the other head"
+        assert 1 in path or torch.equal(y[i], clean[i])
+    chain = Keys([70], dtype).attend(q, k, v, [(0, Rows(0, len(TREE), 70))])
+    assert chain[0].isfinite().all()
+    assert not chain[1:].view(len(TREE) - 1, KV_HEADS, -1)[:, 0].isfinite().any()
+
+
 def test_spans():
     """Each position is in one span, they follow each other, and a tree's paths touch no more of them than it says."""
     spans = plan.Spans(64, 3, 256)

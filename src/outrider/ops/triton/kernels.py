@@ -703,7 +703,8 @@ def write(
 ):  # fmt: skip
     """New keys and values of one row and head to its place: [slab or, of padding, -1, slot there, slots of the slab].
 
-    Grid: rows, heads.
+    Values that are not finite become 0, and their key NaN: who sees it gets NaN, and who does not is spared a zero
+    times infinity. Grid: rows, heads.
     """
     let_next(EARLY)
     row, head, d = tl.program_id(0), tl.program_id(1), tl.arange(0, BLOCK)
@@ -712,11 +713,14 @@ def write(
     wait(EARLY)
     if slab >= 0:
         far, inside, side = row.to(tl.int64), d < DIM, capacity.to(tl.int64) * DIM
-        keys = tl.load(k + far * k_stride + head * DIM + d, inside)
-        values = tl.load(v + far * v_stride + head * DIM + d, inside)
-        to = base.to(tl.pointer_type(k.dtype.element_ty)) + head * side + slot.to(tl.int64) * DIM + d
-        tl.store(to, keys, inside)
-        tl.store(to + KV_HEADS * side, values, inside)
+        keys = tl.load(k + far * k_stride + head * DIM + d, inside, 0.0).to(tl.int16, bitcast=True)
+        values = tl.load(v + far * v_stride + head * DIM + d, inside, 0.0).to(tl.int16, bitcast=True)
+        EXPONENT: tl.constexpr = 0x7C00 if k.dtype.element_ty == tl.float16 else 0x7F80
+        wrong = (values & EXPONENT) == EXPONENT
+        lost = tl.max(wrong.to(tl.int32)) > 0
+        to = base.to(tl.pointer_type(tl.int16)) + head * side + slot.to(tl.int64) * DIM + d
+        tl.store(to, tl.where(lost, 0x7FFF, keys).to(tl.int16), inside)
+        tl.store(to + KV_HEADS * side, tl.where(wrong, 0, values).to(tl.int16), inside)
 
 
 @triton.jit
