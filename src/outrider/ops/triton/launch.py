@@ -58,7 +58,10 @@ def runs(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether these kernels take tensors of this kind."""
     if dtype not in DTYPES or load() is None:
         return False
-    return _emulated if device.type == "cpu" else device.type == "cuda" and _capability(device) >= OLDEST
+    if device.type == "cpu":
+        return _emulated
+    nvidia = device.type == "cuda" and torch.version.hip is None  # weights are decoded in PTX
+    return nvidia and _capability(device) >= OLDEST
 
 
 def architecture(device: torch.device) -> int:
