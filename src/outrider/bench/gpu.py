@@ -26,9 +26,9 @@ from outrider import families
 from outrider.bench.forwards import filled
 from outrider.bench.report import markdown_table
 from outrider.bench.run import provenance
-from outrider.config import STORED, ModelConfig, SamplingParams
+from outrider.config import STORED, ModelConfig, SamplingParams, SpeculativeConfig
 from outrider.draft import Draft
-from outrider.drafters.none import NoDraft
+from outrider.drafters import create
 from outrider.errors import ConfigError, OutriderError, brief
 from outrider.files import make_folder, write_text
 from outrider.kv import Entry, OffloadKV, PagedKV
@@ -487,7 +487,7 @@ def seeds(s: Settings) -> Iterator[Line]:
             tiny.free(seq)
         gain, guesser = expected(chance, k), Autoregressive()
         guesser.runner, guesser.vocab = looking, model.config.vocab_size
-        tokens, slow = _decoded(runner, NoDraft(), seqs, 0, s.decoded)
+        tokens, slow = _decoded(runner, create(SpeculativeConfig("none")), seqs, 0, s.decoded)
         same, fast = _decoded(runner, guesser, seqs, k, s.decoded)
         yield {
             "setting": name, "model": which, "batch": batch, "context": length, "view": view, "k": k,
