@@ -228,8 +228,13 @@ from pathlib import Path
 from outrider.parallel.ranks import ranks_for
 
 def threads():
-    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
-    return names.count("pt_gloo_runloop")
+    last = None
+    while True:  # a thread has its name some time after it was begun
+        names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+        if last == names:
+            return names.count("pt_gloo_runloop")
+        last = names
+        time.sleep(0.5)
 
 ranks = ranks_for(None, "cpu")
 idle, others = threads(), dist.group.WORLD  # which modules hold that are imported late, as defaults
