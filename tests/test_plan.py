@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 
 import pytest
 
@@ -18,6 +20,7 @@ from outrider.plan import (
     SUITES,
     Device,
     Planner,
+    Prediction,
     Rate,
     Shape,
     Timed,
@@ -70,9 +73,15 @@ def test_large_batches_phase_drafting_out():
 
 
 def test_coarse_weights_pay_by_their_bytes():
-    planner = Planner(LLAMA_8B, DEVICES["a100"])
-    eight, four = (planner.predict(f"self:weights={w}", "chat", 512, 1, Rate(0.9, "given")) for w in ("int8", "int4"))
+    def of(device: Device) -> tuple[Prediction, Prediction]:
+        planner, rate = Planner(LLAMA_8B, device), Rate(0.9, "given")
+        eight, four = (planner.predict(f"self:weights={w}", "chat", 512, 1, rate) for w in ("int8", "int4"))
+        return eight, four
+
+    eight, four = of(replace(DEVICES["a100"], decoded=math.inf))
     assert 1.2 < eight.speedup < four.speedup < 1 / 0.28 and four.memory > LLAMA_8B.weight_bytes * 1.28
+    slow_eight, slow_four = of(DEVICES["a100"])  # where decoding them is what takes long
+    assert 1.0 <= slow_eight.speedup == slow_four.speedup < eight.speedup
     small = Planner(LLAMA_8B, Device(1e12, 1e14, 20e9)).predict("self:weights=int8", "chat", 512, 1)
     assert not small.fits
 

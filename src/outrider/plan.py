@@ -14,6 +14,7 @@ model's weights are at hand, its forwards are measured instead (`Timed`, bench/f
 from __future__ import annotations
 
 import json
+import math
 import re
 import statistics
 from collections.abc import Iterator
@@ -35,19 +36,23 @@ class Device:
     memory: float
     start: float = 0.0
     row: float = 0.0
+    decoded: float = math.inf  # weights of few bits a second
 
 
-def _made(bandwidth: float, arithmetic: float, memory: float, start: float) -> Device:
-    """From GB/s, TFLOP/s and GB on paper: 80 % of the bandwidth, and 60 % of the arithmetic."""
-    return Device(0.8e9 * bandwidth, 0.6e12 * arithmetic, 1e9 * memory, start)
+def _made(bandwidth: float, arithmetic: float, memory: float, start: float, decoded: float = math.inf) -> Device:
+    """From GB/s, TFLOP/s and GB on paper: 80 % of the bandwidth, and 60 % of the arithmetic; 10^12 weights a second."""
+    return Device(0.8e9 * bandwidth, 0.6e12 * arithmetic, 1e9 * memory, start, decoded=1e12 * decoded)
 
 
 GPU, CPU = 8e-6, 4e-6  # seconds a layer
 DEVICES = {  # GB/s, dense bfloat16 TFLOP/s and GB as published; CPUs: one socket, their vector or matrix units
-    "b200": _made(8000, 2250, 180, GPU), "h200": _made(4800, 989, 141, GPU), "h100": _made(3350, 989, 80, GPU),
-    "a100": _made(2039, 312, 80, GPU), "a100-40gb": _made(1555, 312, 40, GPU), "l40s": _made(864, 362, 48, GPU),
-    "l40": _made(864, 181, 48, GPU), "l4": _made(300, 121, 24, GPU), "a10": _made(600, 125, 24, GPU),
-    "rtx5090": _made(1792, 210, 32, GPU), "rtx4090": _made(1008, 165, 24, GPU), "rtx3090": _made(936, 71, 24, GPU),
+    # weights decoded: measured on an H200 (bench/results/gpu-h200); of others by their processors and clocks beside it
+    "b200": _made(8000, 2250, 180, GPU, 2.7), "h200": _made(4800, 989, 141, GPU, 2.4),
+    "h100": _made(3350, 989, 80, GPU, 2.4), "a100": _made(2039, 312, 80, GPU, 1.4),
+    "a100-40gb": _made(1555, 312, 40, GPU, 1.4), "l40s": _made(864, 362, 48, GPU, 3.3),
+    "l40": _made(864, 181, 48, GPU, 3.3), "l4": _made(300, 121, 24, GPU, 1.1), "a10": _made(600, 125, 24, GPU, 1.1),
+    "rtx5090": _made(1792, 210, 32, GPU, 3.8), "rtx4090": _made(1008, 165, 24, GPU, 3.0),
+    "rtx3090": _made(936, 71, 24, GPU, 1.3),
     "mi300x": _made(5300, 1307, 192, GPU), "epyc-9654": _made(460, 14, 768, CPU), "epyc-9755": _made(614, 25, 768, CPU),
     "xeon-8480": _made(307, 115, 512, CPU), "xeon-6980p": _made(844, 260, 768, CPU),
     "ryzen-7950x": _made(83, 4.6, 64, CPU), "ryzen-9950x": _made(89, 9, 64, CPU),
@@ -142,8 +147,9 @@ class Shape:
 
     def forward(self, device: Device, batch: int, rows: int, context: float) -> float:
         """Seconds of a forward: `batch` sequences of so many rows, behind `context` tokens each."""
-        each = self.weights + self.chosen * self.expert
-        weights = max(self.read(batch * rows) / device.bandwidth, 2.0 * each * batch * rows / device.arithmetic)
+        each, read = self.weights + self.chosen * self.expert, self.read(batch * rows)
+        decoding = 8 * read / self.bits / device.decoded if self.bits < 16 else 0.0
+        weights = max(read / device.bandwidth, 2.0 * each * batch * rows / device.arithmetic, decoding)
         work = 4.0 * self.layers * self.heads * self.head_dim * context * batch * rows
         keys = max(batch * self.kv_bytes(context) / device.bandwidth, work / device.arithmetic)
         return weights + keys + self.layers * device.start + batch * rows * device.row
@@ -370,7 +376,7 @@ LLAMA_8B = Shape(7.5e9, 32, 32, 8, 128, 4096, 128256)
 
 def _several(count: int, name: str, start: float, row: float) -> Device:
     d = DEVICES[name]
-    return Device(count * d.bandwidth, count * d.arithmetic, count * d.memory, start, row)
+    return Device(count * d.bandwidth, count * d.arithmetic, count * d.memory, start, row, count * d.decoded)
 
 
 def published() -> list[Published]:

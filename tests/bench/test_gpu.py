@@ -115,10 +115,10 @@ def test_seeds(tmp_path):
 
 
 def test_predictions():
-    """The page shows the roofline's figures: a larger model is slower, a newer machine and fewer bits are faster."""
+    """The page shows the roofline's figures: a larger model is slower, a newer machine faster, and so are few bits."""
     page = (Path(__file__).parents[2] / "docs/gpu.md").read_text()
     assert gpu.predictions() in page
     rows = [line.split(" | ") for line in gpu.predictions().splitlines()[2:]]
     speeds = [[float(x.strip(" |")) for x in row[2:]] for row in rows]
     assert all(row == sorted(row) for row in speeds)
-    assert all(speeds[i + 1] > speeds[i] for i in range(len(speeds)) if i % 3 < 2)
+    assert all(speeds[i] > speeds[i // 3 * 3] for i in range(len(speeds)) if i % 3)
