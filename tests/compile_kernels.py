@@ -96,7 +96,7 @@ def everything(arch: int):
         for tile in tiles if label in ("plain", "int8", "int4", "int8, rounded") else tiles[:1]:
             o = launch.order(4096, 4096, group, arch, code in HALVES)
             own = machine.tiles(code)[tile]
-            together = min(4, max(1, launch.STEP // group)) if group and "rounded" not in label else 1
+            together = launch.groups_together(group) if group and "rounded" not in label else 1
             sizes = {"BN": own.outputs, "BR": tile, "BK": o.depth, "TOGETHER": together, "STAGES": own.stages}
             flags = {"FORMAT": code, "OFFSETS": bool(offsets), "ZEROS": bool(zeros), "EVEN": True}
             half = dict.fromkeys(("x", "bias", "residual", "y"), "*fp16") if label == "half" else {}

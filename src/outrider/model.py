@@ -115,6 +115,7 @@ class Model:
         graphs = (
             launches(*kind)
             and self.device.type == "cuda"
+            and c.head_dim % 8 == 0
             and not any(isinstance(layer.mlp, Experts) and layer.mlp.triton is None for layer in self.layers)
         )  # those that ask the host which experts were chosen
         self.graphs: Graphs | None = Graphs() if graphs else None  # None: kernels are called one by one
@@ -226,8 +227,8 @@ class Model:
     ) -> Tensor | None:
         """`forward` of few rows by a graph of their sizes; None where there are no graphs, or the cache has no part."""
         n, size = len(tokens), bucket(len(tokens))
-        ours = getattr(self.embedding, "__self__", None) is self.head and self.head.triton
-        if self.graphs is None or size is None or wanted is None or not (ours or isinstance(self.embedding, Tensor)):
+        on_device = isinstance(self.embedding, Tensor) or (self._tied and self.head.triton)
+        if self.graphs is None or size is None or wanted is None or not on_device:
             return None
         fixed = kv.fixed(plan, size) if hasattr(kv, "fixed") else None
         if fixed is None:
@@ -368,7 +369,12 @@ class Model:
         table = self.embedding
         if self.multiplier == 1 and isinstance(table, Tensor):
             return table if table.dtype == self.dtype else None
-        return self.head if self.multiplier == 1 and getattr(table, "__self__", None) is self.head else None
+        return self.head if self.multiplier == 1 and self._tied else None
+
+    @property
+    def _tied(self) -> bool:
+        """Whether embeddings are read from the head's packed rows."""
+        return getattr(self.embedding, "__self__", None) is self.head
 
     def embed(self, tokens: Tensor) -> Tensor:
         """(n, hidden) in the model's dtype, for ids (n,)."""

@@ -192,11 +192,13 @@ def cells(row: Row) -> list[str]:
 def remarks(rows: list[Row]) -> list[str]:
     """What stands below the table."""
     r, h = rows[0], rows[0].hardware
+    others = dict.fromkeys((x.commit, x.date[:10]) for x in rows if x.commit != r.commit)  # of lines put together
+    more = "".join(f"; ({commit}), {date}" for commit, date in others)
     lines = [
         f"{r.model}, {r.dtype}; {r.prompts} requests of suite {r.suite} ({r.source}), answers of at most "
         f"{r.max_tokens} tokens, seed {r.seed}. Each engine is compared with its own plain answers, given alone.",
         f"{h['gpu'] or h['cpu']}, {h['threads']} threads; outrider {r.versions['outrider']} ({r.commit})"
-        f"{f', exactness {r.exactness}' if r.exactness else ''}, {r.date[:10]}.",
+        f"{f', exactness {r.exactness}' if r.exactness else ''}, {r.date[:10]}{more}.",
     ]
     failures = [f"{x.engine}, {x.drafts}, T = {x.temperature:g} failed: {x.failed}" for x in rows if x.failed]
     return lines + list(dict.fromkeys([*failures, *(note for x in rows for note in x.notes)]))

@@ -99,7 +99,7 @@ class DenseKV:
 
     def fixed(self, plan: Plan, rows: int) -> Fixed | None:
         """What a forward reads of this cache, in tensors of few sizes, for a graph; None if only `attend` knows."""
-        if not launches(self.dtype, self.device) or self.config.head_dim % 8 or self._uneven(plan):
+        if not launches(self.dtype, self.device) or self._uneven(plan):
             return None
         for e in plan.entries:
             if e.seq not in self._lies:

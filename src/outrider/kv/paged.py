@@ -272,7 +272,7 @@ class PagedKV:
 
     def fixed(self, plan: Plan, rows: int) -> Fixed | None:
         """What a forward reads of this cache, in tensors of few sizes, for a graph; None if only `attend` knows."""
-        if not launches(self.dtype, self.device) or self.config.head_dim % 8:
+        if not launches(self.dtype, self.device):
             return None
         tables = [self.tables[e.seq] for e in plan.entries]
         pages = Pages(self._pointers, SLAB, [table.ids[: len(table.blocks)] for table in tables])

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from outrider.ops import native
 from outrider.ops.triton import launch
-from outrider.ops.triton.plan import DevicePlan, make, queries_tile
+from outrider.ops.triton.plan import DevicePlan, Rows, make, queries_tile
 
 KEY_BLOCK = 512
 ROW_BLOCK = 8
@@ -42,15 +42,6 @@ class Pages:
     capacity: int  # slots of a slab
     tables: list[Tensor]  # for each sequence, where its pages are: (pages,) int32, counted through the slabs
     scratch: dict[Any, Any] = field(default_factory=dict)
-
-
-class Rows(Protocol):
-    """One sequence's rows [row, row + n) of a batch: the tokens in slots [start, start + n) of its store."""
-
-    row: int
-    n: int
-    start: int
-    parents: list[int] | None
 
 
 def follows_paths(dtype: torch.dtype, device: torch.device, dim: int) -> bool:

@@ -149,6 +149,11 @@ class Order:
     per: int
 
 
+def groups_together(group: int) -> int:
+    """Of so many inputs each, the most that are one step."""
+    return min(4, max(1, STEP // group))
+
+
 @cache
 def order(outputs: int, inputs: int, group: int | None, architecture: int, halves: bool = False) -> Order:
     """Of a weight (outputs, inputs) in groups, or none, and if so of half a byte or more. Knows nothing of rows."""
@@ -159,7 +164,7 @@ def order(outputs: int, inputs: int, group: int | None, architecture: int, halve
     most = min(AT_WORK[kind] * machine.processors * CUT // outputs, inputs // least, 8)
     shares = SHARES.get((architecture, outputs, inputs, group, halves)) or max(1, most)
     per = -(-blocks // shares)
-    step = min(4, max(1, STEP // group)) if group else 1
+    step = groups_together(group) if group else 1
     per = -(-per // step) * step
     return Order(depth, -(-blocks // per), per)
 
@@ -236,7 +241,7 @@ def pack(q: Any, device: torch.device, rounded: bool = False) -> Weights:
         values = index[size] | ((values < 0).to(torch.int8) << 3)
     width = max(4 if isinstance(t, tuple) else t.itemsize for t in (q.scales, q.offsets, q.zeros) if t is not None)
     rounded = rounded and q.whole
-    together = 1 if rounded else min(4, max(1, STEP // q.group), 8 // width)
+    together = 1 if rounded else min(groups_together(q.group), 8 // width)
     steps = -(-groups // together)
     padded = torch.zeros(rows, steps * together * q.group, dtype=values.dtype, device=device)
     padded[:, :inputs] = values
@@ -286,7 +291,7 @@ def rows(weights: Weights, at: Tensor) -> Tensor:
     if w.group is None:
         return w.data[at].float()
     bits = w.data[:, :, at].permute(2, 0, 1, 3).flatten(2) if w.rounded else straight(w.data[:, :, at])
-    if w.code in (SIGNED, UNSIGNED, FLOAT4):
+    if w.halves:
         bits = torch.cat([bits & 15, bits >> 4], -1).to(torch.int8)
     if w.code == SIGNED:
         bits = (bits ^ 8) - 8

@@ -138,7 +138,10 @@ def make(
     if rows is not None:
         width, room, spans, some_tiles = (1 << (n - 1).bit_length() for n in (width, at, spans, len(tiles)))
         sizes, cuts = (some_tiles, rows, rows if trees else 1, width, room), []
-    tails = [x for row in range(sizes[2]) for path in [trees.get(row, [])] for x in path + [0] * (width - len(path))]
+    tails: list[int] = []
+    for row in range(sizes[2]):
+        path = trees.get(row, [])
+        tails += path + [0] * (width - len(path))
     flat = [x for tile in tiles for x in tile] + [0] * (8 * (sizes[0] - len(tiles)))
     flat += where + [-1] * (3 * (sizes[1] - count)) + positions + [-1] * (sizes[1] - count) + tails
     rest = torch.zeros(sizes[4] - at, dtype=torch.int32)
