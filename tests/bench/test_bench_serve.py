@@ -387,6 +387,18 @@ def test_what_a_server_says_is_heard_whole_and_its_errors_are_told():
         server._ask(s, fake.url, [1])
 
 
+def test_answers_in_one_frame_have_the_least_gap():
+    """As on a busy machine, where a short answer is there before its first frame goes out."""
+
+    def script(body: dict[str, Any]) -> Iterator[Any]:
+        frame = {**text(body, "abc", "length"), "usage": {"completion_tokens": 3}}
+        yield b"data: %b\n\n" % json.dumps(frame).encode()
+        yield "[DONE]"
+
+    with Fake(script) as fake:
+        assert server._gap(server.Settings("fake", max_tokens=3), fake.url, [[1], [1]]) == 0.001
+
+
 HEALTHY = """
 import http.server, subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
