@@ -44,7 +44,7 @@ FADING, MOST_WEIGHT = 0.99, 32.0  # of a measurement with each that follows; of 
 BEGUN = 16.0  # measurements that a count is worth where a curve begins as another's copy
 OWN_KEYS = 0.2  # of what a row and its keys take: what a further row takes (0.25 of one long text, 0 of many)
 DOUBTED, SLOPE = 2.0, 0.2  # measurements that a promise counts for; promised, in forwards, beside one known count
-FRESH = 16  # forwards after which what they taught is looked at again
+EAGER, TOGETHER = 16, 32  # the first forwards teach one by one; later so many are looked at together
 MARGIN = 1.2  # a row is worth it if it promises this much more than it costs
 ALLOWANCE, START = 0.007, 1.0  # plain steps: for each token that may come, at most
 TOP_UP, CREDIT, DEBT = 0.005, 32.0, 6.0  # for each step; at most; owed at most
@@ -177,7 +177,7 @@ class Costs:
         """
         self.added += 1
         self.heard.append((rows, _lot(keys, texts), seconds, read))
-        if self.added < FRESH or self.added % FRESH == 0:
+        if self.added < EAGER or self.added % TOGETHER == 0:
             self.ladders.clear()
             self._learn()
 

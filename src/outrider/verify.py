@@ -87,12 +87,13 @@ def _coupled(seqs: list[Sequence], drafts: list[Draft], logits: Tensor, best: li
         else:
 
             def token(at: int, seq: Sequence = seq, draft: Draft = draft, first: int = first, easy: bool = easy) -> int:
+                if easy and best[first + at] >= 0:
+                    return best[first + at]
                 if first + at in chosen:
                     row, found = chosen[first + at]
                 else:
-                    row, found = Row(seq, list(draft.words(at - 1))), best[first + at] if easy else -1
-                    if found < 0:
-                        found = choose(logits, [row], at=[first + at])[0]
+                    row = Row(seq, list(draft.words(at - 1)))
+                    found = choose(logits, [row], at=[first + at])[0]
                 if found < 0:
                     raise refusal(logits[first + at], row)
                 return found
