@@ -9,7 +9,7 @@ import pytest
 from helpers import ScriptedDrafter, assert_released, oracle, use
 
 from outrider import SamplingParams
-from outrider.engine.scheduler import GRAIN, LEAST, LENGTHENED, Pace, shares
+from outrider.engine.scheduler import ABREAST, GRAIN, LEAST, LENGTHENED, Pace, shares
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
 
@@ -39,6 +39,9 @@ def watch(llm):
         ([(0, 100)] * 5, 2 * LEAST, [LEAST, LEAST, 0, 0, 0]),
         ([(0, 1)] * 5, LEAST, [1, 1, 1, 1, 0]),
         ([(-1, 70), (0, 100), (0, 100)], 100, [70, 15, 15]),
+        ([(0, 900), (0, 800), *[(0, 70)] * 4], 3 * LEAST, [LEAST, 0, LEAST, LEAST, 0, 0]),
+        ([(0, 900)] * (ABREAST + 2), 16 * ABREAST, [16] * ABREAST + [0, 0]),
+        ([*[(0, 900)] * 20, (0, 5)], 16 * ABREAST + 5 - 16, [16] * (ABREAST - 1) + [0] * (21 - ABREAST) + [5]),
         ([(0, 9)], 0, [0]),
         ([], 50, []),
     ],
@@ -90,6 +93,26 @@ def test_long_prompts_stop_nobody_and_short_ones_do_not_wait(make_llm):
     assert max(sum(rows.values()) for rows in forwards) <= 64
     assert any(len(rows) == 3 for rows in forwards)
     assert [r.seq.output for r in (long, short)] == alone
+    assert_released(llm)
+
+
+def test_of_many_prompts_the_short_ones_come_first_and_the_oldest_goes_on(make_llm):
+    """So most have their first token long before all are read, and none waits forever."""
+    llm = make_llm(engine={"max_num_batched_tokens": 64, "enable_prefix_caching": False})
+    params, long = replace(GREEDY, max_tokens=1), 900
+    (oldest,) = llm.engine.add(text(long), params)
+    forwards = watch(llm)
+    for i in range(2 * ABREAST):
+        llm.engine.add(text(long, i), params)
+    (short,) = llm.engine.add(text(6, 99), params)
+    assert short in dict(llm.engine.step())
+    while not oldest.finished:
+        llm.engine.add(text(20, len(forwards)), params)
+        llm.engine.step()
+    assert all(oldest.seq.id in rows for rows in forwards)
+    for request in [*llm.engine.running, *llm.engine.waiting]:
+        llm.engine.abort(request)
+    llm.engine.step()
     assert_released(llm)
 
 

@@ -15,6 +15,7 @@ from itertools import groupby
 from typing import Any
 
 GRAIN = 16  # tokens of prompts: reading fewer takes about as long
+ABREAST = 8  # prompts that are read together: more of them have their first tokens later, and smaller pieces cost more
 LEAST = 4  # tokens of one prompt
 LENGTHENED = 1.5  # by so many times its length may reading lengthen a step: the next tokens come 2.5 times as late
 
@@ -49,17 +50,19 @@ class Pace:
 def shares(lacking: Iterable[tuple[Any, int]], room: int) -> list[int]:
     """How many tokens each prompt may read, given its urgency and the tokens it lacks, the most urgent ones first.
 
-    These are served first. Prompts of one urgency get equal shares, and what some do not need goes to the others;
-    where there would be less than LEAST for each, the first ones are served.
+    These are served first. Of one urgency the first one is always read, and beside it those that lack the least:
+    ABREAST together, or as many as get LEAST. They get equal shares, and what some do not need goes to the others.
     """
     found: list[int] = []
     for _, group in groupby(lacking, lambda prompt: prompt[0]):
         needs = [lacks for _, lacks in group]
-        given, first = [0] * len(needs), range(min(len(needs), max(1, room // LEAST)))
-        for rivals, i in zip(reversed(first), sorted(first, key=needs.__getitem__), strict=True):
+        given, beside = [0] * len(needs), max(1, min(ABREAST, room // LEAST)) - 1
+        others = sorted(range(1, len(needs)), key=needs.__getitem__)
+        served = sorted([0, *others[:beside]], key=needs.__getitem__)
+        for rivals, i in zip(reversed(range(len(served))), served, strict=True):
             given[i] = min(needs[i], room // (1 + rivals))
             room -= given[i]
-        for i in range(len(first), len(needs)):
+        for i in others[beside:]:
             given[i] = min(needs[i], room)
             room -= given[i]
         found += given
