@@ -77,6 +77,8 @@ VARIANTS = {
     "gemma2-no-caps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
     "glm4": ("glm4", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0,
                                           "partial_rotary_factor": 0.5}}),
+    "glm4-dynamic": ("glm4", {"max_position_embeddings": 32, "rope_parameters": {
+        "rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}),
     "glm4-no-bias": ("glm4", {"attention_bias": False}),
     "ministral3": ("ministral3", {"rope_parameters": GROWING}),
     "ministral3-window": ("ministral3", {"sliding_window": 8, "rope_parameters": GROWING}),

@@ -530,7 +530,7 @@ class Rotary:
         inv = self.inv
         if self.kind == "dynamic":
             stretch = self.factor * max(stage, self.original) / self.original - (self.factor - 1)
-            inv = 1.0 / (self.theta * stretch ** (self.dim / (self.dim - 2))) ** self.exponents
+            inv = 1.0 / (self.theta * stretch ** (self.turned / (self.turned - 2))) ** self.exponents
         elif stage:
             inv = self.inv_long
         angles = torch.arange(block * BLOCK, (block + 1) * BLOCK).float()[:, None] * inv
