@@ -44,6 +44,7 @@ VARIANTS = {
     "smollm3": ("smollm3", DEEP | {"no_rope_layer_interval": 2}),
     "smollm3-biases": ("smollm3", {"no_rope_layers": [0, 1], "attention_bias": True, "mlp_bias": True,
                                    "use_sliding_window": True, "sliding_window": 8}),
+    "smollm3-named-windows": ("smollm3", {"sliding_window": 8, "layer_types": [FULL, SLIDES]}),
     "olmo2": ("olmo2", {}),
     "olmo2-biases": ("olmo2", {"attention_bias": True}),
     "olmo3": ("olmo3", DEEP | LOCAL),

@@ -231,7 +231,7 @@ def smollm3(hf: Hf) -> dict[str, Any]:
     return {
         "o_bias": bool(hf.get("attention_bias")),
         "unrotated": unrotated,
-        "windows": _windows(hf, lambda i: SLIDING if i in unrotated else FULL) if slides else (None,) * layers,
+        "windows": _windows(hf, lambda i: SLIDING if slides and i in unrotated else FULL),  # layer_types stand above it
     }
 
 
