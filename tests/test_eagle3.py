@@ -245,6 +245,9 @@ WRONG = [
     ({"vocab_size": 99}, {}, VocabularyMismatch, "99 tokens"),
     ({}, {"d2t": torch.full((48,), 120)}, VocabularyMismatch, "below 128"),
     ({}, {"d2t": torch.zeros(3, dtype=torch.long)}, VocabularyMismatch, "48 draft tokens"),
+    ({}, {"d2t": torch.tensor(1)}, VocabularyMismatch, "48 draft tokens to"),
+    ({"draft_vocab_size": "48"}, {}, CheckpointError, "draft_vocab_size should be a number of 1 to 128, not '48'"),
+    ({}, {"norm__weight": torch.zeros(64).to(torch.float8_e4m3fn)}, CheckpointError, "floats of 16 bits"),
     ({"eagle_aux_hidden_state_layer_ids": [0, 1, 7]}, {}, ConfigError, "layer 7"),
     ({"eagle_aux_hidden_state_layer_ids": "all"}, {}, CheckpointError, "layer_ids"),
     ({}, {"embed_tokens__weight": torch.zeros(5, 64)}, CheckpointError, "embed_tokens"),
@@ -270,6 +273,9 @@ def test_what_is_no_head_is_refused(random_llm, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x02cos\nsystem\n")
     with pytest.raises(CheckpointError, match="cannot be read"):
+        random_llm.speculative_config = {"method": "eagle3", "model": str(tmp_path)}
+    torch.save({"fc.weight": torch.zeros(64, 192), "norm.weight": [1.0]}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="should be a tensor, not list"):
         random_llm.speculative_config = {"method": "eagle3", "model": str(tmp_path)}
     for options in ({"width": 0}, {"depth": 0}, {"p_min": 1.0}, {"p_min": "x"}, {"heads": 3}):
         with pytest.raises(ConfigError):

@@ -235,7 +235,8 @@ def test_refusals(random_llm, make_checkpoint, tmp_path):
     first = "0.0.linear.weight"
     for value in ([[1.0]], 5, None, "x", {"a": 1}):
         refused(CheckpointError, rf"{first} should be a matrix", pickled=tensors | {first: value})
-    for value in (torch.zeros(()), torch.zeros(64, 64, dtype=torch.int64), torch.zeros(64, 64, 1)):
+    eight = torch.zeros(64, 64).to(torch.float8_e4m3fn)
+    for value in (torch.zeros(()), torch.zeros(64, 64, dtype=torch.int64), torch.zeros(64, 64, 1), eight):
         refused(CheckpointError, rf"{first} should be a matrix", tensors=tensors | {first: value})
     for value in (math.nan, math.inf):
         refused(CheckpointError, rf"{first} holds NaN or inf", tensors=tensors | {first: torch.full((64, 64), value)})

@@ -161,6 +161,8 @@ WRONG = [
     ({"mlp.gate_proj.weight": None}, {}, CheckpointError, "no recurrent head"),
     ({"d2t": torch.full((48,), 1000)}, {}, VocabularyMismatch, "d2t"),
     ({"d2t": None}, {}, VocabularyMismatch, "d2t"),
+    ({"d2t": torch.tensor(1)}, {}, VocabularyMismatch, "d2t"),
+    ({"norm.weight": torch.zeros(64).to(torch.float8_e4m3fn)}, {}, CheckpointError, "floats of 16 bits"),
     ({"more": torch.zeros(3)}, {}, CheckpointError, "more has no place"),
     ({"lm_head.weight": None}, {}, CheckpointError, "no lm_head.weight"),
 ]

@@ -26,8 +26,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from outrider import families
-from outrider.config import ModelConfig
-from outrider.errors import CheckpointError, VocabularyMismatch, told
+from outrider.config import ModelConfig, whole
+from outrider.errors import CheckpointError, VocabularyMismatch, brief, told
 from outrider.kv import DenseKV, Entry, Plan
 from outrider.load import find
 from outrider.model import Rotary
@@ -65,8 +65,8 @@ class Head:
             if found is None or tuple(found.shape) != shape:
                 what = "missing" if found is None else f"of shape {tuple(found.shape)}"
                 raise CheckpointError(f"{path}: tensor {name} is {what}; a head for this target has {shape}")
-            if not found.is_floating_point() or not found.isfinite().all():
-                raise CheckpointError(f"{path}: tensor {name} should hold finite floats")
+            if not found.is_floating_point() or found.itemsize < 2 or not found.isfinite().all():
+                raise CheckpointError(f"{path}: tensor {name} should hold finite floats of 16 bits or more")
             return found.to(self.device, self.dtype)
 
         def linear(names: list[str], sizes: list[int], inputs: int, bias: bool = False, gated: bool = False) -> Linear:
@@ -78,7 +78,9 @@ class Head:
 
         q, kv, wide = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.intermediate_size
         attn, mlp = "midlayer.self_attn", "midlayer.mlp"
-        vocab = int(about.get("draft_vocab_size") or c.vocab_size)
+        if (vocab := whole(about.get("draft_vocab_size") or c.vocab_size, 1, c.vocab_size)) is None:
+            given = brief(about["draft_vocab_size"])
+            raise CheckpointError(f"{path}: draft_vocab_size should be a number of 1 to {c.vocab_size}, not {given}")
         self.input_norm = take("midlayer.input_layernorm.weight", hidden)
         self.hidden_norm = take("midlayer.hidden_norm.weight", hidden)
         self.qkv = linear([f"{attn}.{x}_proj" for x in "qkv"], [q, kv, kv], 2 * hidden, c.qkv_bias)
@@ -96,7 +98,7 @@ class Head:
         self.head = linear(["lm_head"], [vocab], hidden)
         offsets = tensors.pop("d2t", torch.zeros(vocab, dtype=torch.long))
         tensors.pop("t2d", None)  # says no more than d2t
-        self.tokens = torch.arange(vocab) + offsets.long() if offsets.shape == (vocab,) else offsets[:0]
+        self.tokens = torch.arange(vocab) + offsets.long() if offsets.shape == (vocab,) else torch.empty(0)
         if len(self.tokens) != vocab or int(self.tokens.min()) < 0 or int(self.tokens.max()) >= c.vocab_size:
             raise VocabularyMismatch(f"{path}: d2t should lead {vocab} draft tokens to ids below {c.vocab_size}")
         if (own := tensors.get("embed_tokens.weight")) is not None:
@@ -272,4 +274,6 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise CheckpointError(f"{path}: the head cannot be read: {told(error)}") from None
     if not isinstance(about, dict) or "fc.weight" not in tensors:
         raise CheckpointError(f"{path} holds no EAGLE-3 head: no tensor fc.weight, or no JSON object in config.json")
+    if (odd := next((name for name, tensor in tensors.items() if not isinstance(tensor, Tensor)), None)) is not None:
+        raise CheckpointError(f"{file}: {odd} should be a tensor, not {type(tensors[odd]).__name__}")
     return about, tensors

@@ -220,9 +220,11 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if not config["token_norm"]:
         raise CheckpointError(f"{path}: config.json's token_norm must be a number above 0")
     for name, tensor in found.items():
-        if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or not 1 <= tensor.ndim <= 2:
+        floats = isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.itemsize > 1
+        if not floats or not 1 <= tensor.ndim <= 2:
             what = f"{tuple(tensor.shape)} of {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise CheckpointError(f"{file}: {name} should be a matrix or vector of floats, not {what}")
+            needs = "a matrix or vector of floats of 16 bits or more"
+            raise CheckpointError(f"{file}: {name} should be {needs}, not {what}")
         if not bool(tensor.isfinite().all()):
             raise CheckpointError(f"{file}: {name} holds NaN or infinite numbers")
     return config, found

@@ -64,8 +64,8 @@ class Head:
             if found is None or tuple(found.shape) != shape:
                 what = "missing" if found is None else f"of shape {tuple(found.shape)}"
                 raise CheckpointError(f"{path}: tensor {name} is {what}; a head for this target has {shape}")
-            if not found.is_floating_point() or not found.isfinite().all():
-                raise CheckpointError(f"{path}: tensor {name} should hold finite floats")
+            if not found.is_floating_point() or found.itemsize < 2 or not found.isfinite().all():
+                raise CheckpointError(f"{path}: tensor {name} should hold finite floats of 16 bits or more")
             return found.to(self.device, model.dtype)
 
         def linear(weight: Tensor, gated: bool = False) -> Linear:
@@ -79,7 +79,7 @@ class Head:
         )
         self.norm = take("norm.weight", hidden)
         offsets = tensors.pop("d2t", torch.zeros(0))
-        words = torch.arange(vocab) + offsets.long() if offsets.shape == (vocab,) else offsets.long()[:0]
+        words = torch.arange(vocab) + offsets.long() if offsets.shape == (vocab,) else torch.empty(0)
         if len(words) != vocab or int(words.min()) < 0 or int(words.max()) >= c.vocab_size:
             raise VocabularyMismatch(f"{path}: d2t should lead {vocab} draft tokens to ids below {c.vocab_size}")
         self.words = words.to(self.device)
