@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from shutil import copytree
 
 import pytest
 import torch
@@ -57,6 +58,20 @@ def test_tokenizer_and_shards(tmp_path, monkeypatch):
         options = {"temperature": 0, "max_tokens": 24}
         assert ours.generate("The dog", **options)[0].text == theirs.generate("The dog", **options)[0].text
         assert json.loads((target / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_tokenizer_of_vocabulary_and_merges(make_checkpoint, tmp_path):
+    """The layout of before tokenizer.json is copied whole, too."""
+    source, tiny = tmp_path / "source", embedded()["tiny"]
+    copytree(make_checkpoint(), source)
+    model = json.loads((tiny / "tokenizer.json").read_text())["model"]
+    (source / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (source / "merges.txt").write_text("\n".join(["#version: 0.2", *(" ".join(merge) for merge in model["merges"])]))
+    (source / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
+    ids = read_tokenizer(source)("The dog")["input_ids"]
+    assert len(ids) < 4
+    for folder in (export.export(source, tmp_path / "dense"), export.quantize(source, tmp_path / "int8", 8)):
+        assert read_tokenizer(folder)("The dog")["input_ids"] == ids
 
 
 def test_what_cannot_be(make_checkpoint, tmp_path, monkeypatch):

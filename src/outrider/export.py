@@ -150,7 +150,7 @@ def _describe(source: Source, folder: Path, says: dict[str, Any]) -> None:
     """Config, which also `says` this, tokenizer and generation config."""
     config = json.dumps(_config(source) | says, indent=2) + "\n"
     if source.path.is_dir():
-        for pattern in ("*.json", "*.jinja", "*.model"):
+        for pattern in ("*.json", "*.jinja", "*.model", "merges.txt"):
             for file in source.path.glob(pattern):
                 if not file.name.endswith(".index.json"):
                     shutil.copyfile(file, folder / file.name)
