@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from fnmatch import fnmatch
 from pathlib import Path
+from shutil import copy
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor
 from outrider import LLM, SamplingParams
 from outrider.drafters.eagle3 import Eagle3, _points
 from outrider.errors import CheckpointError, ConfigError, ModelNotFound, VocabularyMismatch
+from outrider.load import find, kind_of
 from outrider.ops import native
 from outrider.sampling import Row, guess
 from outrider.sequence import Sequence
@@ -280,6 +283,22 @@ def test_what_is_no_head_is_refused(random_llm, tmp_path):
     for options in ({"width": 0}, {"depth": 0}, {"p_min": 1.0}, {"p_min": "x"}, {"heads": 3}):
         with pytest.raises(ConfigError):
             random_llm.speculative_config = {"method": "eagle3", "model": "x", **options}
+
+
+def test_pickled_heads_on_the_hub(make_checkpoint, monkeypatch, tmp_path):
+    """The original's repositories hold no safetensors: pytorch_model.bin is asked for, once it is known for a head."""
+    head, asked = random_eagle3(make_checkpoint(), **TAPS), list[list[str]]()
+
+    def download(repo: str, allow_patterns: list[str], **_: object) -> str:
+        asked.append(allow_patterns)
+        for file in head.iterdir():
+            if any(fnmatch(file.name, pattern) for pattern in allow_patterns):
+                copy(file, tmp_path)
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert kind_of(find("owner/head")) == "eagle3" and (tmp_path / "pytorch_model.bin").is_file()
+    assert ["pytorch_model.bin" in patterns for patterns in asked[:2]] == [False, True]
 
 
 def test_the_layers_read(make_checkpoint):

