@@ -433,5 +433,5 @@ class Answer:
         self._closed = True
         for request in self.requests:
             self._engine.abort(request)
-        if all(request.finished for request in self.requests):
+        if self.ended:  # else the engine's thread forgets it, once it has told of the end
             self._llm._forget(self)

@@ -298,6 +298,30 @@ def test_leaving_and_cancelling_give_all_back(tiny_llm):
     llm.close()
 
 
+def test_who_leaves_between_two_steps_is_counted(tiny_llm, monkeypatch):
+    """`watch` is told of that end, too: by it /metrics counts what was aborted."""
+    told: list[Progress] = []
+    llm = AsyncLLM(tiny_llm, watch=told.extend)
+    hand_over = llm._hand_over
+
+    async def leave() -> None:
+        answer = await llm.start([(tiny_llm.encode(PROMPT), SamplingParams(max_tokens=2000, ignore_eos=True))])
+
+        def leaving(answers: list[Answer], began: float) -> None:
+            hand_over(answers, began)
+            answer.close()
+
+        monkeypatch.setattr(llm, "_hand_over", leaving)
+        deadline = time.monotonic() + 10
+        while not any(news.finished for news in told):
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+
+    run(leave())
+    released(tiny_llm)
+    llm.close()
+
+
 @pytest.mark.parametrize("name", ["max_queued_requests", "max_queued_tokens"])
 @pytest.mark.parametrize("bound", [-1, "x", 1.5, True])
 def test_bounds_of_the_queue_that_cannot_be(tiny_llm, name, bound):
