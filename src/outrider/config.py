@@ -22,10 +22,11 @@ ACCEPTANCE_METHODS = {  # what decides which drafted tokens stay (verify.py), an
 SCHEMES = {"int8": (8, 128, False), "int4": (4, 32, True)}
 # bits that a weight takes, its share of scale and offset included
 STORED = {scheme: bits + 16 * (1 + offset) / group for scheme, (bits, group, offset) in SCHEMES.items()}
-MOST_OUTPUTS, MOST_LOGPROBS, MOST_WORDS, MOST_PREDICTED = (
+MOST_OUTPUTS, MOST_LOGPROBS, MOST_WORDS, MOST_LETTERS, MOST_PREDICTED = (
     16384,
     1024,
     1024,
+    1000,
     2**20,
 )  # of one request: what is more would end in want of memory
 
@@ -344,6 +345,8 @@ class SamplingParams:
             raise ConfigError(f"bad_words must be words, not {brief(self.bad_words)}")
         if len(self.bad_words or ()) > MOST_WORDS:
             raise ConfigError(f"bad_words must be at most {MOST_WORDS}, not {len(self.bad_words or ())}")
+        if (longest := max(map(len, self.bad_words or ()), default=0)) > MOST_LETTERS:
+            raise ConfigError(f"bad_words has one of {longest} characters; at most {MOST_LETTERS}")
         if (text := self.prediction) is not None:
             if not isinstance(text, str) or not _is_unicode(text):
                 raise ConfigError(f"prediction must be a text or None, not {brief(text)}")

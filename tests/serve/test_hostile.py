@@ -56,7 +56,7 @@ def refused(answer: Any, status: int = 400, param: str | None = None) -> dict[st
         ("prompt", [1.5]), ("prompt", [[1], "a"]), ("prompt", [-1]), ("prompt", [10**9]), ("prompt", [True]),
         ("prompt", ["a"] * 1025), ("prompt", "\ud800"), ("echo", "yes"), ("guided_json", {}), ("use_beam_search", True),
         ("bad_words", "x"), ("bad_words", [""]), ("bad_words", ["\ud800"]), ("bad_words", [3]),
-        ("bad_words", ["x"] * 1025),
+        ("bad_words", ["x"] * 1025), ("bad_words", ["x" * 1001]),
         ("allowed_token_ids", []), ("allowed_token_ids", [10**9]), ("allowed_token_ids", [-1]),
         ("allowed_token_ids", "5"), ("allowed_token_ids", [True]), ("prompt_logprobs", -1), ("prompt_logprobs", 21),
         ("prompt_logprobs", True), ("prompt_logprobs", 1.5), ("deadline", 0), ("deadline", -1), ("deadline", "soon"),
