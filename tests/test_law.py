@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chi2, kstest
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from outrider import Draft, SamplingParams, sampling
 from outrider.config import Rule
@@ -272,6 +273,27 @@ def test_penalties(seed):
         check(fork, dice.choices(range(VOCAB), k=dice.randint(0, 2)))
         check(fork.fork(), [1])
         seq.tokens += dice.choices(range(VOCAB), k=dice.randint(0, 3))
+
+
+def test_biases_of_a_whole_vocabulary_are_added_at_once():
+    """Each alone would hold up whatever else is in the step; to the bit what each alone would be."""
+    dice, count = random.Random(3), 0
+    logits = torch.randn(1000, generator=torch.Generator().manual_seed(3)) * 9
+    bias = {i: dice.choice([dice.uniform(-100, 100), -math.inf, math.inf, 1e300, -1e300, 1e-46]) for i in range(1000)}
+    expected = logits.clone()
+    for token, by in bias.items():
+        expected[token] = (expected[token] + min(by, sampling.LARGEST)).clamp(max=sampling.LARGEST)
+
+    class Counted(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal count
+            count += 1
+            return func(*args, **(kwargs or {}))
+
+    seq = Sequence([1], SamplingParams(logit_bias=bias), 0)
+    with Counted():
+        found = [process(logits, Row(seq, path)) for path in ([], [2])]
+    assert all(torch.equal(each, expected) for each in found) and count < 30
 
 
 def test_processors_see_the_supposed_prefix_and_run_last():

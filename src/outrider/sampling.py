@@ -356,8 +356,9 @@ def process(logits: Tensor, row: Row) -> Tensor:
             by = max(p.repetition_penalty, SMALLEST)
             some = torch.where(some > 0, some / by, some * by).clamp(max=LARGEST)
         logits[ids] = some - (p.frequency_penalty * output + p.presence_penalty * (output > 0))
-    for token, bias in (p.logit_bias or {}).items():
-        logits[token] = (logits[token] + min(bias, LARGEST)).clamp(max=LARGEST)
+    if p.logit_bias:
+        ids, by = _biases(seq, logits)
+        logits[ids] = (logits[ids] + by).clamp(max=LARGEST).to(logits)
     if row.position - seq.prompt_len < p.min_tokens and seq.eos:
         logits[list(seq.eos)] = float("-inf")
     if p.allowed_token_ids is not None:
@@ -381,6 +382,16 @@ def _allowed(seq: Sequence, logits: Tensor) -> tuple[Tensor, Tensor]:
         every = sorted(set(seq.params.allowed_token_ids or ()))
         ids = seq.memory["allowed"] = torch.tensor(every, device=logits.device)
     return ids, logits[ids]
+
+
+def _biases(seq: Sequence, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The ids that a request biases, and by how much: all at once, for there may be one for each of a vocabulary."""
+    if (known := seq.memory.get("biases")) is None:
+        given = seq.params.logit_bias or {}
+        by = torch.tensor([min(bias, LARGEST) for bias in given.values()], dtype=torch.float32, device=logits.device)
+        known = seq.memory["biases"] = torch.tensor([*given], device=logits.device), by
+    ids, by = known
+    return ids, by
 
 
 def _custom(processor: LogitsProcessor, tokens: list[int], logits: Tensor) -> Tensor:
