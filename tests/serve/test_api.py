@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from outrider import LLM
+from outrider.serve.protocol import CompletionBody
 from tests.serve.conftest import Client
 
 PROMPT = "Once upon a time there was a little girl who"
@@ -425,6 +427,24 @@ def test_how_many_tokens_by_default(client, tiny_llm):
     prompts = [answer["choices"][0]["prompt_token_ids"] for answer in cut]
     assert prompts == [[102, 103, 104], [5, 6, 7], list(range(45, 105))]
     small.llm.close()
+
+
+def test_what_is_asked_is_read_once_and_off_the_loop(client, monkeypatch):
+    """A bias of each token for a thousand prompts would else hold all streams up for minutes."""
+    read, threads = CompletionBody.sampling, list[threading.Thread]()
+
+    def noted(*args: Any, **options: Any) -> Any:
+        threads.append(threading.current_thread())
+        return read(*args, **options)
+
+    monkeypatch.setattr(CompletionBody, "sampling", noted)
+    body = {"prompt": [[5, 6], [7, 8], [9], [6, 5]], "max_tokens": 2, "seed": 1, "logit_bias": {"300": 5}}
+    choices = client.complete(body)[0]["choices"]
+    expected = [
+        client.llm.llm.generate(ids, max_tokens=2, seed=1, logit_bias={300: 5})[0].text for ids in body["prompt"]
+    ]
+    assert [choice["text"] for choice in choices] == expected
+    assert len(threads) == 2 and threading.main_thread() not in threads
 
 
 def test_defaults_of_the_model(tiny_llm):

@@ -21,7 +21,7 @@ from starlette.routing import Match
 
 import outrider
 from outrider.async_llm import AsyncLLM, left
-from outrider.config import real
+from outrider.config import SamplingParams, real
 from outrider.errors import ConfigError, DeadlineExceeded, OutriderError, RequestTooLong, brief
 from outrider.serve.answers import Chat, Completion, Job, Reply
 from outrider.serve.http import OPEN, EventStream, Gate, Refusal, json_response, read, refusal, while_connected
@@ -197,23 +197,28 @@ class Server:
     ) -> Response:
         k, arrived = bound_of_drafts(body.speculative_config, self.llm.llm), time.perf_counter()
 
-        async def queue() -> Job:
-            prompts = [self._truncated(ids, body) for ids in await self.llm.off_loop(read_prompts)]
+        def asked() -> list[tuple[list[int], SamplingParams]]:
+            """In a thread, and once for all prompts of a length: a bias of each token of a vocabulary takes a while."""
+            prompts = [self._truncated(ids, body) for ids in read_prompts()]
             rooms = [self._room(ids) for ids in prompts]
-            params = [body.sampling(self.settings, room, logprobs, **more) for room in rooms]
+            known = {room: body.sampling(self.settings, room, logprobs, **more) for room in dict.fromkeys(rooms)}
+            return [(ids, known[room]) for ids, room in zip(prompts, rooms, strict=True)]
+
+        async def queue() -> Job:
             try:
+                made = await self.llm.off_loop(asked)
                 answer = await self.llm.start(
-                    list(zip(prompts, params, strict=True)), k=k, priority=body.priority or 0,
-                    deadline=left(body.deadline, arrived), cache_salt=body.cache_salt,
+                    made, k=k, priority=body.priority or 0, deadline=left(body.deadline, arrived),
+                    cache_salt=body.cache_salt,
                 )  # fmt: skip
             except ConfigError as error:
                 told = refusal(error)
                 if told.param == "structured_outputs" and told.param in more:
                     raise told.under("tools") from None
-                if told.param == "structured_outputs" and not body.structured_outputs:
+                if told.param == "structured_outputs" and body.structured_outputs is None:
                     raise told.under("response_format") from None
                 raise
-            state = request.scope["state"]
+            state, prompts = request.scope["state"], [ids for ids, _ in made]
             state["log"]["prompt_tokens"] = sum(map(len, prompts))
             head = {
                 "id": f"{kind}{state['request_id']}",
