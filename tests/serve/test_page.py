@@ -7,6 +7,7 @@ import os
 import random
 import re
 import shutil
+import subprocess
 from collections.abc import Iterator
 from typing import Any
 
@@ -48,6 +49,24 @@ def test_the_page_needs_nothing_from_elsewhere():
     policy = dict(part.split(" ", 1) for part in headers["Content-Security-Policy"].split("; "))
     assert policy["default-src"] == "'none'" and policy["connect-src"] == "'self'"
     assert policy["script-src"].count("sha256-") == 3 and "unsafe" not in headers["Content-Security-Policy"]
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="needs node")
+def test_a_key_of_any_letters_is_sent_as_the_server_reads_it():
+    """A header that holds other than bytes is refused by the browser, as if no server were there."""
+    script = served()[0].decode().split("<script>")[1].partition(f"// {64 * '-'} answers")[0]
+    code = f"""
+        globalThis.localStorage = {{ getItem: () => null }};
+        globalThis.fetch = async (address, options) => {{
+          console.log(Buffer.from(new Headers(options.headers).get("authorization"), "latin1").toString("utf8"));
+          return {{ ok: true }};
+        }};
+        const key = "s\u00e9cond-\u043a\u043b\u044e\u0447";
+        new Function("key", {json.dumps(script)} + "; settings.key = key; return call('v1/models');")(key)
+          .catch((error) => console.log(error.message));
+    """
+    found = subprocess.run(["node", "-e", code], capture_output=True, text=True, encoding="utf-8", timeout=60)
+    assert found.stdout == "Bearer s\u00e9cond-\u043a\u043b\u044e\u0447\n", found.stderr
 
 
 # ---------------------------------------------------------------- a server that answers by what it is asked
