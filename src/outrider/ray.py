@@ -242,7 +242,8 @@ class Words(LLM):
         self.runner: Any = SimpleNamespace(model=SimpleNamespace(config=source.config))
         self._speculative = SpeculativeConfig.of(plan.llm.get("speculative_config"))
         k = drafters.create(self._speculative).num_speculative_tokens
-        self.engine: Any = SimpleNamespace(max_len=plan.llm.get("max_model_len") or source.config.context, k=k)
+        most = plan.llm.get("max_model_len") or source.config.context
+        self.engine: Any = SimpleNamespace(max_len=most, longest=most, k=k)
 
 
 class Far:

@@ -447,6 +447,21 @@ def test_what_is_asked_is_read_once_and_off_the_loop(client, monkeypatch):
     assert len(threads) == 2 and threading.main_thread() not in threads
 
 
+@pytest.mark.parametrize("method", ["none", "draft_model"])
+def test_as_many_tokens_as_there_is_memory_for(tiny_llm, monkeypatch, method):
+    """A chat that says no number is not refused because the whole context would not fit."""
+    tiny_llm.speculative_config = None if method == "none" else {"method": method, "model": "tiny-draft"}
+    client, engine = Client(tiny_llm), tiny_llm.engine
+    monkeypatch.setattr(engine, "kv_memory", engine._kv_bytes(96))
+    chat: Any = {"messages": TALK, "ignore_eos": True, "seed": 1}
+    assert engine.longest == 96 and client.chat(chat)[0]["usage"]["total_tokens"] == 96
+    said = client.post("/v1/chat/completions", {**chat, "max_tokens": 96})
+    assert said.status_code == 400 and "kv_memory" in said.json()["error"]["message"]
+    over = client.post("/v1/chat/completions", {"messages": [{"role": "user", "content": PROMPT * 20}]})
+    assert over.status_code == 400 and "kv_memory" in over.json()["error"]["message"]
+    client.llm.close()
+
+
 def test_defaults_of_the_model(tiny_llm):
     given = {"temperature": 0.5, "top_k": 3, "max_tokens": 7}
     client = Client(tiny_llm, defaults=given)

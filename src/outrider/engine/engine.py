@@ -8,7 +8,7 @@ import os
 import secrets
 import threading
 import time
-from bisect import insort
+from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -288,6 +288,13 @@ class Engine:
                 f"{need} tokens of prompt and output need {size / 2**20:,.1f} MiB for keys and values, over the "
                 f"{self.kv_memory / 2**20:,.1f} MiB there are; lower max_tokens, shorten the prompt or raise kv_memory"
             )
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of prompt and output of a request: those of the context, if there is memory for them."""
+        if self._kv_bytes(self.max_len) <= self.kv_memory:
+            return self.max_len
+        return bisect_right(range(self.max_len), self.kv_memory, key=self._kv_bytes) - 1
 
     def _kv_bytes(self, tokens: int) -> int:
         return self.runner.kv.nbytes(tokens) + self.guard.kv_bytes(tokens)

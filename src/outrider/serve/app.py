@@ -200,7 +200,7 @@ class Server:
         def asked() -> list[tuple[list[int], SamplingParams]]:
             """In a thread, and once for all prompts of a length: a bias of each token of a vocabulary takes a while."""
             prompts = [self._truncated(ids, body) for ids in read_prompts()]
-            rooms = [self._room(ids) for ids in prompts]
+            rooms = [self._room(ids, body) for ids in prompts]
             known = {room: body.sampling(self.settings, room, logprobs, **more) for room in dict.fromkeys(rooms)}
             return [(ids, known[room]) for ids, room in zip(prompts, rooms, strict=True)]
 
@@ -255,13 +255,15 @@ class Server:
             own = self.settings.names[0]
             raise Refusal(404, f"the model {brief(model)} does not exist; this server has {own!r}", "model")
 
-    def _room(self, ids: list[int]) -> int:
+    def _room(self, ids: list[int], body: Sampled) -> int:
         most = self.llm.llm.engine.max_len
         if (room := most - len(ids)) < 1:
             raise RequestTooLong(
                 f"this model's maximum context length is {most} tokens, and the prompt has {len(ids)}; "
                 "leave room for one token"
             )
+        if body.most(self.settings.defaults.get("max_tokens")) is None:  # as many as there is memory for
+            return max(1, min(room, self.llm.llm.engine.longest - len(ids)))
         return room
 
     def _truncated(self, ids: list[int], body: Sampled) -> list[int]:
