@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -15,6 +16,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from outrider import LLM
+from outrider.serve import answers
 from outrider.serve.protocol import CompletionBody
 from tests.serve.conftest import Client
 
@@ -178,6 +180,20 @@ def test_a_predicted_output(tiny_llm):
     assert details["accepted_prediction_tokens"] > 30 and "completion_tokens_details" not in plain["usage"]
     assert client.chat({"messages": TALK, "prediction": {"type": "content", "content": "take"}})[0]["choices"]
     client.llm.close()
+
+
+def test_what_became_of_a_prediction_is_in_the_output(tiny_llm):
+    """Behind --replicas the engine's own requests are in another process."""
+    tiny_llm.speculative_config = {"method": "suffix"}
+    text = tiny_llm.generate(PROMPT, max_tokens=40, temperature=0)[0].text
+    output = tiny_llm.generate(PROMPT, max_tokens=40, temperature=0, prediction=text)[0]
+    far = SimpleNamespace(requests=[SimpleNamespace(cached=0, prompt_logprobs=None)])  # as FarAnswer's
+    body = CompletionBody(prompt=PROMPT, prediction=text)
+    reply = answers.Completion(answers.Job(body, far, {}, None, [output.prompt_token_ids], {}), None)
+    reply.outputs = [output]
+    details, spec = reply.usage(40)["completion_tokens_details"], output.metrics["speculative_decoding"]
+    assert details["accepted_prediction_tokens"] == spec["num_accepted_draft_tokens"] > 30
+    assert sum(details.values()) == spec["num_draft_tokens"]
 
 
 def test_frames_of_a_chat(client):

@@ -115,8 +115,9 @@ class Reply:
             "prompt_tokens_details": {"cached_tokens": cached},
         }
         if self.body.prediction is not None:  # of all that was drafted: nobody asks whether the prediction said it
-            drafted = sum(sum(request.seq.metrics.drafted) for request in requests)
-            accepted = sum(sum(request.seq.metrics.accepted) for request in requests)
+            specs = [output.metrics["speculative_decoding"] for output in self.outputs]  # engines may be elsewhere
+            drafted = sum(spec["num_draft_tokens"] for spec in specs)
+            accepted = sum(spec["num_accepted_draft_tokens"] for spec in specs)
             usage["completion_tokens_details"] = {
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": drafted - accepted,
