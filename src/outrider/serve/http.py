@@ -87,7 +87,7 @@ def refusal(error: BaseException) -> Refusal:
     if isinstance(error, EngineError):
         return Refusal(503, str(error), retry_after="5")
     if isinstance(error, (ConfigError, RequestError)):
-        name = str(error).partition(" ")[0].rstrip(":")
+        name = str(error).partition(" ")[0].rstrip(":").partition("=")[0]
         return Refusal(400, str(error), name if name in PARAMETERS else None)
     if isinstance(error, HTTPException):
         what = {404: "no such route", 405: "this route has no such method"}
