@@ -176,6 +176,8 @@ def test_build_reads_what_there_is(tmp_path, tokenizer):
     (tmp_path / "lines.jsonl").write_text('{"body": "B.", "text": "T."}\n')
     heard: list[tuple[str, int, int]] = []
     assert built("lines.jsonl", field="body", progress=lambda *call: heard.append(call)) == ["B."]
+    (tmp_path / "halves.jsonl").write_text('{"text": "a \\ud800 b \\ud83d\\ude00"}\n')
+    assert built("halves.jsonl") == ["a \ufffd b \U0001f600"]
     assert heard and all(0 <= done <= total for _, done, total in heard)
 
 

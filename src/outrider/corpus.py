@@ -113,6 +113,11 @@ def archived(path: Path) -> Iterator[str]:
                 yield file.read().decode()
 
 
+def mended(text: str) -> str:
+    """The text with U+FFFD for halves of characters, which JSON can say and no tokenizer reads."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def _field(line: str, field: str | None, where: str) -> str:
     try:
         entry = json.loads(line)
@@ -120,7 +125,7 @@ def _field(line: str, field: str | None, where: str) -> str:
         raise ConfigError(f"{where} is not JSON: {error}") from None
     for names in [[field]] if field else FIELDS:
         if isinstance(entry, dict) and all(isinstance(entry.get(name), str) for name in names):
-            return "".join(entry[name] for name in names)
+            return mended("".join(entry[name] for name in names))
     has = f"has {', '.join(entry)}" if isinstance(entry, dict) else "is no object"
     wanted = repr(field) if field else "'text' or 'content', or strings 'prompt' and 'completion'"
     raise ConfigError(f"{where} {has}, and no text as a string {wanted}; choose --field")

@@ -121,7 +121,9 @@ def test_missing_and_damaged_data(data: Path, tmp_path: Path) -> None:
             (tmp_path / file).write_bytes(content)
             with pytest.raises(ConfigError, match=f"{file} is damaged"):
                 load_suite(name, 1, tmp_path)
-    for line in ('{"turns": []}', '{"turn": ["?"]}', "[]", "{"):
+    (tmp_path / "questions.jsonl").write_text('{"turns": ["one\u2028two"]}\n\n', "utf-8")
+    assert load_suite("spec-bench", 1, file=tmp_path / "questions.jsonl").prompts == ["one\u2028two"]
+    for line in ('{"turns": []}', '{"turn": ["?"]}', "[]", "{", "[" * 10**5):
         (tmp_path / "questions.jsonl").write_text(line)
         with pytest.raises(ConfigError, match=r"questions\.jsonl is damaged or not what"):
             load_suite("spec-bench", 1, file=tmp_path / "questions.jsonl")

@@ -224,11 +224,11 @@ def test_answers_without_text_have_no_first_token() -> None:
 
 def test_prompts_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "asked.jsonl"
-    lines = [{"prompt": "one"}, {"turns": ["two", "more"]}, {"messages": [{"role": "user", "content": "three"}]}]
-    file.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    lines = [{"prompt": "one\u2028"}, {"turns": ["two", "more"]}, {"messages": [{"role": "user", "content": "three"}]}]
+    file.write_text("\n".join(json.dumps(line, ensure_ascii=False) for line in lines) + "\n\n", "utf-8")
     with Fake(good) as fake:
         (row,) = measured(fake, file=file, levels=[Level(1)], requests=4)
-        assert [b["messages"][-1]["content"] for b in fake.bodies] == ["one", "two", "three", "one"]
+        assert [b["messages"][-1]["content"] for b in fake.bodies] == ["one\u2028", "two", "three", "one\u2028"]
         assert row.source == "asked.jsonl" and row.prompts == 3
         with pytest.raises(ConfigError, match="has messages, which are for --endpoint chat"):
             measured(fake, file=file, endpoint="completions")
@@ -241,7 +241,7 @@ def test_prompts_from_a_file(tmp_path: Path) -> None:
             file.write_text('{"prompt": "one"}\n' + wrong)
             with pytest.raises(ConfigError, match="line 2 has no `prompt`"):
                 measured(fake, file=file)
-        for wrong in ("", "{"):
+        for wrong in ("", "{", "[" * 10**5):
             file.write_text(wrong)
             with pytest.raises(ConfigError, match=r"asked.jsonl (has no prompts|is not readable as JSON lines)"):
                 measured(fake, file=file)

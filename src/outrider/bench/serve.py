@@ -172,8 +172,8 @@ def prompts(s: Settings) -> tuple[str, list[Any]]:
         chosen = [suite.prompts[i * len(suite.prompts) // need] for i in range(need)]
         return f"{s.suite} ({suite.source})", list(chosen)
     try:
-        lines = [json.loads(line) for line in s.file.read_text("utf-8").splitlines() if line.strip()]
-    except (OSError, ValueError) as error:
+        lines = [json.loads(line) for line in s.file.read_text("utf-8").split("\n") if line.strip()]
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{s.file} is not readable as JSON lines: {error}") from None
     found = [_asked(line, f"{s.file}, line {i}") for i, line in enumerate(lines, 1)][: s.prompts or s.asks]
     if not found:

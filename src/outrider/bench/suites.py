@@ -21,7 +21,8 @@ import outrider
 from outrider.errors import ConfigError
 
 PASSAGE_WORDS, PASSAGES_PER_BOOK = 300, 40
-DAMAGED = (OSError, EOFError, lzma.LZMAError, zlib.error, tarfile.TarError, LookupError, TypeError, ValueError)
+DAMAGED = (OSError, EOFError, lzma.LZMAError, zlib.error, tarfile.TarError, LookupError, TypeError, ValueError,
+           RecursionError)  # fmt: skip
 MT_BENCH = ("writing", "roleplay", "reasoning", "extraction", "stem", "humanities")  # less its code and maths
 OPENING = re.compile(r"(\S+\s+){39}\S+")  # 40 words
 OPENINGS = [
@@ -227,8 +228,13 @@ def _stories(path: Path) -> list[str]:
     return [opening[0] for story in late if (opening := OPENING.match(story.strip()))]
 
 
+def _entries(path: Path) -> list[Any]:
+    """Of JSON lines, in whose strings others of Unicode's line ends may stand."""
+    return [json.loads(line) for line in _text(path).split("\n") if line.strip()]
+
+
 def _code(path: Path) -> list[str]:
-    return [str(json.loads(line)["prompt"]) for line in _text(path).splitlines()]
+    return [str(entry["prompt"]) for entry in _entries(path)]
 
 
 def _passages(path: Path) -> list[str]:
@@ -243,8 +249,7 @@ def _passages(path: Path) -> list[str]:
 
 def _questions(path: Path, *kinds: str) -> list[str]:
     """First turns of Spec-Bench's questions, of some categories or of all."""
-    entries = [json.loads(line) for line in _text(path).splitlines()]
-    return [str(entry["turns"][0]) for entry in entries if not kinds or entry["category"] in kinds]
+    return [str(entry["turns"][0]) for entry in _entries(path) if not kinds or entry["category"] in kinds]
 
 
 def _chat(path: Path) -> list[str]:
@@ -256,7 +261,7 @@ def _summaries(path: Path) -> list[str]:
 
 
 def _sums(path: Path) -> list[str]:
-    return [str(json.loads(line)["question"]) for line in _text(path).splitlines()]
+    return [str(entry["question"]) for entry in _entries(path)]
 
 
 KINDS = ("chat", "code", "edit", "summarise")  # of `mixed`

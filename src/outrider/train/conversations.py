@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.config import SamplingParams
-from outrider.corpus import SAID
+from outrider.corpus import SAID, mended
 from outrider.errors import ConfigError
 from outrider.llm import LLM
 from outrider.train.settings import ConversationSettings as Settings
@@ -60,16 +60,23 @@ def read_prompts(paths: list[Path]) -> list[str]:
     found = []
     for path in paths:
         try:
-            lines = path.read_text("utf-8").splitlines()
+            lines = path.read_text("utf-8").split("\n")  # others of Unicode's line ends may stand in a JSON string
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} cannot be read: {error}") from None
         for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
             try:
                 entry = json.loads(line)
                 given = next(entry[name] for name in FIELDS if name in entry)
-                found.append(given if isinstance(given, str) else str(given[0]))
+                given = given[0] if isinstance(given, list) else given
+                if not isinstance(given, str):
+                    raise TypeError
             except (ValueError, TypeError, StopIteration, IndexError, RecursionError):
-                raise ConfigError(f"{path}:{number} is no JSON object with one of {', '.join(FIELDS)}") from None
+                raise ConfigError(
+                    f"{path}:{number} is no JSON object with text in one of {', '.join(FIELDS)}"
+                ) from None
+            found.append(mended(given))
     if paths and not found:
         raise ConfigError(f"there is no prompt in {', '.join(map(str, paths))}")
     return found
