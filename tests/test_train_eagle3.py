@@ -226,6 +226,17 @@ def test_prompts_of_many_files(tmp_path):
             read_prompts([tmp_path / f"{name}.jsonl"])
 
 
+def test_prompts_that_are_all_too_long_are_told(chatty, tmp_path):
+    short = LLM("tiny", device="cpu", dtype="float32", max_num_seqs=4, max_model_len=256)
+    short.tokenizer.chat_template = TEMPLATE
+    for llm, prompt, settings in [
+        (chatty, "long " * 3000, ConversationSettings(model="tiny", own=0, max_tokens=8)),
+        (short, "Why?", ConversationSettings(model="tiny", own=0, max_tokens=999)),
+    ]:
+        with pytest.raises(ConfigError, match="200 prompts in a row are too long"):
+            write(tmp_path / "said.jsonl", 10, settings, [prompt], llm=llm)
+
+
 def test_what_is_no_conversation_is_not_cut_short(chatty, tmp_path):
     for text in ("a line without an end", "one\ntwo", '{"other": 1', '{"p": [1], "o": [2]}\n{"q"', "[" * 10**5 + "\n"):
         (tmp_path / "mine").write_text(text)

@@ -25,6 +25,7 @@ HINTS = (
     "", "", "", "Write a", "How do I", "What is", "Explain", "Can you", "Give me", "I need help with", "Create a",
     "Tell me about", "Why", "Compare", "Solve", "Translate", "Calculate", "Imagine",
 )  # fmt: skip  # how some users' turns begin, or they would be alike
+PATIENCE = 200  # prompts in a row that are too long
 QUESTION, LONGEST = 192, 600  # tokens that the target may give a user's turn, and a question with what was before it
 
 
@@ -100,6 +101,7 @@ def write(
     done, count = _resume(output)
     dice = random.Random(f"{s.seed}/{count}")
     live: dict[int, tuple[str, float]] = {}
+    refused = 0  # since the last answer was begun
 
     def ask(ids: list[int]) -> None:
         add("question", ids, 1.0, QUESTION)
@@ -108,10 +110,17 @@ def write(
         add("answer", ids, dice.choice(s.temperatures), dice.choice([s.max_tokens, -(-s.max_tokens // 2)]))
 
     def add(kind: str, ids: list[int], temperature: float, most: int) -> None:
+        nonlocal refused
         if len(ids) <= s.longest and len(ids) + most <= engine.max_len:
             params = SamplingParams(temperature=temperature, max_tokens=most, seed=dice.getrandbits(62))
             (request,) = engine.add(ids, params)
             live[request.seq.id] = kind, temperature
+            refused = 0 if kind == "answer" else refused
+        elif (refused := refused + 1) == PATIENCE:  # it would go on for ever
+            raise ConfigError(
+                f"{refused} prompts in a row are too long: {s.longest} tokens are read, and {engine.max_len} with the "
+                f"answer's {s.max_tokens}; give shorter ones, or a lower max_tokens"
+            )
 
     with open(output, "a", encoding="utf-8") as file:
         while done < tokens:
