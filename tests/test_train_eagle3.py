@@ -145,6 +145,22 @@ def test_lines_that_come_later_are_read(llm, said, tmp_path):
     assert path and sum(Batch.load(path).lengths) == len(Batch.load(path).ids) > 100
 
 
+def test_what_a_killed_run_has_read_since_its_state_is_read_again(llm, said, tmp_path):
+    """Not twice; and not by a run of other settings."""
+    trainer = Trainer([said], tmp_path / "run", SMALL, llm=llm)  # killed before its first state
+    begun = len(list(trainer.states.glob("batch-*")))
+    again = Trainer([said], tmp_path / "run", Eagle3Settings(**{**vars(SMALL), "taps": (1,)}), llm=llm)
+    assert len(list(again.states.glob("batch-*"))) == begun and list(again.run(0.0001))
+    kept = sorted(again.states.glob("batch-*"))
+    path = again.fresh()
+    assert path
+    ids = Batch.load(path).ids
+    again = Trainer([said], tmp_path / "run", again.settings, llm=llm)
+    assert sorted(again.states.glob("batch-*")) == kept
+    path = again.fresh()
+    assert path and torch.equal(Batch.load(path).ids, ids)
+
+
 def test_what_cannot_be_is_said(llm, said, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"p": [1], "o": [999, 1, 1, 1, 1]}\n')
     (tmp_path / "empty.jsonl").write_text("")
@@ -162,6 +178,8 @@ def test_what_cannot_be_is_said(llm, said, tmp_path):
     ]:
         with pytest.raises(ConfigError, match=says):
             Trainer([data], tmp_path / "run", settings, llm=llm)
+    with pytest.raises(ConfigError, match="cannot be a folder"):
+        Trainer([said], said, SMALL, llm=llm)
     for options in ({"depth": 0}, {"lr": 2.0}, {"length": 3}, {"vocab": 0}, {"heads": -1}, {"taps": (-1,)}):
         with pytest.raises(ConfigError):
             Eagle3Settings(**options)

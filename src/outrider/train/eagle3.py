@@ -180,7 +180,7 @@ class Trainer(heads.Trainer):
 
     def _begin(self) -> None:
         super()._begin()
-        found = [Batch.load(path) for path in sorted(self.states.glob("batch-*.safetensors"))]
+        found = [Batch.load(path) for path in self._batches()]
         while sum(len(batch.ids) for batch in found) < self.settings.first and (path := self.fresh()):
             found.append(Batch.load(path))
         self.head.fit(found)

@@ -57,10 +57,9 @@ class Batch:
 
     def save(self, path: Path) -> None:
         """Write it, whole or not at all."""
-        new = path.with_suffix(".new")
         named = {"ids": self.ids, "taps": self.taps, "last": self.last}
-        save_file({**named, "lengths": torch.tensor(self.lengths), "starts": torch.tensor(self.starts)}, new)
-        new.replace(path)
+        with replacing(path) as partial:
+            save_file({**named, "lengths": torch.tensor(self.lengths), "starts": torch.tensor(self.starts)}, partial)
 
     @staticmethod
     def load(path: Path) -> Batch:
@@ -208,7 +207,7 @@ class Trainer:
         self.head = self.kind(self.llm, s)
         self.rows = self.llm.runner.tap((*self.head.taps, NORMED))
         self.states = output / "states"
-        self.states.mkdir(parents=True, exist_ok=True)
+        make_folder(self.states, "output")
         named = [(name, p) for name, p in self.head.named_parameters() if name != "lm_head.weight"]
         self.muon = torch.optim.Muon(
             [p for _, p in named if p.ndim == 2], lr=2 * s.lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"
@@ -222,10 +221,13 @@ class Trainer:
         self.seconds = 0.0
         self.visits: dict[str, int] = {}  # of each batch
         self.taken: dict[str, int] = {}  # lines of each file that were read
+        begun = (output / "state.pt").is_file()
+        batches = self._resume() if begun else 0
+        # What was read since the state was kept: its lines come again. Before the first, it may be another model's.
+        for path in [*self._batches()[batches:], *([] if begun else self.states.glob("held.safetensors"))]:
+            path.unlink()
         self.held = self._hold_out()
-        if (output / "state.pt").is_file():
-            self._resume()
-        else:
+        if not begun:
             self._begin()
         self.own = own_head(self.llm)[self.head.tokens].bfloat16()
 
@@ -234,7 +236,7 @@ class Trainer:
         began, last, losses = time.time() - self.seconds, time.time(), list[float]()
         dice = random.Random(f"{self.settings.seed}/{self.counts['steps']}")
         while (share := (time.time() - began) / (60 * minutes)) < 1:
-            batches = sorted(self.states.glob("batch-*.safetensors"))
+            batches = self._batches()
             due = [path for path in batches if self.visits.get(path.name, 0) < self.settings.replay]
             path = self.fresh() if len(due) < 3 else None
             batch = Batch.load(path := path or dice.choice(due or batches))
@@ -302,10 +304,14 @@ class Trainer:
                 break
         if size < s.batch:
             return None
-        path = self.states / f"batch-{len(list(self.states.glob('batch-*.safetensors'))):05d}.safetensors"
+        path = self.states / f"batch-{len(self._batches()):05d}.safetensors"
         self.read(found).save(path)
         self.taken = taken
         return path
+
+    def _batches(self) -> list[Path]:
+        """What was read, in the order in which it was."""
+        return sorted(self.states.glob("batch-*.safetensors"))
 
     def _cut(self, p: list[int], o: list[int]) -> tuple[list[int], int, int]:
         """A conversation as `read` wants it."""
@@ -378,7 +384,7 @@ class Trainer:
         state = {
             "settings": asdict(self.settings), "head": self.head.state_dict(), "muon": self.muon.state_dict(),
             "adam": self.adam.state_dict(), "counts": self.counts, "seconds": self.seconds, "visits": self.visits,
-            "taken": self.taken,
+            "taken": self.taken, "batches": len(self._batches()),
         }  # fmt: skip
         with replacing(self.output / "state.pt") as partial:
             torch.save(state, partial)
@@ -386,7 +392,8 @@ class Trainer:
             log.write(json.dumps(line) + "\n")
         return line
 
-    def _resume(self) -> None:
+    def _resume(self) -> int:
+        """Go on from the state; returns how many batches had been read when it was kept."""
         path, now = self.output / "state.pt", asdict(self.settings)
         try:
             check_zip(path)
@@ -398,12 +405,14 @@ class Trainer:
                 self.adam.load_state_dict(state["adam"])
                 self.counts, self.seconds = state["counts"], state["seconds"]
                 self.visits, self.taken = state["visits"], state["taken"]
+                batches = int(state.get("batches", len(self._batches())))
         except Exception as error:  # a damaged file is unpacked, unpickled and applied by others
             raise CheckpointError(
                 f"{path} is damaged ({told(error)}); remove it and train from the beginning"
             ) from None
         if differs:
             raise ConfigError(f"{self.output} was begun with {differs[0]} {begun.get(differs[0])}; go on with the same")
+        return batches
 
     def export(self, folder: Path) -> None:
         """Write the head in its method's layout, in bfloat16, with a card that has the curve."""
