@@ -132,6 +132,18 @@ def test_a_damaged_state_is_seen(trained, llm, said):
         path.write_bytes(good)
 
 
+def test_a_line_of_the_log_that_was_cut_short_is_left_out(trained, tmp_path):
+    trainer, lines = trained
+    log = trainer.output / "log.jsonl"
+    good = log.read_text()
+    try:
+        log.write_text('{"steps": 8, "tok' + good)
+        trainer.export(tmp_path / "head")
+    finally:
+        log.write_text(good)
+    assert f"| {lines[-1]['tokens']:,} |" in (tmp_path / "head" / "README.md").read_text()
+
+
 def test_lines_that_come_later_are_read(llm, said, tmp_path):
     lines = said.read_text().splitlines(keepends=True)
     growing = tmp_path / "said.jsonl"

@@ -19,6 +19,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -428,7 +429,10 @@ class Trainer:
         }  # fmt: skip
         write_text(folder / "config.json", json.dumps(config, indent=1) + "\n")
         log = self.output / "log.jsonl"
-        lines = [json.loads(line) for line in log.read_text("utf-8").splitlines()] if log.exists() else []
+        lines = list[dict[str, Any]]()
+        for text in log.read_text("utf-8").splitlines() if log.exists() else ():
+            with suppress(ValueError):  # a full disk may have cut one short
+                lines.append(json.loads(text))
         rows = "".join(
             f"| {line['tokens']:,} | {line['read']:,} | {line['loss']:.2f} | "
             f"{', '.join(f'{share:.1%}' for share in line['right'])} | {line['tokens_a_forward']:.2f} |\n"
