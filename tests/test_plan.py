@@ -223,6 +223,19 @@ def test_the_command_measures_here(capsys, monkeypatch, tmp_path):
     assert code == 0 and "ngram k=4" in out and "within 15 %" in out
 
 
+def test_options_that_would_not_be_read_are_refused(capsys, monkeypatch, tmp_path):
+    (file := tmp_path / "results.jsonl").write_text(line())
+    for flags, message in [
+        (["--published", "--device", "h100"], "--published stands alone: leave --device out"),
+        (["--ranks", "2", "--output", "x.png"], "--ranks stands alone but for --model: leave --output out"),
+        (["--against", str(file), "--device", "h100", "--batch", "8", "--suite", "code"], "leave --batch, --suite out"),
+    ]:
+        code, out, err = run(capsys, monkeypatch, *flags)
+        assert code == 2 and message in err and not out
+    code, out, _ = run(capsys, monkeypatch, "--model", "tiny", "--device", "h100", "--suite", "chat, code", "--json")
+    assert code == 0 and {json.loads(text)["suite"] for text in out.splitlines()} == {"chat", "code"}
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

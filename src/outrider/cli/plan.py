@@ -40,6 +40,7 @@ COUNTED = "counted_collectives", "counted_bytes"
 
 
 def plan(
+    asked: typer.Context,
     model: Model = "smollm2",
     *,
     device: Annotated[str, typer.Option(help="`here`: measured now; or one of a table, such as h100 or epyc-9654.")] = (
@@ -70,8 +71,7 @@ def plan(
     if draft is not None and not draft.strip():
         raise ConfigError("--draft is empty; give a folder, a hub id or an embedded model, or leave it out")
     if published:
-        if against is not None or output is not None or ranks is not None:
-            raise ConfigError("--published stands alone: leave --against, --output and --ranks out")
+        _alone(asked, "published")
         theirs = [
             Miss(f"{p.where}, {p.context} tokens, {p.batch} at a time, k = {p.k}", p.speedup, p.predicted())
             for p in seeds()
@@ -80,7 +80,12 @@ def plan(
         return
     from outrider.load import open_source
 
-    contexts, batches, suites = read_ints(context, "--context"), read_ints(batch, "--batch"), suite.split(",")
+    if ranks is not None:
+        _alone(asked, "ranks", "model")
+    elif against is not None:
+        _alone(asked, "against", "model", "device", "context", "draft", "quantization")
+    contexts, batches = read_ints(context, "--context"), read_ints(batch, "--batch")
+    suites = [name.strip() for name in suite.split(",")]
     if bad := [name for name in suites if name not in SUITES]:
         raise ConfigError(f"--suite {bad[0]!r} is unknown; valid: {', '.join(SUITES)}")
     if device != "here" and device not in DEVICES:
@@ -121,6 +126,15 @@ def plan(
             console.print(_table(name, [p for p in found if p.suite == name], planner))
     if output is not None:
         _plot(found, output)
+
+
+def _alone(asked: typer.Context, flag: str, *besides: str) -> None:
+    """Raises ConfigError if options are given that are not read with this one."""
+    sources: dict[str, Any] = {name: asked.get_parameter_source(name) for name in asked.params}
+    given = [name for name, source in sources.items() if source.name == "COMMANDLINE"]
+    if extra := [f"--{name}" for name in given if name not in (flag, "as_json", *besides)]:
+        beside = f" but for {', '.join(f'--{name}' for name in besides)}" if besides else ""
+        raise ConfigError(f"--{flag} stands alone{beside}: leave {', '.join(extra)} out")
 
 
 def _traffic(model: str, sizes: list[int], as_json: bool) -> None:
