@@ -197,3 +197,20 @@ def test_impossible_options(given_drafters, why):
         drafters.create(SpeculativeConfig("merge", options=options))
     nested = {"method": "merge", "drafters": [{"method": "merge", "drafters": [{"method": "ngram"}]}]}
     assert drafters.create(SpeculativeConfig.of(nested)).parts[0].parts[0].name == "ngram"
+
+
+def test_parents_in_a_ring_switch_the_drafter_off(random_llm):
+    """Nobody has checked what a part of a merge gives: a path through such a draft would have no end."""
+    expected = random_llm.generate([1, 2, 3], GREEDY)[0].token_ids
+    merge = drafters.create(SpeculativeConfig.of({"method": "merge", "drafters": [{"method": "ngram"}]}))
+
+    def changed(seq, k):
+        draft = Draft.chain([1, 2])
+        draft.parents[:] = [1, 0]
+        return draft
+
+    merge.parts = [ScriptedDrafter(changed), ScriptedDrafter(lambda seq, k: Draft.chain([3]))]
+    use(random_llm, merge)
+    (output,) = random_llm.generate([1, 2, 3], GREEDY)
+    assert output.token_ids == expected and "before their children" in output.metrics["drafter_error"]
+    assert_released(random_llm)

@@ -15,6 +15,7 @@ Riders, which no verification pays for, are not counted in the budget.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -52,6 +53,8 @@ class Merge(Drafter):
     def propose(self, seqs: list[Sequence], k: int) -> list[Draft]:
         """All drafters' guesses in one tree per sequence, of at most k nodes and the riders."""
         guesses = [part.propose(seqs, min(k, part.num_speculative_tokens)) for part in self.parts]
+        for guess in itertools.chain(*guesses):
+            guess.__post_init__()  # it may have been changed since it was made: parents in a ring lead nowhere
         for i, seq in enumerate(seqs):
             draft, where = Draft.merge([own[i].clip(seq.room - 1, self.vocab) for own in guesses], k)
             parts = reversed([*zip(self.parts, where, strict=True)])  # what several guessed is the first one's
