@@ -17,6 +17,7 @@ import torch
 from helpers import ScriptedDrafter, assert_released, oracle, run, use
 
 from outrider import LLM, Draft, SamplingParams, speculate
+from outrider.drafters.cascade import Cascade
 from outrider.engine import Engine, engine
 from outrider.errors import (
     ConfigError,
@@ -441,6 +442,33 @@ def test_a_failing_drafter_is_switched_off(random_llm, caplog, where):
     assert "scripted" in record.getMessage() and "out of ideas" in record.getMessage()
     random_llm.speculative_config = {"method": "ngram"}
     assert random_llm.generate(PROMPTS[0], SAMPLED)[0].metrics["drafter_error"] is None
+
+
+@pytest.mark.parametrize("where", ["propose", "observe", "wrong drafts"])
+def test_a_failing_drafter_inside_another_is_switched_off(random_llm, caplog, where):
+    expected = alone(random_llm)
+    cascade = Cascade(view="streaming:budget=64")
+    error, wrong = RuntimeError("out of ideas"), where == "wrong drafts"
+    cascade.inner = Broken(where, error, lambda seq, k: Draft([1, 1], [-1, 0], trust=[0.5] * (1 if wrong else 2)))
+    cascade.attach(random_llm.runner, pytest.fail)
+    use(random_llm, cascade)
+    with caplog.at_level(logging.WARNING):
+        outputs = random_llm.generate(PROMPTS, SAMPLED)
+    assert [o.token_ids for o in outputs] == expected
+    assert_released(random_llm)
+    for said in [caplog.text, *(o.metrics["drafter_error"] for o in outputs)]:
+        assert "drafter scripted" in said and ("trust is a list" if wrong else "RuntimeError: out of ideas") in said
+
+
+def test_memory_that_runs_out_inside_another_drafter_switches_nothing_off(random_llm):
+    expected = alone(random_llm)
+    cascade = Cascade(view="streaming:budget=64")
+    cascade.inner = Broken("propose", OutOfMemory("no keys left"), lambda seq, k: Draft.chain([1]))
+    cascade.attach(random_llm.runner, pytest.fail)
+    use(random_llm, cascade)
+    outputs = random_llm.generate(PROMPTS, SAMPLED)
+    assert [o.token_ids for o in outputs] == expected
+    assert [o.metrics["drafter_error"] for o in outputs] == [None] * len(PROMPTS)
 
 
 @pytest.mark.parametrize("wrong", [lambda seqs: [], lambda seqs: None, lambda seqs: ["x" for _ in seqs]])

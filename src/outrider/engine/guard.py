@@ -6,7 +6,7 @@ import logging
 from contextlib import suppress
 
 from outrider.draft import Draft, Verdict
-from outrider.errors import OutriderError, told
+from outrider.errors import DrafterError, OutriderError, told
 from outrider.runner import Output
 from outrider.sequence import Sequence
 from outrider.speculate import Drafter
@@ -78,7 +78,11 @@ class Guard(Drafter):
 
     def _blame(self, error: Exception, seqs: list[Sequence]) -> None:
         """Switch it off, if what it raised is its own fault."""
-        if not isinstance(error, OutriderError) and not any(seq.params.logits_processors for seq in seqs):
+        cause: BaseException = error
+        while isinstance(cause, DrafterError) and cause.__cause__:  # of one inside another: what went wrong there
+            cause = cause.__cause__
+        own = isinstance(cause, DrafterError) or not isinstance(cause, OutriderError)
+        if own and not any(seq.params.logits_processors for seq in seqs):
             self._switch_off(error, seqs)
 
     def _switch_off(self, error: Exception, seqs: list[Sequence]) -> None:
