@@ -471,6 +471,32 @@ def test_memory_that_runs_out_inside_another_drafter_switches_nothing_off(random
     assert [o.metrics["drafter_error"] for o in outputs] == [None] * len(PROMPTS)
 
 
+class Vandal(ScriptedDrafter):
+    """Changes all that it has given away or is shown."""
+
+    def propose(self, seqs, k):
+        self.drafts = super().propose(seqs, k)
+        for draft in self.drafts:
+            draft.by = ["me"] * len(draft)
+        return self.drafts
+
+    def observe(self, seqs, verdicts, output):
+        for verdict in verdicts:
+            verdict.path.clear()
+            verdict.tokens.append(5)
+        for draft in self.drafts:
+            for own in (draft.tokens, draft.parents, draft.by):
+                own[:] = own[:1]
+
+
+def test_a_drafter_may_change_its_drafts_behind_a_step(random_llm):
+    expected = alone(random_llm)
+    use(random_llm, Vandal(oracle(dict(zip(map(tuple, PROMPTS), expected, strict=True)))))
+    outputs = random_llm.generate(PROMPTS, SAMPLED)
+    assert [o.token_ids for o in outputs] == expected
+    assert {by for o in outputs for by in o.drafted_by} == {"me", None}
+
+
 @pytest.mark.parametrize("wrong", [lambda seqs: [], lambda seqs: None, lambda seqs: ["x" for _ in seqs]])
 def test_wrong_drafts_end_in_an_error_that_names_the_drafter(random_llm, wrong):
     drafter = ScriptedDrafter(lambda seq, k: Draft())

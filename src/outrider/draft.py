@@ -161,7 +161,7 @@ class Verdict:
     drafted: int = 0  # nodes that could have been accepted
     chain: bool = True  # whether each followed the one before it
     forced: frozenset[int] = frozenset()  # nodes that the request's grammar put into the draft
-    by: list[str] | None = None  # per node, who guessed it, where the drafter asked others
+    by: tuple[str, ...] | None = None  # per node, who guessed it, where the drafter asked others
     logprobs: list[Logprob] = field(default_factory=list)  # per emitted token, if the request asks
     error: OutriderError | None = None
 

@@ -122,7 +122,8 @@ def step(
     runner.commit(seqs, output, verdicts)
     verified = time.perf_counter()
     for seq, draft, verdict in zip(seqs, drafts, verdicts, strict=True):
-        verdict.forced, verdict.by = draft.forced, draft.by
+        verdict.forced = draft.forced
+        verdict.by = None if draft.by is None else tuple(draft.by)  # the list is the drafter's, who may change it
         if verdict.path and not runner.follows_paths and verdict.path != list(range(len(verdict.path))):
             seq.branched = True
         if (taken := seq.accept(verdict.tokens)) < len(verdict.tokens):
