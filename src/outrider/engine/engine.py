@@ -435,11 +435,11 @@ class Engine:
             read = sum(reading.values()) + sum([lacking[r] for r in through]) - len(through)
             if times.rows or (not through and times.target):  # not a step that failed
                 self.pace.learn(times.rows + read, read, times.target)
-            if self._backlog:
-                self._report()
             now = time.perf_counter()
             for request, verdict in news:
                 self._account(request, verdict, times, now)
+            if self._backlog:  # last: what is called there may raise
+                self._report()
             return [(request, verdict.tokens) for request, verdict in news]
         finally:  # what a step calls may interrupt it; that is the caller's affair, the requests need not be
             for request in running:
