@@ -244,7 +244,7 @@ def test_what_is_not_done_in_time_ends(make_llm, method):
     with pytest.raises(DeadlineExceeded):
         llm.engine.finish([late])
     assert_released(llm)
-    for wrong in (0, -1, "1", True, float("nan")):
+    for wrong in (0, -1, "1", True, float("nan"), 10**400):
         with pytest.raises(ConfigError, match="deadline"):
             llm.engine.add([1], SAMPLED, deadline=wrong)
 

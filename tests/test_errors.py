@@ -8,6 +8,7 @@ import os
 import shutil
 import threading
 from contextlib import contextmanager
+from fractions import Fraction
 from types import SimpleNamespace
 
 import numpy as np
@@ -198,6 +199,7 @@ def test_impossible_config_values(make_checkpoint, tmp_path, key):
 
 
 OWN_CODE = """
+from fractions import Fraction
 from pathlib import Path
 Path(__file__).with_name("ran").touch()
 from transformers import LlamaConfig as C, PreTrainedTokenizerFast as T
@@ -280,13 +282,13 @@ def test_engine_options(keywords, words):
 
 NAN, INF = math.nan, math.inf
 BAD_SAMPLING = {
-    "n": (0, -1, 1.5, "2", None, True), "temperature": (-0.1, NAN, INF, "hot", None, True),
+    "n": (0, -1, 1.5, "2", None, True), "temperature": (-0.1, NAN, INF, "hot", None, True, Fraction(10**400)),
     "top_k": (-2, 1.5, "5", None), "top_p": (0, -0.1, 1.1, NAN, "x", None), "min_p": (-0.1, 1.1, NAN, "x", None),
     "repetition_penalty": (0, -1, NAN, INF, "x", None), "presence_penalty": (-2.1, 2.1, NAN, "x", None),
     "frequency_penalty": (-2.1, 2.1, NAN, "x", None), "seed": (1.5, "x", 2**64, -(2**63) - 1, True),
     "max_tokens": (0, -1, 1.5, "9", None, True), "min_tokens": (-1, 257, 1.5, "9", None, True),
     "stop": (5, "", [""], ["a", 5], b"x", {"a"}), "stop_token_ids": (5, [-1], ["a"], [1.5], [True], "12"),
-    "logit_bias": (5, [1], {"a": 1}, {-1: 1}, {1: NAN}, {1: "x"}, {1: None}, {True: 1}, {1.5: 1}),
+    "logit_bias": (5, [1], {"a": 1}, {-1: 1}, {1: NAN}, {1: "x"}, {1: None}, {True: 1}, {1.5: 1}, {1: 10**400}),
     "logprobs": (-1, 1.5, "x", True), "prompt_logprobs": (-1, 1.5, "x", True, 10**9),
     "bad_words": ("x", [""], [" "], [5], 5, ["\ud800"], ["a"] * 1025),
     "allowed_token_ids": (5, [], [-1], ["a"], [True]),
@@ -327,6 +329,16 @@ def test_contradictory_sampling(random_llm):
         random_llm.generate([1], bad_words=["x"])
     with refused(RequestError, "allowed_token_ids", "every token"):
         random_llm.generate([1], allowed_token_ids=[5], logit_bias={5: -math.inf})
+
+
+def test_biases_are_numbers_of_any_size(random_llm):
+    """Whole numbers, too: no tensor takes one of more than 64 bits."""
+    best, second = random_llm.generate([1], max_tokens=1, temperature=0, logprobs=2)[0].logprobs[0].top
+    for banned in (-(10**30), -(10**300), -1e300):
+        (output,) = random_llm.generate([1], max_tokens=1, temperature=0, logit_bias={best: banned})
+        assert output.token_ids == [second]
+    (output,) = random_llm.generate([1], max_tokens=1, logit_bias={7: 10**30})
+    assert output.token_ids == [7]
 
 
 # --- requests --------------------------------------------------------------------------------------------------------

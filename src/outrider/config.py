@@ -86,8 +86,11 @@ def real(value: Any, low: float, high: float) -> float | None:
     """The number that a value is, numpy's too, if it lies between the bounds; else None."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return None
-    number = value if isinstance(value, (int, float)) else float(value)
-    return number if low <= number <= high else None
+    try:
+        number = float(value)
+    except OverflowError:  # of a whole number, or a fraction
+        return None
+    return (value if isinstance(value, (int, float)) else number) if low <= number <= high else None
 
 
 def promised(acceptance_method: str, measured: str) -> str:
@@ -375,9 +378,9 @@ class SamplingParams:
             biases = dict[int, float]()
             for token, bias in self.logit_bias.items():
                 index, by = whole(token, 0), real(bias, -math.inf, math.inf)
-                if index is None or by is None or (isinstance(by, int) and abs(by) > 2**1000):
+                if index is None or by is None:
                     raise ConfigError(f"logit_bias maps token ids to numbers, not {brief(token)} to {brief(bias)}")
-                biases[index] = by
+                biases[index] = float(by)  # no tensor takes a whole number of more than 64 bits
             object.__setattr__(self, "logit_bias", biases)
 
     @property
