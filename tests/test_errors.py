@@ -199,7 +199,6 @@ def test_impossible_config_values(make_checkpoint, tmp_path, key):
 
 
 OWN_CODE = """
-from fractions import Fraction
 from pathlib import Path
 Path(__file__).with_name("ran").touch()
 from transformers import LlamaConfig as C, PreTrainedTokenizerFast as T
