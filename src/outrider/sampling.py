@@ -357,8 +357,8 @@ def process(logits: Tensor, row: Row) -> Tensor:
             some = torch.where(some > 0, some / by, some * by).clamp(max=LARGEST)
         logits[ids] = some - (p.frequency_penalty * output + p.presence_penalty * (output > 0))
     if p.logit_bias:
-        ids, by = _biases(seq, logits)
-        logits[ids] = (logits[ids] + by).clamp(max=LARGEST).to(logits)
+        ids, biases = _biases(seq, logits)
+        logits[ids] = (logits[ids] + biases).clamp(max=LARGEST).to(logits)
     if row.position - seq.prompt_len < p.min_tokens and seq.eos:
         logits[list(seq.eos)] = float("-inf")
     if p.allowed_token_ids is not None:
@@ -385,12 +385,12 @@ def _allowed(seq: Sequence, logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _biases(seq: Sequence, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The ids that a request biases, and by how much: all at once, for there may be one for each of a vocabulary."""
-    if (known := seq.memory.get("biases")) is None:
-        given = seq.params.logit_bias or {}
-        by = torch.tensor([min(bias, LARGEST) for bias in given.values()], dtype=torch.float32, device=logits.device)
-        known = seq.memory["biases"] = torch.tensor([*given], device=logits.device), by
-    ids, by = known
+    """The ids that a request biases, and by how much: made once, for there may be one for each of a vocabulary."""
+    if "biases" not in seq.memory:
+        given, device = seq.params.logit_bias or {}, logits.device
+        by = torch.tensor([min(bias, LARGEST) for bias in given.values()], dtype=torch.float32, device=device)
+        seq.memory["biases"] = torch.tensor([*given], device=device), by
+    ids, by = seq.memory["biases"]
     return ids, by
 
 
