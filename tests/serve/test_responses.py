@@ -45,7 +45,7 @@ def without_ids(response: dict[str, Any]) -> dict[str, Any]:
     [
         {"input": "Tell me of the sea.", "instructions": "Be brief."},
         {"input": TALK},
-        {"input": [{"role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]},
+        {"input": [{"type": None, "role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]},
                    {"type": "message", "role": "user", "content": [{"type": "input_text", "text": TALK[1]["content"]}]},
                    {"type": "reasoning", "id": "r", "summary": []}]},
     ],

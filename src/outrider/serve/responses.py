@@ -100,7 +100,7 @@ def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Items as messages; the calls of one turn are one message's."""
     messages: list[dict[str, Any]] = []
     for item in items:
-        kind = item.get("type", "message")
+        kind = item.get("type") or "message"
         if kind == "message":
             messages.append({"role": item.get("role"), "content": _content(item.get("content"))})
         elif kind == "function_call":
