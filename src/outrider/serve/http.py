@@ -39,6 +39,7 @@ KINDS = {  # vLLM's names
 }  # fmt: skip
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")  # others share a counter: each costs memory
 OPEN = ("/health", "/metrics")  # to those without a key, too
+MOST_ITEMS = 2**20  # of a body, by its commas
 MOST_MEMBERS = 2**18  # of a JSON object: as many as large vocabularies have tokens, for a logit_bias of each
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": keep-alive\n\n"
@@ -144,6 +145,8 @@ async def read(request: Request, kind: type[B]) -> B:
         raise Refusal(400, f"the body must come as it is, not with content-encoding {brief(coding)}")
     try:
         body = (await request.body()).decode("utf-8")
+        if (items := body.count(",")) > MOST_ITEMS:  # before they are made, for which all streams would wait
+            raise Refusal(400, f"the body has {items} commas; at most {MOST_ITEMS}")
         data = json.loads(body, parse_constant=_no_number, parse_float=_finite, object_pairs_hook=_once)
     except RecursionError:
         raise Refusal(400, "the body is nested too deeply") from None

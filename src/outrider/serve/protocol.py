@@ -283,7 +283,7 @@ class ChatBody(Sampled):
     pointless: ClassVar[dict[str, Any]] = Sampled.pointless | {
         "functions": [], "function_call": "none", "audio": {}, "web_search_options": {}, "moderation": {},
         "documents": [], "echo": False, "response_role": "assistant", "add_special_tokens": False,
-        "mm_processor_kwargs": {}, "media_io_kwargs": {}, "reasoning": {},
+        "mm_processor_kwargs": {}, "media_io_kwargs": {}, "reasoning": {}, "best_of": 1,
     }  # fmt: skip
 
     messages: list[dict[str, Any]]
