@@ -411,7 +411,7 @@ def _activation(hf: Hf, key: str, default: str) -> str:
 
 def _whole(hf: Hf, key: str, default: int | None = None) -> int:
     value = default if hf.get(key) is None else hf[key]
-    most = 2**12 if key == "num_hidden_layers" else 2**31
+    most = {"num_hidden_layers": 2**12, "head_dim": 2**16}.get(key, 2**31)  # of these, lists are made
     if (n := whole(value, 1, most)) is None:
         raise CheckpointError(f"config.json: {key} must be a whole number of 1 to {most}, not {brief(value)}")
     return n
@@ -532,5 +532,7 @@ def _windows(hf: Hf, kind: Callable[[int], str]) -> tuple[int | None, ...]:
 
 def _qwen_windows(hf: Hf) -> tuple[int | None, ...]:
     """From max_window_layers on, if windows are used at all."""
-    use, first = bool(hf.get("use_sliding_window")), int(hf.get("max_window_layers") or 0)
+    use, given = bool(hf.get("use_sliding_window")), hf.get("max_window_layers")
+    if (first := whole(given or 0, 0)) is None:
+        raise CheckpointError(f"config.json: max_window_layers must be a whole number, not {brief(given)}")
     return _windows(hf, lambda i: SLIDING if use and i >= first else FULL)

@@ -619,7 +619,7 @@ class Builder:
         k_norm = self.turned(self.norm(attn, "k_norm", normed[1])) if normed else None
         cut = self.cut
         rows = cut.qkv_rows() if cut else None
-        first = self.linear(attn, qkv, hidden, c.qkv_bias, order=self.qkv_order(), rows=rows)
+        first = self.linear(attn, qkv, hidden, c.qkv_bias, orders=self.qkv_order, rows=rows)
         if cut and c.qk_norm == "full" and q_norm is not None and k_norm is not None:
             first, q_norm, k_norm = Normed(first, cut, (q_norm, k_norm)), None, None
         return Layer(
@@ -660,9 +660,9 @@ class Builder:
             held = self.cut.wide(wide)
             own = self.cut.mine(held)
             rows = [range(2 * own.start, 2 * own.stop)] if turns else [own, range(wide + own.start, wide + own.stop)]
-        order = torch.arange(2 * len(own)).view(-1, 2).T.flatten() if turns else None
+        order = (lambda: torch.arange(2 * len(own)).view(-1, 2).T.flatten()) if turns else None
         return MLP(
-            self.linear(prefix, parts, c.hidden_size, bias, c.activation == "silu", order=order, rows=rows),
+            self.linear(prefix, parts, c.hidden_size, bias, c.activation == "silu", orders=order, rows=rows),
             (self.branch if expert else self.last)(prefix, down, wide, bias, held),
             c.activation,
             c.clamp,
@@ -787,13 +787,14 @@ class Builder:
         bias: bool,
         gated: bool = False,
         scheme: str | None = "",
-        order: Tensor | None = None,
+        orders: Callable[[], Tensor | None] | None = None,
         rows: list[range] | None = None,
         columns: range | None = None,
     ) -> Linear:
-        """The parts (name: rows), each (rows, inputs), fused into one product, its rows in this `order`.
+        """The parts (name: rows), each (rows, inputs), fused into one product, its rows as `orders` gives them.
 
-        `scheme` "" means the model's. Of all `rows`, counted through the parts, and of their `columns`, only these.
+        It is asked behind the check of the shapes: those that a damaged config says may fit no memory. `scheme` ""
+        means the model's. Of all `rows`, counted through the parts, and of their `columns`, only these.
         """
         if self.share:
             held = [self.weights.mapped(f"{prefix}{name}.weight", n, inputs) for name, n in parts.items()]
@@ -808,6 +809,7 @@ class Builder:
         ]  # fmt: skip
         added = torch.cat(biases) if biases else None
         stored = [self.weights.stored(name, n, inputs) for name, n in zip(names, sizes, strict=True)]
+        order = orders() if orders else None
         found = [
             self.quantized(part, name) if part and not scheme else None
             for part, name in zip(stored, names, strict=True)
