@@ -244,7 +244,8 @@ def _drawn_from(draft: Draft, node: int, p: Tensor) -> Tensor:
     """What a node was drawn from (vocab,); certainty if that is not known (no q, or a row that lacks its token)."""
     token = draft.tokens[node]
     if draft.q is not None and draft.q[node, token] > 0:
-        return draft.q[node].to(p)
+        q = draft.q[node].to(p)
+        return q / q.sum()  # which is 1 but for rounding: in half precision by up to a hundredth
     return one_hot(torch.tensor(token, device=p.device), p.shape[-1]).to(p)
 
 
