@@ -60,6 +60,15 @@ def test_a_drafter_cannot_change_a_sequence(random_llm, harm):
     assert bool(refused) == (harm not in ("memory", "params", "fork", "metrics"))
 
 
+def test_a_drafter_cannot_lift_a_ban():
+    seq = Sequence([1], SamplingParams(), 0)
+    seq.banned = [[1, 2], [3]]
+    shown = seq.shown(Rule())
+    shown.banned[0].clear()
+    shown.banned.clear()
+    assert seq.banned == [[1, 2], [3]]
+
+
 def test_an_idle_drafter_is_not_asked(random_llm):
     """Nor shown anything, so that forwards may write over what the last one gave."""
     plain = run(random_llm, REQUESTS)

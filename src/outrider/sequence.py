@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -105,7 +105,7 @@ class Sequence:
             mirror = self.mirror = object.__new__(Mirror)
             lists: dict[str, Any] = {k: copy(v) for k, v in vars(self.params).items() if isinstance(v, (list, dict))}
             own = {"tokens": Tokens(), "params": replace(self.params, **lists), "memory": {}, "stop_check": None}
-            own |= {"metrics": SpecMetrics(inner=self.metrics.inner), "mirror": None}
+            own |= {"metrics": SpecMetrics(inner=self.metrics.inner), "mirror": None, "banned": deepcopy(self.banned)}
             vars(mirror).update(vars(self) | own)
         if (known := len(mirror.tokens)) < n:
             list.extend(mirror.tokens, self.tokens[known:])
