@@ -12,7 +12,7 @@ The text is what the model says itself, or the user's.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -148,7 +148,7 @@ class _Builder(Builder):
         bias: bool,
         gated: bool = False,
         scheme: str | None = "",
-        order: Tensor | None = None,
+        orders: Callable[[], Tensor | None] | None = None,
         rows: list[range] | None = None,
         columns: range | None = None,
     ) -> Linear:
@@ -157,7 +157,7 @@ class _Builder(Builder):
         added = torch.cat([self.tensor(f"{prefix}{name}.bias", n) for name, n in parts.items()]) if bias else None
         if scheme is None:  # a router
             return Linear(weight, added, pack=False, gated=gated)
-        if order is not None:
+        if (order := orders() if orders else None) is not None:
             weight, added = weight[order], None if added is None else added[order]
         self.made.append((names, order, _Rounding(weight, added, gated, self.how)))
         return self.made[-1][2]
