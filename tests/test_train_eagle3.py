@@ -175,12 +175,14 @@ def test_what_a_killed_run_has_read_since_its_state_is_read_again(llm, said, tmp
 
 def test_what_cannot_be_is_said(llm, said, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"p": [1], "o": [999, 1, 1, 1, 1]}\n')
+    (tmp_path / "parts.jsonl").write_text('{"p": [1], "o": [1.5, 1, 1, 1, 1]}\n')
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "bytes.jsonl").write_bytes(b"\xff\n")
     (tmp_path / "deep.jsonl").write_text("[" * 10**5 + "\n")
     for data, settings, says in [
         (tmp_path / "nowhere", SMALL, "no file"),
         (tmp_path / "bad.jsonl", SMALL, "bad.jsonl:1 is no conversation"),
+        (tmp_path / "parts.jsonl", SMALL, "parts.jsonl:1 is no conversation"),
         (tmp_path / "empty.jsonl", SMALL, "too few"),
         (tmp_path / "bytes.jsonl", SMALL, "bytes.jsonl:1 is no conversation"),
         (tmp_path / "deep.jsonl", SMALL, "deep.jsonl:1 is no conversation"),

@@ -356,7 +356,7 @@ class Trainer:
                     try:
                         entry = json.loads(line)
                         p, o = entry["p"], entry["o"]
-                        fits = p and all(0 <= token < vocab for token in p + o)
+                        fits = p and all(type(token) is int and 0 <= token < vocab for token in p + o)
                     except (ValueError, TypeError, KeyError, RecursionError):
                         fits = False
                     if not fits:
