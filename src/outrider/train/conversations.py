@@ -25,7 +25,7 @@ HINTS = (
     "", "", "", "Write a", "How do I", "What is", "Explain", "Can you", "Give me", "I need help with", "Create a",
     "Tell me about", "Why", "Compare", "Solve", "Translate", "Calculate", "Imagine",
 )  # fmt: skip  # how some users' turns begin, or they would be alike
-PATIENCE = 200  # prompts in a row that are too long
+PATIENCE = 200  # prompts in a row that lead to no answer
 QUESTION, LONGEST = 192, 600  # tokens that the target may give a user's turn, and a question with what was before it
 
 
@@ -109,6 +109,15 @@ def write(
     def answer(ids: list[int]) -> None:
         add("answer", ids, dice.choice(s.temperatures), dice.choice([s.max_tokens, -(-s.max_tokens // 2)]))
 
+    def in_vain() -> None:
+        nonlocal refused
+        if (refused := refused + 1) == PATIENCE:  # it would go on for ever
+            raise ConfigError(
+                f"{refused} prompts in a row are too long, or questions of the target's own that it did not end: "
+                f"{s.longest} tokens are read, and {engine.max_len} with the answer's {s.max_tokens}; give shorter "
+                "ones, or a lower max_tokens"
+            )
+
     def add(kind: str, ids: list[int], temperature: float, most: int) -> None:
         nonlocal refused
         if len(ids) <= s.longest and len(ids) + most <= engine.max_len:
@@ -116,11 +125,8 @@ def write(
             (request,) = engine.add(ids, params)
             live[request.seq.id] = kind, temperature
             refused = 0 if kind == "answer" else refused
-        elif (refused := refused + 1) == PATIENCE:  # it would go on for ever
-            raise ConfigError(
-                f"{refused} prompts in a row are too long: {s.longest} tokens are read, and {engine.max_len} with the "
-                f"answer's {s.max_tokens}; give shorter ones, or a lower max_tokens"
-            )
+        else:
+            in_vain()
 
     with open(output, "a", encoding="utf-8") as file:
         while done < tokens:
@@ -138,6 +144,8 @@ def write(
                 if kind == "question":
                     if ended and len(seq.tokens) < LONGEST:
                         answer(seq.tokens[:-1] + template.ids(template.answer))
+                    else:
+                        in_vain()
                     continue
                 line = {"p": seq.tokens[: seq.prompt_len], "o": seq.output, "t": temperature}
                 file.write(json.dumps(line) + "\n")
