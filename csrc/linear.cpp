@@ -474,13 +474,12 @@ __attribute__((noinline)) void integer_product(const Weights &w, const Rows<int8
   leave<R>(total, out);
 }
 
-// The same for any number of rows, in even blocks.
+// The same for any number of rows, in even blocks. `ahead`: what will be wanted next, and how many bytes of it.
 template <class F>
 void chunk_rows(const Weights &w, const Rows<typename F::X> &rows, int n, Chunk &chunk, const uint8_t *ahead,
-                float (*out)[kPanel]) {
+                int64_t bytes, float (*out)[kPanel]) {
   const int blocks = (n + kRows - 1) / kRows, size = (n + blocks - 1) / blocks;
-  const int64_t bytes = int64_t(chunk.end - chunk.begin) * F::kBytes;
-  // Each block of rows fetches its share of the next chunk, in whole lines.
+  // Each block of rows fetches its share of that, in whole lines.
   const int64_t share = ahead ? (bytes + 64 * blocks - 1) / (64 * blocks) * 64 : 0;
   const int64_t steps = (chunk.end - chunk.begin) / kStep;
   for (int row = 0, block = 0; row < n; row += size, block++) {
@@ -708,12 +707,12 @@ void unpack(const Chunk &chunk, uint8_t *to) {
 
 template <class F>
 void products(const Weights &w, const Rows<typename F::X> &rows, int n, Chunk &chunk, const uint8_t *ahead,
-              float (*out)[kPanel]) {
+              int64_t bytes, float (*out)[kPanel]) {
 #if defined(__AMX_BF16__)
   if constexpr (F::kBytes == BF16::kBytes)
     if (tiled(w)) return tile_rows<F>(w, rows, n, chunk, out);
 #endif
-  chunk_rows<F>(w, rows, n, chunk, ahead, out);
+  chunk_rows<F>(w, rows, n, chunk, ahead, bytes, out);
 }
 
 template <class F, class A>
@@ -727,7 +726,9 @@ void multiply(const Weights &w, const void *x, int n, const Result &result, cons
   }();
   const int depth = w.padded();
   const bool unpacked = F::kScaled && !kRounded && (tiled(w) || n > kDirect);
-  const int length = unpacked ? kUnpackedBytes / BF16::kBytes : kChunkBytes / F::kBytes / kSuper * kSuper;
+  // Chunks of about one length: each fetches the next one while it is worked on.
+  const int longest = unpacked ? kUnpackedBytes / BF16::kBytes : kChunkBytes / F::kBytes / kSuper * kSuper;
+  const int chunks = (depth + longest - 1) / longest, length = ((depth - 1) / chunks / kSuper + 1) * kSuper;
   // Some panels make a task, since taking one costs time; still enough tasks that threads end together.
   const int all = w.panels(), most = all / (8 * threads), size = int(kTaskBytes / w.panel_bytes());
   const int together = size < most ? (size > 1 ? size : 1) : (most > 1 ? most : 1);
@@ -747,11 +748,12 @@ void multiply(const Weights &w, const void *x, int n, const Result &result, cons
           uint8_t *plain = static_cast<uint8_t *>(scratch(3, kUnpackedBytes));
           unpack<F>(chunk, plain);
           chunk.data = plain;
-          products<BF16Scaled>(w, rows, n, chunk, nullptr, out);
+          products<BF16Scaled>(w, rows, n, chunk, nullptr, 0, out);
           continue;
         }
       }
-      products<F>(w, rows, n, chunk, here + (n > kRows ? size_t(end - k) * F::kBytes : kNear), out);
+      const int left = end < depth ? depth - end : depth, next = n <= kRows ? end - k : left < length ? left : length;
+      products<F>(w, rows, n, chunk, here + (n > kRows ? size_t(end - k) * F::kBytes : kNear), int64_t(next) * F::kBytes, out);
     }
     for (int r = 0; r < n; r++) finish<A>(w, result, out[r], r, panel);
   };
