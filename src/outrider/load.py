@@ -195,13 +195,17 @@ def find(name: str | Path) -> Path:
     from huggingface_hub import snapshot_download
 
     patterns = [wanted, re.sub(r"-\d{5}-of-", "-*-of-", wanted)] if wanted else PATTERNS
-    try:
-        folder = Path(snapshot_download(f"{owner}/{repo}", allow_patterns=patterns, ignore_patterns="consolidated*"))
-        if (folder / "config.json").is_file() and not [*folder.glob("*.safetensors")] and kind_of(folder) == "eagle3":
-            folder = Path(snapshot_download(f"{owner}/{repo}", allow_patterns=["*.json", "pytorch_model.bin"]))
-    except Exception as error:  # the hub raises many kinds: not found, gated, offline, no space
-        reason = " ".join(str(error).split())[:160]
-        raise ModelNotFound(f"cannot get {shown!r} from the hub ({reason}); {hint}") from None
+
+    def fetch(patterns: list[str]) -> Path:
+        try:
+            return Path(snapshot_download(f"{owner}/{repo}", allow_patterns=patterns, ignore_patterns="consolidated*"))
+        except Exception as error:  # the hub raises many kinds: not found, gated, offline, no space
+            reason = " ".join(str(error).split())[:160]
+            raise ModelNotFound(f"cannot get {shown!r} from the hub ({reason}); {hint}") from None
+
+    folder = fetch(patterns)
+    if (folder / "config.json").is_file() and not [*folder.glob("*.safetensors")] and kind_of(folder) == "eagle3":
+        folder = fetch(["*.json", "pytorch_model.bin"])
     return folder / file if file and (folder / file).is_file() else _in_folder(folder, wanted or "*.gguf")
 
 

@@ -364,10 +364,10 @@ def process(logits: Tensor, row: Row) -> Tensor:
     if p.allowed_token_ids is not None:
         logits = torch.full_like(logits, float("-inf")).index_copy_(0, *_allowed(seq, logits))
     if seq.banned:
-        tail = seq.tokens[max(seq.prompt_len, len(seq.tokens) - max(map(len, seq.banned))) :] + row.path
-        for *begin, last in seq.banned:
-            if tail[len(tail) - len(begin) :] == begin and len(begin) <= len(tail):
-                logits[last] = float("-inf")
+        tail = (*seq.tokens[max(seq.prompt_len, len(seq.tokens) - max(map(len, seq.banned))) :], *row.path)
+        for word in seq.banned:
+            if (n := len(word) - 1) <= len(tail) and tail[len(tail) - n :] == word[:n]:
+                logits[word[n]] = float("-inf")
     if p.logits_processors and math.isfinite(float(logits.max())):  # else it is the model's fault, or the bans'
         for processor in p.logits_processors:
             logits = _custom(processor, seq.tokens + row.path, logits)

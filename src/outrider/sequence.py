@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
-from copy import copy, deepcopy
-from dataclasses import replace
+from copy import copy
 from typing import Any, NoReturn
 
 from outrider.config import Rule, SamplingParams
@@ -53,7 +52,7 @@ class Sequence:
         self.error: Exception | None = None  # what ended it, if its finish_reason is "error"
         self.stop_check: Callable[[], bool] | None = None  # asked behind each appended token; True = it ends here
         self.constraint: Constraint | None = None  # what the output must be; forks ask the same one
-        self.banned: list[list[int]] = []  # `bad_words` in tokens: where all but the last stand, that must not follow
+        self.banned: tuple[tuple[int, ...], ...] = ()  # `bad_words`: where all but the last stand, that must not follow
         self.parent: Sequence | None = None
         self.branched = False  # whether a branch was accepted whose keys lay, and were summed, in another order
         self.metrics = SpecMetrics()
@@ -104,8 +103,10 @@ class Sequence:
         if mirror is None or len(mirror.tokens) > n:
             mirror = self.mirror = object.__new__(Mirror)
             lists: dict[str, Any] = {k: copy(v) for k, v in vars(self.params).items() if isinstance(v, (list, dict))}
-            own = {"tokens": Tokens(), "params": replace(self.params, **lists), "memory": {}, "stop_check": None}
-            own |= {"metrics": SpecMetrics(inner=self.metrics.inner), "mirror": None, "banned": deepcopy(self.banned)}
+            params = copy(self.params)  # checked already, which takes long where each token has a bias
+            vars(params).update(lists)
+            own = {"tokens": Tokens(), "params": params, "memory": {}, "stop_check": None}
+            own |= {"metrics": SpecMetrics(inner=self.metrics.inner), "mirror": None}
             vars(mirror).update(vars(self) | own)
         if (known := len(mirror.tokens)) < n:
             list.extend(mirror.tokens, self.tokens[known:])

@@ -194,10 +194,10 @@ def test_a_key_that_stands_twice_among_many(client):
     assert "'key77' stands twice" in error["message"]
     more = {"prompt": PROMPT, "metadata": {str(i): 0 for i in range(2**18 + 1)}}
     assert "at most 262144" in refused(client.post("/v1/completions", more))["message"]
-    for many in (f'{{"prompt": [{"[5]," * 2**20}[5], 5]}}', f'{{"prompt": "{"," * (2**20 + 1)}"}}'):
+    for many in (f'{{"prompt": [{"[5]," * 2**21}[5], 5]}}', f'{{"prompt": "{"," * (2**21 + 1)}"}}'):
         content = {"content": many.encode(), "headers": {"content-type": "application/json"}}
         said = refused(client.send(("POST", "/v1/completions", content))[0])["message"]
-        assert said == "the body has 1048577 commas; at most 1048576"
+        assert said == "the body has 2097153 commas; at most 2097152"
 
 
 @pytest.mark.parametrize(

@@ -209,7 +209,8 @@ class Engine:
             raise ConfigError(f"cache_salt must be a string or None, not {brief(cache_salt)}")
         asked, config = params.structured_outputs, self.runner.model.config
         grammar = None if asked is None else read(asked, self.tokenizer, config.vocab_size)
-        banned = [ids for ids in spelt(params.bad_words or (), self.tokenizer) if max(ids) < config.vocab_size]
+        spellings = spelt(params.bad_words or (), self.tokenizer)
+        banned = tuple([tuple(ids) for ids in spellings if max(ids) < config.vocab_size])
         text = "" if k == 0 or self.guard.idle else params.prediction
         expected = tokens_of(text, self.tokenizer) if text else []
         scores: dict[int, Logprob] | None = None if params.prompt_logprobs is None else {}

@@ -114,8 +114,9 @@ class Reply:
             "total_tokens": read + count,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
-        if self.body.prediction is not None:  # of all that was drafted: nobody asks whether the prediction said it
-            specs = [output.metrics["speculative_decoding"] for output in self.outputs]  # engines may be elsewhere
+        if self.body.prediction is not None and len(self.outputs) == len(requests):
+            # of all that was drafted: nobody asks whether the prediction said it; by outputs: engines may be elsewhere
+            specs = [output.metrics["speculative_decoding"] for output in self.outputs]
             drafted = sum(spec["num_draft_tokens"] for spec in specs)
             accepted = sum(spec["num_accepted_draft_tokens"] for spec in specs)
             usage["completion_tokens_details"] = {

@@ -198,7 +198,7 @@ class Server:
         k, arrived = bound_of_drafts(body.speculative_config, self.llm.llm), time.perf_counter()
 
         def asked() -> list[tuple[list[int], SamplingParams]]:
-            """In a thread, and once for all prompts of a length: a bias of each token of a vocabulary takes a while."""
+            """In a thread, and once for all prompts with as much room: a bias of each token takes a while."""
             prompts = [self._truncated(ids, body) for ids in read_prompts()]
             rooms = [self._room(ids, body) for ids in prompts]
             known = {room: body.sampling(self.settings, room, logprobs, **more) for room in dict.fromkeys(rooms)}
@@ -262,9 +262,10 @@ class Server:
                 f"this model's maximum context length is {most} tokens, and the prompt has {len(ids)}; "
                 "leave room for one token"
             )
-        if body.most(self.settings.defaults.get("max_tokens")) is None:  # as many as there is memory for
-            return max(1, min(room, self.llm.llm.engine.longest - len(ids)))
-        return room
+        asked = body.most(self.settings.defaults.get("max_tokens"))
+        if asked is None:  # as many as there is memory for
+            asked = self.llm.llm.engine.longest - len(ids)
+        return min(room, max(1, asked))
 
     def _truncated(self, ids: list[int], body: Sampled) -> list[int]:
         if (keep := body.truncate_prompt_tokens) is None:

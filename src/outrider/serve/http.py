@@ -39,7 +39,7 @@ KINDS = {  # vLLM's names
 }  # fmt: skip
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")  # others share a counter: each costs memory
 OPEN = ("/health", "/metrics")  # to those without a key, too
-MOST_ITEMS = 2**20  # of a body, by its commas
+MOST_ITEMS = 2**21  # of a body, by its commas, those of its texts included
 MOST_MEMBERS = 2**18  # of a JSON object: as many as large vocabularies have tokens, for a logit_bias of each
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": keep-alive\n\n"

@@ -128,35 +128,37 @@ def write(
         else:
             in_vain()
 
-    with open(output, "a", encoding="utf-8") as file:
-        while done < tokens:
-            while len(live) < s.batch:
-                if prompts and dice.random() >= s.own:
-                    answer(template.ids(template.before + dice.choice(prompts) + template.answer))
-                else:
-                    ask(template.ids(template.before + dice.choice(HINTS)))
-            for request, _ in engine.step():
-                if not request.finished:
-                    continue
-                seq = request.seq
-                kind, temperature = live.pop(seq.id)
-                ended = seq.finish_reason == "stop"
-                if kind == "question":
-                    if ended and len(seq.tokens) < LONGEST:
-                        answer(seq.tokens[:-1] + template.ids(template.answer))
+    try:
+        with open(output, "a", encoding="utf-8") as file:
+            while done < tokens:
+                while len(live) < s.batch:
+                    if prompts and dice.random() >= s.own:
+                        answer(template.ids(template.before + dice.choice(prompts) + template.answer))
                     else:
-                        in_vain()
-                    continue
-                line = {"p": seq.tokens[: seq.prompt_len], "o": seq.output, "t": temperature}
-                file.write(json.dumps(line) + "\n")
-                file.flush()
-                done, count = done + len(seq.output), count + 1
-                if report:
-                    report(done, count)
-                if ended and dice.random() < s.turns:
-                    ask(seq.tokens[:-1] + template.ids(template.next))
-    for request in [*engine.running, *engine.waiting]:
-        engine.abort(request)
+                        ask(template.ids(template.before + dice.choice(HINTS)))
+                for request, _ in engine.step():
+                    if not request.finished:
+                        continue
+                    seq = request.seq
+                    kind, temperature = live.pop(seq.id)
+                    ended = seq.finish_reason == "stop"
+                    if kind == "question":
+                        if ended and len(seq.tokens) < LONGEST:
+                            answer(seq.tokens[:-1] + template.ids(template.answer))
+                        else:
+                            in_vain()
+                        continue
+                    line = {"p": seq.tokens[: seq.prompt_len], "o": seq.output, "t": temperature}
+                    file.write(json.dumps(line) + "\n")
+                    file.flush()
+                    done, count = done + len(seq.output), count + 1
+                    if report:
+                        report(done, count)
+                    if ended and dice.random() < s.turns:
+                        ask(seq.tokens[:-1] + template.ids(template.next))
+    finally:
+        for request in [*engine.running, *engine.waiting]:
+            engine.abort(request)
     return count
 
 
