@@ -316,10 +316,8 @@ def _direct(s: Settings, llm: LLM, prompts: list[list[int]]) -> float:
 
 def _gap(s: Settings, url: str, prompts: list[list[int]], late: list[int] | None = None) -> float:
     answers = _ask(s, url, *prompts, late=late)[0][: len(prompts)]
-    gaps = [gap for answer in answers for gap in answer.gaps]
-    return 1000 * max(
-        1e-6, float(np.percentile(gaps or [0.0], 99))
-    )  # all in one frame, or chunk: less than can be told
+    gaps = [gap for answer in answers for gap in answer.gaps] or [0.0]  # all in one frame, or chunk:
+    return 1000 * max(1e-6, float(np.percentile(gaps, 99)))  # less than can be told
 
 
 HEADER = ("what", "server", "against", "", "ratio")

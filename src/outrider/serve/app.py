@@ -198,11 +198,11 @@ class Server:
         k, arrived = bound_of_drafts(body.speculative_config, self.llm.llm), time.perf_counter()
 
         def asked() -> list[tuple[list[int], SamplingParams]]:
-            """In a thread, and once for all prompts with as much room: a bias of each token takes a while."""
+            """In a thread, and once for all prompts that may get as much: a bias of each token takes a while."""
             prompts = [self._truncated(ids, body) for ids in read_prompts()]
-            rooms = [self._room(ids, body) for ids in prompts]
-            known = {room: body.sampling(self.settings, room, logprobs, **more) for room in dict.fromkeys(rooms)}
-            return [(ids, known[room]) for ids, room in zip(prompts, rooms, strict=True)]
+            most = [self._most(ids, body) for ids in prompts]
+            known = {n: body.sampling(self.settings, n, logprobs, **more) for n in dict.fromkeys(most)}
+            return [(ids, known[n]) for ids, n in zip(prompts, most, strict=True)]
 
         async def queue() -> Job:
             try:
@@ -255,7 +255,8 @@ class Server:
             own = self.settings.names[0]
             raise Refusal(404, f"the model {brief(model)} does not exist; this server has {own!r}", "model")
 
-    def _room(self, ids: list[int], body: Sampled) -> int:
+    def _most(self, ids: list[int], body: Sampled) -> int:
+        """Tokens behind a prompt: those asked for, or as many as there is room for."""
         most = self.llm.llm.engine.max_len
         if (room := most - len(ids)) < 1:
             raise RequestTooLong(

@@ -162,8 +162,8 @@ class Sampled(Common):
             raise Refusal(400, "cache_salt must be 1 to 128 characters without @, / and \\", "cache_salt")
         self.constraint()
 
-    def sampling(self, settings: Settings, room: int, logprobs: int | None, **more: Any) -> SamplingParams:
-        """For a prompt that leaves `room` tokens; `more` goes before what is said. Raises ConfigError, naming it."""
+    def sampling(self, settings: Settings, most: int, logprobs: int | None, **more: Any) -> SamplingParams:
+        """For at most `most` tokens; `more` goes before what is said. Raises ConfigError, naming it."""
         own = "logprobs" if isinstance(self, CompletionBody) else "top_logprobs"
         for name, count in ((own, logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if count is not None and not 0 <= count <= settings.max_logprobs:
@@ -174,8 +174,6 @@ class Sampled(Common):
         if self.logit_bias is not None:
             given["logit_bias"] = _bias(self.logit_bias)
         defaults = {name: value for name, value in settings.defaults.items() if name not in ("max_tokens", *given)}
-        asked = self.most(settings.defaults.get("max_tokens"))
-        most = room if asked is None else min(max(1, asked), room)
         given["structured_outputs"] = self.constraint()
         given["prompt_logprobs"] = self.logprobs_of_prompt(logprobs)
         given["prediction"] = getattr(self.prediction, "text", self.prediction)
