@@ -209,6 +209,17 @@ def find(name: str | Path) -> Path:
     return folder / file if file and (folder / file).is_file() else _in_folder(folder, wanted or "*.gguf")
 
 
+def take_out(tensors: dict[str, Tensor], name: str, shape: tuple[int, ...], path: Path) -> Tensor:
+    """A tensor of a head, of those that its checkpoint holds. Raises CheckpointError if it is not what a head needs."""
+    found = tensors.pop(name, None)
+    if found is None or tuple(found.shape) != shape:
+        what = "missing" if found is None else f"of shape {tuple(found.shape)}"
+        raise CheckpointError(f"{path}: tensor {name} is {what}; a head for this target has {shape}")
+    if not found.is_floating_point() or found.itemsize < 2 or not found.isfinite().all():
+        raise CheckpointError(f"{path}: tensor {name} should hold finite floats of 16 bits or more")
+    return found
+
+
 def _in_folder(path: Path, pattern: str = "*.gguf") -> Path:
     """The folder if it is a checkpoint's, or the one GGUF model in it."""
     if pattern == "*.gguf" and (path / "config.json").is_file():

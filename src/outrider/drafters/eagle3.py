@@ -29,7 +29,7 @@ from outrider import families
 from outrider.config import ModelConfig, whole
 from outrider.errors import CheckpointError, VocabularyMismatch, brief, told
 from outrider.kv import DenseKV, Entry, Plan
-from outrider.load import find
+from outrider.load import find, take_out
 from outrider.model import Rotary
 from outrider.ops import MLP, Block, Linear, Switches, Walk, native, rms_norm, rope
 from outrider.quantize import quantize
@@ -61,13 +61,7 @@ class Head:
         rounds = self.dtype == torch.bfloat16 and native.runs(self.dtype, self.device)
 
         def take(name: str, *shape: int) -> Tensor:
-            found = tensors.pop(name, None)
-            if found is None or tuple(found.shape) != shape:
-                what = "missing" if found is None else f"of shape {tuple(found.shape)}"
-                raise CheckpointError(f"{path}: tensor {name} is {what}; a head for this target has {shape}")
-            if not found.is_floating_point() or found.itemsize < 2 or not found.isfinite().all():
-                raise CheckpointError(f"{path}: tensor {name} should hold finite floats of 16 bits or more")
-            return found.to(self.device, self.dtype)
+            return take_out(tensors, name, shape, path).to(self.device, self.dtype)
 
         def linear(names: list[str], sizes: list[int], inputs: int, bias: bool = False, gated: bool = False) -> Linear:
             weight = torch.cat([take(f"{n}.weight", size, inputs) for n, size in zip(names, sizes, strict=True)])

@@ -30,7 +30,7 @@ from torch import Tensor
 from outrider.config import option, whole
 from outrider.draft import Draft, Verdict
 from outrider.errors import CheckpointError, VocabularyMismatch, told
-from outrider.load import find
+from outrider.load import find, take_out
 from outrider.ops import Linear, Recurrence, native, rms_norm
 from outrider.quantize import quantize
 from outrider.runner import Output, Runner
@@ -60,13 +60,7 @@ class Head:
         rounds = model.dtype == torch.bfloat16 and native.runs(model.dtype, self.device)
 
         def take(name: str, *shape: int) -> Tensor:
-            found = tensors.pop(name, None)
-            if found is None or tuple(found.shape) != shape:
-                what = "missing" if found is None else f"of shape {tuple(found.shape)}"
-                raise CheckpointError(f"{path}: tensor {name} is {what}; a head for this target has {shape}")
-            if not found.is_floating_point() or found.itemsize < 2 or not found.isfinite().all():
-                raise CheckpointError(f"{path}: tensor {name} should hold finite floats of 16 bits or more")
-            return found.to(self.device, model.dtype)
+            return take_out(tensors, name, shape, path).to(self.device, model.dtype)
 
         def linear(weight: Tensor, gated: bool = False) -> Linear:
             # a guess need not be as exact as the target: a quarter of the bytes, where there are kernels for them
