@@ -37,9 +37,15 @@ def pinned(numbers: list[int] | list[float] | Tensor, device: torch.device) -> T
 
 
 @cache
-def _pool() -> Any:
-    """Memory that all graphs share: one runs at a time, and its results are copied before the next one does."""
-    return torch.cuda.graph_pool_handle()
+def _pool() -> tuple[Any, Any]:
+    """Memory that all graphs share, and one that is never given up: PyTorch ends a pool with the last of its graphs.
+
+    One runs at a time, and its results are copied before the next one does.
+    """
+    pool, first = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(first, pool=pool):
+        torch.zeros(1, device="cuda")
+    return pool, first
 
 
 def cuda_capture(compute: Callable[[], list[Tensor]]) -> tuple[Callable[[], None], list[Tensor]]:
@@ -50,7 +56,8 @@ def cuda_capture(compute: Callable[[], list[Tensor]]) -> tuple[Callable[[], None
         compute()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=_pool()):
+    pool, _ = _pool()
+    with torch.cuda.graph(graph, pool=pool):
         results = compute()
     return graph.replay, results
 
