@@ -299,7 +299,7 @@ def touch(w, at_n, outs, K, first, BN: tl.constexpr, BK: tl.constexpr):
     Prefetches alone changed nothing: it seems that those whose pages are not known yet are dropped.
     """
     j = tl.arange(0, BN * 4)
-    k = tl.minimum(first * BK + j % 4 * 128, K - 128)
+    k = tl.minimum(first * BK + j % 4 * 128, K - BK)
     at = w + tl.minimum(at_n + j // 4, outs - 1).to(tl.int64) * K + k
     tl.inline_asm_elementwise(TOUCH, "=r,l", [at.to(tl.int64)], tl.int32, is_pure=False, pack=1)
 
