@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 
 from outrider.ops import Linear, Quantized, native
 from outrider.ops.triton import launch, plan
@@ -57,6 +59,32 @@ def same_in_company(x, compute):
         at = min(3, len(x) - n)
         assert torch.equal(compute(guarded(x[at : at + n])), full[at : at + n]), n
     return full
+
+
+beginnings = launch.load().beginnings
+
+
+@triton.jit
+def began(offsets, outs, K, per, BK: tl.constexpr):
+    own = beginnings(tl.program_id(0) * 64, outs, K, tl.program_id(1) * per, 64, BK)
+    at = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * 256 + tl.arange(0, 256)
+    tl.store(offsets + at, own)
+
+
+@pytest.mark.parametrize(("n", "k"), [(8, 64), (33, 128), (96, 256), (70, 1280)])
+def test_what_is_fetched_early_is_of_the_weights(n, k):
+    """The beginning of each output's share, 1 KB of it or as much as there is; nothing before or behind the weights."""
+    depth = 128 if k >= 128 else 64
+    shares, tiles = max(1, k // 640), -(-n // 64)
+    offsets = torch.empty(tiles, shares, 64, 4, dtype=torch.int64)
+    began[tiles, shares](offsets, n, k, 5, depth)
+    for share in range(shares):
+        column = torch.arange(4) * 128 + share * 5 * depth
+        column = column.clamp(max=k - depth)
+        wanted = torch.arange(tiles * 64).clamp(max=n - 1)[:, None] * k + column
+        assert torch.equal(offsets[:, share].flatten(0, 1), wanted)
+        assert (wanted >= 0).all()
+        assert (wanted + depth <= n * k).all()
 
 
 @pytest.mark.parametrize("least", [10**6, 64], ids=["whole", "shares"])

@@ -293,14 +293,19 @@ TOUCH = tl.constexpr("""{
 
 
 @triton.jit
-def touch(w, at_n, outs, K, first, BN: tl.constexpr, BK: tl.constexpr):
-    """Fetch the beginning, 1 KB of each output, of this program's share of plain weights, while it waits for its turn.
+def beginnings(at_n, outs, K, first, BN: tl.constexpr, BK: tl.constexpr):
+    """Where every 256 bytes begin in the first KB of this share of each output's plain weights, from at_n on."""
+    j = tl.arange(0, BN * 4)
+    k = tl.minimum(first * BK + j % 4 * 128, K - BK)
+    return tl.minimum(at_n + j // 4, outs - 1).to(tl.int64) * K + k
+
+
+@triton.jit
+def touch(at):
+    """Fetch what is at, and behind, these places, while a program waits for its turn.
 
     Prefetches alone changed nothing: it seems that those whose pages are not known yet are dropped.
     """
-    j = tl.arange(0, BN * 4)
-    k = tl.minimum(first * BK + j % 4 * 128, K - BK)
-    at = w + tl.minimum(at_n + j // 4, outs - 1).to(tl.int64) * K + k
     tl.inline_asm_elementwise(TOUCH, "=r,l", [at.to(tl.int64)], tl.int32, is_pure=False, pack=1)
 
 
@@ -419,7 +424,7 @@ def product(
     far = r.to(tl.int64)
     let_next(EARLY)
     if EARLY and FORMAT == PLAIN and EVEN:
-        touch(w, tl.program_id(1) * BN, outs, K, first, BN, BK)
+        touch(w + beginnings(tl.program_id(1) * BN, outs, K, first, BN, BK))
     wait(EARLY)
     gate = share(
         x, w, scales, offsets, zeros, sums, tl.program_id(1) * BN, outs, 0, far, live, K, wide, GROUPS, first, last,
