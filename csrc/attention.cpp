@@ -9,7 +9,7 @@
 //
 // A block's keys are turned once into a tile (dim, keys), its values into a tile (keys, dim), in the order in which the
 // products want them, and serve all rows and all query heads of their group. In the bf16 mode a unit is a pair of
-// neighbours along the summed dimension, as vdpbf16ps takes them; the weights are rounded to bf16.
+// neighbours along the summed dimension, as vdpbf16ps and the AMX tiles take them; the weights are rounded to bf16.
 #include "attention.h"
 
 #include <cstring>
@@ -17,6 +17,7 @@
 
 #include "pool.h"
 #include "scratch.h"
+#include "tiles.h"
 #include "vec.h"
 
 namespace OUTRIDER_ISA {
@@ -25,7 +26,11 @@ namespace {
 constexpr int kBlock = kPage;  // keys
 constexpr int kSpan = 1024;   // positions, a multiple of kBlock
 constexpr int kRows = 6;      // rows of a register tile
-constexpr int kPanel = 48;    // rows whose scores are all taken before they are weighed
+#if defined(__AMX_BF16__)
+constexpr int kPanel = 64;    // rows whose scores are all taken before they are weighed
+#else
+constexpr int kPanel = 48;
+#endif
 constexpr int kChunk = 192;   // rows (of heads) that share a block at most: their sums stay in the second-level cache
 constexpr int kTaskSlot = 4, kRunSlot = 5, kShareSlot = 6, kPartSlot = 7;  // of scratch memory
 constexpr int kLeast = 4;     // rows (of tokens) that are worth packing a block which others pack, too
@@ -284,7 +289,7 @@ INLINE void multiply(const typename M::Unit *a, int a_stride, const typename M::
 }
 
 template <class M>
-void multiply(int rows, const typename M::Unit *a, int a_stride, const typename M::Unit *b, int width, int depth,
+void multiply_rows(int rows, const typename M::Unit *a, int a_stride, const typename M::Unit *b, int width, int depth,
               float *c, bool fresh, Ahead &ahead) {
   switch (rows) {
     case 1: return multiply<M, 1>(a, a_stride, b, width, depth, c, fresh, ahead);
@@ -295,6 +300,75 @@ void multiply(int rows, const typename M::Unit *a, int a_stride, const typename 
     default: return multiply<M, 6>(a, a_stride, b, width, depth, c, fresh, ahead);
   }
 }
+
+#if defined(__AMX_BF16__)
+// The same in AMX tiles, two by two: 0 to 3 hold the sums of up to 32 rows and 32 columns, 4 and 5 these rows of a, 6 and
+// 7 these columns of b.
+class Tiles {
+ public:
+  ~Tiles() {
+    if (shaped_) tile_release();
+  }
+
+  // c (rows, width) += a (rows, depth units) b (depth, width units), or = if c is `fresh`; depth is a multiple of 16.
+  void multiply(int rows, const uint32_t *a, const uint32_t *b, int width, int depth, float *c, bool fresh, Ahead &ahead) {
+    Ahead none{ahead.at, 0};
+    for (int row = 0; row < rows; row += 32) {
+      const int count = rows - row < 32 ? rows - row : 32;
+      shape(count);
+      for (int j = 0; j < width; j += 32) {
+        const auto tile = count > 16 ? &four<true> : &four<false>;
+        tile(a + row * depth, b + j, width, width - j > 16, depth, c + row * width + j, fresh, row ? none : ahead);
+      }
+    }
+  }
+
+ private:
+  void shape(int rows) {
+    if (rows == shaped_) return;
+    shaped_ = rows;
+    TileConfig config;
+    config.rows[0] = config.rows[1] = config.rows[4] = uint8_t(rows < 16 ? rows : 16);
+    config.rows[2] = config.rows[3] = config.rows[5] = uint8_t(rows > 16 ? rows - 16 : 1);
+    config.load();
+  }
+
+  template <bool lower>
+  static void four(const uint32_t *a, const uint32_t *b, int width, bool right, int depth, float *c, bool fresh, Ahead &ahead) {
+    constexpr size_t kSize = sizeof(uint32_t);
+    const size_t line = width * kSize;
+    if (fresh) {
+      tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
+    } else {
+      tile_load<0>(c, line);
+      if (right) tile_load<1>(c + 16, line);
+      if (lower) tile_load<2>(c + 16 * width, line);
+      if (lower && right) tile_load<3>(c + 16 * width + 16, line);
+    }
+    for (int k = 0; k < depth; k += 16) {
+      ahead.ask(16);
+      tile_load<4>(a + k, depth * kSize);
+      tile_load<6>(b + k * width, line);
+      tile_multiply<0, 4, 6>();
+      if (lower) {
+        tile_load<5>(a + 16 * depth + k, depth * kSize);
+        tile_multiply<2, 5, 6>();
+      }
+      if (right) {
+        tile_load<7>(b + k * width + 16, line);
+        tile_multiply<1, 4, 7>();
+        if (lower) tile_multiply<3, 5, 7>();
+      }
+    }
+    tile_store<0>(c, line);
+    if (right) tile_store<1>(c + 16, line);
+    if (lower) tile_store<2>(c + 16 * width, line);
+    if (lower && right) tile_store<3>(c + 16 * width + 16, line);
+  }
+
+  int shaped_ = 0;  // rows
+};
+#endif
 
 // Parts of a thread's scratch memory, each aligned to a cache line.
 class Memory {
@@ -385,11 +459,17 @@ void *out_of(const AttentionShape &shape, const AttentionJob &job, int64_t row, 
 template <class M, class S>
 class Worker {
   typedef typename M::Unit Unit;
+#if defined(__AMX_BF16__)
+  static constexpr bool kTiled = std::is_same_v<M, Paired>;
+#else
+  static constexpr bool kTiled = false;
+#endif
+  static constexpr int kDeep = kTiled ? 16 : 1;  // units of the summed dimension that are taken at once
 
  public:
   Worker(const AttentionShape &shape, const Piece &piece)
       : shape_(shape), piece_(piece), run_(*piece.run), job_(*piece.run->job), group_(shape.heads / shape.kv_heads),
-        depth_(shape.dim / M::kPer), width_((shape.dim + W - 1) / W * W),
+        depth_((shape.dim / M::kPer + kDeep - 1) / kDeep * kDeep), width_((shape.dim + W - 1) / W * W),
         ahead_((kAhead / (shape.dim * int(sizeof(S))) + kBlock - 1) / kBlock * kBlock),
         factor_(shape.scale * kLog2e) {}
 
@@ -406,6 +486,10 @@ class Worker {
     gathered_ = memory.take<S>(3 * kBlock * shape_.dim);
     float *own = memory.take<float>(floats);
     const State total(memory.take<float>(floats), rows, width_);
+    if (depth_ * M::kPer > shape_.dim) {  // zeros, which add nothing, up to whole tiles
+      memset(queries_, 0, rows * depth_ * sizeof(Unit));
+      memset(key_tile_, 0, size_t(depth_) * kBlock * sizeof(Unit));
+    }
     pack_queries();
     for (int64_t row = piece_.first; row < piece_.last; row++) {
       const int64_t end = run_.positions[row] + 1;
@@ -433,8 +517,9 @@ class Worker {
       const int64_t from = i * shape_.q_stride + int64_t(piece_.head) * group_ * shape_.dim;
       Unit *to = queries_ + (i - piece_.first) * group_ * depth_;
       if (shape_.q_type == Type::f32 || M::kPer == 2) {
-        const int size = shape_.q_type == Type::f32 ? 4 : 2;
-        memcpy(to, static_cast<const char *>(job_.q) + from * size, size_t(group_) * shape_.dim * size);
+        const size_t size = shape_.q_type == Type::f32 ? 4 : 2, bytes = shape_.dim * size;
+        const char *q = static_cast<const char *>(job_.q) + from * size;
+        for (int head = 0; head < group_; head++) memcpy(to + head * depth_, q + head * bytes, bytes);
       } else {
         const bf16 *q = static_cast<const bf16 *>(job_.q) + from;
         for (int d = 0; d < group_ * shape_.dim; d++) {
@@ -545,9 +630,11 @@ class Worker {
     const int64_t end = (last - piece_.first) * group_;
     const bool whole = begin_ <= at && at + kBlock <= end_;
     const auto panels = [&](int64_t from, int64_t to) {
-      evenly(to - from, kPanel, [&](int64_t r, int count) {
+      const auto some = [&](int64_t r, int count) {
         panel(at, from + r, count, whole, key_scales, value_scales, state, later_keys, later_values);
-      });
+      };
+      if (!kTiled) return evenly(to - from, kPanel, some);
+      for (int64_t r = 0; r < to - from; r += kPanel) some(r, int(to - from - r < kPanel ? to - from - r : kPanel));
     };
     if (whole || finite(here.values)) return panels(row, end);
     S *seen = gathered_ + 2 * kBlock * shape_.dim;  // 0 times infinity is NaN, also for who is not to see it
@@ -580,10 +667,7 @@ class Worker {
              const State &state, Ahead &later_keys, Ahead &later_values) {
     alignas(64) float scores[kPanel * kBlock];
     alignas(64) Unit weights[kPanel * kBlock / M::kPer];
-    evenly(count, kRows, [&](int64_t r, int rows) {
-      multiply<M>(rows, queries_ + (row + r) * depth_, depth_, key_tile_, kBlock, depth_, scores + r * kBlock, true,
-                  later_values);
-    });
+    multiply(count, queries_ + row * depth_, depth_, key_tile_, kBlock, scores, true, later_values);
     if (sizeof(S) == 1)
       for (int64_t r = 0; r < count; r++)
         for (int j = 0; j < kBlock; j += W)
@@ -591,11 +675,17 @@ class Worker {
     if (shape_.softcap != 0) cap(scores, count);
     if (!whole) mask(scores, row, count, at);
     weigh(scores, row, count, value_scales, state, weights);
-    evenly(count, kRows, [&](int64_t r, int rows) {
-      multiply<M>(rows, weights + r * kBlock / M::kPer, kBlock / M::kPer, value_tile_, width_, kBlock / M::kPer,
-                  state.sums + (row + r) * width_, false, later_keys);
-    });
+    multiply(count, weights, kBlock / M::kPer, value_tile_, width_, state.sums + row * width_, false, later_keys);
     later_keys.step = later_values.step = 0;
+  }
+
+  void multiply(int rows, const Unit *a, int depth, const Unit *b, int width, float *c, bool fresh, Ahead &ahead) {
+#if defined(__AMX_BF16__)
+    if constexpr (kTiled) return tiles_.multiply(rows, a, b, width, depth, c, fresh, ahead);
+#endif
+    evenly(rows, kRows, [&](int64_t r, int count) {
+      multiply_rows<M>(count, a + r * depth, depth, b, width, depth, c + r * width, fresh, ahead);
+    });
   }
 
   // The tiles of a block; known dimensions make plain addresses.
@@ -677,6 +767,9 @@ class Worker {
   int64_t begin_ = 0, end_ = INT64_MAX;  // positions that all rows see
   Unit *queries_, *key_tile_, *value_tile_;
   S *gathered_;
+#if defined(__AMX_BF16__)
+  Tiles tiles_;
+#endif
 };
 
 void work(const AttentionShape &shape, const Piece &piece) {
