@@ -302,20 +302,15 @@ void multiply_rows(int rows, const typename M::Unit *a, int a_stride, const type
 }
 
 #if defined(__AMX_BF16__)
-// The same in AMX tiles, two by two: 0 to 3 hold the sums of up to 32 rows and 32 columns, 4 and 5 these rows of a, 6 and
-// 7 these columns of b.
+// The same in AMX tiles, two by two.
 class Tiles {
  public:
-  ~Tiles() {
-    if (shaped_) tile_release();
-  }
-
   // c (rows, width) += a (rows, depth units) b (depth, width units), or = if c is `fresh`; depth is a multiple of 16.
   void multiply(int rows, const uint32_t *a, const uint32_t *b, int width, int depth, float *c, bool fresh, Ahead &ahead) {
     Ahead none{ahead.at, 0};
     for (int row = 0; row < rows; row += 32) {
       const int count = rows - row < 32 ? rows - row : 32;
-      shape(count);
+      shapes_.set(count);
       for (int j = 0; j < width; j += 32) {
         const auto tile = count > 16 ? &four<true> : &four<false>;
         tile(a + row * depth, b + j, width, width - j > 16, depth, c + row * width + j, fresh, row ? none : ahead);
@@ -324,15 +319,6 @@ class Tiles {
   }
 
  private:
-  void shape(int rows) {
-    if (rows == shaped_) return;
-    shaped_ = rows;
-    TileConfig config;
-    config.rows[0] = config.rows[1] = config.rows[4] = uint8_t(rows < 16 ? rows : 16);
-    config.rows[2] = config.rows[3] = config.rows[5] = uint8_t(rows > 16 ? rows - 16 : 1);
-    config.load();
-  }
-
   template <bool lower>
   static void four(const uint32_t *a, const uint32_t *b, int width, bool right, int depth, float *c, bool fresh, Ahead &ahead) {
     constexpr size_t kSize = sizeof(uint32_t);
@@ -366,7 +352,7 @@ class Tiles {
     if (lower && right) tile_store<3>(c + 16 * width + 16, line);
   }
 
-  int shaped_ = 0;  // rows
+  TileShapes shapes_;
 };
 #endif
 

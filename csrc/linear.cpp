@@ -9,6 +9,7 @@
 #include "norm.h"
 #include "pool.h"
 #include "scratch.h"
+#include "tiles.h"
 
 namespace OUTRIDER_ISA {
 namespace {
@@ -16,6 +17,7 @@ namespace {
 constexpr int NV = kPanel / W;  // vectors of a panel
 constexpr int kStep = 4;        // k that one step of a product takes
 constexpr int kChunkBytes = 1 << 16, kUnpackedBytes = 1 << 14, kTaskBytes = 1 << 19;
+constexpr int kFew = 1, kTileRows = 32;  // that are taken at once where products are made of tiles
 constexpr int kNear = 4096;  // bytes that few rows fetch ahead, beyond the groups that they take at once
 
 // How bfloat16 activations enter a product, and how many rows it takes at once: more than whose sums and totals fit the
@@ -238,6 +240,11 @@ struct Lines {
   void advance(int k) {
     for (auto &x : at) x += k;
   }
+  Lines ahead(int k) const {
+    Lines lines = *this;
+    lines.advance(k);
+    return lines;
+  }
 };
 
 // acc += the products of the kStep k that begin at k of x: R rows of x with a panel of w.
@@ -309,7 +316,14 @@ struct Rows {
   // the codes' zero, taken away.
   const float *scales = nullptr;
   const int32_t *starts = nullptr;
+  // For tiles: 32 rows after the other, and of them kDepth k of each row side by side.
+  bool tiles = false;
 
+  size_t at(int row, int k) const {
+    if (!tiles) return row * stride + k;
+    const int first = row / kTileRows * kTileRows, together = count - first < kTileRows ? count - first : kTileRows;
+    return first * stride + size_t(k / kDepth * together + row - first) * kDepth + k % kDepth;
+  }
   const float *sums_of(int group, int row) const { return sums ? sums + size_t(group) * count + row : nullptr; }
 };
 
@@ -338,9 +352,63 @@ INLINE void leave(const vf (&total)[R][NV], float (*out)[kPanel]) {
     for (int v = 0; v < NV; v++) store(out[r] + v * W, total[r][v]);
 }
 
+#if defined(__AMX_BF16__)
+// acc += the products of kDepth k, with the bits that tdpbf16ps makes of them: even and odd k summed apart, each from zero.
+template <class F, int R>
+INLINE void run_as_tile(const Lines<bf16, R> &x, const uint8_t *data, vf (&acc)[R][NV]) {
+  vf even[R][NV] = {}, odd[R][NV] = {};
+#pragma GCC unroll 2
+  for (int k = 0; k < kDepth; k += kStep)
+#pragma GCC unroll 2
+    for (int a = 0; a < kStep / 2; a++) {
+      vf low[NV], high[NV];  // the weights of an even k and of the next
+#pragma GCC unroll 2
+      for (int v = 0; v < NV; v++) {
+        if constexpr (std::is_same_v<F, I8>) {
+          F::weights(data + k * F::kBytes, a, v, low[v], high[v]);
+        } else {
+          const vu both = (vu)F::pairs(data + k * F::kBytes, a, v);
+          low[v] = (vf)(both << 16), high[v] = (vf)(both & 0xffff0000u);
+        }
+      }
+#pragma GCC unroll 16
+      for (int r = 0; r < R; r++) {
+        const vu both = load_as<uint32_t>(x[r] + k + 2 * a) - vu{};
+        const vf first = (vf)(both << 16), second = (vf)(both & 0xffff0000u);
+#pragma GCC unroll 2
+        for (int v = 0; v < NV; v++) {
+          even[r][v] = fma(first, low[v], even[r][v]);
+          odd[r][v] = fma(second, high[v], odd[r][v]);
+        }
+      }
+    }
+#pragma GCC unroll 16
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+    for (int v = 0; v < NV; v++) acc[r][v] += even[r][v] + odd[r][v];
+}
+
+// Until it goes, subnormal numbers are zeros, as they are for tiles.
+class NoSubnormals {
+ public:
+  NoSubnormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
+  ~NoSubnormals() { _mm_setcsr(before_); }
+
+ private:
+  const unsigned before_;
+};
+#endif
+
 // acc[g] += the products of K k from the first one of each of G groups of `size`.
 template <class F, int R, int G, int K>
 INLINE void run(const Lines<typename F::X, R> &x, const uint8_t *data, int size, vf (&acc)[G][R][NV]) {
+#if defined(__AMX_BF16__)
+  if constexpr (F::kScaled && K == kDepth) {
+#pragma GCC unroll 2
+    for (int g = 0; g < G; g++) run_as_tile<F, R>(x.ahead(g * size), data + size_t(g * size) * F::kBytes, acc[g]);
+    return;
+  }
+#endif
   const auto at = [&](int k) {
 #pragma GCC unroll 2
     for (int g = 0; g < G; g++) step<F, R>(x, g * size + k, data + size_t(g * size + k) * F::kBytes, acc[g]);
@@ -368,6 +436,9 @@ __attribute__((noinline)) void product(const Weights &w, const Rows<typename F::
     }
     return leave<R>(total[0], out);
   }
+#if defined(__AMX_BF16__)
+  const NoSubnormals as_for_tiles;
+#endif
   // Few rows take more groups at once, lest they wait for their own sums.
   constexpr int kTogether = R <= 2 ? 2 : 1;
   const int groups = w.groups(), size = w.group;
@@ -400,12 +471,10 @@ __attribute__((noinline)) void product(const Weights &w, const Rows<typename F::
     const int length = chunk.end - k < size ? chunk.end - k : size, part = length < kDepth ? length : kDepth;
     vf acc[1][R][NV] = {};
     fetch(length);
-    for (int done = 0; done < length; done += part, advance(part))
-      for (int half = 0; half < part; half += kDepth / 2) {
-        auto here = x;
-        here.advance(half);
-        run<F, R, 1, kDepth / 2>(here, data + half * F::kBytes, size, acc);
-      }
+    for (int done = 0; done < length; done += part, advance(part)) {
+      if (part == kDepth) run<F, R, 1, kDepth>(x, data, size, acc);
+      else run<F, R, 1, kDepth / 2>(x, data, size, acc);
+    }
     scale<R>(w, sums, chunk.panel, k, group++, groups, acc[0], total[0]);
     k += length, sums += next;
   }
@@ -505,81 +574,13 @@ void chunk_rows(const Weights &w, const Rows<typename F::X> &rows, int n, Chunk 
 }
 
 #if defined(__AMX_BF16__)
-// Tiles have to be stored and scaled at the end of each group: small ones are left to vectors, at every row count.
-bool tiled(const Weights &w) { return !w.rounded && (w.format == kBF16 || w.group >= 64); }
-
-struct alignas(64) TileConfig {
-  uint8_t palette = 1, start = 0, reserved[14] = {};
-  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  uint8_t rows[16] = {};
-};
-
-// chunk_rows in tiles of 16 rows by 16 outputs: 0 to 3 hold the sums of two tiles of rows with both halves of the panel,
-// 4 and 5 the rows, 6 and 7 the weights.
-template <class F>
-void tile_rows(const Weights &w, const Rows<bf16> &rows, int n, const Chunk &chunk, float (*out)[kPanel]) {
-  constexpr int kLine = kPanel * sizeof(float);  // of sums, and of a pair of k's weights
-  static_assert(F::kBytes * 2 == kLine);
-  const int span = F::kScaled ? w.group : chunk.end - chunk.begin;
-  const size_t stride = rows.stride * sizeof(bf16);
-  for (int row = 0; row < n; row += 32, out += 32) {
-    const int left = n - row, upper = left < 16 ? left : 16, lower = left < 32 ? left - upper : 16;
-    TileConfig config;
-    config.rows[0] = config.rows[1] = config.rows[4] = uint8_t(upper);
-    config.rows[2] = config.rows[3] = config.rows[5] = uint8_t(lower ? lower : 1);
-    config.rows[6] = config.rows[7] = 16;
-    asm volatile("" ::"r"(&config) : "memory");  // GCC 12 takes the next line to read 8 bytes, and drops stores to the rest
-    _tile_loadconfig(&config);
-    const uint8_t *data = chunk.data;
-    for (int k = chunk.begin; k < chunk.end;) {
-      const int begin = k, end = k + span < chunk.end ? k + span : chunk.end;
-      float part[32][kPanel] = {};
-      float(*sums)[kPanel] = F::kScaled ? part : out;
-      _tile_loadd(0, sums[0], kLine);
-      _tile_loadd(1, sums[0] + 16, kLine);
-      if (lower) {
-        _tile_loadd(2, sums[16], kLine);
-        _tile_loadd(3, sums[16] + 16, kLine);
-      }
-      for (; k < end; k += kDepth, data += kDepth * F::kBytes) {
-        for (int line = 0; line < kDepth * F::kBytes; line += 64) __builtin_prefetch(data + kNear + line, 0, 2);
-        const bf16 *x = rows.x + row * rows.stride + k;
-        _tile_loadd(6, data, kLine);
-        _tile_loadd(7, data + 64, kLine);
-        _tile_loadd(4, x, stride);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        if (lower) {
-          _tile_loadd(5, x + 16 * rows.stride, stride);
-          _tile_dpbf16ps(2, 5, 6);
-          _tile_dpbf16ps(3, 5, 7);
-        }
-      }
-      _tile_stored(0, sums[0], kLine);
-      _tile_stored(1, sums[0] + 16, kLine);
-      if (lower) {
-        _tile_stored(2, sums[16], kLine);
-        _tile_stored(3, sums[16] + 16, kLine);
-      }
-      if constexpr (F::kScaled)
-        for (int v = 0; v < NV; v++) {
-          const size_t each = (size_t(chunk.panel) * w.groups() + begin / w.group) * kPanel + v * W;
-          const size_t coarse = (size_t(chunk.panel) * w.supers() + begin / kSuper) * kPanel + v * W;
-          const vf scale = factor(w.scales, each, coarse);
-          const float *of_x = rows.sums_of(begin / w.group, row);
-          const vf offset = of_x ? offset_of(w, scale, each, coarse) : vf{};
-          for (int r = 0; r < upper + lower; r++) {
-            vf total = fma(scale, load(part[r] + v * W), load(out[r] + v * W));
-            if (of_x) total = fma(offset, splat(of_x[r]), total);
-            store(out[r] + v * W, total);
-          }
-        }
-    }
-  }
-  _tile_release();
+// Whether products are made of tiles, which take kDepth k at once.
+// Few rows of quantised weights get the same bits from vectors, which need not unpack weights through memory.
+bool tiled(const Weights &w, int rows) {
+  return !w.rounded && w.format != kF32 && (w.format == kBF16 || (w.group >= kDepth && rows > kFew));
 }
 #else
-bool tiled(const Weights &) { return false; }
+bool tiled(const Weights &, int) { return false; }
 #endif
 
 struct Result {
@@ -655,30 +656,30 @@ Rows<int8_t> prepare_rounded(int zero, const Weights &w, const bf16 *x, int rows
 template <class X, class A>
 Rows<X> prepare(const Weights &w, const A *x, int rows, const A *norm, float eps, int threads) {
   const int inputs = w.inputs, depth = w.padded();
-  const bool copy = norm || w.place || inputs != depth || !std::is_same_v<X, A>, sum_up = w.offsets.each;
+  const bool tiles = tiled(w, rows), sum_up = w.offsets.each;
+  const bool copy = norm || w.place || inputs != depth || !std::is_same_v<X, A> || (tiles && rows > 1);
   const int groups = sum_up ? w.groups() : 0;
   X *to = copy ? static_cast<X *>(scratch(0, sizeof(X) * rows * depth)) : nullptr;
   float *sums = sum_up ? static_cast<float *>(scratch(1, sizeof(float) * rows * groups)) : nullptr;
-  const Rows<X> out{copy ? to : reinterpret_cast<const X *>(x), size_t(depth), rows, sums};
+  const Rows<X> out{copy ? to : reinterpret_cast<const X *>(x), size_t(depth), rows, sums, nullptr, nullptr, tiles};
   if (!copy && !sum_up) return out;
   pool::parallel(rows, size_t(rows) * depth > 65536 ? threads : 1, [&](int r) {
     const A *from = x + size_t(r) * inputs;
     const float factor = norm ? rms_factor(from, inputs, eps) : 1;
     for (int k = 0; copy && k < depth; k += W) {
       const vf v = k < inputs ? entered(from, norm, k, inputs, factor) : vf{};
-      X *here = to + size_t(r) * depth;
       if (!w.place || k >= inputs) {
-        store(here + k, v);
+        store(to + out.at(r, k), v);
         continue;
       }
       X lane[W];
       store(lane, v);
-      for (int j = 0; j < W; j++) here[k + j < inputs ? w.place[k + j] : k + j] = lane[j];
+      for (int j = 0; j < W; j++) to[out.at(r, k + j < inputs ? w.place[k + j] : k + j)] = lane[j];
     }
     for (int g = 0; g < groups; g++) {
       const int start = g * w.group, end = start + w.group < depth ? start + w.group : depth;
       vf total = {};
-      for (int k = start; k < end; k += W) total += load(out.x + r * out.stride + k);
+      for (int k = start; k < end; k += W) total += load(out.x + out.at(r, k));
       sums[size_t(g) * rows + r] = sum(total);
     }
   });
@@ -705,15 +706,140 @@ void unpack(const Chunk &chunk, uint8_t *to) {
   }
 }
 
-template <class F>
-void products(const Weights &w, const Rows<typename F::X> &rows, int n, Chunk &chunk, const uint8_t *ahead,
-              int64_t bytes, float (*out)[kPanel]) {
 #if defined(__AMX_BF16__)
-  if constexpr (F::kBytes == BF16::kBytes)
-    if (tiled(w)) return tile_rows<F>(w, rows, n, chunk, out);
-#endif
-  chunk_rows<F>(w, rows, n, chunk, ahead, bytes, out);
+constexpr int kTileBytes = kDepth * BF16::kBytes;  // of weights that two tiles take at once
+constexpr int kBlockRows = 512;  // rows that share a chunk of k and their sums of some panels, which the second-level cache holds
+constexpr int kTileChunk = 256;  // k of a chunk that stays in the first-level cache
+constexpr int kSpread = 4;       // groups whose sums are made before they are scaled
+constexpr int kFar = 1 << 13;    // bytes that are fetched ahead
+
+// Up to 32 rows from `row` on, times the k from `begin` to `end`: into c, or added to it. A tile of weights has its lines
+// `line` bytes apart, and the other half of the panel is `half` bytes behind. Before each step there is time for `meanwhile`.
+template <int line, int half, class M>
+INLINE void tile_products(const Rows<bf16> &rows, int row, int count, const uint8_t *data, int begin, int end, float (*c)[kPanel],
+                          bool fresh, M meanwhile) {
+  constexpr size_t kLine = kPanel * sizeof(float);
+  const bool lower = count > 16;
+  const bf16 *x = rows.x + rows.at(row, begin);
+  if (fresh) {
+    tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
+  } else {
+    tile_load<0>(c[0], kLine), tile_load<1>(c[0] + 16, kLine);
+    if (lower) tile_load<2>(c[16], kLine), tile_load<3>(c[16] + 16, kLine);
+  }
+  for (int k = begin; k < end; k += kDepth, data += kTileBytes, x += kDepth * count) {
+    meanwhile(k);
+    tile_load<4>(x, 64), tile_load<6>(data, line);
+    tile_multiply<0, 4, 6>();
+    tile_load<7>(data + half, line);
+    tile_multiply<1, 4, 7>();
+    if (!lower) continue;
+    tile_load<5>(x + 16 * kDepth, 64);
+    tile_multiply<2, 5, 6>();
+    tile_multiply<3, 5, 7>();
+  }
+  tile_store<0>(c[0], kLine), tile_store<1>(c[0] + 16, kLine);
+  if (lower) tile_store<2>(c[16], kLine), tile_store<3>(c[16] + 16, kLine);
 }
+
+// kDepth k of a panel as bfloat16, exactly, in tiles of their own, which load faster than the halves of packed lines.
+template <class F>
+INLINE void unpack_tiles(const uint8_t *data, uint8_t *to) {
+  constexpr int kStepBytes = kStep * F::kBytes;
+#pragma GCC unroll 8
+  for (int step = 0; step < kDepth / kStep; step++, data += kStepBytes, to += 64 * kStep / 2) {
+    for (int at = 0; at < kStepBytes; at += 64) __builtin_prefetch(data + kFar + at, 0, 2);
+#pragma GCC unroll 2
+    for (int a = 0; a < kStep / 2; a++)
+#pragma GCC unroll 2
+      for (int v = 0; v < NV; v++) _mm512_store_si512(to + v * kTileBytes / 2 + 64 * a, (__m512i)F::pairs(data, a, v));
+  }
+}
+
+// Products with what unpack_tiles made of the k from `begin` to `end`, kTileChunk of which there is room for.
+template <bool scaled, class M>
+INLINE void unpacked_products(const Weights &w, const Rows<bf16> &rows, int row, int count, int panel, const uint8_t *tiles, int begin,
+                              int end, float (*out)[kPanel], M meanwhile) {
+  const auto product = [&](int k, int end, float(*c)[kPanel], bool fresh) {
+    tile_products<64, kTileBytes / 2>(rows, row, count, tiles + k % kTileChunk * BF16::kBytes, k, end, c, fresh, meanwhile);
+  };
+  if (!scaled) return product(begin, end, out, begin == 0);
+  alignas(64) float sums[kSpread][kTileRows][kPanel];
+  const NoSubnormals as_for_tiles;
+  const int size = w.group, groups = w.groups();
+  for (int k = begin; k < end;) {
+    const int group = k / size;
+    int n = 0;
+    for (; n < kSpread && k < end; n++, k += size) product(k, k + size < end ? k + size : end, sums[n], true);
+    for (int v = 0; v < NV; v++) {
+      vf scales[kSpread], offsets[kSpread];
+      for (int g = 0; g < n; g++) {
+        const size_t each = (size_t(panel) * groups + group + g) * kPanel + v * W;
+        const size_t coarse = (size_t(panel) * w.supers() + (group + g) * size / kSuper) * kPanel + v * W;
+        scales[g] = factor(w.scales, each, coarse);
+        if (rows.sums) offsets[g] = offset_of(w, scales[g], each, coarse);
+      }
+      for (int r = 0; r < count; r++) {
+        vf total = load(out[r] + v * W);
+        for (int g = 0; g < n; g++) {
+          total = fma(scales[g], load(sums[g][r] + v * W), total);
+          if (rows.sums) total = fma(offsets[g], splat(rows.sums_of(group + g, row)[r]), total);
+        }
+        store(out[r] + v * W, total);
+      }
+    }
+  }
+}
+
+// The products of up to 32 rows with a panel, whose weights are read once, and unpacked a little ahead.
+template <class F>
+void few_rows(const Weights &w, const Rows<bf16> &rows, int panel, float (*out)[kPanel]) {
+  const uint8_t *data = static_cast<const uint8_t *>(w.data) + panel * w.panel_bytes();
+  const int depth = w.padded();
+  if constexpr (!F::kScaled) {
+    return tile_products<128, 64>(rows, 0, rows.count, data, 0, depth, out, true, [&](int k) {
+      const uint8_t *ahead = data + k * F::kBytes + kFar;
+      for (int at = 0; at < kTileBytes; at += 64) __builtin_prefetch(ahead + at, 0, 2);
+    });
+  }
+  constexpr int kEarly = 2 * kDepth;
+  uint8_t *tiles = static_cast<uint8_t *>(scratch(3, kTileChunk * BF16::kBytes));
+  const auto unpack = [&](int k) {
+    if (k < depth) unpack_tiles<F>(data + size_t(k) * F::kBytes, tiles + k % kTileChunk * BF16::kBytes);
+  };
+  for (int k = 0; k < kEarly; k += kDepth) unpack(k);
+  unpacked_products<true>(w, rows, 0, rows.count, panel, tiles, 0, depth, out, [&](int k) { unpack(k + kEarly); });
+}
+
+// The panels [first, last) for all rows.
+template <class F>
+void tile_panels(const Weights &w, const Rows<bf16> &rows, int first, int last, const Result &result) {
+  const int depth = w.padded(), n = rows.count, most = n < kBlockRows ? n : kBlockRows;
+  auto sums = static_cast<float(*)[kPanel]>(scratch(2, sizeof(float) * (last - first) * most * kPanel));
+  TileShapes shapes;
+  for (int row = 0; row < n; row += kBlockRows) {
+    const int end = n - row < kBlockRows ? n : row + kBlockRows, count = end - row;
+    if (F::kScaled) memset(sums, 0, sizeof(float) * (last - first) * count * kPanel);
+    if (n <= kTileRows) shapes.set(n);
+    for (int panel = first; n <= kTileRows && panel < last; panel++) few_rows<F>(w, rows, panel, sums + (panel - first) * n);
+    for (int k = 0; n > kTileRows && k < depth; k += kTileChunk)
+      for (int panel = first; panel < last; panel++) {
+        const int until = k + kTileChunk < depth ? k + kTileChunk : depth;
+        const uint8_t *data = static_cast<const uint8_t *>(w.data) + panel * w.panel_bytes();
+        uint8_t *tiles = static_cast<uint8_t *>(scratch(3, kTileChunk * BF16::kBytes));
+        for (int at = k; at < until; at += kDepth) unpack_tiles<F>(data + size_t(at) * F::kBytes, tiles + (at - k) * BF16::kBytes);
+        float(*out)[kPanel] = sums + (panel - first) * count;
+        for (int r = row; r < end; r += kTileRows, out += kTileRows) {
+          const int together = end - r < kTileRows ? end - r : kTileRows;
+          shapes.set(together);
+          unpacked_products<F::kScaled>(w, rows, r, together, panel, tiles, k, until, out, [](int) {});
+        }
+      }
+    for (int r = row; r < end; r++)
+      for (int panel = first; panel < last; panel++) finish<bf16>(w, result, sums[(panel - first) * count + r - row], r, panel);
+  }
+}
+#endif
 
 template <class F, class A>
 void multiply(const Weights &w, const void *x, int n, const Result &result, const void *norm, float eps, int threads) {
@@ -725,7 +851,7 @@ void multiply(const Weights &w, const void *x, int n, const Result &result, cons
     else return prepare<X>(w, from, n, scale, eps, threads);
   }();
   const int depth = w.padded();
-  const bool unpacked = F::kScaled && !kRounded && (tiled(w) || n > kDirect);
+  const bool unpacked = F::kScaled && !kRounded && n > kDirect;
   // Chunks of about one length: each fetches the next one while it is worked on.
   const int longest = unpacked ? kUnpackedBytes / BF16::kBytes : kChunkBytes / F::kBytes / kSuper * kSuper;
   const int chunks = (depth + longest - 1) / longest, length = ((depth - 1) / chunks / kSuper + 1) * kSuper;
@@ -748,17 +874,22 @@ void multiply(const Weights &w, const void *x, int n, const Result &result, cons
           uint8_t *plain = static_cast<uint8_t *>(scratch(3, kUnpackedBytes));
           unpack<F>(chunk, plain);
           chunk.data = plain;
-          products<BF16Scaled>(w, rows, n, chunk, nullptr, 0, out);
+          chunk_rows<BF16Scaled>(w, rows, n, chunk, nullptr, 0, out);
           continue;
         }
       }
       const int left = end < depth ? depth - end : depth, next = n <= kRows ? end - k : left < length ? left : length;
-      products<F>(w, rows, n, chunk, here + (n > kRows ? size_t(end - k) * F::kBytes : kNear), int64_t(next) * F::kBytes, out);
+      chunk_rows<F>(w, rows, n, chunk, here + (n > kRows ? size_t(end - k) * F::kBytes : kNear), int64_t(next) * F::kBytes, out);
     }
     for (int r = 0; r < n; r++) finish<A>(w, result, out[r], r, panel);
   };
   pool::parallel((all + together - 1) / together, threads, [&](int task) {
-    for (int panel = task * together; panel < (task + 1) * together && panel < all; panel++) panel_rows(panel);
+    const int first = task * together, last = first + together < all ? first + together : all;
+#if defined(__AMX_BF16__)
+    if constexpr (std::is_same_v<X, bf16>)
+      if (rows.tiles) return tile_panels<F>(w, rows, first, last, result);
+#endif
+    for (int panel = first; panel < last; panel++) panel_rows(panel);
   });
 }
 

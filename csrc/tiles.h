@@ -7,15 +7,30 @@
 #if defined(__AMX_BF16__)
 namespace OUTRIDER_ISA {
 
-struct alignas(64) TileConfig {
-  uint8_t palette = 1, start = 0, reserved[14] = {};
-  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+// The shapes of a thread's tiles, for C += A B of up to 32 rows and 32 columns: 0 to 3 hold C, 4 and 5 the rows of A, up
+// to 16 in each, 6 and 7 the columns of B.
+class TileShapes {
+ public:
+  ~TileShapes() {
+    if (rows_) asm volatile("tilerelease");
+  }
 
-  void load() const { asm volatile("ldtilecfg %0" ::"m"(*this)); }
+  void set(int rows) {
+    if (rows == rows_) return;
+    rows_ = rows;
+    struct alignas(64) {
+      uint8_t palette = 1, start = 0, reserved[14] = {};
+      uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    } config;
+    config.rows[0] = config.rows[1] = config.rows[4] = uint8_t(rows < 16 ? rows : 16);
+    config.rows[2] = config.rows[3] = config.rows[5] = uint8_t(rows > 16 ? rows - 16 : 1);
+    asm volatile("ldtilecfg %0" ::"m"(config));
+  }
+
+ private:
+  int rows_ = 0;
 };
-
-INLINE void tile_release() { asm volatile("tilerelease"); }
 
 template <int T>
 INLINE void tile_zero() {
