@@ -154,6 +154,18 @@ def test_linear_rows_are_strangers(isa, threads, kind, outputs, inputs, gated):
     assert (again == full[5]).all()
 
 
+@pytest.mark.parametrize("kind", FORMATS)
+def test_rows_of_all_sizes_are_strangers(isa, kind):
+    """Law 2 also where numbers differ in size by all that bfloat16 holds, subnormal ones among them."""
+    linear, _, _, dtype = make(kind, 70, 1120)
+    x = rand(40, 1120) * 2.0 ** torch.randint(-60, 60, (40, 1120), generator=torch.Generator().manual_seed(0))
+    x[::3] *= 2.0**-70
+    x = x.to(dtype)
+    full = linear(x, dtype=torch.float32)
+    for rows in (1, 2, 3, 4, 16, 17, 33):
+        assert torch.equal(linear(x[-rows:], dtype=torch.float32), full[-rows:])
+
+
 @pytest.mark.parametrize("kind", QUANTIZED)
 @pytest.mark.parametrize(("outputs", "inputs"), [(33, 32), (70, 224), (96, 2080)])
 def test_integers_have_no_order(kind, outputs, inputs):
