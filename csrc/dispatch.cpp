@@ -43,9 +43,11 @@ bool runs(const char *isa) {
   if (!strcmp(isa, "avx2")) return avx2;
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-                      __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
-  if (!strcmp(isa, "avx512bf16")) return avx512;
-  if (!strcmp(isa, "amx")) return avx512 && amx();
+                      __builtin_cpu_supports("avx512vnni");
+  if (!strcmp(isa, "avx512")) return avx512;
+  const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+  if (!strcmp(isa, "avx512bf16")) return bf16;
+  if (!strcmp(isa, "amx")) return bf16 && amx();
 #endif
   return false;
 }

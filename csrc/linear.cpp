@@ -28,7 +28,7 @@ using Half = bf16;
 constexpr int kRows = 12, kDirect = INT_MAX;
 #else
 using Half = float;
-constexpr int kRows = W == 8 ? 6 : 2, kDirect = 4 * kRows;
+constexpr int kRows = W == 16 ? 12 : W == 8 ? 6 : 2, kDirect = 4 * kRows;
 #endif
 
 // Each format gives `weights(w, a, v, even, odd)`: of the four k at w, the weights of vector v at k = 2 a and 2 a + 1.
@@ -565,7 +565,7 @@ void chunk_rows(const Weights &w, const Rows<typename F::X> &rows, int n, Chunk 
 #if defined(__AVX2__)
       ROWS(3) ROWS(4) ROWS(5) ROWS(6)
 #endif
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
       ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
 #endif
 #undef ROWS
