@@ -17,7 +17,7 @@ namespace {
 constexpr int NV = kPanel / W;  // vectors of a panel
 constexpr int kStep = 4;        // k that one step of a product takes
 constexpr int kChunkBytes = 1 << 16, kUnpackedBytes = 1 << 14, kTaskBytes = 1 << 19;
-constexpr int kFew = 1, kTileRows = 32;  // that are taken at once where products are made of tiles
+constexpr int kTileRows = 32;  // that are taken at once where products are made of tiles
 constexpr int kNear = 4096;  // bytes that few rows fetch ahead, beyond the groups that they take at once
 
 // How bfloat16 activations enter a product, and how many rows it takes at once: more than whose sums and totals fit the
@@ -574,10 +574,10 @@ void chunk_rows(const Weights &w, const Rows<typename F::X> &rows, int n, Chunk 
 }
 
 #if defined(__AMX_BF16__)
-// Whether products are made of tiles, which take kDepth k at once.
-// Few rows of quantised weights get the same bits from vectors, which need not unpack weights through memory.
+// Whether products are made of tiles, which take kDepth k at once. One row of quantised weights gets the same bits from
+// vectors, which need not unpack weights through memory.
 bool tiled(const Weights &w, int rows) {
-  return !w.rounded && w.format != kF32 && (w.format == kBF16 || (w.group >= kDepth && rows > kFew));
+  return !w.rounded && w.format != kF32 && (w.format == kBF16 || (w.group >= kDepth && rows > 1));
 }
 #else
 bool tiled(const Weights &, int) { return false; }
