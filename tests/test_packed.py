@@ -582,6 +582,21 @@ def test_ignored_and_mixed_linears_stay(write, make_checkpoint, tmp_path, caplog
     assert torch.equal(model.layers[0].qkv(x)[:, :64].T.float(), plain[Q + "weight"].bfloat16().float())
 
 
+def test_a_quantised_head_is_meant_though_the_config_ties_it(write, tmp_path):
+    case = Case(128, SIZES["hidden_size"], seed=1)
+    gptq(case)
+
+    def change(tensors, _):
+        del tensors["lm_head.weight"]
+        tensors |= {f"lm_head.{own}": tensor for own, tensor in case.tensors.items()}
+
+    folder = edited(write, "gptq", tmp_path, change)
+    config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    model, x = load(folder, dtype="float32", device="cpu").model, torch.eye(SIZES["hidden_size"])
+    assert torch.equal(model.head(x), case.dense.T)
+
+
 def test_zero_biases_of_gptq_are_none(write, tmp_path):
     def zeros(tensors, _):
         tensors[Q + "bias"] = torch.zeros(64, dtype=torch.float16)

@@ -108,14 +108,14 @@ def open_source(name: str | Path) -> Source:
         inner = families.text_part(hf)
         weights = _Weights(path, None if inner is hf else families.text_name)
         weights.split(config)
-        if "lm_head.weight" in weights.files:
-            config = replace(config, tied=False)  # a head that is there is meant, whatever the config says
         if inner.get("quantization_config"):
             weights = _Packed(weights, inner)
             if weights.reader.packed:
                 config = replace(config, dtype="bfloat16")  # what the kernels take
             else:
                 logger.warning("%s: no tensor is quantised, whatever its quantization_config says", path.name)
+        if "lm_head.weight" in weights.files:
+            config = replace(config, tied=False)  # a head that is there is meant, whatever the config says
         return Source(path, config, weights, lambda: read_tokenizer(path), dict(inner))
     file = gguf.File(path)
     hf = file.config()
