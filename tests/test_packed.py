@@ -597,6 +597,18 @@ def test_a_quantised_head_is_meant_though_the_config_ties_it(write, tmp_path):
     assert torch.equal(model.head(x), case.dense.T)
 
 
+def test_static_scales_of_transformers_fp8(write, tmp_path):
+    """They are of activations, which stay as they are; Ministral 3 is published so."""
+
+    def change(tensors, config):
+        config["activation_scheme"] = "static"
+        for name in [name for name in tensors if name.endswith(".weight_scale")]:
+            tensors[f"{name}_inv"] = tensors.pop(name).bfloat16()
+            tensors[name.replace("weight_scale", "activation_scale")] = torch.tensor(0.5)
+
+    load(edited(write, "fp8 tensor", tmp_path, change), device="cpu")
+
+
 def test_zero_biases_of_gptq_are_none(write, tmp_path):
     def zeros(tensors, _):
         tensors[Q + "bias"] = torch.zeros(64, dtype=torch.float16)
