@@ -657,6 +657,7 @@ WRONG = [
     ("gptq", say(bits=3), UnsupportedArchitecture, "gptq with bits 3 is not supported; supported: 4, 8"),
     ("gptq", say(bits=[4]), UnsupportedArchitecture, "bits"),
     ("gptq", say(checkpoint_format="marlin"), UnsupportedArchitecture, "'marlin' is not supported; supported: gptq, "),
+    ("gptq", say(checkpoint_format=["gptq"]), UnsupportedArchitecture, r"\['gptq'\] is not supported"),
     ("gptq", say(dynamic={"(": {}}), CheckpointError, "is no regex"),
     ("gptq", say(dynamic=[1]), CheckpointError, "dynamic should be an object"),
     ("gptq", say(desc_act=True), CheckpointError, r"g_idx is missing"),

@@ -105,7 +105,7 @@ class Reader:
         c, refused = self.config, self._refused
         match self.method:
             case "gptq":
-                self.zero = {"gptq": 1, "gptq_v2": 0}.get(c.get("checkpoint_format") or "gptq", -1)
+                self.zero = {"gptq": 1, "gptq_v2": 0}.get(str(c.get("checkpoint_format") or "gptq"), -1)
                 if self.zero < 0:
                     raise refused("checkpoint_format", c["checkpoint_format"], "gptq, gptq_v2")
                 if not isinstance(c.get("dynamic") or {}, Mapping):
