@@ -368,7 +368,7 @@ def test_what_cannot_be_is_named(make_checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("key", ["attention.head_count", "attention.head_count_kv", "block_count", "embedding_length"])
-@pytest.mark.parametrize("value", [0, -1, "x", [1, 2]])
+@pytest.mark.parametrize("value", [0, -1, "x", [1, 2], [[1]]])
 def test_numbers_that_cannot_be(make_checkpoint, tmp_path, key, value):
     extra = {f"llama.{key}": value} if not isinstance(value, list) else {}
     path = write(make_checkpoint(), tmp_path / "model.gguf", **extra)

@@ -236,7 +236,7 @@ class File:
     def _number(self, key: str, default: int | None = None, least: int = 1) -> int:
         """A whole number, the same for all layers."""
         value = self._get(key)
-        if isinstance(value, list) and len(set(value)) == 1:
+        if isinstance(value, list) and value and value.count(value[0]) == len(value):
             value = value[0]
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
