@@ -367,6 +367,17 @@ def test_what_cannot_be_is_named(make_checkpoint, tmp_path):
             LLM(write(folder, tmp_path / "extra.gguf", **{"general.alignment": alignment}), device="cpu")
 
 
+@pytest.mark.parametrize("name", [b"\n", b"\x1b[2J", b"x" * 400])
+def test_names_that_no_tensor_has(make_checkpoint, tmp_path, name):
+    """One line says so, and not all that the file holds behind a damaged length."""
+    path, old = write(make_checkpoint(), tmp_path / "model.gguf"), b"output_norm.weight"
+    was, now = (struct.pack("<Q", len(given)) + given for given in (old, name))
+    path.write_bytes(path.read_bytes().replace(was, now))
+    with pytest.raises(CheckpointError, match="no tensor can be called '") as raised:
+        LLM(path, device="cpu")
+    assert str(raised.value).isprintable() and len(str(raised.value)) < 500
+
+
 @pytest.mark.parametrize("key", ["attention.head_count", "attention.head_count_kv", "block_count", "embedding_length"])
 @pytest.mark.parametrize("value", [0, -1, "x", [1, 2], [[1]]])
 def test_numbers_that_cannot_be(make_checkpoint, tmp_path, key, value):

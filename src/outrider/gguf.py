@@ -33,6 +33,7 @@ STRING, ARRAY = 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # by type
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 LONGEST = 2**30  # of a string, in bytes
+LONGEST_NAME = 256  # of a tensor; llama.cpp takes 63 characters
 DEEPEST = 8  # dimensions of a tensor, arrays in arrays
 
 ARCHITECTURES = {
@@ -127,6 +128,8 @@ class File:
             try:
                 reader = _Reader(part)
                 metadata, tensors = reader.read()
+            except UnsupportedArchitecture as error:
+                raise UnsupportedArchitecture(f"{part}: {error}") from None
             except (OSError, ValueError, IndexError, OverflowError, struct.error) as error:
                 reason = getattr(error, "strerror", None) or error
                 raise CheckpointError(f"{part} is no GGUF file, truncated or damaged: {reason}") from None
@@ -139,7 +142,8 @@ class File:
         self.family = str(self.metadata.get("general.architecture", "?"))
         if self.family not in ARCHITECTURES:
             raise UnsupportedArchitecture(
-                f"{path}: GGUF architecture {self.family!r} is not supported; supported: {', '.join(ARCHITECTURES)}"
+                f"{path}: GGUF architecture {brief(self.family)} is not supported; "
+                f"supported: {', '.join(ARCHITECTURES)}"
             )
         self.factors = self.tensors.pop("rope_freqs.weight", None)  # Llama 3's scaling, as divisors of frequencies
         self.long = [self.tensors.pop(f"rope_factors_{kind}.weight", None) for kind in ("short", "long")]  # LongRoPE's
@@ -495,6 +499,8 @@ class _Reader:
 
     def _info(self) -> tuple[str, tuple[int, ...], str, int]:
         name = self._string()
+        if len(name) > LONGEST_NAME or not name.isprintable():
+            raise ValueError(f"no tensor can be called {brief(name)}")
         (dims,) = self._take("I")
         if dims > DEEPEST:
             raise ValueError(f"tensor {name} of {dims} dimensions")
