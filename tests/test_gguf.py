@@ -378,6 +378,14 @@ def test_names_that_no_tensor_has(make_checkpoint, tmp_path, name):
     assert str(raised.value).isprintable() and len(str(raised.value)) < 500
 
 
+def test_a_vector_of_blocks(make_checkpoint, tmp_path):
+    path, name = write(make_checkpoint(), tmp_path / "model.gguf"), b"output_norm.weight"
+    head, rest = path.read_bytes().split(name)
+    path.write_bytes(head + name + rest[:12] + struct.pack("<I", Kind.Q8_0) + rest[16:])
+    with pytest.raises(CheckpointError, match=r"output_norm\.weight is a vector of Q8_0 blocks; vectors are of floats"):
+        LLM(path, device="cpu")
+
+
 @pytest.mark.parametrize("key", ["attention.head_count", "attention.head_count_kv", "block_count", "embedding_length"])
 @pytest.mark.parametrize("value", [0, -1, "x", [1, 2], [[1]]])
 def test_numbers_that_cannot_be(make_checkpoint, tmp_path, key, value):

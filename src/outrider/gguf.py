@@ -458,6 +458,8 @@ class _Reader:
         for name, shape, kind, offset in infos:
             items, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
             count = math.prod(shape)
+            if items > 1 and (len(shape) < 2 or name.endswith(".bias")):
+                raise ValueError(f"tensor {name} is a vector of {kind} blocks; vectors are of floats")
             if count % items or (shape and shape[-1] % items):
                 raise ValueError(f"tensor {name} of shape {shape} is no whole number of {kind} blocks")
             begin, end = start + offset, start + offset + count // items * size
