@@ -46,6 +46,16 @@ def test_quantised_weights_become_dense(make_checkpoint, tmp_path):
     assert LLM(half, device="cpu").runner.model.dtype == torch.bfloat16
 
 
+def test_a_head_that_is_there_is_written_as_one(make_checkpoint, tmp_path):
+    """Others would tie it to the embedding, as the config it came with says."""
+    folder = copytree(make_checkpoint(), tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    written = export.export(folder, tmp_path / "out")
+    assert json.loads((written / "config.json").read_text())["tie_word_embeddings"] is False
+    assert "lm_head.weight" in load_file(written / "model.safetensors")
+
+
 def test_tokenizer_and_shards(tmp_path, monkeypatch):
     own = read_tokenizer(embedded()["tiny"])
     path = write(embedded()["tiny"], tmp_path / "tiny.gguf", Kind.BF16, tokenizer=own)

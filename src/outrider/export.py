@@ -125,6 +125,8 @@ def _config(source: Source) -> dict[str, Any]:
     """What config.json says."""
     left = ("torch_dtype", "quantization_config")
     config = {key: value for key, value in source.hf.items() if key not in left and value != []}
+    if not source.config.tied:
+        config["tie_word_embeddings"] = False  # the files hold a head, whatever their config says
     if source.path.is_dir():
         return config
     rope = dict(config["rope_parameters"])
