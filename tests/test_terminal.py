@@ -17,7 +17,7 @@ from outrider import drafters
 from outrider.cli import main
 from outrider.cli.output import as_line, put_json, visible
 from outrider.drafters import Option
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, OutOfMemory
 from outrider.llm import LLM
 
 PROMPT = "Once upon a time"
@@ -379,6 +379,25 @@ def test_chat_says_how_a_stopped_answer_went(say, monkeypatch):
     monkeypatch.setattr(LLM, "stream", interrupted)
     out = say("Hello")[1]
     assert "(stopped)" in out and "1 tokens" in out and "tokens/s" in out
+
+
+def test_chat_goes_on_behind_an_answer_that_failed(say, monkeypatch):
+    """What was said stays, on a line of its own, so that question and answer go on taking turns."""
+    real, asked = LLM.stream, []
+
+    def failing(self, messages, **kwargs):
+        asked.append([message["role"] for message in messages])
+        events = real(self, messages, **kwargs)
+
+        def some():
+            yield next(events)
+            raise OutOfMemory("no room is left")
+
+        return some()
+
+    monkeypatch.setattr(LLM, "stream", failing)
+    out = say("Hello", "Again", "/retry")[1]
+    assert asked == [["user"], *[["user", "assistant", "user"]] * 2] and out.count("\nno room is left\n") == 3
 
 
 def test_chat_remembers_lines_and_completes_commands(monkeypatch, tmp_path):

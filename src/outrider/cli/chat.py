@@ -145,7 +145,7 @@ class Conversation:
             self.console.print(LEGEND)
 
     def answer(self) -> None:
-        """Stream an answer to the last message. Stopped by Ctrl-C, what was said so far stays."""
+        """Stream an answer to the last message. Stopped by Ctrl-C or an error, what was said so far stays."""
         text, output, by = "", None, list[str | None]()
         try:
             events = self.llm.stream(self.messages, **self.sampling)
@@ -164,7 +164,9 @@ class Conversation:
         except KeyboardInterrupt:
             events.close()  # type: ignore[attr-defined]
             put(" (stopped)", "dim")
-        put("\n")
+        finally:
+            put("\n")
+            self.messages.append({"role": "assistant", "content": text})
         if output is not None:
             width = self.console.width if self.console.is_terminal else None
             seed = output.seed if self.sampling["temperature"] else None
@@ -172,7 +174,6 @@ class Conversation:
         elif by:
             rate, guessed = len(by) / (time.perf_counter() - began), sum(map(bool, by)) / len(by)
             self._say(f"{len(by)} tokens · {rate:.0f} tokens/s · {guessed:.0%} guessed by drafts · stopped")
-        self.messages.append({"role": "assistant", "content": text})
 
     def command(self, line: str) -> None:
         """Run one slash command. Raises ConfigError for one that does not exist or cannot be."""
