@@ -598,7 +598,7 @@ def test_a_quantised_head_is_meant_though_the_config_ties_it(write, tmp_path):
 
 
 def test_static_scales_of_transformers_fp8(write, tmp_path):
-    """They are of activations, which stay as they are; Ministral 3 is published so."""
+    """They are of activations, which stay as they are, by transformers' name."""
 
     def change(tensors, config):
         config["activation_scheme"] = "static"

@@ -6,12 +6,12 @@ Of two who write a file at once the second is refused.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import IO
 
@@ -120,6 +120,10 @@ def expand(path: str | Path) -> Path:
 
 def _lock(own: IO[bytes], path: Path) -> None:
     """Until it is closed. Raises ConfigError if another has it open, who is writing `path`."""
+    try:
+        fcntl = import_module("fcntl")
+    except ImportError:  # Windows has none
+        return
     try:
         fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
