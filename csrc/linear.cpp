@@ -798,8 +798,9 @@ void few_rows(const Weights &w, const Rows<bf16> &rows, int panel, float (*out)[
   const int depth = w.padded();
   if constexpr (!F::kScaled) {
     return tile_products<128, 64>(rows, 0, rows.count, data, 0, depth, out, true, [&](int k) {
-      const uint8_t *ahead = data + k * F::kBytes + kFar;
-      for (int at = 0; at < kTileBytes; at += 64) __builtin_prefetch(ahead + at, 0, 2);
+      const uint8_t *ahead = data + size_t(k) * F::kBytes + kNear;
+#pragma GCC unroll 32  // as a loop they come later: a sixth of the speed from memory
+      for (int line = 0; line < kTileBytes / 64; line++) __builtin_prefetch(ahead + 64 * line, 0, 2);
     });
   }
   constexpr int kEarly = 2 * kDepth;
