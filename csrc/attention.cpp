@@ -290,7 +290,7 @@ INLINE void multiply(const typename M::Unit *a, int a_stride, const typename M::
 
 template <class M>
 void multiply_rows(int rows, const typename M::Unit *a, int a_stride, const typename M::Unit *b, int width, int depth,
-              float *c, bool fresh, Ahead &ahead) {
+                   float *c, bool fresh, Ahead &ahead) {
   switch (rows) {
     case 1: return multiply<M, 1>(a, a_stride, b, width, depth, c, fresh, ahead);
     case 2: return multiply<M, 2>(a, a_stride, b, width, depth, c, fresh, ahead);

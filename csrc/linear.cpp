@@ -1,5 +1,6 @@
 // Linear products that are the same for a row whatever rows ride along: for each output the sum over k runs from the
-// first k to the last with one instruction, and rows and threads only divide the outputs among themselves.
+// first k to the last with one instruction, or with another that makes the same bits, and rows and threads only divide the
+// outputs among themselves.
 #include "linear.h"
 
 #include <climits>
@@ -240,11 +241,6 @@ struct Lines {
   void advance(int k) {
     for (auto &x : at) x += k;
   }
-  Lines ahead(int k) const {
-    Lines lines = *this;
-    lines.advance(k);
-    return lines;
-  }
 };
 
 // acc += the products of the kStep k that begin at k of x: R rows of x with a panel of w.
@@ -353,39 +349,32 @@ INLINE void leave(const vf (&total)[R][NV], float (*out)[kPanel]) {
 }
 
 #if defined(__AMX_BF16__)
-// acc += the products of kDepth k, with the bits that tdpbf16ps makes of them: even and odd k summed apart, each from zero.
-template <class F, int R>
-INLINE void run_as_tile(const Lines<bf16, R> &x, const uint8_t *data, vf (&acc)[R][NV]) {
-  vf even[R][NV] = {}, odd[R][NV] = {};
+// acc += the products of kDepth k of a row, with the bits that tdpbf16ps makes of them: even and odd k summed apart, each
+// from zero.
+template <class F>
+INLINE void run_as_tile(const bf16 *x, const uint8_t *data, vf (&acc)[NV]) {
+  vf even[NV] = {}, odd[NV] = {};
 #pragma GCC unroll 2
   for (int k = 0; k < kDepth; k += kStep)
 #pragma GCC unroll 2
     for (int a = 0; a < kStep / 2; a++) {
-      vf low[NV], high[NV];  // the weights of an even k and of the next
+      const vu pair = load_as<uint32_t>(x + k + 2 * a) - vu{};
+      const vf first = (vf)(pair << 16), second = (vf)(pair & 0xffff0000u);
 #pragma GCC unroll 2
       for (int v = 0; v < NV; v++) {
+        vf low, high;  // the weights of an even k and of the next
         if constexpr (std::is_same_v<F, I8>) {
-          F::weights(data + k * F::kBytes, a, v, low[v], high[v]);
+          F::weights(data + k * F::kBytes, a, v, low, high);
         } else {
           const vu both = (vu)F::pairs(data + k * F::kBytes, a, v);
-          low[v] = (vf)(both << 16), high[v] = (vf)(both & 0xffff0000u);
+          low = (vf)(both << 16), high = (vf)(both & 0xffff0000u);
         }
-      }
-#pragma GCC unroll 16
-      for (int r = 0; r < R; r++) {
-        const vu both = load_as<uint32_t>(x[r] + k + 2 * a) - vu{};
-        const vf first = (vf)(both << 16), second = (vf)(both & 0xffff0000u);
-#pragma GCC unroll 2
-        for (int v = 0; v < NV; v++) {
-          even[r][v] = fma(first, low[v], even[r][v]);
-          odd[r][v] = fma(second, high[v], odd[r][v]);
-        }
+        even[v] = fma(first, low, even[v]);
+        odd[v] = fma(second, high, odd[v]);
       }
     }
-#pragma GCC unroll 16
-  for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
-    for (int v = 0; v < NV; v++) acc[r][v] += even[r][v] + odd[r][v];
+  for (int v = 0; v < NV; v++) acc[v] += even[v] + odd[v];
 }
 
 // Until it goes, subnormal numbers are zeros, as they are for tiles.
@@ -403,9 +392,9 @@ class NoSubnormals {
 template <class F, int R, int G, int K>
 INLINE void run(const Lines<typename F::X, R> &x, const uint8_t *data, int size, vf (&acc)[G][R][NV]) {
 #if defined(__AMX_BF16__)
-  if constexpr (F::kScaled && K == kDepth) {
+  if constexpr (F::kScaled && R == 1 && K == kDepth) {  // more rows are made of tiles
 #pragma GCC unroll 2
-    for (int g = 0; g < G; g++) run_as_tile<F, R>(x.ahead(g * size), data + size_t(g * size) * F::kBytes, acc[g]);
+    for (int g = 0; g < G; g++) run_as_tile<F>(x[0] + g * size, data + size_t(g * size) * F::kBytes, acc[g][0]);
     return;
   }
 #endif
@@ -694,14 +683,10 @@ void unpack(const Chunk &chunk, uint8_t *to) {
     __builtin_prefetch(data + kNear, 0, 2);
     for (int a = 0; a < kStep / 2; a++)
       for (int v = 0; v < NV; v++, to += 4 * W) {
-#if defined(__AVX512BF16__)
-        _mm512_storeu_si512(to, (__m512i)F::pairs(data, a, v));
-#else
         vf even, odd;
         F::weights(data, a, v, even, odd);
         const vu both = ((vu)even >> 16) | ((vu)odd & 0xffff0000u);
         memcpy(to, &both, sizeof both);
-#endif
       }
   }
 }
@@ -821,21 +806,24 @@ void tile_panels(const Weights &w, const Rows<bf16> &rows, int first, int last, 
   for (int row = 0; row < n; row += kBlockRows) {
     const int end = n - row < kBlockRows ? n : row + kBlockRows, count = end - row;
     if (F::kScaled) memset(sums, 0, sizeof(float) * (last - first) * count * kPanel);
-    if (n <= kTileRows) shapes.set(n);
-    for (int panel = first; n <= kTileRows && panel < last; panel++) few_rows<F>(w, rows, panel, sums + (panel - first) * n);
-    for (int k = 0; n > kTileRows && k < depth; k += kTileChunk)
-      for (int panel = first; panel < last; panel++) {
-        const int until = k + kTileChunk < depth ? k + kTileChunk : depth;
-        const uint8_t *data = static_cast<const uint8_t *>(w.data) + panel * w.panel_bytes();
-        uint8_t *tiles = static_cast<uint8_t *>(scratch(3, kTileChunk * BF16::kBytes));
-        for (int at = k; at < until; at += kDepth) unpack_tiles<F>(data + size_t(at) * F::kBytes, tiles + (at - k) * BF16::kBytes);
-        float(*out)[kPanel] = sums + (panel - first) * count;
-        for (int r = row; r < end; r += kTileRows, out += kTileRows) {
-          const int together = end - r < kTileRows ? end - r : kTileRows;
-          shapes.set(together);
-          unpacked_products<F::kScaled>(w, rows, r, together, panel, tiles, k, until, out, [](int) {});
+    if (n <= kTileRows) {
+      shapes.set(n);
+      for (int panel = first; panel < last; panel++) few_rows<F>(w, rows, panel, sums + (panel - first) * n);
+    } else {
+      for (int k = 0; k < depth; k += kTileChunk)
+        for (int panel = first; panel < last; panel++) {
+          const int until = k + kTileChunk < depth ? k + kTileChunk : depth;
+          const uint8_t *data = static_cast<const uint8_t *>(w.data) + panel * w.panel_bytes();
+          uint8_t *tiles = static_cast<uint8_t *>(scratch(3, kTileChunk * BF16::kBytes));
+          for (int at = k; at < until; at += kDepth) unpack_tiles<F>(data + size_t(at) * F::kBytes, tiles + (at - k) * BF16::kBytes);
+          float(*out)[kPanel] = sums + (panel - first) * count;
+          for (int r = row; r < end; r += kTileRows, out += kTileRows) {
+            const int together = end - r < kTileRows ? end - r : kTileRows;
+            shapes.set(together);
+            unpacked_products<F::kScaled>(w, rows, r, together, panel, tiles, k, until, out, [](int) {});
+          }
         }
-      }
+    }
     for (int r = row; r < end; r++)
       for (int panel = first; panel < last; panel++) finish<bf16>(w, result, sums[(panel - first) * count + r - row], r, panel);
   }
@@ -870,7 +858,7 @@ void multiply(const Weights &w, const void *x, int n, const Result &result, cons
       const int end = k + length < depth ? k + length : depth;
       const uint8_t *here = data + size_t(k) * F::kBytes;
       Chunk chunk{panel, k, end, here, nullptr, 0};
-      if constexpr (F::kScaled && !kRounded) {
+      if constexpr (F::kScaled && !kRounded && kDirect < INT_MAX) {
         if (unpacked) {
           uint8_t *plain = static_cast<uint8_t *>(scratch(3, kUnpackedBytes));
           unpack<F>(chunk, plain);

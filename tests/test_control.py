@@ -115,6 +115,18 @@ def test_costs_are_kept(tmp_path):
     assert not Costs(file, "another model").curves
 
 
+def test_costs_are_kept_while_others_keep_theirs(tmp_path):
+    """Whoever is in the middle of writing the file is not disturbed, and does not disturb."""
+    file, others = tmp_path / "costs.json", tmp_path / "costs.json.partial"
+    others.mkdir()
+    (others / "half").touch()
+    costs = Costs(file, "model")
+    costs.add(1, 100, 0.1)
+    costs.save()
+    assert Costs(file, "model").curves
+    assert {path.name for path in tmp_path.iterdir()} == {file.name, others.name}
+
+
 def test_days_that_begin_slowly_leave_the_shape(tmp_path):
     """Rows that are never tried keep their place beside those that are, however often a process begins with them."""
     file, dice = tmp_path / "costs.json", random.Random(0)

@@ -43,19 +43,6 @@ def test_what_was_there_stays_until_the_new_one_is_whole(tmp_path):
     assert path.read_text() == "new" and [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
-def test_two_who_write_at_once(tmp_path):
-    """The second neither spoils what the first writes nor takes it away."""
-    with replacing(tmp_path / "file") as partial, open(partial, "w") as file:
-        file.write("one ")
-        file.flush()
-        with pytest.raises(ConfigError, match="file is being written by somebody else"):
-            write_text(tmp_path / "file", "other")
-        file.write("whole")
-    assert (tmp_path / "file").read_text() == "one whole" and os.listdir(tmp_path) == ["file"]
-    write_text(tmp_path / "file", "other")
-    assert (tmp_path / "file").read_text() == "other"
-
-
 WRITES = (
     "torch.save({'a': torch.zeros(99999)}, p)",
     "save_file({'a': torch.zeros(99999)}, p)",

@@ -263,7 +263,9 @@ class Costs:
             kept = _read(self.file)
             kept.pop(self.name, None)
             kept = dict([*kept.items()][1 - KEPT :]) | {self.name: self.curves}
-            write_text(self.file, json.dumps(kept))
+            own = self.file.with_name(f"{self.file.name}.{os.getpid()}")  # others may be writing theirs
+            write_text(own, json.dumps(kept))
+            own.replace(self.file)
 
 
 def cache_file() -> Path | None:

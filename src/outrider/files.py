@@ -1,7 +1,6 @@
 """Files and folders that appear whole or not at all: they are written beside their place, and then take it.
 
 So a full disk or a kill in the middle leaves what was there before, and a `.partial` that the next write replaces.
-Of two who write a file at once the second is refused.
 """
 
 from __future__ import annotations
@@ -11,9 +10,7 @@ import shutil
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from importlib import import_module
 from pathlib import Path
-from typing import IO
 
 from safetensors import SafetensorError
 
@@ -25,28 +22,25 @@ def replacing(path: Path, beside: Path | None = None) -> Iterator[Path]:
     """The name to write a file to; when the block ends well, that file becomes `path`, with the mode the umask gives.
 
     `beside`: the folder to write in, of the same file system; default: the file's own. Raises ConfigError if it cannot
-    be written, or is being written.
+    be written.
     """
     partial = (beside or path.parent) / f"{path.name}.partial"
     try:
         if path.exists() and not path.is_file():
             raise ConfigError(f"{path} cannot be written: it is there and is no file; give another name")
-        with open(partial, "ab") as own:
-            _lock(own, path)
-            try:
-                mode = partial.stat().st_mode  # safetensors makes files that only their owner can read
-                yield partial
-                partial.chmod(mode)
-                partial.replace(path)
-            except BaseException:
-                _forget(partial)
-                raise
+        partial.touch()
+        mode = partial.stat().st_mode  # safetensors makes files that only their owner can read
+        yield partial
+        partial.chmod(mode)
+        partial.replace(path)
     except (OSError, SafetensorError) as error:
         raise _unwritten(path, error) from None
     except RuntimeError as error:
         if "inline_container" in str(error):  # torch.save says so that its writes fail
             raise _unwritten(path, error) from None
         raise
+    finally:
+        _forget(partial)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -116,20 +110,6 @@ def expand(path: str | Path) -> Path:
         return Path(path).expanduser()
     except RuntimeError:
         raise ConfigError(f"{str(path)!r}: there is no such user; write the folder out") from None
-
-
-def _lock(own: IO[bytes], path: Path) -> None:
-    """Until it is closed. Raises ConfigError if another has it open, who is writing `path`."""
-    try:
-        fcntl = import_module("fcntl")
-    except ImportError:  # Windows has none
-        return
-    try:
-        fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ConfigError(f"{path} is being written by somebody else; wait for that, or give another name") from None
-    except OSError:  # a file system without locks
-        return
 
 
 def _unwritten(path: Path, error: Exception) -> ConfigError:

@@ -37,8 +37,8 @@ def pinned(numbers: list[int] | list[float] | Tensor, device: torch.device) -> T
 
 
 @cache
-def _pool() -> tuple[Any, Any]:
-    """Memory that all graphs share, and one that is never given up: PyTorch ends a pool with the last of its graphs.
+def _pool(device: int) -> tuple[Any, Any]:
+    """Memory that all graphs of a device share, and one that is kept: PyTorch ends a pool with the last of its graphs.
 
     One runs at a time, and its results are copied before the next one does.
     """
@@ -56,7 +56,7 @@ def cuda_capture(compute: Callable[[], list[Tensor]]) -> tuple[Callable[[], None
         compute()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    pool, _ = _pool()
+    pool, _ = _pool(torch.cuda.current_device())
     with torch.cuda.graph(graph, pool=pool):
         results = compute()
     return graph.replay, results
