@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -382,6 +383,12 @@ class SamplingParams:
                     raise ConfigError(f"logit_bias maps token ids to numbers, not {brief(token)} to {brief(bias)}")
                 biases[index] = float(by)  # no tensor takes a whole number of more than 64 bits
             object.__setattr__(self, "logit_bias", biases)
+
+    def having(self, **changes: Any) -> SamplingParams:
+        """A copy with what is known to fit. Not checked once more: that takes long where each token has a bias."""
+        params = copy(self)
+        vars(params).update(changes)
+        return params
 
     @property
     def stops(self) -> list[str]:

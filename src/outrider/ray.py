@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import suppress
-from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from types import SimpleNamespace
 from typing import Any
@@ -258,7 +257,10 @@ class Far:
 
     async def start(self, prompts: list[tuple[list[int], SamplingParams]], **options: Any) -> FarAnswer:
         """As AsyncLLM's. Seeds are drawn here, so that another engine would draw the same tokens."""
-        seeded = [(ids, _seeded(params)) for ids, params in prompts]
+        seeded = [
+            (ids, params.having(seed=secrets.randbits(63)) if params.seed is None else params)
+            for ids, params in prompts
+        ]
         answer = FarAnswer(self._engines, seeded, options)
         await answer.open()
         return answer
@@ -266,14 +268,6 @@ class Far:
     async def aclose(self) -> None:
         """Nothing is held here."""
         self.closed = True
-
-
-def _seeded(params: SamplingParams) -> SamplingParams:
-    """With a seed. Not checked once more: that takes long where each token has a bias."""
-    if params.seed is None:
-        params = copy(params)
-        vars(params)["seed"] = secrets.randbits(63)
-    return params
 
 
 class FarAnswer:

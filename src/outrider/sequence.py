@@ -103,9 +103,7 @@ class Sequence:
         if mirror is None or len(mirror.tokens) > n:
             mirror = self.mirror = object.__new__(Mirror)
             lists: dict[str, Any] = {k: copy(v) for k, v in vars(self.params).items() if isinstance(v, (list, dict))}
-            params = copy(self.params)  # checked already, which takes long where each token has a bias
-            vars(params).update(lists)
-            own = {"tokens": Tokens(), "params": params, "memory": {}, "stop_check": None}
+            own = {"tokens": Tokens(), "params": self.params.having(**lists), "memory": {}, "stop_check": None}
             own |= {"metrics": SpecMetrics(inner=self.metrics.inner), "mirror": None}
             vars(mirror).update(vars(self) | own)
         if (known := len(mirror.tokens)) < n:
