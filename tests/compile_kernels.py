@@ -101,15 +101,16 @@ def everything(arch: int):
             flags = {"FORMAT": code, "OFFSETS": bool(offsets), "ZEROS": bool(zeros), "EVEN": True}
             half = dict.fromkeys(("x", "bias", "residual", "y"), "*fp16") if label == "half" else {}
             half = {"x": "*i8"} if label.endswith("rounded") else half
+            half = {"sums": "*bf16"} if label == "int4" else half
             gated = tile == tiles[-1] and label != "int8"
-            behind = {"GATED": gated, "BIAS": gated, "ADD": not gated, "APART": False}
+            behind = {"GATED": gated, "BIAS": gated, "ADD": not gated, "APART": False, "SHARES": 1}
             yield {
                 "format": label,
                 **build("product", arch, {**flags, **behind, **sizes, **common}, own.warps, w=kind, **half),
             }
             if label in ("plain", "int4", "fp4"):
                 one = {"EACH": 8, **flags, **sizes, **common}
-                yield {"format": label, **build("products", arch, one, own.warps, w=kind)}
+                yield {"format": label, **build("products", arch, one, own.warps, w=kind, **half)}
     mixture = {"BLOCK": 128, "COUNT": 128}
     own = {**mixture, "SCORES": 129, "CHOSEN": 8, "NORMALISED": True, "PADDED": True}
     yield build("route", arch, own, 1)
@@ -122,10 +123,16 @@ def everything(arch: int):
     own = {"COUNT": 128, "BLOCK": 32, "GROUP": 32, "ROOM": 32, "PAIRS": True}
     yield build("round_rows", arch, own, y="*i8")
     yield build("gather", arch, {**behind, **common})
-    yield build("group_sums", arch, {"COUNT": 64, "BLOCK": 16, "GROUP": 64}, y="*fp32")
+    own = {"COUNT": 64, "BLOCK": 16, "GROUP": 64, "TOGETHER": 4, **common}
+    yield build("group_sums", arch, {**own, "PARTS": False}, y="*fp32")
+    yield build("group_sums", arch, {**own, "PARTS": True}, y="*bf16")
     yield build("rms_norm", arch, {"WIDTH": 4096, "BLOCK": 4096, **common}, launch._warps(4096))
     yield build("rope", arch, {"HEADS": 32, "DIM": 128, "HALF": 64, "NORMS": True, **common}, 1)
-    page, cut, together = {"PAGE": launch.PAGE}, plan.SPANS, {"MERGED": launch.MERGED, "BD": launch.PART}
+    page, cut, together = (
+        {"PAGE": launch.PAGE},
+        plan.SPANS,
+        {"FOLDED": launch.FOLDED, "MERGED": launch.MERGED, "BD": launch.PART},
+    )
     spans = {"NEAR": cut.near, "FEW": cut.few, "FAR": cut.far}
     yield build("write", arch, {"KV_HEADS": 8, "DIM": 128, "BLOCK": 128}, 1, places="*i32")
     for heads, kv_heads, dim, window in [(32, 8, 128, 0), (32, 32, 64, 0), (8, 4, 256, 1024)]:
@@ -139,12 +146,11 @@ def everything(arch: int):
         }
         warps, stages, keys = launch.queries_shape(wide)
         own = {"WINDOW": window, "SOFTCAP": 30.0 if window else 0.0, **spans, "KEYS": keys, **page, "STAGES": stages}
-        yield build("attend", arch, {**shape, **own, **common}, warps)
-    yield build(
-        "combine",
-        arch,
-        {"HEADS": 32, "DIM": 128, "D": 128, "WINDOW": 0, "SINKS": True, **spans, **together, **common},
-    )
+        for fold in (1, launch.FOLDED) if dim <= 128 else (1,):
+            yield build("attend", arch, {**shape, **own, **common, "FOLD": fold}, warps)
+    own = {"HEADS": 32, "DIM": 128, "D": 128, "WINDOW": 0, "SINKS": True, **spans, **together, **common}
+    yield build("combine", arch, {**own, "FOLD": 1}, 1)
+    yield build("combine", arch, {**own, "FOLD": launch.FOLDED, "BD": 128})
     tiles = {"TILES": 32, "BLOCK": launch.VOCABULARY}
     yield build("largest", arch, tiles)
     yield build("draw", arch, {**tiles, "WIDE": 32})

@@ -1,11 +1,12 @@
 """The GPU kernels in Triton's interpreter: indices, masks, paging, trees and orders, on small shapes.
 
 It computes sums in other orders than a GPU, and one program after another: bits, races and sizes are for
-test_triton_compile.py and for `outrider bench gpu`.
+test_triton_compile.py and for `outrider bench gpu`. With TRITON_INTERPRET=0 all of it runs on a GPU.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 
 import pytest
@@ -19,14 +20,14 @@ from outrider.ops.triton import launch, plan
 from outrider.quantize import quantize, rounded
 from outrider.sampling import gumbel, noise_key
 
-CPU = torch.device("cpu")
+HERE = torch.device("cpu" if os.environ["TRITON_INTERPRET"] == "1" else "cuda")
 HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 ROWS = (1, 2, 7, 16, 64)
 EPSILON = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
 def rand(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(HERE, dtype)
 
 
 def close(y, exact, dtype):
@@ -36,7 +37,7 @@ def close(y, exact, dtype):
 
 def guarded(x):
     """x between rows of NaN: whoever reads beyond its ends finds them."""
-    whole = torch.full((len(x) + 4, *x.shape[1:]), torch.nan).to(x.dtype)
+    whole = torch.full((len(x) + 4, *x.shape[1:]), torch.nan, dtype=x.dtype, device=HERE)
     whole[2:-2] = x
     return whole[2:-2]
 
@@ -45,7 +46,7 @@ def guarded(x):
 
 
 def product(x, weights, bias=None, residual=None, gated=False, dtype=None):
-    y = torch.full((len(x) + 2, weights.outs // (1 + gated)), torch.nan, dtype=dtype or x.dtype)
+    y = torch.full((len(x) + 2, weights.outs // (1 + gated)), torch.nan, dtype=dtype or x.dtype, device=HERE)
     launch.product(x, weights, y[1:-1], bias, residual, gated)
     assert y[0].isnan().all(), "rows before the first are written"
     assert y[-1].isnan().all(), "rows behind the last are written"
@@ -61,7 +62,7 @@ def same_in_company(x, compute):
     return full
 
 
-beginnings = launch.load().beginnings
+beginnings, pieces = launch.load().beginnings, launch.load().pieces
 
 
 @triton.jit
@@ -76,15 +77,55 @@ def test_what_is_fetched_early_is_of_the_weights(n, k):
     """The beginning of each output's share, 1 KB of it or as much as there is; nothing before or behind the weights."""
     depth = 128 if k >= 128 else 64
     shares, tiles = max(1, k // 640), -(-n // 64)
-    offsets = torch.empty(tiles, shares, 64, 4, dtype=torch.int64)
+    offsets = torch.empty(tiles, shares, 64, 4, dtype=torch.int64, device=HERE)
     began[tiles, shares](offsets, n, k, 5, depth)
     for share in range(shares):
-        column = torch.arange(4) * 128 + share * 5 * depth
+        column = torch.arange(4, device=HERE) * 128 + share * 5 * depth
         column = column.clamp(max=k - depth)
-        wanted = torch.arange(tiles * 64).clamp(max=n - 1)[:, None] * k + column
+        wanted = torch.arange(tiles * 64, device=HERE).clamp(max=n - 1)[:, None] * k + column
         assert torch.equal(offsets[:, share].flatten(0, 1), wanted)
         assert (wanted >= 0).all()
         assert (wanted + depth <= n * k).all()
+
+
+@triton.jit
+def began_in_pieces(offsets, outs, last, per, WIDTH: tl.constexpr, WIDE: tl.constexpr):
+    first = tl.program_id(1) * per
+    own = pieces(tl.program_id(0) * 64, outs, first, tl.minimum(first + per, last), WIDTH, WIDE, 64)
+    tl.store(offsets + (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * 128 + tl.arange(0, 128), own)
+
+
+@pytest.mark.parametrize(("n", "groups", "width"), [(8, 2, 16), (33, 3, 8), (130, 48, 128), (4096, 20, 64)])
+def test_what_is_fetched_early_of_few_bits(n, groups, width):
+    """The first 32 KB of a share, line after line of a tile's outputs, or as much as there is; nothing else."""
+    wide, shares, tiles = min(width, 16), 2, -(-n // 64)
+    per, line = -(-groups // shares), max(1, 64 * wide // 256)
+    offsets = torch.empty(tiles, shares, 128, dtype=torch.int64, device=HERE)
+    began_in_pieces[tiles, shares](offsets, n, groups, per, width, wide)
+    for tile in range(tiles):
+        for share in range(shares):
+            j, at = torch.arange(128), min(per, groups - share * per) * width // wide
+            piece = share * per * width // wide + (j // line).clamp(max=at - 1)
+            wanted = piece * n * wide + (tile * 64 * wide + j % line * 256).clamp(max=n * wide - 4)
+            assert torch.equal(offsets[tile, share].cpu(), wanted)
+            assert (wanted + 4 <= n * groups * width).all()
+
+
+@pytest.mark.parametrize("kind", ["plain", "int4"])
+def test_shares_in_one_program(kind, monkeypatch):
+    """Where rows give programs to all processors, each takes all shares: the bits of those that are gathered."""
+    monkeypatch.setattr(launch, "LEAST", 64)
+    launch.order.cache_clear()
+    x, w, bias = rand(20, 320, dtype=torch.bfloat16), rand(40, 320, dtype=torch.bfloat16), rand(40)
+    weights = launch.pack(w if kind == "plain" else quantised(kind, 40, 320), HERE)
+    assert launch.order(40, 320, weights.group, 90, weights.halves).shares > 2
+    apart = product(x, weights, bias)
+    monkeypatch.setitem(launch.TABLE, 90, replace(launch.TABLE[90], processors=1))
+    monkeypatch.setattr(launch, "AT_WORK", tuple(200 * n for n in launch.AT_WORK))
+    launch.order.cache_clear()
+    assert launch.order(40, 320, weights.group, 90, weights.halves).shares > 2
+    assert torch.equal(product(x, weights, bias), apart)
+    launch.order.cache_clear()
 
 
 @pytest.mark.parametrize("least", [10**6, 64], ids=["whole", "shares"])
@@ -117,7 +158,16 @@ def test_gate_bias_and_residual(dtype, least, monkeypatch):
 
 
 def some(low, high, *shape):
-    return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(1)).to(torch.int8)
+    return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(1)).to(HERE, torch.int8)
+
+
+def moved(part, device):
+    """A Quantized on another device."""
+    if isinstance(part, Quantized):
+        return replace(part, **{name: moved(own, device) for name, own in vars(part).items()})
+    if isinstance(part, tuple):
+        return tuple(moved(own, device) for own in part)
+    return part.to(device) if isinstance(part, torch.Tensor) else part
 
 
 def quantised(name, n, k, seed=0):
@@ -125,9 +175,9 @@ def quantised(name, n, k, seed=0):
     w, factors = rand(n, k, seed=seed), (lambda group, dtype: (rand(n, -(-k // group), seed=5) * 0.01).to(dtype))
     match name:
         case "int8" | "int4":
-            return quantize(w, name)
+            return moved(quantize(w, name), HERE)
         case "symmetric":
-            own = rounded(w[:, : k // 32 * 32], 4, 32, True, torch.float16)
+            own = moved(rounded(w[:, : k // 32 * 32].cpu(), 4, 32, True, torch.float16), HERE)
             values, scales = own.values, own.scales
             return Quantized(4, 32, values, scales)
         case "zeros":
@@ -137,8 +187,8 @@ def quantised(name, n, k, seed=0):
             zeros = some(-8, 8, n, -(-k // 64))
             return Quantized(8, 64, some(-100, 100, n, k), factors(64, torch.float32), zeros=zeros)
         case "order":
-            order = torch.randperm(k, generator=torch.Generator().manual_seed(2)).int()
-            return replace(quantize(w, "int8"), order=order)
+            order = torch.randperm(k, generator=torch.Generator().manual_seed(2)).int().to(HERE)
+            return replace(moved(quantize(w, "int8"), HERE), order=order)
         case "q5_k":
             fine, coarse = some(0, 64, n, -(-k // 32)), (rand(n, -(-k // 256)) * 0.001).half()
             return Quantized(5, 32, some(0, 32, n, k), (fine, coarse), (fine.flip(1), -coarse), signed=False)
@@ -151,7 +201,9 @@ def quantised(name, n, k, seed=0):
         case "fp8":
             return Quantized(8, 128, w.to(torch.float8_e4m3fn), factors(128, torch.float32), floats=True)
         case "fp4":
-            levels = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
+            levels = torch.tensor(
+                [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8, device=HERE
+            )
             return Quantized(4, 32, levels[some(0, 16, n, k).long()], factors(32, torch.float32), floats=True)
     raise AssertionError(name)
 
@@ -165,7 +217,7 @@ def test_quantised(kind):
     """Of every format what its dense weights give in float64, and of some rows the same bits; groups may be short."""
     n, k = 33, 64 if kind == "q6_k" else 96
     q = quantised(kind, n, k)
-    x, weights = rand(17, k, dtype=torch.bfloat16), launch.pack(q, CPU)
+    x, weights = rand(17, k, dtype=torch.bfloat16), launch.pack(q, HERE)
     full = same_in_company(x, lambda x: product(x, weights))
     assert close(full, x.double() @ q.dense().double().T, torch.bfloat16)
 
@@ -185,7 +237,7 @@ def test_rounded_rows(kind):
     where K is not cut, what the CPU's kernels give, bit for bit."""
     n, k = 33, 64 if kind == "q6_k" else 96
     q = quantised(kind, n, k)
-    x, weights = rand(17, k, dtype=torch.bfloat16), launch.pack(q, CPU, rounded=True)
+    x, weights = rand(17, k, dtype=torch.bfloat16), launch.pack(q, HERE, rounded=True)
     assert weights.rounded
     x[2], x[3, :32] = 1e-35, 0
     own = x if q.order is None else x[:, q.order.long()]
@@ -201,7 +253,7 @@ def test_rounded_rows(kind):
     plain = replace(q, order=None).dense().double()
     assert torch.allclose(full.double(), (whole * steps.double()).flatten(1)[:, :k] @ plain.T, rtol=1e-4, atol=1e-5)
     if native.active != native.REFERENCE:
-        assert torch.equal(full, Linear(q, rounded=True)(x, dtype=torch.float32))
+        assert torch.equal(full.cpu(), Linear(moved(q, "cpu"), rounded=True)(x.cpu(), dtype=torch.float32))
     x[1, 5], x[4, k - 1] = torch.inf, torch.nan
     odd = product(x, weights, dtype=torch.float32)
     assert not odd[[1, 4]].isfinite().any()
@@ -213,7 +265,7 @@ def test_rounded_rows_of_shares(monkeypatch):
     monkeypatch.setattr(launch, "LEAST", 64)
     launch.order.cache_clear()
     q, bias = quantised("int4", 160, 256), rand(160, dtype=torch.bfloat16)
-    x, weights = rand(5, 256, dtype=torch.bfloat16), launch.pack(q, CPU, rounded=True)
+    x, weights = rand(5, 256, dtype=torch.bfloat16), launch.pack(q, HERE, rounded=True)
     y = product(x, weights, bias, gated=True, dtype=torch.float32)
     assert launch.order(160, 256, 32, 90).shares > 1
     launch.order.cache_clear()
@@ -225,18 +277,20 @@ def test_rounded_rows_of_shares(monkeypatch):
 def test_floats_are_not_rounded():
     """Nor what has no groups."""
     for kind in ("fp8", "fp4"):
-        assert not launch.pack(quantised(kind, 33, 96), CPU, rounded=True).rounded
-    assert not launch.pack(rand(33, 96), CPU, rounded=True).rounded
+        assert not launch.pack(quantised(kind, 33, 96), HERE, rounded=True).rounded
+    assert not launch.pack(rand(33, 96), HERE, rounded=True).rounded
 
 
 def test_numbers_of_eight_bits_are_exact():
     """All finite E4M3 numbers, subnormal ones too, and all E2M1 numbers; each times one."""
-    every = torch.arange(256, dtype=torch.uint8)
+    every = torch.arange(256, dtype=torch.uint8, device=HERE)
     every = every[(every & 127) < 127].view(torch.float8_e4m3fn)
-    eight = Quantized(8, 32, every[:, None].repeat(1, 32).contiguous(), torch.ones(len(every), 1), floats=True)
-    x = torch.zeros(1, 32, dtype=torch.bfloat16)
+    eight = Quantized(
+        8, 32, every[:, None].repeat(1, 32).contiguous(), torch.ones(len(every), 1, device=HERE), floats=True
+    )
+    x = torch.zeros(1, 32, dtype=torch.bfloat16, device=HERE)
     x[0, 3] = 1
-    assert torch.equal(product(x, launch.pack(eight, CPU), dtype=torch.float32)[0], every.float())
+    assert torch.equal(product(x, launch.pack(eight, HERE), dtype=torch.float32)[0], every.float())
 
 
 def assembled(text, registers, dtype):
@@ -310,7 +364,7 @@ def test_assembly(dtype):
 
 def test_bfloat16_is_rounded_to_nearest():
     """The interpreter truncates; ours must not: halves go to even, NaN stays NaN, what is too large is infinite."""
-    bits = torch.arange(0, 2**32, 65537 * 3, dtype=torch.int64)
+    bits = torch.arange(0, 2**32, 65537 * 3, dtype=torch.int64, device=HERE)
     x = torch.cat([bits, bits | 0x8000, bits & ~0x7FFF]).to(torch.int32).view(torch.float32)[None]
     kernels = launch.load()
     triton, tl = kernels.triton, kernels.tl
@@ -322,7 +376,7 @@ def test_bfloat16_is_rounded_to_nearest():
 
     copy.fn.__globals__.update(round_it=kernels.rounded, tl=tl)
     n = x.numel() // 1024 * 1024
-    y = torch.empty(n, dtype=torch.bfloat16)
+    y = torch.empty(n, dtype=torch.bfloat16, device=HERE)
     copy[n // 1024,](x, y, 1024)
     want = x[0, :n].bfloat16()
     assert torch.equal(y.isnan(), want.isnan())
@@ -358,7 +412,10 @@ def test_rms_norm(dtype, width):
 def test_rope(norms):
     dtype, dim, heads, kv_heads, n = torch.bfloat16, 80, 2, 1, 5
     angles = rand(n, dim // 2).repeat(1, 2)
-    cos, sin = angles.cos().to(dtype), (angles.sin() * torch.tensor([-1.0, 1.0]).repeat_interleave(dim // 2)).to(dtype)
+    cos, sin = (
+        angles.cos().to(dtype),
+        (angles.sin() * torch.tensor([-1.0, 1.0], device=HERE).repeat_interleave(dim // 2)).to(dtype),
+    )
     qkv, both = rand(n, (heads + 2 * kv_heads) * dim, dtype=dtype), (rand(dim, dtype=dtype), rand(dim, dtype=dtype))
 
     def turned(rows):
@@ -402,7 +459,7 @@ class Keys:
         self.dtype, pages = dtype, -(-capacity // 32)
         order = torch.randperm(pages * len(lengths), generator=torch.Generator().manual_seed(seed)).int()
         self.tables = list(order.view(len(lengths), pages))
-        self.slabs = torch.full((-(-len(order) * 32 // SLAB), 2, KV_HEADS, SLAB, DIM), torch.nan).to(dtype)
+        self.slabs = torch.full((-(-len(order) * 32 // SLAB), 2, KV_HEADS, SLAB, DIM), torch.nan).to(HERE, dtype)
         for seq, length in enumerate(lengths):
             for slot in range(length):
                 self.at(seq, slot).copy_(rand(2, KV_HEADS, DIM, seed=1000 * seq + slot))
@@ -413,9 +470,9 @@ class Keys:
 
     def attend(self, q, k, v, rows, window=None, sinks=None, softcap=None):
         """rows: (sequence, Rows)."""
-        addresses = torch.tensor([slab.data_ptr() for slab in self.slabs])
+        addresses = torch.tensor([slab.data_ptr() for slab in self.slabs], device=HERE)
         tables = [self.tables[seq][: -(-(r.start + r.n) // 32)] for seq, r in rows]
-        made = plan.make([r for _, r in rows], tables, [(0, SLAB)] * len(rows), STEP, CPU)
+        made = plan.make([r for _, r in rows], tables, [(0, SLAB)] * len(rows), STEP, HERE)
         return launch.attend(q, k, v, addresses, made, window, DIM**-0.5, sinks, softcap)
 
     def exact(self, q, seq, slots, sinks=None, softcap=None):
@@ -439,6 +496,7 @@ def new(n, dtype, seed=0):
 def span(request, monkeypatch):
     """Contexts of one span and of many, of which some are combined at a time."""
     monkeypatch.setattr(plan, "SPANS", plan.Spans(*request.param))
+    monkeypatch.setattr(launch, "FOLDED", 2)
     monkeypatch.setattr(launch, "MERGED", 2)
 
 
@@ -492,7 +550,7 @@ def test_spans():
     found = [spans.of(position) for position in range(1000)]
     assert found == [*(i // 64 for i in range(192)), *(3 + i // 256 for i in range(808))]
     rows = Rows(0, 3, plan.SPANS.near - 2, [-1, 0, 0])
-    made = plan.make([rows], [torch.zeros(9).int()], [(0, SLAB)], STEP, CPU)
+    made = plan.make([rows], [torch.zeros(9).int()], [(0, SLAB)], STEP, HERE)
     assert (made.reach, made.spans) == (2, 1)
     assert made.tiles.tolist() == [[0, 0, SLAB, 0, 3, rows.start, rows.start + 2, rows.start]]
 
@@ -500,6 +558,7 @@ def test_spans():
 def test_more_room_for_spans_changes_no_bit(monkeypatch):
     """What a graph rounds up: rows, tiles, spans, pages and paths."""
     monkeypatch.setattr(plan, "SPANS", plan.Spans(64, 1, 128))
+    monkeypatch.setattr(launch, "FOLDED", 2)
     monkeypatch.setattr(launch, "MERGED", 2)
     dtype, make = torch.bfloat16, plan.make
     for parents in (None, TREE, [-1, 0, 1, 2, 3, 4]):
@@ -511,6 +570,18 @@ def test_more_room_for_spans_changes_no_bit(monkeypatch):
             padded = Keys([190], dtype, seed=4).attend(q, k, v, rows)
         assert torch.equal(padded[:6], plain)
         assert not padded[6:].any()
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_spans_of_one_program(window, span, monkeypatch):
+    """Each program takes one span, or some, which it adds itself: the same bits."""
+    q, k, v = new(12, torch.bfloat16)
+    rows, sinks = [(0, Rows(0, 9, 500)), (1, Rows(9, 3, 40))], rand(HEADS)
+    found = []
+    for processors in (10**6, 1):
+        monkeypatch.setitem(launch.TABLE, 90, replace(launch.TABLE[90], processors=processors))
+        found.append(Keys([500, 40], torch.bfloat16, capacity=544).attend(q, k, v, rows, window, sinks))
+    assert torch.equal(*found)
 
 
 def test_sinks_and_softcap(span):
@@ -543,7 +614,7 @@ def test_long_prompts_are_read_in_pieces(monkeypatch):
     rows = [(0, Rows(0, 12, 10)), (1, Rows(12, 6, 40))]
     whole = Keys([10, 40], dtype).attend(q, k, v, rows)
     monkeypatch.setattr(launch, "PARTS", 1)
-    made = plan.make([r for _, r in rows], [torch.zeros(2).int()] * 2, [(0, SLAB)] * 2, STEP, CPU)
+    made = plan.make([r for _, r in rows], [torch.zeros(2).int()] * 2, [(0, SLAB)] * 2, STEP, HERE)
     assert [(a, b) for a, b, _ in made.pieces(9)] == [(0, 8), (8, 12), (12, 18)]
     assert torch.equal(Keys([10, 40], dtype).attend(q, k, v, rows), whole)
 
@@ -570,12 +641,12 @@ def test_choice_is_law_one():
     logits[6, 5000], logits[7, 17] = torch.nan, torch.inf
     logits[8] = -torch.inf
     logits[0, [4200, 100, 8999]] = 50.0
-    temperatures = torch.tensor([0, 0, 1, 0.7, 5, 1e-30, 0, 1, 1])
-    keys = torch.tensor([noise_key(seed, 40 + i) for i in range(9)])
+    temperatures = torch.tensor([0, 0, 1, 0.7, 5, 1e-30, 0, 1, 1], device=HERE)
+    keys = torch.tensor([noise_key(seed, 40 + i) for i in range(9)], device=HERE)
     chosen = launch.choose(logits, keys, temperatures).tolist()
     want = [100, int(logits[1].argmax())]
     for i in range(2, 6):
         shifted = (logits[i] - logits[i].max()) / temperatures[i].clamp(min=torch.finfo(torch.float32).tiny)
-        want.append(int((shifted + gumbel(seed, 40 + i, vocab)).argmax()))
+        want.append(int((shifted + gumbel(seed, 40 + i, vocab, HERE)).argmax()))
     assert chosen == [*want, -1, -1, -1]
     assert launch.choose(logits[4:5], keys[4:5], temperatures[4:5]).tolist() == chosen[4:5]

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 
 from outrider.ops import MLP, Experts, Linear
 from outrider.ops.triton import launch
-from tests.test_triton import KINDS, guarded, quantised, rand, same_in_company
+from tests.test_triton import HERE, KINDS, guarded, quantised, rand, same_in_company
 
-CPU, BF16 = torch.device("cpu"), torch.bfloat16
+BF16 = torch.bfloat16
 HIDDEN, WIDTH, COUNT, CHOSEN = 96, 64, 5, 2
 
 
@@ -100,7 +100,7 @@ def test_formats(kind):
     ours, exact = make(of(kind))
     x = rand(7, HIDDEN, dtype=BF16)
     full = same_in_company(x, lambda x: ours(x, None, 0.0))
-    assert near(full, exact(x, torch.zeros(7, HIDDEN)))
+    assert near(full, exact(x, torch.zeros(7, HIDDEN, device=HERE)))
 
 
 @pytest.mark.parametrize("kind", ["int8", "zeros"])
@@ -118,14 +118,14 @@ def test_rounded(kind):
 
 def test_route_is_the_references():
     """The same experts as Experts.route, of equal scores the first, NaN the largest; weights but for last bits."""
-    scores = torch.randint(0, 4, (12, COUNT + 1), generator=torch.Generator().manual_seed(1)).float()
+    scores = torch.randint(0, 4, (12, COUNT + 1), generator=torch.Generator().manual_seed(1)).float().to(HERE)
     scores[1, 3], scores[2] = -torch.inf, 0.0
     scores[2, 1] = -0.0
     for normalised in (True, False):
         ours, _ = make(plain, shared=True, normalised=normalised)
         at, weights = ours.route(scores)
-        experts, own = torch.empty(12, CHOSEN, dtype=torch.int32), torch.empty(12, CHOSEN + 1)
-        real = torch.tensor([11], dtype=torch.int32)
+        experts, own = torch.empty(12, CHOSEN, dtype=torch.int32, device=HERE), torch.empty(12, CHOSEN + 1, device=HERE)
+        real = torch.tensor([11], dtype=torch.int32, device=HERE)
         launch.load().route[12,](scores, experts, own, real, COUNT, COUNT + 1, CHOSEN, normalised, True, 16, False)
         assert experts[:11].tolist() == at[:11, :CHOSEN].tolist()
         assert experts[11].tolist() == [-1, -1]
@@ -145,7 +145,7 @@ def test_many_rows_of_few_experts(monkeypatch):
     x = rand(2, HIDDEN, dtype=BF16)[[0] * 19 + [1] * 2]
     few = ours(x[-3:], None, 0.0)
     full = ours(x, None, 0.0)
-    assert near(full, exact(x, torch.zeros(len(x), HIDDEN)))
+    assert near(full, exact(x, torch.zeros(len(x), HIDDEN, device=HERE)))
     assert (full[:19] == few[0]).all()
     assert (full[19:] == few[1:]).all()
     monkeypatch.setattr(launch, "PARTS", 4 * CHOSEN * 2 * WIDTH * 8)  # rows enough for a few at a time
@@ -165,7 +165,7 @@ def test_products_of_two_formats(kinds, architecture):
     ours, exact = make(weigh)
     ours.triton.architecture = architecture
     x = rand(2, HIDDEN, dtype=BF16)
-    want = exact(x, torch.zeros(2, HIDDEN))
+    want = exact(x, torch.zeros(2, HIDDEN, device=HERE))
     for rows in (2, 24, 80):  # of which one expert has most
         many = x[[0] * (rows - 1) + [1]]
         assert near(ours(many, None, 0.0)[[0, -1]], want), rows
@@ -177,7 +177,7 @@ def test_padding_chooses_nothing():
     x = rand(6, HIDDEN, dtype=BF16)
     alone, before = ours(x[:3], None, 0.0), ours.read
     x[3:] = torch.nan
-    assert torch.equal(ours(x, None, 0.0, real=torch.tensor([3], dtype=torch.int32))[:3], alone)
+    assert torch.equal(ours(x, None, 0.0, real=torch.tensor([3], dtype=torch.int32, device=HERE))[:3], alone)
     assert ours.read == 2 * before
     at, _ = ours.route(ours.router(x[:3], dtype=torch.float32))
     assert before == sum(ours.experts[e].nbytes for e in set(at.flatten().tolist()))
@@ -190,4 +190,4 @@ def test_experts_that_are_not_alike_are_taken_one_by_one():
         ours, exact = make(weigh)
         assert ours.triton is None
         x = rand(3, HIDDEN, dtype=BF16)
-        assert near(ours(x, None, 0.0), exact(x, torch.zeros(3, HIDDEN)))
+        assert near(ours(x, None, 0.0), exact(x, torch.zeros(3, HIDDEN, device=HERE)))

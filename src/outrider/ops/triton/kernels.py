@@ -265,20 +265,15 @@ def integers(
 
 @triton.jit
 def shifts(
-    total, offsets, sums, n, r, live, OUTS, GROUPS, begin, end, TOGETHER: tl.constexpr, EMULATE: tl.constexpr
+    total, offsets, sums, step, n, r, live, OUTS, STEPS, TOGETHER: tl.constexpr, EMULATE: tl.constexpr
 ):  # fmt: skip
-    """total, and bfloat16 offsets times the sums of groups [begin, end), of which bfloat16 takes three parts."""
-    for at in tl.range(begin, end, 32, num_stages=2):
-        group = at + tl.arange(0, 32)
-        inside = group // TOGETHER < tl.cdiv(end, TOGETHER)
-        own = (group // TOGETHER * OUTS)[None, :] + n[:, None]
-        a = tl.load(offsets + own * TOGETHER + (group % TOGETHER)[None, :], inside[None, :], 0.0)
-        rest = tl.load(sums + r[None, :] * GROUPS + group[:, None], inside[:, None] & live[None, :], 0.0)
-        for _ in tl.static_range(3):
-            part = rounded(rest, tl.bfloat16, EMULATE)
-            total = tl.dot(as_operand(a, EMULATE), as_operand(part, EMULATE), total)
-            rest -= part.to(tl.float32)
-    return total
+    """total, and bfloat16 offsets of a step's groups times their sums, of which bfloat16 takes three parts: sixteen
+    columns more (group_sums)."""
+    c = tl.arange(0, 16)
+    inside = c < 3 * TOGETHER
+    a = tl.load(offsets + ((step * OUTS + n) * TOGETHER)[:, None] + (c % TOGETHER)[None, :], inside[None, :], 0.0)
+    b = tl.load(sums + ((r * STEPS + step) * 16)[None, :] + c[:, None], inside[:, None] & live[None, :], 0.0)
+    return tl.dot(as_operand(a, EMULATE), as_operand(b, EMULATE), total)
 
 
 # A load that has 256 bytes brought into the second-level cache. What it reads decides nothing, but has to be used.
@@ -298,6 +293,15 @@ def beginnings(at_n, outs, K, first, BN: tl.constexpr, BK: tl.constexpr):
     j = tl.arange(0, BN * 4)
     k = tl.minimum(first * BK + j % 4 * 128, K - BK)
     return tl.minimum(at_n + j // 4, outs - 1).to(tl.int64) * K + k
+
+
+@triton.jit
+def pieces(at_n, outs, first, last, WIDTH: tl.constexpr, WIDE: tl.constexpr, BN: tl.constexpr):
+    """The same of the first 32 KB of a share's weights of few bits: WIDTH bytes of a group, in pieces (outs, WIDE)."""
+    PER: tl.constexpr = BN * WIDE // 256 if BN * WIDE > 256 else 1
+    j = tl.arange(0, 128)
+    piece = tl.minimum(first * (WIDTH // WIDE) + j // PER, last * (WIDTH // WIDE) - 1)
+    return piece.to(tl.int64) * (outs * WIDE) + tl.minimum(at_n * WIDE + j % PER * 256, outs * WIDE - 4)
 
 
 @triton.jit
@@ -348,16 +352,13 @@ def share(
         own = (tl.minimum(at_n + j // WIDE, outs - 1).to(tl.int64) + beyond) * WIDE + j % WIDE
         at_w, at_x = piece[:, None] * (OUTS * WIDE) + own[None, :], r[None, :] * K + k[:, None]
         MATRIX: tl.constexpr = OFFSETS and offsets.dtype.element_ty == tl.bfloat16
-        if MATRIX:
-            total = shifts(
-                total, offsets, sums, n, r, live, OUTS, GROUPS, tl.cast(first, tl.int64), tl.cast(last, tl.int64),
-                TOGETHER, EMULATE,
-            )  # fmt: skip
         ADDED: tl.constexpr = OFFSETS and not MATRIX
         at_sums = r.to(tl.int32) * (GROUPS if TOGETHER == 1 else GROUPS // 2)  # which are loaded by twos
         pair = tl.zeros((BR,), tl.int64)
         begin, end = tl.cast(first // TOGETHER, tl.int64), tl.cast(tl.cdiv(last, TOGETHER), tl.int64)
         for step in tl.range(begin, end, num_stages=STAGES):
+            if MATRIX:
+                total = shifts(total, offsets, sums, step, n, r, live, OUTS, GROUPS // TOGETHER, TOGETHER, EMULATE)
             scale = words(scales, step, OUTS, n, TOGETHER)
             offset = words(offsets, step, OUTS, n, TOGETHER) if ADDED else scale
             zero = words(zeros, step, OUTS, n, TOGETHER) if ZEROS else scale
@@ -404,13 +405,14 @@ def finished(gate, up, bias, residual, n, at, outs, inside, GATED: tl.constexpr,
 def product(
     x, w, scales, offsets, zeros, sums, bias, residual, y, parts, rows, outs, stride, K, GROUPS, per,
     FORMAT: tl.constexpr, OFFSETS: tl.constexpr, ZEROS: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr,
-    BIAS: tl.constexpr, ADD: tl.constexpr, APART: tl.constexpr,
+    BIAS: tl.constexpr, ADD: tl.constexpr, APART: tl.constexpr, SHARES: tl.constexpr,
     BN: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, TOGETHER: tl.constexpr, STAGES: tl.constexpr,
     EMULATE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """y (rows, outs) of x (rows, K) and weights (outs, K), or twice as many if GATED; or, APART, this share of K.
 
-    A share is `per` blocks of K, and goes to parts (shares, rows, outputs).
+    A share is `per` blocks of K, and goes to parts (shares, rows, outs), gates and ups alike; else a program takes all
+    SHARES, and adds them in the order in which they are gathered.
 
     Rows of y and residual are `stride` apart. Grid: tiles of rows, tiles of outputs, shares. Lanes beyond either end
     repeat the last one.
@@ -423,13 +425,23 @@ def product(
     last = tl.minimum(first + per, tl.cdiv(K, BK))
     far = r.to(tl.int64)
     let_next(EARLY)
-    if EARLY and FORMAT == PLAIN and EVEN:
+    if EARLY and FORMAT != PLAIN:
+        WIDTH: tl.constexpr = BK // 2 if (FORMAT == SIGNED) | (FORMAT == UNSIGNED) | (FORMAT == FLOAT4) else BK
+        WIDE: tl.constexpr = WIDTH if WIDTH < 16 or x.dtype.element_ty == tl.int8 else 16
+        touch(w + pieces(tl.program_id(1) * BN, wide, first, last, WIDTH, WIDE, BN))
+    elif EARLY and EVEN:
         touch(w + beginnings(tl.program_id(1) * BN, outs, K, first, BN, BK))
     wait(EARLY)
     gate = share(
         x, w, scales, offsets, zeros, sums, tl.program_id(1) * BN, outs, 0, far, live, K, wide, GROUPS, first, last,
         FORMAT, OFFSETS, ZEROS, EVEN, BN, BR, BK, TOGETHER, STAGES, EMULATE,
     )  # fmt: skip
+    for other in range(1, SHARES):
+        gate += share(
+            x, w, scales, offsets, zeros, sums, tl.program_id(1) * BN, outs, 0, far, live, K, wide, GROUPS, other * per,
+            tl.minimum(other * per + per, tl.cdiv(K, BK)), FORMAT, OFFSETS, ZEROS, EVEN, BN, BR, BK, TOGETHER, STAGES,
+            EMULATE,
+        )  # fmt: skip
     up = gate
     if GATED:
         up = share(
@@ -437,10 +449,7 @@ def product(
             first, last, FORMAT, OFFSETS, ZEROS, EVEN, BN, BR, BK, TOGETHER, STAGES, EMULATE,
         )  # fmt: skip
     if APART:
-        at = parts + (tl.program_id(2).to(tl.int64) * rows + far[None, :]) * wide + n[:, None]
-        tl.store(at, gate, inside)
-        if GATED:
-            tl.store(at + outs, up, inside)
+        tl.store(parts + (tl.program_id(2).to(tl.int64) * rows + far[None, :]) * outs + n[:, None], gate, inside)
     else:
         at = far[None, :] * stride + n[:, None]
         value = finished(gate, up, bias, residual, n[:, None], at, outs, inside, GATED, BIAS, ADD)
@@ -468,12 +477,27 @@ def gather(
 
 
 @triton.jit(do_not_specialize_on_alignment=["x", "y"])
-def group_sums(x, y, K, COUNT: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, EARLY: tl.constexpr):
-    """Sums (rows, COUNT) float32 of each group of inputs, which offsets are multiplied by. Grid: rows, blocks."""
+def group_sums(
+    x, y, K, COUNT: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, TOGETHER: tl.constexpr,
+    PARTS: tl.constexpr, EMULATE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Sums (rows, COUNT) float32 of each group of inputs, which offsets are multiplied by. Grid: rows, blocks.
+
+    With PARTS they are three bfloat16, whose sum they are: (rows, steps, 16), of a step's groups the first parts, then
+    the second and the third ones, then nothing.
+    """
     await_turn(EARLY)
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     k = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    tl.store(y + row * COUNT + group, tl.sum(tl.load(x + row * K + k, k < K, 0.0).to(tl.float32), 1), group < COUNT)
+    rest = tl.sum(tl.load(x + row * K + k, k < K, 0.0).to(tl.float32), 1)
+    if PARTS:
+        at = y + (row * (COUNT // TOGETHER) + group // TOGETHER) * 16 + group % TOGETHER
+        for i in tl.static_range(3):
+            part = rounded(rest, tl.bfloat16, EMULATE)
+            tl.store(at + i * TOGETHER, part, group < COUNT)
+            rest -= part.to(tl.float32)
+    else:
+        tl.store(y + row * COUNT + group, rest, group < COUNT)
 
 
 @triton.jit
@@ -724,7 +748,8 @@ def rope(
 # A tile is some rows of one sequence: [its first entry in tables, its first slab, slots of a slab, first row, rows,
 # their lowest position, behind their highest, where a tree's paths begin or, of a chain, 2 ^ 31 - 1]. Each read that
 # waits for another one costs a third of a microsecond, so tiles and places say all that a program can be told.
-# Positions are cut into FEW spans of NEAR positions, and spans of FAR behind them.
+# Positions are cut into FEW spans of NEAR positions, and spans of FAR behind them. Every FOLDED of them are added up,
+# then these sums. Of many sequences, each program takes FOLDED spans; of few, one, and `combine` adds all.
 
 
 @triton.jit(do_not_specialize=["k_stride", "v_stride"], do_not_specialize_on_alignment=["slabs", "places"])
@@ -791,6 +816,54 @@ def block(
     return now, weight, total
 
 
+@triton.jit
+def pages_of(
+    tables, slabs, first, capacity, begin, end, far, DIM: tl.constexpr, PAGES: tl.constexpr, PAGE: tl.constexpr
+):
+    """The addresses of a head's keys, which lie `far` slots of DIM numbers behind their page's beginning, in each page
+    from position `begin` on, below `end`."""
+    page, per = begin // PAGE + tl.arange(0, PAGES), capacity // PAGE
+    page = tl.load(tables + page, page * PAGE < end, 0)
+    return tl.load(slabs + first + page // per) + ((page % per * PAGE).to(tl.int64) + far) * (DIM * 2)
+
+
+@triton.jit
+def look(
+    queries, at, lies, origin, begin, end, oldest, side, scale, dtype: tl.constexpr,
+    DIM: tl.constexpr, D: tl.constexpr, KV_HEADS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    KEYS: tl.constexpr, PAGES: tl.constexpr, PAGE: tl.constexpr, STAGES: tl.constexpr, EMULATE: tl.constexpr,
+):  # fmt: skip
+    """What queries (BM, D) at positions (BM,) see of [begin, end), whose pages lie at `lies` from `origin` on."""
+    BM: tl.constexpr = queries.shape[0]
+    c = tl.arange(0, KEYS)
+    most = tl.full((BM,), float("-inf"), tl.float32)
+    weight, total = tl.zeros((BM, KEYS), tl.float32), tl.zeros((BM, D), tl.float32)
+    for some in tl.range(begin, end, KEYS, num_stages=STAGES):
+        column, keys = some + c, tl.zeros((KEYS,), tl.int64)
+        for j in tl.static_range(KEYS // PAGE):  # looked up in registers: these loads are to wait for nothing
+            other = tl.sum(tl.where(tl.arange(0, PAGES) == (some - origin) // PAGE + j, lies, 0))
+            keys = tl.where(c // PAGE == j, other, keys)
+        keys = tl.multiple_of((keys.to(tl.pointer_type(dtype)) + c % PAGE * DIM)[:, None], [16, 16])
+        seen = column[None, :] <= at[:, None]
+        if WINDOW:
+            seen = seen & (column[None, :] > at[:, None] - WINDOW)
+        there = (column < end) & (column >= oldest)
+        most, weight, total = block(
+            queries, keys, keys + KV_HEADS * side, there, seen, most, weight, total, scale, DIM, D, SOFTCAP, dtype,
+            EMULATE,
+        )  # fmt: skip
+    return most, weight, total
+
+
+@triton.jit
+def folded(most, weight, total, other, size, part):
+    """Largest scores (N,), sums of weights (N,) and of weighted values (N, D): those of two spans in one."""
+    now = tl.maximum(most, other)
+    base = tl.where(now == float("-inf"), 0.0, now)
+    shrink, grow = tl.exp2(most - base), tl.exp2(other - base)
+    return now, weight * shrink + size * grow, total * shrink[:, None] + part * grow[:, None]
+
+
 @triton.jit(
     do_not_specialize=["stride", "tail_width", "base_row", "spans", "reach", "lone"],
     do_not_specialize_on_alignment=["slabs", "tables", "tiles", "positions", "tails"],
@@ -799,15 +872,18 @@ def attend(
     q, stride, slabs, tables, tiles, positions, tails, tail_width, parts, sizes, scale, base_row, spans, reach, lone,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, NEAR: tl.constexpr, FEW: tl.constexpr, FAR: tl.constexpr,
-    KEYS: tl.constexpr, PAGE: tl.constexpr, STAGES: tl.constexpr, EMULATE: tl.constexpr, EARLY: tl.constexpr,
+    FOLD: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr, STAGES: tl.constexpr, EMULATE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """What a tile's rows see in one span of positions, to parts (rows, heads, spans, D) and sizes (..., 2).
+    """What a tile's rows see in FOLD spans of positions, folded in order, to parts (rows, heads, spans / FOLD, D) and
+    sizes (..., 2).
 
     Parts begin with `base_row`. Keys are read KEYS at a time, from multiples of KEYS on.
-    Grid: tiles, key-value heads, and `lone` programs before one for each span. Of a tree, all rows of a tile read the
-    spans before its paths together; from the span on where these begin, each row has programs of its own, one for each
-    of the `reach` spans that they may touch, and its path's keys are gathered into the columns where plain decoding has
-    them. tails (rows, tail_width): the slots of the path of each row of a tree, from where they begin.
+    Grid: tiles, key-value heads, and `lone` programs before one for every FOLD spans. Of a tree, for which FOLD is 1,
+    all rows of a tile read the spans before its paths together; from the span on where these begin, each row has
+    programs of its own, one for each of the `reach` spans that they may touch, and its path's keys are gathered into
+    the columns where plain decoding has them. tails (rows, tail_width): the slots of the path of each row of a tree,
+    from where they begin.
     """
     let_next(EARLY)
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -816,81 +892,92 @@ def attend(
     table, slab, capacity = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
     first, count, start = tl.load(tile + 3), tl.load(tile + 4), tl.load(tile + 7)
     low, end = tl.load(tile + 5), tl.load(tile + 6)
-    span, shared = spans - 1 - (z - lone), end  # far spans are long: first
+    entries = tl.cdiv(spans, FOLD)
+    entry, shared = entries - 1 - (z - lone), end  # far spans are long: first
     if z < lone:
         if (start < end) & (z // reach < count):
-            first, count, span = first + z // reach, 1, span_of(start, NEAR, FEW, FAR) + z % reach
+            first, count, entry = first + z // reach, 1, span_of(start, NEAR, FEW, FAR) + z % reach
             low = tl.load(positions + first)
             end, shared = low + 1, start // KEYS * KEYS
         else:
             end = 0
     elif start < end:
         end = span_begin(span_of(start, NEAR, FEW, FAR), NEAR, FEW, FAR)
+    span = entry * FOLD
     origin = span_begin(span, NEAR, FEW, FAR)
     oldest = tl.maximum(low - WINDOW + 1, 0) if WINDOW else 0
     begin = tl.maximum(origin, oldest // KEYS * KEYS)
-    end = tl.minimum(end, span_begin(span + 1, NEAR, FEW, FAR))
+    end = tl.minimum(end, span_begin(span + FOLD, NEAR, FEW, FAR))
     if begin < end:
         dtype: tl.constexpr = q.dtype.element_ty
-        m, d, c = tl.arange(0, BM), tl.arange(0, D), tl.arange(0, KEYS)
-        page, per = origin // PAGE + tl.arange(0, PAGES), capacity // PAGE
-        page = tl.load(tables + table + page, page * PAGE < end, 0)
+        m, d, c, per = tl.arange(0, BM), tl.arange(0, D), tl.arange(0, KEYS), capacity // PAGE
         row, mine = first + tl.minimum(m // GROUP, count - 1), m < count * GROUP
         at = tl.load(positions + row, mine, -1)
         far = tl.multiple_of(row.to(tl.int64) * stride + (head * GROUP + m % GROUP) * DIM, 8)
-        side, lies = capacity.to(tl.int64) * DIM, tl.load(slabs + slab + page // per)
-        lies += ((page % per * PAGE).to(tl.int64) * DIM + head * side) * (dtype.primitive_bitwidth // 8)
-        wait(EARLY)  # lies: the address of this head's keys in each page of the span
+        side = capacity.to(tl.int64) * DIM
+        span_end = tl.minimum(end, span_begin(span + 1, NEAR, FEW, FAR))
+        lies = pages_of(tables + table, slabs, slab, capacity, origin, span_end, head * capacity, DIM, PAGES, PAGE)
+        wait(EARLY)
         queries = as_operand(tl.load(q + far[:, None] + d[None, :], mine[:, None] & (d < DIM)[None, :], 0.0), EMULATE)
-        most = tl.full((BM,), float("-inf"), tl.float32)
-        weight, total = tl.zeros((BM, KEYS), tl.float32), tl.zeros((BM, D), tl.float32)
-        for some in tl.range(begin, tl.minimum(shared, end), KEYS, num_stages=STAGES):
-            column, keys = some + c, tl.zeros((KEYS,), tl.int64)
-            for j in tl.static_range(KEYS // PAGE):  # looked up in registers: these loads are to wait for nothing
-                other = tl.sum(tl.where(tl.arange(0, PAGES) == (some - origin) // PAGE + j, lies, 0))
-                keys = tl.where(c // PAGE == j, other, keys)
-            keys = tl.multiple_of((keys.to(tl.pointer_type(dtype)) + c % PAGE * DIM)[:, None], [16, 16])
-            seen = column[None, :] <= at[:, None]
-            if WINDOW:
-                seen = seen & (column[None, :] > at[:, None] - WINDOW)
-            there = (column < end) & (column >= oldest)
-            most, weight, total = block(
-                queries, keys, keys + KV_HEADS * side, there, seen, most, weight, total, scale, DIM, D, SOFTCAP, dtype,
-                EMULATE,
-            )  # fmt: skip
-        for some in tl.range(tl.maximum(begin, shared), end, KEYS, num_stages=1):  # of one row of a tree
-            column = some + c
-            there = (column < end) & (column >= oldest)
-            path = tails + first.to(tl.int64) * tail_width + column - start
-            slot = tl.where(column < start, column, tl.load(path, there & (column >= start), 0))
-            slot = tl.where(there, slot, 0)
-            own = tl.load(tables + table + slot // PAGE)
-            keys = tl.load(slabs + slab + own // per).to(tl.pointer_type(dtype))
-            keys = keys + head * side + (own % per * PAGE + slot % PAGE).to(tl.int64) * DIM
-            keys = tl.multiple_of(keys[:, None], [16, 16])
-            seen = column[None, :] <= at[:, None]
-            if WINDOW:
-                seen = seen & (column[None, :] > at[:, None] - WINDOW)
-            most, weight, total = block(
-                queries, keys, keys + KV_HEADS * side, there, seen, most, weight, total, scale, DIM, D, SOFTCAP, dtype,
-                EMULATE,
-            )  # fmt: skip
-        to = ((row - base_row).to(tl.int64) * HEADS + head * GROUP + m % GROUP) * spans + span
+        most, weight, total = look(
+            queries, at, lies, origin, begin, tl.minimum(shared, span_end), oldest, side, scale, dtype, DIM, D,
+            KV_HEADS, WINDOW, SOFTCAP, KEYS, PAGES, PAGE, STAGES, EMULATE,
+        )  # fmt: skip
+        if FOLD == 1:
+            for some in tl.range(tl.maximum(begin, shared), end, KEYS, num_stages=1):  # of one row of a tree
+                column = some + c
+                there = (column < end) & (column >= oldest)
+                path = tails + first.to(tl.int64) * tail_width + column - start
+                slot = tl.where(column < start, column, tl.load(path, there & (column >= start), 0))
+                slot = tl.where(there, slot, 0)
+                own = tl.load(tables + table + slot // PAGE)
+                keys = tl.load(slabs + slab + own // per).to(tl.pointer_type(dtype))
+                keys = keys + head * side + (own % per * PAGE + slot % PAGE).to(tl.int64) * DIM
+                keys = tl.multiple_of(keys[:, None], [16, 16])
+                seen = column[None, :] <= at[:, None]
+                if WINDOW:
+                    seen = seen & (column[None, :] > at[:, None] - WINDOW)
+                most, weight, total = block(
+                    queries, keys, keys + KV_HEADS * side, there, seen, most, weight, total, scale, DIM, D, SOFTCAP,
+                    dtype, EMULATE,
+                )  # fmt: skip
+        size = tl.sum(weight, 1)
+        if FOLD > 1:
+            for other in tl.range(span + 1, span_of(end - 1, NEAR, FEW, FAR) + 1):
+                origin = span_begin(other, NEAR, FEW, FAR)
+                span_end = tl.minimum(end, span_begin(other + 1, NEAR, FEW, FAR))
+                lies = pages_of(
+                    tables + table, slabs, slab, capacity, origin, span_end, head * capacity, DIM, PAGES, PAGE
+                )
+                its_most, weight, part = look(
+                    queries, at, lies, origin, tl.maximum(begin, origin), span_end, oldest, side, scale, dtype, DIM, D,
+                    KV_HEADS, WINDOW, SOFTCAP, KEYS, PAGES, PAGE, STAGES, EMULATE,
+                )  # fmt: skip
+                most, size, total = folded(most, size, total, its_most, tl.sum(weight, 1), part)
+        to = ((row - base_row).to(tl.int64) * HEADS + head * GROUP + m % GROUP) * entries + entry
         tl.store(parts + to[:, None] * D + d[None, :], total, mine[:, None])
         tl.store(sizes + to * 2, most, mine)
-        tl.store(sizes + to * 2 + 1, tl.sum(weight, 1), mine)
+        tl.store(sizes + to * 2 + 1, size, mine)
     else:
         wait(EARLY)
+
+
+@triton.jit
+def entry_of(parts, sizes, at, d, there, D: tl.constexpr):
+    """Of entries (N,) that are `there`, the largest scores, the sums of weights, and some columns of the sums."""
+    most, size = tl.load(sizes + at * 2, there, float("-inf")), tl.load(sizes + at * 2 + 1, there, 0.0)
+    return most, size, tl.load(parts + at[:, None] * D + d[None, :], there[:, None], 0.0)
 
 
 @triton.jit(do_not_specialize=["base_row", "spans"], do_not_specialize_on_alignment=["positions", "sinks"])
 def combine(
     parts, sizes, positions, sinks, y, base_row, spans,
     HEADS: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
-    NEAR: tl.constexpr, FEW: tl.constexpr, FAR: tl.constexpr, MERGED: tl.constexpr, BD: tl.constexpr,
-    EMULATE: tl.constexpr, EARLY: tl.constexpr,
+    NEAR: tl.constexpr, FEW: tl.constexpr, FAR: tl.constexpr, FOLD: tl.constexpr, FOLDED: tl.constexpr,
+    MERGED: tl.constexpr, BD: tl.constexpr, EMULATE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """y (rows, HEADS * DIM): the spans that a row sees, MERGED at a time. Rows at -1 are padding: zeros.
+    """y (rows, HEADS * DIM): the spans that a row sees, in order: FOLDED at a time, unless FOLD says that `attend` has
+    done so, then these. MERGED of them are looked at together. Rows at -1 are padding: zeros.
 
     sinks (HEADS,): the score of a key without a value, before all others. Grid: rows, heads, BD numbers of a head each.
     """
@@ -901,23 +988,32 @@ def combine(
     wait(EARLY)
     first = span_of(tl.maximum(at - WINDOW + 1, 0), NEAR, FEW, FAR) if WINDOW else 0
     last = tl.where(at < 0, 0, span_of(at, NEAR, FEW, FAR) + 1)
-    most, weight, total = float("-inf"), 0.0, tl.zeros((BD,), tl.float32)
+    begin, end = first // FOLDED, tl.cdiv(last, FOLDED)
+    most, weight = tl.full((1,), float("-inf"), tl.float32), tl.zeros((1,), tl.float32)
+    total = tl.zeros((1, BD), tl.float32)
     if SINKS:
-        most, weight = tl.load(sinks + head) * LOG2E, 1.0
-    far = (own.to(tl.int64) * HEADS + head) * spans
-    for some in range(first // MERGED * MERGED, last, MERGED):
-        span = some + tl.arange(0, MERGED)
-        there = (span >= first) & (span < last)
-        other = tl.load(sizes + (far + span) * 2, there, float("-inf"))
-        size = tl.load(sizes + (far + span) * 2 + 1, there, 0.0)
-        part = tl.load(parts + (far + span)[:, None] * D + d[None, :], there[:, None], 0.0)
-        now = tl.maximum(most, tl.max(other))
-        shrink, grow = tl.exp2(most - now), tl.exp2(other - now)
-        weight = weight * shrink + tl.sum(size * grow)
-        total = total * shrink + tl.sum(part * grow[:, None], 0)
-        most = now
+        most, weight = tl.load(sinks + head + tl.arange(0, 1)) * LOG2E, tl.full((1,), 1.0, tl.float32)
+    far = (own.to(tl.int64) * HEADS + head) * tl.cdiv(spans, FOLD)
+    i = tl.arange(0, MERGED)
+    for some in range(begin // MERGED * MERGED, end, MERGED):
+        if FOLD > 1:
+            entry = some + i
+            other, size, part = entry_of(parts, sizes, far + entry, d, (entry >= begin) & (entry < end), D)
+        else:
+            span = (some + i) * FOLDED
+            other, size, part = entry_of(parts, sizes, far + span, d, (span >= first) & (span < last), D)
+            for j in tl.static_range(1, FOLDED):
+                there = (span + j >= first) & (span + j < last)
+                its, its_size, its_part = entry_of(parts, sizes, far + span + j, d, there, D)
+                other, size, part = folded(other, size, part, its, its_size, its_part)
+        for j in range(tl.minimum(MERGED, end - some)):
+            one = tl.sum(tl.where(i == j, other, 0.0), 0, keep_dims=True)
+            one_size = tl.sum(tl.where(i == j, size, 0.0), 0, keep_dims=True)
+            one_part = tl.sum(tl.where((i == j)[:, None], part, 0.0), 0, keep_dims=True)
+            most, weight, total = folded(most, weight, total, one, one_size, one_part)
     total = tl.where(weight > 0, total / weight, total)
-    tl.store(y + (row.to(tl.int64) * HEADS + head) * DIM + d, rounded(total, y.dtype.element_ty, EMULATE), d < DIM)
+    to = y + (row.to(tl.int64) * HEADS + head) * DIM + d
+    tl.store(to[None, :], rounded(total, y.dtype.element_ty, EMULATE), (d < DIM)[None, :])
 
 
 # --- the choice -------------------------------------------------------------------------------------------------------

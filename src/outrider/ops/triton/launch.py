@@ -119,9 +119,9 @@ TABLE = {
     ),
     90: Machine(
         132,
-        {16: Tile(64, 5), 32: Tile(64, 5), 64: Tile(64, 4), 128: Tile(64, 3, 8)},
+        {16: Tile(128, 4, 8), 32: Tile(128, 4, 8), 64: Tile(128, 4, 8), 128: Tile(128, 3, 8)},
         {16: Tile(64, 3), 32: Tile(64, 3), 64: Tile(64, 3)},
-        {16: Tile(128, 4), 32: Tile(64, 4), 64: Tile(128, 3, 8)},
+        {16: Tile(128, 3), 32: Tile(64, 4), 64: Tile(128, 3, 8)},
     ),
     100: Machine(
         148,
@@ -132,7 +132,7 @@ TABLE = {
 }  # fmt: skip
 CUT = 64  # outputs of a program, as shares of K are cut for
 AT_WORK = 2, 8, 16  # of these, how many for a processor: of plain weights, of those of a byte, of half a byte
-LEAST = 512  # inputs of a share; of few bits, twice as many
+LEAST = 512  # inputs of a share; of a byte each, twice as many
 STEP = 256  # inputs of groups that lie, and are taken, together; of no more than their factors fit into 64 bits
 SHARES: dict[tuple[int, int, int, int | None, bool], int] = {}
 """By architecture, outputs, inputs, group, and whether of half a byte: `bench gpu --part orders` prints such lines."""
@@ -160,7 +160,8 @@ def order(outputs: int, inputs: int, group: int | None, architecture: int, halve
     machine = TABLE[architecture]
     depth = group or (128 if inputs >= 128 else 64)
     blocks = -(-inputs // depth)
-    least, kind = (LEAST, 0) if group is None else (2 * LEAST, 1 + halves)
+    kind = 0 if group is None else 1 + halves
+    least = 2 * LEAST if kind == 1 else LEAST
     most = min(AT_WORK[kind] * machine.processors * CUT // outputs, inputs // least, 8)
     shares = SHARES.get((architecture, outputs, inputs, group, halves)) or max(1, most)
     per = -(-blocks // shares)
@@ -183,7 +184,8 @@ def queries_shape(wide: int) -> tuple[int, int, int]:
     return (8, 2, 64) if wide > 128 else (4, 3, 64)
 
 
-MERGED, PART = 64, 32  # spans that are combined at a time, and numbers of a head in one program
+FOLDED = 8  # spans whose sums are added to each other before all others
+MERGED, PART = 8, 32  # of these sums, how many are looked at together, and numbers of a head in one program
 
 
 # --- products ---------------------------------------------------------------------------------------------------------
@@ -323,24 +325,25 @@ def product(
 ) -> None:
     """y = x W^T + bias, gated if it is, + residual; x (rows, inputs), y and residual rows of one stride."""
     kernels, machine, w = load(), TABLE[architecture], weights
-    rows, outs = len(x), w.outs // 2 if gated else w.outs
-    o = order(w.outs, w.inputs, w.group, architecture, w.halves)
+    rows, o = len(x), order(w.outs, w.inputs, w.group, architecture, w.halves)
     x = x.contiguous() if w.order is None else x.index_select(1, w.order)
     x, sums, groups = entered(x, w)
-    parts = x
-    if o.shares > 1:
-        parts = x.new_empty(o.shares, rows, w.outs, dtype=torch.float32)
     tile = rows_tile(rows, machine, w.code)
-    own = machine.tiles(w.code)[tile]
+    own, high = machine.tiles(w.code)[tile], -(-rows // tile)
+    # Many rows have programs for all processors as they are; both gate and up in shares would take too many registers.
+    apart = o.shares > 1 and (gated or high * -(-w.outs // own.outputs) < machine.processors)
+    parts = x.new_empty(o.shares, rows, w.outs, dtype=torch.float32) if apart else x
     behind = gated, bias is not None, residual is not None
-    kernels.product[-(-rows // tile), -(-outs // own.outputs), o.shares](
+    outs = w.outs // 2 if gated else w.outs
+    wide, shares = (w.outs, o.shares) if apart else (outs, 1)
+    kernels.product[high, -(-wide // own.outputs), shares](
         x, w.data, _or(w.scales, x), _or(w.offsets, x), _or(w.zeros, x), sums, _or(bias, x), _or(residual, x), y, parts,
-        rows, outs, y.stride(0), w.inputs, groups, o.per, w.code, w.offsets is not None, w.zeros is not None,
-        w.inputs % (o.depth * w.together) == 0, *behind, o.shares > 1,
-        own.outputs, tile, o.depth, w.together, own.stages, _emulates(x), num_warps=own.warps,
+        rows, wide, y.stride(0), w.inputs, groups, o.per, w.code, w.offsets is not None, w.zeros is not None,
+        w.inputs % (o.depth * w.together) == 0, *((False, False, False) if apart else behind), apart,
+        o.shares // shares, own.outputs, tile, o.depth, w.together, own.stages, _emulates(x), num_warps=own.warps,
         **_how(x.device, not w.halves),  # few large programs: those that come early share a processor with others
     )  # fmt: skip
-    if o.shares > 1:
+    if apart:
         kernels.gather[-(-outs // 1024), rows](
             parts, _or(bias, x), _or(residual, x), y, rows, outs, y.stride(0), *behind, o.shares, 1024, _emulates(x),
             num_warps=4, **_how(x.device),
@@ -351,7 +354,7 @@ def entered(x: Tensor, w: Weights) -> tuple[Tensor, Tensor, int]:
     """x (rows, inputs) as a product takes it, what it needs to know of each group of it, and how many groups there are.
 
     Rounded rows are (rows, groups, at least 32) int8, with steps and sums (rows, groups, 2); else sums (rows, groups),
-    if offsets want them.
+    if offsets want them, of which bfloat16 ones take parts (rows, steps, 16).
     """
     if w.group is None:
         return x, x, 1
@@ -365,8 +368,10 @@ def entered(x: Tensor, w: Weights) -> tuple[Tensor, Tensor, int]:
         return y, sums, groups
     if w.offsets is None:
         return x, x, groups
-    sums = x.new_empty(rows, groups, dtype=torch.float32)
-    kernels.group_sums[grid](x, sums, *sizes, num_warps=4, **_how(x.device))
+    matrix = w.offsets.dtype == torch.bfloat16
+    shape = (rows, groups // w.together, 16) if matrix else (rows, groups)
+    sums = x.new_empty(shape, dtype=torch.bfloat16 if matrix else torch.float32)
+    kernels.group_sums[grid](x, sums, *sizes, w.together, matrix, _emulates(x), num_warps=4, **_how(x.device))
     return x, sums, groups
 
 
@@ -544,14 +549,22 @@ def rope(
 # --- attention --------------------------------------------------------------------------------------------------------
 
 
-def parts_of(plan: DevicePlan, heads: int, dim: int) -> int:
-    """Bytes that one row's spans put aside."""
-    return 4 * heads * plan.spans * (power(dim) + 2)
+def folds(plan: DevicePlan, kv_heads: int, dim: int, processors: int) -> int:
+    """How many spans one program takes: FOLDED, unless a tree branches, heads leave no registers for it, or the last
+    programs to begin, two of which fit a processor, would have most processors to themselves."""
+    programs, slots = len(plan.tiles) * kv_heads * -(-plan.spans // FOLDED), 2 * processors
+    even = 5 * programs >= 4 * slots * -(-programs // slots)
+    return FOLDED if even and dim <= 128 and not plan.reach else 1
+
+
+def parts_of(entries: int, heads: int, dim: int) -> int:
+    """Bytes that so many sums of one row take."""
+    return 4 * heads * entries * (power(dim) + 2)
 
 
 def at_once(plan: DevicePlan, heads: int, dim: int) -> bool:
     """Whether all rows of a plan are attended to in one piece, as in a graph, which keeps what they put aside."""
-    return len(plan.positions) * parts_of(plan, heads, dim) <= PARTS
+    return len(plan.positions) * parts_of(plan.spans, heads, dim) <= PARTS
 
 
 def attend(
@@ -575,24 +588,26 @@ def attend(
     emulates, wide, bm = _emulates(q), power(dim), queries_tile(heads // kv_heads, dim)
     warps, stages, keys = queries_shape(wide)
     spans = plans.SPANS.near, plans.SPANS.few, plans.SPANS.far
-    part = min(wide, PART)
     lone = plan.reach * min(bm // (heads // kv_heads), rows)
     kernels.write[rows, kv_heads](
         k, v, k.stride(0), v.stride(0), slabs, plan.places, kv_heads, dim, wide, num_warps=1, **_how(q.device)
     )
     y = torch.empty(rows, heads * dim, dtype=q.dtype, device=q.device)
-    room = max(1, PARTS // parts_of(plan, heads, dim))  # rows at a time
+    fold = folds(plan, kv_heads, dim, TABLE[architecture(q.device)].processors)
+    entries = -(-plan.spans // fold)
+    part, few = (wide, 4) if fold > 1 else (min(wide, PART), 1)  # numbers of a head in a program, and its warps
+    room = max(1, PARTS // parts_of(entries, heads, dim))  # rows at a time
     for first, last, tiles in plan.pieces(room):
-        parts = torch.empty(last - first, heads, plan.spans, wide, device=q.device)
-        sizes = torch.empty(last - first, heads, plan.spans, 2, device=q.device)
-        kernels.attend[len(tiles), kv_heads, lone + plan.spans](
+        parts = torch.empty(last - first, heads, entries, wide, device=q.device)
+        sizes = torch.empty(last - first, heads, entries, 2, device=q.device)
+        kernels.attend[len(tiles), kv_heads, lone + entries](
             q, q.stride(0), slabs, plan.tables, tiles, plan.positions, plan.tails, plan.tails.shape[1], parts, sizes,
             scale * LOG2E, first, plan.spans, plan.reach, lone, heads, kv_heads, dim, wide, bm, window or 0,
-            softcap or 0.0, *spans, keys, PAGE, stages, emulates, num_warps=warps, **_how(q.device),
+            softcap or 0.0, *spans, fold, keys, PAGE, stages, emulates, num_warps=warps, **_how(q.device),
         )  # fmt: skip
         kernels.combine[last - first, heads, wide // part](
             parts, sizes, plan.positions, _or(sinks, parts), y, first, plan.spans, heads, dim, wide, window or 0,
-            sinks is not None, *spans, MERGED, part, emulates, num_warps=4, **_how(q.device),
+            sinks is not None, *spans, fold, FOLDED, MERGED, part, emulates, num_warps=few, **_how(q.device),
         )  # fmt: skip
     return y
 
