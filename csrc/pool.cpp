@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <cstdint>
 #include <exception>
 #include <memory>
 #include <mutex>
@@ -27,67 +28,73 @@ inline void relax() {
 #endif
 }
 
-// Workers wait for `round` to grow, then take tasks while there are any. A round is over when its caller has closed the
-// gate and all workers that came in before have left: one that another process keeps from its core is not waited for.
+// Workers wait for a round that counts them in, then take tasks while there are any. It is over when its caller has closed
+// it and no worker is inside: one that another process keeps from its core is not waited for. With many threads a round
+// costs what goes between cores. So all spin on one line, which the caller alone writes, and each worker writes its own: a
+// line that all of them wrote would go from core to core, one after another.
 class Pool {
  public:
   void run(int tasks, int threads, Task task, void *context) {
-    if (threads > tasks) threads = tasks;
+    threads = std::min({threads, tasks, kMost});
     if (threads <= 1 || busy_.exchange(true, std::memory_order_acquire)) {
       for (int i = 0; i < tasks; i++) task(context, i);
       return;
     }
     const int helpers = hire(threads - 1);
+    for (int i = 0, shares = helpers + 1; i < shares; i++) {
+      Share &share = share_of(i);
+      share.next.store(int(int64_t(tasks) * i / shares), std::memory_order_relaxed);
+      share.end = int(int64_t(tasks) * (i + 1) / shares);
+    }
+    const uint64_t closed = (round_.load(std::memory_order_relaxed) / kMost + 1) * kMost;
     task_ = task;
     context_ = context;
     shares_ = helpers + 1;
-    for (int i = 0; i < shares_; i++) {
-      Share &share = share_of(i);
-      share.next.store(int(int64_t(tasks) * i / shares_), std::memory_order_relaxed);
-      share.end = int(int64_t(tasks) * (i + 1) / shares_);
-    }
-    gate_.fetch_sub(kClosed, std::memory_order_acq_rel);  // a late worker may be on its way out: no plain store
-    for (int i = 0; i < helpers; i++) workers_[i]->call();
+    round_.store(closed + helpers);
     drain(0);
-    gate_.fetch_or(kClosed, std::memory_order_acq_rel);
-    while (gate_.load(std::memory_order_acquire) != kClosed) relax();
+    round_.store(closed);
+    for (int i = 0; i < helpers; i++)
+      while (workers_[i]->inside.load()) relax();
     const std::exception_ptr error = std::exchange(error_, nullptr);
-    failed_.store(false, std::memory_order_relaxed);
+    if (error) failed_.store(false, std::memory_order_relaxed);
     busy_.store(false, std::memory_order_release);
     if (error) std::rethrow_exception(error);
   }
 
  private:
+  static constexpr int kMost = 1 << 16;  // threads
+
   // Neighbouring tasks, which a thread takes in order: what it fetched ahead is then of use to itself.
   struct alignas(64) Share {
     std::atomic<int> next{0};
     int end = 0;
   };
 
-  struct Worker {
-    Share share;
-    std::atomic<unsigned> round{0};
-    std::atomic<bool> asleep{false};
+  struct Worker : Share {
+    std::atomic<bool> inside{false};             // on the share's line, which caller and worker write anyway
+    alignas(64) std::atomic<bool> asleep{false};  // on one that is seldom written
     std::mutex mutex;
-    std::condition_variable wake;
+    std::condition_variable awake;
 
-    void call() {
-      round.fetch_add(1);
-      if (asleep.load()) {  // sequentially consistent with wait(): one of the two sees the other's store
-        std::lock_guard<std::mutex> lock(mutex);
-        wake.notify_one();
-      }
+    void wake() {
+      if (!asleep.load()) return;  // sequentially consistent with wait(): there the round is seen, or here who sleeps
+      std::lock_guard<std::mutex> lock(mutex);
+      asleep.store(false);
+      awake.notify_one();
     }
 
-    void wait(unsigned seen) {
-      for (int i = 0; i < kSpins; i++) {
-        if (round.load(std::memory_order_acquire) != seen) return;
-        relax();
+    template <class F>
+    void wait(F called) {
+      for (;;) {
+        for (int i = 0; i < kSpins; i++) {
+          if (called()) return;
+          relax();
+        }
+        std::unique_lock<std::mutex> lock(mutex);
+        asleep.store(true);
+        if (called()) asleep.store(false);
+        awake.wait(lock, [&] { return !asleep.load(); });
       }
-      std::unique_lock<std::mutex> lock(mutex);
-      asleep.store(true);
-      wake.wait(lock, [&] { return round.load() != seen; });
-      asleep.store(false);
     }
   };
 
@@ -107,18 +114,20 @@ class Pool {
   }
 
   void work(Worker &worker, int own) {
-    for (unsigned seen = 0;;) {
-      worker.wait(seen);
-      seen = worker.round.load();
-      if (gate_.fetch_add(1, std::memory_order_acq_rel) < kClosed) drain(own);
-      gate_.fetch_sub(1, std::memory_order_release);
+    for (uint64_t round = 0;;) {
+      worker.wait([&, seen = round] { return (round = round_.load()) != seen && own <= int(round % kMost); });
+      worker.inside.store(true);  // sequentially consistent with run(): there who is inside is seen, or here the closing
+      if (round_.load() == round) drain(own);
+      worker.inside.store(false, std::memory_order_release);
     }
   }
 
-  Share &share_of(int i) { return i ? workers_[i - 1]->share : share_; }
+  Share &share_of(int i) { return i ? *workers_[i - 1] : share_; }
 
-  // Takes the tasks of a thread's own share, then what is left of the others'.
+  // Wakes two more, so that a call of many takes the logarithm of their number; takes the tasks of a thread's own share,
+  // then what is left of the others'.
   void drain(int own) {
+    for (int i = 2 * own + 1; i <= 2 * own + 2 && i < shares_; i++) workers_[i - 1]->wake();
     try {
       for (int i = 0; i < shares_; i++) {
         Share &share = share_of((own + i) % shares_);
@@ -134,14 +143,15 @@ class Pool {
 
   std::atomic<bool> busy_{false};
   std::vector<std::unique_ptr<Worker>> workers_;
+  Share share_;  // the caller's
+  alignas(64) std::atomic<bool> failed_{false};
+  std::exception_ptr error_;  // of the task that failed first
+  // On one line, which brings a worker all of it: the round's number times kMost, plus how many workers it counts in (none
+  // once it is closed), and what is to be done.
+  alignas(64) std::atomic<uint64_t> round_{0};
   Task task_ = nullptr;
   void *context_ = nullptr;
   int shares_ = 0;
-  Share share_;  // the caller's
-  std::atomic<bool> failed_{false};
-  std::exception_ptr error_;  // of the task that failed first
-  static constexpr unsigned kClosed = 1u << 30;
-  alignas(64) std::atomic<unsigned> gate_{kClosed};  // how many workers are inside, plus kClosed
 };
 
 // Never destroyed: its threads may outlive the statics. A forked child has none of them and starts anew.

@@ -1,5 +1,6 @@
 // Many callers at once in the pool and in the kernels, for the thread sanitizer (`make sanitize`): each result must be
 // what one thread alone computes, and a task that throws must reach its caller and no other.
+#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -29,11 +30,12 @@ void callers(int count, void (*body)(int caller)) {
 
 void tasks(int caller) {
   for (int round = 0; round < 300; round++) {
+    if (round % 50 == 49) std::this_thread::sleep_for(std::chrono::milliseconds(1));  // workers fall asleep
     const int size = 1 + (round * 7 + caller) % 60, bad = round % 3 ? -1 : size / 2;
     std::vector<int> done(size);  // each task writes its own place, which the caller reads afterwards
     bool thrown = false;
     try {
-      pool::parallel(size, 1 + round % 4, [&](int i) {
+      pool::parallel(size, 1 + round % 9, [&](int i) {
         if (i == bad) throw std::bad_alloc();
         done[i]++;
       });
