@@ -116,13 +116,11 @@ class Step {
   }
 
   void choose(int wanted) const {
-    const auto argmax = kernels().elementwise.argmax;
-    if (plan_.draws.empty()) return argmax(plan_.logits, wanted, w_.vocab, plan_.best, plan_.threads);
-    pool::parallel(wanted, plan_.threads, [&](int r) {
-      Draw own = plan_.draws[r];
+    pool::parallel(wanted, plan_.threads, [&](int r) {  // also of few rows, as the threads are awake
+      Draw own = plan_.draws.empty() ? Draw{} : plan_.draws[r];
       own.logits = plan_.logits + size_t(r) * w_.vocab;
       if (own.temperature) plan_.best[r] = draw(own, w_.vocab);
-      else argmax(own.logits, 1, w_.vocab, plan_.best + r, 1);
+      else kernels().elementwise.argmax(own.logits, 1, w_.vocab, plan_.best + r, 1);
     });
   }
 
