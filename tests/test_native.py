@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import subprocess
 import sys
@@ -39,6 +40,26 @@ def test_nothing_is_skipped_for_a_fault():
     """Tests of bits skip where no kernels run: that must be because nobody could build them, or by wish."""
     assert not native.wrong
     assert native.active == os.environ.get("OUTRIDER_ISA", native.available()[0])
+
+
+def test_share_of_cpus(tmp_path):
+    """The narrowest control group around the process counts; of a host's path a container has the root alone."""
+    own, root = tmp_path / "own", tmp_path / "root"
+    assert native.share_of_cpus(own, root) == math.inf
+    for folder in ("pod/one", "cpu/pod"):
+        (root / folder).mkdir(parents=True)
+    own.write_text("0::/pod/one\n")
+    (root / "pod/one/cpu.max").write_text("max 100000\n")
+    assert native.share_of_cpus(own, root) == math.inf
+    (root / "pod/cpu.max").write_text("350000 100000\n")
+    assert native.share_of_cpus(own, root) == 3.5
+    own.write_text("9:name=systemd:/pod\n3:cpuset:/pod\n1:cpu,cpuacct:/pod/gone\n")
+    for name, number in (("quota", -1), ("period", 100000)):
+        (root / f"cpu/pod/cpu.cfs_{name}_us").write_text(f"{number}\n")
+    assert native.share_of_cpus(own, root) == math.inf
+    for name, number in (("quota", 50000), ("period", 100000)):
+        (root / f"cpu/cpu.cfs_{name}_us").write_text(f"{number}\n")
+    assert native.share_of_cpus(own, root) == 0.5
 
 
 @pytest.fixture(params=ISAS or [native.REFERENCE])

@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import importlib
+import math
 import mmap
 import os
 import threading
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +36,27 @@ except ModuleNotFoundError:  # installed without a compiler
     pass
 except ImportError as error:  # built for another system
     unloaded = f"do not load ({error})"
+
+
+def share_of_cpus(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float:
+    """How many CPUs' time this process's control groups leave it, as a container's do; infinite without a limit."""
+    least = math.inf
+    for line in own.read_text().splitlines() if own.exists() else []:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        at = (root / "cpu" if controllers else root) / path.lstrip("/")  # version 1, or 2
+        for group in (at, *at.parents):  # in a container the path may be the host's, and only the root be there
+            try:
+                if controllers:
+                    pair = [(group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period")]
+                else:
+                    pair = (group / "cpu.max").read_text().split()
+                quota, period = map(int, pair)
+            except (OSError, ValueError):  # ValueError: "max"
+                continue
+            least = min(least, quota / period if quota > 0 else math.inf)
+    return least
 
 
 def available() -> list[str]:
@@ -142,6 +165,11 @@ def _choose() -> list[str]:
         use(REFERENCE)
     return wrong
 
+
+# PyTorch takes a thread for each core that the process may run on. Where a container has a share of their time only,
+# the system stops threads once that is used up, while others wait for them.
+if "OMP_NUM_THREADS" not in os.environ and share_of_cpus() < torch.get_num_threads():
+    torch.set_num_threads(max(1, int(share_of_cpus())))
 
 active: str = REFERENCE
 wrong = _choose()
