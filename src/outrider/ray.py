@@ -22,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import ray
+import torch
 from ray import serve
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, RayServeException
@@ -354,11 +355,14 @@ def run(args: Mapping[str, Any], host: str, port: int, root_path: str = "") -> N
 
     Then no more requests are taken, and those there are may go on for `drain` seconds.
     """
-    plan, application = Replicas.of(args), app(args)  # what is wrong is known before anything is started
+    plan, alone = Replicas.of(args), not os.environ.get("RAY_ADDRESS")
+    engines = max(plan.replicas, plan.max_replicas or 0) * plan.tensor_parallel_size
+    if alone and not plan.num_gpus:  # as many CPUs as Ray reserves for an engine, so many threads it has
+        plan.num_cpus = max(1, torch.get_num_threads() // engines)
+    application = app({**args, "num_cpus": plan.num_cpus})  # what is wrong is known before anything is started
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     own: dict[str, Any] = {}
-    if not os.environ.get("RAY_ADDRESS"):  # what was asked for is started, on however few cores
-        engines = max(plan.replicas, plan.max_replicas or 0) * plan.tensor_parallel_size
+    if alone:  # what was asked for is started, on however few cores
         needed = engines * plan.num_cpus + plan.ingresses * plan.ingress_cpus
         own = {"address": "local", "num_cpus": max(os.cpu_count() or 1, math.ceil(needed))}
     deployed = False
