@@ -321,35 +321,9 @@ class Tiles {
  private:
   template <bool lower>
   static void four(const uint32_t *a, const uint32_t *b, int width, bool right, int depth, float *c, bool fresh, Ahead &ahead) {
-    constexpr size_t kSize = sizeof(uint32_t);
-    const size_t line = width * kSize;
-    if (fresh) {
-      tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
-    } else {
-      tile_load<0>(c, line);
-      if (right) tile_load<1>(c + 16, line);
-      if (lower) tile_load<2>(c + 16 * width, line);
-      if (lower && right) tile_load<3>(c + 16 * width + 16, line);
-    }
-    for (int k = 0; k < depth; k += 16) {
-      ahead.ask(16);
-      tile_load<4>(a + k, depth * kSize);
-      tile_load<6>(b + k * width, line);
-      tile_multiply<0, 4, 6>();
-      if (lower) {
-        tile_load<5>(a + 16 * depth + k, depth * kSize);
-        tile_multiply<2, 5, 6>();
-      }
-      if (right) {
-        tile_load<7>(b + k * width + 16, line);
-        tile_multiply<1, 4, 7>();
-        if (lower) tile_multiply<3, 5, 7>();
-      }
-    }
-    tile_store<0>(c, line);
-    if (right) tile_store<1>(c + 16, line);
-    if (lower) tile_store<2>(c + 16 * width, line);
-    if (lower && right) tile_store<3>(c + 16 * width + 16, line);
+    const size_t deep = depth * sizeof(uint32_t), line = width * sizeof(uint32_t);
+    tile_products<bf16>({a, deep, 16 * deep, 64}, lower, {b, line, 64, 16 * line}, right, depth / 16, c, line, fresh,
+                        [&](int) { ahead.ask(16); });
   }
 
   TileShapes shapes_;

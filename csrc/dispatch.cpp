@@ -27,8 +27,9 @@ bool amx() {
 #if defined(__x86_64__) && defined(__linux__)
   unsigned a, b, c, d;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
-  if (!(d & (1u << 22)) || !(d & (1u << 24))) return false;  // amx-bf16, amx-tile
-  constexpr int kRequest = 0x1023, kTileData = 18;           // ARCH_REQ_XCOMP_PERM
+  constexpr unsigned kNeeded = 1u << 22 | 1u << 24 | 1u << 25;  // amx-bf16, amx-tile, amx-int8
+  if ((d & kNeeded) != kNeeded) return false;
+  constexpr int kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM
   return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
 #else
   return false;

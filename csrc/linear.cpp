@@ -279,20 +279,24 @@ INLINE vf factor(const Factors &factors, size_t each, size_t coarse) {
   return load_half(factors.coarse + coarse) * load(static_cast<const int8_t *>(factors.each) + each);  // exact
 }
 
-INLINE vf offset_of(const Weights &w, vf scale, size_t each, size_t coarse) {
-  if (w.offsets.kind != Factors::kZeros) return factor(w.offsets, each, coarse);
-  return -(scale * load(static_cast<const int8_t *>(w.offsets.each) + each));
+// The scale and, if there are any, the offset of a panel's vector v for one of so many groups.
+INLINE void factors_of(const Weights &w, int panel, int group, int groups, int v, vf &scale, vf &offset) {
+  const size_t each = (size_t(panel) * groups + group) * kPanel + v * W;
+  const size_t coarse = (size_t(panel) * w.supers() + group * w.group / kSuper) * kPanel + v * W;
+  scale = factor(w.scales, each, coarse);
+  if (!w.offsets.each) return;
+  if (w.offsets.kind == Factors::kZeros) offset = -(scale * load(static_cast<const int8_t *>(w.offsets.each) + each));
+  else offset = factor(w.offsets, each, coarse);
 }
 
-// total[r] += the sums of the group that begins at k, scaled, and its offset times sums[r].
+// total[r] += the sums of a group, scaled, and its offset times sums[r].
 template <int R>
-INLINE void scale(const Weights &w, const float *sums, int panel, int k, int group, int groups,
-                  const vf (&acc)[R][NV], vf (&total)[R][NV]) {
-  const size_t each = (size_t(panel) * groups + group) * kPanel, coarse = (size_t(panel) * w.supers() + k / kSuper) * kPanel;
+INLINE void scale(const Weights &w, const float *sums, int panel, int group, int groups, const vf (&acc)[R][NV],
+                  vf (&total)[R][NV]) {
 #pragma GCC unroll 8
   for (int v = 0; v < NV; v++) {
-    const vf scale = factor(w.scales, each + v * W, coarse + v * W);
-    const vf offset = sums ? offset_of(w, scale, each + v * W, coarse + v * W) : vf{};
+    vf scale, offset;
+    factors_of(w, panel, group, groups, v, scale, offset);
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) {
       total[r][v] = fma(scale, acc[r][v], total[r][v]);
@@ -312,13 +316,14 @@ struct Rows {
   // the codes' zero, taken away.
   const float *scales = nullptr;
   const int32_t *starts = nullptr;
-  // For tiles: 32 rows after the other, and of them kDepth k of each row side by side.
-  bool tiles = false;
+  // For tiles: 32 rows after the other, and of them so many k of each row side by side, those of a tile.
+  int tile = 0;
 
+  int deep() const { return std::is_same_v<X, bf16> ? kDepth : tile; }  // the same, where possible as a constant
   size_t at(int row, int k) const {
-    if (!tiles) return row * stride + k;
+    if (!tile) return row * stride + k;
     const int first = row / kTileRows * kTileRows, together = count - first < kTileRows ? count - first : kTileRows;
-    return first * stride + size_t(k / kDepth * together + row - first) * kDepth + k % kDepth;
+    return first * stride + size_t(k / deep() * together + row - first) * deep() + k % deep();
   }
   const float *sums_of(int group, int row) const { return sums ? sums + size_t(group) * count + row : nullptr; }
 };
@@ -454,7 +459,7 @@ __attribute__((noinline)) void product(const Weights &w, const Rows<typename F::
     advance((kTogether - 1) * size);
 #pragma GCC unroll 2
     for (int g = 0; g < kTogether; g++)
-      scale<R>(w, sums + g * next, chunk.panel, k + g * size, group + g, groups, acc[g], total[0]);
+      scale<R>(w, sums + g * next, chunk.panel, group + g, groups, acc[g], total[0]);
   }
   while (k < chunk.end) {
     const int length = chunk.end - k < size ? chunk.end - k : size, part = length < kDepth ? length : kDepth;
@@ -464,7 +469,7 @@ __attribute__((noinline)) void product(const Weights &w, const Rows<typename F::
       if (part == kDepth) run<F, R, 1, kDepth>(x, data, size, acc);
       else run<F, R, 1, kDepth / 2>(x, data, size, acc);
     }
-    scale<R>(w, sums, chunk.panel, k, group++, groups, acc[0], total[0]);
+    scale<R>(w, sums, chunk.panel, group++, groups, acc[0], total[0]);
     k += length, sums += next;
   }
   leave<R>(total[0], out);
@@ -483,8 +488,6 @@ __attribute__((noinline)) void integer_product(const Weights &w, const Rows<int8
   take<R>(total, out);
   for (int k = chunk.begin, group = k / size; k < chunk.end; k += size, group++) {
     const int length = chunk.end - k < size ? chunk.end - k : size;
-    const size_t each = (size_t(chunk.panel) * groups + group) * kPanel;
-    const size_t coarse = (size_t(chunk.panel) * w.supers() + k / kSuper) * kPanel;
     const float *sums = rows.sums_of(group, row), *scales = rows.scales + size_t(group) * rows.count + row;
     const int32_t *starts = rows.starts + size_t(group) * rows.count + row;
 #pragma GCC unroll kSweeps
@@ -516,9 +519,8 @@ __attribute__((noinline)) void integer_product(const Weights &w, const Rows<int8
       }
 #pragma GCC unroll 2
       for (int u = 0; u < kAcross; u++) {
-        const int at = (v + u) * W;
-        const vf scale = factor(w.scales, each + at, coarse + at);
-        const vf offset = sums ? offset_of(w, scale, each + at, coarse + at) : vf{};
+        vf scale, offset;
+        factors_of(w, chunk.panel, group, groups, v + u, scale, offset);
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) {
           const vf whole = __builtin_convertvector(acc[r][u], vf);  // exactly: it is below 2^24
@@ -563,13 +565,14 @@ void chunk_rows(const Weights &w, const Rows<typename F::X> &rows, int n, Chunk 
 }
 
 #if defined(__AMX_BF16__)
-// Whether products are made of tiles, which take kDepth k at once. One row of quantised weights gets the same bits from
-// vectors, which need not unpack weights through memory.
-bool tiled(const Weights &w, int rows) {
-  return !w.rounded && w.format != kF32 && (w.format == kBF16 || (w.group >= kDepth && rows > 1));
+// How many k a tile of rows holds, 0 if products are not made of tiles. One row of quantised weights, and some rows of
+// integers, get the same bits from vectors, which need not unpack weights through memory.
+int tile_of(const Weights &w, int rows) {
+  if (w.rounded) return rows <= kRows ? 0 : w.group < 64 ? w.group : 64;
+  return w.format == kBF16 || (w.format != kF32 && w.group >= kDepth && rows > 1) ? kDepth : 0;
 }
 #else
-bool tiled(const Weights &, int) { return false; }
+int tile_of(const Weights &, int) { return 0; }
 #endif
 
 struct Result {
@@ -613,10 +616,13 @@ INLINE vf entered(const A *x, const A *norm, int k, int inputs, float factor) {
 
 // The rows rounded to integers, group by group, for codes that are weights plus `zero`.
 Rows<int8_t> prepare_rounded(int zero, const Weights &w, const bf16 *x, int rows, const bf16 *norm, float eps, int threads) {
-  const int inputs = w.inputs, depth = w.padded(), groups = w.groups();
-  int8_t *to = static_cast<int8_t *>(scratch(0, size_t(rows) * depth));
+  const int inputs = w.inputs, depth = w.padded(), groups = w.groups(), tile = tile_of(w, rows);
+  const size_t stride = tile ? size_t(depth + tile - 1) / tile * tile : depth;
+  int8_t *to = static_cast<int8_t *>(scratch(0, rows * stride));
   float *scales = static_cast<float *>(scratch(1, 3 * sizeof(float) * rows * groups)), *sums = scales + size_t(rows) * groups;
   int32_t *starts = reinterpret_cast<int32_t *>(sums + size_t(rows) * groups);
+  const int part = tile ? tile : w.group < kDepth ? w.group : kDepth;
+  const Rows<int8_t> out{to, stride, rows, w.offsets.each ? sums : nullptr, scales, starts, tile};
   pool::parallel(rows, size_t(rows) * depth > 65536 ? threads : 1, [&](int r) {
     const bf16 *from = x + size_t(r) * inputs;
     const float factor = norm ? rms_factor(from, inputs, eps) : 1;
@@ -634,23 +640,26 @@ Rows<int8_t> prepare_rounded(int zero, const Weights &w, const bf16 *x, int rows
       const int start = g * w.group, count = depth - start < w.group ? depth - start : w.group;
       const size_t at = size_t(g) * rows + r;
       int32_t whole;
-      scales[at] = round_group(plain + start, count, to + size_t(r) * depth + start, whole);
+      int8_t numbers[128] = {};  // zeros, which add nothing, behind a short group
+      scales[at] = round_group(plain + start, count, numbers, whole);
+      for (int k = 0; k < count; k += part) memcpy(to + out.at(r, start + k), numbers + k, part);
       sums[at] = scales[at] * float(whole);
       starts[at] = -zero * whole;
     }
   });
-  return {to, size_t(depth), rows, w.offsets.each ? sums : nullptr, scales, starts};
+  return out;
 }
 
 template <class X, class A>
 Rows<X> prepare(const Weights &w, const A *x, int rows, const A *norm, float eps, int threads) {
   const int inputs = w.inputs, depth = w.padded();
-  const bool tiles = tiled(w, rows), sum_up = w.offsets.each;
-  const bool copy = norm || w.place || inputs != depth || !std::is_same_v<X, A> || (tiles && rows > 1);
+  const int tile = tile_of(w, rows);
+  const bool sum_up = w.offsets.each;
+  const bool copy = norm || w.place || inputs != depth || !std::is_same_v<X, A> || (tile && rows > 1);
   const int groups = sum_up ? w.groups() : 0;
   X *to = copy ? static_cast<X *>(scratch(0, sizeof(X) * rows * depth)) : nullptr;
   float *sums = sum_up ? static_cast<float *>(scratch(1, sizeof(float) * rows * groups)) : nullptr;
-  const Rows<X> out{copy ? to : reinterpret_cast<const X *>(x), size_t(depth), rows, sums, nullptr, nullptr, tiles};
+  const Rows<X> out{copy ? to : reinterpret_cast<const X *>(x), size_t(depth), rows, sums, nullptr, nullptr, tile};
   if (!copy && !sum_up) return out;
   pool::parallel(rows, size_t(rows) * depth > 65536 ? threads : 1, [&](int r) {
     const A *from = x + size_t(r) * inputs;
@@ -692,138 +701,158 @@ void unpack(const Chunk &chunk, uint8_t *to) {
 }
 
 #if defined(__AMX_BF16__)
-constexpr int kTileBytes = kDepth * BF16::kBytes;  // of weights that two tiles take at once
 constexpr int kBlockRows = 512;  // rows that share a chunk of k and their sums of some panels, which the second-level cache holds
-constexpr int kTileChunk = 256;  // k of a chunk that stays in the first-level cache
 constexpr int kSpread = 4;       // groups whose sums are made before they are scaled
 constexpr int kFar = 1 << 13;    // bytes that are fetched ahead
 
-// Up to 32 rows from `row` on, times the k from `begin` to `end`: into c, or added to it. A tile of weights has its lines
-// `line` bytes apart, and the other half of the panel is `half` bytes behind. Before each step there is time for `meanwhile`.
-template <int line, int half, class M>
-INLINE void tile_products(const Rows<bf16> &rows, int row, int count, const uint8_t *data, int begin, int end, float (*c)[kPanel],
-                          bool fresh, M meanwhile) {
-  constexpr size_t kLine = kPanel * sizeof(float);
-  const bool lower = count > 16;
-  const bf16 *x = rows.x + rows.at(row, begin);
-  if (fresh) {
-    tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
-  } else {
-    tile_load<0>(c[0], kLine), tile_load<1>(c[0] + 16, kLine);
-    if (lower) tile_load<2>(c[16], kLine), tile_load<3>(c[16] + 16, kLine);
-  }
-  for (int k = begin; k < end; k += kDepth, data += kTileBytes, x += kDepth * count) {
-    meanwhile(k);
-    tile_load<4>(x, 64), tile_load<6>(data, line);
-    tile_multiply<0, 4, 6>();
-    tile_load<7>(data + half, line);
-    tile_multiply<1, 4, 7>();
-    if (!lower) continue;
-    tile_load<5>(x + 16 * kDepth, 64);
-    tile_multiply<2, 5, 6>();
-    tile_multiply<3, 5, 7>();
-  }
-  tile_store<0>(c[0], kLine), tile_store<1>(c[0] + 16, kLine);
-  if (lower) tile_store<2>(c[16], kLine), tile_store<3>(c[16] + 16, kLine);
-}
+// Weights as tiles take them, bfloat16 or integers, exactly: some k of a panel, of each `tile` k the first half of the
+// outputs before the second. bfloat16 stays in the first-level cache; integers take longer chunks, as it costs more to
+// fetch their sums once more than to fetch them from the second.
+template <class X>
+struct Unpacked {
+  static constexpr int kLine = 16 * sizeof(X);               // bytes of a k in half of the outputs
+  static constexpr int kDeep = sizeof(X) == 1 ? 2048 : 256;  // k that there is room for
+  const int tile;
+  uint8_t *data = static_cast<uint8_t *>(scratch(3, 2 * kDeep * kLine));
 
-// kDepth k of a panel as bfloat16, exactly, in tiles of their own, which load faster than the halves of packed lines.
-template <class F>
-INLINE void unpack_tiles(const uint8_t *data, uint8_t *to) {
-  constexpr int kStepBytes = kStep * F::kBytes;
+  // Unpacks kDepth k from k on, which lie at `from`.
+  template <class F>
+  __attribute__((always_inline)) inline void fill(int k, const uint8_t *from) const {
+    constexpr int kStepBytes = kStep * F::kBytes;
 #pragma GCC unroll 8
-  for (int step = 0; step < kDepth / kStep; step++, data += kStepBytes, to += 64 * kStep / 2) {
-    for (int at = 0; at < kStepBytes; at += 64) __builtin_prefetch(data + kFar + at, 0, 2);
+    for (int step = 0; step < kDepth / kStep; step++, from += kStepBytes) {
+      for (int i = 0; i < kStepBytes; i += 64) __builtin_prefetch(from + kFar + i, 0, 2);
 #pragma GCC unroll 2
-    for (int a = 0; a < kStep / 2; a++)
+      for (int a = 0; a < kStep * kLine / 64; a++) {
+        const int at = k % kDeep + step * kStep + a * 64 / kLine;
+        uint8_t *line = data + (at + (at & -tile)) * kLine;
 #pragma GCC unroll 2
-      for (int v = 0; v < NV; v++) _mm512_store_si512(to + v * kTileBytes / 2 + 64 * a, (__m512i)F::pairs(data, a, v));
-  }
-}
-
-// Products with what unpack_tiles made of the k from `begin` to `end`, kTileChunk of which there is room for.
-template <bool scaled, class M>
-INLINE void unpacked_products(const Weights &w, const Rows<bf16> &rows, int row, int count, int panel, const uint8_t *tiles, int begin,
-                              int end, float (*out)[kPanel], M meanwhile) {
-  const auto product = [&](int k, int end, float(*c)[kPanel], bool fresh) {
-    tile_products<64, kTileBytes / 2>(rows, row, count, tiles + k % kTileChunk * BF16::kBytes, k, end, c, fresh, meanwhile);
-  };
-  if (!scaled) return product(begin, end, out, begin == 0);
-  alignas(64) float sums[kSpread][kTileRows][kPanel];
-  const NoSubnormals as_for_tiles;
-  const int size = w.group, groups = w.groups();
-  for (int k = begin; k < end;) {
-    const int group = k / size;
-    int n = 0;
-    for (; n < kSpread && k < end; n++, k += size) product(k, k + size < end ? k + size : end, sums[n], true);
-    for (int v = 0; v < NV; v++) {
-      vf scales[kSpread], offsets[kSpread];
-      for (int g = 0; g < n; g++) {
-        const size_t each = (size_t(panel) * groups + group + g) * kPanel + v * W;
-        const size_t coarse = (size_t(panel) * w.supers() + (group + g) * size / kSuper) * kPanel + v * W;
-        scales[g] = factor(w.scales, each, coarse);
-        if (rows.sums) offsets[g] = offset_of(w, scales[g], each, coarse);
-      }
-      for (int r = 0; r < count; r++) {
-        vf total = load(out[r] + v * W);
-        for (int g = 0; g < n; g++) {
-          total = fma(scales[g], load(sums[g][r] + v * W), total);
-          if (rows.sums) total = fma(offsets[g], splat(rows.sums_of(group + g, row)[r]), total);
+        for (int v = 0; v < NV; v++, line += tile * kLine) {
+          __m512i weights;
+          if constexpr (sizeof(X) == 1)
+            weights = _mm512_sub_epi8((__m512i)F::codes(from, v), _mm512_set1_epi8(char(F::kZero)));
+          else
+            weights = (__m512i)F::pairs(from, a, v);
+          _mm512_store_si512(line, weights);
         }
-        store(out[r] + v * W, total);
       }
+    }
+  }
+
+  // c += the products of `count` rows, from x on, with these weights from k on, or = if it is `fresh`.
+  template <class M>
+  __attribute__((always_inline)) inline void multiply(const X *x, int count, int k, int steps, float (*c)[kPanel],
+                                                      bool fresh, M meanwhile) const {
+    const size_t line = tile * sizeof(X), half = tile * kLine;
+    const TilePairs a{x, line, 16 * line, count * line}, b{data + k % kDeep * 2 * kLine, 64, half, 2 * half};
+    tile_products<X>(a, count > 16, b, true, steps, c, sizeof *c, fresh, meanwhile);
+  }
+};
+
+// out += the sums of G groups from `group` on, scaled, and their offsets times the rows' sums.
+template <int G, class X>
+INLINE void scale_tiles(const Weights &w, const Rows<X> &rows, int row, int count, int panel, int group,
+                        const float (*sums)[kTileRows][kPanel], float (*out)[kPanel]) {
+  const int groups = w.groups();
+  const size_t next = rows.count, first = group * next + row;
+  const float *scales = rows.scales + first, *added = rows.sums ? rows.sums + first : nullptr;
+  for (int v = 0; v < NV; v++) {
+    vf scale[G], offset[G];
+#pragma GCC unroll 4
+    for (int g = 0; g < G; g++) factors_of(w, panel, group + g, groups, v, scale[g], offset[g]);
+    for (int r = 0; r < count; r++) {
+      vf total = load(out[r] + v * W);
+#pragma GCC unroll 4
+      for (int g = 0; g < G; g++) {
+        const float *sum = sums[g][r] + v * W;
+        if constexpr (sizeof(X) > 1) total = fma(scale[g], load(sum), total);
+        else total = fma(scale[g], (vf)_mm512_cvtepi32_ps(_mm512_load_si512(sum)) * splat(scales[g * next + r]), total);
+        if (added) total = fma(offset[g], splat(added[g * next + r]), total);
+      }
+      store(out[r] + v * W, total);
     }
   }
 }
 
-// The products of up to 32 rows with a panel, whose weights are read once, and unpacked a little ahead.
-template <class F>
-void few_rows(const Weights &w, const Rows<bf16> &rows, int panel, float (*out)[kPanel]) {
-  const uint8_t *data = static_cast<const uint8_t *>(w.data) + panel * w.panel_bytes();
-  const int depth = w.padded();
-  if constexpr (!F::kScaled) {
-    return tile_products<128, 64>(rows, 0, rows.count, data, 0, depth, out, true, [&](int k) {
-      const uint8_t *ahead = data + size_t(k) * F::kBytes + kNear;
-#pragma GCC unroll 32  // as a loop they come later: a sixth of the speed from memory
-      for (int line = 0; line < kTileBytes / 64; line++) __builtin_prefetch(ahead + 64 * line, 0, 2);
-    });
-  }
-  constexpr int kEarly = 2 * kDepth;
-  uint8_t *tiles = static_cast<uint8_t *>(scratch(3, kTileChunk * BF16::kBytes));
-  const auto unpack = [&](int k) {
-    if (k < depth) unpack_tiles<F>(data + size_t(k) * F::kBytes, tiles + k % kTileChunk * BF16::kBytes);
+// out += the products of up to 32 rows from `row` on with unpacked weights, from k `begin` to `end`, group by group.
+template <class X, class M>
+INLINE void scaled_products(const Weights &w, const Rows<X> &rows, int row, int count, int panel,
+                            const Unpacked<X> &weights, int begin, int end, float (*out)[kPanel], M meanwhile) {
+  alignas(64) float sums[kSpread][kTileRows][kPanel];
+  [[maybe_unused]] const std::conditional_t<sizeof(X) == 1, int, NoSubnormals> as_for_tiles{};
+  const X *x = rows.x + rows.at(row, begin);
+  const int size = w.group, tile = rows.deep(), steps = (size + tile - 1) / tile;
+  int k = begin, group = k / size;
+  const auto sum_up = [&](int steps, float(*to)[kPanel]) {
+    weights.multiply(x, count, k, steps, to, true, meanwhile);
+    x += steps * count * tile, k += size;
   };
-  for (int k = 0; k < kEarly; k += kDepth) unpack(k);
-  unpacked_products<true>(w, rows, 0, rows.count, panel, tiles, 0, depth, out, [&](int k) { unpack(k + kEarly); });
+  for (; k + kSpread * size <= end; group += kSpread) {
+    for (int g = 0; g < kSpread; g++) sum_up(steps, sums[g]);
+    scale_tiles<kSpread>(w, rows, row, count, panel, group, sums, out);
+  }
+  for (; k < end; group++) {
+    sum_up(end - k < size ? (end - k + tile - 1) / tile : steps, sums[0]);
+    scale_tiles<1>(w, rows, row, count, panel, group, sums, out);
+  }
+}
+
+// The products of up to 32 rows with a panel of plain weights, which are read once.
+void few_rows(const Rows<bf16> &rows, const uint8_t *data, int depth, float (*out)[kPanel]) {
+  constexpr int kTileBytes = kDepth * BF16::kBytes;
+  const TilePairs a{rows.x, 64, 16 * 64, size_t(rows.count * 64)}, b{data, 128, 64, kTileBytes};
+  tile_products<bf16>(a, rows.count > 16, b, true, depth / kDepth, out, sizeof *out, true, [&](int step) {
+    const uint8_t *ahead = data + size_t(step) * kTileBytes + kNear;
+#pragma GCC unroll 32  // as a loop they come later: a sixth of the speed from memory
+    for (int line = 0; line < kTileBytes / 64; line++) __builtin_prefetch(ahead + 64 * line, 0, 2);
+  });
 }
 
 // The panels [first, last) for all rows.
 template <class F>
-void tile_panels(const Weights &w, const Rows<bf16> &rows, int first, int last, const Result &result) {
+void tile_panels(const Weights &w, const Rows<typename F::X> &rows, int first, int last, const Result &result) {
+  using X = typename F::X;
   const int depth = w.padded(), n = rows.count, most = n < kBlockRows ? n : kBlockRows;
+  // What all rows pass over stays unpacked for a chunk of k; what 32 rows need once, for some steps.
+  const int chunk = n > kTileRows ? Unpacked<X>::kDeep : depth;
   auto sums = static_cast<float(*)[kPanel]>(scratch(2, sizeof(float) * (last - first) * most * kPanel));
+  const Unpacked<X> weights{rows.deep()};
   TileShapes shapes;
   for (int row = 0; row < n; row += kBlockRows) {
     const int end = n - row < kBlockRows ? n : row + kBlockRows, count = end - row;
     if (F::kScaled) memset(sums, 0, sizeof(float) * (last - first) * count * kPanel);
-    if (n <= kTileRows) {
-      shapes.set(n);
-      for (int panel = first; panel < last; panel++) few_rows<F>(w, rows, panel, sums + (panel - first) * n);
-    } else {
-      for (int k = 0; k < depth; k += kTileChunk)
-        for (int panel = first; panel < last; panel++) {
-          const int until = k + kTileChunk < depth ? k + kTileChunk : depth;
-          const uint8_t *data = static_cast<const uint8_t *>(w.data) + panel * w.panel_bytes();
-          uint8_t *tiles = static_cast<uint8_t *>(scratch(3, kTileChunk * BF16::kBytes));
-          for (int at = k; at < until; at += kDepth) unpack_tiles<F>(data + size_t(at) * F::kBytes, tiles + (at - k) * BF16::kBytes);
-          float(*out)[kPanel] = sums + (panel - first) * count;
-          for (int r = row; r < end; r += kTileRows, out += kTileRows) {
-            const int together = end - r < kTileRows ? end - r : kTileRows;
-            shapes.set(together);
-            unpacked_products<F::kScaled>(w, rows, r, together, panel, tiles, k, until, out, [](int) {});
+    for (int k = 0; k < depth; k += chunk)
+      for (int panel = first; panel < last; panel++) {
+        const uint8_t *data = static_cast<const uint8_t *>(w.data) + panel * w.panel_bytes();
+        float(*out)[kPanel] = sums + (panel - first) * count;
+        if constexpr (!F::kScaled)
+          if (n <= kTileRows) {
+            shapes.set(n);
+            few_rows(rows, data, depth, out);
+            continue;
           }
+        const int until = k + chunk < depth ? k + chunk : depth;
+        // Two steps ahead of the first rows' tiles, which other ports work on; a mere copy is faster at once.
+        int filled = k, wanted = F::kScaled ? k + 2 * kDepth : until;
+        const auto unpack = [&](int) {
+          for (; filled < wanted && filled < until; filled += kDepth)
+            weights.template fill<F>(filled, data + size_t(filled) * F::kBytes);
+          wanted += rows.deep();
+        };
+        unpack(0);
+        for (int r = row; r < end; r += kTileRows, out += kTileRows) {
+          const int together = end - r < kTileRows ? end - r : kTileRows;
+          shapes.set(together, rows.deep() * sizeof(X));
+          const auto multiply = [&](auto meanwhile) {
+            if constexpr (F::kScaled)
+              scaled_products(w, rows, r, together, panel, weights, k, until, out, meanwhile);
+            else
+              weights.multiply(rows.x + rows.at(r, k), together, k, (until - k) / kDepth, out, k == 0, meanwhile);
+          };
+          if (F::kScaled && r == row) multiply(unpack);
+          else multiply([](int) {});
         }
-    }
+      }
     for (int r = row; r < end; r++)
       for (int panel = first; panel < last; panel++) finish<bf16>(w, result, sums[(panel - first) * count + r - row], r, panel);
   }
@@ -875,8 +904,8 @@ void multiply(const Weights &w, const void *x, int n, const Result &result, cons
   pool::parallel((all + together - 1) / together, threads, [&](int task) {
     const int first = task * together, last = first + together < all ? first + together : all;
 #if defined(__AMX_BF16__)
-    if constexpr (std::is_same_v<X, bf16>)
-      if (rows.tiles) return tile_panels<F>(w, rows, first, last, result);
+    if constexpr (!std::is_same_v<X, float>)
+      if (rows.tile) return tile_panels<F>(w, rows, first, last, result);
 #endif
     for (int panel = first; panel < last; panel++) panel_rows(panel);
   });
