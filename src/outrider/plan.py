@@ -47,12 +47,12 @@ def _made(bandwidth: float, arithmetic: float, memory: float, start: float, deco
 GPU, CPU = 8e-6, 4e-6  # seconds a layer
 DEVICES = {  # GB/s, dense bfloat16 TFLOP/s and GB as published; CPUs: one socket, their vector or matrix units
     # weights decoded: measured on an H200 (bench/results/gpu-h200); of others by their processors and clocks beside it
-    "b200": _made(8000, 2250, 180, GPU, 2.7), "h200": _made(4800, 989, 141, GPU, 2.4),
-    "h100": _made(3350, 989, 80, GPU, 2.4), "a100": _made(2039, 312, 80, GPU, 1.4),
-    "a100-40gb": _made(1555, 312, 40, GPU, 1.4), "l40s": _made(864, 362, 48, GPU, 3.3),
-    "l40": _made(864, 181, 48, GPU, 3.3), "l4": _made(300, 121, 24, GPU, 1.1), "a10": _made(600, 125, 24, GPU, 1.1),
-    "rtx5090": _made(1792, 210, 32, GPU, 3.8), "rtx4090": _made(1008, 165, 24, GPU, 3.0),
-    "rtx3090": _made(936, 71, 24, GPU, 1.3),
+    "b200": _made(8000, 2250, 180, GPU, 3.3), "h200": _made(4800, 989, 141, GPU, 2.9),
+    "h100": _made(3350, 989, 80, GPU, 2.9), "a100": _made(2039, 312, 80, GPU, 1.7),
+    "a100-40gb": _made(1555, 312, 40, GPU, 1.7), "l40s": _made(864, 362, 48, GPU, 4.0),
+    "l40": _made(864, 181, 48, GPU, 4.0), "l4": _made(300, 121, 24, GPU, 1.3), "a10": _made(600, 125, 24, GPU, 1.3),
+    "rtx5090": _made(1792, 210, 32, GPU, 4.6), "rtx4090": _made(1008, 165, 24, GPU, 3.6),
+    "rtx3090": _made(936, 71, 24, GPU, 1.6),
     "mi300x": _made(5300, 1307, 192, GPU), "epyc-9654": _made(460, 14, 768, CPU), "epyc-9755": _made(614, 25, 768, CPU),
     "xeon-8480": _made(307, 115, 512, CPU), "xeon-6980p": _made(844, 260, 768, CPU),
     "ryzen-7950x": _made(83, 4.6, 64, CPU), "ryzen-9950x": _made(89, 9, 64, CPU),
