@@ -550,11 +550,10 @@ def rope(
 
 
 def folds(plan: DevicePlan, kv_heads: int, dim: int, processors: int) -> int:
-    """How many spans one program takes: FOLDED, unless a tree branches, heads leave no registers for it, or the last
-    programs to begin, two of which fit a processor, would have most processors to themselves."""
-    programs, slots = len(plan.tiles) * kv_heads * -(-plan.spans // FOLDED), 2 * processors
-    even = 5 * programs >= 4 * slots * -(-programs // slots)
-    return FOLDED if even and dim <= 128 and not plan.reach else 1
+    """How many spans one program takes: FOLDED where rows alone give programs to most processors, two of which fit each,
+    unless heads leave no registers for it or a tree branches."""
+    many = len(plan.tiles) * kv_heads >= processors * 3 // 2
+    return FOLDED if many and dim <= 128 and not plan.reach else 1
 
 
 def parts_of(entries: int, heads: int, dim: int) -> int:
