@@ -550,7 +550,7 @@ def rope(
 
 
 def folds(plan: DevicePlan, kv_heads: int, dim: int, processors: int) -> int:
-    """How many spans one program takes: FOLDED where rows alone give programs to most processors, of which each has two,
+    """How many spans one program takes: FOLDED where rows alone give programs to most processors, which have two each,
     unless heads leave no registers for it or a tree branches."""
     many = len(plan.tiles) * kv_heads >= processors * 3 // 2
     return FOLDED if many and dim <= 128 and not plan.reach else 1
