@@ -400,6 +400,21 @@ def test_chat_goes_on_behind_an_answer_that_failed(say, monkeypatch):
     assert asked == [["user"], *[["user", "assistant", "user"]] * 2] and out.count("\nno room is left\n") == 3
 
 
+def test_chat_keeps_what_cannot_be_asked_again(say, monkeypatch):
+    """A retry that is refused costs neither question nor answer."""
+    real, asked = LLM.stream, []
+
+    def stream(self, messages, **kwargs):
+        asked.append([message["role"] for message in messages])
+        if len(asked) == 2:
+            raise ConfigError("not now")
+        return real(self, messages, **kwargs)
+
+    monkeypatch.setattr(LLM, "stream", stream)
+    out = say("Hello", "/retry", "Again")[1]
+    assert asked == [["user"], ["user"], ["user", "assistant", "user"]] and "not now" in out
+
+
 def test_chat_remembers_lines_and_completes_commands(monkeypatch, tmp_path):
     from prompt_toolkit.application import create_app_session
     from prompt_toolkit.input import create_pipe_input

@@ -192,11 +192,16 @@ class Conversation:
             self.reset(rest)
             self._say(f"a new conversation; system message: {rest or 'none'}")
         elif name == "/retry":
+            before = list(self.messages)
             while self.messages and self.messages[-1]["role"] == "assistant":
                 self.messages.pop()
             if not self.messages or self.messages[-1]["role"] != "user":
                 raise ConfigError("nothing to ask again")
-            self.answer()
+            try:
+                self.answer()
+            finally:
+                if len(self.messages) < len(before):  # it was refused
+                    self.messages = before
         elif name == "/set":
             self._set(*re.split(r"[\s=]+", rest, maxsplit=1))
         else:
