@@ -113,19 +113,24 @@ def test_what_is_fetched_early_of_few_bits(n, groups, width):
 
 @pytest.mark.parametrize("kind", ["plain", "int4"])
 def test_shares_in_one_program(kind, monkeypatch):
-    """Where rows give programs to all processors, each takes all shares: the bits of those that are gathered."""
+    """Where rows give programs to all processors, each takes all shares: the bits of those that are gathered, and but
+    for float32's last ones what float64 gives, offsets and all."""
     monkeypatch.setattr(launch, "LEAST", 64)
     launch.order.cache_clear()
-    x, w, bias = rand(20, 320, dtype=torch.bfloat16), rand(40, 320, dtype=torch.bfloat16), rand(40)
-    weights = launch.pack(w if kind == "plain" else quantised(kind, 40, 320), HERE)
-    assert launch.order(40, 320, weights.group, 90, weights.halves).shares > 2
-    apart = product(x, weights, bias)
-    monkeypatch.setitem(launch.TABLE, 90, replace(launch.TABLE[90], processors=1))
-    monkeypatch.setattr(launch, "AT_WORK", tuple(200 * n for n in launch.AT_WORK))
+    x, w, bias = rand(20, 640, dtype=torch.bfloat16), rand(40, 640, dtype=torch.bfloat16), rand(40)
+    weight = w if kind == "plain" else quantised(kind, 40, 640)
+    weights = launch.pack(weight, HERE)
+    found = []
+    for processors, wider in ((132, 1), (1, 132)):
+        monkeypatch.setitem(launch.TABLE, 90, replace(launch.TABLE[90], processors=processors))
+        monkeypatch.setattr(launch, "AT_WORK", tuple(wider * n for n in launch.AT_WORK))
+        launch.order.cache_clear()
+        assert launch.order(40, 640, weights.group, 90, weights.halves).shares > 3
+        found.append(product(x, weights, bias, dtype=torch.float32))
     launch.order.cache_clear()
-    assert launch.order(40, 320, weights.group, 90, weights.halves).shares > 2
-    assert torch.equal(product(x, weights, bias), apart)
-    launch.order.cache_clear()
+    assert torch.equal(*found)
+    exact = x.double() @ (w if kind == "plain" else weight.dense()).double().T + bias.double()
+    assert torch.allclose(found[0].double(), exact, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("least", [10**6, 64], ids=["whole", "shares"])
