@@ -130,7 +130,8 @@ def test_shares_in_one_program(kind, monkeypatch):
     launch.order.cache_clear()
     assert torch.equal(*found)
     exact = x.double() @ (w if kind == "plain" else weight.dense()).double().T + bias.double()
-    assert torch.allclose(found[0].double(), exact, rtol=1e-5, atol=1e-5)
+    off = 1e-5 if HERE.type == "cpu" else 1e-3  # a GPU's matrix units drop what falls below their sums
+    assert torch.allclose(found[0].double(), exact, rtol=off, atol=off)
 
 
 @pytest.mark.parametrize("least", [10**6, 64], ids=["whole", "shares"])
