@@ -46,7 +46,7 @@ def _made(bandwidth: float, arithmetic: float, memory: float, start: float, deco
 
 GPU, CPU = 8e-6, 4e-6  # seconds a layer
 DEVICES = {  # GB/s, dense bfloat16 TFLOP/s and GB as published; CPUs: one socket, their vector or matrix units
-    # weights decoded: measured on an H200 (bench/results/gpu-h200); of others by their processors and clocks beside it
+    # weights decoded: from an H200 (bench/results/gpu-h200-late); of others by their processors and clocks beside it
     "b200": _made(8000, 2250, 180, GPU, 3.3), "h200": _made(4800, 989, 141, GPU, 2.9),
     "h100": _made(3350, 989, 80, GPU, 2.9), "a100": _made(2039, 312, 80, GPU, 1.7),
     "a100-40gb": _made(1555, 312, 40, GPU, 1.7), "l40s": _made(864, 362, 48, GPU, 4.0),

@@ -335,12 +335,12 @@ def product(
     parts = x.new_empty(o.shares, rows, w.outs, dtype=torch.float32) if apart else x
     behind = gated, bias is not None, residual is not None
     outs = w.outs // 2 if gated else w.outs
-    wide, shares = (w.outs, o.shares) if apart else (outs, 1)
+    wide, shares, inside = (w.outs, o.shares, 1) if apart else (outs, 1, o.shares)
     kernels.product[high, -(-wide // own.outputs), shares](
         x, w.data, _or(w.scales, x), _or(w.offsets, x), _or(w.zeros, x), sums, _or(bias, x), _or(residual, x), y, parts,
         rows, wide, y.stride(0), w.inputs, groups, o.per, w.code, w.offsets is not None, w.zeros is not None,
         w.inputs % (o.depth * w.together) == 0, *((False, False, False) if apart else behind), apart,
-        o.shares // shares, own.outputs, tile, o.depth, w.together, own.stages, _emulates(x), num_warps=own.warps,
+        inside, own.outputs, tile, o.depth, w.together, own.stages, _emulates(x), num_warps=own.warps,
         **_how(x.device, not w.halves),  # few large programs: those that come early share a processor with others
     )  # fmt: skip
     if apart:
