@@ -9,7 +9,8 @@
 //
 // A block's keys are turned once into a tile (dim, keys), its values into a tile (keys, dim), in the order in which the
 // products want them, and serve all rows and all query heads of their group. In the bf16 mode a unit is a pair of
-// neighbours along the summed dimension, as vdpbf16ps and the AMX tiles take them; the weights are rounded to bf16.
+// neighbours along the summed dimension, as vdpbf16ps and the AMX tiles take them; the weights are rounded to bf16. With
+// AMX, many rows take the keys as they lie.
 #include "attention.h"
 
 #include <cstring>
@@ -26,11 +27,7 @@ namespace {
 constexpr int kBlock = kPage;  // keys
 constexpr int kSpan = 1024;   // positions, a multiple of kBlock
 constexpr int kRows = 6;      // rows of a register tile
-#if defined(__AMX_BF16__)
-constexpr int kPanel = 64;    // rows whose scores are all taken before they are weighed
-#else
-constexpr int kPanel = 48;
-#endif
+constexpr int kPanel = 48;    // rows whose scores are all taken before they are weighed
 constexpr int kChunk = 192;   // rows (of heads) that share a block at most: their sums stay in the second-level cache
 constexpr int kTaskSlot = 4, kRunSlot = 5, kShareSlot = 6, kPartSlot = 7;  // of scratch memory
 constexpr int kLeast = 4;     // rows (of tokens) that are worth packing a block which others pack, too
@@ -146,21 +143,25 @@ struct Paired {
     return (vf)_mm512_cvtne2ps_pbh(high, low);
   }
 
-  template <class S>
-  static void pack_values(const S *rows, int dim, int width, uint32_t *tile, Ahead &ahead) {
+  // Rows of two keys as pairs of their elements, 16 and 16 of them.
+  static void interleave(vf even_key, vf odd_key, void *to, void *behind) {
     alignas(64) static const uint16_t order[64] = {
         0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39, 8,  40, 9,  41, 10, 42,
         11, 43, 12, 44, 13, 45, 14, 46, 15, 47, 16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53,
         22, 54, 23, 55, 24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63};
     const __m512i first = _mm512_load_si512(order), second = _mm512_load_si512(order + 32);
+    _mm512_storeu_si512(to, _mm512_permutex2var_epi16((__m512i)even_key, first, (__m512i)odd_key));
+    if (behind) _mm512_storeu_si512(behind, _mm512_permutex2var_epi16((__m512i)even_key, second, (__m512i)odd_key));
+  }
+
+  template <class S>
+  static void pack_values(const S *rows, int dim, int width, uint32_t *tile, Ahead &ahead) {
     for (int j = 0; j < kBlock; j += 2)
       for (int d = 0; d < width; d += 32) {
         const S *row = rows + j * dim + d;
         ahead.ask(1);
-        const __m512i even = (__m512i)units(row, (dim - d) / 2), odd = (__m512i)units(row + dim, (dim - d) / 2);
         uint32_t *to = tile + j / 2 * width + d;
-        _mm512_storeu_si512(to, _mm512_permutex2var_epi16(even, first, odd));
-        if (d + 16 < width) _mm512_storeu_si512(to + 16, _mm512_permutex2var_epi16(even, second, odd));
+        interleave(units(row, (dim - d) / 2), units(row + dim, (dim - d) / 2), to, d + 16 < width ? to + 16 : nullptr);
       }
   }
 
@@ -301,35 +302,6 @@ void multiply_rows(int rows, const typename M::Unit *a, int a_stride, const type
   }
 }
 
-#if defined(__AMX_BF16__)
-// The same in AMX tiles, two by two.
-class Tiles {
- public:
-  // c (rows, width) += a (rows, depth units) b (depth, width units), or = if c is `fresh`; depth is a multiple of 16.
-  void multiply(int rows, const uint32_t *a, const uint32_t *b, int width, int depth, float *c, bool fresh, Ahead &ahead) {
-    Ahead none{ahead.at, 0};
-    for (int row = 0; row < rows; row += 32) {
-      const int count = rows - row < 32 ? rows - row : 32;
-      shapes_.set(count);
-      for (int j = 0; j < width; j += 32) {
-        const auto tile = count > 16 ? &four<true> : &four<false>;
-        tile(a + row * depth, b + j, width, width - j > 16, depth, c + row * width + j, fresh, row ? none : ahead);
-      }
-    }
-  }
-
- private:
-  template <bool lower>
-  static void four(const uint32_t *a, const uint32_t *b, int width, bool right, int depth, float *c, bool fresh, Ahead &ahead) {
-    const size_t deep = depth * sizeof(uint32_t), line = width * sizeof(uint32_t);
-    tile_products<bf16>({a, deep, 16 * deep, 64}, lower, {b, line, 64, 16 * line}, right, depth / 16, c, line, fresh,
-                        [&](int) { ahead.ask(16); });
-  }
-
-  TileShapes shapes_;
-};
-#endif
-
 // Parts of a thread's scratch memory, each aligned to a cache line.
 class Memory {
  public:
@@ -371,33 +343,36 @@ struct Piece {
   const Piece *next;  // which its thread will most likely take
 };
 
-// Of each row of heads: the weighted sum of values, W sums of weights, and the largest score.
+// Of each row of heads: the weighted sum of values, W sums of weights or one, and the largest score.
 struct State {
   float *sums, *weights, *top;
+  int lanes, width;  // sums of weights, and of values
 
   static size_t floats(int64_t rows, int width) { return (rows * (width + W + 1) + 15) / 16 * 16; }
-  State(float *p, int64_t rows, int width) : sums(p), weights(p + rows * width), top(p + rows * (width + W)) {}
-  void clear(int64_t rows, int width) const {
-    memset(sums, 0, rows * (width + W) * sizeof(float));
+  State(float *p, int64_t rows, int width, int lanes)
+      : sums(p), weights(p + rows * width), top(weights + rows * lanes), lanes(lanes), width(width) {}
+  void clear(int64_t rows) const {
+    memset(sums, 0, rows * (width + lanes) * sizeof(float));
     for (int64_t i = 0; i < rows; i++) top[i] = kNone;
   }
 };
 
 // Adds the part of one span to the total.
-void combine(const State &total, int64_t to, const State &part, int64_t from, int width) {
+void combine(const State &total, int64_t to, const State &part, int64_t from) {
   if (part.top[from] == kNone) return;
   const float top = total.top[to] > part.top[from] ? total.top[to] : part.top[from];
   const vf keep = splat(exp2(total.top[to] - top)), add = splat(exp2(part.top[from] - top));
-  float *sums = total.sums + to * width, *weights = total.weights + to * W;
-  const float *more = part.sums + from * width, *heavier = part.weights + from * W;
-  for (int d = 0; d < width; d += W) store(sums + d, load(sums + d) * keep + load(more + d) * add);
-  store(weights, load(weights) * keep + load(heavier) * add);
+  float *sums = total.sums + to * total.width, *weights = total.weights + to * total.lanes;
+  const float *more = part.sums + from * part.width, *heavier = part.weights + from * part.lanes;
+  for (int d = 0; d < total.width; d += W) store(sums + d, load(sums + d) * keep + load(more + d) * add);
+  if (total.lanes == W) store(weights, load(weights) * keep + load(heavier) * add);
+  else *weights = *weights * keep[0] + *heavier * add[0];
   total.top[to] = top;
 }
 
-void finish(const AttentionShape &shape, const State &total, int64_t row, int width, int head, void *out) {
-  const float *sums = total.sums + row * width;
-  float weight = sum(load(total.weights + row * W)), keep = 1;
+void finish(const AttentionShape &shape, const State &total, int64_t row, int head, void *out) {
+  const float *sums = total.sums + row * total.width;
+  float weight = total.lanes == W ? sum(load(total.weights + row * W)) : total.weights[row], keep = 1;
   if (shape.sinks) {
     const float sink = shape.sinks[head] * kLog2e, top = total.top[row];
     if (sink > top) keep = exp2(top - sink);
@@ -416,233 +391,155 @@ void *out_of(const AttentionShape &shape, const AttentionJob &job, int64_t row, 
   return static_cast<char *>(job.out) + (row * shape.heads + head) * shape.dim * (shape.q_type == Type::bf16 ? 2 : 4);
 }
 
-template <class M, class S>
-class Worker {
-  typedef typename M::Unit Unit;
-#if defined(__AMX_BF16__)
-  static constexpr bool kTiled = std::is_same_v<M, Paired>;
-#else
-  static constexpr bool kTiled = false;
-#endif
-  static constexpr int kDeep = kTiled ? 16 : 1;  // units of the summed dimension that are taken at once
+// The rows of a piece, and which keys they see.
+struct Rows {
+  const AttentionShape &shape;
+  const Piece &piece;
+  const int group = shape.heads / shape.kv_heads;
+  int64_t begin = 0, end = INT64_MAX;  // positions that all of them see
 
- public:
-  Worker(const AttentionShape &shape, const Piece &piece)
-      : shape_(shape), piece_(piece), run_(*piece.run), job_(*piece.run->job), group_(shape.heads / shape.kv_heads),
-        depth_((shape.dim / M::kPer + kDeep - 1) / kDeep * kDeep), width_((shape.dim + W - 1) / W * W),
-        ahead_((kAhead / (shape.dim * int(sizeof(S))) + kBlock - 1) / kBlock * kBlock),
-        factor_(shape.scale * kLog2e) {}
-
-  void work() {
-    const int64_t rows = (piece_.last - piece_.first) * group_;
-    const size_t floats = State::floats(rows, width_);
-    const size_t value_units = size_t(kBlock) / M::kPer * width_;
-    Memory memory(kTaskSlot, Memory::room<Unit>(rows * depth_) + Memory::room<Unit>(size_t(depth_) * kBlock) +
-                                 Memory::room<Unit>(value_units) + Memory::room<S>(3 * kBlock * shape_.dim) +
-                                 2 * Memory::room<float>(floats));
-    queries_ = memory.take<Unit>(rows * depth_);
-    key_tile_ = memory.take<Unit>(size_t(depth_) * kBlock);
-    value_tile_ = memory.take<Unit>(value_units);
-    gathered_ = memory.take<S>(3 * kBlock * shape_.dim);
-    float *own = memory.take<float>(floats);
-    const State total(memory.take<float>(floats), rows, width_);
-    if (depth_ * M::kPer > shape_.dim) {  // zeros, which add nothing, up to whole tiles
-      memset(queries_, 0, rows * depth_ * sizeof(Unit));
-      memset(key_tile_, 0, size_t(depth_) * kBlock * sizeof(Unit));
-    }
-    pack_queries();
-    for (int64_t row = piece_.first; row < piece_.last; row++) {
-      const int64_t end = run_.positions[row] + 1;
-      if (end < end_) end_ = end;
-      if (shape_.window && end - shape_.window > begin_) begin_ = end - shape_.window;
-    }
-    if (!piece_.parts) total.clear(rows, width_);
-    for (int64_t i = 0; i < piece_.spans; i++) {
-      const State part(piece_.parts ? piece_.parts + i * floats : own, rows, width_);
-      part.clear(rows, width_);
-      span(piece_.span + i, part);
-      if (!piece_.parts)
-        for (int64_t row = 0; row < rows; row++) combine(total, row, part, row, width_);
-    }
-    if (piece_.parts) return;
-    for (int64_t row = 0; row < rows; row++) {
-      const int head = piece_.head * group_ + int(row % group_);
-      finish(shape_, total, row, width_, head, out_of(shape_, job_, piece_.first + row / group_, head));
+  Rows(const AttentionShape &shape, const Piece &piece) : shape(shape), piece(piece) {
+    for (int64_t row = piece.first; row < piece.last; row++) {
+      const int64_t last = piece.run->positions[row] + 1;
+      if (last < end) end = last;
+      if (shape.window && last - shape.window > begin) begin = last - shape.window;
     }
   }
 
- private:
-  void pack_queries() {
-    for (int64_t i = piece_.first; i < piece_.last; i++) {
-      const int64_t from = i * shape_.q_stride + int64_t(piece_.head) * group_ * shape_.dim;
-      Unit *to = queries_ + (i - piece_.first) * group_ * depth_;
-      if (shape_.q_type == Type::f32 || M::kPer == 2) {
-        const size_t size = shape_.q_type == Type::f32 ? 4 : 2, bytes = shape_.dim * size;
-        const char *q = static_cast<const char *>(job_.q) + from * size;
-        for (int head = 0; head < group_; head++) memcpy(to + head * depth_, q + head * bytes, bytes);
+  int64_t count() const { return (piece.last - piece.first) * group; }  // of heads
+  // The query of a row of a head.
+  template <class Q>
+  const Q *query(int64_t row) const {
+    const int64_t head = piece.head * group + row % group;
+    return static_cast<const Q *>(piece.run->job->q) + (piece.first + row / group) * shape.q_stride + head * shape.dim;
+  }
+  // Which keys of the block from `at` a row of a token sees: [low, high), none if they cross.
+  int low(int64_t token, int64_t at) const {
+    const int64_t oldest = shape.window ? piece.run->positions[token] - shape.window + 1 - at : 0;
+    return int(oldest < 0 ? 0 : oldest > kBlock ? kBlock : oldest);
+  }
+  int high(int64_t token, int64_t at) const {
+    const int64_t last = piece.run->positions[token] + 1 - at;
+    return int(last < 0 ? 0 : last > kBlock ? kBlock : last);
+  }
+  bool sees(int64_t token, int64_t at) const { return low(token, at) < high(token, at); }
+  bool all_see(int64_t at) const { return begin <= at && at + kBlock <= end; }
+};
+
+template <class S>
+struct Sides {
+  const S *keys, *values;
+};
+
+// Keys and values of kBlock positions from `at` on, for the tokens [first, last); and what to ask for meanwhile.
+template <class S>
+struct Block {
+  int64_t at;
+  const S *keys, *values;
+  const float *key_scales, *value_scales;  // of int8
+  Sides<S> later;
+  int64_t first, last;
+};
+
+INLINE void cap(const AttentionShape &shape, float *scores, int64_t count) {
+  const vf in = splat(2 * shape.scale / shape.softcap), out = splat(shape.softcap / shape.scale);
+  for (int64_t i = 0; i < count; i += W)  // tanh(x) = 1 - 2 / (1 + e^2x)
+    store(scores + i, out * (1.0f - 2.0f / (1.0f + exp(load(scores + i) * in))));
+}
+
+// Scores of keys that a row does not see; a line for each row.
+void mask_rows(const Rows &rows, float *scores, int64_t row, int64_t count, int64_t at) {
+  for (int64_t r = 0; r < count; r++) {
+    const int64_t token = rows.piece.first + (row + r) / rows.group;
+    const float from = float(rows.low(token, at)), to = float(rows.high(token, at));
+    for (int j = 0; j < kBlock; j += W) {
+      const vf lane = load(kLanes.at + j), score = load(scores + r * kBlock + j);
+      store(scores + r * kBlock + j, ((lane >= from) & (lane < to)) ? score : splat(kNone));
+    }
+  }
+}
+
+// What is summed so far of a row shrinks, as there is a larger score than all before.
+__attribute__((noinline, cold)) void raise(const State &state, int64_t row, float top) {
+  const vf keep = splat(exp2(state.top[row] - top));
+  float *sums = state.sums + row * state.width, *weights = state.weights + row * state.lanes;
+  for (int d = 0; d < state.width; d += W) store(sums + d, load(sums + d) * keep);
+  for (int i = 0; i < state.lanes; i++) weights[i] *= keep[0];
+  state.top[row] = top;
+}
+
+// A block after the other, in vectors: its keys and values are packed, and serve all rows.
+template <class M, class S>
+class Vectors {
+  typedef typename M::Unit Unit;
+
+ public:
+  static constexpr int kSums = W;  // of weights, for each row
+  struct Mode {};
+
+  Vectors(const Rows &rows)
+      : rows_(rows), shape_(rows.shape), depth_(shape_.dim / M::kPer), width_((shape_.dim + W - 1) / W * W),
+        factor_(shape_.scale * kLog2e) {}
+
+  size_t room() const {
+    return Memory::room<Unit>(rows_.count() * depth_) + Memory::room<Unit>(size_t(depth_) * kBlock) +
+           Memory::room<Unit>(size_t(kBlock) / M::kPer * width_);
+  }
+
+  void begin(Memory &memory) {
+    queries_ = memory.take<Unit>(rows_.count() * depth_);
+    keys_ = memory.take<Unit>(size_t(depth_) * kBlock);
+    values_ = memory.take<Unit>(size_t(kBlock) / M::kPer * width_);
+    for (int64_t row = 0; row < rows_.count(); row++) {
+      Unit *to = queries_ + row * depth_;
+      if (shape_.q_type == Type::f32) {
+        memcpy(to, rows_.query<float>(row), shape_.dim * sizeof(float));
+      } else if (M::kPer == 2) {
+        memcpy(to, rows_.query<bf16>(row), shape_.dim * sizeof(bf16));
       } else {
-        const bf16 *q = static_cast<const bf16 *>(job_.q) + from;
-        for (int d = 0; d < group_ * shape_.dim; d++) {
-          const uint32_t bits = uint32_t(q[d]) << 16;
-          memcpy(to + d, &bits, 4);
+        for (int d = 0; d < shape_.dim; d++) {
+          const float x = to_float(rows_.query<bf16>(row)[d]);
+          memcpy(to + d, &x, 4);
         }
       }
     }
   }
 
-  // Which keys of the block from `at` a row sees: [low, high), none if they cross.
-  int low(int64_t row, int64_t at) const {
-    const int64_t oldest = shape_.window ? run_.positions[row] - shape_.window + 1 - at : 0;
-    return int(oldest < 0 ? 0 : oldest > kBlock ? kBlock : oldest);
-  }
-  int high(int64_t row, int64_t at) const {
-    const int64_t end = run_.positions[row] + 1 - at;
-    return int(end < 0 ? 0 : end > kBlock ? kBlock : end);
-  }
-  bool sees(int64_t row, int64_t at) const { return low(row, at) < high(row, at); }
-
-  void span(int64_t span, const State &state) {
-    int64_t slots[kBlock];
-    for (int64_t at = span * kSpan; at < (span + 1) * kSpan; at += kBlock) {
-      int64_t first = piece_.first, last = piece_.last;
-      while (first < last && !sees(first, at)) first++;
-      while (first < last && !sees(last - 1, at)) last--;
-      if (first == last) continue;
-      const int64_t straight = run_.straight();
-      if (at + kBlock <= straight) {
-        const Sides here = lies(piece_, at);
-        const float *scales = sizeof(S) == 1 ? job_.scales + piece_.head * job_.capacity + at : nullptr;
-        block(at, here, scales, sizeof(S) == 1 ? scales + shape_.kv_heads * job_.capacity : nullptr, later(at), first, last,
-              state);
-        continue;
-      }
-      for (int j = 0; j < kBlock; j++) slots[j] = at + j < straight ? at + j : -1;
-      if (!run_.tree()) {
-        gather(at, slots, first, last, state);
-        continue;
-      }
-      for (int64_t row = first; row < last; row++) {
-        if (!sees(row, at)) continue;
-        for (int j = 0; j < kBlock; j++)
-          if (at + j >= straight) slots[j] = -1;
-        int64_t node = row;
-        for (int64_t p = run_.positions[row]; p >= at && p >= straight; p--, node = job_.parents[node])
-          if (p < at + kBlock) slots[p - at] = job_.start + node;
-        gather(at, slots, row, row + 1, state);
-      }
-    }
-  }
-
-  struct Sides {
-    const S *keys, *values;
-  };
-
-  // The key and the value of the piece's head in a slot.
-  Sides lies(const Piece &piece, int64_t slot) const {
-    const AttentionJob &job = *piece.run->job;
-    const AttentionJob::Place place = job.place(slot);
-    const S *keys = reinterpret_cast<S *>(place.store) + (piece.head * job.capacity + place.slot) * shape_.dim;
-    return {keys, keys + shape_.kv_heads * job.capacity * shape_.dim};
-  }
-
-  // What to ask for while the block at a position is done: what follows in this piece, and at its end the next one.
-  Sides later(int64_t at) const {
-    const Piece *piece = &piece_;
-    const int64_t own = (piece_.span + piece_.spans) * kSpan, end = own < run_.straight() ? own : run_.straight();
-    at += ahead_;
-    if (at >= end && (piece = piece_.next)) {
-      const int64_t oldest = shape_.window ? piece->run->positions[piece->first] - shape_.window + 1 : 0;
-      const int64_t begin = oldest > piece->span * kSpan ? oldest / kBlock * kBlock : piece->span * kSpan;
-      at += begin - (end + kBlock - 1) / kBlock * kBlock;
-    }
-    return piece && at < piece->run->straight() ? lies(*piece, at) : Sides{gathered_, gathered_};
-  }
-
-  // A block whose keys lie in these slots; -1: there is none.
-  void gather(int64_t at, const int64_t *slots, int64_t first, int64_t last, const State &state) {
-    float scales[2][kBlock];
-    for (int side = 0; side < 2; side++)
-      for (int j = 0; j < kBlock; j++) {
-        const int64_t to_side = side * shape_.kv_heads * job_.capacity;
-        S *to = gathered_ + (side * kBlock + j) * shape_.dim;
-        if (slots[j] < 0)
-          memset(to, 0, shape_.dim * sizeof(S));
-        else
-          memcpy(to, side ? lies(piece_, slots[j]).values : lies(piece_, slots[j]).keys, shape_.dim * sizeof(S));
-        if (sizeof(S) == 1)
-          scales[side][j] = slots[j] < 0 ? 0 : job_.scales[to_side + piece_.head * job_.capacity + slots[j]];
-      }
-    const Sides own{gathered_, gathered_ + kBlock * shape_.dim};
-    block(at, own, scales[0], scales[1], run_.tree() ? own : later(at), first, last, state);
-  }
-
-  // Rows [first, last) over a block of keys and values, the first at position `at`; `later` is what to ask for.
-  void block(int64_t at, const Sides &here, const float *key_scales, const float *value_scales, const Sides &later,
-             int64_t first, int64_t last, const State &state) {
-    Ahead later_keys{reinterpret_cast<const char *>(later.keys), 64};
-    Ahead later_values{reinterpret_cast<const char *>(later.values), 64};
+  void take(const Block<S> &block, bool whole, const State &state) {
+    Ahead later_keys{reinterpret_cast<const char *>(block.later.keys), 64};
+    Ahead later_values{reinterpret_cast<const char *>(block.later.values), 64};
     switch (shape_.dim) {
-      case 64: pack<64>(here.keys, here.values, later_keys, later_values); break;
-      case 128: pack<128>(here.keys, here.values, later_keys, later_values); break;
-      default: pack<0>(here.keys, here.values, later_keys, later_values);
+      case 64: pack<64>(block, later_keys, later_values); break;
+      case 128: pack<128>(block, later_keys, later_values); break;
+      default: pack<0>(block, later_keys, later_values);
     }
-    const int64_t row = (first - piece_.first) * group_;
-    const int64_t end = (last - piece_.first) * group_;
-    const bool whole = begin_ <= at && at + kBlock <= end_;
-    const auto panels = [&](int64_t from, int64_t to) {
-      const auto some = [&](int64_t r, int count) {
-        panel(at, from + r, count, whole, key_scales, value_scales, state, later_keys, later_values);
-      };
-      if (!kTiled) return evenly(to - from, kPanel, some);
-      for (int64_t r = 0; r < to - from; r += kPanel) some(r, int(to - from - r < kPanel ? to - from - r : kPanel));
-    };
-    if (whole || finite(here.values)) return panels(row, end);
-    S *seen = gathered_ + 2 * kBlock * shape_.dim;  // 0 times infinity is NaN, also for who is not to see it
-    for (int64_t token = first; token < last; token++) {
-      const int from = low(token, at), to = high(token, at);
-      memset(seen, 0, kBlock * shape_.dim * sizeof(S));
-      if (from < to) memcpy(seen + from * shape_.dim, here.values + from * shape_.dim, (to - from) * shape_.dim * sizeof(S));
-      M::pack_values(seen, shape_.dim, width_, value_tile_, later_keys);
-      panels((token - piece_.first) * group_, (token - piece_.first + 1) * group_);
-    }
+    const int64_t row = (block.first - rows_.piece.first) * rows_.group;
+    evenly((block.last - block.first) * rows_.group, kPanel, [&](int64_t r, int count) {
+      panel(block, row + r, count, whole, state, later_keys, later_values);
+    });
   }
 
-  // Whether a block of values is; integers are. A sum of its numbers' own width is what a compiler makes vectors of.
-  bool finite(const S *values) const {
-    if constexpr (sizeof(S) == 1) return true;
-    using Bits = std::conditional_t<sizeof(S) == 2, uint16_t, uint32_t>;
-    constexpr Bits kExponent = sizeof(S) == 2 ? 0x7f80u : Bits(0x7f800000u);
-    const int size = shape_.dim * int(sizeof(S) / sizeof(Bits));
-    Bits bad = 0;
-    for (int i = 0; i < kBlock * size; i++) {
-      Bits bits;
-      memcpy(&bits, reinterpret_cast<const Bits *>(values) + i, sizeof bits);
-      bad |= (bits & kExponent) == kExponent;
-    }
-    return !bad;
-  }
+  void settle(const State &) {}
 
+ private:
   // Some rows over the tiles of a block: scores, weights, sums.
-  void panel(int64_t at, int64_t row, int count, bool whole, const float *key_scales, const float *value_scales,
-             const State &state, Ahead &later_keys, Ahead &later_values) {
+  void panel(const Block<S> &block, int64_t row, int count, bool whole, const State &state, Ahead &later_keys,
+             Ahead &later_values) {
     alignas(64) float scores[kPanel * kBlock];
     alignas(64) Unit weights[kPanel * kBlock / M::kPer];
-    multiply(count, queries_ + row * depth_, depth_, key_tile_, kBlock, scores, true, later_values);
+    multiply(count, queries_ + row * depth_, depth_, keys_, kBlock, scores, true, later_values);
     if (sizeof(S) == 1)
       for (int64_t r = 0; r < count; r++)
         for (int j = 0; j < kBlock; j += W)
-          store(scores + r * kBlock + j, load(scores + r * kBlock + j) * load(key_scales + j));
-    if (shape_.softcap != 0) cap(scores, count);
-    if (!whole) mask(scores, row, count, at);
-    weigh(scores, row, count, value_scales, state, weights);
-    multiply(count, weights, kBlock / M::kPer, value_tile_, width_, state.sums + row * width_, false, later_keys);
+          store(scores + r * kBlock + j, load(scores + r * kBlock + j) * load(block.key_scales + j));
+    if (shape_.softcap != 0) cap(shape_, scores, count * kBlock);
+    if (!whole) mask_rows(rows_, scores, row, count, block.at);
+    weigh(scores, row, count, block.value_scales, state, weights);
+    multiply(count, weights, kBlock / M::kPer, values_, width_, state.sums + row * width_, false, later_keys);
     later_keys.step = later_values.step = 0;
   }
 
   void multiply(int rows, const Unit *a, int depth, const Unit *b, int width, float *c, bool fresh, Ahead &ahead) {
-#if defined(__AMX_BF16__)
-    if constexpr (kTiled) return tiles_.multiply(rows, a, b, width, depth, c, fresh, ahead);
-#endif
     evenly(rows, kRows, [&](int64_t r, int count) {
       multiply_rows<M>(count, a + r * depth, depth, b, width, depth, c + r * width, fresh, ahead);
     });
@@ -650,9 +547,9 @@ class Worker {
 
   // The tiles of a block; known dimensions make plain addresses.
   template <int known>
-  void pack(const S *keys, const S *values, Ahead &later_keys, Ahead &later_values) {
-    pack_keys<M, S>(keys, known ? known : shape_.dim, key_tile_, later_values);
-    M::pack_values(values, known ? known : shape_.dim, known ? known : width_, value_tile_, later_keys);
+  void pack(const Block<S> &block, Ahead &later_keys, Ahead &later_values) {
+    pack_keys<M, S>(block.keys, known ? known : shape_.dim, keys_, later_values);
+    M::pack_values(block.values, known ? known : shape_.dim, known ? known : width_, values_, later_keys);
   }
 
   // Calls f(first, rows) for parts of at most so many rows, as even as they can be.
@@ -663,24 +560,6 @@ class Worker {
       const int rows = int((count - row + parts - 1) / parts);
       f(row, rows);
       row += rows;
-    }
-  }
-
-  void cap(float *scores, int64_t count) const {
-    const vf in = splat(2 * shape_.scale / shape_.softcap), out = splat(shape_.softcap / shape_.scale);
-    for (int64_t i = 0; i < count * kBlock; i += W)  // tanh(x) = 1 - 2 / (1 + e^2x)
-      store(scores + i, out * (1.0f - 2.0f / (1.0f + exp(load(scores + i) * in))));
-  }
-
-  // Scores of keys that a row does not see.
-  void mask(float *scores, int64_t row, int64_t count, int64_t at) const {
-    for (int64_t r = 0; r < count; r++) {
-      const int64_t token = piece_.first + (row + r) / group_;
-      const float from = float(low(token, at)), to = float(high(token, at));
-      for (int j = 0; j < kBlock; j += W) {
-        const vf lane = load(kLanes.at + j), score = load(scores + r * kBlock + j);
-        store(scores + r * kBlock + j, ((lane >= from) & (lane < to)) ? score : splat(kNone));
-      }
     }
   }
 
@@ -709,36 +588,443 @@ class Worker {
     }
   }
 
-  // A larger score than all before: what is summed so far shrinks.
-  __attribute__((noinline, cold)) void raise(const State &state, int64_t row, float top) const {
-    const vf keep = splat(exp2(state.top[row] - top));
-    float *sums = state.sums + row * width_, *weight = state.weights + row * W;
-    for (int d = 0; d < width_; d += W) store(sums + d, load(sums + d) * keep);
-    store(weight, load(weight) * keep);
-    state.top[row] = top;
+  const Rows &rows_;
+  const AttentionShape &shape_;
+  const int depth_, width_;
+  const float factor_;
+  Unit *queries_, *keys_, *values_;
+};
+
+#if defined(__AMX_BF16__)
+// The same of bf16 in AMX tiles, with one order of every sum in two ways. Of few rows, a line of scores is a row's, a lane
+// a key's: keys are packed, as for vectors. Of many, a line is a key's, a lane one of 16 rows': keys enter as they lie,
+// queries are turned once, and weights are turned back. What waits for its values is added to the sums together, lest they
+// be fetched for each block; but block after block, which is what makes the bits.
+template <class S>
+class Tiles {
+ public:
+  static constexpr int kSums = 1;
+  using Mode = NoSubnormals;  // small weights would take hundreds of cycles each
+
+  Tiles(const Rows &rows)
+      : rows_(rows), shape_(rows.shape), depth_((shape_.dim + 31) / 32 * 16), width_((shape_.dim + 15) / 16 * 16),
+        padded_((rows.count() + 31) / 16 * 16), factor_(shape_.scale * kLog2e) {}
+
+  size_t room() const {
+    return 2 * Memory::room<float>(padded_ * depth_) + Memory::room<float>(kBlock * depth_) +
+           Memory::room<float>(kTogether * kBlock / 2 * width_) + Memory::room<float>(padded_ * kLine) +
+           Memory::room<float>(2 * kBlock * 16) + Memory::room<int>(padded_ / 16);
+  }
+
+  void begin(Memory &memory) {
+    queries_ = memory.take<float>(padded_ * depth_), turned_ = memory.take<float>(padded_ * depth_);
+    keys_ = memory.take<float>(kBlock * depth_);
+    values_ = memory.take<float>(kTogether * kBlock / 2 * width_);
+    weights_ = memory.take<float>(padded_ * kLine);
+    scores_ = memory.take<float>(2 * kBlock * 16);
+    added_ = memory.take<int>(padded_ / 16);
+    for (int64_t first = 0; first < padded_; first += 16)
+      for (int d = 0; d < depth_; d += 16) {
+        vf v[16];
+        for (int i = 0; i < 16; i++) {
+          v[i] = first + i < rows_.count() ? Paired::units(rows_.query<bf16>(first + i) + 2 * d, shape_.dim / 2 - d) : vf{};
+          store(queries_ + (first + i) * depth_ + d, v[i]);
+        }
+        transpose(v);
+        for (int i = 0; i < 16; i++) store(turned_ + first * depth_ + (d + i) * 16, v[i]);
+      }
+  }
+
+  void take(const Block<S> &block, bool whole, const State &state) {
+    if (count_ == kTogether || block.first != first_ || block.last != last_) settle(state);
+    if (!count_) {
+      first_ = block.first, last_ = block.last;
+      row_ = (first_ - rows_.piece.first) * rows_.group, end_ = (last_ - rows_.piece.first) * rows_.group;
+      memset(added_, 0, padded_ / 16 * sizeof(int));
+    }
+    Ahead keys{reinterpret_cast<const char *>(block.later.keys), 64};
+    Ahead values{reinterpret_cast<const char *>(block.later.values), 64};
+    const bool few = end_ - row_ <= kFew;
+    switch (shape_.dim) {
+      case 64: pack<64>(block, few, keys, values); break;
+      case 128: pack<128>(block, few, keys, values); break;
+      default: pack<0>(block, few, keys, values);
+    }
+    if (few) {
+      score_rows(keys, values);
+      if (sizeof(S) == 1)
+        for (int i = 0; i < int(end_ - row_) * kBlock; i += W)
+          store(scores_ + i, load(scores_ + i) * load(block.key_scales + i % kBlock));
+      if (shape_.softcap != 0) cap(shape_, scores_, (end_ - row_) * kBlock);
+      if (!whole) mask_rows(rows_, scores_, row_, end_ - row_, block.at);
+      weigh_rows(block, state);
+    } else {
+      score(block, 0);
+      for (int i = 0; i < parts(); i++) {
+        if (i + 1 < parts()) score(block, i + 1);  // whose tiles are at work while these are weighed
+        if (i == 0) weigh<true>(block, i, whole, state, keys, values);
+        else weigh<false>(block, i, whole, state, keys, values);
+      }
+    }
+    count_++;
+  }
+
+  // Adds what waits to the sums.
+  void settle(const State &state) {
+    for (int i = 0; count_ && i < parts(); i += 2) settle(i, state);
+    count_ = 0;
+  }
+
+ private:
+  static constexpr int kTogether = 2, kLine = kTogether * 16;  // blocks; pairs of their weights
+  static constexpr int kFew = 8;  // rows of heads
+
+  // The parts of 16 rows of heads that were turned together; the first and the last may have fewer.
+  int parts() const { return int((end_ + 15) / 16 - row_ / 16); }
+  int64_t from(int part) const { return part ? (row_ / 16 + part) * 16 : row_; }
+  int64_t to(int part) const { return (row_ / 16 + part + 1) * 16 < end_ ? (row_ / 16 + part + 1) * 16 : end_; }
+
+  // Values as pairs of neighbouring keys, 16 columns after the other. Known dimensions make plain addresses.
+  template <int known>
+  void pack(const Block<S> &block, bool few, Ahead &keys_ahead, Ahead &values_ahead) const {
+    const int dim = known ? known : shape_.dim, width = known ? known : width_;
+    Ahead keys = keys_ahead, values = values_ahead;
+    if (few) {
+      pack_keys<Paired, S>(block.keys, dim, reinterpret_cast<uint32_t *>(keys_), values);
+      memset(keys_ + dim / 2 * kBlock, 0, (depth_ - dim / 2) * kBlock * sizeof(float));  // up to whole tiles
+    }
+    float *tile = values_ + count_ * kBlock / 2 * width;
+    for (int j = 0; j < kBlock; j += 2)
+      for (int d = 0; d < width; d += 32) {
+        const S *row = block.values + j * dim + d;
+        keys.ask(1);
+        if (!few) values.ask(1);
+        float *to = tile + d * kBlock / 2 + j / 2 * 16;
+        Paired::interleave(Paired::units(row, (dim - d) / 2), Paired::units(row + dim, (dim - d) / 2), to,
+                           d + 16 < width ? to + 256 : nullptr);
+      }
+    keys_ahead = keys, values_ahead = values;
+  }
+
+  // Scores of few rows, a line for each.
+  void score_rows(Ahead &keys, Ahead &values) {
+    shapes_.set(int(end_ - row_));
+    const size_t deep = depth_ * sizeof(float), line = kBlock * sizeof(float);
+    tile_products<bf16>({queries_ + row_ * depth_, deep, 16 * deep, 64}, false, {keys_, line, 64, 16 * line}, true, depth_ / 16,
+                        scores_, line, true, [&](int) { keys.ask(16), values.ask(16); });
+  }
+
+  // Scores of a part, a line for each key.
+  void score(const Block<S> &block, int part) {
+    const void *keys = block.keys;
+    size_t line = shape_.dim * sizeof(S);
+    if (sizeof(S) == 1 || shape_.dim % 32) {
+      for (int j = 0; !part && j < kBlock; j++)
+        for (int d = 0; d < depth_; d += 16)
+          store(keys_ + j * depth_ + d, Paired::units(block.keys + j * shape_.dim + 2 * d, shape_.dim / 2 - d));
+      keys = keys_, line = depth_ * sizeof(float);
+    }
+    shapes_.set(32);
+    const float *queries = turned_ + from(part) / 16 * 16 * depth_;
+    tile_products<bf16>({keys, line, 16 * line, 64}, true, {queries, 64, 0, 1024}, false, depth_ / 16,
+                        scores_ + part % 2 * kBlock * 16, 64, true, [](int) {});
+  }
+
+  // 2^x, for x little above 0 or less, of relative error 8e-5, and half of what bf16 leaves out, which is cut off then.
+  static vf power(vf x) {
+    const vf r = (vf)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    vf y = fma(r, splat(0.07802452f), splat(0.22606724f));
+    y = fma(r, y, splat(0.69583347f));
+    y = fma(r, y, splat(0.99992523f + 0x1p-8f));
+    return (vf)((vu)(vf)_mm512_scalef_ps((__m512)y, (__m512)x) & 0xffff0000u);
+  }
+  static vf rounded(vf x) { return (vf)(((vu)x + 0x8000) & 0xffff0000u); }
+
+  // Scores become weights, relative to about the largest score so far, and are summed by halves: keys 16 apart, then 8 ...
+  void weigh_rows(const Block<S> &block, const State &state) {
+    alignas(64) static constexpr struct Upper {
+      uint16_t at[32];
+      constexpr Upper() : at() {
+        for (int i = 0; i < 32; i++) at[i] = uint16_t(2 * i + 1);
+      }
+    } kUpper;
+    const vf factor = splat(factor_);
+    for (int64_t row = row_; row < end_; row++) {
+      const float *scores = scores_ + (row - row_) * kBlock;
+      vf v[2] = {load(scores), load(scores + W)};
+      const vf most = max(v[0], v[1]) * factor;
+      if (any_above(most, state.top[row] + kRise)) {
+        settle(0, state);
+        raise(state, row, max(most));
+      }
+      const vf shift = splat(state.top[row] == kNone ? 0.f : -state.top[row]);
+      for (int j = 0; j < 2; j++) v[j] = power(fma(v[j], factor, shift));
+      state.weights[row] += sum(v[0] + v[1]);
+      for (int j = 0; sizeof(S) == 1 && j < 2; j++) v[j] = rounded(v[j] * load(block.value_scales + j * W));
+      const __m512i both = _mm512_permutex2var_epi16((__m512i)v[0], _mm512_load_si512(kUpper.at), (__m512i)v[1]);
+      _mm512_store_si512(weights_ + row * kLine + count_ * 16, both);
+    }
+  }
+
+  // The same of a part, a lane for each row.
+  template <bool ahead>
+  void weigh(const Block<S> &block, int part, bool whole, const State &state, Ahead &keys_ahead, Ahead &values_ahead) {
+    float *scores = scores_ + part % 2 * kBlock * 16;
+    if (sizeof(S) == 1)
+      for (int j = 0; j < kBlock; j++) store(scores + j * 16, load(scores + j * 16) * splat(block.key_scales[j]));
+    if (shape_.softcap != 0) cap(shape_, scores, kBlock * 16);
+    const int64_t row = (row_ / 16 + part) * 16;
+    const __mmask16 lanes = __mmask16((1u << (to(part) - row)) - (1u << (from(part) - row)));
+    if (!whole) mask(scores, part, block.at);
+    const vf factor = splat(factor_);
+    vf most[4] = {splat(kNone), splat(kNone), splat(kNone), splat(kNone)};
+#pragma GCC unroll 32
+    for (int j = 0; j < kBlock; j++) most[j % 4] = max(load(scores + j * 16), most[j % 4]);
+    most[0] = max(max(most[0], most[1]), max(most[2], most[3])) * factor;
+    vf top = (vf)_mm512_maskz_loadu_ps(lanes, state.top + row);
+    if (const unsigned above = _mm512_mask_cmp_ps_mask(lanes, (__m512)most[0], (__m512)(top + kRise), _CMP_GT_OQ)) {
+      settle(part / 2 * 2, state);
+      for (int i = 0; i < 16; i++)
+        if (above >> i & 1) raise(state, row + i, most[0][i]);
+      top = (vf)_mm512_maskz_loadu_ps(lanes, state.top + row);
+    }
+    const vf shift = top == kNone ? vf{} : -top;
+    Ahead keys = keys_ahead, values = values_ahead;
+    vf pairs[16], sums[4][2];
+#pragma GCC unroll 8
+    for (int n = 0; n < 8; n++) {
+      const int i = n >> 2 | (n & 2) | (n & 1) << 2;  // 0, 4, 2, 6 ..., as sums by halves want them
+      if (ahead) keys.ask(4), values.ask(4);
+      vf weights[2][2];
+#pragma GCC unroll 2
+      for (int h = 0; h < 2; h++)
+#pragma GCC unroll 2
+        for (int odd = 0; odd < 2; odd++)
+          weights[h][odd] = power(fma(load(scores + (2 * i + 16 * h + odd) * 16), factor, shift));
+      vf sum[2] = {weights[0][0] + weights[1][0], weights[0][1] + weights[1][1]};
+      int level = 0;
+#pragma GCC unroll 3
+      for (; n >> level & 1; level++) sum[0] = sums[level][0] + sum[0], sum[1] = sums[level][1] + sum[1];
+      sums[level][0] = sum[0], sums[level][1] = sum[1];
+#pragma GCC unroll 2
+      for (int h = 0; h < 2; h++) {
+        if (sizeof(S) == 1)
+          for (int odd = 0; odd < 2; odd++)
+            weights[h][odd] = rounded(weights[h][odd] * splat(block.value_scales[2 * i + 16 * h + odd]));
+        pairs[i + 8 * h] = (vf)(((vu)weights[h][0] >> 16) | (vu)weights[h][1]);
+      }
+    }
+    keys_ahead = keys, values_ahead = values;
+    const __m512 before = _mm512_maskz_loadu_ps(lanes, state.weights + row);
+    _mm512_mask_storeu_ps(state.weights + row, lanes, before + (__m512)(sums[3][0] + sums[3][1]));
+    transpose(pairs);
+    float *to = weights_ + row * kLine + count_ * 16;
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) store(to + i * kLine, pairs[i]);
+  }
+
+  // Scores of keys that the queries do not see.
+  void mask(float *scores, int part, int64_t at) const {
+    alignas(64) int low[16] = {}, high[16] = {};
+    const int64_t row = (row_ / 16 + part) * 16;
+    for (int64_t i = from(part); i < to(part); i++) {
+      const int64_t token = rows_.piece.first + i / rows_.group;
+      low[i - row] = rows_.low(token, at), high[i - row] = rows_.high(token, at);
+    }
+    const __m512i first = _mm512_load_si512(low), end = _mm512_load_si512(high);
+    for (int j = 0; j < kBlock; j++) {
+      const __m512i key = _mm512_set1_epi32(j);
+      const __mmask16 unseen = _mm512_cmpgt_epi32_mask(first, key) | _mm512_cmple_epi32_mask(end, key);
+      _mm512_mask_storeu_ps(scores + j * 16, unseen, (__m512)splat(kNone));
+    }
+  }
+
+  // Adds what two parts have of the blocks so far to their sums.
+  void settle(int part, const State &state) {
+    const int64_t row = from(part), end = part + 1 < parts() ? to(part + 1) : to(part);
+    const int first = added_[part], count = int(end - row);
+    const size_t line = kLine * sizeof(float), next = size_t(width_) * 64;
+    if (first == count_) return;
+    added_[part] = count_;
+    shapes_.set(count);
+    for (int d = 0; d < width_; d += 32) {
+      const float *weights = weights_ + row * kLine + first * 16, *values = values_ + first * 16 * width_ + d * 16;
+      tile_products<bf16>({weights, line, 16 * line, 64}, count > 16, {values, 64, 1024, next}, width_ - d > 16, count_ - first,
+                          state.sums + row * width_ + d, width_ * sizeof(float), false, [](int) {});
+    }
+  }
+
+  const Rows &rows_;
+  const AttentionShape &shape_;
+  const int depth_, width_;
+  const int64_t padded_;
+  const float factor_;
+  int64_t first_ = 0, last_ = 0, row_, end_;  // tokens that all blocks so far are for, and their rows
+  int count_ = 0;                             // blocks that wait
+  float *queries_, *turned_, *keys_, *values_, *weights_, *scores_;
+  int *added_;  // of each part, how many of the blocks are added already
+  TileShapes shapes_;
+};
+
+template <class S>
+using Bf16 = Tiles<S>;
+#else
+template <class S>
+using Bf16 = Vectors<Paired, S>;
+#endif
+
+template <class Products, class S>
+class Worker {
+ public:
+  Worker(const AttentionShape &shape, const Piece &piece)
+      : shape_(shape), piece_(piece), run_(*piece.run), job_(*piece.run->job), rows_(shape, piece), products_(rows_),
+        ahead_((kAhead / (shape.dim * int(sizeof(S))) + kBlock - 1) / kBlock * kBlock) {}
+
+  void work() {
+    const int width = (shape_.dim + W - 1) / W * W;
+    const int64_t rows = rows_.count();
+    const size_t floats = State::floats(rows, width);
+    Memory memory(kTaskSlot, products_.room() + Memory::room<S>(3 * kBlock * shape_.dim) + 2 * Memory::room<float>(floats));
+    products_.begin(memory);
+    gathered_ = memory.take<S>(3 * kBlock * shape_.dim);
+    float *own = memory.take<float>(floats);
+    const State total(memory.take<float>(floats), rows, width, Products::kSums);
+    if (!piece_.parts) total.clear(rows);
+    for (int64_t i = 0; i < piece_.spans; i++) {
+      const State part(piece_.parts ? piece_.parts + i * floats : own, rows, width, Products::kSums);
+      part.clear(rows);
+      span(piece_.span + i, part);
+      if (!piece_.parts)
+        for (int64_t row = 0; row < rows; row++) combine(total, row, part, row);
+    }
+    if (piece_.parts) return;
+    for (int64_t row = 0; row < rows; row++) {
+      const int head = piece_.head * rows_.group + int(row % rows_.group);
+      finish(shape_, total, row, head, out_of(shape_, job_, piece_.first + row / rows_.group, head));
+    }
+  }
+
+ private:
+  void span(int64_t span, const State &state) {
+    [[maybe_unused]] const typename Products::Mode while_it_lasts{};
+    int64_t slots[kBlock];
+    for (int64_t at = span * kSpan; at < (span + 1) * kSpan; at += kBlock) {
+      int64_t first = piece_.first, last = piece_.last;
+      while (first < last && !rows_.sees(first, at)) first++;
+      while (first < last && !rows_.sees(last - 1, at)) last--;
+      if (first == last) continue;
+      const int64_t straight = run_.straight();
+      if (at + kBlock <= straight) {
+        const Sides<S> here = lies(piece_, at);
+        const float *scales = sizeof(S) == 1 ? job_.scales + piece_.head * job_.capacity + at : nullptr;
+        const float *value_scales = sizeof(S) == 1 ? scales + shape_.kv_heads * job_.capacity : nullptr;
+        block({at, here.keys, here.values, scales, value_scales, later(at), first, last}, state);
+        continue;
+      }
+      for (int j = 0; j < kBlock; j++) slots[j] = at + j < straight ? at + j : -1;
+      if (!run_.tree()) {
+        gather(at, slots, first, last, state);
+        continue;
+      }
+      for (int64_t row = first; row < last; row++) {
+        if (!rows_.sees(row, at)) continue;
+        for (int j = 0; j < kBlock; j++)
+          if (at + j >= straight) slots[j] = -1;
+        int64_t node = row;
+        for (int64_t p = run_.positions[row]; p >= at && p >= straight; p--, node = job_.parents[node])
+          if (p < at + kBlock) slots[p - at] = job_.start + node;
+        gather(at, slots, row, row + 1, state);
+      }
+    }
+    products_.settle(state);
+  }
+
+  // The key and the value of the piece's head in a slot.
+  Sides<S> lies(const Piece &piece, int64_t slot) const {
+    const AttentionJob &job = *piece.run->job;
+    const AttentionJob::Place place = job.place(slot);
+    const S *keys = reinterpret_cast<S *>(place.store) + (piece.head * job.capacity + place.slot) * shape_.dim;
+    return {keys, keys + shape_.kv_heads * job.capacity * shape_.dim};
+  }
+
+  // What to ask for while the block at a position is done: what follows in this piece, and at its end the next one.
+  Sides<S> later(int64_t at) const {
+    const Piece *piece = &piece_;
+    const int64_t own = (piece_.span + piece_.spans) * kSpan, end = own < run_.straight() ? own : run_.straight();
+    at += ahead_;
+    if (at >= end && (piece = piece_.next)) {
+      const int64_t oldest = shape_.window ? piece->run->positions[piece->first] - shape_.window + 1 : 0;
+      const int64_t begin = oldest > piece->span * kSpan ? oldest / kBlock * kBlock : piece->span * kSpan;
+      at += begin - (end + kBlock - 1) / kBlock * kBlock;
+    }
+    return piece && at < piece->run->straight() ? lies(*piece, at) : Sides<S>{gathered_, gathered_};
+  }
+
+  // A block whose keys lie in these slots; -1: there is none.
+  void gather(int64_t at, const int64_t *slots, int64_t first, int64_t last, const State &state) {
+    float scales[2][kBlock];
+    for (int side = 0; side < 2; side++)
+      for (int j = 0; j < kBlock; j++) {
+        const int64_t to_side = side * shape_.kv_heads * job_.capacity;
+        S *to = gathered_ + (side * kBlock + j) * shape_.dim;
+        if (slots[j] < 0)
+          memset(to, 0, shape_.dim * sizeof(S));
+        else
+          memcpy(to, side ? lies(piece_, slots[j]).values : lies(piece_, slots[j]).keys, shape_.dim * sizeof(S));
+        if (sizeof(S) == 1)
+          scales[side][j] = slots[j] < 0 ? 0 : job_.scales[to_side + piece_.head * job_.capacity + slots[j]];
+      }
+    const Sides<S> own{gathered_, gathered_ + kBlock * shape_.dim};
+    block({at, own.keys, own.values, scales[0], scales[1], run_.tree() ? own : later(at), first, last}, state);
+  }
+
+  void block(const Block<S> &block, const State &state) {
+    const bool whole = rows_.all_see(block.at);
+    if (whole || finite(block.values)) return products_.take(block, whole, state);
+    S *seen = gathered_ + 2 * kBlock * shape_.dim;  // 0 times infinity is NaN, also for who is not to see it
+    for (int64_t token = block.first; token < block.last; token++) {
+      const int from = rows_.low(token, block.at), to = rows_.high(token, block.at);
+      memset(seen, 0, kBlock * shape_.dim * sizeof(S));
+      if (from < to)
+        memcpy(seen + from * shape_.dim, block.values + from * shape_.dim, (to - from) * shape_.dim * sizeof(S));
+      Block<S> own = block;
+      own.values = seen, own.first = token, own.last = token + 1;
+      products_.take(own, false, state);
+    }
+  }
+
+  // Whether a block of values is; integers are. A sum of its numbers' own width is what a compiler makes vectors of.
+  bool finite(const S *values) const {
+    if constexpr (sizeof(S) == 1) return true;
+    using Bits = std::conditional_t<sizeof(S) == 2, uint16_t, uint32_t>;
+    constexpr Bits kExponent = sizeof(S) == 2 ? 0x7f80u : Bits(0x7f800000u);
+    const int size = shape_.dim * int(sizeof(S) / sizeof(Bits));
+    Bits bad = 0;
+    for (int i = 0; i < kBlock * size; i++) {
+      Bits bits;
+      memcpy(&bits, reinterpret_cast<const Bits *>(values) + i, sizeof bits);
+      bad |= (bits & kExponent) == kExponent;
+    }
+    return !bad;
   }
 
   const AttentionShape &shape_;
   const Piece &piece_;
   const Run &run_;
   const AttentionJob &job_;
-  const int group_, depth_, width_, ahead_;
-  const float factor_;
-  int64_t begin_ = 0, end_ = INT64_MAX;  // positions that all rows see
-  Unit *queries_, *key_tile_, *value_tile_;
+  const Rows rows_;
+  Products products_;
+  const int ahead_;
   S *gathered_;
-#if defined(__AMX_BF16__)
-  Tiles tiles_;
-#endif
 };
 
 void work(const AttentionShape &shape, const Piece &piece) {
   if (shape.q_type == Type::f32) {
-    if (shape.store_type == Type::f32) return Worker<Single, float>(shape, piece).work();
-    return Worker<Single, int8_t>(shape, piece).work();
+    if (shape.store_type == Type::f32) return Worker<Vectors<Single, float>, float>(shape, piece).work();
+    return Worker<Vectors<Single, int8_t>, int8_t>(shape, piece).work();
   }
-  if (shape.store_type == Type::bf16) return Worker<Paired, bf16>(shape, piece).work();
-  return Worker<Paired, int8_t>(shape, piece).work();
+  if (shape.store_type == Type::bf16) return Worker<Bf16<bf16>, bf16>(shape, piece).work();
+  return Worker<Bf16<int8_t>, int8_t>(shape, piece).work();
 }
 
 // ---- the whole ------------------------------------------------------------------------------------------------------
@@ -859,13 +1145,14 @@ void attend(const AttentionShape &shape, const AttentionJob *jobs, int count) {
     const Piece &piece = shares[i].piece;
     const int64_t rows = (piece.last - piece.first) * group;
     Memory memory(kTaskSlot, Memory::room<float>(State::floats(1, width)));
-    const State total(memory.take<float>(State::floats(1, width)), 1, width);
+    const int lanes = shape.q_type == Type::f32 ? Vectors<Single, float>::kSums : Bf16<bf16>::kSums;
+    const State total(memory.take<float>(State::floats(1, width)), 1, width, lanes);
     for (int64_t row = 0; row < rows; row++) {
-      total.clear(1, width);
+      total.clear(1);
       for (int64_t s = 0; s < piece.spans; s++)
-        combine(total, 0, State(parts + shares[i].parts + s * State::floats(rows, width), rows, width), row, width);
+        combine(total, 0, State(parts + shares[i].parts + s * State::floats(rows, width), rows, width, lanes), row);
       const int head = piece.head * group + int(row % group);
-      finish(shape, total, 0, width, head, out_of(shape, *piece.run->job, piece.first + row / group, head));
+      finish(shape, total, 0, head, out_of(shape, *piece.run->job, piece.first + row / group, head));
     }
   });
 }

@@ -381,16 +381,6 @@ INLINE void run_as_tile(const bf16 *x, const uint8_t *data, vf (&acc)[NV]) {
 #pragma GCC unroll 2
   for (int v = 0; v < NV; v++) acc[v] += even[v] + odd[v];
 }
-
-// Until it goes, subnormal numbers are zeros, as they are for tiles.
-class NoSubnormals {
- public:
-  NoSubnormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
-  ~NoSubnormals() { _mm_setcsr(before_); }
-
- private:
-  const unsigned before_;
-};
 #endif
 
 // acc[g] += the products of K k from the first one of each of G groups of `size`.
@@ -840,6 +830,17 @@ void tile_panels(const Weights &w, const Rows<typename F::X> &rows, int first, i
           wanted += rows.deep();
         };
         unpack(0);
+        // What is unpacked next is asked for a few lines at each step, lest all of it be waited for.
+        const bool around = panel + 1 == last;
+        const int next = around ? until : k, more = depth - next < chunk ? depth - next : chunk;
+        const int steps = (count + kTileRows - 1) / kTileRows * ((until - k + rows.deep() - 1) / rows.deep());
+        const int bytes = more * F::kBytes, share = (bytes + 64 * steps - 1) / (64 * steps);
+        const uint8_t *ahead = static_cast<const uint8_t *>(w.data) + (around ? first : panel + 1) * w.panel_bytes();
+        ahead += size_t(next) * F::kBytes;
+        const uint8_t *ahead_end = ahead + bytes;
+        const auto ask = [&](int) {
+          for (int i = 0; i < share && ahead < ahead_end; i++, ahead += 64) __builtin_prefetch(ahead, 0, 2);
+        };
         for (int r = row; r < end; r += kTileRows, out += kTileRows) {
           const int together = end - r < kTileRows ? end - r : kTileRows;
           shapes.set(together, rows.deep() * sizeof(X));
@@ -850,7 +851,7 @@ void tile_panels(const Weights &w, const Rows<typename F::X> &rows, int first, i
               weights.multiply(rows.x + rows.at(r, k), together, k, (until - k) / kDepth, out, k == 0, meanwhile);
           };
           if (F::kScaled && r == row) multiply(unpack);
-          else multiply([](int) {});
+          else multiply(ask);
         }
       }
     for (int r = row; r < end; r++)

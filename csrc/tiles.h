@@ -7,6 +7,16 @@
 #if defined(__AMX_BF16__)
 namespace OUTRIDER_ISA {
 
+// Until it goes, subnormal numbers are zeros, as they are for tiles.
+class NoSubnormals {
+ public:
+  NoSubnormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
+  ~NoSubnormals() { _mm_setcsr(before_); }
+
+ private:
+  const unsigned before_;
+};
+
 // The shapes of a thread's tiles, for C += A B of up to 32 rows and 32 columns: 0 to 3 hold C, 4 and 5 the rows of A, up
 // to 16 in each, of up to 64 bytes, 6 and 7 the columns of B.
 class TileShapes {
