@@ -79,7 +79,7 @@ def instead(name: object) -> str:
 
 def whole(value: Any, low: float, high: float = 2**62) -> int | None:
     """The whole number that a value is, numpy's too, if it lies between the bounds; else None."""
-    fits = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    fits = type(value) is int or (isinstance(value, numbers.Integral) and not isinstance(value, bool))
     return number if fits and low <= (number := int(value)) <= high else None
 
 

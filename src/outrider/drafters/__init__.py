@@ -23,15 +23,20 @@ from outrider.speculate import Drafter
 
 def methods() -> list[str]:
     """All method names, built-in ones first."""
-    own = [module.name for module in pkgutil.iter_modules(__path__)]
+    own = _own()
     return own + sorted({point.name for point in entry_points(group="outrider.drafters")} - set(own))
+
+
+def _own() -> list[str]:
+    return [module.name for module in pkgutil.iter_modules(__path__)]
 
 
 def find(method: str) -> type[Drafter]:
     """The Drafter class of a method. Raises ConfigError for an unknown one, naming the valid ones, and a broken one."""
-    if method not in methods():
+    own = method in _own()  # first: entry points are read from the files of all packages
+    if not own and method not in methods():
         raise ConfigError(f"method {brief(method)} is unknown; valid: {', '.join(methods())}{instead(method)}")
-    if method in {module.name for module in pkgutil.iter_modules(__path__)}:
+    if own:
         module = importlib.import_module(f"{__name__}.{method}")
         (found,) = [
             item
