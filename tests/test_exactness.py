@@ -6,6 +6,7 @@ Every method that `drafters.methods()` finds is put through all of it; nobody wr
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
@@ -156,11 +157,16 @@ _plain: WeakKeyDictionary[LLM, dict[str, list]] = WeakKeyDictionary()
 
 def plain_of(llm: LLM, sampling: str) -> list:
     """What plain decoding gives for each of the eight requests, each run alone."""
+    return plainly(llm, sampling, lambda: batch_of(llm, sampling, 8))
+
+
+def plainly(llm: LLM, name: str, batch: Callable[[], list[tuple[list[int], SamplingParams]]]) -> list:
+    """The same for requests that go by a name."""
     known = _plain.setdefault(llm, {})
-    if sampling not in known:
+    if name not in known:
         llm.speculative_config = None
-        known[sampling] = [run(llm, [request])[0] for request in batch_of(llm, sampling, 8)]
-    return known[sampling]
+        known[name] = [run(llm, [request])[0] for request in batch()]
+    return known[name]
 
 
 @pytest.mark.parametrize("size", [1, 8])
@@ -203,8 +209,7 @@ def test_bfloat16(bf16_llm, make_checkpoint, method, sampling):
     """Bit for bit where the engine says so; else a sequence may leave plain decoding only at a near-tie."""
     llm, params = bf16_llm, replace(sampling, max_tokens=32)
     batch = [(prompt, params) for prompt in prompts(llm)]
-    llm.speculative_config = None
-    plain = [run(llm, [request])[0] for request in batch]
+    plain = plainly(llm, repr(params), lambda: batch)
     llm.speculative_config = config_of(method, "tiny", make_checkpoint)
     for (prompt, _), output, expected in zip(batch, run(llm, batch), plain, strict=True):
         if alike(output, expected):

@@ -55,6 +55,20 @@ def blocks_of(llm, tokens):
     return tokens * llm.runner.kv.block_bytes
 
 
+@pytest.fixture(scope="module")
+def alone(make_llm):
+    """The tokens of plain decoding, alone and on a cold cache: the same for every method, and computed once."""
+    llm, known = make_llm(engine={"enable_prefix_caching": False}), {}
+
+    def tokens(prompt, params):
+        key = tuple(prompt), repr(params)
+        if key not in known:
+            known[key] = llm.generate(prompt, params)[0].token_ids
+        return known[key]
+
+    return tokens
+
+
 # --- the books -------------------------------------------------------------------------------------------------------
 
 
@@ -187,7 +201,7 @@ def test_outputs_of_one_prompt_share_its_blocks(make_llm, caching, length):
 
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("method", METHODS)
-def test_a_small_pool_preempts_and_changes_no_bit(make_llm, make_checkpoint, method, caching):
+def test_a_small_pool_preempts_and_changes_no_bit(make_llm, make_checkpoint, alone, method, caching):
     """Random arrivals and aborts; each answer is what plain decoding alone gives."""
     rng = random.Random(7)
     shared = text(70, 9)
@@ -196,10 +210,10 @@ def test_a_small_pool_preempts_and_changes_no_bit(make_llm, make_checkpoint, met
          SamplingParams(temperature=rng.choice((0, 0.8)), seed=i, max_tokens=rng.randrange(20, 100)), rng.randrange(3))
         for i in range(12)
     ]  # fmt: skip
-    plain = make_llm(engine={"enable_prefix_caching": False})
-    expected = [plain.generate(prompt, params)[0].token_ids for prompt, params, _ in wanted]
-    speculate(plain, method, make_checkpoint)
-    memory = blocks_of(plain, 8) + 2 * plain.engine.guard.kv_bytes(200)
+    expected = [alone(prompt, params) for prompt, params, _ in wanted]
+    large = make_llm()
+    speculate(large, method, make_checkpoint)
+    memory = blocks_of(large, 8) + 2 * large.engine.guard.kv_bytes(200)
     llm = make_llm(engine={"kv_memory": memory, "enable_prefix_caching": caching, "max_num_batched_tokens": 48})
     speculate(llm, method, make_checkpoint)
     engine, requests, doomed = llm.engine, [], {3, 8}
@@ -273,9 +287,9 @@ def test_idle_memory_is_small(make_llm):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_warm_is_cold(make_llm, make_checkpoint, method):
+def test_warm_is_cold(make_llm, make_checkpoint, alone, method):
     """Another's prefix, one's own answer, a hit up to the last token, a draft over a block's edge."""
-    cold, warm = make_llm(engine={"enable_prefix_caching": False}), make_llm()
+    warm = make_llm()
     speculate(warm, method, make_checkpoint)
     base = text(130)
     params = [SamplingParams(temperature=t, seed=4, max_tokens=40) for t in (0, 0.9)]
@@ -283,7 +297,7 @@ def test_warm_is_cold(make_llm, make_checkpoint, method):
     found = []
     for i, prompt in enumerate(prompts):
         for p in params:
-            expected = cold.generate(prompt, p)[0].token_ids
+            expected = alone(prompt, p)
             (request,) = warm.engine.add(prompt, p)
             warm.engine.finish([request])
             assert request.seq.output == expected, i
@@ -292,7 +306,7 @@ def test_warm_is_cold(make_llm, make_checkpoint, method):
             if len(expected) > 30 and i < 3:
                 (request,) = warm.engine.add(again, p)
                 warm.engine.finish([request])
-                assert request.seq.output == cold.generate(again, p)[0].token_ids
+                assert request.seq.output == alone(again, p)
                 assert request.cached == (len(again) - 1) // BLOCK * BLOCK
     assert found == [0, 128, 128, 128, 64, 64, 96, 96, 64, 64, 128, 128, 64, 96, 0, 128]
     assert_released(warm)
