@@ -21,6 +21,12 @@ SMALL = families.read({
 })  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def few(monkeypatch):
+    """A part computes the same, however often it is timed."""
+    monkeypatch.setattr(gpu, "TRIES", 2)
+
+
 def settings(tmp_path, *parts, scheme=None, longest=96):
     return gpu.Settings(
         tmp_path, "cpu", [*parts], {"Llama-3.1-8B": SMALL}, rows=(1, 2), contexts=(longest,), formats=(scheme,),

@@ -47,6 +47,7 @@ from outrider.sequence import Sequence
 from outrider.speculate import Autoregressive, Drafter, step
 
 MINUTES = 38.0  # after which no part begins
+TRIES = 4  # of what is timed, of which the first does not count
 INNER = 0.35  # of TriForce's smallest model: guesses that pass the target's view, as its authors say
 CACHE = 2**28  # bytes of weights that a measurement goes through, so that none come from the device's own cache
 Line = dict[str, Any]
@@ -198,7 +199,7 @@ def seconds(compute: Callable[[], Any], device: torch.device) -> float:
 def _timed(call: Callable[[], Any], device: torch.device) -> float:
     """Of one call that cannot be captured, host included."""
     count, taken = 1, list[float]()
-    for _ in range(4):
+    for _ in range(TRIES):
         _wait(device)
         began = time.perf_counter()
         for _ in range(count):
