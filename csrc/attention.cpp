@@ -623,13 +623,14 @@ class Tiles {
     weights_ = memory.take<float>(padded_ * kLine);
     scores_ = memory.take<float>(2 * kBlock * 16);
     added_ = memory.take<int>(padded_ / 16);
-    for (int64_t first = 0; first < padded_; first += 16)
+    for (int64_t first = 0; first < rows_.count(); first += 16)
       for (int d = 0; d < depth_; d += 16) {
         vf v[16];
         for (int i = 0; i < 16; i++) {
           v[i] = first + i < rows_.count() ? Paired::units(rows_.query<bf16>(first + i) + 2 * d, shape_.dim / 2 - d) : vf{};
           store(queries_ + (first + i) * depth_ + d, v[i]);
         }
+        if (rows_.count() <= kFew) continue;
         transpose(v);
         for (int i = 0; i < 16; i++) store(turned_ + first * depth_ + (d + i) * 16, v[i]);
       }
