@@ -343,6 +343,8 @@ struct Piece {
   const Piece *next;  // which its thread will most likely take
 };
 
+INLINE int width_of(const AttentionShape &shape) { return (shape.dim + W - 1) / W * W; }
+
 // Of each row of heads: the weighted sum of values, W sums of weights or one, and the largest score.
 struct State {
   float *sums, *weights, *top;
@@ -365,8 +367,7 @@ void combine(const State &total, int64_t to, const State &part, int64_t from) {
   float *sums = total.sums + to * total.width, *weights = total.weights + to * total.lanes;
   const float *more = part.sums + from * part.width, *heavier = part.weights + from * part.lanes;
   for (int d = 0; d < total.width; d += W) store(sums + d, load(sums + d) * keep + load(more + d) * add);
-  if (total.lanes == W) store(weights, load(weights) * keep + load(heavier) * add);
-  else *weights = *weights * keep[0] + *heavier * add[0];
+  for (int i = 0; i < total.lanes; i++) weights[i] = weights[i] * keep[0] + heavier[i] * add[0];
   total.top[to] = top;
 }
 
@@ -441,17 +442,24 @@ struct Block {
   int64_t first, last;
 };
 
+INLINE Ahead ahead_of(const void *memory) { return {static_cast<const char *>(memory), 64}; }
+
 INLINE void cap(const AttentionShape &shape, float *scores, int64_t count) {
   const vf in = splat(2 * shape.scale / shape.softcap), out = splat(shape.softcap / shape.scale);
   for (int64_t i = 0; i < count; i += W)  // tanh(x) = 1 - 2 / (1 + e^2x)
     store(scores + i, out * (1.0f - 2.0f / (1.0f + exp(load(scores + i) * in))));
 }
 
-// Scores of keys that a row does not see; a line for each row.
-void mask_rows(const Rows &rows, float *scores, int64_t row, int64_t count, int64_t at) {
-  for (int64_t r = 0; r < count; r++) {
+// What else makes scores: the scales of 8-bit keys, a cap, and which keys a row sees. A line for each row.
+template <class S>
+void complete(const Rows &rows, const Block<S> &block, bool whole, int64_t row, int64_t count, float *scores) {
+  if (sizeof(S) == 1)
+    for (int64_t i = 0; i < count * kBlock; i += W)
+      store(scores + i, load(scores + i) * load(block.key_scales + i % kBlock));
+  if (rows.shape.softcap != 0) cap(rows.shape, scores, count * kBlock);
+  for (int64_t r = 0; !whole && r < count; r++) {
     const int64_t token = rows.piece.first + (row + r) / rows.group;
-    const float from = float(rows.low(token, at)), to = float(rows.high(token, at));
+    const float from = float(rows.low(token, block.at)), to = float(rows.high(token, block.at));
     for (int j = 0; j < kBlock; j += W) {
       const vf lane = load(kLanes.at + j), score = load(scores + r * kBlock + j);
       store(scores + r * kBlock + j, ((lane >= from) & (lane < to)) ? score : splat(kNone));
@@ -478,7 +486,7 @@ class Vectors {
   struct Mode {};
 
   Vectors(const Rows &rows)
-      : rows_(rows), shape_(rows.shape), depth_(shape_.dim / M::kPer), width_((shape_.dim + W - 1) / W * W),
+      : rows_(rows), shape_(rows.shape), depth_(shape_.dim / M::kPer), width_(width_of(shape_)),
         factor_(shape_.scale * kLog2e) {}
 
   size_t room() const {
@@ -506,8 +514,7 @@ class Vectors {
   }
 
   void take(const Block<S> &block, bool whole, const State &state) {
-    Ahead later_keys{reinterpret_cast<const char *>(block.later.keys), 64};
-    Ahead later_values{reinterpret_cast<const char *>(block.later.values), 64};
+    Ahead later_keys = ahead_of(block.later.keys), later_values = ahead_of(block.later.values);
     switch (shape_.dim) {
       case 64: pack<64>(block, later_keys, later_values); break;
       case 128: pack<128>(block, later_keys, later_values); break;
@@ -528,12 +535,7 @@ class Vectors {
     alignas(64) float scores[kPanel * kBlock];
     alignas(64) Unit weights[kPanel * kBlock / M::kPer];
     multiply(count, queries_ + row * depth_, depth_, keys_, kBlock, scores, true, later_values);
-    if (sizeof(S) == 1)
-      for (int64_t r = 0; r < count; r++)
-        for (int j = 0; j < kBlock; j += W)
-          store(scores + r * kBlock + j, load(scores + r * kBlock + j) * load(block.key_scales + j));
-    if (shape_.softcap != 0) cap(shape_, scores, count * kBlock);
-    if (!whole) mask_rows(rows_, scores, row, count, block.at);
+    complete(rows_, block, whole, row, count, scores);
     weigh(scores, row, count, block.value_scales, state, weights);
     multiply(count, weights, kBlock / M::kPer, values_, width_, state.sums + row * width_, false, later_keys);
     later_keys.step = later_values.step = 0;
@@ -607,7 +609,7 @@ class Tiles {
   using Mode = NoSubnormals;  // small weights would take hundreds of cycles each
 
   Tiles(const Rows &rows)
-      : rows_(rows), shape_(rows.shape), depth_((shape_.dim + 31) / 32 * 16), width_((shape_.dim + 15) / 16 * 16),
+      : rows_(rows), shape_(rows.shape), depth_((shape_.dim + 31) / 32 * 16), width_(width_of(shape_)),
         padded_((rows.count() + 31) / 16 * 16), factor_(shape_.scale * kLog2e) {}
 
   size_t room() const {
@@ -643,8 +645,7 @@ class Tiles {
       row_ = (first_ - rows_.piece.first) * rows_.group, end_ = (last_ - rows_.piece.first) * rows_.group;
       memset(added_, 0, padded_ / 16 * sizeof(int));
     }
-    Ahead keys{reinterpret_cast<const char *>(block.later.keys), 64};
-    Ahead values{reinterpret_cast<const char *>(block.later.values), 64};
+    Ahead keys = ahead_of(block.later.keys), values = ahead_of(block.later.values);
     const bool few = end_ - row_ <= kFew;
     switch (shape_.dim) {
       case 64: pack<64>(block, few, keys, values); break;
@@ -653,11 +654,7 @@ class Tiles {
     }
     if (few) {
       score_rows(keys, values);
-      if (sizeof(S) == 1)
-        for (int i = 0; i < int(end_ - row_) * kBlock; i += W)
-          store(scores_ + i, load(scores_ + i) * load(block.key_scales + i % kBlock));
-      if (shape_.softcap != 0) cap(shape_, scores_, (end_ - row_) * kBlock);
-      if (!whole) mask_rows(rows_, scores_, row_, end_ - row_, block.at);
+      complete(rows_, block, whole, row_, end_ - row_, scores_);
       weigh_rows(block, state);
     } else {
       score(block, 0);
@@ -882,7 +879,7 @@ class Worker {
         ahead_((kAhead / (shape.dim * int(sizeof(S))) + kBlock - 1) / kBlock * kBlock) {}
 
   void work() {
-    const int width = (shape_.dim + W - 1) / W * W;
+    const int width = width_of(shape_);
     const int64_t rows = rows_.count();
     const size_t floats = State::floats(rows, width);
     Memory memory(kTaskSlot, products_.room() + Memory::room<S>(3 * kBlock * shape_.dim) + 2 * Memory::room<float>(floats));
@@ -1067,7 +1064,7 @@ int64_t fork(const AttentionJob &job, int64_t straight) {
 
 void attend(const AttentionShape &shape, const AttentionJob *jobs, int count) {
   constexpr size_t kMostParts = size_t(64) << 20;  // bytes
-  const int group = shape.heads / shape.kv_heads, width = (shape.dim + W - 1) / W * W;
+  const int group = shape.heads / shape.kv_heads, width = width_of(shape);
   const int64_t most = kChunk / group > 1 ? kChunk / group : 1;
   int64_t tokens = 0;
   for (int i = 0; i < count; i++) tokens += jobs[i].n;

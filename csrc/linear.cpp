@@ -810,6 +810,8 @@ void tile_panels(const Weights &w, const Rows<typename F::X> &rows, int first, i
   TileShapes shapes;
   for (int row = 0; row < n; row += kBlockRows) {
     const int end = n - row < kBlockRows ? n : row + kBlockRows, count = end - row;
+    const int blocks = (count + kTileRows - 1) / kTileRows;
+    const int share = (rows.deep() * F::kBytes + 64 * blocks - 1) / (64 * blocks);  // lines of the next chunk for a step
     if (F::kScaled) memset(sums, 0, sizeof(float) * (last - first) * count * kPanel);
     for (int k = 0; k < depth; k += chunk)
       for (int panel = first; panel < last; panel++) {
@@ -833,11 +835,9 @@ void tile_panels(const Weights &w, const Rows<typename F::X> &rows, int first, i
         // What is unpacked next is asked for a few lines at each step, lest all of it be waited for.
         const bool around = panel + 1 == last;
         const int next = around ? until : k, more = depth - next < chunk ? depth - next : chunk;
-        const int steps = (count + kTileRows - 1) / kTileRows * ((until - k + rows.deep() - 1) / rows.deep());
-        const int bytes = more * F::kBytes, share = (bytes + 64 * steps - 1) / (64 * steps);
         const uint8_t *ahead = static_cast<const uint8_t *>(w.data) + (around ? first : panel + 1) * w.panel_bytes();
         ahead += size_t(next) * F::kBytes;
-        const uint8_t *ahead_end = ahead + bytes;
+        const uint8_t *ahead_end = ahead + size_t(more) * F::kBytes;
         const auto ask = [&](int) {
           for (int i = 0; i < share && ahead < ahead_end; i++, ahead += 64) __builtin_prefetch(ahead, 0, 2);
         };

@@ -10,7 +10,7 @@ os.environ["OUTRIDER_CACHE"] = ""  # no test depends on what an earlier run meas
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 from collections.abc import Callable
-from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -25,11 +25,10 @@ settings.register_profile(
 )
 settings.load_profile("outrider")
 
-if os.environ["TRITON_INTERPRET"] == "1":
-    with suppress(ImportError):
-        from tests import interpreter
+if os.environ["TRITON_INTERPRET"] == "1" and find_spec("triton"):
+    from tests import interpreter
 
-        interpreter.use()
+    interpreter.use()
 
 SHAPE = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
