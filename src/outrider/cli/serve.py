@@ -91,7 +91,7 @@ def serve(
     event_interval: Annotated[
         float,
         typer.Option(help="Seconds between frames of a stream; what comes meanwhile joins the next.", min=0, max=3600),
-    ] = 0.03,
+    ] = 0.05,
     drain: Annotated[
         float | None,
         typer.Option(

@@ -75,7 +75,7 @@ class Source:
 class Auto(Drafter):
     """Lets all sources compete."""
 
-    num_speculative_tokens: int = option(16, "most nodes of a draft")
+    num_speculative_tokens: int = option(32, "most nodes of a draft")
     model: str = option("", "a draft model or heads to choose from, beside those that come with the target")
     datastore: str = option(
         "", "a file made by `outrider datastore build`, for method rest, in place of those that fit"

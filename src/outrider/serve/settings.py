@@ -27,7 +27,7 @@ class Settings:
     max_stop_strings: int = 4
     max_logprobs: int = 20
     keep_alive: float = 15.0  # seconds of silence in a stream, until a comment says that we are there
-    event_interval: float = 0.03  # seconds between two frames of a stream (AsyncLLM): about what flows for an eye
+    event_interval: float = 0.05  # seconds between two frames of a stream (AsyncLLM): still flows for an eye
     stall: float = 60.0  # seconds without a turn of the engine's loop, until /health says so
     drain: float = 30.0  # seconds that requests may go on after SIGTERM
     cors_origins: tuple[str, ...] = ()
