@@ -70,9 +70,9 @@ def test_compare_says_identical(run):
 
 
 def test_prompt_from_file_and_stdin(run, tmp_path, monkeypatch):
-    path = tmp_path / "prompt.txt"
-    path.write_text(PROMPT)
-    expected = run("generate", PROMPT, "--json", "--max-tokens", "5")[1]
+    path, prompt = tmp_path / "prompt.txt", PROMPT + "\r\nOnce more\r"
+    path.write_bytes(prompt.encode())
+    expected = run("generate", prompt, "--json", "--max-tokens", "5")[1]
     from_file = run("generate", "--prompt-file", str(path), "--json", "--max-tokens", "5")[1]
     assert json.loads(from_file)["token_ids"] == json.loads(expected)["token_ids"]
 

@@ -10,7 +10,7 @@ import torch
 from helpers import logits_after
 from safetensors.torch import load_file
 from test_families import GROWING
-from test_gguf import Kind, write
+from test_gguf import OLMO3, PHI4, Kind, write
 from test_truth import LLAMA3, check, prompt_of, reference, rope
 
 from outrider import LLM, export
@@ -27,6 +27,7 @@ from outrider.load import embedded, read_tokenizer
         ("qwen3", {}),
         ("qwen2", {}),
         ("ministral3", {"rope_parameters": GROWING}),
+        ("olmo3", OLMO3),
     ],
 )
 def test_gguf_to_a_folder(make_checkpoint, tmp_path, arch, config):
@@ -35,6 +36,15 @@ def test_gguf_to_a_folder(make_checkpoint, tmp_path, arch, config):
     target = export.export(path, tmp_path / "out")
     check(LLM(target, device="cpu"), reference(folder), [prompt_of(30)], 16, rtol=1e-4, atol=1e-4)
     check(LLM(path, device="cpu"), reference(target), [prompt_of(30)], 16, rtol=1e-4, atol=1e-4)
+
+
+def test_rope_that_changes_behind_the_original_context(make_checkpoint, tmp_path):
+    """Transformers refuses this one: its default `pad_token_id` is beyond so small a vocabulary."""
+    path = write(make_checkpoint("phi3", **PHI4), tmp_path / "model.gguf")
+    target = export.export(path, tmp_path / "out", "float32")
+    ours, theirs = LLM(path, device="cpu", dtype="float32"), LLM(target, device="cpu")
+    for n in (20, 40):  # before and behind it
+        assert torch.equal(logits_after(ours, prompt_of(n)), logits_after(theirs, prompt_of(n)))
 
 
 def test_quantised_weights_become_dense(make_checkpoint, tmp_path):

@@ -175,6 +175,10 @@ def _add_tokenizer(w: gguf.GGUFWriter, tokenizer, vocab: int, pre: str) -> None:
         w.add_chat_template(tokenizer.chat_template)
 
 
+OLMO3 = {"num_hidden_layers": 4, "sliding_window": 8, "rope_parameters": {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 20000.0},
+    "full_attention": YARN | {"rope_theta": 20000.0}}}  # fmt: skip
+PHI4 = {"rope_parameters": LONG | {"attention_factor": 1.2}, "original_max_position_embeddings": 30}
 FAMILIES = {
     "llama": ("llama", {}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
@@ -186,11 +190,11 @@ FAMILIES = {
     "gemma2": ("gemma2", {"sliding_window": 8, "query_pre_attn_scalar": 16, "tie_word_embeddings": True}),
     "gemma3": ("gemma3_text", {"num_hidden_layers": 7, "sliding_window": 8, "query_pre_attn_scalar": 16}),
     "phi3-window": ("phi3", {"sliding_window": 8}),
-    "phi4-mini": ("phi3", {
-        "rope_parameters": LONG | {"attention_factor": 1.2}, "original_max_position_embeddings": 30}),
+    "phi4-mini": ("phi3", PHI4),
     "smollm3": ("smollm3", {"num_hidden_layers": 5}),
     "olmo2": ("olmo2", {}),
     "olmo3": ("olmo3", {"num_hidden_layers": 4, "sliding_window": 8}),
+    "olmo3-yarn": ("olmo3", OLMO3),
     "granite": ("granite", {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1,
                             "logits_scaling": 8.0}),
     "glm4": ("glm4", {"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}}),

@@ -131,6 +131,19 @@ def ids(tokenizer, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
+@pytest.mark.parametrize("kind", ["llama legacy", "llama", "bytes"])
+def test_a_long_prompt_that_ends_amid_a_character(kind):
+    """No window of what is decoded may begin there: the rest of the character would be no character."""
+    tokenizer = other(kind)
+    bird = ids(tokenizer, "a🙂")[-4:]
+    prompt = [*ids(tokenizer, "so"), *bird * 5, *bird[:2]]
+    output = [*bird[2:], *bird * 2, *ids(tokenizer, "ab"), *bird * 2]
+    taken, stream = pieces(tokenizer, output, prompt)
+    assert "".join(taken) == stream.text and stream.text.count("\ufffd") == 0
+    assert stream.text.replace(" ", "").endswith("🙂🙂🙂ab🙂🙂")
+    assert pieces(tokenizer, output, prompt, stop="b🙂")[1].stopped
+
+
 @st.composite
 def cuts(draw, kind: str):
     """A prompt and an output: a text cut in two, or any tokens; special ones are in it, too."""

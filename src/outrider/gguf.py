@@ -21,7 +21,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf import dequantize as expand
 from torch import Tensor
 
-from outrider import quantize
+from outrider import families, quantize
 from outrider.config import ModelConfig, Names
 from outrider.errors import CheckpointError, UnsupportedArchitecture, brief
 from outrider.files import check_regular
@@ -219,6 +219,8 @@ class File:
             large = layers == {"gemma2": 46, "gemma3": 62}[self.family]
             said |= {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": share if large else size}
             said["rope_local_base_freq"] = self._get("rope.freq_base_swa")
+        if self.family == "phi3":  # transformers looks for it here, and has 4,096 where it is missing
+            said["original_max_position_embeddings"] = self._get("rope.scaling.original_context_length")
         if self._number("expert_count", 0, least=0):
             width = self._number("expert_feed_forward_length", self._number("feed_forward_length"))
             if self._get("expert_gating_func") not in (None, 1, 4):  # softmax, before or behind the choice
@@ -280,7 +282,11 @@ class File:
             }  # fmt: skip
         if self.factors is not None:
             rope["freq_factors"] = self.factors.dense().float().flatten().tolist()
-        return {key: value for key, value in rope.items() if value is not None}
+        rope = {key: value for key, value in rope.items() if value is not None}
+        if self.architecture == "Olmo3ForCausalLM":  # whose layers with windows are not stretched
+            theta = {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
+            return {families.FULL: rope, families.SLIDING: {"rope_type": "default", **theta}}
+        return rope
 
     def stored(self, name: str) -> Stored:
         """A tensor by its Hugging Face name, its rows in the order that Hugging Face has them."""

@@ -99,7 +99,7 @@ def _prompts(prompts: list[str] | None, file: Path | None) -> list[str]:
         raise ConfigError("give prompts or --prompt-file, not both")
     if file:
         try:
-            prompts = [file.read_text("utf-8")]
+            prompts = [file.read_bytes().decode("utf-8")]  # with its own ends of lines
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--prompt-file {file} cannot be read: {error}") from None
     if not prompts and sys.stdin.isatty():

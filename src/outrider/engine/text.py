@@ -49,6 +49,7 @@ class TextStream:
         self._base = self._decode(self._window) if self._window else ""  # text of the window that is out
         self._chunk, self._known = 0, len(self._window)  # where the window's last whole piece begins, ends
         self._grown = False  # whether text has come since
+        self._torn = False  # ... and the whole piece before it, a prompt's end, ends amid a character
         self._parts: list[str] = []
         self._taken = 0  # parts handed out
         self._tail = ""  # text behind them, in which a stop string may have begun
@@ -90,12 +91,14 @@ class TextStream:
         late = len(self._window) - self._known > PATIENCE
         whole = self._decode(self._window)
         now = whole if final or late else whole.rstrip(BROKEN)
-        base = self._base if now.startswith(self._base) else self._base.rstrip(BROKEN)  # a prompt may end amid one
+        torn = not now.startswith(self._base)  # a prompt may end amid one
+        base = self._base.rstrip(BROKEN) if torn else self._base
         if fresh := now[len(base) :]:
-            self._base, self._grown = now, True
+            self._base, self._grown, self._torn = now, True, self._torn or torn
             self._add(fresh)
         if now == whole and self._grown:
-            self._chunk, self._known, self._grown = self._known, len(self._window), False
+            self._chunk = 0 if self._torn else self._known
+            self._known, self._grown, self._torn = len(self._window), False, False
             # A window begins with tokens that have text: what a decoder does to the first one is done to known text.
             if self._known > WINDOW and self._chunk:
                 del self._window[: self._chunk]
