@@ -110,7 +110,8 @@ class LlamaCpp:
 
 
 class OpenVino:
-    """openvino-genai; `weights` may be int8 or int4, as optimum-intel's export makes them by default."""
+    """openvino-genai; `weights` may be int8 or int4, as optimum-intel's export makes them by default, int4 in groups of
+    64 where those of 128 do not fit the hidden size: it would refuse."""
 
     def __init__(self, job: Job) -> None:
         self.genai: Any = importlib.import_module("openvino_genai")
@@ -119,7 +120,10 @@ class OpenVino:
         path = job.cached(f"openvino-{form}")
         if not path.exists():
             export = [str(Path(sys.executable).with_name("optimum-cli")), "export", "openvino", "--model", job.model]
-            export += ["--task", "text-generation-with-past", "--weight-format", form, str(part(path))]
+            export += ["--task", "text-generation-with-past", "--weight-format", form]
+            wide = json.loads((Path(job.model) / "config.json").read_text())["hidden_size"]
+            export += ["--group-size", "64"] if form == "int4" and wide % 128 else []
+            export.append(str(part(path)))
             subprocess.run(export, check=True, stdout=sys.stderr)
             part(path).rename(path)
         precision = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}[job.dtype]
