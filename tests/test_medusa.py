@@ -330,6 +330,10 @@ def test_training_own_projections(texts, tmp_path, tiny_llm):
     medusa(tiny_llm, tmp_path / "heads")
 
 
+def test_training_on_the_shortest_windows(texts, tmp_path):
+    assert train(texts, tmp_path / "heads", replace(SMALL, heads=1, length=3, steps=1))
+
+
 def test_training_refusals(texts, tmp_path, make_checkpoint):
     with pytest.raises(ConfigError, match="no checkpoint"):
         train(texts, tmp_path / "new", SMALL, resume=True)

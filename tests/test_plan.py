@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from shutil import copyfile
 
 import pytest
 
@@ -13,7 +14,8 @@ from outrider.cli import app, main
 from outrider.cli.plan import _timed
 from outrider.control import Curve
 from outrider.errors import ConfigError
-from outrider.load import embedded, open_source
+from outrider.export import quantize
+from outrider.load import embedded, open_source, read_config, sizes
 from outrider.plan import (
     ACCEPTANCE,
     DEVICES,
@@ -41,6 +43,37 @@ def test_a_shape_is_the_checkpoints():
     assert shape.weight_bytes == pytest.approx(total, rel=0.02), "tiny is bfloat16, and its head is its embedding"
     assert Shape.of(source.config, 4.5).weight_bytes < shape.weight_bytes / 3
     assert LLAMA_8B.kv_bytes(1) == 131072, "as is well known"
+
+
+def test_windows_bound_what_is_read_and_not_what_is_held(make_checkpoint):
+    config = read_config(make_checkpoint("gemma3_text", num_hidden_layers=6, sliding_window=8))
+    shape, device = Shape.of(config), Device(1e9, 1e15, 1e12)
+    full = replace(shape, windows=(None,))
+    assert config.windows.count(None) == 1 and shape.seen(1000) == (5 * 8 + 1000) / 6 and shape.seen(6) == 6
+    assert shape.kv_bytes(1000) == full.kv_bytes(1000)
+    keys, all_keys = (own.forward(device, 1, 1, 1e6) - own.forward(device, 1, 1, 0) for own in (shape, full))
+    assert all_keys / keys == pytest.approx(6, rel=0.01)
+
+
+def test_quantised_weights_are_counted_as_they_lie(tmp_path):
+    target = quantize("tiny", tmp_path / "q8", bits=8)
+    config, held = sizes(target)
+    (file,) = target.glob("*.safetensors")
+    assert held == file.stat().st_size, "tiny's head is its embedding"
+    assert Shape.of(config, held=held).weight_bytes == pytest.approx(held)
+    assert sizes("tiny")[1] == 0, "in bfloat16, as is supposed"
+
+
+def test_only_the_config_is_fetched(capsys, monkeypatch, tmp_path):
+    asked = []
+    copyfile(embedded()["tiny"] / "config.json", tmp_path / "config.json")
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download",
+        lambda repo, allow_patterns, **_: asked.append(allow_patterns) or str(tmp_path),
+    )
+    code, out, err = run(capsys, monkeypatch, "--model", "some/model", "--device", "h100")
+    assert code == 0 and "0.03 GB of weights" in out, err
+    assert asked == [["*.json"]]
 
 
 def test_what_a_step_emits():

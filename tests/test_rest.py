@@ -371,6 +371,11 @@ def test_what_a_model_said(tmp_path, tokenizer):
     assert store.header["documents"] == 3
     assert store.find([9, 8], 4, 2, 9, 9) == [] and store.find([8, 7], 4, 1, 9, 9) == [[6, 5, 1, 2]]
     assert store.find([4], 4, 1, 9, 9) == [[3]]
+    packed = tmp_path / "packed"
+    packed.mkdir()
+    (packed / "said.jsonl.gz").write_bytes(gzip.compress(path.read_bytes()))
+    for where in (packed, packed / "said.jsonl.gz"):
+        assert build([where, text], tokenizer, tmp_path / "p", model="tiny").find([4], 4, 1, 9, 9) == [[3]]
     for wrong in ({"p": [1], "o": [8192]}, {"p": [1], "o": ["a"]}, {"p": [1]}):
         path.write_text(json.dumps({"p": [1], **wrong}) + "\n")
         with pytest.raises(ConfigError, match=r"said\.jsonl:1 is"):

@@ -114,7 +114,9 @@ def test_a_run_goes_on(trained, llm, said):
     assert again.counts == before.counts and again.taken == before.taken
     for a, b in zip(again.head.state_dict().values(), before.head.state_dict().values(), strict=True):
         assert torch.equal(a.bfloat16(), b.bfloat16())
-    assert list(again.run(0.0001)) and again.seconds >= before.seconds
+    log = (before.output / "log.jsonl").read_text()
+    assert not list(again.run(0.0001)) and (before.output / "log.jsonl").read_text() == log, "nothing was learnt"
+    assert list(again.run(before.seconds / 60 + 0.01)) and again.seconds > before.seconds
     with pytest.raises(ConfigError, match="begun with depth 3"):
         Trainer([said], before.output, Eagle3Settings(**{**vars(SMALL), "depth": 2}), llm=llm)
 

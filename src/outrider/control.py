@@ -561,7 +561,7 @@ class Beliefs:
         if nodes and took < math.inf:  # what was thought too little of is charged in full; a hiccup is not
             extra = min(max(extra, took - plain), 2 * extra)
         asked = sum(each.asked.bit_count() for each, *_ in known)
-        share, pay = len(came) / asked if asked else 0.0, 0
+        pay = 0
         self.drafts = MEMORY * self.drafts[0], MEMORY * self.drafts[1]
         row = len(came) / plain / nodes if nodes else 0.0  # in plain steps of all: what its time costs, a second
         for each, text, accepted in known:
@@ -572,7 +572,7 @@ class Beliefs:
             for source, look in each.looks.items():
                 if plain and each.asked & source:
                     promised = sum(each.promised.get(source, []))
-                    cost = own / plain * share + expected * row * len(each.promised.get(source, []))
+                    cost = own / plain * len(came) / asked + expected * row * len(each.promised.get(source, []))
                     look.enter(promised, cost)
                     if promised >= cost:
                         each.poor &= ~source

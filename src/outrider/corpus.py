@@ -30,18 +30,20 @@ SUFFIXES = [
 FIELDS = [["text"], ["content"], ["prompt", "completion"], ["prompt", "canonical_solution"]]  # of JSON lines, by turns
 SAID, LEAD = b'{"p": [', 4  # how its lines begin; tokens of a prompt that lead to the answer
 OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
+UNREADABLE = OSError, EOFError, lzma.LZMAError, zlib.error
 
 
 def files(paths: Iterable[str | Path], suffixes: Iterable[str] | None = None) -> list[Path]:
     """The files named, and those in the folders named that end with one of `suffixes` and are not hidden."""
-    endings = tuple(suffixes or SUFFIXES)
+    named = tuple(suffixes or SUFFIXES)
+    endings = tuple(suffix + packed for suffix in named for packed in ("", *OPENERS))
     found: list[Path] = []
     for path in map(expand, paths):
         if os.path.isdir(path):  # unlike Path's, not startled by names that are too long
             inside = sorted(p for p in path.rglob("*") if p.is_file() and p.name.endswith(endings))
             inside = [p for p in inside if not any(part.startswith(".") for part in p.relative_to(path).parts)]
             if not inside:
-                raise ConfigError(f"no file in {path} ends with {', '.join(endings)}; choose others with --suffix")
+                raise ConfigError(f"no file in {path} ends with {', '.join(named)}; choose others with --suffix")
             found += inside
         elif os.path.isfile(path):
             found.append(path)
@@ -74,35 +76,46 @@ def texts(found: list[Path], field: str | None = None, progress: Progress | None
                             yield text
                         elif not text.isspace():
                             yield _field(text, field, f"{path}:{number}")
-        except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
-            raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        except UNREADABLE as error:
+            raise _unreadable(path, error) from None
         done += path.stat().st_size
     report("sorting", total, total + 1)
 
 
 def is_said(path: Path) -> bool:
     """Whether a file holds what a model said."""
-    with suppress(OSError), open(path, "rb") as file:  # `texts` says of a file what keeps it from being read
-        return file.read(len(SAID)) == SAID
+    with suppress(*UNREADABLE), _opened(path) as file:  # `texts` says of a file what keeps it from being read
+        return bool(file.read(len(SAID)) == SAID)
     return False
+
+
+def _opened(path: Path) -> Any:
+    return OPENERS.get(path.suffix, open)(path, "rb")
+
+
+def _unreadable(path: Path, error: BaseException) -> ConfigError:
+    return ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}")
 
 
 def said(path: Path, vocab: int) -> Iterator[list[int]]:
     """The answers in such a file, each behind the end of its prompt. Raises ConfigError for ids beyond `vocab`."""
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                entry = json.loads(line)
-                ids = [*entry["p"][-LEAD:], *entry["o"]]
-                if not all(type(i) is int and 0 <= i < vocab for i in ids):
-                    raise ValueError
-            except (ValueError, TypeError, KeyError, RecursionError):
-                if line.endswith(b"\n"):  # else it is being written
-                    raise ConfigError(
-                        f"{path}:{number} is not what `outrider train data` writes for this model"
-                    ) from None
-            else:
-                yield ids
+    try:
+        with _opened(path) as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    entry = json.loads(line)
+                    ids = [*entry["p"][-LEAD:], *entry["o"]]
+                    if not all(type(i) is int and 0 <= i < vocab for i in ids):
+                        raise ValueError
+                except (ValueError, TypeError, KeyError, RecursionError):
+                    if line.endswith(b"\n"):  # else it is being written
+                        raise ConfigError(
+                            f"{path}:{number} is not what `outrider train data` writes for this model"
+                        ) from None
+                else:
+                    yield ids
+    except UNREADABLE as error:
+        raise _unreadable(path, error) from None
 
 
 def archived(path: Path) -> Iterator[str]:

@@ -125,6 +125,29 @@ def open_source(name: str | Path) -> Source:
     return Source(path, config, blocks, lambda: _gguf_tokenizer(file), hf)
 
 
+def sizes(name: str | Path) -> tuple[ModelConfig, int]:
+    """The config of what `find` takes, for which a checkpoint's weights need not be there.
+
+    And bytes of the weights that a forward multiplies by, if they lie here and are quantised; else 0. Raises as `load`.
+    """
+    path = find(name, weights=False)
+    if path.is_file():
+        tensors = dict(gguf.File(path).tensors)
+        if "output.weight" in tensors:
+            tensors.pop("token_embd.weight", None)  # of which a forward reads a few rows
+        known = [(t.kind in quantize.GGUF, t.blocks.nbytes, 2 * torch.Size(t.shape).numel()) for t in tensors.values()]
+        held = sum(stored if packs else dense for packs, stored, dense in known)  # others are held in bfloat16
+        return open_source(path).config, held if any(packs for packs, *_ in known) else 0
+    config, there = read_config(path), any(path.glob("*.safetensors"))
+    if not there or not families.text_part(_json(path / "config.json")).get("quantization_config"):
+        return config, 0
+    source = open_source(path)
+    if not isinstance(source.weights, _Packed) or not source.weights.reader.packed:
+        return source.config, 0
+    held = sum(file.stat().st_size for file in {*source.weights.files.values()})
+    return source.config, held - (0 if source.config.tied else 2 * config.vocab_size * config.hidden_size)
+
+
 def _gguf_tokenizer(file: gguf.File) -> Any:
     """The file's own, or the `tokenizer.json` beside it if it has none that can be read."""
     beside = (file.path.parent / "tokenizer.json").is_file()
@@ -155,8 +178,10 @@ def embedded() -> dict[str, Path]:
     return {path.name: path for path in sorted(ASSETS.iterdir()) if (path / "config.json").exists()}
 
 
-def find(name: str | Path) -> Path:
+def find(name: str | Path, weights: bool = True) -> Path:
     """The folder or GGUF file of a model; what is on the hub is downloaded, or found in the hub's cache.
+
+    Without `weights` only the config of a checkpoint is.
 
     `name`: a folder, a file, an embedded model, `smollm2` (a package's), a hub id, or `hub/id/file.gguf` and
     `hub/id:Q4_K_M` for one file of it. Raises ModelNotFound.
@@ -194,7 +219,7 @@ def find(name: str | Path) -> Path:
         raise ModelNotFound(f"no model at {shown!r}; {hint}")
     from huggingface_hub import snapshot_download
 
-    patterns = [wanted, re.sub(r"-\d{5}-of-", "-*-of-", wanted)] if wanted else PATTERNS
+    patterns = [wanted, re.sub(r"-\d{5}-of-", "-*-of-", wanted)] if wanted else PATTERNS if weights else ["*.json"]
 
     def fetch(patterns: list[str]) -> Path:
         try:
@@ -204,7 +229,8 @@ def find(name: str | Path) -> Path:
             raise ModelNotFound(f"cannot get {shown!r} from the hub ({reason}); {hint}") from None
 
     folder = fetch(patterns)
-    if (folder / "config.json").is_file() and not [*folder.glob("*.safetensors")] and kind_of(folder) == "eagle3":
+    bare = weights and (folder / "config.json").is_file() and not [*folder.glob("*.safetensors")]
+    if bare and kind_of(folder) == "eagle3":
         folder = fetch(["*.json", "pytorch_model.bin"])
     return folder / file if file and (folder / file).is_file() else _in_folder(folder, wanted or "*.gguf")
 

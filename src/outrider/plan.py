@@ -103,7 +103,8 @@ def acceptance(method: str, suite: str) -> Rate:
 class Shape:
     """A model's sizes. `weights` are those that every forward multiplies by, `bits` what one of them takes.
 
-    `expert` are those of one of `experts` in all layers, of which each row takes `chosen`.
+    `expert` are those of one of `experts` in all layers, of which each row takes `chosen`. `windows`: how many keys
+    each layer sees at most, None for all.
     """
 
     weights: float
@@ -117,19 +118,20 @@ class Shape:
     expert: int = 0
     experts: int = 0
     chosen: int = 0
+    windows: tuple[int | None, ...] = (None,)
 
     @staticmethod
-    def of(config: ModelConfig, bits: float = 16.0) -> Shape:
-        """From a config."""
+    def of(config: ModelConfig, bits: float = 16.0, held: int = 0) -> Shape:
+        """From a config; `held`: bytes that all weights take, if that is known, whatever `bits` says."""
         c = config
         attention = c.hidden_size * c.head_dim * 2 * (c.num_heads + c.num_kv_heads)
         m, sizes = c.mixture, (c.num_layers, c.num_heads, c.num_kv_heads, c.head_dim, c.hidden_size, c.vocab_size)
         sparse = len(m.layers) if m else 0
         wide = (c.num_layers - sparse) * c.intermediate_size + (sparse * m.shared if m else 0)
         weights = c.num_layers * attention + 3 * c.hidden_size * wide + c.hidden_size * c.vocab_size
-        if m is None:
-            return Shape(weights, *sizes, bits)
-        return Shape(weights, *sizes, bits, 3 * c.hidden_size * m.width * sparse, m.count, m.chosen)
+        experts = (3 * c.hidden_size * m.width * sparse, m.count, m.chosen) if m else (0, 0, 0)
+        shape = Shape(weights, *sizes, bits, *experts, c.windows)
+        return replace(shape, bits=bits * held / shape.weight_bytes) if held else shape
 
     @property
     def weight_bytes(self) -> float:
@@ -145,8 +147,13 @@ class Shape:
         """Bytes of keys and values, in two bytes each."""
         return 4.0 * self.layers * self.kv_heads * self.head_dim * tokens
 
+    def seen(self, context: float) -> float:
+        """Keys that a row behind so many tokens sees, on the average of the layers."""
+        return statistics.fmean(context if window is None else min(context, window) for window in self.windows)
+
     def forward(self, device: Device, batch: int, rows: int, context: float) -> float:
         """Seconds of a forward: `batch` sequences of so many rows, behind `context` tokens each."""
+        context = self.seen(context)  # all keys are held, and these are read
         each, read = self.weights + self.chosen * self.expert, self.read(batch * rows)
         decoding = 8 * read / self.bits / device.decoded if self.bits < 16 else 0.0
         weights = max(read / device.bandwidth, 2.0 * each * batch * rows / device.arithmetic, decoding)

@@ -123,7 +123,7 @@ def test_missing_and_damaged_data(data: Path, tmp_path: Path) -> None:
                 load_suite(name, 1, tmp_path)
     (tmp_path / "questions.jsonl").write_text('{"turns": ["one\u2028two"]}\n\n', "utf-8")
     assert load_suite("spec-bench", 1, file=tmp_path / "questions.jsonl").prompts == ["one\u2028two"]
-    for line in ('{"turns": []}', '{"turn": ["?"]}', "[]", "{", "[" * 10**5):
+    for line in ('{"turns": []}', '{"turns": "What?"}', '{"turns": [null]}', '{"turn": ["?"]}', "[]", "{", "[" * 10**5):
         (tmp_path / "questions.jsonl").write_text(line)
         with pytest.raises(ConfigError, match=r"questions\.jsonl is damaged or not what"):
             load_suite("spec-bench", 1, file=tmp_path / "questions.jsonl")

@@ -106,3 +106,12 @@ def test_only_full_batches_are_timed(settings: long.Settings, monkeypatch: pytes
     list(long.run(replace(settings, batches=[2], repeats=1)))
     assert 1 in alive, "no sequence ended before the other: this shows nothing"
     assert all(done.forwards == 2 * done.steps > 0 for done in passes)
+
+
+def test_a_sequence_that_ends_in_the_first_step(settings: long.Settings) -> None:
+    """Its method has no steps to be timed by, and costs the others nothing."""
+    assert settings.file
+    (tiresome := settings.file.with_name("la.txt")).write_text("la " * 3000)
+    methods = [SpeculativeConfig("suffix", 40)]
+    rows = list(long.run(replace(settings, file=tiresome, methods=methods, batches=[1], max_tokens=16, temperature=0)))
+    assert rows[0].tokens_per_second > 0 == rows[1].tokens_per_second and rows[1].identical

@@ -238,8 +238,8 @@ def test_prompts_from_a_file(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="has token ids, which are for --endpoint completions"):
             measured(fake, file=file)
         for wrong in ("[]", '{"prompt": 3}', '{"prompt": ""}', '{"turns": []}', '{"prompt": [1, "a"]}', '"text"'):
-            file.write_text('{"prompt": "one"}\n' + wrong)
-            with pytest.raises(ConfigError, match="line 2 has no `prompt`"):
+            file.write_text('{"prompt": "one"}\n\n' + wrong)
+            with pytest.raises(ConfigError, match="line 3 has no `prompt`"):
                 measured(fake, file=file)
         for wrong in ("", "{", "[" * 10**5):
             file.write_text(wrong)
@@ -286,7 +286,7 @@ def test_a_server_that_is_not_there_or_answers_nothing_ends_the_run() -> None:
 def test_the_command_writes_lines_a_table_and_a_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "results"
     with Fake(good) as fake:
-        fake.key = "secret"
+        fake.key = "a secret's"
         words = [
             "bench",
             "serve",
@@ -301,7 +301,7 @@ def test_the_command_writes_lines_a_table_and_a_plot(tmp_path: Path, monkeypatch
         words += [
             "3",
             "--api-key",
-            "secret",
+            "a secret's",
             "--output",
             str(out),
             "--max-tokens",

@@ -104,6 +104,7 @@ def test_answers_are_compared_up_to_their_end(monkeypatch: pytest.MonkeyPatch) -
         ({"temperatures": [-1.0]}, "temperature"),
         ({"peers": ["nobody"]}, "peer 'nobody' is unknown"),
         ({"methods": METHODS * 2}, "given twice"),
+        ({"file": Path("x.jsonl")}, "--file is for --suite spec-bench"),
     ],
 )
 def test_what_cannot_be_counted(own: dict[str, Any], message: str) -> None:

@@ -54,6 +54,8 @@ class Settings:
         unique("peer", self.peers)
         if not self.temperatures:
             raise ConfigError("temperatures: give at least one, such as 0")
+        if self.file and self.suite != "spec-bench":
+            raise ConfigError("--file is for --suite spec-bench; pass both")
         for temperature in self.temperatures:
             assert self.params(temperature)  # what it refuses, it refuses now
         for peer in self.peers:

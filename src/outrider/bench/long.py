@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import re
 import time
 from collections.abc import Iterator
@@ -72,6 +73,11 @@ class Pass:
     accepted: int = 0
     rejected: int = 0  # drafts that were not accepted whole
     inner: list[float] = field(default_factory=list)  # of a hierarchy, level by level inwards: drafts accepted there
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second; 0 where some sequence ended in the first step."""
+        return self.emitted / self.seconds if self.seconds else 0.0
 
     def __add__(self, other: Pass) -> Pass:
         """Seconds and counts of both, with the lists of the first."""
@@ -242,8 +248,9 @@ def _row(
     s: Settings, llm: LLM, config: SpeculativeConfig, passes: list[Pass], plain: list[Pass],
     context: int, batch: int, prefill: float, curve: dict[int, float], source: str,
 ) -> Row:  # fmt: skip
-    rates, base = [p.emitted / p.seconds for p in passes], [p.emitted / p.seconds for p in plain]
+    rates, base = [p.rate for p in passes], [p.rate for p in plain]
     total = sum(passes[1:], passes[0])
+    seconds = total.seconds or math.inf
     predicted = None
     if total.drafted:
         plain_step = sum(p.seconds for p in plain) / sum(p.steps for p in plain)
@@ -258,10 +265,10 @@ def _row(
         context=context, batch=batch,
         max_tokens=s.max_tokens, temperature=s.temperature, top_p=s.top_p, seed=s.seed,
         tokens_per_second=median(rates), repeats=rates, speedup=median(rates) / median(base), predicted=predicted,
-        acceptance_length=total.emitted / total.forwards,
+        acceptance_length=total.emitted / max(1, total.forwards),
         draft_acceptance_rate=total.accepted / total.drafted if total.drafted else None,
         inner_rates=[median(rates) for rates in zip(*(p.inner for p in passes), strict=True)],
-        draft_share=total.draft / total.seconds, target_share=total.target / total.seconds,
+        draft_share=total.draft / seconds, target_share=total.target / seconds,
         kv_bytes_context=batch * kv.nbytes(length), kv_bytes_drafter=batch * llm.engine.drafter.kv_bytes(length),
         prefill_seconds=prefill, first_step_seconds=median(p.first for p in passes), curve=curve,
         identical=all(p.tokens == plain[0].tokens for p in passes), repeated=repeated(plain[0].tokens),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import shlex
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -172,10 +173,11 @@ def prompts(s: Settings) -> tuple[str, list[Any]]:
         chosen = [suite.prompts[i * len(suite.prompts) // need] for i in range(need)]
         return f"{s.suite} ({suite.source})", list(chosen)
     try:
-        lines = [json.loads(line) for line in s.file.read_text("utf-8").split("\n") if line.strip()]
+        numbered = enumerate(s.file.read_text("utf-8").split("\n"), 1)
+        lines = [(i, json.loads(line)) for i, line in numbered if line.strip()]
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{s.file} is not readable as JSON lines: {error}") from None
-    found = [_asked(line, f"{s.file}, line {i}") for i, line in enumerate(lines, 1)][: s.prompts or s.asks]
+    found = [_asked(line, f"{s.file}, line {i}") for i, line in lines][: s.prompts or s.asks]
     if not found:
         raise ConfigError(f"{s.file} has no prompts; each line is an object with `prompt`, `messages` or `turns`")
     if s.endpoint == "completions" and any(_is_chat(asked) for asked in found):
@@ -428,7 +430,7 @@ def row(
     read = [a.prompt_tokens for a in good if a.prompt_tokens is not None]
     about = provenance(torch.device("cpu"))
     if s.api_key:  # nothing that is kept or shown has it
-        about["command"] = about["command"].replace(s.api_key, "***")
+        about["command"] = about["command"].replace(shlex.quote(s.api_key), "***").replace(s.api_key, "***")
     per_token = [(a.last - a.first) / (a.tokens - 1) for a in good if a.first is not None and a.tokens > 1]
     return Row(
         load=str(level), concurrency=level.concurrency, rate=level.rate, requests=len(answers), completed=len(good),
@@ -445,7 +447,8 @@ def row(
         draft_acceptance_rate=sum(a.accepted for a in good) / drafted if drafted else None,
         finish=dict(Counter(str(a.finish) for a in good)), late=max((a.late for a in answers), default=0.0),
         base_url=s.base_url, model=model, endpoint=s.endpoint, source=source, prompts=different, asks=s.asks,
-        max_tokens=s.max_tokens, temperature=s.temperature, seed=s.seed, ignore_eos=s.ignore_eos, body=s.body, **about,
+        max_tokens=s.max_tokens, temperature=s.body.get("temperature", s.temperature), seed=s.seed,
+        ignore_eos=s.ignore_eos, body=s.body, **about,
     )  # fmt: skip
 
 

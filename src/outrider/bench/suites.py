@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import outrider
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, brief
 
 PASSAGE_WORDS, PASSAGES_PER_BOOK = 300, 40
 DAMAGED = (OSError, EOFError, lzma.LZMAError, zlib.error, tarfile.TarError, LookupError, TypeError, ValueError,
@@ -249,7 +249,10 @@ def _passages(path: Path) -> list[str]:
 
 def _questions(path: Path, *kinds: str) -> list[str]:
     """First turns of Spec-Bench's questions, of some categories or of all."""
-    return [str(entry["turns"][0]) for entry in _entries(path) if not kinds or entry["category"] in kinds]
+    asked = [entry["turns"] for entry in _entries(path) if not kinds or entry["category"] in kinds]
+    if bad := [turns for turns in asked if not isinstance(turns, list) or not turns or not isinstance(turns[0], str)]:
+        raise ValueError(f"`turns` must be a list of texts, not {brief(bad[0])}")
+    return [turns[0] for turns in asked]
 
 
 def _chat(path: Path) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +14,7 @@ from rich.table import Table
 
 from outrider.cli.options import Model, Quantization, read_ints
 from outrider.cli.output import as_line, put_json, tell
-from outrider.config import STORED
+from outrider.config import STORED, ModelConfig
 from outrider.errors import ConfigError
 from outrider.plan import (
     ACCEPTANCE,
@@ -78,7 +79,7 @@ def plan(
         ]
         _compare(theirs, as_json, _console())
         return
-    from outrider.load import open_source
+    from outrider.load import sizes
 
     if ranks is not None:
         _alone(asked, "ranks", "model")
@@ -97,12 +98,15 @@ def plan(
         return
     if output is not None:
         _plottable(output)
-    bits = STORED[quantization] if quantization else 16.0
-    configs = {name: open_source(name).config for name in (model, draft) if name}
-    shape = Shape.of(configs[model], bits)
-    small = Shape.of(configs[draft]) if draft else None
+    configs, shapes = dict[str, ModelConfig](), dict[str, Shape]()
+    for name in filter(None, (model, draft)):
+        configs[name], held = sizes(name)
+        rounded = quantization if name == model else None  # a draft model stays as it is
+        shapes[name] = Shape.of(configs[name], STORED[rounded]) if rounded else Shape.of(configs[name], held=held)
+    shape, small = shapes[model], shapes[draft] if draft else None
     machine = _measured() if device == "here" else DEVICES[device]
-    timed = [_timed(name, quantization, machine) if name and device == "here" else None for name in (model, draft)]
+    asked_of = ((model, quantization), (draft, None))
+    timed = [_timed(name, how, machine) if name and device == "here" else None for name, how in asked_of]
     planner = Planner(shape, machine, small, *timed)
     console = _console()
     if against is not None:
@@ -138,10 +142,10 @@ def _alone(asked: typer.Context, flag: str, *besides: str) -> None:
 
 
 def _traffic(model: str, sizes: list[int], as_json: bool) -> None:
-    from outrider.load import open_source
+    from outrider.load import sizes as known
     from outrider.parallel import launched
 
-    config, started, found = open_source(model).config, launched()[1], list[dict[str, Any]]()
+    config, started, found = known(model)[0], launched()[1], list[dict[str, Any]]()
     if started > 1 and sizes != [started]:
         raise ConfigError(
             f"--ranks {','.join(map(str, sizes))}, but torchrun has started {started}; give --ranks {started}"
@@ -214,7 +218,7 @@ def _timed(name: str, quantization: str | None, machine: Device) -> Timed | None
     from outrider.llm import LLM
     from outrider.load import find
 
-    path = find(name)
+    path = find(name, weights=False)
     size = sum(file.stat().st_size for file in ([path] if path.is_file() else path.glob("*.safetensors")))
     if not 0 < size <= machine.memory / 2:
         return None
@@ -279,7 +283,10 @@ def _plot(found: list[Prediction], path: Path) -> None:
 
     contexts, batches = (sorted({getattr(p, name) for p in found}) for name in ("context", "batch"))
     best = [
-        [max(p.speedup for p in found if (p.context, p.batch) == (context, batch)) for batch in batches]
+        [
+            max((p.speedup for p in found if (p.context, p.batch) == (context, batch) and p.fits), default=math.nan)
+            for batch in batches
+        ]
         for context in contexts
     ]
     figure, axes = plt.subplots()

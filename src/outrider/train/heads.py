@@ -254,7 +254,8 @@ class Trainer:
                 yield self._report(losses)
                 losses.clear()
         self.seconds = time.time() - began
-        yield self._report(losses)
+        if losses:
+            yield self._report(losses)
 
     def learn(self, batch: Batch) -> float:
         """One step; returns the mean loss of the first guess, in nats."""
@@ -379,7 +380,7 @@ class Trainer:
     def _report(self, losses: list[float]) -> dict[str, Any]:
         right, tokens = self.measure()
         line = {
-            **self.counts, "minutes": round(self.seconds / 60, 1), "loss": round(sum(losses) / max(1, len(losses)), 4),
+            **self.counts, "minutes": round(self.seconds / 60, 1), "loss": round(sum(losses) / len(losses), 4),
             "right": [round(r, 4) for r in right], "tokens_a_forward": round(tokens, 3),
         }  # fmt: skip
         state = {

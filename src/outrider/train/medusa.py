@@ -168,7 +168,7 @@ def read_windows(llm: LLM, data: list[Path], settings: Settings, progress: Progr
     continued = range(round(s.generated * count))
     requests = []
     for i in continued:
-        prompt = windows[i][: dice.randint(1, s.length // 4)]
+        prompt = windows[i][: dice.randint(1, max(1, s.length // 4))]
         asked = SamplingParams(temperature=i % 2, seed=s.seed + i, max_tokens=s.length - len(prompt), ignore_eos=True)
         requests += llm.engine.add(prompt, asked)
     for _ in llm.engine.run():
