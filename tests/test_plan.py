@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from dataclasses import replace
 from shutil import copyfile
 
@@ -62,6 +63,16 @@ def test_quantised_weights_are_counted_as_they_lie(tmp_path):
     assert held == file.stat().st_size, "tiny's head is its embedding"
     assert Shape.of(config, held=held).weight_bytes == pytest.approx(held)
     assert sizes("tiny")[1] == 0, "in bfloat16, as is supposed"
+
+
+def test_a_draft_model_is_timed_as_it_runs(capsys, monkeypatch):
+    """Unrounded, whatever the target is rounded to."""
+    asked, command = [], sys.modules[_timed.__module__]  # the package has a function of its name
+    monkeypatch.setattr(command, "_measured", lambda: DEVICES["h100"])
+    monkeypatch.setattr(command, "_timed", lambda name, how, machine: asked.append((name, how)))
+    flags = ("--model", "tiny", "--draft", "tiny-draft", "--quantization", "int8")
+    assert run(capsys, monkeypatch, *flags)[0] == 0
+    assert asked == [("tiny", "int8"), ("tiny-draft", None)]
 
 
 def test_only_the_config_is_fetched(capsys, monkeypatch, tmp_path):

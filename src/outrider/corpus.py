@@ -89,33 +89,35 @@ def is_said(path: Path) -> bool:
     return False
 
 
+def said(path: Path, vocab: int) -> Iterator[list[int]]:
+    """The answers in such a file, each behind the end of its prompt. Raises ConfigError for ids beyond `vocab`."""
+    for number, line in enumerate(_lines(path), 1):
+        try:
+            entry = json.loads(line)
+            ids = [*entry["p"][-LEAD:], *entry["o"]]
+            if not all(type(i) is int and 0 <= i < vocab for i in ids):
+                raise ValueError
+        except (ValueError, TypeError, KeyError, RecursionError):
+            if line.endswith(b"\n"):  # else it is being written
+                raise ConfigError(f"{path}:{number} is not what `outrider train data` writes for this model") from None
+        else:
+            yield ids
+
+
 def _opened(path: Path) -> Any:
     return OPENERS.get(path.suffix, open)(path, "rb")
 
 
-def _unreadable(path: Path, error: BaseException) -> ConfigError:
-    return ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}")
-
-
-def said(path: Path, vocab: int) -> Iterator[list[int]]:
-    """The answers in such a file, each behind the end of its prompt. Raises ConfigError for ids beyond `vocab`."""
+def _lines(path: Path) -> Iterator[bytes]:
     try:
         with _opened(path) as file:
-            for number, line in enumerate(file, 1):
-                try:
-                    entry = json.loads(line)
-                    ids = [*entry["p"][-LEAD:], *entry["o"]]
-                    if not all(type(i) is int and 0 <= i < vocab for i in ids):
-                        raise ValueError
-                except (ValueError, TypeError, KeyError, RecursionError):
-                    if line.endswith(b"\n"):  # else it is being written
-                        raise ConfigError(
-                            f"{path}:{number} is not what `outrider train data` writes for this model"
-                        ) from None
-                else:
-                    yield ids
+            yield from file
     except UNREADABLE as error:
         raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: BaseException) -> ConfigError:
+    return ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}")
 
 
 def archived(path: Path) -> Iterator[str]:

@@ -131,21 +131,23 @@ def sizes(name: str | Path) -> tuple[ModelConfig, int]:
     And bytes of the weights that a forward multiplies by, if they lie here and are quantised; else 0. Raises as `load`.
     """
     path = find(name, weights=False)
-    if path.is_file():
-        tensors = dict(gguf.File(path).tensors)
+    if path.is_dir():
+        quantised = families.text_part(_json(path / "config.json")).get("quantization_config")
+        if not quantised or not any(path.glob("*.safetensors")):
+            return read_config(path), 0
+    source = open_source(path)
+    config, weights = source.config, source.weights
+    if isinstance(weights, _Blocks):
+        tensors = dict(weights.file.tensors)
         if "output.weight" in tensors:
             tensors.pop("token_embd.weight", None)  # of which a forward reads a few rows
         known = [(t.kind in quantize.GGUF, t.blocks.nbytes, 2 * torch.Size(t.shape).numel()) for t in tensors.values()]
         held = sum(stored if packs else dense for packs, stored, dense in known)  # others are held in bfloat16
-        return open_source(path).config, held if any(packs for packs, *_ in known) else 0
-    config, there = read_config(path), any(path.glob("*.safetensors"))
-    if not there or not families.text_part(_json(path / "config.json")).get("quantization_config"):
+        return config, held if any(packs for packs, *_ in known) else 0
+    if not isinstance(weights, _Packed) or not weights.reader.packed:
         return config, 0
-    source = open_source(path)
-    if not isinstance(source.weights, _Packed) or not source.weights.reader.packed:
-        return source.config, 0
-    held = sum(file.stat().st_size for file in {*source.weights.files.values()})
-    return source.config, held - (0 if source.config.tied else 2 * config.vocab_size * config.hidden_size)
+    held = sum(file.stat().st_size for file in {*weights.files.values()})
+    return config, held - (0 if config.tied else 2 * config.vocab_size * config.hidden_size)
 
 
 def _gguf_tokenizer(file: gguf.File) -> Any:

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from outrider.cli.options import Model, Quantization, read_ints
 from outrider.cli.output import as_line, put_json, tell
-from outrider.config import STORED, ModelConfig
+from outrider.config import STORED
 from outrider.errors import ConfigError
 from outrider.plan import (
     ACCEPTANCE,
@@ -98,16 +98,18 @@ def plan(
         return
     if output is not None:
         _plottable(output)
-    configs, shapes = dict[str, ModelConfig](), dict[str, Shape]()
-    for name in filter(None, (model, draft)):
-        configs[name], held = sizes(name)
-        rounded = quantization if name == model else None  # a draft model stays as it is
-        shapes[name] = Shape.of(configs[name], STORED[rounded]) if rounded else Shape.of(configs[name], held=held)
-    shape, small = shapes[model], shapes[draft] if draft else None
+    asked_of = [
+        (name, how) for name, how in ((model, quantization), (draft, None)) if name
+    ]  # a draft model stays as it is
+    known = [sizes(name) for name, _ in asked_of]
+    shapes = [
+        Shape.of(config, STORED[how]) if how else Shape.of(config, held=held)
+        for (_, how), (config, held) in zip(asked_of, known, strict=True)
+    ]
+    configs = {name: config for (name, _), (config, _) in zip(asked_of, known, strict=True)}
     machine = _measured() if device == "here" else DEVICES[device]
-    asked_of = ((model, quantization), (draft, None))
-    timed = [_timed(name, how, machine) if name and device == "here" else None for name, how in asked_of]
-    planner = Planner(shape, machine, small, *timed)
+    timed = [_timed(name, how, machine) for name, how in asked_of] if device == "here" else []
+    planner = Planner(shapes[0], machine, shapes[1] if draft else None, *timed)
     console = _console()
     if against is not None:
         _compare(list(compared(against, planner, contexts[0])), as_json, console)
@@ -121,7 +123,7 @@ def plan(
         for prediction in found:
             put_json(dataclasses.asdict(prediction) | {"within_context": prediction.context <= most})
     else:
-        about = f"{shape.weight_bytes / 1e9:.2f} GB of weights"
+        about = f"{planner.shape.weight_bytes / 1e9:.2f} GB of weights"
         console.print(
             f"{as_line(model)}: {about}; {device}: {machine.bandwidth / 1e9:.0f} GB/s, "
             f"{machine.arithmetic / 1e12:.2f} TFLOP/s as reached"
@@ -141,16 +143,16 @@ def _alone(asked: typer.Context, flag: str, *besides: str) -> None:
         raise ConfigError(f"--{flag} stands alone{beside}: leave {', '.join(extra)} out")
 
 
-def _traffic(model: str, sizes: list[int], as_json: bool) -> None:
-    from outrider.load import sizes as known
+def _traffic(model: str, ranks: list[int], as_json: bool) -> None:
+    from outrider.load import sizes
     from outrider.parallel import launched
 
-    config, started, found = known(model)[0], launched()[1], list[dict[str, Any]]()
-    if started > 1 and sizes != [started]:
+    config, started, found = sizes(model)[0], launched()[1], list[dict[str, Any]]()
+    if started > 1 and ranks != [started]:
         raise ConfigError(
-            f"--ranks {','.join(map(str, sizes))}, but torchrun has started {started}; give --ranks {started}"
+            f"--ranks {','.join(map(str, ranks))}, but torchrun has started {started}; give --ranks {started}"
         )
-    for size in sizes:
+    for size in ranks:
         for mode in ("gather", "ordered"):
             llm, itemsize = None, 2
             if started > 1:
