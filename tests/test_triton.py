@@ -649,10 +649,13 @@ def test_choice_is_law_one():
     logits[0, [4200, 100, 8999]] = 50.0
     temperatures = torch.tensor([0, 0, 1, 0.7, 5, 1e-30, 0, 1, 1], device=HERE)
     keys = torch.tensor([noise_key(seed, 40 + i) for i in range(9)], device=HERE)
-    chosen = launch.choose(logits, keys, temperatures).tolist()
-    want = [100, int(logits[1].argmax())]
+    chosen, sure = (x.tolist() for x in launch.choose(logits, keys, temperatures))
+    want, scores = [100, int(logits[1].argmax())], [logits[0], logits[1]]
     for i in range(2, 6):
         shifted = (logits[i] - logits[i].max()) / temperatures[i].clamp(min=torch.finfo(torch.float32).tiny)
-        want.append(int((shifted + gumbel(seed, 40 + i, vocab, HERE)).argmax()))
+        scores.append(shifted + gumbel(seed, 40 + i, vocab, HERE))
+        want.append(int(scores[-1].argmax()))
     assert chosen == [*want, -1, -1, -1]
-    assert launch.choose(logits[4:5], keys[4:5], temperatures[4:5]).tolist() == chosen[4:5]
+    assert sure[:6] == pytest.approx([float(own.softmax(-1).max()) for own in scores], rel=1e-5)
+    alone = launch.choose(logits[4:5], keys[4:5], temperatures[4:5])
+    assert [x.tolist() for x in alone] == [chosen[4:5], sure[4:5]]

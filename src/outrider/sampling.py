@@ -66,7 +66,7 @@ def choose(logits: Tensor, rows: list[Row], stream: str = "", at: Seq[int] | Non
     if picks(logits):
         logits = logits if at is None or len(at) == len(logits) else logits[list(at)]
         own = [i for i, row in enumerate(rows) if row.seq.edited or _filters(row.seq.params, logits.shape[1])]
-        chosen = _drawn(logits, rows, stream)  # of all rows: asking once is what costs
+        chosen = _drawn(logits, rows, stream)[0].tolist()  # of all rows: the one time that a step waits
         others = likeliest(scores(logits[own], [rows[i] for i in own], stream)) if own else []
         for i, token in zip(own, others, strict=True):
             chosen[i] = token
@@ -179,6 +179,9 @@ def surely(logits: Tensor, rows: list[Row], stream: str = "") -> tuple[list[int]
     if native.runs(logits.dtype, logits.device) and not stream and all(row.seq.greedy for row in rows):
         found = guess(logits.contiguous(), rows, _places(logits.shape[1]), logits.shape[1], 1)
         return [own[0] if own else -1 for own, _ in found], [math.exp(own[0]) if own else 0.0 for _, own in found]
+    if picks(logits):
+        tokens, sure = surest(logits, rows, stream)
+        return tokens.tolist(), sure.tolist()
     with few_threads(logits):
         judged = scores(logits, rows, stream)
         return likeliest(judged), _share(judged).tolist()
@@ -186,6 +189,9 @@ def surely(logits: Tensor, rows: list[Row], stream: str = "") -> tuple[list[int]
 
 def surest(logits: Tensor, rows: list[Row], stream: str = "") -> tuple[Tensor, Tensor]:
     """As `surely`, left where the logits lie: nobody waits, but for rows whose requests edit them or have a top-p."""
+    vocab = logits.shape[1]
+    if picks(logits) and not any(row.seq.edited or _filters(row.seq.params, vocab) for row in rows):
+        return _drawn(logits, rows, stream)
     judged = scores(logits, rows, stream)
     return greatest(judged), _share(judged)
 
@@ -210,8 +216,8 @@ def _single(x: float) -> float:
     return struct.unpack("f", struct.pack("f", x))[0]  # type: ignore[no-any-return]
 
 
-def _drawn(logits: Tensor, rows: list[Row], stream: str) -> list[int]:
-    """Law 1 in one call where the logits lie, for rows whose requests ask for nothing but a temperature."""
+def _drawn(logits: Tensor, rows: list[Row], stream: str) -> tuple[Tensor, Tensor]:
+    """`surest` by Law 1's kernels, for rows whose requests ask for nothing but a temperature."""
     heats = [_heat(row, stream) for row in rows]
     return pick(logits, [key for _, key in heats], [temperature for temperature, _ in heats])
 

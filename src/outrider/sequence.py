@@ -87,11 +87,13 @@ class Sequence:
         """Tokens after the prompt."""
         return self.tokens[self.prompt_len :]
 
-    def fork(self) -> Sequence:
-        """A copy that may be extended hypothetically."""
+    def fork(self, text: list[int] | None = None) -> Sequence:
+        """A copy that may be extended hypothetically. `text`: a list of its first tokens, to be the copy's own."""
+        text = [] if text is None or len(text) > len(self.tokens) else text
+        text += self.tokens[len(text) :]
         fork = object.__new__(Sequence)
         fork.__dict__.update(self.__dict__)
-        fork.tokens, fork.parent, fork.stop_check, fork.mirror = self.tokens.copy(), self.parent or self, None, None
+        fork.tokens, fork.parent, fork.stop_check, fork.mirror = text, self.parent or self, None, None
         return fork
 
     def shown(self, rule: Rule) -> Sequence:

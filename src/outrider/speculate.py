@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import Any, ClassVar
 
@@ -231,9 +232,14 @@ class Autoregressive(Drafter):
     vocab: int  # the target's
     min_token_prob: float = 0.0
 
+    @cached_property
+    def _texts(self) -> dict[int, list[int]]:
+        """The settled tokens of each sequence, for forks: copies of long ones at each step would take milliseconds."""
+        return {}
+
     def propose(self, seqs: list[Sequence], k: int) -> list[Draft]:
         """One chain per sequence, up to k long; a fork that ends, or reaches the runner's context, stops early."""
-        forks = [seq.fork() for seq in seqs]
+        forks = [seq.fork(self._texts.pop(seq.id, None)) for seq in seqs]
         drawn: dict[int, list[Tensor]] = {seq.id: [] for seq in seqs}
         forced: dict[int, set[int]] = {seq.id: set() for seq in seqs}
         starts = {seq.id: len(seq.tokens) for seq in seqs}
@@ -273,6 +279,9 @@ class Autoregressive(Drafter):
             draft.q = torch.stack([law.to(drawn[seq.id][-1]) for law in drawn[seq.id]]) if drawn[seq.id] else None
             draft.forced = frozenset(forced[seq.id])
             draft.trust = trust[seq.id]
+        for fork in forks:
+            del fork.tokens[fork.settled :]
+            self._texts[fork.id] = fork.tokens
         return drafts
 
     def _ahead(self, seqs: list[Sequence], n: int, late: list[tuple[Sequence, int]]) -> list[list[Guess]]:
@@ -323,6 +332,7 @@ class Autoregressive(Drafter):
     def forget(self, seq: Sequence) -> None:
         """Free the sequence's cache."""
         self.runner.free(seq)
+        self._texts.pop(seq.id, None)
 
     def kv_bytes(self, tokens: int) -> int:
         """The runner's cache."""

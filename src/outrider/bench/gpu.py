@@ -45,6 +45,7 @@ from outrider.runner import Runner, check_exactness
 from outrider.sampling import gumbel, noise_key
 from outrider.sequence import Sequence
 from outrider.speculate import Autoregressive, Drafter, step
+from outrider.verify import COUPLED
 
 MINUTES = 38.0  # after which no part begins
 TRIES = 4  # of what is timed, of which the first does not count
@@ -263,7 +264,7 @@ def bits(s: Settings) -> Iterator[Line]:
     yield {"what": "attention, a branch and its chain", "format": "bf16", "same bits": torch.equal(chain, tree[path])}
     logits = torch.randn(4, config.vocab_size, device=device) * 4
     keys = torch.tensor([noise_key(7, i) for i in range(4)], device=device)
-    chosen = launch.choose(logits, keys, torch.ones(4, device=device)).tolist()
+    chosen = launch.choose(logits, keys, torch.ones(4, device=device))[0].tolist()
     law = [int((row - row.max() + gumbel(7, i, len(row), device)).argmax()) for i, row in enumerate(logits)]
     yield {"what": "the choice", "format": "float32", "same bits": chosen == law}
 
@@ -469,11 +470,11 @@ def seeds(s: Settings) -> Iterator[Line]:
         drafts = [Draft.chain([1] * k) for _ in seqs]
         plain = _timed(partial(runner.extend, seqs), s.where)
         checks = _timed(partial(runner.extend, seqs, drafts), s.where)
-        guess = _timed(partial(looking.extend, seqs), s.where)
         gain, guesser = expected(chance, k), Autoregressive()
+        guesser.runner, guesser.vocab = looking, model.config.vocab_size
+        guess = _timed(partial(guesser.propose, [seq.shown(COUPLED) for seq in seqs], k), s.where) / k
         three = gain * plain / (k / (1 + INNER) * (guess + first) + checks)
         inner = {"tiny ms": 1e3 * first, "speedup of three": three} if view == far else {}
-        guesser.runner, guesser.vocab = looking, model.config.vocab_size
         tokens, slow = _decoded(runner, create(SpeculativeConfig("none")), seqs, 0, s.decoded)
         same, fast = _decoded(runner, guesser, seqs, k, s.decoded)
         yield {

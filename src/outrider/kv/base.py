@@ -58,9 +58,11 @@ class Fixed:
     note: Callable[[Tensor], None] | None = None  # who asks for the queries of all layers (layers, rows, heads, dim)
 
     @classmethod
-    def of(cls, made: DevicePlan, slabs: Tensor, log: QueryLog, plan: Plan, heads: tuple[int, ...]) -> Fixed | None:
+    def of(
+        cls, made: DevicePlan, slabs: Tensor, log: QueryLog, plan: Plan, heads: tuple[int, int, int]
+    ) -> Fixed | None:
         """For whoever asks for queries; slabs are `roomy`, heads as device_plan's. None if a graph kept too much."""
-        if not at_once(made, *heads[:2]):
+        if not at_once(made, *heads, slabs.device):
             return None
         return cls(made, slabs, partial(log.note, slice(None), plan=plan) if log.size else None)
 

@@ -149,16 +149,15 @@ def picks(logits: Tensor) -> bool:
     return launch.runs(torch.bfloat16, logits.device)
 
 
-def pick(logits: Tensor, keys: list[int], temperatures: list[float]) -> list[int]:
-    """By Law 1 the token of each row of (rows, vocab) float32; -1 where there is none.
+def pick(logits: Tensor, keys: list[int], temperatures: list[float]) -> tuple[Tensor, Tensor]:
+    """By Law 1 the token of each row of (rows, vocab) float32, -1 where there is none, and its share of the softmax.
 
-    keys as sampling.noise_key gives them; a temperature of 0 is greedy.
+    Both (rows,), where the logits lie. keys as sampling.noise_key gives them; a temperature of 0 is greedy.
     """
     if not len(logits):
-        return []
+        return logits.new_empty(0, dtype=torch.int32), logits.new_empty(0)
     by, where = upload(temperatures, logits.device), upload(keys, logits.device)
-    found: list[int] = launch.choose(logits.contiguous(), where, by).tolist()  # the one time that a step waits
-    return found
+    return launch.choose(logits.contiguous(), where, by)
 
 
 def argmax(x: Tensor) -> list[int]:

@@ -1048,10 +1048,10 @@ def largest(logits, most, vocab, TILES: tl.constexpr, BLOCK: tl.constexpr, EARLY
 
 @triton.jit
 def draw(
-    logits, most, keys, temperatures, values, indices, vocab,
+    logits, most, keys, temperatures, values, indices, shares, vocab,
     TILES: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Of each tile the first largest score and its place, by Law 1. Grid: rows, tiles."""
+    """Of each tile the first largest score and its place, by Law 1, and what all weigh beside it. Grid: rows, tiles."""
     await_turn(EARLY)
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     n, t = tile * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDE)
@@ -1064,11 +1064,17 @@ def draw(
     best = tl.max(score)
     tl.store(values + row * TILES + tile, best)
     tl.store(indices + row * TILES + tile, tl.min(tl.where(score == best, n, 2147483647)))
+    tl.store(shares + row * TILES + tile, tl.sum(tl.where(score > float("-inf"), tl.exp(score - best), 0.0)))
 
 
 @triton.jit
-def choose(most, values, indices, chosen, TILES: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr):
-    """The first largest of all tiles; -1 if it, or any logit, is no finite number. Grid: rows."""
+def choose(
+    most, values, indices, shares, chosen, sure, TILES: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    """The first largest of all tiles, -1 if it, or any logit, is no finite number; and its share of the softmax.
+
+    Grid: rows.
+    """
     await_turn(EARLY)
     row, t = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
     inside = t < TILES
@@ -1078,3 +1084,5 @@ def choose(most, values, indices, chosen, TILES: tl.constexpr, WIDE: tl.constexp
     best = tl.max(value)
     at = tl.min(tl.where(value == best, tl.load(indices + row * TILES + t, inside, 2147483647), 2147483647))
     tl.store(chosen + row, tl.where(wrong | (best == float("-inf")), -1, at))
+    weight = tl.load(shares + row * TILES + t, inside, 0.0) * tl.exp(value - best)
+    tl.store(sure + row, 1.0 / tl.sum(tl.where(value > float("-inf"), weight, 0.0)))

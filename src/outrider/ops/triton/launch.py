@@ -561,9 +561,10 @@ def parts_of(entries: int, heads: int, dim: int) -> int:
     return 4 * heads * entries * (power(dim) + 2)
 
 
-def at_once(plan: DevicePlan, heads: int, dim: int) -> bool:
+def at_once(plan: DevicePlan, heads: int, dim: int, kv_heads: int, device: torch.device) -> bool:
     """Whether all rows of a plan are attended to in one piece, as in a graph, which keeps what they put aside."""
-    return len(plan.positions) * parts_of(plan.spans, heads, dim) <= PARTS
+    entries = -(-plan.spans // folds(plan, kv_heads, dim, TABLE[architecture(device)].processors))
+    return len(plan.positions) * parts_of(entries, heads, dim) <= PARTS
 
 
 def attend(
@@ -614,22 +615,25 @@ def attend(
 # --- the choice -------------------------------------------------------------------------------------------------------
 
 
-def choose(logits: Tensor, keys: Tensor, temperatures: Tensor) -> Tensor:
+def choose(logits: Tensor, keys: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
     """By Law 1 the token of each row of (rows, vocab) float32, on its device: (rows,) int32; -1 where there is none.
 
-    keys (rows,) int64 as sampling.noise_key gives them; temperatures (rows,) float32, of which 0 is greedy. The
-    logits lie in the cache of the device still: Law 1 shifts them by a row's largest, which the last may be.
+    And (rows,) float32 what share it has of the softmax of all scores, noise included. keys (rows,) int64 as
+    sampling.noise_key gives them; temperatures (rows,) float32, of which 0 is greedy. The logits lie in the cache of
+    the device still: Law 1 shifts them by a row's largest, which the last may be.
     """
     rows, vocab = logits.shape
     kernels, tiles = load(), -(-vocab // VOCABULARY)
     wide = power(tiles)
-    most, values = logits.new_empty(2, rows, tiles)
+    most, values, shares = logits.new_empty(3, rows, tiles)
     indices = torch.empty(rows, tiles, dtype=torch.int32, device=logits.device)
-    chosen = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    chosen, sure = torch.empty(rows, dtype=torch.int32, device=logits.device), logits.new_empty(rows)
     kernels.largest[rows, tiles](logits, most, vocab, tiles, VOCABULARY, num_warps=4, **_how(logits.device))
     kernels.draw[rows, tiles](
-        logits, most, keys, temperatures, values, indices, vocab, tiles, wide, VOCABULARY, num_warps=4,
+        logits, most, keys, temperatures, values, indices, shares, vocab, tiles, wide, VOCABULARY, num_warps=4,
         **_how(logits.device),
     )  # fmt: skip
-    kernels.choose[rows,](most, values, indices, chosen, tiles, wide, num_warps=1, **_how(logits.device))
-    return chosen
+    kernels.choose[rows,](
+        most, values, indices, shares, chosen, sure, tiles, wide, num_warps=1, **_how(logits.device)
+    )  # fmt: skip
+    return chosen, sure
