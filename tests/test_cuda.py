@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from outrider import LLM, SamplingParams
 from outrider.config import Rule
 from outrider.draft import Draft, Verdict
+from outrider.drafters.auto import Auto
 from outrider.kv import Entry, OffloadKV, PagedKV, Plan
 from outrider.kv.dense import DenseKV
 from outrider.kv.rows import NORMED
@@ -19,7 +20,7 @@ from outrider.ops import Graphs, native
 from outrider.ops.triton import launch
 from outrider.runner import Runner
 from outrider.sequence import Sequence
-from outrider.speculate import Autoregressive
+from outrider.speculate import Autoregressive, step
 
 PROMPT = [5, 6, 7, 5, 6]
 
@@ -149,6 +150,25 @@ def test_graphs_keep_no_more_than_a_piece(folder, monkeypatch):
     model.graphs = Graphs(repeated)
     first(runner, PROMPT)
     assert not model.graphs.held
+
+
+def test_a_step_that_captured_teaches_auto_nothing(folder, as_on_cuda, monkeypatch):
+    """Most of its time went into the graph."""
+    model = load(str(folder), "bfloat16", "cpu").model
+    model.graphs, drafter = Graphs(repeated), Auto()
+    runner = Runner(model, PagedKV(model.config, model.dtype, model.device))
+    monkeypatch.setattr("outrider.drafters.auto._forwards", lambda target: {})
+    drafter.attach(runner, lambda name: runner)
+    told, captured = [], []
+    monkeypatch.setattr(drafter.costs, "add", lambda *measured: told.append(measured))
+    monkeypatch.setattr(drafter, "rests", lambda seqs: False)
+    seq = Sequence(PROMPT, SamplingParams(max_tokens=60, temperature=0), seed=0)
+    for _ in range(6):
+        before = len(model.graphs.held), len(told)
+        step(runner, drafter, [seq], 4)
+        captured.append(len(model.graphs.held) > before[0])
+        assert len(told) - before[1] == (not captured[-1])
+    assert captured[0] and not all(captured)
 
 
 def test_a_copy_that_failed():

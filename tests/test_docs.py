@@ -141,11 +141,11 @@ def test_options_are_the_dataclasses():
             "'x' is unknown; valid: method",
         ),
         (
-            "<!-- table: gpu bench/results/gpu-h200 speed columns=x -->\n<!-- end of table -->",
+            "<!-- table: gpu bench/results/gpu-h200-late speed columns=x -->\n<!-- end of table -->",
             "'speed' is not there; there are: bits",
         ),
         (
-            "<!-- table: gpu bench/results/gpu-h200 linear columns=rows rows=3 -->\n<!-- end of table -->",
+            "<!-- table: gpu bench/results/gpu-h200-late linear columns=rows rows=3 -->\n<!-- end of table -->",
             "'linear' has no line of {'rows': '3'}",
         ),
         ("<!-- table: options -->\n", "needs its `<!-- end of table -->`"),

@@ -12,9 +12,11 @@ from helpers import ScriptedDrafter, assert_released, oracle, run, use
 from outrider import Draft, SamplingParams
 from outrider.config import MOST_NODES, Rule
 from outrider.errors import DrafterError
+from outrider.kv import PagedKV
+from outrider.runner import Runner
 from outrider.sampling import Row, scores, surely
 from outrider.sequence import Sequence
-from outrider.speculate import step
+from outrider.speculate import Autoregressive, step
 
 REQUESTS = [
     ([5, 9, 2, 7], SamplingParams(temperature=0, max_tokens=16, presence_penalty=0.5, stop_token_ids=[127])),
@@ -241,3 +243,18 @@ def test_a_drafted_token_whose_states_are_nan_changes_nothing(make_llm, temperat
     assert any(verdict.path for verdicts in drafter.verdicts for verdict in verdicts)
     llm.speculative_config = None
     assert llm.generate([prompt], params)[0].token_ids == plain
+
+
+def test_a_draft_follows_the_text_and_no_earlier_guess(tiny_llm):
+    """Its last guess was wrong, and the text is as long now as the text and the guesses were."""
+
+    def guesser() -> Autoregressive:
+        model, drafter = tiny_llm.runner.model, Autoregressive()
+        drafter.runner, drafter.vocab = Runner(model, PagedKV(model.config, model.dtype, model.device)), 8192
+        return drafter
+
+    drafter, seq = guesser(), Sequence([5, 6, 7], SamplingParams(temperature=0, max_tokens=30), seed=0)
+    for _ in range(3):
+        (draft,) = drafter.propose([seq.shown(Rule())], 2)
+        assert draft.tokens == guesser().propose([seq.shown(Rule())], 2)[0].tokens
+        seq.tokens += [draft.tokens[0], (draft.tokens[1] + 1) % 8192]

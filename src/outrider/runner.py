@@ -44,6 +44,7 @@ class Output:
     states: Tensor  # (rows, hidden), likewise, final and normed
     read: int = 0  # tokens that were fed beside these rows: of prompts, or what the cache had given back
     best: list[int] | None = None  # of each of these rows, if known, the likeliest token, or by `draws`; -1: unknown
+    captured: bool = False  # whether the forward was the first of its sizes: the graph that was made took the time
 
     @cached_property
     def logits(self) -> list[Tensor]:
@@ -64,7 +65,7 @@ class Output:
             return self
         drafts = [self.drafts[i] for i in which]
         others = sum(1 + len(draft) for draft in self.drafts) - sum(1 + len(draft) for draft in drafts)
-        some = Output(drafts, self.flat, self.states, self.read + others)
+        some = Output(drafts, self.flat, self.states, self.read + others, captured=self.captured)
         some.logits, some.hidden = ([own[i] for i in which] for own in (self.logits, self.hidden))
         return some
 
@@ -196,7 +197,8 @@ class Runner:
         starts = self._prefill(seqs, starts)
         entries: list[Entry] = []
         tokens: list[int] = []
-        wanted = Wanted([], draws=draws)
+        wanted, graphs = Wanted([], draws=draws), self.model.graphs
+        captured = len(graphs.held) if graphs else 0
         for seq, draft, start in zip(seqs, drafts, starts, strict=True):
             first, pending = len(tokens), len(seq.tokens) - start
             tokens += seq.tokens[start:]
@@ -223,7 +225,8 @@ class Runner:
             slot.tokens += seq.tokens[entry.start :] if entry.parents else tokens[entry.row : entry.row + entry.n]
             slot.settled = seq.settled
         assert wanted.logits is not None
-        return Output(drafts, wanted.logits, hidden, read, wanted.best)
+        new = graphs is not None and len(graphs.held) > captured
+        return Output(drafts, wanted.logits, hidden, read, wanted.best, new)
 
     @property
     def chains(self) -> bool:

@@ -313,13 +313,13 @@ class Auto(Drafter):
         """Learn what the step cost and brought, and which guesses were right, drafted or not."""
         began = self.clock()
         took, rows = began - self.sent, sum([1 + len(draft.tokens) for draft in output.drafts])
-        if output.read <= self.chunk:  # else it was more than one forward
+        if output.read <= self.chunk and not output.captured:  # else it was more than one forward
             keys = sum([len(seq.tokens) for seq in seqs]) - sum([len(verdict.tokens) for verdict in verdicts])
             self.costs.add(rows, keys, took, output.read, len(seqs))
         came = []
         for seq, verdict, draft in zip(seqs, verdicts, output.drafts, strict=True):
             came.append((seq.id, seq.tokens, len(verdict.path) - len(draft.forced.intersection(verdict.path))))
-        took, steps, self.rested = math.inf if output.read else took, 1 + self.rested, 0
+        took, steps, self.rested = math.inf if output.read or output.captured else took, 1 + self.rested, 0
         pay = self.beliefs.settle(came, rows, took, self.own, self.whole - self.own, steps)
         rests = not pay and not self.awake and max([len(seq.tokens) for seq in seqs]) + EVERY < self.least
         self.unpaid = [seq.id for seq in seqs] if rests else []
@@ -363,8 +363,10 @@ def _forwards(target: Runner) -> dict[int, float]:
         until = time.perf_counter() + MEASURING
         for n in [n for n in 5 * ROWS if read + n <= target.max_len]:
             if (began := time.perf_counter()) < until:
-                runner.extend([seq], [Draft.chain(tokens[read : read + n - 1])]).flat[0, 0].item()
-                spent.setdefault(n, []).append(time.perf_counter() - began)
+                output = runner.extend([seq], [Draft.chain(tokens[read : read + n - 1])])
+                output.flat[0, 0].item()
+                if not output.captured:
+                    spent.setdefault(n, []).append(time.perf_counter() - began)
     except OutriderError as error:  # a cache of next to nothing
         log.info("forwards were not measured: %s", error)
     finally:

@@ -108,7 +108,7 @@ def make(
     """For each sequence its rows, of which `step` are a tile, its pages (pages,) int32 on the host, and its place.
 
     A place is the first slab and the slots of a slab. One copy to the device. With `rows` it is a graph's of so many:
-    all sizes are rounded up to few, and it stays on the host, for the graph to fetch.
+    all sizes are rounded up to few, as a graph is captured for each, and it stays on the host, for the graph to fetch.
     """
     tiles: list[list[int]] = []
     where: list[int] = []  # of each row: slab, slot there, slots of a slab
@@ -136,7 +136,11 @@ def make(
     sizes = len(tiles), count, count if trees else 1, width, at
     cuts = [(tile[3], tile[4]) for tile in tiles]
     if rows is not None:
-        width, room, spans, some_tiles = (1 << (n - 1).bit_length() for n in (width, at, spans, len(tiles)))
+        least = 64 if trees else 1, 256, 8  # each size takes a graph of its own, and its time to be captured
+        width, room, spans = (
+            max(few, 1 << (n - 1).bit_length()) for few, n in zip(least, (width, at, spans), strict=True)
+        )
+        some_tiles = next(n for n in (1, rows // 4, rows) if n >= len(tiles))
         sizes, cuts = (some_tiles, rows, rows if trees else 1, width, room), []
     tails: list[int] = []
     for row in range(sizes[2]):
