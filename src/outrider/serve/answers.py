@@ -65,23 +65,30 @@ class Reply:
     # --- as a stream ---
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
-        """Server-sent events, to [DONE]. What goes wrong on the way is a frame as well."""
+        """Server-sent events, to [DONE], those together that come together: each write wakes the reader.
+
+        What goes wrong on the way is a frame as well.
+        """
         head, options = self._head(self.kinds[1]), self.body.stream_options
         wanted = bool(options and options.include_usage)
         always = wanted and bool(options and options.continuous_usage_stats)
         seen: set[int] = set()
+        some = b""
         try:
             async for event in self._events():
                 for choice in self.choices(event, event.index not in seen):
                     shown = self.count - len(event.token_ids) if "role" in choice.get("delta", ()) else self.count
                     usage = {"usage": self.usage(shown) if always else None} if wanted else {}
-                    yield frame({**head, "choices": [choice], **usage, **self._lead(not seen)})
+                    some += frame({**head, "choices": [choice], **usage, **self._lead(not seen)})
                     seen.add(event.index)
+                if some and len(self.outputs) < len(self.job.answer.requests):
+                    yield some
+                    some = b""
             if wanted:
-                yield frame({**head, "choices": [], "usage": self.usage(), **self._metrics()})
+                some += frame({**head, "choices": [], "usage": self.usage(), **self._metrics()})
         except Exception as error:
-            yield frame(refusal(error).body)
-        yield DONE
+            some += frame(refusal(error).body)
+        yield some + DONE
 
     async def _events(self) -> AsyncGenerator[StepEvent, None]:
         async for event in self.job.answer.events():
