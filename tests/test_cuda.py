@@ -9,9 +9,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from outrider import LLM, SamplingParams
-from outrider.config import Rule
+from outrider.config import Rule, SpeculativeConfig
 from outrider.draft import Draft, Verdict
-from outrider.drafters.auto import Auto
+from outrider.drafters import create
 from outrider.kv import Entry, OffloadKV, PagedKV, Plan
 from outrider.kv.dense import DenseKV
 from outrider.kv.rows import NORMED
@@ -152,23 +152,29 @@ def test_graphs_keep_no_more_than_a_piece(folder, monkeypatch):
     assert not model.graphs.held
 
 
-def test_a_step_that_captured_teaches_auto_nothing(folder, as_on_cuda, monkeypatch):
-    """Most of its time went into the graph."""
-    model = load(str(folder), "bfloat16", "cpu").model
-    model.graphs, drafter = Graphs(repeated), Auto()
-    runner = Runner(model, PagedKV(model.config, model.dtype, model.device))
-    monkeypatch.setattr("outrider.drafters.auto._forwards", lambda target: {})
-    drafter.attach(runner, lambda name: runner)
-    told, captured = [], []
-    monkeypatch.setattr(drafter.costs, "add", lambda *measured: told.append(measured))
+def test_auto_learns_nothing_from_what_captured(folder, as_on_cuda, monkeypatch):
+    """Most of the time went into a graph, be it the target's or its draft model's."""
+    model, own = (load(str(folder), "bfloat16", "cpu").model for _ in range(2))
+    model.graphs, own.graphs = Graphs(repeated), Graphs(repeated)
+    runner, other = (Runner(each, PagedKV(each.config, each.dtype, each.device)) for each in (model, own))
+    monkeypatch.setattr("outrider.drafters.auto._forwards", lambda target: {1: 1.0, 16: 1.1})
+    drafter = create(SpeculativeConfig("auto", options={"drafters": [{"method": "draft_model", "model": "own"}]}))
+    drafter.attach(runner, lambda name: other)
+    (source,) = drafter.dear
+    told, asked = [], []
     monkeypatch.setattr(drafter, "rests", lambda seqs: False)
+    monkeypatch.setattr(drafter.costs, "add", lambda *measured: told.append("target"))
+    monkeypatch.setattr(source.rounds, "add", lambda *measured: told.append("draft"))
+    monkeypatch.setattr(drafter, "_worth", lambda seqs, *_: (source, [*range(len(seqs))], 2))
     seq = Sequence(PROMPT, SamplingParams(max_tokens=60, temperature=0), seed=0)
     for _ in range(6):
-        before = len(model.graphs.held), len(told)
-        step(runner, drafter, [seq], 4)
-        captured.append(len(model.graphs.held) > before[0])
-        assert len(told) - before[1] == (not captured[-1])
-    assert captured[0] and not all(captured)
+        held = len(model.graphs.held), len(own.graphs.held)
+        told.clear()
+        step(runner, drafter, [seq], 2)
+        new = len(model.graphs.held) > held[0], len(own.graphs.held) > held[1]
+        asked.append(new)
+        assert told == ["draft"] * (not new[1]) + ["target"] * (not new[0])
+    assert asked[0] == (True, True) and asked[-1] == (False, False)
 
 
 def test_a_copy_that_failed():

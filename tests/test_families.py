@@ -61,6 +61,7 @@ VARIANTS = {
         "layer_types": ["full_attention"] * 2, "num_local_experts": 0, "num_experts_per_tok": 0,
         "attention_multiplier": 0.1, "logits_scaling": 3.0}),
     "mixtral": ("mixtral", {"num_local_experts": 4}),
+    "mixtral-window": ("mixtral", {"num_local_experts": 4, "sliding_window": 8}),
     "qwen2-moe": ("qwen2_moe", EXPERTS | {"shared_expert_intermediate_size": 48, "norm_topk_prob": True}),
     "qwen2-moe-some": ("qwen2_moe", DEEP | EXPERTS | {"shared_expert_intermediate_size": 80, "mlp_only_layers": [1]}),
     "qwen3-moe": ("qwen3_moe", EXPERTS | {"norm_topk_prob": True}),
@@ -177,7 +178,7 @@ def test_text_part_of_a_model_of_pictures(tmp_path, outer, inner, tied, new_name
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     torch.manual_seed(0)
-    text = {"model_type": inner, "tie_word_embeddings": tied, **TEXT}
+    text = {"model_type": inner, "tie_word_embeddings": tied, "eos_token_id": 5, **TEXT}
     vision = {"model_type": "siglip_vision_model" if outer == "gemma3" else "pixtral", **PICTURES}
     config = AutoConfig.for_model(outer, text_config=text, vision_config=vision, tie_word_embeddings=tied)
     model = AutoModelForImageTextToText.from_config(config).eval()
@@ -191,10 +192,12 @@ def test_text_part_of_a_model_of_pictures(tmp_path, outer, inner, tied, new_name
         names = {name: f"model.{name}".replace("language_model.model.", "language_model.") for name in tensors}
         names["language_model.lm_head.weight"] = "lm_head.weight"
         save_file({names[name]: tensor for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)  # the end of text is the text part's
     llm, prompt = LLM(tmp_path, device="cpu", dtype="float32"), PROMPTS[1]
     with torch.no_grad():
         logits = model(torch.tensor([prompt])).logits[0, -1]
     assert_close(logits_after(llm, prompt), logits, rtol=1e-4, atol=1e-4)
+    assert llm.runner.model.config.eos == (5,)
 
 
 @pytest.mark.parametrize(
@@ -226,8 +229,11 @@ def test_text_part_of_a_model_of_pictures(tmp_path, outer, inner, tied, new_name
         ("granite", {"logits_scaling": -1.0}, "logits_scaling"),
         ("granitemoehybrid", {"layer_types": ["full_attention", "linear_attention"]}, "Mamba-2"),
         ("granitemoehybrid", {"layer_types": ["attention"] * 2, "num_local_experts": 4}, "experts"),
+        ("phi3", {"sliding_window": 8, "layer_types": [FULL, SLIDES]}, "a window in all layers or in none"),
+        ("mixtral", {"sliding_window": 8, "layer_types": [SLIDES, FULL]}, "a window in all layers or in none"),
         ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers"),
         ("smollm3", {"hidden_act": "relu"}, "relu"),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 1e-30, "rope_theta": 1e4}}, "no position"),
     ],
 )
 def test_what_cannot_be_is_named(make_checkpoint, tmp_path, arch, changes, words):
@@ -260,6 +266,29 @@ def test_ends_of_text_outside_the_vocabulary_are_none(make_checkpoint, tmp_path)
         torch.zeros(128), Row(Sequence([3], SamplingParams(min_tokens=2), 0, eos=llm.runner.model.config.eos))
     )
     assert logits.isinf().nonzero().flatten().tolist() == [5]
+
+
+def test_a_border_is_not_checked_across(make_llm):
+    """No draft crosses it: sequences beyond are turned anew."""
+    for context, original in ((64, 30), (600, 520)):
+        rope = {"rope_parameters": LONG, "original_max_position_embeddings": original}
+        llm = make_llm("phi3", **rope, max_position_embeddings=context)
+        assert (llm.runner.model.config.border, llm.exactness) == (original, "bitwise")
+
+
+def test_names_of_any_length_are_told_in_one_line():
+    """A config may hold anything."""
+    sizes = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"), 32)
+    good = {"architectures": ["Phi3ForCausalLM"], "num_attention_heads": 2, **sizes, "sliding_window": 8}
+    name = "x" * 100_000
+    for wrong in ({"architectures": [name]}, {"dtype": name}, {"hidden_act": name}, {"rope_parameters": name},
+                  {"rope_parameters": {"rope_type": name}}):  # fmt: skip
+        with pytest.raises(OutriderError) as raised:
+            families.read(good | wrong)
+        assert len(str(raised.value)) < 3000
+    with pytest.raises(OutriderError) as raised:
+        families.read(good | {"architectures": ["MistralForCausalLM"], "layer_types": [name] * 32})
+    assert len(str(raised.value)) < 3000
 
 
 @pytest.mark.parametrize("name", families.UNSUPPORTED)

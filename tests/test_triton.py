@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from outrider.ops import Linear, Quantized, native
+from outrider.ops.elementwise import pick
 from outrider.ops.triton import launch, plan
 from outrider.ops.triton.graph import bucket
 from outrider.quantize import quantize, rounded
@@ -668,5 +669,6 @@ def test_choice_is_law_one():
         want.append(int(scores[-1].argmax()))
     assert chosen == [*want, -1, -1, -1]
     assert sure[:6] == pytest.approx([float(own.softmax(-1).max()) for own in scores], rel=1e-5)
+    assert pick(logits[2:3], [noise_key(seed, 42)], [1])[0].tolist() == chosen[2:3]  # a whole number
     alone = launch.choose(logits[4:5], keys[4:5], temperatures[4:5])
     assert [x.tolist() for x in alone] == [chosen[4:5], sure[4:5]]

@@ -106,7 +106,7 @@ def ministral3(hf: Hf) -> dict[str, Any]:
     growth = None
     if beta:
         growth = _number(rope, "llama_4_scaling_beta"), _whole(rope, "original_max_position_embeddings", original)
-    return {"windows": _windows(hf, lambda i: SLIDING), "query_growth": growth}
+    return {"windows": _everywhere(hf), "query_growth": growth}
 
 
 @family("Qwen2ForCausalLM", "qwen2", "Qwen2, Qwen2.5")
@@ -130,7 +130,7 @@ def mixtral(hf: Hf) -> dict[str, Any]:
         expert_gate_up=("w1", "w3"),
         expert_down="w2",
     )
-    return {**mistral(hf), "mixture": _mixture(hf, "intermediate_size"), "names": names}
+    return {"windows": _everywhere(hf), "mixture": _mixture(hf, "intermediate_size"), "names": names}
 
 
 @family("Qwen2MoeForCausalLM", "qwen2_moe", "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B")
@@ -145,7 +145,7 @@ def qwen2_moe(hf: Hf) -> dict[str, Any]:
 def qwen3_moe(hf: Hf) -> dict[str, Any]:
     """As Qwen3, with experts in all layers or some."""
     normalised = bool(hf.get("norm_topk_prob"))
-    windows = _windows(hf, lambda i: SLIDING) if hf.get("use_sliding_window") else (None,) * _layers(hf)
+    windows = _everywhere(hf) if hf.get("use_sliding_window") else (None,) * _layers(hf)
     mixture = _mixture(hf, "moe_intermediate_size", _sparse(hf), normalised=normalised)
     return {**qwen3(hf), "windows": windows, "mixture": mixture}
 
@@ -213,7 +213,7 @@ def phi3(hf: Hf) -> dict[str, Any]:
     """Fused weights in the checkpoint; a window in all layers, if given; LongRoPE, of part of a head."""
     return {
         "rope": _rope(hf, partial=True),
-        "windows": _windows(hf, lambda i: SLIDING),
+        "windows": _everywhere(hf),
         "names": Names(qkv=("qkv_proj",), gate_up=("gate_up_proj",)),
     }
 
@@ -320,7 +320,7 @@ def text_part(hf: Hf) -> Hf:
     kind = str(inner.get("model_type", next(iter(OUTER[name]))))
     if kind not in OUTER[name]:
         raise UnsupportedArchitecture(
-            f"{name} around a text part {kind!r} is not supported; supported: {', '.join(OUTER[name])}"
+            f"{name} around a text part {brief(kind)} is not supported; supported: {', '.join(OUTER[name])}"
         )
     above = {key: hf[key] for key in ("quantization_config", "tie_word_embeddings", "eos_token_id") if key in hf}
     kept = {key: value for key, value in above.items() if key == "tie_word_embeddings" or inner.get(key) is None}
@@ -345,7 +345,7 @@ def check(hf: Hf) -> Family:
     if (found := FAMILIES.get(name)) is None:
         needs = f": it needs {UNSUPPORTED[name]}" if name in UNSUPPORTED else ""
         known = ", ".join(known.removesuffix("ForCausalLM") for known in FAMILIES)
-        raise UnsupportedArchitecture(f"architecture {name} is not supported{needs}; supported: {known}")
+        raise UnsupportedArchitecture(f"architecture {name[:200]} is not supported{needs}; supported: {known}")
     return found
 
 
@@ -368,7 +368,7 @@ def read(hf: Hf, eos: tuple[int, ...] = ()) -> ModelConfig:
         raise CheckpointError(f"config.json: {heads} query heads cannot share {kv_heads} key-value heads evenly")
     dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
     if dtype not in DTYPES:
-        raise CheckpointError(f"config.json: dtype {dtype} is not supported; supported: {', '.join(DTYPES)}")
+        raise CheckpointError(f"config.json: dtype {brief(dtype)} is not supported; supported: {', '.join(DTYPES)}")
     fields: dict[str, Any] = {
         "architecture": _architecture(hf),
         **sizes,
@@ -399,13 +399,18 @@ def read(hf: Hf, eos: tuple[int, ...] = ()) -> ModelConfig:
             raise CheckpointError("config.json: rope type 'dynamic' needs more than 2 dimensions of a head, not 2")
         for key in ("short_factor", "long_factor", "freq_factors"):
             _factors(rope or {}, key, turned // 2)
-    return ModelConfig(**fields)
+    config = ModelConfig(**fields)
+    if config.context < 1:
+        raise CheckpointError(
+            f"config.json: rope's factor {config.rope['factor']} leaves no position; give one above 1"
+        )
+    return config
 
 
 def _activation(hf: Hf, key: str, default: str) -> str:
     act = str(hf.get(key) or default)
     if act not in ACTIVATIONS:
-        raise UnsupportedArchitecture(f"{key} {act!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
+        raise UnsupportedArchitecture(f"{key} {brief(act)} is not supported; supported: {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[act]
 
 
@@ -459,7 +464,7 @@ def _rope(hf: Hf, partial: bool = False) -> dict[str, Any]:
         given = hf.get(key) or {}
         own = given.get(FULL, given) or {} if isinstance(given, Mapping) else given
         if not isinstance(own, Mapping):
-            raise CheckpointError(f"config.json: {key} must be an object, not {own!r}")
+            raise CheckpointError(f"config.json: {key} must be an object, not {brief(own)}")
         rope |= own
     rope = _checked_rope(rope, hf)
     if not partial and "partial_rotary_factor" in rope:
@@ -490,7 +495,7 @@ def _checked_rope(rope: dict[str, Any], hf: Hf) -> dict[str, Any]:
     elif kind in ("llama3", "yarn", "longrope") and hf.get(original) is not None:
         rope[original] = hf[original]  # as transformers has it: the rope's own may be what it filled in
     if kind not in ROPE_TYPES:
-        raise UnsupportedArchitecture(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
+        raise UnsupportedArchitecture(f"rope type {brief(kind)} is not supported; supported: {', '.join(ROPE_TYPES)}")
     for key in ROPE_NEEDS.get(kind, ("factor",)):
         if key not in rope:
             raise CheckpointError(f"config.json: rope type {kind!r} needs {key!r}")
@@ -519,15 +524,25 @@ def _checked_rope(rope: dict[str, Any], hf: Hf) -> dict[str, Any]:
     return rope
 
 
-def _windows(hf: Hf, kind: Callable[[int], str]) -> tuple[int | None, ...]:
-    """Per layer; `kind(layer)` where the config does not name the layers' kinds."""
+def _windows(hf: Hf, kind: Callable[[int], str], named: bool = True) -> tuple[int | None, ...]:
+    """Per layer; `kind(layer)` where the config does not name the layers' kinds, or what it names is not looked at."""
     layers = _whole(hf, "num_hidden_layers")
     if not hf.get("sliding_window"):
         return (None,) * layers
-    window, kinds = _whole(hf, "sliding_window"), hf.get("layer_types") or [kind(i) for i in range(layers)]
+    window, given = _whole(hf, "sliding_window"), hf.get("layer_types") if named else None
+    kinds = given or [kind(i) for i in range(layers)]
     if not isinstance(kinds, list) or len(kinds) != layers or any(k not in (FULL, SLIDING) for k in kinds):
-        raise UnsupportedArchitecture(f"layer_types {kinds!r} for {layers} layers are not supported")
+        raise UnsupportedArchitecture(f"layer_types {brief(kinds)} for {layers} layers are not supported")
     return tuple(window if k == SLIDING else None for k in kinds)
+
+
+def _everywhere(hf: Hf) -> tuple[int | None, ...]:
+    """A window in all layers if it is given, whatever kind the config names: as transformers has it."""
+    if hf.get("sliding_window") and len(set(map(str, hf.get("layer_types") or ()))) > 1:  # its caches fail, too
+        raise UnsupportedArchitecture(
+            "layer_types of two kinds: this architecture has a window in all layers or in none"
+        )
+    return _windows(hf, lambda i: SLIDING, named=False)
 
 
 def _qwen_windows(hf: Hf) -> tuple[int | None, ...]:

@@ -183,7 +183,7 @@ class File:
             "mlp_bias": "blk.0.ffn_up.bias" in self.tensors,
             "tie_word_embeddings": "output.weight" not in self.tensors,
             "dtype": {"F32": "float32", "F16": "float16"}.get(kind, "bfloat16"),
-            "eos_token_id": sorted({end for end in ends if isinstance(end, int)}),
+            "eos_token_id": sorted({end for end in ends if type(end) is int}),
             **self._switches(dim // heads, size, layers),
         }
 

@@ -325,9 +325,9 @@ def read_config(path: Path) -> ModelConfig:
     except Exception as error:
         raise CheckpointError(f"{path / 'config.json'}: {_reason(error)}") from None
     generation = _json(path / "generation_config.json") if (path / "generation_config.json").exists() else {}
-    eos = generation.get("eos_token_id", hf.get("eos_token_id"))
+    eos = generation.get("eos_token_id", families.text_part(hf).get("eos_token_id"))
     eos = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    if any(not isinstance(token, int) for token in eos):
+    if any(type(token) is not int for token in eos):
         raise CheckpointError(f"{path}: eos_token_id must be a token id or a list of them, not {brief(eos)}")
     return families.read(hf, tuple(eos))
 

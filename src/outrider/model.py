@@ -183,7 +183,7 @@ class Model:
     ) -> Tensor:
         """Final hidden states (n, hidden), normed, for n tokens at their positions; or of the rows `wanted` only.
 
-        Tokens that only the device knows are (n,) int64 there (see `chains`).
+        Tokens that only the device knows are (n,) integers there (see `chains`).
         `lengths`: per token the sequence length by which `dynamic` rope scales it; `kv` is a KVCache and `plan` the
         plan it understands. In `states` each key, a point as kv/rows.py has them, gets the states (n, hidden) there,
         and `wanted` gets its logits. Where the kernels take the model and the cache, this is one call of theirs.

@@ -44,7 +44,6 @@ class Output:
     states: Tensor  # (rows, hidden), likewise, final and normed
     read: int = 0  # tokens that were fed beside these rows: of prompts, or what the cache had given back
     best: list[int] | None = None  # of each of these rows, if known, the likeliest token, or by `draws`; -1: unknown
-    captured: bool = False  # whether the forward was the first of its sizes: the graph that was made took the time
 
     @cached_property
     def logits(self) -> list[Tensor]:
@@ -65,7 +64,7 @@ class Output:
             return self
         drafts = [self.drafts[i] for i in which]
         others = sum(1 + len(draft) for draft in self.drafts) - sum(1 + len(draft) for draft in drafts)
-        some = Output(drafts, self.flat, self.states, self.read + others, captured=self.captured)
+        some = Output(drafts, self.flat, self.states, self.read + others)
         some.logits, some.hidden = ([own[i] for i in which] for own in (self.logits, self.hidden))
         return some
 
@@ -183,8 +182,8 @@ class Runner:
         """One forward over all sequences' pending and draft tokens (after chunks of what a long prompt leaves).
 
         Of the sequences in `reading` it reads no more than so many of their pending tokens, and never the last; there
-        is no output for these. `fed` (seqs,) int64, on the device: the last token of each, which is UNKNOWN in it, and
-        all that is pending (see `chains`). `draws`: how each row's token is drawn, see sampling.py.
+        is no output for these. `fed` (seqs,), integers on the device: the last token of each, which is UNKNOWN in it,
+        and all that is pending (see `chains`). `draws`: how each row's token is drawn, see sampling.py.
         """
         if not torch.is_inference_mode_enabled():
             with torch.inference_mode():
@@ -197,8 +196,7 @@ class Runner:
         starts = self._prefill(seqs, starts)
         entries: list[Entry] = []
         tokens: list[int] = []
-        wanted, graphs = Wanted([], draws=draws), self.model.graphs
-        captured = len(graphs.held) if graphs else 0
+        wanted = Wanted([], draws=draws)
         for seq, draft, start in zip(seqs, drafts, starts, strict=True):
             first, pending = len(tokens), len(seq.tokens) - start
             tokens += seq.tokens[start:]
@@ -225,8 +223,7 @@ class Runner:
             slot.tokens += seq.tokens[entry.start :] if entry.parents else tokens[entry.row : entry.row + entry.n]
             slot.settled = seq.settled
         assert wanted.logits is not None
-        new = graphs is not None and len(graphs.held) > captured
-        return Output(drafts, wanted.logits, hidden, read, wanted.best, new)
+        return Output(drafts, wanted.logits, hidden, read, wanted.best)
 
     @property
     def chains(self) -> bool:
@@ -455,10 +452,13 @@ def check_exactness(model: Model, kv: KVCache) -> str:
         return "law"
     longest, alone = 50, 6
     length = max(1, min(KEY_BLOCK - 4, model.config.context - longest - 1))
+    if (border := model.config.border) is not None and length <= border <= length + longest:
+        length = max(1, border - longest - 1)  # no draft crosses it
     text = torch.randint(model.config.vocab_size, (length + longest,), generator=generator).tolist()
     params = SamplingParams(max_tokens=longest + 2)
     seq, other = Sequence(text[:length], params, seed=0), Sequence(text[: max(1, length // 3)], params, seed=0)
-    draft = Draft.chain(text[length : min(len(text), model.config.context - 1)])
+    most = border if border is not None and length < border else model.config.context - 1
+    draft = Draft.chain(text[length : min(len(text), most)])
     try:
         plain = []
         for token in draft.tokens[:alone]:

@@ -87,13 +87,12 @@ class Sequence:
         """Tokens after the prompt."""
         return self.tokens[self.prompt_len :]
 
-    def fork(self, text: list[int] | None = None) -> Sequence:
-        """A copy that may be extended hypothetically. `text`: a list of its first tokens, to be the copy's own."""
-        text = [] if text is None or len(text) > len(self.tokens) else text
-        text += self.tokens[len(text) :]
+    def fork(self, tokens: list[int] | None = None) -> Sequence:
+        """A copy that may be extended hypothetically. `tokens`: a list of these, to be the copy's own."""
         fork = object.__new__(Sequence)
         fork.__dict__.update(self.__dict__)
-        fork.tokens, fork.parent, fork.stop_check, fork.mirror = text, self.parent or self, None, None
+        fork.tokens = self.tokens.copy() if tokens is None else tokens
+        fork.parent, fork.stop_check, fork.mirror = self.parent or self, None, None
         return fork
 
     def shown(self, rule: Rule) -> Sequence:

@@ -232,14 +232,19 @@ class Autoregressive(Drafter):
     vocab: int  # the target's
     min_token_prob: float = 0.0
 
-    @cached_property
+    @cached_property  # the __init__ of dataclasses calls no other
     def _texts(self) -> dict[int, list[int]]:
         """The settled tokens of each sequence, for forks: copies of long ones at each step would take milliseconds."""
         return {}
 
+    def _fork(self, seq: Sequence) -> Sequence:
+        text = self._texts.pop(seq.id, [])
+        text += seq.tokens[len(text) :]
+        return seq.fork(text)
+
     def propose(self, seqs: list[Sequence], k: int) -> list[Draft]:
         """One chain per sequence, up to k long; a fork that ends, or reaches the runner's context, stops early."""
-        forks = [seq.fork(self._texts.pop(seq.id, None)) for seq in seqs]
+        forks = [self._fork(seq) for seq in seqs]
         drawn: dict[int, list[Tensor]] = {seq.id: [] for seq in seqs}
         forced: dict[int, set[int]] = {seq.id: set() for seq in seqs}
         starts = {seq.id: len(seq.tokens) for seq in seqs}

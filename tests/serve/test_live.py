@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import islice
 from typing import Any
 
 import httpx
@@ -169,6 +170,31 @@ def test_the_command(tmp_path, by):
     assert [line["status"] for line in lines if "status" in line] == [200, 200]
     assert "Traceback" not in errors and "leaked" not in errors
     assert not at.exists()
+
+
+def test_a_second_interrupt_ends_at_once(tmp_path):
+    """Whatever is left of the time for draining; the answers under way end with an error that says why."""
+    at, heard = tmp_path / "socket", list[str]()
+    command = [sys.executable, "-m", "outrider", "serve", "tiny", "--uds", str(at), "--drain", "3600"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        wait_until(at.exists)
+        transport = httpx.HTTPTransport(uds=str(at), retries=10)
+        body = {"prompt": PROMPT, "max_tokens": 8000, "stream": True, "ignore_eos": True}
+        with (
+            httpx.Client(transport=transport, base_url="http://x", timeout=60) as client,
+            client.stream("POST", "/v1/completions", json=body) as answer,
+        ):
+            lines = answer.iter_lines()
+            heard.append(next(lines))
+            while process.poll() is None and not heard[-1].startswith("data: [DONE]"):
+                process.send_signal(signal.SIGINT)
+                heard += [line for line in islice(lines, 20) if line] or ["data: [DONE]"]
+        errors = process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
+    assert "the engine was closed before the answer was complete" in heard[-2]
+    assert process.returncode == 130 and "Traceback" not in errors
 
 
 @pytest.mark.parametrize(

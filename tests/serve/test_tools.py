@@ -151,6 +151,8 @@ def test_space_around_calls(text, content, calls):
         (HERMES, '<tool_call>\n{"name": "now"}\n</tool_call>', "", 1),
         (HERMES, '<tool_call>\n{"name": "now", "arguments": {"a": ', "", 1),
         (HERMES, "a <tool_cal", "a <tool_cal", 0),
+        (HERMES, "Use <tool_call>\n</tool_call> tags.", "Use <tool_call>\n</tool_call> tags.", 0),
+        (HERMES, "<tool_call></tool_call>", "<tool_call></tool_call>", 0),
         (HERMES, '<tool_call>{"name": "now", "arguments": {}}</tool_call>\n<tool', "", 1),
         (LLAMA, '<|python_tag|>{"name": "now", "parameters": {}}; {"name": "now", "parameters": {"x": "{"}}', "", 2),
         (LLAMA, '{"name": "now", "arguments": {}}', "", 1),

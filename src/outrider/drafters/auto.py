@@ -37,7 +37,7 @@ from outrider.control import MARGIN, Beliefs, Costs, Guess, Learnt, Look, Picked
 from outrider.draft import Draft, Verdict
 from outrider.errors import ConfigError, OutriderError
 from outrider.load import ASSETS, companions, kind_of, stores
-from outrider.ops import native
+from outrider.ops import Graphs, native
 from outrider.runner import Output, Runner
 from outrider.sequence import Sequence
 from outrider.speculate import Drafter
@@ -113,6 +113,7 @@ class Auto(Drafter):
         self.asked: dict[int, dict[str, tuple[int, int]]] = {}  # by sequence and source: when, and the tokens it read
         self.chains, self.vocab, self.chunk = False, 2**63, 2**63
         self.sent = self.spent = self.asking = self.own = self.whole = 0.0
+        self.made = 0  # graphs, when a step's forward began
         self.turn = self.rested = 0  # steps, and those of them that were rested since the last propose
         self.unpaid: list[int] = []  # the sequences of that, if no look pays for them
         self.seconds = list[float]()
@@ -181,7 +182,7 @@ class Auto(Drafter):
         if rate and max(lengths) >= self.least:  # else none fits, as a rule
             picked = self._dear(seqs, texts, picked, rate, min(k, len(seconds) - 1), guesses, riders)
         drafts = [self._draft(own, riders.get(i)) for i, own in enumerate(picked)]
-        self.sent = self.clock()
+        self.sent, self.made = self.clock(), Graphs.made
         self.spent = self.sent - began
         return drafts
 
@@ -204,11 +205,11 @@ class Auto(Drafter):
         if asked is None:
             return picked
         source, who, length = asked
-        drafted = -self.clock()
+        made, drafted = Graphs.made, -self.clock()
         self._ask(source, seqs, who, length, guesses, riders)
         drafted += self.clock()
         self.asking = drafted
-        self._time(source, seqs, who, length, drafted, riders)
+        self._time(source, seqs, who, length, None if Graphs.made > made else drafted, riders)
         return self.beliefs.choose(texts, self.looks, guesses, drafted, k, self.chains, True, self._poor)[0]
 
     def _ask(
@@ -295,14 +296,17 @@ class Auto(Drafter):
         return len(seq.tokens) - self._last(source, seq)[1]
 
     def _time(
-        self, source: Source, seqs: list[Sequence], who: list[int], k: int, seconds: float, riders: dict[int, Draft]
-    ) -> None:
-        """What asking took: for what the source had to read, or for its guesses."""
+        self, source: Source, seqs: list[Sequence], who: list[int], k: int, seconds: float | None,
+        riders: dict[int, Draft],
+    ) -> None:  # fmt: skip
+        """What asking took: for what the source had to read, or for its guesses; None: nothing to learn from."""
         lag = sum(self._lag(source, seqs[i]) for i in who)
         for i in who:
             seq = seqs[i]
             self.asked.setdefault(seq.id, {})[source.name] = self.beliefs.standing(seq.id)[0], len(seq.tokens)
             self.beliefs.ran(seq.id, riders[i].riders if i in riders else 0)
+        if seconds is None:
+            return
         if lag > MOST_NODES // 4 * len(who):
             source.reading = seconds / lag if not source.tried else 0.8 * source.reading + 0.2 * seconds / lag
         else:
@@ -313,13 +317,14 @@ class Auto(Drafter):
         """Learn what the step cost and brought, and which guesses were right, drafted or not."""
         began = self.clock()
         took, rows = began - self.sent, sum([1 + len(draft.tokens) for draft in output.drafts])
-        if output.read <= self.chunk and not output.captured:  # else it was more than one forward
+        captured = Graphs.made > self.made
+        if output.read <= self.chunk and not captured:  # else it was more than one forward
             keys = sum([len(seq.tokens) for seq in seqs]) - sum([len(verdict.tokens) for verdict in verdicts])
             self.costs.add(rows, keys, took, output.read, len(seqs))
         came = []
         for seq, verdict, draft in zip(seqs, verdicts, output.drafts, strict=True):
             came.append((seq.id, seq.tokens, len(verdict.path) - len(draft.forced.intersection(verdict.path))))
-        took, steps, self.rested = math.inf if output.read or output.captured else took, 1 + self.rested, 0
+        took, steps, self.rested = math.inf if output.read or captured else took, 1 + self.rested, 0
         pay = self.beliefs.settle(came, rows, took, self.own, self.whole - self.own, steps)
         rests = not pay and not self.awake and max([len(seq.tokens) for seq in seqs]) + EVERY < self.least
         self.unpaid = [seq.id for seq in seqs] if rests else []
@@ -363,10 +368,13 @@ def _forwards(target: Runner) -> dict[int, float]:
         until = time.perf_counter() + MEASURING
         for n in [n for n in 5 * ROWS if read + n <= target.max_len]:
             if (began := time.perf_counter()) < until:
-                output = runner.extend([seq], [Draft.chain(tokens[read : read + n - 1])])
-                output.flat[0, 0].item()
-                if not output.captured:
-                    spent.setdefault(n, []).append(time.perf_counter() - began)
+                made = Graphs.made
+                runner.extend([seq], [Draft.chain(tokens[read : read + n - 1])]).flat[0, 0].item()
+                took = time.perf_counter() - began
+                if Graphs.made > made:
+                    until += took
+                else:
+                    spent.setdefault(n, []).append(took)
     except OutriderError as error:  # a cache of next to nothing
         log.info("forwards were not measured: %s", error)
     finally:

@@ -86,7 +86,7 @@ class Merge(Drafter):
     def _seen_by(
         self, i: int, seqs: list[Sequence], verdicts: list[Verdict], output: Output
     ) -> tuple[list[Verdict], Output]:
-        own_verdicts, own = [], Output([], output.flat, output.states)
+        own_verdicts, own = [], Output([], output.flat, output.states, output.read)
         own.logits, own.hidden = [], []
         for at, (seq, verdict, draft) in enumerate(zip(seqs, verdicts, output.drafts, strict=True)):
             merged, where = self.merged.get(seq.id, (draft, []))

@@ -156,7 +156,8 @@ def pick(logits: Tensor, keys: list[int], temperatures: list[float]) -> tuple[Te
     """
     if not len(logits):
         return logits.new_empty(0, dtype=torch.int32), logits.new_empty(0)
-    by, where = upload(temperatures, logits.device), upload(keys, logits.device)
+    by = upload(torch.tensor(temperatures, dtype=torch.float32), logits.device)  # which may all be whole numbers
+    where = upload(keys, logits.device)
     return launch.choose(logits.contiguous(), where, by)
 
 

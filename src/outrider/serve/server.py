@@ -32,6 +32,9 @@ class Uvicorn(uvicorn.Server):
         """End."""
         closing = asyncio.ensure_future(self.llm.aclose(self.drain))
         await super().shutdown(sockets)
+        if self.force_exit:  # a second Ctrl-C: what is left ends now
+            await self.llm.aclose()
+            await self.lifespan.shutdown()
         await closing
 
 

@@ -374,8 +374,11 @@ class Parser:
             if self.family is HERMES and c == "<":
                 closing = "</tool_call>"
                 if text.startswith(closing, i):
+                    lead = self._lead + text[: i + len(closing)]
+                    empty = lead if self.mark in lead else ""  # behind a call it is only its end
                     self._held, self._inside, self._lead = text[i + len(closing) :], False, ""
-                    return []
+                    self._fresh = self._fresh and not empty
+                    return [{"content": empty}] if empty else []
                 if closing.startswith(text[i:]):
                     self._lead, self._held = self._lead + text[:i], text[i:]
                     return []

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -66,6 +66,7 @@ def cuda_capture(compute: Callable[[], list[Tensor]]) -> tuple[Callable[[], None
 class Graphs:
     """Captured forwards, by their sizes. `capture` computes, and gives what repeats it and where results will be."""
 
+    made: ClassVar[int] = 0  # so far, of all models: what took the time to make one tells nothing of the next
     capture: Capture = cuda_capture
     held: dict[Hashable, tuple[dict[str, Tensor], Callable[[], None], list[Tensor]]] = field(default_factory=dict)
     given: dict[Hashable, dict[str, Tensor]] = field(default_factory=dict)  # what each was last called with
@@ -78,6 +79,7 @@ class Graphs:
         Inputs lie on the device or, `pinned`, on the host, and are not written to as long as they are given.
         """
         if key not in self.held:
+            Graphs.made += 1
             places = {name: x.to(device, copy=True) for name, x in inputs.items()}
             self.held[key] = places, *self.capture(lambda: compute(places))
         (places, replay, results), before = self.held[key], self.given.pop(key, {})  # if a copy fails, all come anew

@@ -136,18 +136,24 @@ def make(
     sizes = len(tiles), count, count if trees else 1, width, at
     cuts = [(tile[3], tile[4]) for tile in tiles]
     if rows is not None:
-        least = 64 if trees else 1, 256, 8  # each size takes a graph of its own, and its time to be captured
-        width, room, spans = (
-            max(few, 1 << (n - 1).bit_length()) for few, n in zip(least, (width, at, spans), strict=True)
-        )
+        width = (
+            max(64, _power(width)) if trees else 1
+        )  # each size takes a graph of its own, and its time to be captured
+        room, spans = max(256, _power(at)), max(8, _power(spans))
         some_tiles = next(n for n in (1, rows // 4, rows) if n >= len(tiles))
         sizes, cuts = (some_tiles, rows, rows if trees else 1, width, room), []
-    tails: list[int] = []
-    for row in range(sizes[2]):
-        path = trees.get(row, [])
-        tails += path + [0] * (width - len(path))
     flat = [x for tile in tiles for x in tile] + [0] * (8 * (sizes[0] - len(tiles)))
-    flat += where + [-1] * (3 * (sizes[1] - count)) + positions + [-1] * (sizes[1] - count) + tails
+    flat += where + [-1] * (3 * (sizes[1] - count)) + positions + [-1] * (sizes[1] - count)
+    tails = torch.zeros(sizes[2], width, dtype=torch.int32)
+    if trees:
+        longest = max(map(len, trees.values()))
+        padded = [path + [0] * (longest - len(path)) for path in trees.values()]
+        tails[[*trees], :longest] = torch.tensor(padded, dtype=torch.int32)
     rest = torch.zeros(sizes[4] - at, dtype=torch.int32)
-    whole = torch.cat([torch.tensor(flat, dtype=torch.int32), *tables, rest])
+    whole = torch.cat([torch.tensor(flat, dtype=torch.int32), tails.view(-1), *tables, rest])
     return DevicePlan(upload(whole, device) if rows is None else pinned(whole, device), sizes, spans, cuts)
+
+
+def _power(n: int) -> int:
+    """The least power of two that is no less."""
+    return 1 << (n - 1).bit_length()
