@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -289,3 +290,26 @@ def test_command(said, make_checkpoint, tmp_path):
     assert result.exit_code == 0, result.output
     assert "tokens a forward" in result.output and (tmp_path / "run" / "head" / "model.safetensors").is_file()
     assert find(tmp_path / "run" / "head")
+
+
+def test_conversations_are_read_together(llm, said, tmp_path, monkeypatch):
+    """As many as fit a chunk; states are what they are alone."""
+    trainer = Trainer([said], tmp_path / "run", SMALL, llm=llm)
+    noise = torch.Generator().manual_seed(7)
+    found = [(torch.randint(128, (n,), generator=noise).tolist(), skip, 3) for n, skip in ((30, 0), (9, 2), (20, 5))]
+    alone = [trainer.read([one]) for one in found]
+    for chunk in (4096, 40, 1):
+        monkeypatch.setattr(trainer.llm.runner, "chunk", chunk)
+        whole = trainer.read(found)
+        assert whole.lengths == [30, 7, 15]
+        for name in ("ids", "taps", "last"):
+            assert torch.equal(getattr(whole, name), torch.cat([getattr(one, name) for one in alone]))
+
+
+def test_a_run_goes_on_on_another_device(trained, llm, said):
+    """Its settings are others then, and nothing else is."""
+    trainer, _ = trained
+    again = Trainer([said], trainer.output, replace(SMALL, device="cpu"), llm=llm)
+    assert again.counts["steps"]
+    with pytest.raises(ConfigError, match="was begun with depth 3"):
+        Trainer([said], trainer.output, replace(SMALL, depth=2), llm=llm)

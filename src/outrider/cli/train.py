@@ -113,13 +113,14 @@ def eagle3(
     every: Annotated[float, typer.Option(min=0.01, help="Minutes between checkpoints and reports.")] = 3.0,
     export: Annotated[Path | None, typer.Option(help="Where the head goes. Default: OUTPUT/head.")] = None,
     dtype: Dtype = "auto",
+    device: Device = "auto",
 ) -> None:
     """Train an EAGLE-3 head for a frozen model: --speculate eagle3:model=OUTPUT/head uses it."""
     from outrider.train.eagle3 import Trainer
 
     settings = Eagle(
         model=model, vocab=vocab, taps=tuple(taps or ()), heads=heads, depth=depth, length=length, batch=batch,
-        train_head=train_head, replay=replay, lr=lr, seed=seed, dtype=dtype,
+        train_head=train_head, replay=replay, lr=lr, seed=seed, dtype=dtype, device=device,
     )  # fmt: skip
     with Reporter() as reporter:
         trainer = Trainer(conversations, output, settings, reporter)
@@ -148,13 +149,14 @@ def recurrent(
     every: Annotated[float, typer.Option(min=0.01, help="Minutes between checkpoints and reports.")] = 3.0,
     export: Annotated[Path | None, typer.Option(help="Where the head goes. Default: OUTPUT/head.")] = None,
     dtype: Dtype = "auto",
+    device: Device = "auto",
 ) -> None:
     """Train a recurrent head for a frozen model: --speculate recurrent:model=OUTPUT/head uses it."""
     from outrider.train.recurrent import Trainer
 
     settings = Recurrent(
         model=model, vocab=vocab, wide=wide, depth=depth, length=length, batch=batch, train_head=train_head,
-        replay=replay, lr=lr, seed=seed, dtype=dtype,
+        replay=replay, lr=lr, seed=seed, dtype=dtype, device=device,
     )  # fmt: skip
     with Reporter() as reporter:
         trainer = Trainer(conversations, output, settings, reporter)

@@ -55,7 +55,7 @@ class Attention(nn.Module):
         for n, start in zip(batch.lengths, batch.starts, strict=True):
             rows, whole = slice(at, at + n - start), slice(end, end + n)
             at, end = rows.stop, whole.stop
-            future = torch.ones(n, n, dtype=torch.bool).triu(1)[start:]
+            future = torch.ones(n, n, dtype=torch.bool, device=x.device).triu(1)[start:]
             scores = (q[rows].transpose(0, 1) @ keys[whole].permute(1, 2, 0)).float().masked_fill(future, -math.inf)
             beside = [(q[rows] * k[rows]).float().sum(-1).T.unsqueeze(-1) for k, _ in own]  # (heads, rows, 1) each
             weights = (torch.cat([scores, *beside], -1) / math.sqrt(self.dim)).softmax(-1).to(v.dtype)
@@ -98,17 +98,18 @@ class Head(heads.Head):
 
     def unroll(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
         """The normed states."""
-        n, lengths = len(batch.ids), torch.tensor(batch.lengths)
-        rows, ends = torch.arange(n), torch.repeat_interleave(lengths.cumsum(0), lengths)
-        place = torch.cat([torch.arange(k) for k in batch.lengths])
-        learnt = torch.cat([rows[own] for own in batch.rows()])
+        n, device = len(batch.ids), batch.ids.device
+        rows, ends = torch.arange(n, device=device), batch.ends()
+        place = torch.cat([torch.arange(k) for k in batch.lengths])  # on the host, as the rotation wants it
+        learnt = torch.cat([torch.arange(n)[own] for own in batch.rows()])
         state, before = self.fc(batch.taps.float()), list[tuple[Tensor, Tensor]]()
         for s in range(self.depth):
             token = self.embed(batch.ids[(rows + 1 + s).clamp(max=len(batch.ids) - 1)].long())
             cos, sin = (t.float() for t in self.rotary((place + s).tolist(), [1] * n))
             state = self.midlayer(token, state, (cos, sin), batch, before)
             if s == 0:
-                rows, ends, place, n = learnt, ends[learnt], place[learnt], len(learnt)
+                place, n, rows = place[learnt], len(learnt), learnt.to(device)
+                ends = ends[rows]
             inside = rows + 1 + s < ends
             yield self.norm(state[inside]), (rows + 1 + s)[inside]
 
@@ -119,7 +120,7 @@ class Head(heads.Head):
         model, hidden = llm.runner.model, self.config.hidden_size
         self.norm.weight.copy_(model.norm)
         self.midlayer.hidden_norm.weight.copy_(model.norm)
-        self.fc.weight.zero_()[:, -hidden:] = torch.eye(hidden)
+        self.fc.weight.zero_()[:, -hidden:].fill_diagonal_(1)
         self.midlayer.mlp.down_proj.weight.zero_()
 
     def about(self) -> dict[str, Any]:
@@ -141,19 +142,18 @@ class Head(heads.Head):
         states have in common.
         """
         hidden, layer, attn = self.config.hidden_size, self.midlayer, self.midlayer.self_attn
-        products, wanted = torch.zeros(2 * hidden, 2 * hidden), torch.zeros(2 * hidden, hidden)
-        mean = torch.zeros(hidden)
+        products, wanted = (self.fc.weight.new_zeros(2 * hidden, n) for n in (2 * hidden, hidden))
+        mean = products.new_zeros(hidden)
         for batch in batches:
             state = batch.taps[:, -hidden:].float()
-            inside = torch.ones(len(state), dtype=torch.bool)
-            inside[torch.tensor(batch.lengths).cumsum(0) - 1] = False
-            rows = inside.nonzero()[:, 0]
+            rows = torch.arange(len(state), device=state.device)
+            rows = rows[rows + 1 < batch.ends()]
             token = self.embed(batch.ids[rows + 1].long())
             x = torch.cat([layer.input_layernorm(token), layer.hidden_norm(state[rows])], -1)
             products += x.T @ x
             wanted += x.T @ (state[rows + 1] - state[rows])
             mean += x[:, hidden:].mean(0) / len(batches)
-        products += RIDGE * products.diagonal().mean() * torch.eye(2 * hidden)
+        products.diagonal().add_(RIDGE * products.diagonal().mean())
         u, s, v = torch.linalg.svd(torch.linalg.solve(products, wanted).T, full_matrices=False)
         rank = min(len(s), attn.heads * attn.dim)
         root = s[:rank].sqrt()
@@ -180,7 +180,7 @@ class Trainer(heads.Trainer):
 
     def _begin(self) -> None:
         super()._begin()
-        found = [Batch.load(path) for path in self._batches()]
+        found = [Batch.load(path, self.device) for path in self._batches()]
         while sum(len(batch.ids) for batch in found) < self.settings.first and (path := self.fresh()):
-            found.append(Batch.load(path))
+            found.append(Batch.load(path, self.device))
         self.head.fit(found)

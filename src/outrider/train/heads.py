@@ -44,6 +44,7 @@ DECAY = 0.8  # of the loss, per step of the training-time test
 WARM_UP = 10  # steps
 COOL_DOWN = 0.3  # the share of the time in which the learning rate falls to nothing
 ROWS = 512  # whose logits are held at a time
+CHUNK = 4096  # tokens that a GPU reads at a time: calling its kernels takes the host longer than they take
 
 
 @dataclass
@@ -63,11 +64,16 @@ class Batch:
             save_file({**named, "lengths": torch.tensor(self.lengths), "starts": torch.tensor(self.starts)}, partial)
 
     @staticmethod
-    def load(path: Path) -> Batch:
+    def load(path: Path, device: torch.device | str = "cpu") -> Batch:
         """Read what `save` wrote."""
-        named = load_file(path)
+        named = load_file(path, str(device))
         lengths, starts = named["lengths"].tolist(), named["starts"].tolist()
         return Batch(named["ids"], lengths, starts, named["taps"], named["last"])
+
+    def ends(self) -> Tensor:
+        """For each row where its conversation ends, (n,)."""
+        lengths = torch.tensor(self.lengths)
+        return torch.repeat_interleave(lengths.cumsum(0), lengths).to(self.ids.device)
 
     def rows(self) -> list[slice]:
         """Per conversation the rows that are learnt from."""
@@ -99,12 +105,12 @@ class Head(nn.Module):
     @property
     def tokens(self) -> Tensor:
         """The target's ids of the draft vocabulary."""
-        return self.d2t + torch.arange(len(self.d2t))
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     @torch.no_grad()
     def begin(self, llm: LLM, wanted: list[int]) -> None:
         """The draft vocabulary, and what can be had of the target."""
-        self.d2t.copy_(torch.tensor(wanted) - torch.arange(len(wanted)))
+        self.d2t.copy_(torch.tensor(wanted) - torch.arange(len(wanted)))  # from the host to where it lies
         self.t2d[wanted] = True
         self.lm_head.weight.copy_(own_head(llm)[wanted])
 
@@ -155,7 +161,7 @@ def own_head(llm: LLM) -> Tensor:
     """The target's projection (vocab, hidden) float32; it may be packed, but its products with unit vectors are it."""
     model = llm.runner.model
     with torch.inference_mode():
-        rows = model.head(torch.eye(model.config.hidden_size, dtype=model.dtype)).T
+        rows = model.head(torch.eye(model.config.hidden_size, dtype=model.dtype, device=model.device)).T
     return rows.float().clone(memory_format=torch.contiguous_format)
 
 
@@ -165,19 +171,19 @@ class CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, wanted: Tensor) -> Tensor:
         """x (n, hidden), weight (vocab, hidden), wanted (n, vocab) bfloat16."""
-        x, w, loss = x.bfloat16(), weight.bfloat16(), 0.0
+        x, w, loss = x.bfloat16(), weight.bfloat16(), weight.new_zeros(())
         dx, dw = torch.empty_like(x), torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for at in range(0, len(x), ROWS):
             rows = slice(at, at + ROWS)
             logits, law = F.linear(x[rows], w).float(), wanted[rows].float()
             whole = logits.logsumexp(-1, keepdim=True)
-            loss += (whole.sum() - (law * logits).sum()).item()
+            loss += whole.sum() - (law * logits).sum()
             slope = (logits.sub_(whole).exp_() - law).bfloat16()
             dx[rows] = slope @ w
             if dw is not None:
                 dw += slope.T @ x[rows]
         ctx.save_for_backward(dx, dw)
-        return torch.tensor(loss)
+        return loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -203,9 +209,12 @@ class Trainer:
         self.data, self.output, self.settings, s = data, output, settings, settings
         if missing := [path for path in data if not path.is_file()]:
             raise ConfigError(f"no file of conversations at {missing[0]}; `outrider train data` writes one")
-        self.llm = llm or LLM(s.model, dtype=s.dtype, device="cpu", max_num_seqs=32, progress=progress)
+        self.llm = llm or LLM(s.model, dtype=s.dtype, device=s.device, max_num_seqs=32, progress=progress)
         self.llm.runner.progress, self.llm.runner.prefixes = None, False
-        self.head = self.kind(self.llm, s)
+        self.device = self.llm.runner.model.device
+        if self.device.type == "cuda":
+            self.llm.runner.chunk = max(CHUNK, self.llm.runner.chunk)
+        self.head = self.kind(self.llm, s).to(self.device)
         self.rows = self.llm.runner.tap((*self.head.taps, NORMED))
         self.states = output / "states"
         make_folder(self.states, "output")
@@ -240,7 +249,7 @@ class Trainer:
             batches = self._batches()
             due = [path for path in batches if self.visits.get(path.name, 0) < self.settings.replay]
             path = self.fresh() if len(due) < 3 else None
-            batch = Batch.load(path := path or dice.choice(due or batches))
+            batch = Batch.load(path := path or dice.choice(due or batches), self.device)
             rate = min(1.0, (1 + self.counts["steps"]) / WARM_UP, (1 - share) / COOL_DOWN)
             for group, highest in self.groups:
                 group["lr"] = highest * rate
@@ -260,17 +269,17 @@ class Trainer:
     def learn(self, batch: Batch) -> float:
         """One step; returns the mean loss of the first guess, in nats."""
         law = F.linear(batch.last.bfloat16(), self.own).float().softmax(-1).bfloat16()
-        total, first = torch.zeros(()), 0.0
-        with torch.autocast("cpu", torch.bfloat16):
+        total = first = torch.zeros((), device=self.device)
+        with torch.autocast(self.device.type, torch.bfloat16):
             for s, (states, about) in enumerate(self.head.unroll(batch)):
                 loss = CrossEntropy.apply(states, self.head.lm_head.weight, law[about]) / max(1, len(about))  # type: ignore[no-untyped-call]
-                first = first if s else loss.item()
+                first = first if s else loss.detach()
                 total = total + DECAY**s * loss
         total.backward()  # type: ignore[no-untyped-call]
         for optimizer in (self.muon, self.adam):
             optimizer.step()  # type: ignore[no-untyped-call]
             optimizer.zero_grad()
-        return first
+        return first.item()
 
     @torch.no_grad()
     def measure(self) -> tuple[list[float], float]:
@@ -280,15 +289,15 @@ class Trainer:
         """
         batch, right, kept = self.held, list[float](), 0.0
         wanted = self.llm.runner.model.logits(batch.last).argmax(-1)
-        alive = torch.ones(len(batch.ids))
+        alive = torch.ones(len(batch.ids), device=self.device)
         places = 0
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(self.device.type, torch.bfloat16):
             for s, (states, about) in enumerate(self.head.unroll(batch)):
                 guess = self.head.tokens[F.linear(states, self.head.lm_head.weight).argmax(-1)]
                 hit = (guess == wanted[about]).float()
                 right.append(float(hit.mean()))
                 places = places or len(hit)
-                still = torch.zeros(len(batch.ids))
+                still = torch.zeros_like(alive)
                 still[about - 1 - s] = alive[about - 1 - s] * hit
                 alive = still
                 kept += float(alive.sum())
@@ -329,18 +338,23 @@ class Trainer:
             if not found:
                 raise ConfigError("too few conversations to hold one out; write more")
             self.read(found).save(path)
-        return Batch.load(path)
+        return Batch.load(path, self.device)
 
     def read(self, found: list[tuple[list[int], int, int]]) -> Batch:
         """What the target makes of conversations: their ids, the place to begin at, and the first row to learn from."""
-        runner, parts = self.llm.runner, list[Tensor]()
-        for ids, skip, _ in found:
-            seq = Sequence(ids, SamplingParams(), 0)
-            runner.extend([seq])
-            rows = self.rows.read(seq.id, skip, len(ids))
-            assert rows is not None, "the target has read all of it"
-            parts.append(rows[1].clone())
-            runner.free(seq)
+        runner, parts, together = self.llm.runner, list[Tensor](), list[tuple[Sequence, int]]()
+        for i, (ids, skip, _) in enumerate(found):
+            together.append((Sequence(ids, SamplingParams(), 0), skip))
+            size = sum(len(seq.tokens) for seq, _ in together)
+            if i + 1 < len(found) and size + len(found[i + 1][0]) <= runner.chunk:
+                continue
+            runner.extend([seq for seq, _ in together])
+            for seq, begin in together:
+                rows = self.rows.read(seq.id, begin, len(seq.tokens))
+                assert rows is not None, "the target has read all of it"
+                parts.append(rows[1].cpu().clone())
+                runner.free(seq)
+            together.clear()
         states, hidden = torch.cat(parts), self.head.config.hidden_size
         taps, last = states[:, :-hidden].clone(), states[:, -hidden:].clone()
         tokens = torch.tensor([token for ids, skip, _ in found for token in ids[skip:]], dtype=torch.int32)
@@ -399,9 +413,10 @@ class Trainer:
         path, now = self.output / "state.pt", asdict(self.settings)
         try:
             check_zip(path)
-            state = torch.load(path, weights_only=True)
+            state = torch.load(path, self.device, weights_only=True)
             begun = dict(state["settings"])
-            if not (differs := [key for key in now if tuple_less(now[key]) != tuple_less(begun.get(key))]):
+            keys = [key for key in now if key != "device"]
+            if not (differs := [key for key in keys if tuple_less(now[key]) != tuple_less(begun.get(key))]):
                 self.head.load_state_dict(state["head"])
                 self.muon.load_state_dict(state["muon"])
                 self.adam.load_state_dict(state["adam"])
@@ -422,7 +437,7 @@ class Trainer:
         make_folder(folder, "the head's folder")
         kept = {name: t.bfloat16() if t.is_floating_point() else t for name, t in self.head.tensors().items()}
         with replacing(folder / "model.safetensors") as partial:
-            save_file({name: t.contiguous() for name, t in kept.items()}, partial)
+            save_file({name: t.cpu().contiguous() for name, t in kept.items()}, partial)
         config = {
             **self.head.about(), "base_model_name_or_path": s.model, "hidden_size": c.hidden_size,
             "vocab_size": c.vocab_size, "draft_vocab_size": s.vocab, "rms_norm_eps": c.rms_norm_eps,

@@ -36,10 +36,9 @@ class Head(heads.Head):
 
     def unroll(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
         """The states."""
-        n, lengths = len(batch.ids), torch.tensor(batch.lengths)
-        ends = torch.repeat_interleave(lengths.cumsum(0), lengths)
-        rows = torch.cat([torch.arange(n)[own] for own in batch.rows()])
-        state, ends = batch.last[rows].float(), ends[rows]
+        n = len(batch.ids)
+        rows = torch.cat([torch.arange(n)[own] for own in batch.rows()]).to(batch.ids.device)
+        state, ends = batch.last[rows].float(), batch.ends()[rows]
         for s in range(self.depth):
             state = self(state, self.embed(batch.ids[(rows + 1 + s).clamp(max=n - 1)].long()).float())
             inside = rows + 1 + s < ends

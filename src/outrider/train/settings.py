@@ -77,6 +77,7 @@ class HeadSettings:
     lr: float = 1e-3  # of AdamW; Muon's is twice that
     seed: int = 0
     dtype: str = "auto"
+    device: str = "auto"  # a run may go on on another
 
     def __post_init__(self) -> None:
         least = {"vocab": 1, "depth": 1, "length": self.depth + 3, "prompt": 1, "batch": 1, "replay": 1}
