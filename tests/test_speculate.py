@@ -16,7 +16,7 @@ from outrider.kv import PagedKV
 from outrider.runner import Runner
 from outrider.sampling import Row, scores, surely
 from outrider.sequence import Sequence
-from outrider.speculate import Autoregressive, step
+from outrider.speculate import Autoregressive, Drafter, Nested, step
 
 REQUESTS = [
     ([5, 9, 2, 7], SamplingParams(temperature=0, max_tokens=16, presence_penalty=0.5, stop_token_ids=[127])),
@@ -258,3 +258,30 @@ def test_a_draft_follows_the_text_and_no_earlier_guess(tiny_llm):
         (draft,) = drafter.propose([seq.shown(Rule())], 2)
         assert draft.tokens == guesser().propose([seq.shown(Rule())], 2)[0].tokens
         seq.tokens += [draft.tokens[0], (draft.tokens[1] + 1) % 8192]
+
+
+def test_what_a_nested_drafter_is_shown_is_the_text(tiny_llm):
+    """Its guesses go on from what was accepted, whatever it guessed before; lists are used again."""
+    seen, drafter = list[list[int]](), Nested()
+
+    class Inner(Drafter):
+        def propose(self, seqs, k):
+            seen.extend(list(seq.tokens) for seq in seqs)
+            return [Draft() for _ in seqs]
+
+    drafter.inner, drafter.view = Inner(), "streaming:budget=64"
+    model = tiny_llm.runner.model
+    runner = Runner(model, PagedKV(model.config, model.dtype, model.device))
+    drafter.attach(runner, lambda name: runner)
+    seq = Sequence([5, 6, 7], SamplingParams(temperature=0, max_tokens=30), seed=0)
+    runner.extend([seq])
+    for _ in range(3):
+        seen.clear()
+        (draft,) = drafter.propose([seq.shown(Rule())], 3)
+        assert [text[: len(seq.tokens)] for text in seen] == [seq.tokens] * 3
+        assert [text[len(seq.tokens) :] for text in seen] == [draft.tokens[:i] for i in range(3)]
+        seq.tokens += [draft.tokens[0], (draft.tokens[1] + 1) % 8192, 9]
+        runner.extend([seq])
+    assert list(drafter._forks) == [seq.id]
+    drafter.forget(seq)
+    assert not drafter._forks

@@ -216,7 +216,16 @@ def _fault(guess: Any, vocab: int, rule: Rule) -> str | None:
     return None
 
 
-class Autoregressive(Drafter):
+class Forking(Drafter):
+    """A drafter that writes on in forks."""
+
+    @cached_property  # the __init__ of dataclasses calls no other
+    def _forks(self) -> dict[int, Sequence]:
+        """The last fork of each sequence, rewound."""
+        return {}
+
+
+class Autoregressive(Forking):
     """A drafter that lets a runner write token by token: another model's, or the target's through a view.
 
     It samples with the request's parameters and the very noise the target will use (Gumbel coupling, 2408.07978), so
@@ -232,19 +241,9 @@ class Autoregressive(Drafter):
     vocab: int  # the target's
     min_token_prob: float = 0.0
 
-    @cached_property  # the __init__ of dataclasses calls no other
-    def _texts(self) -> dict[int, list[int]]:
-        """The settled tokens of each sequence, for forks: copies of long ones at each step would take milliseconds."""
-        return {}
-
-    def _fork(self, seq: Sequence) -> Sequence:
-        text = self._texts.pop(seq.id, [])
-        text += seq.tokens[len(text) :]
-        return seq.fork(text)
-
     def propose(self, seqs: list[Sequence], k: int) -> list[Draft]:
         """One chain per sequence, up to k long; a fork that ends, or reaches the runner's context, stops early."""
-        forks = [self._fork(seq) for seq in seqs]
+        forks = [seq.fork(self._forks.pop(seq.id, None)) for seq in seqs]
         drawn: dict[int, list[Tensor]] = {seq.id: [] for seq in seqs}
         forced: dict[int, set[int]] = {seq.id: set() for seq in seqs}
         starts = {seq.id: len(seq.tokens) for seq in seqs}
@@ -284,9 +283,7 @@ class Autoregressive(Drafter):
             draft.q = torch.stack([law.to(drawn[seq.id][-1]) for law in drawn[seq.id]]) if drawn[seq.id] else None
             draft.forced = frozenset(forced[seq.id])
             draft.trust = trust[seq.id]
-        for fork in forks:
-            del fork.tokens[fork.settled :]
-            self._texts[fork.id] = fork.tokens
+        self._forks |= {fork.id: fork.rewind() for fork in forks}
         return drafts
 
     def _ahead(self, seqs: list[Sequence], n: int, late: list[tuple[Sequence, int]]) -> list[list[Guess]]:
@@ -337,14 +334,14 @@ class Autoregressive(Drafter):
     def forget(self, seq: Sequence) -> None:
         """Free the sequence's cache."""
         self.runner.free(seq)
-        self._texts.pop(seq.id, None)
+        self._forks.pop(seq.id, None)
 
     def kv_bytes(self, tokens: int) -> int:
         """The runner's cache."""
         return self.runner.kv.nbytes(tokens)
 
 
-class Nested(Drafter):
+class Nested(Forking):
     """Any drafter inside a view of the target: `step` with the view as the target, until there are enough tokens.
 
     By Law 1 the view's tokens are the target's wherever the two agree, so this needs no rule of acceptance of its own.
@@ -360,7 +357,7 @@ class Nested(Drafter):
 
     def propose(self, seqs: list[Sequence], k: int) -> list[Draft]:
         """Chains of k tokens, each verified through the view."""
-        forks = [seq.fork() for seq in seqs]
+        forks = [seq.fork(self._forks.pop(seq.id, None)) for seq in seqs]
         for seq, fork in zip(seqs, forks, strict=True):
             fork.metrics = seq.metrics.inner = seq.metrics.inner or SpecMetrics()
         lacking = {seq.id: k for seq in seqs}
@@ -369,7 +366,9 @@ class Nested(Drafter):
             for fork, verdict in zip(alive, step(self.runner, self.inner, alive, inner_k), strict=True):
                 lacking[fork.id] -= len(verdict.tokens) if verdict.error is None else k
                 fork.metrics.add(verdict.drafted, len(verdict.path), len(verdict.tokens))
-        return [Draft.chain(f.tokens[len(s.tokens) : len(s.tokens) + k]) for f, s in zip(forks, seqs, strict=True)]
+        drafts = [Draft.chain(f.tokens[len(s.tokens) : len(s.tokens) + k]) for f, s in zip(forks, seqs, strict=True)]
+        self._forks |= {fork.id: fork.rewind() for fork in forks}
+        return drafts
 
     def remember(self, text: list[int]) -> None:
         """Let the inner drafter remember it."""
@@ -378,6 +377,7 @@ class Nested(Drafter):
     def forget(self, seq: Sequence) -> None:
         """Free what both hold of it."""
         self.runner.free(seq)
+        self._forks.pop(seq.id, None)
         self.inner.forget(seq)
 
     def kv_bytes(self, tokens: int) -> int:
