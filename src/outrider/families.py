@@ -524,13 +524,12 @@ def _checked_rope(rope: dict[str, Any], hf: Hf) -> dict[str, Any]:
     return rope
 
 
-def _windows(hf: Hf, kind: Callable[[int], str], named: bool = True) -> tuple[int | None, ...]:
-    """Per layer; `kind(layer)` where the config does not name the layers' kinds, or what it names is not looked at."""
+def _windows(hf: Hf, kind: Callable[[int], str]) -> tuple[int | None, ...]:
+    """Per layer; `kind(layer)` where the config does not name the layers' kinds."""
     layers = _whole(hf, "num_hidden_layers")
     if not hf.get("sliding_window"):
         return (None,) * layers
-    window, given = _whole(hf, "sliding_window"), hf.get("layer_types") if named else None
-    kinds = given or [kind(i) for i in range(layers)]
+    window, kinds = _whole(hf, "sliding_window"), hf.get("layer_types") or [kind(i) for i in range(layers)]
     if not isinstance(kinds, list) or len(kinds) != layers or any(k not in (FULL, SLIDING) for k in kinds):
         raise UnsupportedArchitecture(f"layer_types {brief(kinds)} for {layers} layers are not supported")
     return tuple(window if k == SLIDING else None for k in kinds)
@@ -538,11 +537,13 @@ def _windows(hf: Hf, kind: Callable[[int], str], named: bool = True) -> tuple[in
 
 def _everywhere(hf: Hf) -> tuple[int | None, ...]:
     """A window in all layers if it is given, whatever kind the config names: as transformers has it."""
-    if hf.get("sliding_window") and len(set(map(str, hf.get("layer_types") or ()))) > 1:  # its caches fail, too
+    if not hf.get("sliding_window"):
+        return (None,) * _layers(hf)
+    if len(set(map(str, hf.get("layer_types") or ()))) > 1:  # its caches fail, too
         raise UnsupportedArchitecture(
             "layer_types of two kinds: this architecture has a window in all layers or in none"
         )
-    return _windows(hf, lambda i: SLIDING, named=False)
+    return (_whole(hf, "sliding_window"),) * _layers(hf)
 
 
 def _qwen_windows(hf: Hf) -> tuple[int | None, ...]:

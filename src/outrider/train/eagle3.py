@@ -101,7 +101,7 @@ class Head(heads.Head):
         n, device = len(batch.ids), batch.ids.device
         rows, ends = torch.arange(n, device=device), batch.ends()
         place = torch.cat([torch.arange(k) for k in batch.lengths])  # on the host, as the rotation wants it
-        learnt = torch.cat([torch.arange(n)[own] for own in batch.rows()])
+        learnt = batch.learnt()
         state, before = self.fc(batch.taps.float()), list[tuple[Tensor, Tensor]]()
         for s in range(self.depth):
             token = self.embed(batch.ids[(rows + 1 + s).clamp(max=len(batch.ids) - 1)].long())

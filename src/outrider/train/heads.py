@@ -80,6 +80,10 @@ class Batch:
         ends = [sum(self.lengths[: i + 1]) for i in range(len(self.lengths))]
         return [slice(end - n + start, end) for end, n, start in zip(ends, self.lengths, self.starts, strict=True)]
 
+    def learnt(self) -> Tensor:
+        """The numbers of all these rows, on the host."""
+        return torch.cat([torch.arange(rows.start, rows.stop) for rows in self.rows()])
+
 
 class Head(nn.Module):
     """What is trained, in float32: a projection to a draft vocabulary, and what its kind puts before it.
@@ -110,7 +114,7 @@ class Head(nn.Module):
     @torch.no_grad()
     def begin(self, llm: LLM, wanted: list[int]) -> None:
         """The draft vocabulary, and what can be had of the target."""
-        self.d2t.copy_(torch.tensor(wanted) - torch.arange(len(wanted)))  # from the host to where it lies
+        self.d2t.copy_(torch.tensor(wanted) - torch.arange(len(wanted)))
         self.t2d[wanted] = True
         self.lm_head.weight.copy_(own_head(llm)[wanted])
 

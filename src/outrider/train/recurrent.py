@@ -37,7 +37,7 @@ class Head(heads.Head):
     def unroll(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
         """The states."""
         n = len(batch.ids)
-        rows = torch.cat([torch.arange(n)[own] for own in batch.rows()]).to(batch.ids.device)
+        rows = batch.learnt().to(batch.ids.device)
         state, ends = batch.last[rows].float(), batch.ends()[rows]
         for s in range(self.depth):
             state = self(state, self.embed(batch.ids[(rows + 1 + s).clamp(max=n - 1)].long()).float())

@@ -46,7 +46,7 @@ class Rows(Protocol):
 
 def queries_tile(group: int, dim: int) -> int:
     """Queries of a tile, of which `group` share a key, for heads of a size: the same for any number of rows."""
-    return max(32 if dim <= 128 and group > 2 else 16, 1 << (group - 1).bit_length())
+    return max(32 if dim <= 128 and group > 2 else 16, _power(group))
 
 
 @dataclass
@@ -136,10 +136,8 @@ def make(
     sizes = len(tiles), count, count if trees else 1, width, at
     cuts = [(tile[3], tile[4]) for tile in tiles]
     if rows is not None:
-        width = (
-            max(64, _power(width)) if trees else 1
-        )  # each size takes a graph of its own, and its time to be captured
-        room, spans = max(256, _power(at)), max(8, _power(spans))
+        # Each size takes a graph of its own, and its time to be captured.
+        width, room, spans = max(64, _power(width)) if trees else 1, max(256, _power(at)), max(8, _power(spans))
         some_tiles = next(n for n in (1, rows // 4, rows) if n >= len(tiles))
         sizes, cuts = (some_tiles, rows, rows if trees else 1, width, room), []
     flat = [x for tile in tiles for x in tile] + [0] * (8 * (sizes[0] - len(tiles)))
