@@ -234,7 +234,7 @@ class Trainer:
         self.counts = {"steps": 0, "tokens": 0, "read": 0}  # tokens learnt from, and of these for the first time
         self.seconds = 0.0
         self.visits: dict[str, int] = {}  # of each batch
-        self.taken: dict[str, int] = {}  # lines of each file that were read
+        self.taken: dict[str, tuple[int, int]] = {}  # lines of each file that were read, and the byte behind them
         begun = (output / "state.pt").is_file()
         batches = self._resume() if begun else 0
         # What was read since the state was kept: its lines come again. Before the first, it may be another model's.
@@ -364,14 +364,17 @@ class Trainer:
         tokens = torch.tensor([token for ids, skip, _ in found for token in ids[skip:]], dtype=torch.int32)
         return Batch(tokens, [len(ids) - skip for ids, skip, _ in found], [start for *_, start in found], taps, last)
 
-    def _lines(self, taken: dict[str, int]) -> Iterator[tuple[bool, list[int], list[int]]]:
+    def _lines(self, taken: dict[str, tuple[int, int]]) -> Iterator[tuple[bool, list[int], list[int]]]:
         """Conversations (held out, prompt, output) after the lines `taken` of each file, which counts them."""
         vocab = self.head.config.vocab_size
         for path in self.data:
-            with open(path, encoding="utf-8", errors="replace") as file:
-                for number, line in enumerate(file, 1):
-                    if number <= taken.get(str(path), 0) or not line.endswith("\n"):  # it may be written just now
-                        continue
+            number, at = taken.get(str(path), (0, 0))
+            with open(path, "rb") as file:
+                file.seek(at)
+                for line in file:
+                    if not line.endswith(b"\n"):  # it may be written just now
+                        break
+                    number, at = number + 1, at + len(line)
                     try:
                         entry = json.loads(line)
                         p, o = entry["p"], entry["o"]
@@ -380,7 +383,7 @@ class Trainer:
                         fits = False
                     if not fits:
                         raise ConfigError(f"{path}:{number} is no conversation in this model's tokens")
-                    taken[str(path)] = number
+                    taken[str(path)] = number, at
                     if len(o) > self.settings.depth + 1:
                         yield zlib.crc32(str(p[:64]).encode()) % HELD_OUT == 0, p, o
 
@@ -425,7 +428,8 @@ class Trainer:
                 self.muon.load_state_dict(state["muon"])
                 self.adam.load_state_dict(state["adam"])
                 self.counts, self.seconds = state["counts"], state["seconds"]
-                self.visits, self.taken = state["visits"], state["taken"]
+                self.visits = state["visits"]
+                self.taken = {path: (lines, at) for path, (lines, at) in state["taken"].items()}
                 batches = int(state.get("batches", len(self._batches())))
         except Exception as error:  # a damaged file is unpacked, unpickled and applied by others
             raise CheckpointError(
