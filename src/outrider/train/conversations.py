@@ -2,14 +2,16 @@
 
 An instruct model that is given only the header of a user's turn writes one, as it has read many (Magpie, 2406.08464);
 to this, and to prompts from files, it answers at several temperatures, and now and then the conversation goes on. The
-engine is kept full: whatever ends is replaced at once. A conversation is a JSON line: `p`, the ids of the prompt in the
-chat template, `o`, those of the answer, and `t`, its temperature. A file that is there goes on.
+engine is kept full: when a few have ended as many begin, together, as a forward that reads no prompts is a graph on a
+GPU. A conversation is a JSON line: `p`, the ids of the prompt in the chat template, `o`, those of the answer, and `t`,
+its temperature. A file that is there goes on.
 """
 
 from __future__ import annotations
 
 import json
 import random
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ HINTS = (
     "Tell me about", "Why", "Compare", "Solve", "Translate", "Calculate", "Imagine",
 )  # fmt: skip  # how some users' turns begin, or they would be alike
 PATIENCE = 200  # prompts in a row that lead to no answer
+FREE = 8  # one in so many places of the engine is empty before they are filled
 QUESTION, LONGEST = 192, 600  # tokens that the target may give a user's turn, and a question with what was before it
 
 
@@ -101,6 +104,7 @@ def write(
     done, count = _resume(output)
     dice = random.Random(f"{s.seed}/{count}")
     live: dict[int, tuple[str, float]] = {}
+    due = deque[tuple[Callable[[list[int]], None], list[int]]]()  # what goes on when there is room
     refused = 0  # since the last answer was begun
 
     def ask(ids: list[int]) -> None:
@@ -131,8 +135,12 @@ def write(
     try:
         with open(output, "a", encoding="utf-8") as file:
             while done < tokens:
-                while len(live) < s.batch:
-                    if prompts and dice.random() >= s.own:
+                refill = len(live) <= s.batch - s.batch // FREE
+                while refill and len(live) < s.batch:
+                    if due:
+                        begin, ids = due.popleft()
+                        begin(ids)
+                    elif prompts and dice.random() >= s.own:
                         answer(template.ids(template.before + dice.choice(prompts) + template.answer))
                     else:
                         ask(template.ids(template.before + dice.choice(HINTS)))
@@ -144,7 +152,7 @@ def write(
                     ended = seq.finish_reason == "stop"
                     if kind == "question":
                         if ended and len(seq.tokens) < LONGEST:
-                            answer(seq.tokens[:-1] + template.ids(template.answer))
+                            due.append((answer, seq.tokens[:-1] + template.ids(template.answer)))
                         else:
                             in_vain()
                         continue
@@ -155,7 +163,7 @@ def write(
                     if report:
                         report(done, count)
                     if ended and dice.random() < s.turns:
-                        ask(seq.tokens[:-1] + template.ids(template.next))
+                        due.append((ask, seq.tokens[:-1] + template.ids(template.next)))
     finally:
         for request in [*engine.running, *engine.waiting]:
             engine.abort(request)

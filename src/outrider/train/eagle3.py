@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.llm import LLM
@@ -25,8 +27,56 @@ from outrider.train.settings import Eagle3Settings
 
 RIDGE = 0.01  # of the least squares
 OWN, FASTEST = 24.0, 6  # by how much a row's own score is above those far away, and the rotations that tell
-Keys = list[tuple[Tensor, Tensor]]  # of each step
+Keys = list[tuple[Tensor, Tensor]]  # of each step, (conversations, heads, longest, dim)
 Turns = tuple[Tensor, Tensor]  # cos and sin of the rows
+
+
+class Lines:
+    """A batch's conversations side by side, each on a line that is padded to the longest."""
+
+    def __init__(self, batch: Batch, steps: int) -> None:
+        device, counts = batch.ids.device, [rows.stop - rows.start for rows in batch.rows()]
+        self.learnt = batch.learnt().to(device)
+        self._whole, self._some = (_Line.of(numbers, device) for numbers in (batch.lengths, counts))
+        starts = torch.tensor(batch.starts, device=device).view(-1, 1, 1)
+        before = torch.arange(max(counts), device=device).view(1, -1, 1) + starts
+        own = torch.eye(max(counts), dtype=torch.bool, device=device).expand(len(counts), -1, -1)
+        past = torch.arange(max(batch.lengths), device=device) <= before
+        self.seen = torch.cat([past, *[own] * (steps - 1)], -1).unsqueeze(1)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, before: Keys) -> Tensor:
+        """(rows, heads * dim) from q of the rows that are learnt from, and k and v, of all rows if none are `before`.
+
+        A row sees the first step's keys up to its place, and of the later steps its own.
+        """
+        line = self._some if before else self._whole
+        before.append((line.spread(k), line.spread(v)))
+        keys, values = (torch.cat(parts, 2) for parts in zip(*before, strict=True))
+        seen = self.seen[..., : keys.shape[2]]
+        return self._some.gather(F.scaled_dot_product_attention(self._some.spread(q), keys, values, attn_mask=seen))
+
+
+@dataclass
+class _Line:
+    """Where rows lie in (conversations, longest)."""
+
+    shape: tuple[int, int]
+    where: Tensor  # (rows,)
+
+    @staticmethod
+    def of(counts: list[int], device: torch.device) -> _Line:
+        longest = max(counts)
+        where = torch.cat([torch.arange(n) + i * longest for i, n in enumerate(counts)])
+        return _Line((len(counts), longest), where.to(device))
+
+    def spread(self, x: Tensor) -> Tensor:
+        """(rows, heads, dim) to (conversations, heads, longest, dim)."""
+        wide = x.new_zeros(self.shape[0] * self.shape[1], *x.shape[1:]).index_copy(0, self.where, x)
+        return wide.view(*self.shape, *x.shape[1:]).transpose(1, 2)
+
+    def gather(self, y: Tensor) -> Tensor:
+        """Back, to (rows, heads * dim)."""
+        return y.transpose(1, 2).flatten(2).flatten(0, 1).index_select(0, self.where)
 
 
 class Attention(nn.Module):
@@ -38,32 +88,16 @@ class Attention(nn.Module):
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(2 * hidden, heads * dim, bias=False) for _ in range(3))
         self.o_proj = nn.Linear(heads * dim, hidden, bias=False)
 
-    def forward(self, x: Tensor, turns: Turns, batch: Batch, before: Keys) -> Tensor:
+    def forward(self, x: Tensor, turns: Turns, lines: Lines, before: Keys) -> Tensor:
         """What the rows that are learnt from see, (rows, hidden): all rows of step 0, and their own later ones.
 
         x (n, 2 * hidden), of all rows at step 0 and later of those that are learnt from. `before` holds each earlier
         step's keys and values, and gets this one's.
         """
-        learnt = batch.rows()
         q, k, v = (p(x).view(len(x), self.heads, self.dim) for p in (self.q_proj, self.k_proj, self.v_proj))
         q, k = turn(q, *turns), turn(k, *turns)
-        if not before:
-            q = torch.cat([q[rows] for rows in learnt])
-        before.append((k, v))
-        (keys, values), own = before[0], before[1:]
-        parts, at, end = [], 0, 0
-        for n, start in zip(batch.lengths, batch.starts, strict=True):
-            rows, whole = slice(at, at + n - start), slice(end, end + n)
-            at, end = rows.stop, whole.stop
-            future = torch.ones(n, n, dtype=torch.bool, device=x.device).triu(1)[start:]
-            scores = (q[rows].transpose(0, 1) @ keys[whole].permute(1, 2, 0)).float().masked_fill(future, -math.inf)
-            beside = [(q[rows] * k[rows]).float().sum(-1).T.unsqueeze(-1) for k, _ in own]  # (heads, rows, 1) each
-            weights = (torch.cat([scores, *beside], -1) / math.sqrt(self.dim)).softmax(-1).to(v.dtype)
-            y = (weights[..., :n] @ values[whole].transpose(0, 1)).transpose(0, 1)
-            for i, (_, later) in enumerate(own):
-                y = y + weights[..., n + i].T.unsqueeze(-1) * later[rows]
-            parts.append(y.reshape(n - start, -1))
-        out: Tensor = self.o_proj(torch.cat(parts))
+        q = q if before else q.index_select(0, lines.learnt)
+        out: Tensor = self.o_proj(lines.attend(q, k, v, before))
         return out
 
 
@@ -75,11 +109,11 @@ class Layer(nn.Module):
         self.self_attn, self.mlp = Attention(hidden, heads, dim), MLP(hidden, wide, hidden)
         self.input_layernorm, self.hidden_norm, self.post_attention_layernorm = (Norm(hidden, eps) for _ in range(3))
 
-    def forward(self, token: Tensor, state: Tensor, turns: Turns, batch: Batch, before: Keys) -> Tensor:
+    def forward(self, token: Tensor, state: Tensor, turns: Turns, lines: Lines, before: Keys) -> Tensor:
         """The next state of the rows that are learnt from, from the tokens' embeddings and the state before."""
         x = torch.cat([self.input_layernorm(token), self.hidden_norm(state)], -1)
-        state = state if before else torch.cat([state[rows] for rows in batch.rows()])
-        state = state + self.self_attn(x, turns, batch, before)
+        state = state if before else state.index_select(0, lines.learnt)
+        state = state + self.self_attn(x, turns, lines, before)
         out: Tensor = state + self.mlp(self.post_attention_layernorm(state))
         return out
 
@@ -101,17 +135,17 @@ class Head(heads.Head):
         n, device = len(batch.ids), batch.ids.device
         rows, ends = torch.arange(n, device=device), batch.ends()
         place = torch.cat([torch.arange(k) for k in batch.lengths])  # on the host, as the rotation wants it
-        learnt = batch.learnt()
+        lines = Lines(batch, self.depth)
         state, before = self.fc(batch.taps.float()), list[tuple[Tensor, Tensor]]()
         for s in range(self.depth):
             token = self.embed(batch.ids[(rows + 1 + s).clamp(max=len(batch.ids) - 1)].long())
             cos, sin = (t.float() for t in self.rotary((place + s).tolist(), [1] * n))
-            state = self.midlayer(token, state, (cos, sin), batch, before)
+            state = self.midlayer(token, state, (cos, sin), lines, before)
             if s == 0:
-                place, n, rows = place[learnt], len(learnt), learnt.to(device)
-                ends = ends[rows]
-            inside = rows + 1 + s < ends
-            yield self.norm(state[inside]), (rows + 1 + s)[inside]
+                rows = lines.learnt
+                place, n, ends = place[rows.cpu()], len(rows), ends[rows]
+            inside = (rows + 1 + s < ends).nonzero().squeeze(1)
+            yield self.norm(state.index_select(0, inside)), (rows + 1 + s)[inside]
 
     @torch.no_grad()
     def begin(self, llm: LLM, wanted: list[int]) -> None:

@@ -41,8 +41,8 @@ class Head(heads.Head):
         state, ends = batch.last[rows].float(), batch.ends()[rows]
         for s in range(self.depth):
             state = self(state, self.embed(batch.ids[(rows + 1 + s).clamp(max=n - 1)].long()).float())
-            inside = rows + 1 + s < ends
-            yield state[inside], (rows + 1 + s)[inside]
+            inside = (rows + 1 + s < ends).nonzero().squeeze(1)
+            yield state.index_select(0, inside), (rows + 1 + s)[inside]
 
     @torch.no_grad()
     def begin(self, llm: LLM, wanted: list[int]) -> None:

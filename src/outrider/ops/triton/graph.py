@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 Compute = Callable[[dict[str, Tensor]], list[Tensor]]
 Capture = Callable[[Callable[[], list[Tensor]]], tuple[Callable[[], None], list[Tensor]]]
