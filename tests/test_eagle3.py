@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from outrider import LLM, SamplingParams
-from outrider.drafters.eagle3 import Eagle3, _points
+from outrider.drafters.eagle3 import Eagle3
 from outrider.errors import CheckpointError, ConfigError, ModelNotFound, VocabularyMismatch
 from outrider.load import find, kind_of
 from outrider.ops import native
@@ -128,6 +128,29 @@ def test_logits_are_the_reference_s(make_checkpoint, layout, config, walks):
         assert draft.tokens == best.tolist()
     drafter.forget(seq)
     assert not drafter.head.kv.store and not drafter.seen
+
+
+def test_a_projection_may_be_the_target_s(make_checkpoint):
+    """Left out it is the target's embedding; a target whose head is another is told."""
+    target = make_checkpoint(tie_word_embeddings=True)
+    folder = random_eagle3(target, **TAPS)
+    (file,) = (path for path in folder.iterdir() if path.suffix != ".json")
+    tensors = load_file(file) if file.suffix == ".safetensors" else torch.load(file)
+    file.unlink()
+    words = torch.arange(len(tensors["d2t"])) + tensors["d2t"]
+    llm = LLM(target, device="cpu", dtype="float32")
+    tensors["lm_head.weight"] = llm.runner.model.embed(words).clone()
+    found = []
+    for _ in range(2):
+        save_file(tensors, folder / "model.safetensors")
+        drafter, seq, seen = guesses(llm, folder, TEXT[:-1], depth=3, width=1)
+        seq.tokens.append(TEXT[-1])
+        drafter.propose([seq.shown(COUPLED)], 3)
+        found.append(torch.cat(seen))
+        tensors.pop("lm_head.weight", None)
+    assert torch.equal(*found) and len(found[0]) == 3
+    with pytest.raises(CheckpointError, match=r"no lm_head\.weight"):
+        Eagle3(model=str(folder)).attach(LLM(make_checkpoint(seed=2), device="cpu", dtype="float32").runner, None)
 
 
 def test_trees_hold_the_likeliest_paths(make_checkpoint):
@@ -304,9 +327,9 @@ def test_pickled_heads_on_the_hub(make_checkpoint, monkeypatch, tmp_path):
 def test_the_layers_read(make_checkpoint):
     """The published defaults, SGLang's nested key that counts outputs, and vLLM's."""
     at = Path("head")
-    assert _points(at, {}, 32) == (2, 16, 29) and _points(at, {}, 36) == (2, 18, 33)
-    assert _points(at, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 15, 28]}}, 32) == (2, 16, 29)
-    assert _points(at, {"eagle_aux_hidden_state_layer_ids": [2, 18, 33]}, 36) == (2, 18, 33)
+    assert Eagle3.points(at, {}, 32) == (2, 16, 29) and Eagle3.points(at, {}, 36) == (2, 18, 33)
+    assert Eagle3.points(at, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 15, 28]}}, 32) == (2, 16, 29)
+    assert Eagle3.points(at, {"eagle_aux_hidden_state_layer_ids": [2, 18, 33]}, 36) == (2, 18, 33)
 
 
 def test_memory_is_accounted(random_llm, make_checkpoint):

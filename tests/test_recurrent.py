@@ -261,6 +261,9 @@ def test_what_is_exported_drafts_what_was_trained(llm, said, tmp_path, train_hea
     llm.speculative_config = None
     again = Trainer([said], tmp_path / "run", settings, llm=llm)
     assert again.counts == trainer.counts
+    started = Trainer([said], tmp_path / "other", replace(settings, start=str(tmp_path / "head")), llm=llm)
+    for a, b in zip(started.head.parameters(), trainer.head.parameters(), strict=True):  # rounded as exported
+        assert torch.equal(a, b)
     with pytest.raises(ConfigError, match="begun with wide 24"):
         Trainer([said], tmp_path / "run", RecurrentSettings(**{**vars(settings), "wide": 25}), llm=llm)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import run, watched
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from outrider import LLM, SamplingParams
@@ -107,6 +108,54 @@ def test_the_first_weights_know_something(tmp_path):
     outputs = run(llm, [(prompt, params) for prompt in prompts])
     assert [out.token_ids for out in outputs] == [answer.token_ids for answer in answers]
     assert sum(out.metrics["speculative_decoding"]["num_accepted_draft_tokens"] for out in outputs) > 9
+
+
+def test_a_run_that_learns_too_fast_goes_back(llm, said, tmp_path, monkeypatch):
+    """To the weights of the last state, and at half the rate; a run that is resumed knows of it."""
+    trainer = Trainer([said], tmp_path / "run", SMALL, llm=llm)
+    measured = iter([1.5, 1.44, 1.6, 1.5, 1.4, 1.58])
+    monkeypatch.setattr(trainer, "measure", lambda: ([0.4], next(measured)))
+    for _ in range(3):
+        trainer.learn(Batch.load(trainer._batches()[0]))
+        good = trainer._report([1.0])
+    before = {name: t.clone() for name, t in trainer.head.state_dict().items()}
+    for _ in range(2):
+        for weight in trainer.head.midlayer.parameters():
+            weight.data.normal_().mul_(9)
+        bad = trainer._report([1.0])
+    assert "learning_rate" not in good and bad["learning_rate"] == SMALL.lr / 4
+    assert all(torch.equal(before[name], t) for name, t in trainer.head.state_dict().items())
+    again = Trainer([said], trainer.output, SMALL, llm=llm)
+    assert (again.rate, again.best) == (0.25, trainer.best) and torch.equal(again.head.fc.weight, before["fc.weight"])
+    assert trainer._report([1.0]).keys() == good.keys()
+
+
+def test_a_run_starts_from_a_head(trained, llm, said, tmp_path):
+    """From what was exported, also without a projection; not from one that these settings would not make."""
+    trainer, _ = trained
+    trainer.export(tmp_path / "head")
+    start = replace(SMALL, start=str(tmp_path / "head"))
+    again = Trainer([said], tmp_path / "run", start, llm=llm)
+    for (name, a), b in zip(again.head.state_dict().items(), trainer.head.state_dict().values(), strict=True):
+        assert torch.equal(a, b.bfloat16().to(b.dtype) if b.is_floating_point() else b), name
+    assert again.measure()[0] == pytest.approx(trainer.measure()[0], abs=0.03)
+    for changed, what in (
+        ({"vocab": 95}, "d2t is 96, .* 95"),
+        ({"taps": (0, 1, 2)}, "sees layers"),
+        ({"heads": 2}, "k_proj"),
+    ):
+        with pytest.raises(ConfigError, match=what):
+            Trainer([said], tmp_path / "other", replace(start, **changed), llm=llm)
+    tensors = load_file(tmp_path / "head" / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, tmp_path / "head" / "model.safetensors")
+    assert Trainer([said], tmp_path / "third", start, llm=llm).measure()[0] == pytest.approx(
+        again.measure()[0], abs=0.03
+    )
+    del tensors["fc.weight"]
+    save_file(tensors, tmp_path / "head" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"fc\.weight"):
+        Trainer([said], tmp_path / "fourth", start, llm=llm)
 
 
 def test_a_run_goes_on(trained, llm, said):

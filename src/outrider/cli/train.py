@@ -109,6 +109,7 @@ def eagle3(
     train_head: Annotated[bool, typer.Option("--train-head", help="Its projection learns, too.")] = False,
     replay: Annotated[int, typer.Option(help="Times a batch is used before the next new one.")] = Eagle.replay,
     lr: Annotated[float, typer.Option(help="Highest learning rate.")] = Eagle.lr,
+    start: Annotated[str, typer.Option(help="A head to begin from: folder or hub id.")] = "",
     seed: Annotated[int, typer.Option(help="Of all that is drawn.")] = Eagle.seed,
     every: Annotated[float, typer.Option(min=0.01, help="Minutes between checkpoints and reports.")] = 3.0,
     export: Annotated[Path | None, typer.Option(help="Where the head goes. Default: OUTPUT/head.")] = None,
@@ -120,7 +121,7 @@ def eagle3(
 
     settings = Eagle(
         model=model, vocab=vocab, taps=tuple(taps or ()), heads=heads, depth=depth, length=length, batch=batch,
-        train_head=train_head, replay=replay, lr=lr, seed=seed, dtype=dtype, device=device,
+        train_head=train_head, replay=replay, lr=lr, start=start, seed=seed, dtype=dtype, device=device,
     )  # fmt: skip
     with Reporter() as reporter:
         trainer = Trainer(conversations, output, settings, reporter)
@@ -145,6 +146,7 @@ def recurrent(
     ] = False,
     replay: Annotated[int, typer.Option(help="Times a batch is used before the next new one.")] = Recurrent.replay,
     lr: Annotated[float, typer.Option(help="Highest learning rate.")] = Recurrent.lr,
+    start: Annotated[str, typer.Option(help="A head to begin from: folder or hub id.")] = "",
     seed: Annotated[int, typer.Option(help="Of all that is drawn.")] = Recurrent.seed,
     every: Annotated[float, typer.Option(min=0.01, help="Minutes between checkpoints and reports.")] = 3.0,
     export: Annotated[Path | None, typer.Option(help="Where the head goes. Default: OUTPUT/head.")] = None,
@@ -156,7 +158,7 @@ def recurrent(
 
     settings = Recurrent(
         model=model, vocab=vocab, wide=wide, depth=depth, length=length, batch=batch, train_head=train_head,
-        replay=replay, lr=lr, seed=seed, dtype=dtype, device=device,
+        replay=replay, lr=lr, start=start, seed=seed, dtype=dtype, device=device,
     )  # fmt: skip
     with Reporter() as reporter:
         trainer = Trainer(conversations, output, settings, reporter)

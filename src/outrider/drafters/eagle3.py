@@ -9,7 +9,8 @@ The draft is a tree that grows where it is likely (trees.py).
 
 `model` is a folder, hub id or embedded name in one of two layouts: the original's (config.json of a Llama of one layer,
 with draft_vocab_size; pytorch_model.bin or model.safetensors with midlayer.*, fc, norm, lm_head, d2t, t2d), or vLLM's
-speculators (speculators_model_type eagle3, transformer_layer_config; layers.0.*).
+speculators (speculators_model_type eagle3, transformer_layer_config; layers.0.*). Without lm_head it is the target's
+embedding, which the target's head must be, too.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Head:
 
     def __init__(self, path: Path, target: Runner) -> None:
         model = target.model
-        about, tensors = _read(path)
+        about, tensors = Eagle3.read(path)
         self.dtype, self.device, self.embed = model.dtype, model.device, model.embed
         c = self.config = _layer_config(path, about)
         hidden = c.hidden_size
@@ -55,7 +56,7 @@ class Head:
             raise VocabularyMismatch(
                 f"{path}: a head for {c.vocab_size} tokens, the target has {model.config.vocab_size}; use its own"
             )
-        self.points = _points(path, about, model.config.num_layers)
+        self.points = Eagle3.points(path, about, model.config.num_layers)
         self.norm_before_residual = bool(about.get("norm_before_residual"))
 
         rounds = self.dtype == torch.bfloat16 and native.runs(self.dtype, self.device)
@@ -89,19 +90,23 @@ class Head:
         self.fc_norm = take("input_norm.weight", seen) if about.get("norm_before_fc") else None
         self.fc = linear(["fc"], [hidden], seen)
         self.norm = take("norm.weight", hidden)
-        self.head = linear(["lm_head"], [vocab], hidden)
         offsets = tensors.pop("d2t", torch.zeros(vocab, dtype=torch.long))
         tensors.pop("t2d", None)  # says no more than d2t
-        self.tokens = torch.arange(vocab) + offsets.long() if offsets.shape == (vocab,) else torch.empty(0)
-        if len(self.tokens) != vocab or int(self.tokens.min()) < 0 or int(self.tokens.max()) >= c.vocab_size:
+        tokens = torch.arange(vocab) + offsets.long() if offsets.shape == (vocab,) else torch.empty(0)
+        if len(tokens) != vocab or int(tokens.min()) < 0 or int(tokens.max()) >= c.vocab_size:
             raise VocabularyMismatch(f"{path}: d2t should lead {vocab} draft tokens to ids below {c.vocab_size}")
+        self.tokens = tokens.to(self.device)
+        if "lm_head.weight" not in tensors:
+            if not model.config.tied:
+                raise CheckpointError(f"{path}: no lm_head.weight, and this target's own is not its embedding")
+            tensors["lm_head.weight"] = model.embed(self.tokens) / model.multiplier
+        self.head = linear(["lm_head"], [vocab], hidden)
         if (own := tensors.get("embed_tokens.weight")) is not None:
             own = take("embed_tokens.weight", c.vocab_size, hidden)
             if not torch.equal(own, model.embed(torch.arange(c.vocab_size, device=self.device))):
                 self.embed = lambda tokens: F.embedding(tokens, own)
         if tensors:
             raise CheckpointError(f"{path}: tensor {min(tensors)} has no place in an EAGLE-3 head of one layer")
-        self.tokens = self.tokens.to(self.device)
         self.rotary = Rotary(c, self.dtype, self.device)
         self.kv = DenseKV(c, self.dtype, self.device)
         self.walk: Walk | None = None
@@ -156,6 +161,35 @@ class Seen:
 @dataclass
 class Eagle3(Growing):
     """Guesses with an EAGLE-3 head that was trained for the target."""
+
+    @staticmethod
+    def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """config.json, and the tensors by the original's names."""
+        file = next((path / name for name in FILES if (path / name).is_file()), None)
+        if file is None:
+            raise CheckpointError(f"{path} holds no EAGLE-3 head: none of {', '.join(FILES)}")
+        try:
+            about = json.loads((path / "config.json").read_text("utf-8"))
+            loaded = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
+            tensors = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in loaded.items()}
+        except Exception as error:  # unpickling raises what it likes
+            raise CheckpointError(f"{path}: the head cannot be read: {told(error)}") from None
+        if not isinstance(about, dict) or "fc.weight" not in tensors:
+            raise CheckpointError(f"{path} holds no EAGLE-3 head: no tensor fc.weight, or no object in config.json")
+        if odd := [name for name, tensor in tensors.items() if not isinstance(tensor, Tensor)]:
+            raise CheckpointError(f"{file}: {odd[0]} should be a tensor, not {type(tensors[odd[0]]).__name__}")
+        return about, tensors
+
+    @staticmethod
+    def points(path: Path, about: dict[str, Any], layers: int) -> tuple[int, ...]:
+        """The layers whose inputs the head reads."""
+        name = "eagle_aux_hidden_state_layer_ids"
+        nested = about.get("eagle_config")
+        outputs = nested.get(name) if isinstance(nested, dict) else None  # there, layers whose outputs are read
+        given = about.get(name) or outputs or [min(2, layers), layers // 2, max(0, layers - 3)]
+        if not isinstance(given, list) or not all(type(i) is int for i in given):
+            raise CheckpointError(f"{path}: {name} should be a list of layers, not {str(given)[:80]}")
+        return tuple(i + 1 if given is outputs else i for i in given)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -235,17 +269,6 @@ class Eagle3(Growing):
         return seen.after if seen.first + len(known) == end else None
 
 
-def _points(path: Path, about: dict[str, Any], layers: int) -> tuple[int, ...]:
-    """The layers whose inputs the head reads."""
-    name = "eagle_aux_hidden_state_layer_ids"
-    nested = about.get("eagle_config")
-    outputs = nested.get(name) if isinstance(nested, dict) else None  # there, layers whose outputs are read
-    given = about.get(name) or outputs or [min(2, layers), layers // 2, max(0, layers - 3)]
-    if not isinstance(given, list) or not all(type(i) is int for i in given):
-        raise CheckpointError(f"{path}: {name} should be a list of layers, not {str(given)[:80]}")
-    return tuple(i + 1 if given is outputs else i for i in given)
-
-
 def _layer_config(path: Path, about: dict[str, Any]) -> ModelConfig:
     """The shape of the layer."""
     shape = about.get("transformer_layer_config") or about
@@ -253,21 +276,3 @@ def _layer_config(path: Path, about: dict[str, Any]) -> ModelConfig:
         raise CheckpointError(f"{path}: an EAGLE-3 head has one layer, config.json says otherwise")
     family = "Qwen3ForCausalLM" if shape.get("model_type") == "qwen3" else "LlamaForCausalLM"
     return families.read({**shape, "architectures": [family], "quantization_config": None})
-
-
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """config.json, and the tensors by the original's names."""
-    file = next((path / name for name in FILES if (path / name).is_file()), None)
-    if file is None:
-        raise CheckpointError(f"{path} holds no EAGLE-3 head: none of {', '.join(FILES)}")
-    try:
-        about = json.loads((path / "config.json").read_text("utf-8"))
-        loaded = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
-        tensors = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in loaded.items()}
-    except Exception as error:  # unpickling raises what it likes
-        raise CheckpointError(f"{path}: the head cannot be read: {told(error)}") from None
-    if not isinstance(about, dict) or "fc.weight" not in tensors:
-        raise CheckpointError(f"{path} holds no EAGLE-3 head: no tensor fc.weight, or no JSON object in config.json")
-    if (odd := next((name for name, tensor in tensors.items() if not isinstance(tensor, Tensor)), None)) is not None:
-        raise CheckpointError(f"{file}: {odd} should be a tensor, not {type(tensors[odd]).__name__}")
-    return about, tensors

@@ -43,7 +43,7 @@ class Head:
     """The layer and its projection. Raises CheckpointError and VocabularyMismatch for what does not fit."""
 
     def __init__(self, path: Path, target: Runner) -> None:
-        model, (about, tensors) = target.model, _read(path)
+        model, (about, tensors) = target.model, Recurrent.read(path)
         c, self.device, self.embed = model.config, model.device, model.embed
         hidden, self.eps = c.hidden_size, c.rms_norm_eps
         vocab, wide = whole(about.get("draft_vocab_size"), 1, c.vocab_size), whole(about.get("intermediate_size"), 1)
@@ -101,6 +101,18 @@ class Recurrent(Growing):
     """Guesses with a recurrent head that was trained for the target."""
 
     depth: int = option(2, "of the tree, at most; the head runs once for each")
+
+    @staticmethod
+    def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """config.json, and the tensors."""
+        try:
+            about = json.loads((path / "config.json").read_text("utf-8"))
+            tensors = load_file(path / "model.safetensors")
+        except Exception as error:  # whatever is damaged
+            raise CheckpointError(f"{path}: the head cannot be read: {told(error)}") from None
+        if not isinstance(about, dict) or "mlp.gate_proj.weight" not in tensors:
+            raise CheckpointError(f"{path} holds no recurrent head: no tensor mlp.gate_proj.weight, or no JSON object")
+        return about, tensors
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -162,15 +174,3 @@ class Recurrent(Growing):
     def forget(self, seq: Sequence) -> None:
         """Drop the sequence's state."""
         self.seen.pop(seq.id, None)
-
-
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """config.json, and the tensors."""
-    try:
-        about = json.loads((path / "config.json").read_text("utf-8"))
-        tensors = load_file(path / "model.safetensors")
-    except Exception as error:  # whatever is damaged
-        raise CheckpointError(f"{path}: the head cannot be read: {told(error)}") from None
-    if not isinstance(about, dict) or "mlp.gate_proj.weight" not in tensors:
-        raise CheckpointError(f"{path} holds no recurrent head: no tensor mlp.gate_proj.weight, or no JSON object")
-    return about, tensors

@@ -14,12 +14,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from outrider import drafters
+from outrider.errors import ConfigError
 from outrider.llm import LLM
 from outrider.train import heads
 from outrider.train.heads import MLP, Batch, Norm
@@ -157,6 +160,15 @@ class Head(heads.Head):
         self.fc.weight.zero_()[:, -hidden:].fill_diagonal_(1)
         self.midlayer.mlp.down_proj.weight.zero_()
 
+    def adopt(self, llm: LLM, path: Path, about: dict[str, Any], given: dict[str, Tensor]) -> None:
+        """One of either published layout, without the options that are not trained with here."""
+        if name := next((name for name in ("norm_before_residual", "norm_before_fc") if about.get(name)), None):
+            raise ConfigError(f"{path}: {name} is nothing that heads are trained with here")
+        drafter: Any = drafters.find("eagle3")
+        if (seen := drafter.points(path, about, self.config.num_layers)) != self.taps:
+            raise ConfigError(f"{path} sees layers {list(seen)}, not {list(self.taps)}; give them as taps")
+        super().adopt(llm, path, about, given)
+
     def about(self) -> dict[str, Any]:
         """A Llama of one layer, as published heads are."""
         c = self.config
@@ -214,6 +226,8 @@ class Trainer(heads.Trainer):
 
     def _begin(self) -> None:
         super()._begin()
+        if self.settings.start:
+            return
         found = [Batch.load(path, self.device) for path in self._batches()]
         while sum(len(batch.ids) for batch in found) < self.settings.first and (path := self.fresh()):
             found.append(Batch.load(path, self.device))

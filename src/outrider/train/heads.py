@@ -9,6 +9,7 @@ frequent tokens, `depth` of them in a row, going on from its own output as when 
 AdamW.
 
 `state.pt` is written every few minutes, whole or not at all, and a run that is there goes on. `log.jsonl` is the curve.
+Weights that guess much worse than before go back to the state, and learn at half the rate from then on.
 """
 
 from __future__ import annotations
@@ -22,19 +23,20 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from outrider import drafters
 from outrider.config import SamplingParams
 from outrider.errors import CheckpointError, ConfigError, told
 from outrider.files import check_zip, make_folder, replacing, write_text
 from outrider.kv.rows import NORMED
 from outrider.llm import LLM
-from outrider.load import Progress
+from outrider.load import Progress, find
 from outrider.sequence import Sequence
 from outrider.train.settings import HeadSettings
 
@@ -43,6 +45,7 @@ MEASURED = 24  # conversations held out that guesses are counted on
 DECAY = 0.8  # of the loss, per step of the training-time test
 WARM_UP = 10  # steps
 COOL_DOWN = 0.3  # the share of the time in which the learning rate falls to nothing
+WORSE = 0.85  # of the most guesses kept a forward: below, it has learnt too fast and goes back, at half the rate
 ROWS = 512  # whose logits are held at a time
 CHUNK = 4096  # tokens that a GPU reads at a time: calling its kernels takes the host longer than they take
 
@@ -117,6 +120,22 @@ class Head(nn.Module):
         self.d2t.copy_(torch.tensor(wanted) - torch.arange(len(wanted)))
         self.t2d[wanted] = True
         self.lm_head.weight.copy_(own_head(llm)[wanted])
+
+    @torch.no_grad()
+    def adopt(self, llm: LLM, path: Path, about: dict[str, Any], given: dict[str, Tensor]) -> None:
+        """Begin as the head in a folder, from its config.json and tensors. Raises ConfigError for another shape."""
+        given.pop("t2d", None)  # says no more than d2t
+        own = {name: tensor for name, tensor in self.state_dict().items() if name != "t2d"}
+        if odd := sorted((given.keys() ^ own.keys()) - {"lm_head.weight"}):
+            raise ConfigError(
+                f"{path}: {odd[0]} is in {'no' if odd[0] in own else 'a'} head of this kind to start from"
+            )
+        for name, tensor in given.items():
+            if tensor.shape != own[name].shape:
+                there, here = (" x ".join(map(str, t.shape)) for t in (tensor, own[name]))
+                raise ConfigError(f"{path}: {name} is {there}, these settings make {here}; give those it was made with")
+        self.begin(llm, (given["d2t"].long() + torch.arange(len(given["d2t"]))).tolist())
+        self.load_state_dict(given, strict=False)
 
     def unroll(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
         """Per step of the training-time test: what the projection sees, and which place's law each row is about.
@@ -233,6 +252,7 @@ class Trainer:
         self.groups = [(group, group["lr"]) for o in (self.muon, self.adam) for group in o.param_groups]
         self.counts = {"steps": 0, "tokens": 0, "read": 0}  # tokens learnt from, and of these for the first time
         self.seconds = 0.0
+        self.rate, self.best = 1.0, 0.0  # of the settings' learning rate; the most tokens a forward so far
         self.visits: dict[str, int] = {}  # of each batch
         self.taken: dict[str, tuple[int, int]] = {}  # lines of each file that were read, and the byte behind them
         begun = (output / "state.pt").is_file()
@@ -256,7 +276,7 @@ class Trainer:
             batch = Batch.load(path := path or dice.choice(due or batches), self.device)
             rate = min(1.0, (1 + self.counts["steps"]) / WARM_UP, (1 - share) / COOL_DOWN)
             for group, highest in self.groups:
-                group["lr"] = highest * rate
+                group["lr"] = highest * rate * self.rate
             losses.append(self.learn(batch))
             self.counts["steps"] += 1
             self.counts["tokens"] += len(batch.ids)
@@ -388,15 +408,22 @@ class Trainer:
                         yield zlib.crc32(str(p[:64]).encode()) % HELD_OUT == 0, p, o
 
     def _begin(self) -> None:
+        if self.settings.start:
+            path, drafter = find(self.settings.start), cast(Any, drafters.find(self.method))
+            self.head.adopt(self.llm, path, *drafter.read(path))
+        else:
+            self.head.begin(self.llm, self._frequent())
+        if not self.fresh():
+            raise ConfigError(f"too few conversations for one batch of {self.settings.batch} tokens; write more")
+
+    def _frequent(self) -> list[int]:
         counts: Counter[int] = Counter()
         for _, p, o in self._lines({}):
             counts.update(p)
             counts.update(o * 4)
         counts.update(range(self.head.config.vocab_size))  # merges stand in the order in which they were found useful
         likeliest = sorted(counts, key=lambda token: (-counts[token], token))
-        self.head.begin(self.llm, sorted(likeliest[: self.settings.vocab]))
-        if not self.fresh():
-            raise ConfigError(f"too few conversations for one batch of {self.settings.batch} tokens; write more")
+        return sorted(likeliest[: self.settings.vocab])
 
     def _report(self, losses: list[float]) -> dict[str, Any]:
         right, tokens = self.measure()
@@ -404,10 +431,15 @@ class Trainer:
             **self.counts, "minutes": round(self.seconds / 60, 1), "loss": round(sum(losses) / len(losses), 4),
             "right": [round(r, 4) for r in right], "tokens_a_forward": round(tokens, 3),
         }  # fmt: skip
+        if tokens - 1 < WORSE * (self.best - 1):
+            self._restore(torch.load(self.output / "state.pt", self.device, weights_only=True))
+            self.rate /= 2
+            line["learning_rate"] = self.settings.lr * self.rate
+        self.best = max(self.best, tokens)
         state = {
             "settings": asdict(self.settings), "head": self.head.state_dict(), "muon": self.muon.state_dict(),
             "adam": self.adam.state_dict(), "counts": self.counts, "seconds": self.seconds, "visits": self.visits,
-            "taken": self.taken, "batches": len(self._batches()),
+            "taken": self.taken, "batches": len(self._batches()), "rate": self.rate, "best": self.best,
         }  # fmt: skip
         with replacing(self.output / "state.pt") as partial:
             torch.save(state, partial)
@@ -424,10 +456,9 @@ class Trainer:
             begun = dict(state["settings"])
             keys = [key for key in now if key != "device"]
             if not (differs := [key for key in keys if tuple_less(now[key]) != tuple_less(begun.get(key))]):
-                self.head.load_state_dict(state["head"])
-                self.muon.load_state_dict(state["muon"])
-                self.adam.load_state_dict(state["adam"])
+                self._restore(state)
                 self.counts, self.seconds = state["counts"], state["seconds"]
+                self.rate, self.best = float(state["rate"]), float(state["best"])
                 self.visits = state["visits"]
                 self.taken = {path: (lines, at) for path, (lines, at) in state["taken"].items()}
                 batches = int(state.get("batches", len(self._batches())))
@@ -438,6 +469,12 @@ class Trainer:
         if differs:
             raise ConfigError(f"{self.output} was begun with {differs[0]} {begun.get(differs[0])}; go on with the same")
         return batches
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        """The weights, and what the optimisers know of them."""
+        self.head.load_state_dict(state["head"])
+        self.muon.load_state_dict(state["muon"])
+        self.adam.load_state_dict(state["adam"])
 
     def export(self, folder: Path) -> None:
         """Write the head in its method's layout, in bfloat16, with a card that has the curve."""

@@ -75,6 +75,7 @@ class HeadSettings:
     train_head: bool = False  # the projection to the draft vocabulary, which begins as the target's, learns as well
     replay: int = 3  # how often a batch is learnt from before the next new one, where there is one
     lr: float = 1e-3  # of AdamW; Muon's is twice that
+    start: str = ""  # a head of this shape to begin from, instead of from what can be had of the target
     seed: int = 0
     dtype: str = "auto"
     device: str = "auto"  # a run may go on on another
