@@ -77,6 +77,24 @@ def test_a_kill_in_the_middle(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["folder"] and os.listdir(tmp_path / "folder") == ["file"]
 
 
+def test_what_is_not_ours_is_let_be(tmp_path):
+    """A folder of the name that is written to meanwhile; an empty one that somebody stands in."""
+    (tmp_path / "x.partial").mkdir()
+    (tmp_path / "x.partial" / "note").touch()
+    with pytest.raises(ConfigError, match="is in the way"), new_folder(tmp_path / "x"):
+        pass
+    with pytest.raises(ConfigError, match="is in the way"):
+        write_text(tmp_path / "x", "text")
+    assert [path.name for path in tmp_path.rglob("*")] == ["x.partial", "note"]
+    (tmp_path / "here").mkdir()
+    number = (tmp_path / "here").stat().st_ino
+    with new_folder(tmp_path / "here") as folder:
+        (folder / "inside").mkdir()
+        (folder / "inside" / "file").write_text("whole")
+    assert (tmp_path / "here").stat().st_ino == number and not (tmp_path / "here.partial").exists()
+    assert [path.name for path in (tmp_path / "here").rglob("*")] == ["inside", "file"]
+
+
 def test_places_that_cannot_be_written(tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "note").touch()

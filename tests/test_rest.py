@@ -17,6 +17,7 @@ from test_cli import run  # noqa: F401 - a fixture
 
 from outrider import LLM, Draft, SamplingParams, datastore
 from outrider.control import Beliefs
+from outrider.corpus import speller
 from outrider.datastore import HEADER, SEPARATOR, Store, build, suffix_array, write
 from outrider.drafters.rest import Rest, follow, grow, guess
 from outrider.errors import ConfigError
@@ -376,7 +377,9 @@ def test_what_a_model_said(tmp_path, tokenizer):
     (packed / "said.jsonl.gz").write_bytes(gzip.compress(path.read_bytes()))
     for where in (packed, packed / "said.jsonl.gz"):
         assert build([where, text], tokenizer, tmp_path / "p", model="tiny").find([4], 4, 1, 9, 9) == [[3]]
-    for wrong in ({"p": [1], "o": [8192]}, {"p": [1], "o": ["a"]}, {"p": [1]}):
+    path.write_text(json.dumps({"p": [1], "o": [2], "by": speller(tokenizer)}) + "\n")
+    assert build([path], tokenizer, tmp_path / "o").header["documents"] == 1
+    for wrong in ({"p": [1], "o": [8192]}, {"p": [1], "o": ["a"]}, {"p": [1]}, {"o": [1], "by": "another"}):
         path.write_text(json.dumps({"p": [1], **wrong}) + "\n")
         with pytest.raises(ConfigError, match=r"said\.jsonl:1 is"):
             build([path], tokenizer, tmp_path / "s")

@@ -282,6 +282,13 @@ def test_conversations_are_the_target_s(chatty, tmp_path):
     with open(output, "a") as file:
         file.write('{"p": [1')
     assert write(output, 100, settings, prompts, llm=chatty) > count
+    output.write_text(before := output.read_text().replace(lines[0]["by"], "another"))
+    with pytest.raises(ConfigError, match="another tokenizer"):
+        write(output, 200, settings, prompts, llm=chatty)
+    settings = replace(SMALL, model="tiny")
+    with pytest.raises(ConfigError, match=r"said\.jsonl:1 is no conversation"):
+        Trainer([output], tmp_path / "run", settings, llm=chatty)
+    assert output.read_text() == before
     assert all(json.loads(line)["o"] for line in output.read_text().splitlines())
 
 
@@ -339,6 +346,10 @@ def test_command(said, make_checkpoint, tmp_path):
     assert result.exit_code == 0, result.output
     assert "tokens a forward" in result.output and (tmp_path / "run" / "head" / "model.safetensors").is_file()
     assert find(tmp_path / "run" / "head")
+    result = CliRunner().invoke(
+        app, [*arguments, "--model", str(make_checkpoint(seed=4)), *options, "--export", str(tmp_path / "other")]
+    )
+    assert result.exit_code == 0 and find(tmp_path / "other"), "no time was left, and it was said to be written"
 
 
 def test_conversations_are_read_together(llm, said, tmp_path, monkeypatch):

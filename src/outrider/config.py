@@ -345,14 +345,14 @@ class SamplingParams:
                 raise ConfigError(f"{name} must be a list, not {brief(value)}")
         if any(not isinstance(s, str) or not s for s in self.stops):
             raise ConfigError("stop must be a non-empty string or a list of them")
-        if any(not isinstance(word, str) or not word.strip() or not _is_unicode(word) for word in self.bad_words or ()):
+        if any(not isinstance(word, str) or not word.strip() or not is_unicode(word) for word in self.bad_words or ()):
             raise ConfigError(f"bad_words must be words, not {brief(self.bad_words)}")
         if len(self.bad_words or ()) > MOST_WORDS:
             raise ConfigError(f"bad_words must be at most {MOST_WORDS}, not {len(self.bad_words or ())}")
         if (longest := max(map(len, self.bad_words or ()), default=0)) > MOST_LETTERS:
             raise ConfigError(f"bad_words has one of {longest} characters; at most {MOST_LETTERS}")
         if (text := self.prediction) is not None:
-            if not isinstance(text, str) or not _is_unicode(text):
+            if not isinstance(text, str) or not is_unicode(text):
                 raise ConfigError(f"prediction must be a text or None, not {brief(text)}")
             if len(text) > MOST_PREDICTED:
                 raise ConfigError(f"prediction has {len(text)} characters; at most {MOST_PREDICTED}")
@@ -407,7 +407,8 @@ class SamplingParams:
         return self.temperature == 0 and not self.edits
 
 
-def _is_unicode(text: str) -> bool:
+def is_unicode(text: str) -> bool:
+    """Whether it can be written: without halves of characters, which JSON and command lines can say."""
     return not any("\ud800" <= c <= "\udfff" for c in text)
 
 

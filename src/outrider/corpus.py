@@ -6,6 +6,7 @@ What a model said (`outrider train data`) is on disk as token ids.
 from __future__ import annotations
 
 import gzip
+import hashlib
 import io
 import itertools
 import json
@@ -89,13 +90,25 @@ def is_said(path: Path) -> bool:
     return False
 
 
-def said(path: Path, vocab: int) -> Iterator[list[int]]:
-    """The answers in such a file, each behind the end of its prompt. Raises ConfigError for ids beyond `vocab`."""
+def speller(tokenizer: Any) -> str:
+    """What tells the tokenizer in such a file: the beginning of its fingerprint."""
+    return fingerprint(tokenizer)[:16]
+
+
+def fingerprint(tokenizer: Any) -> str:
+    """SHA-256 over the vocabulary, sorted by id."""
+    entries = sorted((index, token) for token, index in tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(entries).encode()).hexdigest()
+
+
+def said(path: Path, tokenizer: Any) -> Iterator[list[int]]:
+    """The answers in such a file, each behind the end of its prompt. Raises ConfigError for another tokenizer's."""
+    vocab, own = 1 + max(tokenizer.get_vocab().values()), speller(tokenizer)
     for number, line in enumerate(_lines(path), 1):
         try:
             entry = json.loads(line)
             ids = [*entry["p"][-LEAD:], *entry["o"]]
-            if not all(type(i) is int and 0 <= i < vocab for i in ids):
+            if not all(type(i) is int and 0 <= i < vocab for i in ids) or entry.get("by", own) != own:
                 raise ValueError
         except (ValueError, TypeError, KeyError, RecursionError):
             if line.endswith(b"\n"):  # else it is being written
@@ -143,4 +156,4 @@ def _field(line: str, field: str | None, where: str) -> str:
             return mended("".join(entry[name] for name in names))
     has = f"has {', '.join(entry)}" if isinstance(entry, dict) else "is no object"
     wanted = repr(field) if field else "'text' or 'content', or strings 'prompt' and 'completion'"
-    raise ConfigError(f"{where} {has}, and no text as a string {wanted}; choose --field")
+    raise ConfigError(f"{where} {has}, and no text as a string {wanted}; datastore build has --field")

@@ -8,7 +8,6 @@ positions in 32 bits. Reading maps the file and touches O(log n) pages a look-up
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import mmap
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.corpus import PIECE, files, is_said, said, texts
+from outrider.corpus import PIECE, files, fingerprint, is_said, said, texts
 from outrider.errors import ConfigError
 from outrider.files import expand, replacing
 from outrider.load import Progress
@@ -154,12 +153,6 @@ def _whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def fingerprint(tokenizer: Any) -> str:
-    """SHA-256 over the vocabulary, sorted by id."""
-    entries = sorted((index, token) for token, index in tokenizer.get_vocab().items())
-    return hashlib.sha256(json.dumps(entries).encode()).hexdigest()
-
-
 def build(
     paths: Iterable[str | Path], tokenizer: Any, output: str | Path, *, model: str = "", field: str | None = None,
     suffixes: Iterable[str] | None = None, shard_tokens: int = 2**26, progress: Progress | None = None,
@@ -175,7 +168,7 @@ def build(
     vocab = 1 + max(tokenizer.get_vocab().values())
     answers = [path for path in found if is_said(path)]
     documents = itertools.chain(
-        *(said(path, vocab) for path in answers),
+        *(said(path, tokenizer) for path in answers),
         _encode(texts([path for path in found if path not in answers], field, progress), tokenizer),
     )
     return write(documents, output, vocab, fingerprint(tokenizer), model, shard_tokens)

@@ -1,6 +1,7 @@
 """Files and folders that appear whole or not at all: they are written beside their place, and then take it.
 
-So a full disk or a kill in the middle leaves what was there before, and a `.partial` that the next write replaces.
+So a full disk or a kill in the middle leaves what was there before, and a `.partial` that the next write replaces; a
+folder of that name that is not ours is let be.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
 
 from safetensors import SafetensorError
 
 from outrider.errors import CheckpointError, ConfigError
+
+OURS = ".outrider"  # an empty file in a folder that is being written
 
 
 @contextmanager
@@ -25,6 +29,8 @@ def replacing(path: Path, beside: Path | None = None) -> Iterator[Path]:
     be written.
     """
     partial = (beside or path.parent) / f"{path.name}.partial"
+    if os.path.isdir(partial):  # unlike Path's, not startled by names that are too long
+        raise ConfigError(f"{path} cannot be written: {partial} is in the way; move it, or give another name")
     try:
         if path.exists() and not path.is_file():
             raise ConfigError(f"{path} cannot be written: it is there and is no file; give another name")
@@ -41,6 +47,16 @@ def replacing(path: Path, beside: Path | None = None) -> Iterator[Path]:
         raise
     finally:
         _forget(partial)
+
+
+@contextmanager
+def appending(path: Path) -> Iterator[TextIO]:
+    """A file of UTF-8 to add lines to. Raises ConfigError if it cannot be written."""
+    try:
+        with open(path, "a", encoding="utf-8") as file:
+            yield file
+    except OSError as error:
+        raise _unwritten(path, error) from None
 
 
 def write_text(path: Path, text: str) -> None:
@@ -60,13 +76,21 @@ def new_folder(path: Path) -> Iterator[Path]:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise ConfigError(f"{path} already holds something: give a new or empty folder")
         partial = path.with_name(f"{path.name}.partial")
+        if partial.is_dir() and any(partial.iterdir()) and not (partial / OURS).exists():
+            raise ConfigError(f"{path} cannot be written: {partial} is in the way; move it, or give another name")
         _forget(partial)
         partial.mkdir(parents=True)
+        (partial / OURS).touch()
     except OSError as error:
         raise _unwritten(path, error) from None
     try:
         yield partial
-        partial.replace(path)
+        (partial / OURS).unlink()
+        if path.exists():  # empty: it may be somebody's current folder, or where a disk is mounted
+            for item in [*partial.iterdir()]:
+                shutil.move(item, path)
+        else:
+            partial.replace(path)
     except (OSError, SafetensorError) as error:
         raise _unwritten(path, error) from None
     finally:
@@ -113,7 +137,10 @@ def expand(path: str | Path) -> Path:
 
 
 def _unwritten(path: Path, error: Exception) -> ConfigError:
-    return ConfigError(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}")
+    reason = getattr(error, "strerror", None) or error
+    return ConfigError(
+        f"{path} cannot be written: {'the disk may be full' if isinstance(error, RuntimeError) else reason}"
+    )
 
 
 def _forget(path: Path) -> None:

@@ -17,7 +17,7 @@ METHODS = [SpeculativeConfig.parse("ngram:k=4")]
 
 def settings(**own: Any) -> Settings:
     return Settings(**({"model": "tiny", "methods": METHODS, "suite": "stories", "prompts": 3, "max_tokens": 12,
-                        "company": 2} | own))  # fmt: skip
+                        "together": 2} | own))  # fmt: skip
 
 
 class Fickle(peers.Peer):
@@ -99,7 +99,7 @@ def test_answers_are_compared_up_to_their_end(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("own", "message"),
     [
-        ({"company": 1}, "company must be at least 2"),
+        ({"together": 1}, "together must be at least 2"),
         ({"temperatures": []}, "give at least one"),
         ({"temperatures": [-1.0]}, "temperature"),
         ({"peers": ["nobody"]}, "peer 'nobody' is unknown"),

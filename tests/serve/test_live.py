@@ -211,6 +211,9 @@ def test_a_second_interrupt_ends_at_once(tmp_path):
         (["--uds", "/nowhere/at"], "--uds /nowhere/at cannot be a socket"),
         (["--uds", __file__], "cannot be a socket"), (["--uds", "x" * 200], "too long"),
         (["--ssl-keyfile", __file__, "--ssl-certfile", __file__], "PEM"),
+        (["--ssl-ca-certs", __file__], "--ssl-ca-certs needs --ssl-keyfile"),  # nobody would be asked for one
+        (["--api-key", " "], "--api-key is empty"), (["--api-key", "\udcff"], "--api-key is not UTF-8"),
+        (["--served-model-name", "\udcff"], "--served-model-name is not UTF-8"), (["--cors-origin", "/"], "empty"),
     ],
 )  # fmt: skip
 def test_options_that_cannot_be(options, message, monkeypatch, capsys):
@@ -219,6 +222,32 @@ def test_options_that_cannot_be(options, message, monkeypatch, capsys):
         main()
     said = capsys.readouterr().err.strip()
     assert ended.value.code == 2 and message in said and "\n" not in said
+
+
+def test_options_as_they_are_meant(monkeypatch):
+    """A mounted secret ends with a line, an origin has no slash at its end, and a root path one before it."""
+    found: dict[str, Any] = {}
+
+    def made(engine, settings):
+        found["settings"] = settings
+        return "app"
+
+    class Ended(Exception):
+        """Instead of serving."""
+
+    def never(app, engine, drain, **options):
+        found.update(options)
+        raise Ended
+
+    monkeypatch.setattr("outrider.serve.app.create_app", made)
+    monkeypatch.setattr("outrider.serve.server.server", never)
+    monkeypatch.setenv("OUTRIDER_API_KEY", " secret\n")
+    options = ["--port", "0", "--cors-origin", "http://a.example/", "--root-path", "that/", "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", ["outrider", "serve", "tiny", *options])
+    with pytest.raises(Ended):
+        main()
+    assert found["settings"].api_keys == ("secret",) and found["root_path"] == "/that"
+    assert found["settings"].cors_origins == ("http://a.example",)
 
 
 def test_a_unix_socket_is_taken_only_from_the_dead(tmp_path, monkeypatch, capsys):

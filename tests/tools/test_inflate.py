@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from outrider.bench.run import Settings, run
 from outrider.config import SpeculativeConfig
 from outrider.errors import ConfigError
+from outrider.files import OURS
 from tools import inflate as module
 from tools.__main__ import app
 from tools.inflate import inflate
@@ -205,6 +206,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
 def test_a_killed_run_is_no_hindrance(tmp_path: Path) -> None:
     (tmp_path / "target.partial").mkdir()
     (tmp_path / "target.partial" / "model.safetensors").write_bytes(b"half")
+    (tmp_path / "target.partial" / OURS).touch()
     target = inflate(save_llama(tmp_path / "source"), tmp_path / "target")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["source", "target"] and (target / "config.json").is_file()
 

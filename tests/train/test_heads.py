@@ -97,6 +97,12 @@ def test_a_run_that_was_killed_before_its_first_checkpoint(texts, tmp_path):
     (tmp_path / "mine" / "note").touch()
     with pytest.raises(ConfigError, match="already holds something"):
         train(texts, tmp_path / "mine", SMALL)
+    note = tmp_path / "other" / "checkpoint" / "note"
+    note.parent.mkdir(parents=True)
+    note.touch()
+    with pytest.raises(ConfigError, match="already holds something"):  # it is no checkpoint of ours
+        train(texts, tmp_path / "other", SMALL)
+    assert note.exists()
 
 
 @pytest.mark.parametrize("name", ["state.pt", "windows.safetensors"])

@@ -40,7 +40,7 @@ class Settings:
     prompts: int = 8
     max_tokens: int = 128
     temperatures: list[float] = field(default_factory=lambda: [0.0, 0.8])
-    company: int = 16  # requests that run together
+    together: int = 16  # requests that run together
     seed: int = 0
     peers: list[str] = field(default_factory=list)
     data: Path | None = None
@@ -48,7 +48,7 @@ class Settings:
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        at_least(self, {"prompts": 1, "max_tokens": 2, "company": 2})
+        at_least(self, {"prompts": 1, "max_tokens": 2, "together": 2})
         check_threads(self.threads)
         unique("method", ["plain", *map(label, self.methods)])
         unique("peer", self.peers)
@@ -98,7 +98,7 @@ def run(settings: Settings, progress: Progress | None = None, warn: Callable[[st
     """Count; rows come as they are known, ours first. `warn` hears of an engine that failed, whose row says why."""
     s, tell = settings, progress or (lambda *_: None)
     suite = load_suite(s.suite, s.prompts, s.data, s.file)
-    llm = load_llm(s, tell, max_num_seqs=s.company)
+    llm = load_llm(s, tell, max_num_seqs=s.together)
     prompts, ends = suite.encode(llm), set(llm.runner.model.config.eos)
     methods = {label(config): config for config in s.methods}
     for config in methods.values():  # what cannot run is known before anything is measured
@@ -148,13 +148,13 @@ def run(settings: Settings, progress: Progress | None = None, warn: Callable[[st
                 if base is None:  # nothing to compare with
                     break
 
-    own = [*((name, 1) for name in methods), ("none", s.company), *((name, s.company) for name in methods)]
+    own = [*((name, 1) for name in methods), ("none", s.together), *((name, s.together) for name in methods)]
     yield from rows("outrider", own, ours, llm.exactness, list)
     context = max(map(len, prompts)) + s.max_tokens
     for spec in s.peers:
         with closing(peers.make(spec, llm, s.methods, context)) as peer:
             plain, *others = peer.methods
-            ways = [*((name, 1) for name in others), *[("none", s.company)] * peer.batches]
+            ways = [*((name, 1) for name in others), *[("none", s.together)] * peer.batches]
 
             def theirs(
                 method: str, together: int, temperature: float, peer: peers.Peer = peer, plain: str = plain

@@ -24,6 +24,7 @@ import numpy as np
 from outrider.bench.report import markdown_table, require_matplotlib
 from outrider.bench.run import at_least, provenance
 from outrider.bench.suites import load_suite
+from outrider.config import whole
 from outrider.errors import ConfigError, brief
 from outrider.files import write_text
 
@@ -299,8 +300,8 @@ def _read(answer: Answer, data: str, now: float) -> bool:
             answer.tokens += not answer.counted
         answer.finish = choice.get("finish_reason") or answer.finish
     usage = frame.get("usage") or {}
-    if isinstance(count := usage.get("completion_tokens"), int):
-        answer.tokens, answer.counted, answer.prompt_tokens = count, True, usage.get("prompt_tokens")
+    if (count := whole(usage.get("completion_tokens"), 0)) is not None:
+        answer.tokens, answer.counted, answer.prompt_tokens = count, True, whole(usage.get("prompt_tokens"), 0)
     spec = (frame.get("metrics") or {}).get("speculative_decoding") or {}
     if isinstance(steps := spec.get("num_spec_steps"), int):
         answer.steps, answer.length = steps, float(spec.get("mean_acceptance_length") or 0)

@@ -41,7 +41,7 @@ from outrider.config import SpeculativeConfig
 from outrider.errors import ConfigError
 from outrider.files import make_folder, replacing
 
-FILES = ", ".join(kind.file for kind in SUITES.values())
+FILES = ", ".join(dict.fromkeys(kind.file for kind in SUITES.values()))
 BOOKS = SUITES["edit"].file  # what `long` reads, too
 
 bench_app = typer.Typer(invoke_without_command=True)
@@ -274,7 +274,7 @@ def exact(
         model=model, dtype=dtype, quantization=quantization, activations=activations, device=device, suite=suite,
         prompts=prompts, max_tokens=max_tokens,
         methods=_methods(speculate, speculative_config) or [SpeculativeConfig("ngram"), SpeculativeConfig("suffix")],
-        temperatures=read_floats(temperature, "--temperature"), company=together, seed=seed,
+        temperatures=read_floats(temperature, "--temperature"), together=together, seed=seed,
         peers=peer or [], data=data, file=file, threads=threads,
     )  # fmt: skip
     files = Output(output, counting.write, counting.plot, "exact.png")

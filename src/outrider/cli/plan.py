@@ -269,7 +269,7 @@ def _plottable(path: Path) -> str:
     kind, valid = path.suffix.lstrip(".").lower() or "png", sorted(FigureCanvasBase.filetypes)
     if kind not in valid:
         raise ConfigError(f"--output {path}: plots are drawn as {', '.join(valid)}, not as {kind!r}")
-    if path.is_dir() or not path.absolute().parent.is_dir():
+    if (path.exists() and not path.is_file()) or not path.absolute().parent.is_dir():
         raise ConfigError(f"--output {path} cannot be written; give the name of a file in a folder that is there")
     return kind
 

@@ -29,7 +29,7 @@ from outrider.cli.options import (
     speculative,
 )
 from outrider.cli.output import tell
-from outrider.config import MOST_LOGPROBS
+from outrider.config import MOST_LOGPROBS, is_unicode
 from outrider.errors import ConfigError
 
 LEVELS = ("debug", "info", "warning", "error")
@@ -129,18 +129,26 @@ def serve(
     if log_level not in LEVELS:
         raise ConfigError(f"--log-level must be one of {', '.join(LEVELS)}, not {log_level!r}")
     keys = api_key or [key for key in [os.environ.get("OUTRIDER_API_KEY", "")] if key]
-    if not all(key.strip() for key in keys):
+    keys = [key.strip() for key in keys]  # a mounted secret ends with a line
+    if not all(keys):
         raise ConfigError("--api-key is empty; give a key, or leave it out")
     if (ssl_keyfile is None) != (ssl_certfile is None):
         raise ConfigError("give --ssl-keyfile and --ssl-certfile together")
+    if ssl_ca_certs is not None and ssl_certfile is None:
+        raise ConfigError("--ssl-ca-certs needs --ssl-keyfile and --ssl-certfile; without them there is no TLS")
     for name, file in (("keyfile", ssl_keyfile), ("certfile", ssl_certfile), ("ca-certs", ssl_ca_certs)):
         if file is not None and not file.is_file():
             raise ConfigError(f"--ssl-{name} {file} is not there, or no file")
     if ssl_keyfile is not None and ssl_certfile is not None:
         _check_tls(ssl_keyfile, ssl_certfile, ssl_ca_certs)
-    for flag, values in (("served-model-name", served_model_name), ("cors-origin", cors_origin)):
-        if not all(value.strip() for value in values or ()):
+    cors_origin = [origin.rstrip("/") for origin in cors_origin or ()]  # as browsers send it
+    root_path = f"/{root_path.strip('/')}".rstrip("/")
+    named = {"api-key": keys, "served-model-name": served_model_name or [], "cors-origin": cors_origin}
+    for flag, values in (named | {"root-path": [root_path or "/"]}).items():
+        if not all(value.strip() for value in values):
             raise ConfigError(f"--{flag} is empty; give one, or leave it out")
+        if not all(map(is_unicode, values)):
+            raise ConfigError(f"--{flag} is not UTF-8")
     overrides = (
         read_json(override_generation_config, "--override-generation-config", '{"temperature": 0.7}')
         if (override_generation_config is not None)
@@ -172,7 +180,7 @@ def serve(
         "names": tuple(served_model_name or [model]), "api_keys": tuple(keys), "max_body": max_body, "max_n": max_n,
         "max_stop_strings": max_stop_strings, "max_logprobs": max_logprobs, "keep_alive": keep_alive, "drain": drain,
         "event_interval": event_interval,
-        "cors_origins": tuple(cors_origin or ()), "trust_chat_template": trust_request_chat_template,
+        "cors_origins": tuple(cors_origin), "trust_chat_template": trust_request_chat_template,
     }  # fmt: skip
 
     def sampled(path: Path) -> dict[str, Any]:
@@ -214,7 +222,7 @@ def serve(
     if ssl_certfile is not None:
         tls = {"ssl_keyfile": ssl_keyfile, "ssl_certfile": ssl_certfile, "ssl_ca_certs": ssl_ca_certs}
         tls |= {"ssl_cert_reqs": ssl.CERT_REQUIRED} if ssl_ca_certs is not None else {}
-    running = server(create_app(engine, settings), engine, drain, root_path=root_path.rstrip("/"), **where, **tls)
+    running = server(create_app(engine, settings), engine, drain, root_path=root_path, **where, **tls)
     at = _url(listening, secure=bool(tls)) if uds is None else f"unix:{uds}"
     across = f", {llm.parallelism}" if llm.parallelism else ""
     tell(f"{settings.names[0]} at {at} ({llm.exactness}, {config.method}{across}); Ctrl-C ends it")

@@ -175,4 +175,5 @@ def _run(trainer: Any, minutes: float, every: float, folder: Path) -> None:
             f"right on held-out text: {right}, {line['tokens_a_forward']:.2f} tokens a forward"
         )
         trainer.export(folder)
+    trainer.export(folder)  # also where no time was left
     console.print(f"written to {folder}; use it with --speculate {trainer.method}:model={folder}")

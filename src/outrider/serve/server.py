@@ -14,7 +14,8 @@ from starlette.types import ASGIApp
 
 from outrider.async_llm import AsyncLLM
 
-LAST_WORDS = 5  # seconds for answers to end once their requests have been aborted
+LAST_WORDS = 5  # seconds for answers to end once their requests have been aborted, ...
+AT_ONCE = 2  # ... and once somebody is in a hurry
 
 
 class Uvicorn(uvicorn.Server):
@@ -34,6 +35,8 @@ class Uvicorn(uvicorn.Server):
         await super().shutdown(sockets)
         if self.force_exit:  # a second Ctrl-C: what is left ends now
             await self.llm.aclose()
+            if self.server_state.tasks:  # their last frames
+                await asyncio.wait(self.server_state.tasks, timeout=AT_ONCE)
             await self.lifespan.shutdown()
         await closing
 

@@ -3,8 +3,8 @@
 An instruct model that is given only the header of a user's turn writes one, as it has read many (Magpie, 2406.08464);
 to this, and to prompts from files, it answers at several temperatures, and now and then the conversation goes on. The
 engine is kept full: when a few have ended as many begin, together, as a forward that reads no prompts is a graph on a
-GPU. A conversation is a JSON line: `p`, the ids of the prompt in the chat template, `o`, those of the answer, and `t`,
-its temperature. A file that is there goes on.
+GPU. A conversation is a JSON line: `p`, the ids of the prompt in the chat template, `o`, those of the answer, `t`, its
+temperature, and `by`, which tells the tokenizer. A file that is there goes on.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from outrider.config import SamplingParams
-from outrider.corpus import SAID, mended
+from outrider.corpus import SAID, mended, speller
 from outrider.errors import ConfigError
+from outrider.files import appending
 from outrider.llm import LLM
 from outrider.train.settings import ConversationSettings as Settings
 
@@ -101,7 +102,8 @@ def write(
     s = settings
     llm = llm or LLM(s.model, max_num_seqs=s.batch)
     engine, template = llm.engine, Template(llm.tokenizer)
-    done, count = _resume(output)
+    by = speller(llm.tokenizer)
+    done, count = _resume(output, by)
     dice = random.Random(f"{s.seed}/{count}")
     live: dict[int, tuple[str, float]] = {}
     due = deque[tuple[Callable[[list[int]], None], list[int]]]()  # what goes on when there is room
@@ -133,7 +135,7 @@ def write(
             in_vain()
 
     try:
-        with open(output, "a", encoding="utf-8") as file:
+        with appending(output) as file:
             while done < tokens:
                 refill = len(live) <= s.batch - s.batch // FREE
                 while refill and len(live) < s.batch:
@@ -156,7 +158,7 @@ def write(
                         else:
                             in_vain()
                         continue
-                    line = {"p": seq.tokens[: seq.prompt_len], "o": seq.output, "t": temperature}
+                    line = {"p": seq.tokens[: seq.prompt_len], "o": seq.output, "t": temperature, "by": by}
                     file.write(json.dumps(line) + "\n")
                     file.flush()
                     done, count = done + len(seq.output), count + 1
@@ -170,8 +172,8 @@ def write(
     return count
 
 
-def _resume(output: Path) -> tuple[int, int]:
-    """Tokens of answers and conversations in the file."""
+def _resume(output: Path, by: str) -> tuple[int, int]:
+    """Tokens of answers and conversations in the file, which must be of the same tokenizer."""
     if not output.exists():
         return 0, 0
     if not output.is_file():
@@ -179,11 +181,15 @@ def _resume(output: Path) -> tuple[int, int]:
     whole = output.read_bytes()
     lines = whole[: whole.rfind(b"\n") + 1]
     try:
-        answers = [len(json.loads(line)["o"]) for line in lines.splitlines()]
+        entries = [json.loads(line) for line in lines.splitlines()]
+        answers = [len(entry["o"]) for entry in entries]
+        others = any(entry.get("by", by) != by for entry in entries)
         if not SAID.startswith(whole[len(lines) :][: len(SAID)]):
             raise ValueError
     except (ValueError, TypeError, KeyError, RecursionError):
         raise ConfigError(f"{output} holds something else than conversations; give another name") from None
+    if others:
+        raise ConfigError(f"{output} holds what a model with another tokenizer said; give another name")
     if len(lines) < len(whole):
         with open(output, "r+b") as file:
             file.truncate(len(lines))

@@ -32,8 +32,9 @@ from torch import Tensor, nn
 
 from outrider import drafters
 from outrider.config import SamplingParams
+from outrider.corpus import speller
 from outrider.errors import CheckpointError, ConfigError, told
-from outrider.files import check_zip, make_folder, replacing, write_text
+from outrider.files import appending, check_zip, make_folder, replacing, write_text
 from outrider.kv.rows import NORMED
 from outrider.llm import LLM
 from outrider.load import Progress, find
@@ -386,7 +387,8 @@ class Trainer:
 
     def _lines(self, taken: dict[str, tuple[int, int]]) -> Iterator[tuple[bool, list[int], list[int]]]:
         """Conversations (held out, prompt, output) after the lines `taken` of each file, which counts them."""
-        vocab = self.head.config.vocab_size
+        vocab, tokenizer = self.head.config.vocab_size, self.llm.tokenizer
+        own = speller(tokenizer) if tokenizer is not None else None
         for path in self.data:
             number, at = taken.get(str(path), (0, 0))
             with open(path, "rb") as file:
@@ -399,6 +401,7 @@ class Trainer:
                         entry = json.loads(line)
                         p, o = entry["p"], entry["o"]
                         fits = p and all(type(token) is int and 0 <= token < vocab for token in p + o)
+                        fits = fits and entry.get("by", own) == own
                     except (ValueError, TypeError, KeyError, RecursionError):
                         fits = False
                     if not fits:
@@ -443,7 +446,7 @@ class Trainer:
         }  # fmt: skip
         with replacing(self.output / "state.pt") as partial:
             torch.save(state, partial)
-        with open(self.output / "log.jsonl", "a", encoding="utf-8") as log:
+        with appending(self.output / "log.jsonl") as log:
             log.write(json.dumps(line) + "\n")
         return line
 

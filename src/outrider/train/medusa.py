@@ -15,7 +15,6 @@ import hashlib
 import json
 import math
 import random
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -44,6 +43,7 @@ SEPARATOR = "<|endoftext|>"  # between the documents of some files
 Report = Callable[[int, float, list[float]], None]
 """`report(step, loss, accuracies)`: steps done, nats since the last report (mean of the heads), and the top-1 accuracy
 of each head on windows held out."""
+KEPT = {name + end for name in ("windows.safetensors", "state.pt") for end in ("", ".partial")}  # of a checkpoint
 
 
 def train(
@@ -67,7 +67,8 @@ def train(
     if resume and not begun:
         raise ConfigError(f"{output} holds no checkpoint to resume; leave --resume out")
     # A run that was killed before its first checkpoint has left a folder `checkpoint` without a state.
-    if not resume and output.exists() and (begun or not output.is_dir() or {*output.iterdir()} - {keep}):
+    strange = not output.is_dir() or {*output.iterdir()} - {keep} or _others(keep)
+    if not resume and output.exists() and (begun or strange):
         raise ConfigError(f"{output} already holds something: give a new or empty folder, or --resume")
     make_folder(keep, "output")
     try:
@@ -85,7 +86,7 @@ def train(
             save(keep, s, heads, optimizer, 0)
     except BaseException:
         if not begun:
-            shutil.rmtree(keep, ignore_errors=True)
+            _drop(keep)
         raise
     held, taught = windows[::HELD_OUT], [ids for i, ids in enumerate(windows) if i % HELD_OUT]
     losses: list[float] = []
@@ -110,8 +111,21 @@ def train(
     if report:
         report(s.steps, sum(losses) / max(1, len(losses)), [ranks[0] for ranks in accuracies])
     export(llm, heads, s, accuracies, output)
-    shutil.rmtree(keep)
+    _drop(keep)
     return accuracies
+
+
+def _others(keep: Path) -> set[str]:
+    """What is in the folder of a checkpoint, and nothing of ours."""
+    return {path.name for path in keep.iterdir()} - KEPT if keep.is_dir() else set()
+
+
+def _drop(keep: Path) -> None:
+    """Remove a checkpoint, and its folder unless somebody keeps other things there."""
+    for name in KEPT:
+        (keep / name).unlink(missing_ok=True)
+    if not _others(keep):
+        keep.rmdir()
 
 
 def save(keep: Path, settings: Settings, heads: Heads, optimizer: torch.optim.Optimizer, step: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from outrider.config import real
 from outrider.errors import ConfigError
 
 
@@ -58,8 +59,12 @@ class ConversationSettings:
     def __post_init__(self) -> None:
         if not (0 <= self.own <= 1 and 0 <= self.turns < 1):
             raise ConfigError(f"own and turns are shares, not {self.own} and {self.turns}")
-        if min(self.max_tokens, self.longest, self.batch) < 1 or not self.temperatures or min(self.temperatures) < 0:
-            raise ConfigError("max_tokens, longest and batch are at least 1, temperatures at least 0")
+        if min(self.max_tokens, self.longest, self.batch) < 1 or not self.temperatures:
+            raise ConfigError("max_tokens, longest and batch are at least 1, and there is a temperature")
+        if self.batch > 4096:
+            raise ConfigError(f"batch must be at most 4096, not {self.batch}")
+        if bad := [t for t in self.temperatures if real(t, 0, 5) is None]:
+            raise ConfigError(f"temperatures are from 0 to 5, not {bad[0]}")
 
 
 @dataclass(frozen=True)
