@@ -85,12 +85,12 @@ def new_folder(path: Path) -> Iterator[Path]:
         raise _unwritten(path, error) from None
     try:
         yield partial
-        (partial / OURS).unlink()
         if path.exists():  # empty: it may be somebody's current folder, or where a disk is mounted
             for item in [*partial.iterdir()]:
                 shutil.move(item, path)
         else:
             partial.replace(path)
+        (path / OURS).unlink()
     except (OSError, SafetensorError) as error:
         raise _unwritten(path, error) from None
     finally:

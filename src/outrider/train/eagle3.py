@@ -161,7 +161,7 @@ class Head(heads.Head):
         self.midlayer.mlp.down_proj.weight.zero_()
 
     def adopt(self, llm: LLM, path: Path, about: dict[str, Any], given: dict[str, Tensor]) -> None:
-        """One of either published layout, without the options that are not trained with here."""
+        """Also a published one, if each of its attention heads has its own keys."""
         if name := next((name for name in ("norm_before_residual", "norm_before_fc") if about.get(name)), None):
             raise ConfigError(f"{path}: {name} is nothing that heads are trained with here")
         drafter: Any = drafters.find("eagle3")

@@ -63,8 +63,8 @@ class ConversationSettings:
             raise ConfigError("max_tokens, longest and batch are at least 1, and there is a temperature")
         if self.batch > 4096:
             raise ConfigError(f"batch must be at most 4096, not {self.batch}")
-        if bad := [t for t in self.temperatures if real(t, 0, 5) is None]:
-            raise ConfigError(f"temperatures are from 0 to 5, not {bad[0]}")
+        if bad := [t for t in self.temperatures if real(t, 0, 1e6) is None]:
+            raise ConfigError(f"temperatures are between 0 and 1000000, not {bad[0]}")
 
 
 @dataclass(frozen=True)
