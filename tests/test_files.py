@@ -95,6 +95,33 @@ def test_what_is_not_ours_is_let_be(tmp_path):
     assert [path.name for path in (tmp_path / "here").rglob("*")] == ["inside", "file"]
 
 
+@pytest.mark.parametrize("after", [0, 1, 2, 3])
+@pytest.mark.parametrize("ends", [os._exit, OSError])
+def test_an_empty_folder_is_filled_or_not(tmp_path, after, ends):
+    """An end while what is whole moves into it: the next write starts anew, and an error leaves it empty."""
+    code = (
+        "import os, shutil, sys; from pathlib import Path; from outrider.files import new_folder\n"
+        "from outrider.errors import ConfigError\n"
+        "true, count = shutil.move, iter(range(9))\n"
+        "def move(*given):\n"
+        f"    if next(count) == {after}:\n"
+        f"        {'os._exit(7)' if ends is os._exit else 'raise OSError(28, chr(120))'}\n"
+        "    return true(*given)\n"
+        "shutil.move = move\n"
+        "try:\n    with new_folder(Path(sys.argv[1])) as folder:\n"
+        "        for name in 'abc':\n            (folder / name).write_text(name)\nexcept ConfigError: sys.exit(8)"
+    )
+    (tmp_path / "here").mkdir()
+    ended = subprocess.run([sys.executable, "-c", code, str(tmp_path / "here")])
+    assert ended.returncode == (0 if after == 3 else 7 if ends is os._exit else 8)
+    if after < 3 and ends is not os._exit:
+        assert not any((tmp_path / "here").iterdir())
+    if after < 3:
+        with new_folder(tmp_path / "here") as folder:
+            (folder / "d").touch()
+        assert os.listdir(tmp_path / "here") == ["d"] and os.listdir(tmp_path) == ["here"]
+
+
 def test_places_that_cannot_be_written(tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "note").touch()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -113,7 +114,7 @@ def test_the_first_weights_know_something(tmp_path):
 def test_a_run_that_learns_too_fast_goes_back(llm, said, tmp_path, monkeypatch):
     """To the weights of the last state, and at half the rate; a run that is resumed knows of it."""
     trainer = Trainer([said], tmp_path / "run", SMALL, llm=llm)
-    measured = iter([1.5, 1.44, 1.6, 1.5, 1.4, 1.58])
+    measured = iter([1.5, 1.44, 1.6, 1.5, 1.4, 1.59, 1.58, 1.58, 1.58])
     monkeypatch.setattr(trainer, "measure", lambda: ([0.4], next(measured)))
     for _ in range(3):
         trainer.learn(Batch.load(trainer._batches()[0]))
@@ -123,11 +124,31 @@ def test_a_run_that_learns_too_fast_goes_back(llm, said, tmp_path, monkeypatch):
         for weight in trainer.head.midlayer.parameters():
             weight.data.normal_().mul_(9)
         bad = trainer._report([1.0])
-    assert "learning_rate" not in good and bad["learning_rate"] == SMALL.lr / 4
+    assert good["loss"] == 1.0 and bad["loss"] is None and bad["back_to_rate"] == SMALL.lr / 4
     assert all(torch.equal(before[name], t) for name, t in trainer.head.state_dict().items())
     again = Trainer([said], trainer.output, SMALL, llm=llm)
     assert (again.rate, again.best) == (0.25, trainer.best) and torch.equal(again.head.fc.weight, before["fc.weight"])
+    assert trainer._report([math.nan])["back_to_rate"] == SMALL.lr / 8, "it guesses well, but has learnt nothing"
     assert trainer._report([1.0]).keys() == good.keys()
+    for own in (trainer, again):  # a state that was loaded has groups of its own
+        for group in own._groups():
+            group["lr"] = 7.0
+        monkeypatch.setattr(own, "measure", lambda: ([0.4], 1.7))
+        own.seconds = 0.0
+        assert list(own.run(0.02)) and all(group["lr"] <= SMALL.lr / 2 for group in own._groups())
+    trainer.export(tmp_path / "head")
+    rows = (tmp_path / "head" / "README.md").read_text()
+    assert rows.count("| 1.00 |") == 4 and "None" not in rows and "nan" not in rows.lower()
+
+
+def test_the_first_state_is_before_the_first_step(llm, said, tmp_path, monkeypatch):
+    """So that there is something to go back to."""
+    trainer = Trainer([said], tmp_path / "run", SMALL, llm=llm)
+    first = {name: t.clone() for name, t in trainer.head.state_dict().items()}
+    monkeypatch.setattr(trainer, "learn", lambda _: trainer.head.fc.weight.data.fill_(math.nan).max().item())
+    assert all(line["loss"] is None for line in trainer.run(0.02))
+    assert all(torch.equal(first[name], t) for name, t in trainer.head.state_dict().items())
+    json.loads((trainer.output / "log.jsonl").read_text(), parse_constant=pytest.fail)
 
 
 def test_a_run_starts_from_a_head(trained, llm, said, tmp_path):
@@ -139,6 +160,7 @@ def test_a_run_starts_from_a_head(trained, llm, said, tmp_path):
     for (name, a), b in zip(again.head.state_dict().items(), trainer.head.state_dict().values(), strict=True):
         assert torch.equal(a, b.bfloat16().to(b.dtype) if b.is_floating_point() else b), name
     assert again.measure()[0] == pytest.approx(trainer.measure()[0], abs=0.03)
+    about = json.loads((tmp_path / "head" / "config.json").read_text())
     for changed, what in (
         ({"vocab": 95}, "d2t is 96, .* 95"),
         ({"taps": (0, 1, 2)}, "sees layers"),
@@ -147,6 +169,15 @@ def test_a_run_starts_from_a_head(trained, llm, said, tmp_path):
         with pytest.raises(ConfigError, match=what):
             Trainer([said], tmp_path / "other", replace(start, **changed), llm=llm)
     tensors = load_file(tmp_path / "head" / "model.safetensors")
+    for name, shift in (("d2t", -50), ("more", 0)):
+        save_file({**tensors, name: tensors["d2t"] + shift}, tmp_path / "head" / "model.safetensors")
+        with pytest.raises(ConfigError, match="another vocabulary" if shift else "has a more; no head"):
+            Trainer([said], tmp_path / "other", start, llm=llm)
+    (tmp_path / "head" / "config.json").write_text(json.dumps({**about, "vocab_size": 256}))
+    save_file(tensors, tmp_path / "head" / "model.safetensors")
+    with pytest.raises(ConfigError, match="another vocabulary"):
+        Trainer([said], tmp_path / "other", start, llm=llm)
+    (tmp_path / "head" / "config.json").write_text(json.dumps(about))
     del tensors["lm_head.weight"]
     save_file(tensors, tmp_path / "head" / "model.safetensors")
     assert Trainer([said], tmp_path / "third", start, llm=llm).measure()[0] == pytest.approx(
@@ -206,6 +237,9 @@ def test_lines_that_come_later_are_read(llm, said, tmp_path):
     assert trainer.taken[str(growing)][0] <= 20
     growing.write_text("".join(lines))
     path = trainer.fresh()
+    growing.write_text("x" + "".join(lines))
+    with pytest.raises(ConfigError, match="was changed since"):
+        trainer.fresh()
     assert path and sum(Batch.load(path).lengths) == len(Batch.load(path).ids) > 100
 
 

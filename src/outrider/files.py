@@ -12,13 +12,12 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TextIO
 
 from safetensors import SafetensorError
 
 from outrider.errors import CheckpointError, ConfigError
 
-OURS = ".outrider"  # an empty file in a folder that is being written
+OURS = ".outrider-partial"  # an empty file in a folder that is not whole
 
 
 @contextmanager
@@ -49,12 +48,11 @@ def replacing(path: Path, beside: Path | None = None) -> Iterator[Path]:
         _forget(partial)
 
 
-@contextmanager
-def appending(path: Path) -> Iterator[TextIO]:
-    """A file of UTF-8 to add lines to. Raises ConfigError if it cannot be written."""
+def append(path: Path, text: str) -> None:
+    """Add to a file of UTF-8. Raises ConfigError if it cannot be written."""
     try:
         with open(path, "a", encoding="utf-8") as file:
-            yield file
+            file.write(text)
     except OSError as error:
         raise _unwritten(path, error) from None
 
@@ -73,7 +71,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     """
     path = path.resolve()
     try:
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        if path.exists() and (not path.is_dir() or (any(path.iterdir()) and not (path / OURS).exists())):
             raise ConfigError(f"{path} already holds something: give a new or empty folder")
         partial = path.with_name(f"{path.name}.partial")
         if partial.is_dir() and any(partial.iterdir()) and not (partial / OURS).exists():
@@ -85,9 +83,8 @@ def new_folder(path: Path) -> Iterator[Path]:
         raise _unwritten(path, error) from None
     try:
         yield partial
-        if path.exists():  # empty: it may be somebody's current folder, or where a disk is mounted
-            for item in [*partial.iterdir()]:
-                shutil.move(item, path)
+        if path.exists():  # somebody may stand in it, or a disk be mounted there
+            _fill(path, partial)
         else:
             partial.replace(path)
         (path / OURS).unlink()
@@ -95,6 +92,21 @@ def new_folder(path: Path) -> Iterator[Path]:
         raise _unwritten(path, error) from None
     finally:
         _forget(partial)
+
+
+def _fill(path: Path, partial: Path) -> None:
+    """Move a finished folder's content into one that is empty, or has what a kill in the middle of this left."""
+    for item in path.iterdir():
+        _forget(item)
+    try:
+        shutil.copy(partial / OURS, path)
+        for item in partial.iterdir():
+            if item.name != OURS:
+                shutil.move(item, path)
+    except OSError:
+        for item in path.iterdir():
+            _forget(item)
+        raise
 
 
 def make_folder(path: Path, what: str) -> None:

@@ -242,7 +242,7 @@ def test_options_as_they_are_meant(monkeypatch):
     monkeypatch.setattr("outrider.serve.app.create_app", made)
     monkeypatch.setattr("outrider.serve.server.server", never)
     monkeypatch.setenv("OUTRIDER_API_KEY", " secret\n")
-    options = ["--port", "0", "--cors-origin", "http://a.example/", "--root-path", "that/", "--device", "cpu"]
+    options = ["--port", "0", "--cors-origin", " http://a.example/", "--root-path", " that/", "--device", "cpu"]
     monkeypatch.setattr(sys, "argv", ["outrider", "serve", "tiny", *options])
     with pytest.raises(Ended):
         main()

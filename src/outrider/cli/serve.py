@@ -141,12 +141,13 @@ def serve(
             raise ConfigError(f"--ssl-{name} {file} is not there, or no file")
     if ssl_keyfile is not None and ssl_certfile is not None:
         _check_tls(ssl_keyfile, ssl_certfile, ssl_ca_certs)
-    cors_origin = [origin.rstrip("/") for origin in cors_origin or ()]  # as browsers send it
-    root_path = f"/{root_path.strip('/')}".rstrip("/")
+    cors_origin = [origin.strip().rstrip("/") for origin in cors_origin or ()]  # as browsers send it
+    root_path = "/".join(["", *filter(None, root_path.strip().split("/"))])
     named = {"api-key": keys, "served-model-name": served_model_name or [], "cors-origin": cors_origin}
-    for flag, values in (named | {"root-path": [root_path or "/"]}).items():
+    for flag, values in named.items():
         if not all(value.strip() for value in values):
             raise ConfigError(f"--{flag} is empty; give one, or leave it out")
+    for flag, values in (named | {"root-path": [root_path]}).items():
         if not all(map(is_unicode, values)):
             raise ConfigError(f"--{flag} is not UTF-8")
     overrides = (

@@ -167,13 +167,17 @@ def recurrent(
 
 def _run(trainer: Any, minutes: float, every: float, folder: Path) -> None:
     """Learn, and say at each checkpoint what was reached."""
-    console = Console(highlight=False, soft_wrap=True)
+    console, line = Console(highlight=False, soft_wrap=True), None
     for line in trainer.run(minutes, every):
+        if line["loss"] is None:
+            console.print(f"{line['minutes']} min: it guesses much worse; back to the last state, at half the rate")
+            continue
         right = " ".join(f"{share:.1%}" for share in line["right"])
         console.print(
             f"{line['minutes']} min, {line['tokens']:,} tokens, {line['read']:,} new: loss {line['loss']:.3f}, "
             f"right on held-out text: {right}, {line['tokens_a_forward']:.2f} tokens a forward"
         )
         trainer.export(folder)
-    trainer.export(folder)  # also where no time was left
+    if line is None or line["loss"] is None:  # no time was left, or the last ones were given up
+        trainer.export(folder)
     console.print(f"written to {folder}; use it with --speculate {trainer.method}:model={folder}")

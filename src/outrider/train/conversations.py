@@ -19,7 +19,7 @@ from typing import Any
 from outrider.config import SamplingParams
 from outrider.corpus import SAID, mended, speller
 from outrider.errors import ConfigError
-from outrider.files import appending
+from outrider.files import append
 from outrider.llm import LLM
 from outrider.train.settings import ConversationSettings as Settings
 
@@ -104,6 +104,7 @@ def write(
     engine, template = llm.engine, Template(llm.tokenizer)
     by = speller(llm.tokenizer)
     done, count = _resume(output, by)
+    append(output, "")  # where it cannot be written, that is told now
     dice = random.Random(f"{s.seed}/{count}")
     live: dict[int, tuple[str, float]] = {}
     due = deque[tuple[Callable[[list[int]], None], list[int]]]()  # what goes on when there is room
@@ -135,37 +136,35 @@ def write(
             in_vain()
 
     try:
-        with appending(output) as file:
-            while done < tokens:
-                refill = len(live) <= s.batch - s.batch // FREE
-                while refill and len(live) < s.batch:
-                    if due:
-                        begin, ids = due.popleft()
-                        begin(ids)
-                    elif prompts and dice.random() >= s.own:
-                        answer(template.ids(template.before + dice.choice(prompts) + template.answer))
+        while done < tokens:
+            refill = len(live) <= s.batch - s.batch // FREE
+            while refill and len(live) < s.batch:
+                if due:
+                    begin, ids = due.popleft()
+                    begin(ids)
+                elif prompts and dice.random() >= s.own:
+                    answer(template.ids(template.before + dice.choice(prompts) + template.answer))
+                else:
+                    ask(template.ids(template.before + dice.choice(HINTS)))
+            for request, _ in engine.step():
+                if not request.finished:
+                    continue
+                seq = request.seq
+                kind, temperature = live.pop(seq.id)
+                ended = seq.finish_reason == "stop"
+                if kind == "question":
+                    if ended and len(seq.tokens) < LONGEST:
+                        due.append((answer, seq.tokens[:-1] + template.ids(template.answer)))
                     else:
-                        ask(template.ids(template.before + dice.choice(HINTS)))
-                for request, _ in engine.step():
-                    if not request.finished:
-                        continue
-                    seq = request.seq
-                    kind, temperature = live.pop(seq.id)
-                    ended = seq.finish_reason == "stop"
-                    if kind == "question":
-                        if ended and len(seq.tokens) < LONGEST:
-                            due.append((answer, seq.tokens[:-1] + template.ids(template.answer)))
-                        else:
-                            in_vain()
-                        continue
-                    line = {"p": seq.tokens[: seq.prompt_len], "o": seq.output, "t": temperature, "by": by}
-                    file.write(json.dumps(line) + "\n")
-                    file.flush()
-                    done, count = done + len(seq.output), count + 1
-                    if report:
-                        report(done, count)
-                    if ended and dice.random() < s.turns:
-                        due.append((ask, seq.tokens[:-1] + template.ids(template.next)))
+                        in_vain()
+                    continue
+                line = {"p": seq.tokens[: seq.prompt_len], "o": seq.output, "t": temperature, "by": by}
+                append(output, json.dumps(line) + "\n")
+                done, count = done + len(seq.output), count + 1
+                if report:
+                    report(done, count)
+                if ended and dice.random() < s.turns:
+                    due.append((ask, seq.tokens[:-1] + template.ids(template.next)))
     finally:
         for request in [*engine.running, *engine.waiting]:
             engine.abort(request)

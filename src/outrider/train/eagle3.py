@@ -30,33 +30,61 @@ from outrider.train.settings import Eagle3Settings
 
 RIDGE = 0.01  # of the least squares
 OWN, FASTEST = 24.0, 6  # by how much a row's own score is above those far away, and the rotations that tell
-Keys = list[tuple[Tensor, Tensor]]  # of each step, (conversations, heads, longest, dim)
+Keys = list[list[tuple[Tensor, Tensor]]]  # of each step, of each group (conversations, heads, longest, dim)
 Turns = tuple[Tensor, Tensor]  # cos and sin of the rows
 
 
 class Lines:
-    """A batch's conversations side by side, each on a line that is padded to the longest."""
+    """A batch's conversations side by side, each on a line that is padded to the longest of those beside it.
+
+    Beside each other stand neighbours of like lengths: the shortest has at least half the longest one's.
+    """
 
     def __init__(self, batch: Batch, steps: int) -> None:
-        device, counts = batch.ids.device, [rows.stop - rows.start for rows in batch.rows()]
-        self.learnt = batch.learnt().to(device)
-        self._whole, self._some = (_Line.of(numbers, device) for numbers in (batch.lengths, counts))
-        starts = torch.tensor(batch.starts, device=device).view(-1, 1, 1)
-        before = torch.arange(max(counts), device=device).view(1, -1, 1) + starts
-        own = torch.eye(max(counts), dtype=torch.bool, device=device).expand(len(counts), -1, -1)
-        past = torch.arange(max(batch.lengths), device=device) <= before
-        self.seen = torch.cat([past, *[own] * (steps - 1)], -1).unsqueeze(1)
+        counts = [rows.stop - rows.start for rows in batch.rows()]
+        self.learnt = batch.learnt().to(batch.ids.device)
+        self.groups, at = list[_Group](), 0
+        while at < len(counts):
+            end = at + 1
+            while end < len(counts) and 2 * min(batch.lengths[at : end + 1]) >= max(batch.lengths[at : end + 1]):
+                end += 1
+            own = slice(at, end)
+            self.groups.append(_Group(batch.lengths[own], counts[own], batch.starts[own], steps, batch.ids.device))
+            at = end
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, before: Keys) -> Tensor:
         """(rows, heads * dim) from q of the rows that are learnt from, and k and v, of all rows if none are `before`.
 
         A row sees the first step's keys up to its place, and of the later steps its own.
         """
-        line = self._some if before else self._whole
-        before.append((line.spread(k), line.spread(v)))
-        keys, values = (torch.cat(parts, 2) for parts in zip(*before, strict=True))
-        seen = self.seen[..., : keys.shape[2]]
-        return self._some.gather(F.scaled_dot_product_attention(self._some.spread(q), keys, values, attn_mask=seen))
+        some = [len(group.some.where) for group in self.groups]
+        every = some if before else [len(group.whole.where) for group in self.groups]
+        before.append([])
+        found = []
+        parts = zip(self.groups, torch.split(q, some), torch.split(k, every), torch.split(v, every), strict=True)
+        for i, (group, own, keys, values) in enumerate(parts):
+            line = group.whole if len(before) == 1 else group.some
+            before[-1].append((line.spread(keys), line.spread(values)))
+            keys, values = (torch.cat(steps, 2) for steps in zip(*(step[i] for step in before), strict=True))
+            seen = group.seen[..., : keys.shape[2]]
+            y = F.scaled_dot_product_attention(group.some.spread(own), keys, values, attn_mask=seen)
+            found.append(group.some.gather(y))
+        return torch.cat(found)
+
+
+class _Group:
+    """Where rows of some conversations lie, and what they may see."""
+
+    def __init__(
+        self, lengths: list[int], counts: list[int], starts: list[int], steps: int, device: torch.device
+    ) -> None:
+        self.whole, self.some = (_Line.of(numbers, device) for numbers in (lengths, counts))
+        before = torch.arange(max(counts), device=device).view(1, -1, 1) + torch.tensor(starts, device=device).view(
+            -1, 1, 1
+        )
+        own = torch.eye(max(counts), dtype=torch.bool, device=device).expand(len(counts), -1, -1)
+        past = torch.arange(max(lengths), device=device) <= before
+        self.seen = torch.cat([past, *[own] * (steps - 1)], -1).unsqueeze(1)
 
 
 @dataclass
@@ -139,7 +167,7 @@ class Head(heads.Head):
         rows, ends = torch.arange(n, device=device), batch.ends()
         place = torch.cat([torch.arange(k) for k in batch.lengths])  # on the host, as the rotation wants it
         lines = Lines(batch, self.depth)
-        state, before = self.fc(batch.taps.float()), list[tuple[Tensor, Tensor]]()
+        state, before = self.fc(batch.taps.float()), Keys()
         for s in range(self.depth):
             token = self.embed(batch.ids[(rows + 1 + s).clamp(max=len(batch.ids) - 1)].long())
             cos, sin = (t.float() for t in self.rotary((place + s).tolist(), [1] * n))

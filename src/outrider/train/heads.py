@@ -15,6 +15,7 @@ Weights that guess much worse than before go back to the state, and learn at hal
 from __future__ import annotations
 
 import json
+import math
 import random
 import time
 import zlib
@@ -34,7 +35,7 @@ from outrider import drafters
 from outrider.config import SamplingParams
 from outrider.corpus import speller
 from outrider.errors import CheckpointError, ConfigError, told
-from outrider.files import appending, check_zip, make_folder, replacing, write_text
+from outrider.files import append, check_zip, make_folder, replacing, write_text
 from outrider.kv.rows import NORMED
 from outrider.llm import LLM
 from outrider.load import Progress, find
@@ -46,7 +47,9 @@ MEASURED = 24  # conversations held out that guesses are counted on
 DECAY = 0.8  # of the loss, per step of the training-time test
 WARM_UP = 10  # steps
 COOL_DOWN = 0.3  # the share of the time in which the learning rate falls to nothing
-WORSE = 0.85  # of the most guesses kept a forward: below, it has learnt too fast and goes back, at half the rate
+WORSE = (
+    0.15  # fewer guesses kept a forward than the most so far: it has learnt too fast, and goes back, at half the rate
+)
 ROWS = 512  # whose logits are held at a time
 CHUNK = 4096  # tokens that a GPU reads at a time: calling its kernels takes the host longer than they take
 
@@ -129,13 +132,16 @@ class Head(nn.Module):
         own = {name: tensor for name, tensor in self.state_dict().items() if name != "t2d"}
         if odd := sorted((given.keys() ^ own.keys()) - {"lm_head.weight"}):
             raise ConfigError(
-                f"{path}: {odd[0]} is in {'no' if odd[0] in own else 'a'} head of this kind to start from"
+                f"{path} has {'no' if odd[0] in own else 'a'} {odd[0]}; no head that is trained here is so"
             )
         for name, tensor in given.items():
             if tensor.shape != own[name].shape:
                 there, here = (" x ".join(map(str, t.shape)) for t in (tensor, own[name]))
                 raise ConfigError(f"{path}: {name} is {there}, these settings make {here}; give those it was made with")
-        self.begin(llm, (given["d2t"].long() + torch.arange(len(given["d2t"]))).tolist())
+        words = given["d2t"].long() + torch.arange(len(given["d2t"]))
+        if int(words.min()) < 0 or max(int(words.max()), (about.get("vocab_size") or 1) - 1) >= self.config.vocab_size:
+            raise ConfigError(f"{path} is for another vocabulary than the target's {self.config.vocab_size} tokens")
+        self.begin(llm, words.tolist())
         self.load_state_dict(given, strict=False)
 
     def unroll(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
@@ -250,7 +256,8 @@ class Trainer:
         self.adam = torch.optim.AdamW(
             [vectors, {"params": [self.head.lm_head.weight], "lr": s.lr / 10}], betas=(0.9, 0.95), weight_decay=0.0
         )
-        self.groups = [(group, group["lr"]) for o in (self.muon, self.adam) for group in o.param_groups]
+        self.highest = [group["lr"] for group in self._groups()]
+        self.spells = speller(self.llm.tokenizer) if self.llm.tokenizer is not None else None
         self.counts = {"steps": 0, "tokens": 0, "read": 0}  # tokens learnt from, and of these for the first time
         self.seconds = 0.0
         self.rate, self.best = 1.0, 0.0  # of the settings' learning rate; the most tokens a forward so far
@@ -268,6 +275,9 @@ class Trainer:
 
     def run(self, minutes: float, every: float = 3.0) -> Iterator[dict[str, Any]]:
         """Learn until it was so many minutes in all; yields, logs and keeps what was reached every so many minutes."""
+        if not self.counts["steps"]:  # something to go back to
+            self.best = self.measure()[1]
+            self._keep()
         began, last, losses = time.time() - self.seconds, time.time(), list[float]()
         dice = random.Random(f"{self.settings.seed}/{self.counts['steps']}")
         while (share := (time.time() - began) / (60 * minutes)) < 1:
@@ -276,7 +286,7 @@ class Trainer:
             path = self.fresh() if len(due) < 3 else None
             batch = Batch.load(path := path or dice.choice(due or batches), self.device)
             rate = min(1.0, (1 + self.counts["steps"]) / WARM_UP, (1 - share) / COOL_DOWN)
-            for group, highest in self.groups:
+            for group, highest in zip(self._groups(), self.highest, strict=True):
                 group["lr"] = highest * rate * self.rate
             losses.append(self.learn(batch))
             self.counts["steps"] += 1
@@ -290,6 +300,10 @@ class Trainer:
         self.seconds = time.time() - began
         if losses:
             yield self._report(losses)
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """What has a learning rate; others, once a state was loaded."""
+        return [*self.muon.param_groups, *self.adam.param_groups]
 
     def learn(self, batch: Batch) -> float:
         """One step; returns the mean loss of the first guess, in nats."""
@@ -341,7 +355,7 @@ class Trainer:
         if size < s.batch:
             return None
         path = self.states / f"batch-{len(self._batches()):05d}.safetensors"
-        self.read(found).save(path)
+        self.read(sorted(found, key=lambda one: len(one[0]) - one[1])).save(path)  # alike ones stand together
         self.taken = taken
         return path
 
@@ -362,7 +376,7 @@ class Trainer:
             found = [self._cut(p, o) for held, p, o in self._lines({}) if held][:MEASURED]
             if not found:
                 raise ConfigError("too few conversations to hold one out; write more")
-            self.read(found).save(path)
+            self.read(sorted(found, key=lambda one: len(one[0]) - one[1])).save(path)
         return Batch.load(path, self.device)
 
     def read(self, found: list[tuple[list[int], int, int]]) -> Batch:
@@ -387,12 +401,13 @@ class Trainer:
 
     def _lines(self, taken: dict[str, tuple[int, int]]) -> Iterator[tuple[bool, list[int], list[int]]]:
         """Conversations (held out, prompt, output) after the lines `taken` of each file, which counts them."""
-        vocab, tokenizer = self.head.config.vocab_size, self.llm.tokenizer
-        own = speller(tokenizer) if tokenizer is not None else None
+        vocab, own = self.head.config.vocab_size, self.spells
         for path in self.data:
             number, at = taken.get(str(path), (0, 0))
             with open(path, "rb") as file:
-                file.seek(at)
+                file.seek(max(0, at - 1))
+                if at and file.read(1) != b"\n":
+                    raise ConfigError(f"{path} was changed since its first {number} lines were read; give a new output")
                 for line in file:
                     if not line.endswith(b"\n"):  # it may be written just now
                         break
@@ -401,7 +416,7 @@ class Trainer:
                         entry = json.loads(line)
                         p, o = entry["p"], entry["o"]
                         fits = p and all(type(token) is int and 0 <= token < vocab for token in p + o)
-                        fits = fits and entry.get("by", own) == own
+                        fits = fits and (own is None or entry.get("by", own) == own)
                     except (ValueError, TypeError, KeyError, RecursionError):
                         fits = False
                     if not fits:
@@ -430,15 +445,20 @@ class Trainer:
 
     def _report(self, losses: list[float]) -> dict[str, Any]:
         right, tokens = self.measure()
-        line = {
+        line: dict[str, Any] = {
             **self.counts, "minutes": round(self.seconds / 60, 1), "loss": round(sum(losses) / len(losses), 4),
             "right": [round(r, 4) for r in right], "tokens_a_forward": round(tokens, 3),
         }  # fmt: skip
-        if tokens - 1 < WORSE * (self.best - 1):
-            self._restore(torch.load(self.output / "state.pt", self.device, weights_only=True))
+        if tokens < self.best - max(0.05, WORSE * (self.best - 1)) or not math.isfinite(line["loss"]):
+            self._restore(self._state())
             self.rate /= 2
-            line["learning_rate"] = self.settings.lr * self.rate
+            line |= {"loss": None, "back_to_rate": self.settings.lr * self.rate}
         self.best = max(self.best, tokens)
+        self._keep()
+        append(self.output / "log.jsonl", json.dumps(line) + "\n")
+        return line
+
+    def _keep(self) -> None:
         state = {
             "settings": asdict(self.settings), "head": self.head.state_dict(), "muon": self.muon.state_dict(),
             "adam": self.adam.state_dict(), "counts": self.counts, "seconds": self.seconds, "visits": self.visits,
@@ -446,29 +466,34 @@ class Trainer:
         }  # fmt: skip
         with replacing(self.output / "state.pt") as partial:
             torch.save(state, partial)
-        with appending(self.output / "log.jsonl") as log:
-            log.write(json.dumps(line) + "\n")
-        return line
+
+    def _state(self) -> dict[str, Any]:
+        path = self.output / "state.pt"
+        try:
+            check_zip(path)
+            return dict(torch.load(path, self.device, weights_only=True))
+        except Exception as error:  # a damaged file is unpacked and unpickled by others
+            raise self._damaged(error) from None
+
+    def _damaged(self, error: Exception) -> CheckpointError:
+        path = self.output / "state.pt"
+        return CheckpointError(f"{path} is damaged ({told(error)}); remove it and train from the beginning")
 
     def _resume(self) -> int:
         """Go on from the state; returns how many batches had been read when it was kept."""
-        path, now = self.output / "state.pt", asdict(self.settings)
+        state, now = self._state(), asdict(self.settings)
         try:
-            check_zip(path)
-            state = torch.load(path, self.device, weights_only=True)
             begun = dict(state["settings"])
             keys = [key for key in now if key != "device"]
-            if not (differs := [key for key in keys if tuple_less(now[key]) != tuple_less(begun.get(key))]):
+            if not (differs := [key for key in keys if tuple_less(now[key]) != tuple_less(begun.get(key, now[key]))]):
                 self._restore(state)
                 self.counts, self.seconds = state["counts"], state["seconds"]
                 self.rate, self.best = float(state["rate"]), float(state["best"])
                 self.visits = state["visits"]
                 self.taken = {path: (lines, at) for path, (lines, at) in state["taken"].items()}
                 batches = int(state.get("batches", len(self._batches())))
-        except Exception as error:  # a damaged file is unpacked, unpickled and applied by others
-            raise CheckpointError(
-                f"{path} is damaged ({told(error)}); remove it and train from the beginning"
-            ) from None
+        except Exception as error:  # what is in it is applied by others
+            raise self._damaged(error) from None
         if differs:
             raise ConfigError(f"{self.output} was begun with {differs[0]} {begun.get(differs[0])}; go on with the same")
         return batches
@@ -497,6 +522,7 @@ class Trainer:
         for text in log.read_text("utf-8").splitlines() if log.exists() else ():
             with suppress(ValueError):  # a full disk may have cut one short
                 lines.append(json.loads(text))
+        lines = [line for line in lines if line["loss"] is not None]  # others were given up
         rows = "".join(
             f"| {line['tokens']:,} | {line['read']:,} | {line['loss']:.2f} | "
             f"{', '.join(f'{share:.1%}' for share in line['right'])} | {line['tokens_a_forward']:.2f} |\n"

@@ -16,6 +16,7 @@ import json
 import math
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -122,10 +123,11 @@ def _others(keep: Path) -> set[str]:
 
 def _drop(keep: Path) -> None:
     """Remove a checkpoint, and its folder unless somebody keeps other things there."""
-    for name in KEPT:
-        (keep / name).unlink(missing_ok=True)
-    if not _others(keep):
-        keep.rmdir()
+    with suppress(OSError):  # it may be why this is called
+        for name in KEPT:
+            (keep / name).unlink(missing_ok=True)
+        if not _others(keep):
+            keep.rmdir()
 
 
 def save(keep: Path, settings: Settings, heads: Heads, optimizer: torch.optim.Optimizer, step: int) -> None:
