@@ -124,6 +124,7 @@ def curve(name: str, up: str) -> str:
     if not (path := ROOT / name / "log.jsonl").is_file():
         raise ConfigError(f"{path} is not there")
     reports, rows, last = [json.loads(line) for line in path.read_text("utf-8").splitlines()], list[list[str]](), 0
+    reports = [own for own in reports if own["loss"] is not None]  # others were given up
     for own in reports:
         if own["tokens"] >= 1.1 * last or own is reports[-1]:
             last, right = own["tokens"], ", ".join(f"{share:.0%}" for share in own["right"])
