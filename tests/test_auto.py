@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from outrider import LLM, Draft, SamplingParams, ops
 from outrider.config import SpeculativeConfig
 from outrider.control import Beliefs
-from outrider.datastore import fingerprint, write
+from outrider.corpus import fingerprint
+from outrider.datastore import write
 from outrider.drafters import create
 from outrider.drafters.auto import EVERY, ROWS, Auto, _machine
 from outrider.errors import ConfigError, OutriderError

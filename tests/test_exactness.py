@@ -27,7 +27,8 @@ from helpers import (
 
 from outrider import LLM, Draft, SamplingParams, drafters, runner
 from outrider.config import SpeculativeConfig
-from outrider.datastore import fingerprint, write
+from outrider.corpus import fingerprint
+from outrider.datastore import write
 from outrider.errors import OutriderError
 from outrider.export import quantize
 from outrider.load import find, read_tokenizer

@@ -17,7 +17,7 @@ from test_cli import run  # noqa: F401 - a fixture
 
 from outrider import LLM, Draft, SamplingParams, datastore
 from outrider.control import Beliefs
-from outrider.corpus import speller
+from outrider.corpus import fingerprint, speller
 from outrider.datastore import HEADER, SEPARATOR, Store, build, suffix_array, write
 from outrider.drafters.rest import Rest, follow, grow, guess
 from outrider.errors import ConfigError
@@ -405,7 +405,7 @@ def test_other_tokenizers_are_refused(tmp_path, tiny_llm, random_llm, tokenizer)
         def get_vocab(self):
             return tokenizer.get_vocab() | {"the": 0}
 
-    right = str(write([[1]], tmp_path / "r", 8192, datastore.fingerprint(tokenizer), "tiny").path)
+    right = str(write([[1]], tmp_path / "r", 8192, fingerprint(tokenizer), "tiny").path)
     other = str(write([[1]], tmp_path / "o", 8192, datastore.fingerprint(Other()), "other").path)
     small = str(write([[1]], tmp_path / "s", 128).path)
     for llm, fits, unfit, why in (

@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.corpus import archived
-from outrider.datastore import fingerprint
+from outrider.corpus import archived, fingerprint
 from outrider.errors import ConfigError
 from outrider.files import make_folder, replacing, write_text
 from outrider.load import Progress
