@@ -230,6 +230,8 @@ def serve(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # which uvicorn raises again, at its end
     try:
         running.run(sockets=[listening])
+        if running.force_exit:  # by a second Ctrl-C, whatever became of the signals that uvicorn raises again
+            raise KeyboardInterrupt
     finally:
         if uds is not None:
             uds.unlink(missing_ok=True)
