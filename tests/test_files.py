@@ -93,6 +93,10 @@ def test_what_is_not_ours_is_let_be(tmp_path):
         (folder / "inside" / "file").write_text("whole")
     assert (tmp_path / "here").stat().st_ino == number and not (tmp_path / "here.partial").exists()
     assert [path.name for path in (tmp_path / "here").rglob("*")] == ["inside", "file"]
+    (tmp_path / "late").mkdir()
+    with pytest.raises(ConfigError, match="already holds something"), new_folder(tmp_path / "late"):
+        (tmp_path / "late" / "note").touch()
+    assert os.listdir(tmp_path / "late") == ["note"], "it came meanwhile"
 
 
 @pytest.mark.parametrize("after", [0, 1, 2, 3])

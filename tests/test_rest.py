@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_cli import run  # noqa: F401 - a fixture
 
-from outrider import LLM, Draft, SamplingParams, datastore
+from outrider import LLM, Draft, SamplingParams
 from outrider.control import Beliefs
 from outrider.corpus import fingerprint, speller
 from outrider.datastore import HEADER, SEPARATOR, Store, build, suffix_array, write
@@ -406,7 +406,7 @@ def test_other_tokenizers_are_refused(tmp_path, tiny_llm, random_llm, tokenizer)
             return tokenizer.get_vocab() | {"the": 0}
 
     right = str(write([[1]], tmp_path / "r", 8192, fingerprint(tokenizer), "tiny").path)
-    other = str(write([[1]], tmp_path / "o", 8192, datastore.fingerprint(Other()), "other").path)
+    other = str(write([[1]], tmp_path / "o", 8192, fingerprint(Other()), "other").path)
     small = str(write([[1]], tmp_path / "s", 128).path)
     for llm, fits, unfit, why in (
         (

@@ -71,8 +71,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     """
     path = path.resolve()
     try:
-        if path.exists() and (not path.is_dir() or (any(path.iterdir()) and not (path / OURS).exists())):
-            raise ConfigError(f"{path} already holds something: give a new or empty folder")
+        _check_vacant(path)
         partial = path.with_name(f"{path.name}.partial")
         if partial.is_dir() and any(partial.iterdir()) and not (partial / OURS).exists():
             raise ConfigError(f"{path} cannot be written: {partial} is in the way; move it, or give another name")
@@ -84,6 +83,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     try:
         yield partial
         if path.exists():  # somebody may stand in it, or a disk be mounted there
+            _check_vacant(path)  # still
             _fill(path, partial)
         else:
             partial.replace(path)
@@ -92,6 +92,11 @@ def new_folder(path: Path) -> Iterator[Path]:
         raise _unwritten(path, error) from None
     finally:
         _forget(partial)
+
+
+def _check_vacant(path: Path) -> None:
+    if path.exists() and (not path.is_dir() or (any(path.iterdir()) and not (path / OURS).exists())):
+        raise ConfigError(f"{path} already holds something: give a new or empty folder")
 
 
 def _fill(path: Path, partial: Path) -> None:

@@ -130,8 +130,6 @@ def serve(
         raise ConfigError(f"--log-level must be one of {', '.join(LEVELS)}, not {log_level!r}")
     keys = api_key or [key for key in [os.environ.get("OUTRIDER_API_KEY", "")] if key]
     keys = [key.strip() for key in keys]  # a mounted secret ends with a line
-    if not all(keys):
-        raise ConfigError("--api-key is empty; give a key, or leave it out")
     if (ssl_keyfile is None) != (ssl_certfile is None):
         raise ConfigError("give --ssl-keyfile and --ssl-certfile together")
     if ssl_ca_certs is not None and ssl_certfile is None:
@@ -144,10 +142,9 @@ def serve(
     cors_origin = [origin.strip().rstrip("/") for origin in cors_origin or ()]  # as browsers send it
     root_path = "/".join(["", *filter(None, root_path.strip().split("/"))])
     named = {"api-key": keys, "served-model-name": served_model_name or [], "cors-origin": cors_origin}
-    for flag, values in named.items():
+    for flag, values in (named | {"root-path": [root_path] if root_path else []}).items():
         if not all(value.strip() for value in values):
             raise ConfigError(f"--{flag} is empty; give one, or leave it out")
-    for flag, values in (named | {"root-path": [root_path]}).items():
         if not all(map(is_unicode, values)):
             raise ConfigError(f"--{flag} is not UTF-8")
     overrides = (

@@ -355,7 +355,7 @@ class Trainer:
         if size < s.batch:
             return None
         path = self.states / f"batch-{len(self._batches()):05d}.safetensors"
-        self.read(sorted(found, key=lambda one: len(one[0]) - one[1])).save(path)  # alike ones stand together
+        self._save(found, path)
         self.taken = taken
         return path
 
@@ -376,8 +376,12 @@ class Trainer:
             found = [self._cut(p, o) for held, p, o in self._lines({}) if held][:MEASURED]
             if not found:
                 raise ConfigError("too few conversations to hold one out; write more")
-            self.read(sorted(found, key=lambda one: len(one[0]) - one[1])).save(path)
+            self._save(found, path)
         return Batch.load(path, self.device)
+
+    def _save(self, found: list[tuple[list[int], int, int]], path: Path) -> None:
+        """Let the target read conversations, the shorter ones first: those of like lengths stand together."""
+        self.read(sorted(found, key=lambda one: len(one[0]) - one[1])).save(path)
 
     def read(self, found: list[tuple[list[int], int, int]]) -> Batch:
         """What the target makes of conversations: their ids, the place to begin at, and the first row to learn from."""
@@ -491,7 +495,7 @@ class Trainer:
                 self.rate, self.best = float(state["rate"]), float(state["best"])
                 self.visits = state["visits"]
                 self.taken = {path: (lines, at) for path, (lines, at) in state["taken"].items()}
-                batches = int(state.get("batches", len(self._batches())))
+                batches = int(state["batches"])
         except Exception as error:  # what is in it is applied by others
             raise self._damaged(error) from None
         if differs:
