@@ -34,11 +34,11 @@ TYPES = {
     "sums": "*fp32", "logits": "*fp32", "most": "*fp32",
     "values": "*fp32", "temperatures": "*fp32", "sinks": "*fp32", "scores": "*fp32", "weights": "*fp32",
     "shared": "*fp32", "experts": "*i32", "line": "*i32", "ends": "*i32", "real": "*i32", "read": "*i64",
-    "places": "*i64",
+    "places": "*i64", "source": "*i64", "target": "*i64",
 }  # fmt: skip
 NUMBERS = {
     "rows", "outs", "stride", "K", "GROUPS", "k_stride", "v_stride", "tail_width", "base_row", "spans", "reach", "lone",
-    "vocab", "count", "width", "per",
+    "vocab", "count", "width", "per", "source_stride", "target_stride",
 }  # fmt: skip
 
 
@@ -135,6 +135,7 @@ def everything(arch: int):
     )
     spans = {"NEAR": cut.near, "FEW": cut.few, "FAR": cut.far}
     yield build("write", arch, {"KV_HEADS": 8, "DIM": 128, "BLOCK": 128}, 1, places="*i32")
+    yield build("take", arch, {"KV_HEADS": 8, "DIM": 128, "BLOCK": 128}, 1, places="*i32")
     for heads, kv_heads, dim, window in [(32, 8, 128, 0), (32, 32, 64, 0), (8, 4, 256, 1024)]:
         wide = launch.power(dim)
         shape = {
@@ -150,7 +151,7 @@ def everything(arch: int):
             yield build("attend", arch, {**shape, **own, **common, "FOLD": fold}, warps)
     own = {"HEADS": 32, "DIM": 128, "D": 128, "WINDOW": 0, "SINKS": True, **spans, **together, **common}
     yield build("combine", arch, {**own, "FOLD": 1}, 1)
-    yield build("combine", arch, {**own, "FOLD": launch.FOLDED, "BD": 128})
+    yield build("combine", arch, {**own, "FOLD": launch.FOLDED, "BD": 128}, 1)
     tiles = {"TILES": 32, "BLOCK": launch.VOCABULARY}
     yield build("largest", arch, tiles)
     yield build("draw", arch, {**tiles, "WIDE": 32})

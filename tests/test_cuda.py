@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from outrider import LLM, SamplingParams
 from outrider.config import Rule, SpeculativeConfig
 from outrider.draft import Draft, Verdict
 from outrider.drafters import create
-from outrider.kv import Entry, OffloadKV, PagedKV, Plan
+from outrider.kv import Entry, OffloadKV, PagedKV, Plan, views
 from outrider.kv.dense import DenseKV
 from outrider.kv.rows import NORMED
 from outrider.load import load
@@ -65,6 +66,39 @@ def first(runner, tokens, draft=None, beside=None):
         runner.free(seq)
         if other:
             runner.free(other)
+
+
+@pytest.mark.parametrize(
+    "text", ["streaming:budget=24,sinks=4,rebuild=6", "retrieval:budget=24,chunk=4,recent=2,rebuild=6"]
+)
+@pytest.mark.parametrize("arch", [("llama", {}), ("mistral", {"sliding_window": 40})], ids=["full", "window"])
+def test_views_take_over(make_checkpoint, arch, text, monkeypatch):
+    """What a kernel copies of several sequences' verified keys is what would be copied layer by layer."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "hidden_size": 32}
+    where = make_checkpoint(arch[0], dtype=torch.bfloat16, num_hidden_layers=3, vocab_size=64, **heads, **arch[1])
+    config = load(str(where), "bfloat16", "cpu").model.config
+    base, calls = PagedKV(config, torch.bfloat16, torch.device("cpu")), []
+    monkeypatch.setattr(views, "take", lambda *args: calls.append(len(args[2])) or launch.take(*args))
+    slow = copy(base)
+    slow.lies = lambda layers: None
+    fast, slow = (views.View(DenseKV(config, base.dtype, base.device), views.parse(text), own) for own in (base, slow))
+    noise = torch.Generator().manual_seed(0)
+    for length in (9, 12, 13, 30, 31, 37, 60):
+        plan = Plan([Entry(seq, 0, length + seq, 0) for seq in (0, 1)])
+        base.reserve(plan)
+        for e in plan.entries:
+            for layer in range(3):
+                base.write(e.seq, layer, 0, *torch.randn(2, e.n, 2, 16, generator=noise).bfloat16())
+            for view in (fast, slow):
+                known = view.held[e.seq].length if e.seq in view.held else 0
+                assert view.catch_up(e.seq, known, e.n) == e.n
+        for view in (fast, slow):
+            view.reserve(Plan([Entry(e.seq, e.seq, 1, e.n) for e in plan.entries]))
+        for e in plan.entries:
+            n = fast.held[e.seq].slot(e.n)
+            pairs = zip(fast.store[e.seq], slow.store[e.seq], strict=True)
+            assert all(torch.equal(own[:, :, :n], other[:, :, :n]) for own, other in pairs)
+    assert calls and not slow.due and not fast.due
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import pytest
 import torch
@@ -650,6 +651,21 @@ def test_nothing_is_written_elsewhere():
 
 
 # --- the choice -------------------------------------------------------------------------------------------------------
+
+
+def test_tokens_of_a_view():
+    """Keys and values of some slots go where they belong, in all layers, and nothing else is touched."""
+    layers, dtype = 3, torch.bfloat16
+    source = [[rand(2, KV_HEADS, SLAB, DIM, seed=10 * i + j).to(dtype) for j in range(4)] for i in range(layers)]
+    target = [[rand(2, KV_HEADS, 64 + 32 * j, DIM, seed=99).to(dtype) for j in range(2)] for _ in range(layers)]
+    places = [(3, 5, SLAB, 1, 70, 96), (0, 127, SLAB, 0, 0, 64), (2, 0, SLAB, 1, 71, 96)]
+    expected = [[own.clone() for own in layer] for layer in target]
+    for slab, slot, _, own, to, _ in places:
+        for i in range(layers):
+            expected[i][own][:, :, to] = source[i][slab][:, :, slot]
+    lies = [torch.tensor([[x.data_ptr() for x in layer] for layer in side], device=HERE) for side in (source, target)]
+    launch.take(*lies, torch.tensor(places, dtype=torch.int32, device=HERE), KV_HEADS, DIM)
+    assert all(map(torch.equal, chain(*target), chain(*expected)))
 
 
 def test_choice_is_law_one():

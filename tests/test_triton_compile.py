@@ -63,6 +63,7 @@ def test_compiled(compiled):
         "draw",
         "rms_norm",
         "rope",
+        "take",
     }
 
 

@@ -282,6 +282,16 @@ def companions(path: Path) -> list[str]:
     return [str(each) for each in found if kind_of(each) != "draft_model" or 0 < sizes[each] <= own / 2]
 
 
+def heads(hidden: int, vocab: int) -> list[str]:
+    """Embedded recurrent heads for targets of that width and vocabulary; EAGLE-3 heads cost more, and must be given."""
+    found = []
+    for folder in embedded().values():
+        about = _json(folder / "config.json")
+        if (about.get("hidden_size"), about.get("vocab_size")) == (hidden, vocab) and kind_of(folder) == "recurrent":
+            found.append(str(folder))
+    return found
+
+
 def stores(path: Path) -> list[str]:
     """Datastores that may be of use to a model: those beside its file or in its folder, and the embedded ones."""
     folder = path if path.is_dir() else path.parent

@@ -2,8 +2,9 @@
 
 `{"method": "auto"}` draws on `suffix` (which finds what `ngram` would); on `rest` with the `datastore` given, or else
 with those of the target's tokenizer that are embedded or lie in its folder; on the heads and draft models that come
-with it, lie there or are given as `model`; on `recycle` for targets so large that its look at each row's logits is
-nothing; on long texts on the target itself through few keys. `drafters` names others instead.
+with it, lie there or are given as `model`, and an embedded recurrent head that fits; on `recycle` for targets so large
+that its look at each row's logits is nothing; on long texts on the target itself through few keys. `drafters` names
+others instead.
 
 The guesses of cheap sources (`Drafter.cheap`) make one trie per sequence. Each node has a probability to survive,
 learnt for those who guess it and those who contradict, how sure they are together and the depth, over all requests and
@@ -36,7 +37,7 @@ from outrider.config import MOST_NODES, SamplingParams, option
 from outrider.control import MARGIN, Beliefs, Costs, Guess, Learnt, Look, Picked, Text, cache_file
 from outrider.draft import Draft, Verdict
 from outrider.errors import ConfigError, OutriderError
-from outrider.load import ASSETS, companions, kind_of, stores
+from outrider.load import ASSETS, companions, heads, kind_of, stores
 from outrider.ops import Graphs, native
 from outrider.runner import Output, Runner
 from outrider.sequence import Sequence
@@ -124,8 +125,9 @@ class Auto(Drafter):
             part.attach(target, load)
         if not self.drafters and target.model.nbytes >= HEAVY:
             self.parts.append(drafters.within("auto", {"method": "recycle"}))
-        names = [self.model] if self.model else []
+        names, c = [self.model] if self.model else [], target.model.config
         if not self.drafters and target.path is not None:
+            names += [name for name in heads(c.hidden_size, c.vocab_size) if Path(name).name != self.model]
             names += companions(target.path) + ([] if self.datastore else stores(target.path))
         for name in names:
             try:

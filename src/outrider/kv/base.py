@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -183,6 +183,12 @@ class Storage(KVCache, Protocol):
     """A cache that holds all keys of its sequences, which views read."""
 
     log: QueryLog
+
+    def lies(self, layers: list[int]) -> Tensor | None:
+        """Where the slabs of these layers lie, (layers, slabs) int64 on the device; None if no kernel goes by it."""
+
+    def places(self, seq: int, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """The slab of each of the slots [begin, end), the slot there, and how many a slab has."""
 
     def span(self, seq: int, layer: int, begin: int, end: int, side: slice = slice(None)) -> Tensor:
         """Keys and values (2, kv_heads, end - begin, dim) of slots [begin, end), to be read; or one `side` of them."""

@@ -82,13 +82,22 @@ class DenseKV:
         own = [self.store[e.seq][layer] for e in plan.entries]
         return attend_all(q, k, v, plan.entries, own, window, self.scale, plan.scratch, sinks, self.softcap)
 
-    def _uneven(self, plan: Plan) -> bool:
+    def _uneven(self, seqs: list[int]) -> bool:
         """Whether memory gave out while some sequence's layers grew: the first are larger than the last."""
-        return any([self.store[e.seq][0].shape != self.store[e.seq][-1].shape for e in plan.entries])
+        return any([self.store[seq][0].shape != self.store[seq][-1].shape for seq in seqs])
+
+    def lies(self, seqs: list[int]) -> Tensor | None:
+        """Where the sequences' tensors lie, (layers, sequences) int64 on the device; None if no kernel goes by it."""
+        if not launches(self.dtype, self.device) or self._uneven(seqs):
+            return None
+        for seq in seqs:
+            if seq not in self._lies:
+                self._lies[seq] = upload([own.data_ptr() for own in self.store[seq]], self.device)
+        return torch.stack([self._lies[seq] for seq in seqs], 1)
 
     def stores(self, plan: Plan) -> Stores | None:
         """Where the keys of a forward lie; None if only `attend` knows."""
-        if self._uneven(plan):
+        if self._uneven([e.seq for e in plan.entries]):
             return None
         runs = []
         for e in plan.entries:
@@ -99,16 +108,13 @@ class DenseKV:
 
     def fixed(self, plan: Plan, rows: int) -> Fixed | None:
         """What a forward reads of this cache, in tensors of few sizes, for a graph; None if only `attend` knows."""
-        if not launches(self.dtype, self.device) or self._uneven(plan):
+        lies = self.lies([e.seq for e in plan.entries])
+        if lies is None:
             return None
-        for e in plan.entries:
-            if e.seq not in self._lies:
-                self._lies[e.seq] = upload([own.data_ptr() for own in self.store[e.seq]], self.device)
         heads = self.config.num_heads, self.config.head_dim, self.config.num_kv_heads
         capacities = [self.store[e.seq][-1].shape[2] for e in plan.entries]
         made = dense_plan(plan.entries, capacities, heads, self.device, rows)
-        slabs = roomy(torch.stack([self._lies[e.seq] for e in plan.entries], 1))
-        return Fixed.of(made, slabs, self.log, plan, heads)
+        return Fixed.of(made, roomy(lies), self.log, plan, heads)
 
     def keep(self, seq: int, start: int, path: list[int]) -> None:
         """Compact an accepted branch: nodes of `path`, stored from slot `start`, move behind the prefix in order."""

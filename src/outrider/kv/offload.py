@@ -90,6 +90,9 @@ class OffloadKV(PagedKV):
     def fixed(self, plan: Plan, rows: int) -> None:
         """As `stores`."""
 
+    def lies(self, layers: list[int]) -> None:
+        """As `stores`."""
+
     def stores(self, plan: Plan) -> None:
         """Layers come and go: only `attend` knows where they are."""
 

@@ -215,6 +215,17 @@ class PagedKV:
         found = self.tables[seq].pieces(begin, end, SLAB // BLOCK) if begin < end else ()
         return [slabs[slab][layer][:, :, at : at + n] for slab, at, n in found]
 
+    def lies(self, layers: list[int]) -> Tensor | None:
+        """Where the slabs of these layers lie, (layers, slabs) int64 on the device; None if no kernel goes by it."""
+        if not launches(self.dtype, self.device):
+            return None
+        return self._pointers if len(layers) == len(self._pointers) else self._pointers[layers]
+
+    def places(self, seq: int, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """The slab of each of the slots [begin, end), the slot there, and how many a slab has."""
+        for slab, first, n in self.tables[seq].pieces(begin, end, SLAB // BLOCK):
+            yield from ((slab, first + i, SLAB) for i in range(n))
+
     def span(self, seq: int, layer: int, begin: int, end: int, side: slice = slice(None)) -> Tensor:
         """Keys and values (2, kv_heads, end - begin, dim) of slots [begin, end), to be read; or one `side` of them."""
         parts: list[Tensor] = [piece[side] for piece in self.pieces(seq, layer, begin, end)]

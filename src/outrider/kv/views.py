@@ -29,7 +29,7 @@ from outrider.config import ModelConfig, whole
 from outrider.errors import ConfigError, brief
 from outrider.kv.base import Entry, Fixed, Plan, Storage
 from outrider.kv.dense import DenseKV
-from outrider.ops import KEY_BLOCK, Stores, attend, write
+from outrider.ops import KEY_BLOCK, Stores, attend, take, upload, write
 
 MOST = {"window": 256, "kernel": 255, "chunk": 2**20}  # the last queries are kept, which is memory; the rest 2**30
 
@@ -273,6 +273,7 @@ class View:
         self.config: ModelConfig = slab.config
         self.reach = self.config.num_layers * policy.budget  # no farther back does a token feel what it never saw
         self.held: dict[int, Held] = {}
+        self.due: dict[int, list[tuple[int, int, int]]] = {}  # positions [begin, end) to be copied to slot ... of whom
         if base is not None:
             base.log.size = max(base.log.size, policy.queries)
 
@@ -290,6 +291,7 @@ class View:
         h = self.held.setdefault(seq, Held())
         if length < h.first:  # the recent tokens do not reach back so far: begin again
             h, length = Held(), 0
+            self.due.pop(seq, None)
         if self.base is None:
             if settled - length > self.reach:
                 length = settled - self.reach
@@ -310,8 +312,30 @@ class View:
             self._rebuild(seq, h, 0)
             return
         self._room(seq, h.slot(old), h.slot(settled))
-        for layer, own in zip(self.layers, self.slab.store[seq], strict=True):
-            own[:, :, h.slot(old) : h.slot(settled)] = self.base.span(seq, layer, old, settled)
+        self.due.setdefault(seq, []).append((old, settled, h.slot(old)))
+
+    def _take_over(self) -> None:
+        """Copy what is due from the base: of all sequences and layers at once where a kernel can."""
+        due, self.due = self.due, {}
+        source, target = (self.base.lies(self.layers), self.slab.lies(list(due))) if due else (None, None)
+        if source is not None and target is not None:
+            places: list[tuple[int, ...]] = []
+            for number, (seq, spans) in enumerate(due.items()):
+                room = self.slab.store[seq][-1].shape[2]
+                for begin, end, to in spans:
+                    own = enumerate(self.base.places(seq, begin, end), to)
+                    places += [(*place, number, slot, room) for slot, place in own]
+            table = upload(torch.tensor(places, dtype=torch.int32), source.device)
+            take(source, target, table, self.config.num_kv_heads, self.config.head_dim)
+            return
+        for seq, spans in due.items():
+            self._copy(seq, [spans] * len(self.layers))
+
+    def _copy(self, seq: int, spans: list[list[tuple[int, int, int]]]) -> None:
+        """Layer by layer what is due there."""
+        for layer, store, its in zip(self.layers, self.slab.store[seq], spans, strict=True):
+            for begin, end, to in its:
+                store[:, :, to : to + end - begin] = self.base.span(seq, layer, begin, end)
 
     def _room(self, seq: int, filled: int, needed: int) -> None:
         self.slab.reserve(Plan([Entry(seq, 0, needed - filled, filled)]))
@@ -327,6 +351,7 @@ class View:
             entries.append(Entry(e.seq, e.row, e.n, h.slot(e.start), e.parents))
         plan.scratch["slots"] = slots = Plan(entries)
         self.slab.reserve(slots)
+        self._take_over()
 
     def _rebuild(self, seq: int, h: Held, n: int) -> None:
         """Choose keys from the base, such that n more tokens have room. Too long a tail makes the buffer grow."""
@@ -337,19 +362,25 @@ class View:
         kept -= kept % p.grain
         self._room(seq, 0, kept + h.length - first)
         h.kept, h.first, h.built = kept, first, h.length
+        wanted = []
         for at, (layer, own) in enumerate(zip(self.layers, self.slab.store[seq], strict=True)):
             windowed = self.config.windows[at] is not None  # slots must tell distances
             queries = self.base.log.last(seq, layer) if p.queries and kept and not windowed else None
             if queries is not None and len(queries):
                 keys = self.base.span(seq, layer, 0, first, slice(1))[0]
                 index = p.choose(queries.to(keys.device), keys, kept, self.slab.scale)
-                own[:, :, :kept], begin = self.base.chosen(seq, layer, index), kept
+                own[:, :, :kept] = self.base.chosen(seq, layer, index)
+                wanted.append([(first, h.synced, kept)])
             else:
                 begin = 0 if windowed else min(p.sinks, kept)
-                own[:, :, :begin] = self.base.span(seq, layer, 0, begin)
-            own[:, :, begin : h.slot(h.synced)] = self.base.span(seq, layer, first - kept + begin, h.synced)
+                wanted.append([(0, begin, 0), (first - kept + begin, h.synced, begin)])
             if tails:
                 own[:, :, h.slot(h.synced) : h.slot(h.length)] = tails[at]
+        self.due.pop(seq, None)
+        if all(spans == wanted[0] for spans in wanted):
+            self.due[seq] = wanted[0]
+        else:
+            self._copy(seq, wanted)
 
     def _tails(self, seq: int, h: Held) -> list[Tensor]:
         if h.length <= h.synced:
@@ -389,6 +420,7 @@ class View:
     def free(self, seq: int) -> None:
         """Give the buffers back."""
         self.held.pop(seq, None)
+        self.due.pop(seq, None)
         self.slab.free(seq)
 
 
@@ -410,6 +442,7 @@ class QuantizedView(View):
         first = max(h.first, min(h.length - p.recent, h.synced))
         first -= (first - h.first) % p.grain
         self._room(seq, 0, h.length - first)
+        self.due.pop(seq, None)
         h.codes = h.codes or [[] for _ in range(self.config.num_layers)]
         for at, (layer, own) in enumerate(zip(self.layers, self.slab.store[seq], strict=True)):
             if first > h.first:

@@ -23,7 +23,7 @@ from outrider.ops.experts import MLP, Experts
 from outrider.ops.grow import Recurrence
 from outrider.ops.linear import Factors, Linear, Quantized, join, packs, quantises
 from outrider.ops.triton.graph import Graphs, bucket, pinned, upload
-from outrider.ops.triton.launch import at_once
+from outrider.ops.triton.launch import at_once, take
 from outrider.ops.triton.launch import runs as launches
 from outrider.ops.triton.plan import DevicePlan
 from outrider.ops.walk import Block, Stores, Switches, Walk
@@ -70,6 +70,7 @@ __all__ = [
     "rotate",
     "softcap",
     "swiglu",
+    "take",
     "upload",
     "write",
 ]

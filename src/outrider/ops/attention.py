@@ -169,8 +169,8 @@ def dense_plan(
     size: int | None = None,
 ) -> DevicePlan:
     """`device_plan` for stores of so many slots, one for each sequence, that lie in order."""
-    pages = [torch.arange(-(-(r.start + r.n) // PAGE), dtype=torch.int32) for r in rows]
-    return make(rows, pages, list(enumerate(capacities)), _step(*heads), device, size)
+    order = torch.arange(max([-(-(r.start + r.n) // PAGE) for r in rows]), dtype=torch.int32)
+    return make(rows, [order] * len(rows), list(enumerate(capacities)), _step(*heads), device, size)
 
 
 def _step(heads: int, dim: int, kv_heads: int) -> int:

@@ -779,6 +779,31 @@ def write(
         tl.store(to + KV_HEADS * side, tl.where(wrong, 0, values).to(tl.int16), inside)
 
 
+@triton.jit(
+    do_not_specialize=["source_stride", "target_stride"],
+    do_not_specialize_on_alignment=["source", "target", "places"],
+)
+def take(
+    source, source_stride, target, target_stride, places,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """A token's key and value of one layer and head to another cache: places (rows, 6) [slab, slot there, slots of the
+    slab, and the same of the other]. Where slabs are: source and target (layers, slabs).
+
+    Grid: rows, heads, layers.
+    """
+    await_turn(EARLY)
+    place, head, layer = places + tl.program_id(0) * 6, tl.program_id(1), tl.program_id(2)
+    slot, capacity = tl.load(place + 1), tl.load(place + 2).to(tl.int64)
+    to, room = tl.load(place + 4), tl.load(place + 5).to(tl.int64)
+    d = tl.arange(0, BLOCK)
+    mine = tl.load(source + layer * source_stride + tl.load(place)).to(tl.pointer_type(tl.int16))
+    its = tl.load(target + layer * target_stride + tl.load(place + 3)).to(tl.pointer_type(tl.int16))
+    for side in tl.static_range(2):
+        x = tl.load(mine + ((side * KV_HEADS + head) * capacity + slot) * DIM + d, d < DIM, 0)
+        tl.store(its + ((side * KV_HEADS + head) * room + to) * DIM + d, x, d < DIM)
+
+
 @triton.jit
 def span_of(position, NEAR: tl.constexpr, FEW: tl.constexpr, FAR: tl.constexpr):
     """In which span a position is."""
@@ -997,8 +1022,10 @@ def combine(
     i = tl.arange(0, MERGED)
     for some in range(begin // MERGED * MERGED, end, MERGED):
         if FOLD > 1:
-            entry = some + i
-            other, size, part = entry_of(parts, sizes, far + entry, d, (entry >= begin) & (entry < end), D)
+            for j in tl.static_range(MERGED):
+                entry = some + j + tl.arange(0, 1)
+                other, size, part = entry_of(parts, sizes, far + entry, d, (entry >= begin) & (entry < end), D)
+                most, weight, total = folded(most, weight, total, other, size, part)
         else:
             span = (some + i) * FOLDED
             other, size, part = entry_of(parts, sizes, far + span, d, (span >= first) & (span < last), D)
@@ -1006,11 +1033,11 @@ def combine(
                 there = (span + j >= first) & (span + j < last)
                 its, its_size, its_part = entry_of(parts, sizes, far + span + j, d, there, D)
                 other, size, part = folded(other, size, part, its, its_size, its_part)
-        for j in range(tl.minimum(MERGED, end - some)):
-            one = tl.sum(tl.where(i == j, other, 0.0), 0, keep_dims=True)
-            one_size = tl.sum(tl.where(i == j, size, 0.0), 0, keep_dims=True)
-            one_part = tl.sum(tl.where((i == j)[:, None], part, 0.0), 0, keep_dims=True)
-            most, weight, total = folded(most, weight, total, one, one_size, one_part)
+            for j in range(tl.minimum(MERGED, end - some)):
+                one = tl.sum(tl.where(i == j, other, 0.0), 0, keep_dims=True)
+                one_size = tl.sum(tl.where(i == j, size, 0.0), 0, keep_dims=True)
+                one_part = tl.sum(tl.where((i == j)[:, None], part, 0.0), 0, keep_dims=True)
+                most, weight, total = folded(most, weight, total, one, one_size, one_part)
     total = tl.where(weight > 0, total / weight, total)
     to = y + (row.to(tl.int64) * HEADS + head) * DIM + d
     tl.store(to[None, :], rounded(total, y.dtype.element_ty, EMULATE), (d < DIM)[None, :])

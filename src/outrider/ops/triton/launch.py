@@ -595,7 +595,7 @@ def attend(
     y = torch.empty(rows, heads * dim, dtype=q.dtype, device=q.device)
     fold = folds(plan, kv_heads, dim, TABLE[architecture(q.device)].processors)
     entries = -(-plan.spans // fold)
-    part, few = (wide, 4) if fold > 1 else (min(wide, PART), 1)  # numbers of a head in a program, and its warps
+    part = wide if fold > 1 else min(wide, PART)  # numbers of a head in a program
     room = max(1, PARTS // parts_of(entries, heads, dim))  # rows at a time
     for first, last, tiles in plan.pieces(room):
         parts = torch.empty(last - first, heads, entries, wide, device=q.device)
@@ -607,9 +607,17 @@ def attend(
         )  # fmt: skip
         kernels.combine[last - first, heads, wide // part](
             parts, sizes, plan.positions, _or(sinks, parts), y, first, plan.spans, heads, dim, wide, window or 0,
-            sinks is not None, *spans, fold, FOLDED, MERGED, part, emulates, num_warps=few, **_how(q.device),
+            sinks is not None, *spans, fold, FOLDED, MERGED, part, emulates, num_warps=1, **_how(q.device),
         )  # fmt: skip
     return y
+
+
+def take(source: Tensor, target: Tensor, places: Tensor, kv_heads: int, dim: int) -> None:
+    """Copy keys and values of tokens between caches, in all layers: kernels.py says what is where."""
+    load().take[len(places), kv_heads, len(source)](
+        source, source.stride(0), target, target.stride(0), places, kv_heads, dim, power(dim), num_warps=1,
+        **_how(source.device),
+    )  # fmt: skip
 
 
 # --- the choice -------------------------------------------------------------------------------------------------------

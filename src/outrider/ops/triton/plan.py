@@ -107,14 +107,19 @@ def make(
 ) -> DevicePlan:
     """For each sequence its rows, of which `step` are a tile, its pages (pages,) int32 on the host, and its place.
 
-    A place is the first slab and the slots of a slab. One copy to the device. With `rows` it is a graph's of so many:
-    all sizes are rounded up to few, as a graph is captured for each, and it stays on the host, for the graph to fetch.
+    A place is the first slab and the slots of a slab. Sequences may share a table. One copy to the device. With `rows`
+    it is a graph's of so many: all sizes are rounded up to few, as a graph is captured for each, and it stays on the
+    host, for the graph to fetch.
     """
     tiles: list[list[int]] = []
     where: list[int] = []  # of each row: slab, slot there, slots of a slab
     positions: list[int] = []
     trees: dict[int, list[int]] = {}  # of a row, its path's slots
+    distinct = list({id(table): table for table in tables}.values())
+    begins: dict[int, int] = {}  # of each in the one that is made of all
     at = 0
+    for table in distinct:
+        begins[id(table)], at = at, at + len(table)
     for e, table, (slab, capacity) in zip(entries, tables, places, strict=True):
         own = paths(e.parents) if e.parents and e.parents != list(range(-1, e.n - 1)) else None  # if it branches
         depths = [len(path) - 1 for path in own] if own else list(range(e.n))
@@ -129,8 +134,7 @@ def make(
         for i in range(0, e.n, step):
             some = depths[i : i + step]
             seen = [e.start + min(some), e.start + max(some) + 1, e.start if own else CHAIN]
-            tiles.append([at, slab, capacity, e.row + i, len(some), *seen])
-        at += len(table)
+            tiles.append([begins[id(table)], slab, capacity, e.row + i, len(some), *seen])
     width = max((len(path) for path in trees.values()), default=1)
     spans, count = SPANS.of(max(positions)) + 1, len(positions)
     sizes = len(tiles), count, count if trees else 1, width, at
@@ -148,7 +152,7 @@ def make(
         padded = [path + [0] * (longest - len(path)) for path in trees.values()]
         tails[[*trees], :longest] = torch.tensor(padded, dtype=torch.int32)
     rest = torch.zeros(sizes[4] - at, dtype=torch.int32)
-    whole = torch.cat([torch.tensor(flat, dtype=torch.int32), tails.view(-1), *tables, rest])
+    whole = torch.cat([torch.tensor(flat, dtype=torch.int32), tails.view(-1), *distinct, rest])
     return DevicePlan(upload(whole, device) if rows is None else pinned(whole, device), sizes, spans, cuts)
 
 
