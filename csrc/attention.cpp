@@ -1077,8 +1077,14 @@ void attend(const AttentionShape &shape, const AttentionJob *jobs, int count) {
     const AttentionJob &job = jobs[i];
     if (job.keys) write(shape, job);
     const int64_t straight = place(job, positions);
-    if (straight) runs[run_count++] = {&job, positions, 0, straight, INT64_MAX};
-    if (straight < job.n) runs[run_count++] = {&job, positions, straight, job.n, fork(job, straight)};
+    if (straight < job.n) {
+      // A tree's first rows take its blocks one by one, too, where that is less than to read what is before it twice.
+      const int64_t base = fork(job, straight), first = straight * kBlock > base ? straight : 0;
+      if (first) runs[run_count++] = {&job, positions, 0, first, INT64_MAX};
+      runs[run_count++] = {&job, positions, first, job.n, base};
+    } else {
+      runs[run_count++] = {&job, positions, 0, straight, INT64_MAX};
+    }
     positions += job.n;
   }
 

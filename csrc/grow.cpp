@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "dispatch.h"
+#include "pool.h"
 #include "scratch.h"
 
 namespace {
@@ -99,14 +100,18 @@ std::vector<Grown> grow(const Recurrence &head, const std::vector<GrowRoot> &roo
     run.linear.linear(*head.projection, after, rows, scores, head.words, true, nullptr, nullptr, head.eps, threads);
     std::vector<size_t> fresh;
     for (const Tree &tree : trees) fresh.push_back(tree.nodes.size());
+    std::vector<std::vector<std::pair<int, float>>> guesses(rows);
+    pool::parallel(rows, threads, [&](int r) {
+      Draw shape = roots[places[r].first].shape;
+      shape.logits = scores + size_t(r) * head.words, shape.key = roots[places[r].first].keys[level];
+      guesses[r] = guess(shape, head.words, head.ids, width);
+    });
     for (int r = 0; r < rows; r++) {
       const auto [t, at] = places[r];
       Tree &tree = trees[t];
       if (tree.states.size() < tree.nodes.size() + 1) tree.states.resize(tree.nodes.size() + 1);
       tree.states[1 + at].assign(after + r * row, after + (r + 1) * row);
-      Draw shape = roots[t].shape;
-      shape.logits = scores + size_t(r) * head.words, shape.key = roots[t].keys[level];
-      for (const auto &[place, share] : guess(shape, head.words, head.ids, width)) {
+      for (const auto &[place, share] : guesses[r]) {
         const double score = share + (at < 0 ? 0.0 : tree.nodes[at].score);
         if (!(score > least) || !std::isfinite(score)) continue;
         std::vector<int> path = at < 0 ? std::vector<int>() : tree.nodes[at].path;

@@ -45,9 +45,12 @@ std::vector<std::pair<int, float>> guess(const Draw &d, int vocab, const int64_t
   int32_t *places = static_cast<int32_t *>(scratch(7, sizeof(int32_t) * vocab));
   own.shape(d.logits, vocab, d.logits[top], d.temperature ? d.temperature : 1, shaped);
   double total = own.weigh(shaped, vocab, -kInfinity, weights);
+  const float least = std::max(kGuessed, d.least);
+  float floor = d.temperature ? least : std::max(least, -1.f);  // without noise the first few are enough
+  int many = own.above(shaped, vocab, floor, places);
+  while (many < count && floor > least) many = own.above(shaped, vocab, floor = std::max(least, 2 * floor), places);
   std::vector<std::pair<int, float>> found;
-  for (int i = 0, n = own.above(shaped, vocab, std::max(kGuessed, d.least), places); i < n; i++)
-    found.push_back({places[i], shaped[places[i]]});
+  for (int i = 0; i < many; i++) found.push_back({places[i], shaped[places[i]]});
   const auto larger = [](const auto &a, const auto &b) { return a.second > b.second; };
   if (d.temperature) {
     if (found.size() > kMany) {

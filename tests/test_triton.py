@@ -658,13 +658,13 @@ def test_tokens_of_a_view():
     layers, dtype = 3, torch.bfloat16
     source = [[rand(2, KV_HEADS, SLAB, DIM, seed=10 * i + j).to(dtype) for j in range(4)] for i in range(layers)]
     target = [[rand(2, KV_HEADS, 64 + 32 * j, DIM, seed=99).to(dtype) for j in range(2)] for _ in range(layers)]
-    places = [(3, 5, SLAB, 1, 70, 96), (0, 127, SLAB, 0, 0, 64), (2, 0, SLAB, 1, 71, 96)]
+    runs = [(1, 3, 5, SLAB, 1, 70, 96), (3, 0, 125, SLAB, 0, 0, 64), (2, 2, 0, SLAB, 1, 71, 96)]
     expected = [[own.clone() for own in layer] for layer in target]
-    for slab, slot, _, own, to, _ in places:
+    for n, slab, slot, _, own, to, _ in runs:
         for i in range(layers):
-            expected[i][own][:, :, to] = source[i][slab][:, :, slot]
+            expected[i][own][:, :, to : to + n] = source[i][slab][:, :, slot : slot + n]
     lies = [torch.tensor([[x.data_ptr() for x in layer] for layer in side], device=HERE) for side in (source, target)]
-    launch.take(*lies, torch.tensor(places, dtype=torch.int32, device=HERE), KV_HEADS, DIM)
+    launch.take(*lies, runs, KV_HEADS, DIM)
     assert all(map(torch.equal, chain(*target), chain(*expected)))
 
 

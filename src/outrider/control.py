@@ -301,8 +301,8 @@ def _lot(keys: int, texts: int) -> int:
 
 
 def _knot(rows: int) -> int:
-    """Large counts stand for those near them."""
-    return rows if rows <= 16 else round(2 ** (round(4 * math.log2(rows)) / 4))
+    """Large counts stand for those near them. Up to 64 none does: a tile of 16 rows more may be a jump."""
+    return rows if rows <= 64 else round(2 ** (round(4 * math.log2(rows)) / 4))
 
 
 @dataclass

@@ -475,14 +475,15 @@ def seeds(s: Settings) -> Iterator[Line]:
         guess = _timed(partial(guesser.propose, [seq.shown(COUPLED) for seq in seqs], k), s.where) / k
         three = gain * plain / (k / (1 + INNER) * (guess + first) + checks)
         inner = {"tiny ms": 1e3 * first, "speedup of three": three} if view == far else {}
-        tokens, slow = _decoded(runner, create(SpeculativeConfig("none")), seqs, 0, s.decoded)
-        same, fast = _decoded(runner, guesser, seqs, k, s.decoded)
+        tokens, slow, step_slow = _decoded(runner, create(SpeculativeConfig("none")), seqs, 0, s.decoded)
+        same, fast, step_fast = _decoded(runner, guesser, seqs, k, s.decoded)
         yield {
             "setting": name, "model": which, "batch": batch, "context": length, "view": view, "k": k,
             "plain ms": 1e3 * plain,
             "verify ms": 1e3 * checks, "draft ms": 1e3 * guess, "acceptance (assumed)": chance,
             "speedup at it": gain * plain / (k * guess + checks), "same tokens": tokens == same,
-            "speedup seen": slow / fast, **inner,
+            "speedup seen": slow / fast, "plain step ms": 1e3 * step_slow, "step ms": 1e3 * step_fast,
+            "in whole steps": gain * step_slow / step_fast, **inner,
         }  # fmt: skip
         for seq in seqs:
             looking.free(seq)
@@ -499,17 +500,18 @@ def _smallest(s: Settings) -> float:
 
 def _decoded(
     runner: Runner, drafter: Drafter, seqs: list[Sequence], k: int, count: int
-) -> tuple[list[list[int]], float]:
-    """The next `count` tokens of each sequence, which stays as it was, and the seconds that they took."""
-    began, ends, found = time.perf_counter(), [len(seq.tokens) + count for seq in seqs], []
+) -> tuple[list[list[int]], float, float]:
+    """The next `count` tokens of each sequence, which stays as it was, and the seconds that they and a step took."""
+    began, ends, found, steps = time.perf_counter(), [len(seq.tokens) + count for seq in seqs], [], 0
     while going := [seq for seq, end in zip(seqs, ends, strict=True) if len(seq.tokens) < end]:
         step(runner, drafter, going, k)
+        steps += 1
     took = time.perf_counter() - began
     for seq, end in zip(seqs, ends, strict=True):
         found.append(seq.tokens[end - count : end])
         del seq.tokens[end - count :]
         seq.mirror = None
-    return found, took
+    return found, took, took / steps
 
 
 def _fitting(s: Settings, length: int) -> int:

@@ -2,9 +2,9 @@
 
 `{"method": "auto"}` draws on `suffix` (which finds what `ngram` would); on `rest` with the `datastore` given, or else
 with those of the target's tokenizer that are embedded or lie in its folder; on the heads and draft models that come
-with it, lie there or are given as `model`, and an embedded recurrent head that fits; on `recycle` for targets so large
-that its look at each row's logits is nothing; on long texts on the target itself through few keys. `drafters` names
-others instead.
+with it, lie there or are given as `model`, and, on a CPU, an embedded recurrent head that fits; on `recycle` for
+targets so large that its look at each row's logits is nothing; on long texts on the target itself through few keys.
+`drafters` names others instead.
 
 The guesses of cheap sources (`Drafter.cheap`) make one trie per sequence. Each node has a probability to survive,
 learnt for those who guess it and those who contradict, how sure they are together and the depth, over all requests and
@@ -46,6 +46,7 @@ from outrider.speculate import Drafter
 log = logging.getLogger(__name__)
 SUFFIX = {"method": "suffix", "tree": True, "suffix_decoding_max_spec_factor": 2.0}  # how far to go is ours to say
 STORE = {"method": "rest", "tree": True}
+UNLIKELY = 0.05  # guesses of heads below it are worth no row anywhere, and none is gone on from
 HOPE = 0.65  # what a source that runs a model is believed to be right with, before it was asked
 HEAVY = 2**30  # bytes of weights from which recycling, some 0.2 ms a step, costs nothing to speak of
 EVERY = 8  # steps after which a look is tried again that has not paid lately; in between all may rest
@@ -53,7 +54,23 @@ LONG = 4096  # tokens of a text from which the target is asked to guess through 
 AGAIN = 24  # steps after which a source that runs a model may be asked again, if the account covers it
 HORIZON = 64  # tokens over which reading a text must pay
 ALL_ROWS = 512  # nodes of all sequences together
-ROWS = (1, 8, 2, 16, 4, 32, 6, 12, 3, 24, 5, 9, 17, 48)  # whose forwards are measured first, the most telling ones ...
+ROWS = (
+    1,
+    8,
+    2,
+    16,
+    4,
+    32,
+    17,
+    6,
+    12,
+    33,
+    3,
+    24,
+    5,
+    9,
+    48,
+)  # whose forwards are measured first, the most telling ones ...
 MEASURING, READ = 1.0, 32  # ... for so many seconds, behind so many tokens
 
 
@@ -125,14 +142,17 @@ class Auto(Drafter):
             part.attach(target, load)
         if not self.drafters and target.model.nbytes >= HEAVY:
             self.parts.append(drafters.within("auto", {"method": "recycle"}))
-        names, c = [self.model] if self.model else [], target.model.config
+        names, model = [self.model] if self.model else [], target.model
         if not self.drafters and target.path is not None:
-            names += [name for name in heads(c.hidden_size, c.vocab_size) if Path(name).name != self.model]
+            if native.runs(model.dtype, model.device):  # a GPU takes as long for a small head as that saves
+                found = heads(model.config.hidden_size, model.config.vocab_size)
+                names += [name for name in found if Path(name).name != self.model]
             names += companions(target.path) + ([] if self.datastore else stores(target.path))
         for name in names:
             try:
                 kind = kind_of(name)
                 given = {**STORE, "datastore": name} if kind == "rest" else {"method": kind, "model": name}
+                given |= {"p_min": UNLIKELY} if kind in ("eagle3", "recurrent") else {}
                 part = drafters.within("auto", given)
                 part.attach(target, load)
                 self.parts.append(part)

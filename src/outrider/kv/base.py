@@ -187,8 +187,8 @@ class Storage(KVCache, Protocol):
     def lies(self, layers: list[int]) -> Tensor | None:
         """Where the slabs of these layers lie, (layers, slabs) int64 on the device; None if no kernel goes by it."""
 
-    def places(self, seq: int, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """The slab of each of the slots [begin, end), the slot there, and how many a slab has."""
+    def runs(self, seq: int, begin: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+        """Slots [begin, end) as they lie: how many, in which slab, from which slot there on, and how many that has."""
 
     def span(self, seq: int, layer: int, begin: int, end: int, side: slice = slice(None)) -> Tensor:
         """Keys and values (2, kv_heads, end - begin, dim) of slots [begin, end), to be read; or one `side` of them."""

@@ -221,10 +221,9 @@ class PagedKV:
             return None
         return self._pointers if len(layers) == len(self._pointers) else self._pointers[layers]
 
-    def places(self, seq: int, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """The slab of each of the slots [begin, end), the slot there, and how many a slab has."""
-        for slab, first, n in self.tables[seq].pieces(begin, end, SLAB // BLOCK):
-            yield from ((slab, first + i, SLAB) for i in range(n))
+    def runs(self, seq: int, begin: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+        """Slots [begin, end) as they lie: how many, in which slab, from which slot there on, and how many that has."""
+        return ((n, slab, first, SLAB) for slab, first, n in self.tables[seq].pieces(begin, end, SLAB // BLOCK))
 
     def span(self, seq: int, layer: int, begin: int, end: int, side: slice = slice(None)) -> Tensor:
         """Keys and values (2, kv_heads, end - begin, dim) of slots [begin, end), to be read; or one `side` of them."""

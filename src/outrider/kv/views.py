@@ -29,7 +29,7 @@ from outrider.config import ModelConfig, whole
 from outrider.errors import ConfigError, brief
 from outrider.kv.base import Entry, Fixed, Plan, Storage
 from outrider.kv.dense import DenseKV
-from outrider.ops import KEY_BLOCK, Stores, attend, take, upload, write
+from outrider.ops import KEY_BLOCK, Stores, attend, take, write
 
 MOST = {"window": 256, "kernel": 255, "chunk": 2**20}  # the last queries are kept, which is memory; the rest 2**30
 
@@ -319,14 +319,15 @@ class View:
         due, self.due = self.due, {}
         source, target = (self.base.lies(self.layers), self.slab.lies(list(due))) if due else (None, None)
         if source is not None and target is not None:
-            places: list[tuple[int, ...]] = []
+            runs: list[tuple[int, ...]] = []
             for number, (seq, spans) in enumerate(due.items()):
                 room = self.slab.store[seq][-1].shape[2]
                 for begin, end, to in spans:
-                    own = enumerate(self.base.places(seq, begin, end), to)
-                    places += [(*place, number, slot, room) for slot, place in own]
-            table = upload(torch.tensor(places, dtype=torch.int32), source.device)
-            take(source, target, table, self.config.num_kv_heads, self.config.head_dim)
+                    for n, *place in self.base.runs(seq, begin, end):
+                        runs.append((n, *place, number, to, room))
+                        to += n
+            if runs:
+                take(source, target, runs, self.config.num_kv_heads, self.config.head_dim)
             return
         for seq, spans in due.items():
             self._copy(seq, [spans] * len(self.layers))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from outrider.ops import native
 from outrider.ops.triton import plan as plans
+from outrider.ops.triton.graph import upload
 from outrider.ops.triton.plan import PAGE, DevicePlan, queries_tile
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -612,8 +613,17 @@ def attend(
     return y
 
 
-def take(source: Tensor, target: Tensor, places: Tensor, kv_heads: int, dim: int) -> None:
-    """Copy keys and values of tokens between caches, in all layers: kernels.py says what is where."""
+def take(source: Tensor, target: Tensor, runs: list[tuple[int, ...]], kv_heads: int, dim: int) -> None:
+    """Copy keys and values between caches, in all layers, whose slabs lie at source and target (layers, slabs).
+
+    A run: how many tokens, slab, first slot there and slots of a slab, and the same of where they go.
+    """
+    table = torch.tensor(runs, dtype=torch.int32)
+    counts = table[:, 0]
+    places = table[:, 1:].repeat_interleave(counts, 0)
+    begins = (counts.cumsum(0) - counts).repeat_interleave(counts)
+    places[:, [1, 4]] += (torch.arange(len(places)) - begins)[:, None].int()
+    places = upload(places, source.device)
     load().take[len(places), kv_heads, len(source)](
         source, source.stride(0), target, target.stride(0), places, kv_heads, dim, power(dim), num_warps=1,
         **_how(source.device),
