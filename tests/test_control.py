@@ -74,6 +74,16 @@ def test_costs_grow_no_further_than_was_looked():
     assert np.isfinite(costs.at(10, 100)) and not np.isfinite(costs.at(11, 100))
 
 
+def test_a_row_that_takes_another_tile_is_no_other_s_cost():
+    costs = Costs()
+    costs.begin({1: 0.9, 4: 1.0, 16: 1.2, 17: 1.8, 24: 1.85, 32: 1.9, 33: 2.6})
+    for _ in range(100):
+        for rows, seconds in ((4, 1.0), (17, 1.8), (18, 1.8)):
+            costs.add(rows, 100, seconds)
+    assert costs.at(16, 100) < 1.35 * costs.at(4, 100)
+    assert costs.at(18, 100) > 1.25 * costs.at(16, 100)
+
+
 def test_long_texts_have_their_own_costs():
     costs = Costs()
     for rows, seconds in ((1, 1.0), (9, 2.5)):

@@ -198,6 +198,21 @@ def test_auto_finds_the_head_of_a_model_s_folder(make_checkpoint):
         LLM("tiny", speculative_config={"method": "auto", "model": str(head)})
 
 
+def test_auto_finds_an_embedded_head_that_fits(make_checkpoint, tmp_path, monkeypatch):
+    """Of its width and vocabulary; the given one's name is not asked twice, and named drafters have the say."""
+    target, other = make_checkpoint(seed=5), make_checkpoint(seed=5, hidden_size=48, vocab_size=160)
+    embedded = random_recurrent(target, tmp_path)
+    monkeypatch.setattr("outrider.load.ASSETS", tmp_path)
+
+    def heads(target: Path, **options) -> list[str]:
+        llm = LLM(target, device="cpu", dtype="float32", speculative_config={"method": "auto", **options})
+        return [part.model for part in llm.engine.drafter.parts if part.name == "recurrent"]
+
+    assert heads(target) == ([str(embedded)] if native.active != native.REFERENCE else [])
+    assert heads(target, model=embedded.name) == [embedded.name]
+    assert heads(target, drafters=[{"method": "ngram"}]) == heads(other) == []
+
+
 def test_auto_asks_it(make_checkpoint, monkeypatch):
     target = make_checkpoint()
     llm, plain = (LLM(target, device="cpu", dtype="float32") for _ in range(2))
