@@ -151,8 +151,11 @@ class Auto(Drafter):
         for name in names:
             try:
                 kind = kind_of(name)
-                given = {**STORE, "datastore": name} if kind == "rest" else {"method": kind, "model": name}
-                given |= {"p_min": UNLIKELY} if kind in ("eagle3", "recurrent") else {}
+                given: dict[str, Any] = {"method": kind, "model": name}
+                if kind == "rest":
+                    given = {**STORE, "datastore": name}
+                elif kind in ("eagle3", "recurrent"):
+                    given["p_min"] = UNLIKELY
                 part = drafters.within("auto", given)
                 part.attach(target, load)
                 self.parts.append(part)
