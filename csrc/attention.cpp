@@ -1082,7 +1082,7 @@ void attend(const AttentionShape &shape, const AttentionJob *jobs, int count) {
       const int64_t base = fork(job, straight), first = straight * kBlock > base ? straight : 0;
       if (first) runs[run_count++] = {&job, positions, 0, first, INT64_MAX};
       runs[run_count++] = {&job, positions, first, job.n, base};
-    } else {
+    } else if (straight) {
       runs[run_count++] = {&job, positions, 0, straight, INT64_MAX};
     }
     positions += job.n;

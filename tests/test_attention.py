@@ -68,6 +68,11 @@ def run(q, store, start, parents=None, window=None, threads=1, **options):
     return attend(q, store, start, parents, window, q.shape[2] ** -0.5, **options)
 
 
+def test_no_rows(isa):
+    q, store = make(0, 4, 2, 64, 5, torch.float32)
+    assert run(q, store, 5).shape == (0, 256)
+
+
 def some_tree(n, seed):
     rng = random.Random(seed)
     return [rng.randrange(max(-1, i - 5), i) for i in range(n)]

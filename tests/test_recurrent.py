@@ -200,7 +200,7 @@ def test_auto_finds_the_head_of_a_model_s_folder(make_checkpoint):
 
 def test_auto_finds_an_embedded_head_that_fits(make_checkpoint, tmp_path, monkeypatch):
     """Of its width and vocabulary; the given one's name is not asked twice, and named drafters have the say."""
-    target, other = make_checkpoint(seed=5), make_checkpoint(seed=5, hidden_size=48, vocab_size=160)
+    target, other = make_checkpoint(seed=6), make_checkpoint(seed=6, hidden_size=48, vocab_size=160)
     embedded = random_recurrent(target, tmp_path)
     monkeypatch.setattr("outrider.load.ASSETS", tmp_path)
 
@@ -210,6 +210,7 @@ def test_auto_finds_an_embedded_head_that_fits(make_checkpoint, tmp_path, monkey
 
     assert heads(target) == ([str(embedded)] if native.active != native.REFERENCE else [])
     assert heads(target, model=embedded.name) == [embedded.name]
+    assert heads(target, model=f"{embedded}/") == [f"{embedded}/"]
     assert heads(target, drafters=[{"method": "ngram"}]) == heads(other) == []
 
 

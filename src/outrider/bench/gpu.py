@@ -16,7 +16,7 @@ from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -501,17 +501,19 @@ def _smallest(s: Settings) -> float:
 def _decoded(
     runner: Runner, drafter: Drafter, seqs: list[Sequence], k: int, count: int
 ) -> tuple[list[list[int]], float, float]:
-    """The next `count` tokens of each sequence, which stays as it was, and the seconds that they and a step took."""
-    began, ends, found, steps = time.perf_counter(), [len(seq.tokens) + count for seq in seqs], [], 0
+    """The next `count` tokens of each sequence, which stays as it was; the seconds of these, and of a step of all."""
+    began, ends, found, steps = time.perf_counter(), [len(seq.tokens) + count for seq in seqs], [], list[float]()
     while going := [seq for seq, end in zip(seqs, ends, strict=True) if len(seq.tokens) < end]:
+        before = time.perf_counter()
         step(runner, drafter, going, k)
-        steps += 1
+        if len(going) == len(seqs):
+            steps.append(time.perf_counter() - before)
     took = time.perf_counter() - began
     for seq, end in zip(seqs, ends, strict=True):
         found.append(seq.tokens[end - count : end])
         del seq.tokens[end - count :]
         seq.mirror = None
-    return found, took, took / steps
+    return found, took, mean(steps)
 
 
 def _fitting(s: Settings, length: int) -> int:

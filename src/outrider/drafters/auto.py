@@ -144,10 +144,13 @@ class Auto(Drafter):
             self.parts.append(drafters.within("auto", {"method": "recycle"}))
         names, model = [self.model] if self.model else [], target.model
         if not self.drafters and target.path is not None:
-            if native.runs(model.dtype, model.device):  # a GPU takes as long for a small head as that saves
-                found = heads(model.config.hidden_size, model.config.vocab_size)
-                names += [name for name in found if Path(name).name != self.model]
             names += companions(target.path) + ([] if self.datastore else stores(target.path))
+            if native.runs(model.dtype, model.device):  # a GPU takes as long for a small head as that saves
+                known, found = (
+                    {Path(name).name for name in names},
+                    heads(model.config.hidden_size, model.config.vocab_size),
+                )
+                names += [name for name in found if Path(name).name not in known]
         for name in names:
             try:
                 kind = kind_of(name)

@@ -314,9 +314,9 @@ class View:
         self._room(seq, h.slot(old), h.slot(settled))
         self.due.setdefault(seq, []).append((old, settled, h.slot(old)))
 
-    def _take_over(self) -> None:
-        """Copy what is due from the base: of all sequences and layers at once where a kernel can."""
-        due, self.due = self.due, {}
+    def _take_over(self, seqs: list[int]) -> None:
+        """Copy what is due of these sequences from the base: of all, and all layers, at once where a kernel can."""
+        due = {seq: self.due[seq] for seq in seqs if seq in self.due}
         source, target = (self.base.lies(self.layers), self.slab.lies(list(due))) if due else (None, None)
         if source is not None and target is not None:
             runs: list[tuple[int, ...]] = []
@@ -326,11 +326,12 @@ class View:
                     for n, *place in self.base.runs(seq, begin, end):
                         runs.append((n, *place, number, to, room))
                         to += n
-            if runs:
-                take(source, target, runs, self.config.num_kv_heads, self.config.head_dim)
-            return
-        for seq, spans in due.items():
-            self._copy(seq, [spans] * len(self.layers))
+            take(source, target, runs, self.config.num_kv_heads, self.config.head_dim)
+        else:
+            for seq, spans in due.items():
+                self._copy(seq, [spans] * len(self.layers))
+        for seq in due:
+            del self.due[seq]
 
     def _copy(self, seq: int, spans: list[list[tuple[int, int, int]]]) -> None:
         """Layer by layer what is due there."""
@@ -352,7 +353,7 @@ class View:
             entries.append(Entry(e.seq, e.row, e.n, h.slot(e.start), e.parents))
         plan.scratch["slots"] = slots = Plan(entries)
         self.slab.reserve(slots)
-        self._take_over()
+        self._take_over([e.seq for e in plan.entries])
 
     def _rebuild(self, seq: int, h: Held, n: int) -> None:
         """Choose keys from the base, such that n more tokens have room. Too long a tail makes the buffer grow."""
@@ -379,7 +380,8 @@ class View:
                 own[:, :, h.slot(h.synced) : h.slot(h.length)] = tails[at]
         self.due.pop(seq, None)
         if all(spans == wanted[0] for spans in wanted):
-            self.due[seq] = wanted[0]
+            if due := [(begin, end, to) for begin, end, to in wanted[0] if begin < end]:
+                self.due[seq] = due
         else:
             self._copy(seq, wanted)
 
