@@ -48,15 +48,20 @@ def said(llm, tmp_path_factory) -> Path:
 def trained(llm, said, tmp_path_factory) -> tuple[Trainer, list[dict]]:
     trainer = Trainer([said], tmp_path_factory.mktemp("run") / "run", SMALL, llm=llm)
     lines = list[dict]()
-    while trainer.counts["steps"] < 8:  # on a busy machine
+    while trainer.counts["steps"] < 8 or len(losses(lines)) < 2:  # on a busy machine
         lines += trainer.run(trainer.seconds / 60 + 0.05, every=0.01)
     return trainer, lines
+
+
+def losses(lines: list[dict]) -> list[float]:
+    """But for where it went back to the last state."""
+    return [line["loss"] for line in lines if line["loss"] is not None]
 
 
 def test_a_run_learns_and_tells_its_curve(trained):
     trainer, lines = trained
     assert lines[-1]["steps"] > 3 and lines[-1]["tokens"] >= lines[-1]["read"] > 400
-    assert lines[-1]["loss"] < lines[0]["loss"] and len(lines[-1]["right"]) == 3
+    assert losses(lines)[-1] < losses(lines)[0] and len(lines[-1]["right"]) == 3
     log = (trainer.output / "log.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in log] == lines
     assert int(trainer.head.t2d.sum()) == 96 and len(set(trainer.head.tokens.tolist())) == 96
