@@ -243,6 +243,7 @@ class Held:
     length: int = 0  # tokens of the sequence that the view knows, kept or not
     synced: int = 0  # of these, the ones whose keys are the base's
     built: int = 0  # `length` at the last rebuild
+    due: list[tuple[int, int, int]] = field(default_factory=list)  # the base's [begin, end) to be copied to slot ...
     origin: int = 0  # without a base: the first position that was read
     sinks: list[Tensor] = field(default_factory=list)  # ... and per layer the keys of the first tokens there
     codes: list[list[Codes]] = field(default_factory=list)  # quantised: per layer, the pieces before `first`
@@ -273,7 +274,6 @@ class View:
         self.config: ModelConfig = slab.config
         self.reach = self.config.num_layers * policy.budget  # no farther back does a token feel what it never saw
         self.held: dict[int, Held] = {}
-        self.due: dict[int, list[tuple[int, int, int]]] = {}  # positions [begin, end) to be copied to slot ... of whom
         if base is not None:
             base.log.size = max(base.log.size, policy.queries)
 
@@ -291,7 +291,6 @@ class View:
         h = self.held.setdefault(seq, Held())
         if length < h.first:  # the recent tokens do not reach back so far: begin again
             h, length = Held(), 0
-            self.due.pop(seq, None)
         if self.base is None:
             if settled - length > self.reach:
                 length = settled - self.reach
@@ -312,11 +311,11 @@ class View:
             self._rebuild(seq, h, 0)
             return
         self._room(seq, h.slot(old), h.slot(settled))
-        self.due.setdefault(seq, []).append((old, settled, h.slot(old)))
+        h.due.append((old, settled, h.slot(old)))
 
     def _take_over(self, seqs: list[int]) -> None:
         """Copy what is due of these sequences from the base: of all, and all layers, at once where a kernel can."""
-        due = {seq: self.due[seq] for seq in seqs if seq in self.due}
+        due = {seq: self.held[seq].due for seq in seqs if self.held[seq].due}
         source, target = (self.base.lies(self.layers), self.slab.lies(list(due))) if due else (None, None)
         if source is not None and target is not None:
             runs: list[tuple[int, ...]] = []
@@ -331,7 +330,7 @@ class View:
             for seq, spans in due.items():
                 self._copy(seq, [spans] * len(self.layers))
         for seq in due:
-            del self.due[seq]
+            self.held[seq].due = []
 
     def _copy(self, seq: int, spans: list[list[tuple[int, int, int]]]) -> None:
         """Layer by layer what is due there."""
@@ -378,10 +377,9 @@ class View:
                 wanted.append([(0, begin, 0), (first - kept + begin, h.synced, begin)])
             if tails:
                 own[:, :, h.slot(h.synced) : h.slot(h.length)] = tails[at]
-        self.due.pop(seq, None)
+        h.due = []
         if all(spans == wanted[0] for spans in wanted):
-            if due := [(begin, end, to) for begin, end, to in wanted[0] if begin < end]:
-                self.due[seq] = due
+            h.due = [(begin, end, to) for begin, end, to in wanted[0] if begin < end]
         else:
             self._copy(seq, wanted)
 
@@ -423,7 +421,6 @@ class View:
     def free(self, seq: int) -> None:
         """Give the buffers back."""
         self.held.pop(seq, None)
-        self.due.pop(seq, None)
         self.slab.free(seq)
 
 
@@ -445,7 +442,7 @@ class QuantizedView(View):
         first = max(h.first, min(h.length - p.recent, h.synced))
         first -= (first - h.first) % p.grain
         self._room(seq, 0, h.length - first)
-        self.due.pop(seq, None)
+        h.due = []
         h.codes = h.codes or [[] for _ in range(self.config.num_layers)]
         for at, (layer, own) in enumerate(zip(self.layers, self.slab.store[seq], strict=True)):
             if first > h.first:
