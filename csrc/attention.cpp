@@ -1163,6 +1163,6 @@ void attend(const AttentionShape &shape, const AttentionJob *jobs, int count) {
 
 }  // namespace
 
-const AttentionKernels attention_kernels = {attend};
+constexpr AttentionKernels attention_kernels = {attend};
 
 }  // namespace OUTRIDER_ISA

@@ -226,6 +226,6 @@ void combine(const float *parts, const int *at, const float *weights, int rows, 
 
 }  // namespace
 
-const ElementwiseKernels elementwise_kernels = {rms_norm, rope, gate, add, combine, argmax, shape, weigh, above, race};
+constexpr ElementwiseKernels elementwise_kernels = {rms_norm, rope, gate, add, combine, argmax, shape, weigh, above, race};
 
 }  // namespace OUTRIDER_ISA

@@ -957,6 +957,6 @@ float stream(const void *memory, int64_t bytes, int threads) {
 
 }  // namespace
 
-const LinearKernels linear_kernels = {linear, stream};
+constexpr LinearKernels linear_kernels = {linear, stream};
 
 }  // namespace OUTRIDER_ISA

@@ -6,6 +6,6 @@
 namespace OUTRIDER_ISA {
 
 extern const Kernels table;
-const Kernels table = {TEXT(OUTRIDER_ISA), attention_kernels, linear_kernels, elementwise_kernels};
+constexpr Kernels table = {TEXT(OUTRIDER_ISA), attention_kernels, linear_kernels, elementwise_kernels};
 
 }  // namespace OUTRIDER_ISA
