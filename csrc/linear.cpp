@@ -21,16 +21,23 @@ constexpr int kChunkBytes = 1 << 16, kUnpackedBytes = 1 << 14, kTaskBytes = 1 <<
 constexpr int kTileRows = 32;  // that are taken at once where products are made of tiles
 constexpr int kNear = 4096;  // bytes that few rows fetch ahead, beyond the groups that they take at once
 
-// How bfloat16 activations enter a product, and how many rows it takes at once: more than whose sums and totals fit the
-// registers of x86, since what is spilled costs less than to unpack weights, and to read their scales, once more. For
-// more than kDirect rows weights are unpacked once for all, through memory, which pays where unpacking takes long.
+// How bfloat16 activations enter a product, and how many rows it takes at once: where registers are many, more than whose
+// sums and totals fit them, since what is spilled costs less than to unpack weights, and to read their scales, once more.
+// For more than kDirect rows weights are unpacked once for all, through memory, which pays where unpacking takes long.
 #if defined(__AVX512BF16__)
 using Half = bf16;
 constexpr int kRows = 12, kDirect = INT_MAX;
 #else
 using Half = float;
-constexpr int kRows = W == 16 ? 12 : W == 8 ? 6 : 2, kDirect = 4 * kRows;
+constexpr int kRows = W == 16 ? 12 : W == 8 ? 4 : 2, kDirect = 4 * kRows;
 #endif
+
+// The same for a format: integers leave more registers free.
+template <class F>
+constexpr int kRowsOf = W == 8 && std::is_same_v<typename F::X, int8_t> ? 6 : kRows;
+
+// Whether a product of so many rows takes half of a panel's vectors: where the sums of all would not fit 16 registers.
+constexpr bool halved(int rows) { return W == 8 && rows > 2; }
 
 // Each format gives `weights(w, a, v, even, odd)`: of the four k at w, the weights of vector v at k = 2 a and 2 a + 1.
 struct F32 {
@@ -243,9 +250,9 @@ struct Lines {
   }
 };
 
-// acc += the products of the kStep k that begin at k of x: R rows of x with a panel of w.
-template <class F, int R>
-INLINE void step(const Lines<typename F::X, R> &x, int k, const uint8_t *w, vf (&acc)[R][NV]) {
+// acc += the products of the kStep k that begin at k of x: R rows of x with N vectors of a panel of w from First on.
+template <class F, int First, int R, int N>
+INLINE void step(const Lines<typename F::X, R> &x, int k, const uint8_t *w, vf (&acc)[R][N]) {
 #pragma GCC unroll 2
   for (int a = 0; a < kStep / 2; a++, k += 2) {
 #if defined(__AVX512BF16__)
@@ -260,13 +267,27 @@ INLINE void step(const Lines<typename F::X, R> &x, int k, const uint8_t *w, vf (
       continue;
     }
 #endif
-    for (int v = 0; v < NV; v++) {
-      vf even, odd;
-      F::weights(w, a, v, even, odd);
-      for (int r = 0; r < R; r++) {
-        acc[r][v] = fma(splat(float(x[r][k])), even, acc[r][v]);
-        acc[r][v] = fma(splat(float(x[r][k + 1])), odd, acc[r][v]);
+    if constexpr (N == NV) {
+      for (int v = 0; v < N; v++) {
+        vf even, odd;
+        F::weights(w, a, v, even, odd);
+        for (int r = 0; r < R; r++) {
+          acc[r][v] = fma(splat(float(x[r][k])), even, acc[r][v]);
+          acc[r][v] = fma(splat(float(x[r][k + 1])), odd, acc[r][v]);
+        }
       }
+    } else {  // all products with one number of a row, then those with the next: it needs no register meanwhile
+      vf weights[2][N];
+#pragma GCC unroll 8
+      for (int v = 0; v < N; v++) F::weights(w, a, First + v, weights[0][v], weights[1][v]);
+#pragma GCC unroll 2
+      for (int odd = 0; odd < 2; odd++)
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) {
+          const vf each = splat(float(x[r][k + odd]));
+#pragma GCC unroll 8
+          for (int v = 0; v < N; v++) acc[r][v] = fma(each, weights[odd][v], acc[r][v]);
+        }
     }
   }
 }
@@ -290,13 +311,13 @@ INLINE void factors_of(const Weights &w, int panel, int group, int groups, int v
 }
 
 // total[r] += the sums of a group, scaled, and its offset times sums[r].
-template <int R>
-INLINE void scale(const Weights &w, const float *sums, int panel, int group, int groups, const vf (&acc)[R][NV],
-                  vf (&total)[R][NV]) {
+template <int First, int R, int N>
+INLINE void scale(const Weights &w, const float *sums, int panel, int group, int groups, const vf (&acc)[R][N],
+                  vf (&total)[R][N]) {
 #pragma GCC unroll 8
-  for (int v = 0; v < NV; v++) {
+  for (int v = 0; v < N; v++) {
     vf scale, offset;
-    factors_of(w, panel, group, groups, v, scale, offset);
+    factors_of(w, panel, group, groups, First + v, scale, offset);
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) {
       total[r][v] = fma(scale, acc[r][v], total[r][v]);
@@ -337,20 +358,20 @@ struct Chunk {
   int64_t pace;
 };
 
-template <int R>
-INLINE void take(vf (&total)[R][NV], const float (*out)[kPanel]) {
+template <int R, int N>
+INLINE void take(vf (&total)[R][N], const float (*out)[kPanel], int first = 0) {
 #pragma GCC unroll 16
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-    for (int v = 0; v < NV; v++) total[r][v] = load(out[r] + v * W);
+    for (int v = 0; v < N; v++) total[r][v] = load(out[r] + (first + v) * W);
 }
 
-template <int R>
-INLINE void leave(const vf (&total)[R][NV], float (*out)[kPanel]) {
+template <int R, int N>
+INLINE void leave(const vf (&total)[R][N], float (*out)[kPanel], int first = 0) {
 #pragma GCC unroll 16
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-    for (int v = 0; v < NV; v++) store(out[r] + v * W, total[r][v]);
+    for (int v = 0; v < N; v++) store(out[r] + (first + v) * W, total[r][v]);
 }
 
 #if defined(__AMX_BF16__)
@@ -384,8 +405,8 @@ INLINE void run_as_tile(const bf16 *x, const uint8_t *data, vf (&acc)[NV]) {
 #endif
 
 // acc[g] += the products of K k from the first one of each of G groups of `size`.
-template <class F, int R, int G, int K>
-INLINE void run(const Lines<typename F::X, R> &x, const uint8_t *data, int size, vf (&acc)[G][R][NV]) {
+template <class F, int First, int K, int G, int R, int N>
+INLINE void run(const Lines<typename F::X, R> &x, const uint8_t *data, int size, vf (&acc)[G][R][N]) {
 #if defined(__AMX_BF16__)
   if constexpr (F::kScaled && R == 1 && K == kDepth) {  // more rows are made of tiles
 #pragma GCC unroll 2
@@ -395,14 +416,14 @@ INLINE void run(const Lines<typename F::X, R> &x, const uint8_t *data, int size,
 #endif
   const auto at = [&](int k) {
 #pragma GCC unroll 2
-    for (int g = 0; g < G; g++) step<F, R>(x, g * size + k, data + size_t(g * size + k) * F::kBytes, acc[g]);
+    for (int g = 0; g < G; g++) step<F, First>(x, g * size + k, data + size_t(g * size + k) * F::kBytes, acc[g]);
   };
 #pragma GCC unroll 2
   for (int k = 0; k < K; k += kStep) at(k);
 }
 
-// out[r] += the chunk's products for R rows. The chunk has whole groups, or one that is short.
-template <class F, int R>
+// out[r] += the chunk's products for R rows, of vectors of the panel from First on. The chunk has whole groups, or one that is short.
+template <class F, int R, int First = 0>
 __attribute__((noinline)) void product(const Weights &w, const Rows<typename F::X> &rows, int row, const Chunk &chunk, float (*out)[kPanel]) {
   auto x = Lines<typename F::X, R>::from(rows.x + row * rows.stride + chunk.begin, rows.stride);
   const uint8_t *data = chunk.data, *ahead = chunk.ahead;
@@ -411,14 +432,15 @@ __attribute__((noinline)) void product(const Weights &w, const Rows<typename F::
   const auto fetch = [&](int k) {
     for (const uint8_t *end = ahead + k / kStep * pace; ahead < end; ahead += 64) __builtin_prefetch(ahead, 0, 2);
   };
-  vf total[1][R][NV];
-  take<R>(total[0], out);
+  constexpr int N = halved(R) ? NV / 2 : NV;
+  vf total[1][R][N];
+  take(total[0], out, First);
   if constexpr (!F::kScaled) {
     for (int k = chunk.begin; k < chunk.end; k += 2 * kStep, advance(2 * kStep)) {
       fetch(2 * kStep);
-      run<F, R, 1, 2 * kStep>(x, data, kDepth, total);
+      run<F, First, 2 * kStep>(x, data, kDepth, total);
     }
-    return leave<R>(total[0], out);
+    return leave(total[0], out, First);
   }
 #if defined(__AMX_BF16__)
   const NoSubnormals as_for_tiles;
@@ -431,38 +453,38 @@ __attribute__((noinline)) void product(const Weights &w, const Rows<typename F::
   const float *sums = rows.sums_of(group, row);
   const size_t next = sums ? rows.count : 0;
   for (; k + kTogether * size <= chunk.end; k += kTogether * size, group += kTogether, sums += kTogether * next) {
-    vf acc[kTogether][R][NV];
+    vf acc[kTogether][R][N];
 #pragma GCC unroll 2
     for (int g = 0; g < kTogether; g++)
 #pragma GCC unroll 16
       for (int r = 0; r < R; r++)
-        for (int v = 0; v < NV; v++) acc[g][r][v] = vf{};
+        for (int v = 0; v < N; v++) acc[g][r][v] = vf{};
     if (size < kDepth) {
       fetch(kTogether * size);
-      run<F, R, kTogether, kDepth / 2>(x, data, size, acc), advance(size);
+      run<F, First, kDepth / 2>(x, data, size, acc), advance(size);
     } else {
       for (int done = 0; done < size; done += kDepth, advance(kDepth)) {
         fetch(kTogether * kDepth);
-        run<F, R, kTogether, kDepth>(x, data, size, acc);
+        run<F, First, kDepth>(x, data, size, acc);
       }
     }
     advance((kTogether - 1) * size);
 #pragma GCC unroll 2
     for (int g = 0; g < kTogether; g++)
-      scale<R>(w, sums + g * next, chunk.panel, group + g, groups, acc[g], total[0]);
+      scale<First>(w, sums + g * next, chunk.panel, group + g, groups, acc[g], total[0]);
   }
   while (k < chunk.end) {
     const int length = chunk.end - k < size ? chunk.end - k : size, part = length < kDepth ? length : kDepth;
-    vf acc[1][R][NV] = {};
+    vf acc[1][R][N] = {};
     fetch(length);
     for (int done = 0; done < length; done += part, advance(part)) {
-      if (part == kDepth) run<F, R, 1, kDepth>(x, data, size, acc);
-      else run<F, R, 1, kDepth / 2>(x, data, size, acc);
+      if (part == kDepth) run<F, First, kDepth>(x, data, size, acc);
+      else run<F, First, kDepth / 2>(x, data, size, acc);
     }
-    scale<R>(w, sums, chunk.panel, group++, groups, acc[0], total[0]);
+    scale<First>(w, sums, chunk.panel, group++, groups, acc[0], total[0]);
     k += length, sums += next;
   }
-  leave<R>(total[0], out);
+  leave(total[0], out, First);
 }
 
 // out[r] += the chunk's products for R rounded rows: sums of integers from group to group, then two roundings.
@@ -475,7 +497,7 @@ __attribute__((noinline)) void integer_product(const Weights &w, const Rows<int8
   const uint8_t *data = chunk.data, *ahead = chunk.ahead;
   auto x = Lines<int8_t, R>::from(rows.x + row * rows.stride + chunk.begin, rows.stride);
   vf total[R][NV];
-  take<R>(total, out);
+  take(total, out);
   for (int k = chunk.begin, group = k / size; k < chunk.end; k += size, group++) {
     const int length = chunk.end - k < size ? chunk.end - k : size;
     const float *sums = rows.sums_of(group, row), *scales = rows.scales + size_t(group) * rows.count + row;
@@ -521,26 +543,36 @@ __attribute__((noinline)) void integer_product(const Weights &w, const Rows<int8
     }
     x.advance(length), data += size_t(length) * F::kBytes;
   }
-  leave<R>(total, out);
+  leave(total, out);
 }
 
 // The same for any number of rows, in even blocks. `ahead`: what will be wanted next, and how many bytes of it.
 template <class F>
 void chunk_rows(const Weights &w, const Rows<typename F::X> &rows, int n, Chunk &chunk, const uint8_t *ahead,
                 int64_t bytes, float (*out)[kPanel]) {
-  const int blocks = (n + kRows - 1) / kRows, size = (n + blocks - 1) / blocks;
-  // Each block of rows fetches its share of that, in whole lines.
-  const int64_t share = ahead ? (bytes + 64 * blocks - 1) / (64 * blocks) * 64 : 0;
+  constexpr bool kInteger = std::is_same_v<typename F::X, int8_t>;
+  const int blocks = (n + kRowsOf<F> - 1) / kRowsOf<F>, size = (n + blocks - 1) / blocks;
+  // Each product fetches its share of that, in whole lines.
+  const int products = blocks * (!kInteger && halved(size) ? 2 : 1);
+  const int64_t share = ahead ? (bytes + 64 * products - 1) / (64 * products) * 64 : 0;
   const int64_t steps = (chunk.end - chunk.begin) / kStep;
-  for (int row = 0, block = 0; row < n; row += size, block++) {
-    chunk.pace = ahead && block * share < bytes ? (share / steps + 63) / 64 * 64 : 0;
-    chunk.ahead = ahead + block * share;
+  int64_t fetched = 0;
+  const auto begin = [&] {
+    chunk.pace = ahead && fetched < bytes ? (share / steps + 63) / 64 * 64 : 0;
+    chunk.ahead = ahead + fetched;
+    fetched += share;
+  };
+  for (int row = 0; row < n; row += size) {
+    begin();
     float(*to)[kPanel] = out + row;
     switch (n - row < size ? n - row : size) {
 #define ROWS(R) \
-  case R:                                                                          \
-    if constexpr (std::is_same_v<typename F::X, int8_t>) integer_product<F, R>(w, rows, row, chunk, to); \
-    else product<F, R>(w, rows, row, chunk, to);                                    \
+  case R:                                                                                       \
+    if constexpr (kInteger) integer_product<F, R>(w, rows, row, chunk, to);                     \
+    else if constexpr (R <= kRows) {                                                            \
+      product<F, R>(w, rows, row, chunk, to);                                                   \
+      if constexpr (halved(R)) begin(), product<F, R, NV / 2>(w, rows, row, chunk, to);         \
+    }                                                                                           \
     break;
       ROWS(1) ROWS(2)
 #if defined(__AVX2__)
@@ -877,6 +909,7 @@ void multiply(const Weights &w, const void *x, int n, const Result &result, cons
   // Some panels make a task, since taking one costs time; still enough tasks that threads end together.
   const int all = w.panels(), most = all / (8 * threads), size = int(kTaskBytes / w.panel_bytes());
   const int together = size < most ? (size > 1 ? size : 1) : (most > 1 ? most : 1);
+  const bool once = n <= kRowsOf<F> && (kRounded || !halved(n));  // that a chunk is passed over
   const auto panel_rows = [&](int panel) {
     const uint8_t *data = static_cast<const uint8_t *>(w.data) + panel * w.panel_bytes();
     auto out = static_cast<float(*)[kPanel]>(scratch(2, sizeof(float) * n * kPanel));
@@ -897,8 +930,8 @@ void multiply(const Weights &w, const void *x, int n, const Result &result, cons
           continue;
         }
       }
-      const int left = end < depth ? depth - end : depth, next = n <= kRows ? end - k : left < length ? left : length;
-      chunk_rows<F>(w, rows, n, chunk, here + (n > kRows ? size_t(end - k) * F::kBytes : kNear), int64_t(next) * F::kBytes, out);
+      const int left = end < depth ? depth - end : depth, next = once ? end - k : left < length ? left : length;
+      chunk_rows<F>(w, rows, n, chunk, here + (once ? kNear : size_t(end - k) * F::kBytes), int64_t(next) * F::kBytes, out);
     }
     for (int r = 0; r < n; r++) finish<A>(w, result, out[r], r, panel);
   };

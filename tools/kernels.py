@@ -126,8 +126,9 @@ def _linears(settings: Settings) -> tuple[dict[str, Call], dict[str, int]]:
 
     plain = [weight(n, k) for n, k in shapes]
     calls["F.linear"] = each([(w.shape[1], partial(F.linear, weight=w)) for w in plain])
-    calls["oneDNN packed"] = each([(w.shape[1], packed(w)) for w in plain])
-    sizes |= dict.fromkeys(("F.linear", "oneDNN packed"), sum(w.nbytes for w in plain))
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        calls["oneDNN packed"] = each([(w.shape[1], packed(w)) for w in plain])
+    sizes |= dict.fromkeys(calls.keys() - {"stream"}, sum(w.nbytes for w in plain))
     if native.runs(torch.bfloat16, torch.device("cpu")):
         for scheme, rounded in (("bfloat16", False), *((s, rounded) for s in SCHEMES for rounded in (False, True))):
             linears = [

@@ -158,9 +158,9 @@ def packs(dtype: torch.dtype, device: torch.device) -> bool:
 def _onednn(dtype: torch.dtype, device: torch.device) -> bool:
     return (
         device.type == "cpu"
-        and dtype in (torch.float32, torch.bfloat16)
         and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        and (dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()))
     )
 
 
