@@ -422,7 +422,8 @@ INLINE void run(const Lines<typename F::X, R> &x, const uint8_t *data, int size,
   for (int k = 0; k < K; k += kStep) at(k);
 }
 
-// out[r] += the chunk's products for R rows, of vectors of the panel from First on. The chunk has whole groups, or one that is short.
+// out[r] += the chunk's products for R rows, of the panel's vectors from First on, all or half of them. The chunk has
+// whole groups, or one that is short.
 template <class F, int R, int First = 0>
 __attribute__((noinline)) void product(const Weights &w, const Rows<typename F::X> &rows, int row, const Chunk &chunk, float (*out)[kPanel]) {
   auto x = Lines<typename F::X, R>::from(rows.x + row * rows.stride + chunk.begin, rows.stride);
