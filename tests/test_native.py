@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import platform
+import re
 import subprocess
 import sys
 
@@ -40,6 +42,27 @@ def test_nothing_is_skipped_for_a_fault():
     """Tests of bits skip where no kernels run: that must be because nobody could build them, or by wish."""
     assert not native.wrong
     assert native.active == os.environ.get("OUTRIDER_ISA", native.available()[0])
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="elsewhere one instruction set is compiled")
+def test_loading_runs_on_every_processor():
+    """What runs while the module is loaded has no instruction that some processor lacks: none of wide registers.
+
+    Of each function in the module's list of initialisers, up to where it first leaves.
+    """
+
+    def tell(*command: str) -> str:
+        return subprocess.run([*command, native.kernels.__file__], check=True, capture_output=True, text=True).stdout
+
+    section = re.search(r"\.init_array\s+INIT_ARRAY\s+(\w+)\s+\w+\s+(\w+)", tell("readelf", "-SW"))
+    assert section
+    first, size = int(section[1], 16), int(section[2], 16)
+    pointers = re.findall(r"^(\w+)\s+\w+\s+R_X86_64_RELATIVE\s+(\w+)", tell("readelf", "-rW"), re.MULTILINE)
+    begun = [int(to, 16) for at, to in pointers if first <= int(at, 16) < first + size]
+    assert begun
+    for start in begun:
+        code = tell("objdump", "-d", "--no-show-raw-insn", f"--start-address={start}", f"--stop-address={start + 4096}")
+        assert not re.search(r"%[yz]mm", re.split(r"\t(?:ret|jmp)\b", code)[0])
 
 
 def test_share_of_cpus(tmp_path):
