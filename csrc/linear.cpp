@@ -447,7 +447,7 @@ __attribute__((noinline)) void product(const Weights &w, const Rows<typename F::
   const NoSubnormals as_for_tiles;
 #endif
   // Few rows take more groups at once, lest they wait for their own sums.
-  constexpr int kTogether = R <= 2 ? 2 : 1;
+  constexpr int kTogether = R * N <= 4 ? 2 : 1;
   const int groups = w.groups(), size = w.group;
   if (chunk.ahead == chunk.data + kNear) ahead += kTogether * size * F::kBytes;
   int k = chunk.begin, group = k / size;
