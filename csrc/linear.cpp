@@ -32,12 +32,17 @@ using Half = float;
 constexpr int kRows = W == 16 ? 12 : W == 8 ? 4 : 2, kDirect = 4 * kRows;
 #endif
 
+// Whether products are of integers, with rounded rows.
+template <class F>
+constexpr bool kRounded = std::is_same_v<typename F::X, int8_t>;
+
 // The same for a format: integers leave more registers free.
 template <class F>
-constexpr int kRowsOf = W == 8 && std::is_same_v<typename F::X, int8_t> ? 6 : kRows;
+constexpr int kRowsOf = W == 8 && kRounded<F> ? 6 : kRows;
 
 // Whether a product of so many rows takes half of a panel's vectors: where the sums of all would not fit 16 registers.
-constexpr bool halved(int rows) { return W == 8 && rows > 2; }
+template <class F>
+constexpr bool halved(int rows) { return W == 8 && rows > 2 && !kRounded<F>; }
 
 // Each format gives `weights(w, a, v, even, odd)`: of the four k at w, the weights of vector v at k = 2 a and 2 a + 1.
 struct F32 {
@@ -433,7 +438,7 @@ __attribute__((noinline)) void product(const Weights &w, const Rows<typename F::
   const auto fetch = [&](int k) {
     for (const uint8_t *end = ahead + k / kStep * pace; ahead < end; ahead += 64) __builtin_prefetch(ahead, 0, 2);
   };
-  constexpr int N = halved(R) ? NV / 2 : NV;
+  constexpr int N = halved<F>(R) ? NV / 2 : NV;
   vf total[1][R][N];
   take(total[0], out, First);
   if constexpr (!F::kScaled) {
@@ -551,10 +556,9 @@ __attribute__((noinline)) void integer_product(const Weights &w, const Rows<int8
 template <class F>
 void chunk_rows(const Weights &w, const Rows<typename F::X> &rows, int n, Chunk &chunk, const uint8_t *ahead,
                 int64_t bytes, float (*out)[kPanel]) {
-  constexpr bool kInteger = std::is_same_v<typename F::X, int8_t>;
   const int blocks = (n + kRowsOf<F> - 1) / kRowsOf<F>, size = (n + blocks - 1) / blocks;
   // Each product fetches its share of that, in whole lines.
-  const int products = blocks * (!kInteger && halved(size) ? 2 : 1);
+  const int products = blocks * (halved<F>(size) ? 2 : 1);
   const int64_t share = ahead ? (bytes + 64 * products - 1) / (64 * products) * 64 : 0;
   const int64_t steps = (chunk.end - chunk.begin) / kStep;
   int64_t fetched = 0;
@@ -569,10 +573,10 @@ void chunk_rows(const Weights &w, const Rows<typename F::X> &rows, int n, Chunk 
     switch (n - row < size ? n - row : size) {
 #define ROWS(R) \
   case R:                                                                                       \
-    if constexpr (kInteger) integer_product<F, R>(w, rows, row, chunk, to);                     \
+    if constexpr (kRounded<F>) integer_product<F, R>(w, rows, row, chunk, to);                  \
     else if constexpr (R <= kRows) {                                                            \
       product<F, R>(w, rows, row, chunk, to);                                                   \
-      if constexpr (halved(R)) begin(), product<F, R, NV / 2>(w, rows, row, chunk, to);         \
+      if constexpr (halved<F>(R)) begin(), product<F, R, NV / 2>(w, rows, row, chunk, to);      \
     }                                                                                           \
     break;
       ROWS(1) ROWS(2)
@@ -896,21 +900,20 @@ void tile_panels(const Weights &w, const Rows<typename F::X> &rows, int first, i
 template <class F, class A>
 void multiply(const Weights &w, const void *x, int n, const Result &result, const void *norm, float eps, int threads) {
   using X = typename F::X;
-  constexpr bool kRounded = std::is_same_v<X, int8_t>;
   const auto rows = [&] {
     const A *from = static_cast<const A *>(x), *scale = static_cast<const A *>(norm);
-    if constexpr (kRounded) return prepare_rounded(F::kZero, w, from, n, scale, eps, threads);
+    if constexpr (kRounded<F>) return prepare_rounded(F::kZero, w, from, n, scale, eps, threads);
     else return prepare<X>(w, from, n, scale, eps, threads);
   }();
   const int depth = w.padded();
-  const bool unpacked = F::kScaled && !kRounded && n > kDirect;
+  const bool unpacked = F::kScaled && !kRounded<F> && n > kDirect;
   // Chunks of about one length: each fetches the next one while it is worked on.
   const int longest = unpacked ? kUnpackedBytes / BF16::kBytes : kChunkBytes / F::kBytes / kSuper * kSuper;
   const int chunks = (depth + longest - 1) / longest, length = ((depth - 1) / chunks / kSuper + 1) * kSuper;
   // Some panels make a task, since taking one costs time; still enough tasks that threads end together.
   const int all = w.panels(), most = all / (8 * threads), size = int(kTaskBytes / w.panel_bytes());
   const int together = size < most ? (size > 1 ? size : 1) : (most > 1 ? most : 1);
-  const bool once = n <= kRowsOf<F> && (kRounded || !halved(n));  // that a chunk is passed over
+  const bool once = n <= kRowsOf<F> && !halved<F>(n);  // that a chunk is passed over
   const auto panel_rows = [&](int panel) {
     const uint8_t *data = static_cast<const uint8_t *>(w.data) + panel * w.panel_bytes();
     auto out = static_cast<float(*)[kPanel]>(scratch(2, sizeof(float) * n * kPanel));
@@ -922,7 +925,7 @@ void multiply(const Weights &w, const void *x, int n, const Result &result, cons
       const int end = k + length < depth ? k + length : depth;
       const uint8_t *here = data + size_t(k) * F::kBytes;
       Chunk chunk{panel, k, end, here, nullptr, 0};
-      if constexpr (F::kScaled && !kRounded && kDirect < INT_MAX) {
+      if constexpr (F::kScaled && !kRounded<F> && kDirect < INT_MAX) {
         if (unpacked) {
           uint8_t *plain = static_cast<uint8_t *>(scratch(3, kUnpackedBytes));
           unpack<F>(chunk, plain);
