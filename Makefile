@@ -61,7 +61,7 @@ bench: .venv/smollm2
 		--speculate suffix --speculate ngram --speculate auto --output bench/results/cpu-smollm2
 	OUTRIDER_DATA=$(DATA) $(BIN)/python -m tools exact --model smollm2 --suite spec-bench --prompts 200 --max-tokens 48 \
 		--speculate ngram:k=8 --speculate suffix --speculate auto --output bench/results/exact
-	OUTRIDER_DATA=$(DATA) $(BIN)/python -m tools exact --model smollm2 --suite spec-bench --prompts 16 --max-tokens 64 \
+	OUTRIDER_DATA=$(DATA) $(BIN)/python -m tools exact --model smollm2 --suite spec-bench --prompts 200 --max-tokens 48 \
 		--speculate ngram:k=8 --peer transformers --output bench/results/exact-transformers
 	test -d models/tiny-1.5b || $(BIN)/python -m tools inflate tiny models/tiny-1.5b \
 		--hidden-size 1536 --layers 28 --intermediate-size 8960 --heads 24 --kv-heads 4

@@ -67,6 +67,8 @@ def test_compare_says_identical(run):
     result = json.loads(run(*flags, "--speculate", "ngram", "--json")[1])
     assert result["identical"] is True and result["ratio"] > 0
     assert result["plain"][0]["token_ids"] == result["speculative"][0]["token_ids"]
+    short = ["generate", PROMPT, "--compare", "--max-tokens", "1"]  # all comes with the first forward: no rate
+    assert json.loads(run(*short, "--json")[1])["ratio"] is None and "ratio: -" in run(*short)[1]
 
 
 def test_prompt_from_file_and_stdin(run, tmp_path, monkeypatch):

@@ -36,7 +36,10 @@ def paired(weight: np.ndarray, heads: int) -> np.ndarray:
 def write(
     source: Path, target: Path, kind: Kind = Kind.F32, *, splits: int = 0, tokenizer=None, pre: str = "gpt-2", **extra
 ) -> Path:
-    """A checkpoint's folder as GGUF, as llama.cpp's converter makes it; matrices in `kind`. `extra` replaces keys."""
+    """A checkpoint's folder as GGUF, as llama.cpp's converter makes it; matrices in `kind`. `extra` replaces keys.
+
+    A key whose value is None is left out.
+    """
     c = read_config(source)
     arch = {hf: own for own, hf in ARCHITECTURES.items()}.get(c.architecture, "olmo2")
     arch = "llama" if c.architecture == "MixtralForCausalLM" else arch
@@ -73,7 +76,10 @@ def write(
             own = kind if part.ndim >= 2 and "gate_inp" not in own_name else Kind.F32
             w.add_tensor(own_name, gguf.quantize(part, own), raw_dtype=own)
     for key, value in extra.items():
-        w.kv_data[0][key] = gguf.GGUFValue(value, gguf.GGUFValueType.get_type(value))
+        if value is None:
+            del w.kv_data[0][key]
+        else:
+            w.kv_data[0][key] = gguf.GGUFValue(value, gguf.GGUFValueType.get_type(value))
     w.write_header_to_file()
     w.write_kv_data_to_file()
     w.write_tensors_to_file()
@@ -218,6 +224,30 @@ def test_floats_compute_what_the_folder_computes(make_checkpoint, tmp_path, name
     check(llm, reference(folder), [prompt_of(n) for n in (1, 20, 40)], 24, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("arch", "config", "keys"),
+    [
+        (
+            "gemma2",
+            {"sliding_window": 4096, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 50.0,
+             "final_logit_softcapping": 30.0},
+            {"gemma2.attention.sliding_window": None, "gemma2.attn_logit_softcapping": None,
+             "gemma2.final_logit_softcapping": None},
+        ),
+        ("llama", rope("linear", factor=4.0), {"llama.rope.scaling.factor": 4.0}),
+        ("llama", rope("linear", factor=4.0), {"llama.rope.scale_linear": 4.0}),
+        ("llama", {}, {"llama.rope.scaling.factor": 1.0}),
+        ("llama", {}, {"llama.rope.scaling.factor": 4.0, "llama.rope.scaling.type": "none"}),
+    ],
+)  # fmt: skip
+def test_what_old_files_leave_unsaid(make_checkpoint, tmp_path, arch, config, keys):
+    """It is what llama.cpp takes for it."""
+    folder = make_checkpoint(arch, **config)
+    llm = LLM(write(folder, tmp_path / "model.gguf", **keys), device="cpu")
+    expected = reference(folder)(torch.tensor([prompt_of(40)])).logits[0, -1].float().detach()
+    assert_close(logits_after(llm, prompt_of(40)), expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("kind", [k for k in Kind if k.name in (
     "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4")], ids=lambda k: k.name)  # fmt: skip
 def test_every_type_that_can_be_made_loads(make_checkpoint, tmp_path, caplog, kind):
@@ -359,6 +389,9 @@ def test_what_cannot_be_is_named(make_checkpoint, tmp_path):
         other.write_bytes(data.replace(*cases))
         with pytest.raises(error):
             LLM(other, device="cpu")
+    oss = make_checkpoint("gpt_oss", num_local_experts=2, num_experts_per_tok=1, sliding_window=8)
+    with pytest.raises(CheckpointError, match="sliding_window is missing"):
+        LLM(write(oss, other, **{"gpt-oss.attention.sliding_window": None}), device="cpu")
     for extra, words in (
         ({"llama.expert_count": 8, "llama.expert_used_count": 2, "llama.expert_gating_func": 2}, "softmax"),
         ({"llama.attention.value_length": 8}, "value_length"),
@@ -369,6 +402,25 @@ def test_what_cannot_be_is_named(make_checkpoint, tmp_path):
     for alignment in (24, 0, 2**21):
         with pytest.raises(CheckpointError, match=f"alignment {alignment}"):
             LLM(write(folder, tmp_path / "extra.gguf", **{"general.alignment": alignment}), device="cpu")
+
+
+def test_a_header_that_contradicts_itself(make_checkpoint, tmp_path):
+    """Names and keys are there once, and tensors lie one behind the other: else it is damaged, whatever it reads."""
+    path = write(make_checkpoint(), tmp_path / "model.gguf", **{"llama.rope.freq_basX": 5.0})
+    data, name = path.read_bytes(), b"blk.1.ffn_up.weight"
+    at = data.index(name) + len(name) + 4 + 16 + 4  # behind its dimensions and its type
+    (offset,) = struct.unpack_from("<Q", data, at)
+    moved = [data[:at] + struct.pack("<Q", offset + by) + data[at + 8 :] for by in (-64, 32, -1)]
+    norm = data.index(b"blk.0.attn_norm.weight") + len(b"blk.0.attn_norm.weight") + 4 + 8
+    half = data[:norm] + struct.pack("<I", Kind.F16) + data[norm + 4 :]  # half as long, so that others do not follow
+    for raw, words in (
+        *((each, "begins at byte") for each in (*moved, half)),
+        (data.replace(b"freq_basX", b"freq_base"), r"key .*rope\.freq_base.* twice"),
+        (data.replace(b"blk.1.ffn_up", b"blk.0.ffn_up"), r"tensor blk\.0\.ffn_up\.weight stands in it twice"),
+    ):
+        path.write_bytes(raw)
+        with pytest.raises(CheckpointError, match=words):
+            LLM(path, device="cpu")
 
 
 @pytest.mark.parametrize("name", [b"\n", b"\x1b[2J", b"x" * 400])

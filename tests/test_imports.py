@@ -1,4 +1,4 @@
-"""Imports go leftwards only, also inside functions, and nothing hides behind TYPE_CHECKING (DESIGN.md, section 2)."""
+"""Imports go leftwards only, also inside functions, and nothing hides behind TYPE_CHECKING (docs/architecture.md)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_imports(file):
     tree = ast.parse(file.read_text("utf-8"))
     assert not any("TYPE_CHECKING" in (getattr(n, "id", ""), getattr(n, "attr", "")) for n in ast.walk(tree))
     face = own in (("__init__",), ("__main__",))  # the public face sees all, and is seen by what comes after llm
-    assert face or own[0] in TIERS, f"give {own[0]} its place in ORDER, and in DESIGN.md"
+    assert face or own[0] in TIERS, f"give {own[0]} its place in ORDER, and in docs/architecture.md"
     for name in imported(tree):
         home, *rest = name.split(".")
         where = home if home in TIERS else "llm"  # a name of the public face

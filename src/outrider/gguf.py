@@ -206,10 +206,11 @@ class File:
 
     def _switches(self, share: int, size: int, layers: int) -> dict[str, Any]:
         """Keys of a config.json that only some families have; `share`: of a head in the hidden size."""
+        unsaid = (4096, 50.0, 30.0) if self.family == "gemma2" else (None, None, None)  # as files of its first days
         said: dict[str, Any] = {
-            "sliding_window": self._get("attention.sliding_window"),
-            "attn_logit_softcapping": self._get("attn_logit_softcapping"),
-            "final_logit_softcapping": self._get("final_logit_softcapping"),
+            "sliding_window": self._get("attention.sliding_window", unsaid[0]),
+            "attn_logit_softcapping": self._get("attn_logit_softcapping", unsaid[1]),
+            "final_logit_softcapping": self._get("final_logit_softcapping", unsaid[2]),
             "embedding_multiplier": self._get("embedding_scale"),
             "residual_multiplier": self._get("residual_scale"),
             "attention_multiplier": self._get("attention.scale"),
@@ -219,6 +220,8 @@ class File:
             large = layers == {"gemma2": 46, "gemma3": 62}[self.family]
             said |= {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": share if large else size}
             said["rope_local_base_freq"] = self._get("rope.freq_base_swa")
+        if self.family == "gpt-oss" and said["sliding_window"] is None:
+            raise CheckpointError(f"{self.path}: gpt-oss.attention.sliding_window is missing")
         if self.family == "phi3":  # transformers looks for it here, and has 4,096 where it is missing
             said["original_max_position_embeddings"] = self._get("rope.scaling.original_context_length")
         if self._number("expert_count", 0, least=0):
@@ -236,8 +239,8 @@ class File:
             }  # fmt: skip
         return {key: value for key, value in said.items() if value is not None}
 
-    def _get(self, key: str) -> Any:
-        return self.metadata.get(f"{self.family}.{key}")
+    def _get(self, key: str, default: Any = None) -> Any:
+        return self.metadata.get(f"{self.family}.{key}", default)
 
     def _number(self, key: str, default: int | None = None, least: int = 1) -> int:
         """A whole number, the same for all layers."""
@@ -250,17 +253,21 @@ class File:
         return value
 
     def _rope(self) -> dict[str, Any]:
-        kind = self._get("rope.scaling.type") or "default"
+        factor = self._get("rope.scaling.factor", self._get("rope.scale_linear"))  # the name that old files have
+        kind = self._get("rope.scaling.type")
+        if kind is None:
+            stretched = factor and factor != 1 and self.factors is None and self.long == [None, None]
+            kind = "linear" if stretched else "default"
         if kind not in ("default", "none", "linear", "yarn"):
             known = "none, linear, yarn"
             raise UnsupportedArchitecture(f"{self.path}: rope type {kind!r} is not supported; supported: {known}")
         rope = {"rope_theta": self._get("rope.freq_base"), "rope_type": "default" if kind == "none" else kind}
         if kind in ("linear", "yarn"):
             given = {
-                "factor": "factor", "original_context_length": "original_max_position_embeddings",
-                "attn_factor": "attention_factor", "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow",
+                "original_context_length": "original_max_position_embeddings", "attn_factor": "attention_factor",
+                "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow",
             }  # fmt: skip
-            rope |= {hf: self._get(f"rope.scaling.{key}") for key, hf in given.items()}
+            rope |= {"factor": factor} | {hf: self._get(f"rope.scaling.{key}") for key, hf in given.items()}
         if self.family in PARTIAL:
             size = self._number(
                 "attention.key_length", self._number("embedding_length") // self._number("attention.head_count")
@@ -452,7 +459,8 @@ class _Reader:
             raise ValueError(f"{tensors} tensors and {keys} keys do not fit into it")
         metadata: dict[str, Any] = {}
         for _ in range(keys):
-            key = self._string()
+            if (key := self._string()) in metadata:
+                raise ValueError(f"the key {brief(key)} stands in it twice")
             metadata[key] = self._value(self._take("I")[0])
         infos = [self._info() for _ in range(tensors)]
         alignment = metadata.get("general.alignment", 32)
@@ -460,14 +468,20 @@ class _Reader:
             raise ValueError(f"alignment {alignment!r}")
         start = -(-self.at // alignment) * alignment
         whole = np.frombuffer(self.data, np.uint8)
-        found = {}
+        found: dict[str, Stored] = {}
+        due = 0  # where a tensor begins: one behind the other
         for name, shape, kind, offset in infos:
+            if name in found:
+                raise ValueError(f"tensor {name} stands in it twice")
+            if offset != due:
+                raise ValueError(f"tensor {name} begins at byte {offset} of the weights, not at {due}")
             items, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
             count = math.prod(shape)
             if items > 1 and (len(shape) < 2 or name.endswith(".bias")):
                 raise ValueError(f"tensor {name} is a vector of {kind} blocks; vectors are of floats")
             if count % items or (shape and shape[-1] % items):
                 raise ValueError(f"tensor {name} of shape {shape} is no whole number of {kind} blocks")
+            due += -(-(count // items * size) // alignment) * alignment
             begin, end = start + offset, start + offset + count // items * size
             if end > len(whole):
                 raise ValueError(f"tensor {name} ends at byte {end} of {len(whole)}")

@@ -388,7 +388,7 @@ class LLM:
             raise ConfigError(f"the chat template does not come to an end within {RENDERING:g} seconds") from None
         except Exception as error:  # templates raise what they like for conversations they refuse
             reason = " ".join(str(error).split())[:200]
-            raise ConfigError(f"the chat template refuses this conversation: {reason}") from None
+            raise ConfigError(f"messages: the chat template refuses this conversation: {reason}") from None
         return self._tokenize(text, "messages", any_length, add_special_tokens=False)
 
     def _tokenize(self, text: str, what: str, any_length: bool, **options: Any) -> list[int]:

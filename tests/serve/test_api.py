@@ -654,6 +654,8 @@ def test_metrics(client):
     assert value("vllm:prompt_tokens_total") == answer["usage"]["prompt_tokens"] + 2 * len(
         client.llm.llm.encode(PROMPT)
     )
+    steps = value("vllm:iteration_tokens_total_sum")
+    assert steps == value("vllm:prompt_tokens_total") + generated
     assert value("vllm:spec_decode_num_accepted_tokens_total") >= spec["num_accepted_draft_tokens"] > 0
     assert value("vllm:spec_decode_num_draft_tokens_total") >= spec["num_draft_tokens"]
     assert value("vllm:spec_decode_num_drafts_total") >= sum(n > 0 for n in spec["per_step_drafted"])

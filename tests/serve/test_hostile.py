@@ -111,6 +111,17 @@ def test_a_wrong_field_of_a_chat(client, field, value):
         ("completions", "logit_bias", {"5": 1, "05": 2}, "'05' is no token id"),
         ("greedy", "n", 2, "n=2 at temperature 0"),
         ("completions", "logit_bias", {"\u0663": 1}, "is no token id"),
+        ("completions", "prompt", "", "the prompt is empty"), ("completions", "prompt", ["a", ""], "is empty"),
+        ("completions", "prompt", [5] * 2**18, "context length"),
+        ("completions", "response_format", {"type": "text", "zz": 1}, "no field 'zz'"),
+        ("completions", "response_format", {"type": "text", "json_schema": {}}, "no field 'json_schema'"),
+        ("completions", "response_format", {"type": "json_schema", "schema": {}, "json_schema": {}}, "both"),
+        ("chat/completions", "web_search_options", {}, "not served here"),
+        ("chat/completions", "suffix", "x", "not served here"), ("responses", "best_of", 2, "not served here"),
+        ("chat/completions", "chat_template_kwargs", {"messages": 1}, "messages"),
+        ("chat/completions", "messages", [{"role": "user", "content": "x " * 2**18}], "context length"),
+        ("responses", "input", "x " * 2**18, "context length"),
+        ("responses", "tools", [{"type": "function", "function": {"name": "f"}}], "{'type': 'function', 'name': ...}"),
         ("chat/completions", "messages", [], "give at least one"),
         ("chat/completions", "messages", [{"role": "user", "content": 5}], "{'role': ..., 'content': ...}"),
         ("chat/completions", "messages", [{"role": "user", "content": [{"type": "image_url"}]}], "{'type': 'text'"),
@@ -159,8 +170,11 @@ def test_fields_that_are_ignored(client):
         "audio": None,
         "web_search_options": None,
         "echo": False,
+        "suffix": None,
     }
     assert client.complete({"prompt": PROMPT, "max_tokens": 1, **quiet})
+    none = {"suffix": None, "best_of": None, "spaces_between_special_tokens": True}
+    assert client.post("/v1/responses", {"input": "x", "max_output_tokens": 1, **none}).status_code == 200
     assert client.chat(
         {"messages": TALK, "max_tokens": 1, **quiet, **chat, "tools": None, "response_format": {"type": "text"}}
     )

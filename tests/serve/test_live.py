@@ -20,6 +20,7 @@ import pytest
 
 from outrider.cli import main
 from outrider.cli.serve import _listen_at
+from outrider.errors import ConfigError
 from tests.serve.conftest import frames_of
 
 PROMPT = "Once upon a time there was a little girl who"
@@ -155,7 +156,7 @@ def test_the_command(tmp_path, by):
         wait_until(at.exists)
         transport = httpx.HTTPTransport(uds=str(at), retries=10)
         with httpx.Client(
-            transport=transport, base_url="http://x", headers={"authorization": "Bearer secret"}
+            transport=transport, base_url="http://x", headers={"authorization": "Bearer secret"}, timeout=60
         ) as client:
             one, two = (
                 client.post("/v1/completions", json={"prompt": PROMPT, "model": "mine"}).json()["choices"]
@@ -187,6 +188,9 @@ def test_a_second_interrupt_ends_at_once(tmp_path):
         ):
             lines = answer.iter_lines()
             heard.append(next(lines))
+            process.send_signal(signal.SIGINT)
+            wait_until(lambda: not at.exists())
+            another = _listen_at(at)  # as the next one may, while this one drains
             while process.poll() is None and not heard[-1].startswith("data: [DONE]"):
                 process.send_signal(signal.SIGINT)
                 heard += [line for line in islice(lines, 20) if line] or ["data: [DONE]"]
@@ -194,6 +198,8 @@ def test_a_second_interrupt_ends_at_once(tmp_path):
     finally:
         process.kill()
     assert "the engine was closed before the answer was complete" in heard[-2]
+    assert at.is_socket()
+    another.close()
     assert process.returncode == 130 and "Traceback" not in errors
 
 
@@ -261,6 +267,8 @@ def test_a_unix_socket_is_taken_only_from_the_dead(tmp_path, monkeypatch, capsys
         assert "another server listens" in capsys.readouterr().err and at.is_socket()
     with _listen_at(at):  # what is left of it is no hindrance
         assert at.is_socket()
+        with pytest.raises(ConfigError, match="another server listens"):  # that one is still loading its model
+            _listen_at(at)
 
 
 def test_without_the_extra(monkeypatch, capsys):

@@ -71,6 +71,18 @@ def test_text(client, tiny_llm, given):
     }
 
 
+def test_what_was_refused_is_text(client):
+    """An answer's items may come back as they were, a refusal among them."""
+
+    def answer(part: dict[str, Any]) -> str:
+        said = {"type": "message", "role": "assistant", "content": [part]}
+        items = [TALK[1], said, {"role": "user", "content": "Why?"}]
+        body = {"input": items, "max_output_tokens": 8, "temperature": 0}
+        return client.post(ROUTE, body).json()["output"][0]["content"][0]["text"]
+
+    assert answer({"type": "refusal", "refusal": "I can't"}) == answer({"type": "output_text", "text": "I can't"})
+
+
 def test_json(client):
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
     form = {"format": {"type": "json_schema", "name": "x", "schema": schema, "strict": True}, "verbosity": "low"}
@@ -136,6 +148,8 @@ def test_calls(client):
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
         ({"tools": FLAT}, "tools"), ({"tool_choice": "required"}, "tool_choice"), ({"model": "other"}, "model"),
         ({"tool_choice": {"type": "file_search"}}, "tool_choice"),
+        ({"tools": FLAT, "tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"tools": FLAT, "tool_choice": {"type": "function", "function": {"name": "now"}}}, "tool_choice"),
         ({"tools": FLAT, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [5]}}, "tool_choice"),
         ({"tools": FLAT, "tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice"),
     ],

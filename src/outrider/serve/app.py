@@ -22,7 +22,7 @@ from starlette.routing import Match
 import outrider
 from outrider.async_llm import AsyncLLM, left
 from outrider.config import SamplingParams, real
-from outrider.errors import ConfigError, DeadlineExceeded, OutriderError, RequestTooLong, brief
+from outrider.errors import ConfigError, DeadlineExceeded, EmptyPrompt, OutriderError, RequestTooLong, brief
 from outrider.serve.answers import Chat, Completion, Job, Reply
 from outrider.serve.http import OPEN, EventStream, Gate, Refusal, json_response, read, refusal, while_connected
 from outrider.serve.metrics import Metrics
@@ -211,12 +211,16 @@ class Server:
                     made, k=k, priority=body.priority or 0, deadline=left(body.deadline, arrived),
                     cache_salt=body.cache_salt,
                 )  # fmt: skip
+            except (EmptyPrompt, RequestTooLong) as error:
+                told = str(error)
+                field = "max_tokens" if "max_tokens" in told else "messages" if isinstance(body, ChatBody) else "prompt"
+                raise Refusal(400, told if field in told else f"{field}: {told}", field) from None
             except ConfigError as error:
-                told = refusal(error)
-                if told.param == "structured_outputs" and told.param in more:
-                    raise told.under("tools") from None
-                if told.param == "structured_outputs" and body.structured_outputs is None:
-                    raise told.under("response_format") from None
+                wrong = refusal(error)
+                if wrong.param == "structured_outputs" and wrong.param in more:
+                    raise wrong.under("tools") from None
+                if wrong.param == "structured_outputs" and body.structured_outputs is None:
+                    raise wrong.under("response_format") from None
                 raise
             state, prompts = request.scope["state"], [ids for ids, _ in made]
             state["log"]["prompt_tokens"] = sum(map(len, prompts))

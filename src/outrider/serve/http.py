@@ -46,6 +46,8 @@ COMMENT = b": keep-alive\n\n"
 PARAMETERS = {item.name for item in fields(SamplingParams)} | {
     "prompt",
     "messages",
+    "chat_template",
+    "chat_template_kwargs",
     "tools",
     "tool_choice",
     "deadline",
@@ -88,7 +90,7 @@ def refusal(error: BaseException) -> Refusal:
     if isinstance(error, EngineError):
         return Refusal(503, str(error), retry_after="5")
     if isinstance(error, (ConfigError, RequestError)):
-        name = str(error).partition(" ")[0].rstrip(":").partition("=")[0]
+        name = str(error).partition(" ")[0].rstrip(":,").partition("=")[0]
         return Refusal(400, str(error), name if name in PARAMETERS else None)
     if isinstance(error, HTTPException):
         what = {404: "no such route", 405: "this route has no such method"}

@@ -110,7 +110,11 @@ class Metrics:
         self._output_size = self._histogram("request_generation_tokens", "Tokens of an output.", sizes)
         self._asked_size = self._histogram("request_params_max_tokens", "max_tokens of a request.", sizes)
         self._asked_n = self._histogram("request_params_n", "n of a request.", (1, 2, 5, 10, 20))
-        self._forward = self._histogram("iteration_tokens_total", "Tokens that a step brings.", FORWARD)
+        self._forward = self._histogram(
+            "iteration_tokens_total",
+            "Tokens of a step: of answers, and of prompts that it was the last to read.",
+            FORWARD,
+        )
 
     def _gauge(self, name: str, what: str, value: Callable[[], float]) -> None:
         gauge = Gauge(f"vllm:{name}", what, list(self._labels), registry=self.registry).labels(**self._labels)
@@ -133,21 +137,24 @@ class Metrics:
     def _count(self) -> None:
         news, self._news = self._news, []
         for _, step in groupby(news, lambda each: each.at):
-            if tokens := sum(each.tokens for each in step):
-                self._forward.observe(tokens)
-                self._generated.inc(tokens)
-        for each in news:
-            request, timing = each.request, each.request.timing
-            before, steps = self._seen.get(request, (0.0, 0))
-            if each.tokens and not before:
-                self._first.observe(timing.first_token)
-                self._prompt_tokens.inc(request.seq.prompt_len)
-                self._cached.inc(request.cached)
-            elif each.tokens:
-                self._between.observe(each.at - before)
-            self._seen[request] = each.at, self._count_drafts(request, steps)
-            if each.finished:
-                self._ended(request)
+            written = read = 0
+            for each in step:
+                request, timing = each.request, each.request.timing
+                before, steps = self._seen.get(request, (0.0, 0))
+                written += each.tokens
+                if each.tokens and not before:
+                    read += request.seq.prompt_len
+                    self._first.observe(timing.first_token)
+                    self._cached.inc(request.cached)
+                elif each.tokens:
+                    self._between.observe(each.at - before)
+                self._seen[request] = each.at, self._count_drafts(request, steps)
+                if each.finished:
+                    self._ended(request)
+            if written:
+                self._forward.observe(read + written)
+                self._prompt_tokens.inc(read)
+                self._generated.inc(written)
 
     def _count_drafts(self, request: Request, steps: int) -> int:
         spec = request.seq.metrics

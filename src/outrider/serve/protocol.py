@@ -99,6 +99,7 @@ class Ignored(Body):
     request_id: Any = None
     session_id: Any = None
     stream_interval: Any = None
+    spaces_between_special_tokens: bool | None = None
 
 
 class Common(Ignored):
@@ -135,7 +136,6 @@ class Sampled(Common):
 
     n: int | None = None
     max_tokens: int | None = None
-    spaces_between_special_tokens: bool | None = None  # ignored
     truncate_prompt_tokens: int | None = None
     truncation_side: Literal["left", "right"] | None = None
     stream_options: StreamOptions | None = None
@@ -204,18 +204,23 @@ PLAIN = (
 def _constraint_of(given: dict[str, Any] | None) -> dict[str, Any] | None:
     """A `response_format`, OpenAI's or llama.cpp's (the schema beside the type), as `structured_outputs`."""
     name = "response_format"
-    kind = None if given is None else given.get("type")
-    if given is None or kind == "text":
+    if given is None:
         return None
-    if kind == "structural_tag":
+    given = {key: value for key, value in given.items() if value is not None}
+    if (kind := given.get("type")) == "structural_tag":
         return {"structural_tag": given}
-    if kind not in ("json_object", "json_schema"):
+    if kind not in ("text", "json_object", "json_schema"):
         valid = "text, json_object, json_schema or structural_tag"
         raise Refusal(400, f"{name}: type must be {valid}, not {brief(kind)}", name)
     inner = given.get("json_schema")
     said = {*given} | ({*inner} if isinstance(inner, dict) else set())
-    if unknown := said - {"type", "json_schema", "schema", "name", "description", "strict"}:
+    known = {"type"} if kind == "text" else {"type", "json_schema", "schema", "name", "description", "strict"}
+    if unknown := said - known:
         raise Refusal(400, f"{name} has no field {brief(min(unknown))}", name)
+    if kind == "text":
+        return None
+    if "schema" in given and inner is not None:
+        raise Refusal(400, f"{name}: schema and json_schema cannot both be given", name)
     schema = inner.get("schema") if isinstance(inner, dict) else given.get("schema")
     if kind == "json_object" and schema is None:
         return {"json_object": True}
@@ -279,9 +284,9 @@ class ChatBody(Sampled):
     """`/v1/chat/completions`."""
 
     pointless: ClassVar[dict[str, Any]] = Sampled.pointless | {
-        "functions": [], "function_call": "none", "audio": {}, "web_search_options": {}, "moderation": {},
+        "functions": [], "function_call": "none", "audio": {}, "web_search_options": None, "moderation": {},
         "documents": [], "echo": False, "response_role": "assistant", "add_special_tokens": False,
-        "mm_processor_kwargs": {}, "media_io_kwargs": {}, "reasoning": {}, "best_of": 1,
+        "mm_processor_kwargs": {}, "media_io_kwargs": {}, "reasoning": {}, "best_of": 1, "suffix": None,
     }  # fmt: skip
 
     messages: list[dict[str, Any]]

@@ -28,7 +28,7 @@ class ResponsesBody(Common):
     pointless: ClassVar[dict[str, Any]] = Common.pointless | {
         "moderation": {}, "access_programs": [], "background_options": {}, "context_management": [],
         "image": {}, "mm_processor_kwargs": {}, "media_io_kwargs": {}, "enable_response_messages": False,
-        "previous_input_messages": [],
+        "previous_input_messages": [], "best_of": 1, "suffix": None,
     }  # fmt: skip
 
     input: Annotated[str | list[dict[str, Any]], Field(description="text, or a list of items")]
@@ -66,13 +66,13 @@ class ResponsesBody(Common):
         if self.instructions is not None:
             messages.insert(0, {"role": "system", "content": self.instructions})
         choice: Any = self.tool_choice
-        if isinstance(choice, dict) and choice.get("type") == "function":
-            choice = _function(choice)
-        elif isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
             allowed = choice.get("tools")
-            tools = [_function(t) if isinstance(t, dict) else t for t in allowed] if isinstance(allowed, list) else None
+            tools = [_function(t, "tool_choice") for t in allowed] if isinstance(allowed, list) else None
             choice = {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
-        functions = [_function(tool) for tool in self.functions]
+        elif isinstance(choice, dict):
+            choice = _function(choice, "tool_choice")
+        functions = [_function(tool, "tools") for tool in self.functions]
         if not functions and choice == "auto":
             choice = None
         said: dict[str, Any] = {"messages": messages, "tools": functions or None, "tool_choice": choice}
@@ -91,8 +91,10 @@ class ResponsesBody(Common):
         return [tool for tool in self.tools or [] if tool.get("type") == "function"]
 
 
-def _function(given: Mapping[str, Any]) -> dict[str, Any]:
+def _function(given: Any, field: str) -> dict[str, Any]:
     """A function's fields one level further down, as chats have them."""
+    if not isinstance(given, Mapping) or given.get("type") != "function" or not isinstance(given.get("name"), str):
+        raise Refusal(400, f"{field}: a function is {{'type': 'function', 'name': ...}}, not {brief(given)}", field)
     return {"type": given.get("type"), "function": {key: value for key, value in given.items() if key != "type"}}
 
 
@@ -123,9 +125,10 @@ def _content(given: Any) -> Any:
         return given
     parts = []
     for part in given:
-        if not isinstance(part, dict) or part.get("type") not in ("input_text", "output_text", "text"):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in ("input_text", "output_text", "text", "refusal"):
             raise Refusal(400, f"input: the parts of a content must be text, not {brief(part)}", "input")
-        parts.append({"type": "text", "text": part.get("text")})
+        parts.append(part if kind == "refusal" else {"type": "text", "text": part.get("text")})
     return parts
 
 

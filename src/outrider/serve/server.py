@@ -7,6 +7,7 @@ import json
 import logging
 import socket
 import time
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -30,7 +31,9 @@ class Uvicorn(uvicorn.Server):
         return await super().on_tick(counter) or self.llm.lost
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End."""
+        """End. A Unix socket goes while it is listened at: from then on another server may come to stand there."""
+        if self.config.uds is not None:
+            Path(self.config.uds).unlink(missing_ok=True)
         closing = asyncio.ensure_future(self.llm.aclose(self.drain))
         await super().shutdown(sockets)
         if self.force_exit:  # a second Ctrl-C: what is left ends now

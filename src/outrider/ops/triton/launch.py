@@ -57,12 +57,12 @@ def _capability(device: torch.device) -> int:
 
 def runs(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether these kernels take tensors of this kind."""
-    if dtype not in DTYPES or load() is None:
+    if dtype not in DTYPES:
         return False
     if device.type == "cpu":
-        return _emulated
+        return _emulated and load() is not None  # Triton takes most of a second to import
     nvidia = device.type == "cuda" and torch.version.hip is None  # weights are decoded in PTX
-    return nvidia and _capability(device) >= OLDEST
+    return nvidia and _capability(device) >= OLDEST and load() is not None
 
 
 def architecture(device: torch.device) -> int:
