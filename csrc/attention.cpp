@@ -36,11 +36,11 @@ constexpr float kNone = -__builtin_inff();
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kRise = 8;  // of log2 of a weight, before the sums so far are scaled anew: seldom
 
-#if defined(__AVX512F__)
-constexpr int kColumns = 4;  // vectors of a register tile
-#else
-constexpr int kColumns = 2;
-#endif
+constexpr bool kNarrow = W <= 8;  // vectors of which a block takes more: fewer lines are asked for beside each
+
+// Vectors of a register tile of R rows: where registers are few, more for few rows, whose sums would wait for each other.
+template <int R>
+constexpr int kColumns = W == 16 || (W == 8 && R <= 3) ? 4 : 2;
 
 // 2^x, for x <= 0 or little above; 0 below -126.5. Of relative error 2e-9 and two roundings, and 1 at 0; rough, for what
 // is rounded to bf16: 8e-5.
@@ -114,7 +114,7 @@ struct Single {
   static void pack_values(const S *rows, int dim, int width, float *tile, Ahead &ahead) {
     for (int j = 0; j < kBlock; j++)
       for (int d = 0; d < width; d += W) {
-        if (d / W % 2) ahead.ask(1);
+        if (d / W % (kNarrow ? 8 : 2) == 1) ahead.ask(1);
         store(tile + j * width + d, load_n(rows + j * dim + d, dim - d));
       }
   }
@@ -232,7 +232,7 @@ INLINE void pack_keys(const S *rows, int dim, typename M::Unit *tile, Ahead &ahe
   for (int j = 0; j < kBlock; j += W)
     for (int d = 0; d < depth; d += W) {
       const int left = depth - d;
-      ahead.ask(W / 2);
+      ahead.ask(kNarrow ? 1 : W / 2);
       vf v[W];
 #pragma GCC unroll 16
       for (int i = 0; i < W; i++) {
@@ -260,7 +260,7 @@ INLINE void multiply(const typename M::Unit *a, int a_stride, const typename M::
 #pragma GCC unroll 8
     for (int j = 0; j < C; j++) sum[r][j] = fresh ? vf{} : load(c + r * c_stride + j * W);
   for (int k = 0; k < depth; k++) {
-    ahead.ask(fresh ? 1 : 2);
+    if (!kNarrow || R <= 3 || k & 1) ahead.ask(fresh || (kNarrow && R > 3) ? 1 : 2);
     vf column[C];
 #pragma GCC unroll 8
     for (int j = 0; j < C; j++) column[j] = load_as<vf>(b + k * b_stride + j * W);
@@ -280,9 +280,9 @@ template <class M, int R>
 INLINE void multiply(const typename M::Unit *a, int a_stride, const typename M::Unit *b, int width, int depth, float *c,
                      bool fresh, Ahead &ahead) {
   int j = 0;
-  for (; j + kColumns * W <= width; j += kColumns * W)
-    multiply<M, R, kColumns>(a, a_stride, b + j, width, depth, c + j, width, fresh, ahead);
-  if (kColumns > 2 && j + 2 * W <= width) {
+  for (; j + kColumns<R> * W <= width; j += kColumns<R> * W)
+    multiply<M, R, kColumns<R>>(a, a_stride, b + j, width, depth, c + j, width, fresh, ahead);
+  if (kColumns<R> > 2 && j + 2 * W <= width) {
     multiply<M, R, 2>(a, a_stride, b + j, width, depth, c + j, width, fresh, ahead);
     j += 2 * W;
   }

@@ -281,18 +281,23 @@ INLINE void step(const Lines<typename F::X, R> &x, int k, const uint8_t *w, vf (
           acc[r][v] = fma(splat(float(x[r][k + 1])), odd, acc[r][v]);
         }
       }
-    } else {  // all products with one number of a row, then those with the next: it needs no register meanwhile
-      vf weights[2][N];
-#pragma GCC unroll 8
-      for (int v = 0; v < N; v++) F::weights(w, a, First + v, weights[0][v], weights[1][v]);
+    } else {  // one k after the other, and all products with a number of a row at once: few registers wait meanwhile
 #pragma GCC unroll 2
-      for (int odd = 0; odd < 2; odd++)
+      for (int odd = 0; odd < 2; odd++) {
+        vf weights[N];
+#pragma GCC unroll 8
+        for (int v = 0; v < N; v++) {
+          vf both[2];
+          F::weights(w, a, First + v, both[0], both[1]);
+          weights[v] = both[odd];
+        }
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) {
           const vf each = splat(float(x[r][k + odd]));
 #pragma GCC unroll 8
-          for (int v = 0; v < N; v++) acc[r][v] = fma(each, weights[odd][v], acc[r][v]);
+          for (int v = 0; v < N; v++) acc[r][v] = fma(each, weights[v], acc[r][v]);
         }
+      }
     }
   }
 }

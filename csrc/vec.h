@@ -45,6 +45,8 @@ INLINE vf load(const float *p) { return load_as<vf>(p); }
 INLINE vf load(const bf16 *p) {
 #if defined(__AVX512F__)  // GCC 12 converts it in two halves
   return (vf)((vi)_mm512_cvtepu16_epi32(load_as<__m256i>(p)) << 16);
+#elif defined(__AVX2__)
+  return (vf)((vi)_mm256_cvtepu16_epi32(load_as<__m128i>(p)) << 16);
 #else
   return (vf)(__builtin_convertvector(load_as<vh>(p), vu) << 16);
 #endif
