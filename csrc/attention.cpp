@@ -254,13 +254,14 @@ INLINE void pack_keys(const S *rows, int dim, typename M::Unit *tile, Ahead &ahe
 template <class M, int R, int C>
 INLINE void multiply(const typename M::Unit *a, int a_stride, const typename M::Unit *b, int b_stride, int depth,
                      float *c, int c_stride, bool fresh, Ahead &ahead) {
+  constexpr bool kSeldom = kNarrow && R > 3;  // few rows wait for memory, many for what else is loaded
   vf sum[R][C];
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
     for (int j = 0; j < C; j++) sum[r][j] = fresh ? vf{} : load(c + r * c_stride + j * W);
   for (int k = 0; k < depth; k++) {
-    if (!kNarrow || R <= 3 || k & 1) ahead.ask(fresh || (kNarrow && R > 3) ? 1 : 2);
+    if (!kSeldom || k & 1) ahead.ask(fresh || kSeldom ? 1 : 2);
     vf column[C];
 #pragma GCC unroll 8
     for (int j = 0; j < C; j++) column[j] = load_as<vf>(b + k * b_stride + j * W);

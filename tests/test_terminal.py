@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
+import io
 import json
 import os
 import subprocess
@@ -15,7 +17,7 @@ import pytest
 import outrider
 from outrider import drafters
 from outrider.cli import main
-from outrider.cli.output import as_line, put_json, visible
+from outrider.cli.output import as_line, put_json, tell, visible
 from outrider.drafters import Option
 from outrider.errors import ConfigError, OutOfMemory
 from outrider.llm import LLM
@@ -465,3 +467,14 @@ def test_models_are_named(run):
         assert code == 2 and "--model is empty" in err
     with pytest.raises(ConfigError, match="empty"):
         importlib.import_module("outrider.cli.options").check_model("")
+
+
+def test_what_is_told_is_lost_on_a_full_device(monkeypatch):
+    """A service is not to end for a line that nobody can read."""
+
+    class Full(io.StringIO):
+        def write(self, text):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sys, "stderr", Full())
+    tell("served at ...")

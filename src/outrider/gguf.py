@@ -254,10 +254,8 @@ class File:
 
     def _rope(self) -> dict[str, Any]:
         factor = self._get("rope.scaling.factor", self._get("rope.scale_linear"))  # the name that old files have
-        kind = self._get("rope.scaling.type")
-        if kind is None:
-            stretched = factor and factor != 1 and self.factors is None and self.long == [None, None]
-            kind = "linear" if stretched else "default"
+        stretched = factor and factor != 1 and self.factors is None and self.long == [None, None]
+        kind = self._get("rope.scaling.type") or ("linear" if stretched else "default")
         if kind not in ("default", "none", "linear", "yarn"):
             known = "none, linear, yarn"
             raise UnsupportedArchitecture(f"{self.path}: rope type {kind!r} is not supported; supported: {known}")
@@ -481,8 +479,9 @@ class _Reader:
                 raise ValueError(f"tensor {name} is a vector of {kind} blocks; vectors are of floats")
             if count % items or (shape and shape[-1] % items):
                 raise ValueError(f"tensor {name} of shape {shape} is no whole number of {kind} blocks")
-            due += -(-(count // items * size) // alignment) * alignment
-            begin, end = start + offset, start + offset + count // items * size
+            length = count // items * size
+            due += -(-length // alignment) * alignment
+            begin, end = start + offset, start + offset + length
             if end > len(whole):
                 raise ValueError(f"tensor {name} ends at byte {end} of {len(whole)}")
             blocks = (

@@ -60,7 +60,7 @@ def runs(dtype: torch.dtype, device: torch.device) -> bool:
     if dtype not in DTYPES:
         return False
     if device.type == "cpu":
-        return _emulated and load() is not None  # Triton takes most of a second to import
+        return _emulated and load() is not None  # Triton takes a third of a second to import
     nvidia = device.type == "cuda" and torch.version.hip is None  # weights are decoded in PTX
     return nvidia and _capability(device) >= OLDEST and load() is not None
 
