@@ -31,8 +31,10 @@ from outrider.corpus import fingerprint
 from outrider.datastore import write
 from outrider.errors import OutriderError
 from outrider.export import quantize
+from outrider.kv import PagedKV
 from outrider.load import find, read_tokenizer
 from outrider.model import Model
+from outrider.ops import native
 from outrider.quantize import ACTIVATIONS
 from outrider.runner import SCORED
 from outrider.sampling import Row, choose, gumbel
@@ -273,6 +275,28 @@ def test_bitwise_is_bitwise(make_checkpoint, shape, dtype):
             assert not differ, f"after {length} tokens, chunk {chunk}, {companions} companions: rows {differ} of {k}"
             for other in group:
                 runner.free(other)
+
+
+class Crowded:
+    """A product whose rows depend on how many there are."""
+
+    native, kernel = False, "crowded"
+
+    def __init__(self, own):
+        self.own = own
+
+    def __call__(self, x, **named):
+        return self.own(x, **named) + 1e-3 * len(x)
+
+
+def test_the_check_sees_every_kind_of_layer(make_checkpoint):
+    """A large model's check runs few of its layers (on a CPU): none that differs from the others escapes it."""
+    model = LLM(make_checkpoint(num_hidden_layers=5), device="cpu", dtype="float32").checkpoint.model
+    checked = lambda model: runner.check_exactness(model, PagedKV(model.config, model.dtype, model.device))  # noqa: E731
+    assert checked(model) == "bitwise" or not native.runs(model.dtype, model.device)
+    for i, layer in enumerate(model.layers):
+        layers = [*model.layers[:i], replace(layer, o=Crowded(layer.o)), *model.layers[i + 1 :]]
+        assert checked(replace(model, layers=layers)) == "law", i
 
 
 def test_branches_promise_less(random_llm):

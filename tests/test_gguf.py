@@ -237,11 +237,12 @@ def test_floats_compute_what_the_folder_computes(make_checkpoint, tmp_path, name
         ("llama", rope("linear", factor=4.0), {"llama.rope.scaling.factor": 4.0}),
         ("llama", rope("linear", factor=4.0), {"llama.rope.scale_linear": 4.0}),
         ("llama", {}, {"llama.rope.scaling.factor": 1.0}),
+        ("llama", {"rope_parameters": YARN | {"attention_factor": 1.3}}, {"llama.rope.scaling.yarn_attn_factor": 1.3}),
         ("llama", {}, {"llama.rope.scaling.factor": 4.0, "llama.rope.scaling.type": "none"}),
     ],
 )  # fmt: skip
-def test_what_old_files_leave_unsaid(make_checkpoint, tmp_path, arch, config, keys):
-    """It is what llama.cpp takes for it."""
+def test_what_only_some_files_say(make_checkpoint, tmp_path, arch, config, keys):
+    """What is unsaid is what llama.cpp takes for it."""
     folder = make_checkpoint(arch, **config)
     llm = LLM(write(folder, tmp_path / "model.gguf", **keys), device="cpu")
     expected = reference(folder)(torch.tensor([prompt_of(40)])).logits[0, -1].float().detach()
@@ -396,6 +397,7 @@ def test_what_cannot_be_is_named(make_checkpoint, tmp_path):
         ({"llama.expert_count": 8, "llama.expert_used_count": 2, "llama.expert_gating_func": 2}, "softmax"),
         ({"llama.attention.value_length": 8}, "value_length"),
         ({"llama.rope.scaling.type": "longrope"}, "rope type"),
+        ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.yarn_ext_factor": 0.5}, "yarn_ext_factor is 0.5"),
     ):
         with pytest.raises(UnsupportedArchitecture, match=words):
             LLM(write(folder, tmp_path / "extra.gguf", **extra), device="cpu")

@@ -32,6 +32,7 @@ SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 STRING, ARRAY = 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # by type
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+LENGTH = struct.Struct("<Q")  # before each string
 LONGEST = 2**30  # of a string, in bytes
 LONGEST_NAME = 256  # of a tensor; llama.cpp takes 63 characters
 DEEPEST = 8  # dimensions of a tensor, arrays in arrays
@@ -262,10 +263,13 @@ class File:
         rope = {"rope_theta": self._get("rope.freq_base"), "rope_type": "default" if kind == "none" else kind}
         if kind in ("linear", "yarn"):
             given = {
-                "original_context_length": "original_max_position_embeddings", "attn_factor": "attention_factor",
+                "original_context_length": "original_max_position_embeddings", "yarn_attn_factor": "attention_factor",
                 "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow",
             }  # fmt: skip
             rope |= {"factor": factor} | {hf: self._get(f"rope.scaling.{key}") for key, hf in given.items()}
+            for key in ("rope.scaling.attn_factor", "rope.scaling.yarn_ext_factor"):  # of which no checkpoint knows
+                if (own := self._get(key, 1)) not in (1, -1):  # -1: unsaid, in llama.cpp
+                    raise UnsupportedArchitecture(f"{self.path}: {key} is {own}; only 1 is supported")
         if self.family in PARTIAL:
             size = self._number(
                 "attention.key_length", self._number("embedding_length") // self._number("attention.head_count")
@@ -339,22 +343,24 @@ class File:
 
     def _backend(self, pre: Any) -> Any:
         """The `tokenizers` tokenizer of the metadata."""
-        try:
-            theirs = importlib.import_module("transformers.integrations.gguf.gguf_tokenizer_mapping")
-        except ImportError:  # where earlier versions had it
-            theirs = importlib.import_module("transformers.integrations.ggml")
         given = {
             key.removeprefix("tokenizer.ggml."): value
             for key, value in self.metadata.items()
             if key.startswith("tokenizer.ggml.")
         }
+        if given["model"] == "gpt2" and pre in (*GPT2, *DIGITS):
+            return _byte_level(given, pre, None)
+        try:  # a second to import
+            theirs = importlib.import_module("transformers.integrations.gguf.gguf_tokenizer_mapping")
+        except ImportError:  # where earlier versions had it
+            theirs = importlib.import_module("transformers.integrations.ggml")
         if given["model"] == "gpt2":
             splits = getattr(theirs, "GGUF_PRE_TOKENIZER_SPLITS", {})
-            if pre not in (*GPT2, *DIGITS, *splits):
+            if pre not in splits:
                 raise CheckpointError(
                     f"{self.path}: pre-tokenizer {pre!r} is not known; put the model's tokenizer.json beside the file"
                 )
-            return _byte_level(given, pre, splits.get(pre))
+            return _byte_level(given, pre, splits[pre])
         names = {
             "model": "tokenizer_type", "pre": "pre_tokenizer_type", "unknown_token_id": "unk_token_id",
             "padding_token_id": "pad_token_id", "add_space_prefix": "add_prefix_space",
@@ -498,11 +504,19 @@ class _Reader:
         return values
 
     def _string(self) -> str:
-        (length,) = self._take("Q")
-        if length > min(LONGEST, len(self.data) - self.at):
-            raise ValueError(f"a string of {length} bytes at {self.at} goes beyond the file's end")
-        self.at += length
-        return self.data[self.at - length : self.at].decode("utf-8", errors="replace")
+        return self._strings(1)[0]
+
+    def _strings(self, count: int) -> list[str]:
+        found, data, at, size = list[str](), self.data, self.at, len(self.data)
+        for _ in range(count):
+            (length,) = LENGTH.unpack_from(data, at)
+            at += LENGTH.size
+            if length > min(LONGEST, size - at):
+                raise ValueError(f"a string of {length} bytes at {at} goes beyond the file's end")
+            found.append(data[at : at + length].decode("utf-8", errors="replace"))
+            at += length
+        self.at = at
+        return found
 
     def _value(self, kind: int, depth: int = 0) -> Any:
         if kind in SCALARS:
@@ -516,6 +530,8 @@ class _Reader:
             raise ValueError(f"an array of {count} values at {self.at} goes beyond the file's end")
         if inside in SCALARS:
             return list(self._take(f"{count}{SCALARS[inside]}"))
+        if inside == STRING:
+            return self._strings(count)
         return [self._value(inside, depth + 1) for _ in range(count)]
 
     def _info(self) -> tuple[str, tuple[int, ...], str, int]:

@@ -440,11 +440,12 @@ class Runner:
 def check_exactness(model: Model, kv: KVCache) -> str:
     """`bitwise` if this model's logits do not depend on what shares a forward (Law 2), else `law`.
 
-    The loaded linears are run on random rows, alone and in company. Then the whole model reads random tokens up to and
-    across a key-block border: one at a time, as chains of many lengths, as the second branch of a tree if the attention
-    promises that, and beside another sequence. All bit for bit, with as many threads as there are now. Where it does
-    not promise it, a sequence that accepted another branch than the first counts as `law`: its keys lay in other slots.
-    Raises CheckpointError if what comes out is not finite.
+    The loaded linears are run on random rows, alone and in company. The whole model reads random tokens; then it, on a
+    CPU its first layer and the last of each kind, reads them up to and across a key-block border: one at a time, as
+    chains of many lengths, as the second branch of a tree if the attention promises that, and beside another sequence.
+    All bit for bit, with as many threads as there are now. Where it does not promise it, a sequence that accepted
+    another branch than the first counts as `law`: its keys lay in other slots. Raises CheckpointError if what comes out
+    is not finite.
     """
     runner = Runner(model, kv, chunk=64)  # small chunks: the check should not set the peak of memory
     generator = torch.Generator().manual_seed(0)
@@ -459,6 +460,13 @@ def check_exactness(model: Model, kv: KVCache) -> str:
     seq, other = Sequence(text[:length], params, seed=0), Sequence(text[: max(1, length // 3)], params, seed=0)
     most = border if border is not None and length < border else model.config.context - 1
     draft = Draft.chain(text[length : min(len(text), most)])
+    if model.device.type == "cpu" and type(model) is Model and type(kv) is PagedKV:  # a GPU needs the graphs of all
+        _finite(runner.extend([seq]).logits[0])
+        runner.free(seq)
+        kinds = {_kind(model, i): i for i in range(model.config.num_layers)}
+        if len(telling := sorted({*kinds.values(), 0})) < model.config.num_layers:
+            model = model.thin(telling)
+            runner = Runner(model, PagedKV(model.config, model.dtype, model.device), chunk=64)
     try:
         plain = []
         for token in draft.tokens[:alone]:
@@ -481,6 +489,13 @@ def check_exactness(model: Model, kv: KVCache) -> str:
     finally:
         runner.free(seq)
         runner.free(other)
+
+
+def _kind(model: Model, i: int) -> Hashable:
+    """What decides which kernels a layer runs on, and how; its sizes are all layers'."""
+    layer = model.layers[i]
+    products = (tuple((w.format, w.group, w.rounded) for w in m.packed) if m.native else m.kernel for m in layer.linears)
+    return type(layer.mlp), model.rotaries[i], model.config.windows[i], *products
 
 
 def rows_alone(model: Model) -> bool:
