@@ -51,7 +51,8 @@ sanitize: .venv/ready
 		--target build/$$kind -C cmake.define.OUTRIDER_SANITIZE=$$kind . || exit 1; done
 	build/thread/outrider/ops/stress
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
-		OMP_NUM_THREADS=1 $(BIN)/python tests/sanitized.py build/address/outrider/ops tests/test_native.py tests/test_attention.py tests/test_walk.py tests/test_suffix.py tests/test_recurrent.py
+		OUTRIDER_SANITIZED=build/address/outrider/ops OMP_NUM_THREADS=1 \
+		$(BIN)/python -m pytest -p tests.sanitized -n 2 --capture=sys -x -k "not fork" $(addprefix tests/test_,native.py attention.py walk.py suffix.py recurrent.py)
 
 docs: .venv/ready
 	$(BIN)/python -m tools docs

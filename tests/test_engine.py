@@ -17,12 +17,12 @@ import torch
 from helpers import ScriptedDrafter, assert_released, oracle, run, use
 
 from outrider import LLM, Draft, SamplingParams, speculate
+from outrider.config import Rule
 from outrider.drafters.cascade import Cascade
 from outrider.engine import Engine, engine
 from outrider.errors import (
     ConfigError,
     DeadlineExceeded,
-    DrafterError,
     EngineError,
     OutOfMemory,
     OutriderError,
@@ -31,6 +31,7 @@ from outrider.errors import (
 from outrider.kv import OffloadKV
 from outrider.kv.paged import Table
 from outrider.sequence import Sequence
+from outrider.verify import COUPLED
 
 METHODS = {
     "none": None,
@@ -518,13 +519,30 @@ def test_a_drafter_may_change_its_drafts_behind_a_step(random_llm):
     assert {by for o in outputs for by in o.drafted_by} == {"me", None}
 
 
-@pytest.mark.parametrize("wrong", [lambda seqs: [], lambda seqs: None, lambda seqs: ["x" for _ in seqs]])
-def test_wrong_drafts_end_in_an_error_that_names_the_drafter(random_llm, wrong):
-    drafter = ScriptedDrafter(lambda seq, k: Draft())
-    drafter.propose = lambda seqs, k: wrong(seqs)
-    use(random_llm, drafter)
-    with pytest.raises(DrafterError, match="scripted"):
-        random_llm.generate(PROMPTS, SAMPLED)
+NO_DRAFT = torch.full((1, 128), 1 / 128)
+WRONG = {
+    "propose": [lambda seqs, k: [], lambda seqs, k: None, lambda seqs, k: ["x" for _ in seqs], lambda seqs, k: exit(1),
+                lambda seqs, k: [Draft([5], [-1], q=NO_DRAFT.to_sparse()) for _ in seqs],
+                lambda seqs, k: [Draft([5], [-1], q=NO_DRAFT.to("meta")) for _ in seqs]],
+    "rests": [lambda seqs: torch.zeros(2), lambda seqs: exit(1)],
+    "kv_bytes": [lambda tokens: None, lambda tokens: "many", lambda tokens: float("nan")],
+    "observe": [lambda *_: exit(1)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "wrong"), [(method, i) for method in WRONG for i in range(len(WRONG[method]))])
+def test_what_is_no_draft_switches_a_drafter_off(random_llm, caplog, method, wrong):
+    rule = Rule("rejection") if (method, wrong) in (("propose", 4), ("propose", 5)) else COUPLED
+    use(random_llm, ScriptedDrafter(lambda seq, k: Draft()), rule=rule)
+    expected = [o.token_ids for o in random_llm.generate(PROMPTS, SAMPLED)]
+    drafter = ScriptedDrafter(lambda seq, k: Draft.chain([5]))
+    setattr(drafter, method, WRONG[method][wrong])
+    use(random_llm, drafter, rule=rule)
+    for _ in range(2):
+        outputs = random_llm.generate(PROMPTS, SAMPLED)
+        assert [o.token_ids for o in outputs] == expected
+        assert all(o.metrics["drafter_error"] for o in outputs)
+    assert caplog.text.count("drafter 'scripted' is switched off") == 1
     assert_released(random_llm)
 
 

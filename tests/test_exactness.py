@@ -189,6 +189,43 @@ def test_same_tokens(request, make_checkpoint, method, universe, sampling, k, si
         assert accepted, f"{method} guesses nothing right even in repetitive text; if it need not: ACCEPTS_NOTHING"
 
 
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("method", drafters.methods())
+def test_the_default_dtype_is_the_callers(random_llm, make_checkpoint, method, default):
+    """transformers changes it for all threads while it loads a model."""
+    plain, config = plain_of(random_llm, "everything"), config_of(method, "random", make_checkpoint)
+    torch.set_default_dtype(default)
+    try:
+        random_llm.speculative_config = config
+        outputs = run(random_llm, batch_of(random_llm, "everything", 8))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(alike(output, expected) for output, expected in zip(outputs, plain, strict=True))
+    assert {output.metrics["drafter_error"] for output in outputs} == {None}
+
+
+ROPES = [{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0},
+         {"rope_type": "longrope", "short_factor": [1.1] * 8, "long_factor": [1.3] * 8, "rope_theta": 10000.0,
+          "original_max_position_embeddings": 32, "attention_factor": 1.2}]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "rope", [{}, *[{"rope_parameters": rope} for rope in ROPES]], ids=["plain", "yarn", "longrope"]
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_default_dtype_is_not_the_models(make_checkpoint, dtype, rope):
+    folder = make_checkpoint(**rope)
+    llm = LLM(folder, device="cpu", dtype=dtype)
+    expected = logits_after(llm, list(range(60)))
+    for default in (torch.float64, torch.bfloat16):
+        torch.set_default_dtype(default)
+        try:
+            other = LLM(folder, device="cpu", dtype=dtype)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert other.exactness == llm.exactness and torch.equal(logits_after(other, list(range(60))), expected)
+
+
 ON_GPU = torch.cuda.is_available() and os.environ["TRITON_INTERPRET"] == "0"
 DEVICES = ["cpu", *(["cuda"] if ON_GPU else [])]
 

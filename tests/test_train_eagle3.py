@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +22,8 @@ from outrider.load import find
 from outrider.sequence import Sequence
 from outrider.train.conversations import Template, read_prompts, write
 from outrider.train.eagle3 import Batch, Trainer
-from outrider.train.settings import ConversationSettings, Eagle3Settings
+from outrider.train.recurrent import Trainer as Other
+from outrider.train.settings import ConversationSettings, Eagle3Settings, RecurrentSettings
 from outrider.verify import COUPLED
 
 SMALL = Eagle3Settings(vocab=96, depth=3, length=40, prompt=8, batch=200, first=400, replay=1)
@@ -205,6 +207,8 @@ def test_a_run_goes_on(trained, llm, said):
     assert list(again.run(before.seconds / 60 + 0.01)) and again.seconds > before.seconds
     with pytest.raises(ConfigError, match="begun with depth 3"):
         Trainer([said], before.output, Eagle3Settings(**{**vars(SMALL), "depth": 2}), llm=llm)
+    with pytest.raises(ConfigError, match="begun with method eagle3"):
+        Other([said], before.output, RecurrentSettings(vocab=96), llm=llm)
 
 
 def test_a_damaged_state_is_seen(trained, llm, said):
@@ -218,6 +222,22 @@ def test_a_damaged_state_is_seen(trained, llm, said):
                 Trainer([said], path.parent, SMALL, llm=llm)
     finally:
         path.write_bytes(good)
+
+
+@pytest.mark.parametrize("name", ["held", "batch-00000"])
+def test_what_was_read_may_be_damaged_or_missing(trained, llm, said, tmp_path, name):
+    folder = tmp_path / "run"
+    shutil.copytree(trained[0].output, folder)
+    path = folder / "states" / f"{name}.safetensors"
+    path.write_bytes(path.read_bytes()[:-500])
+    with pytest.raises(CheckpointError, match=f"{name}.safetensors is damaged"):
+        Batch.load(path)
+    path.unlink()
+    if name == "held":
+        assert Trainer([said], folder, SMALL, llm=llm).held.lengths == trained[0].held.lengths
+    else:
+        with pytest.raises(CheckpointError, match="batches are there"):
+            Trainer([said], folder, SMALL, llm=llm)
 
 
 def test_a_line_of_the_log_that_was_cut_short_is_left_out(trained, tmp_path):

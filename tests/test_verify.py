@@ -372,7 +372,7 @@ def test_a_large_vocabulary_is_asked_along_the_walk(recipes, temperature):
         assert asked[0] == len(seqs)  # all that are sure to be asked, at once
 
 
-@pytest.mark.parametrize("result", [None, torch.zeros(3), [1.0]])
+@pytest.mark.parametrize("result", [None, torch.zeros(3), [1.0], torch.nested.nested_tensor([torch.zeros(3)])])
 def test_a_processor_must_return_logits(result):
     llm = LLM("tiny", dtype="float32")
     with pytest.raises(ConfigError, match="must return logits of shape"):

@@ -68,7 +68,7 @@ def compensated(
     u, half = factor(h[turns][:, turns]), 2 ** (bits - 1)
     w = weight.float().T.contiguous()  # (in, out): an input's weights lie together
     inputs, outputs = w.shape
-    importance = torch.empty(inputs)  # of an input's error, those before it being settled
+    importance = torch.empty(inputs, dtype=torch.float32)  # of an input's error, those before it being settled
     importance[turns] = u.diagonal().square().reciprocal()
     parts = [slice(at, at + group) for at in range(0, inputs, group)]
     found = [quantize.ranges(w[own].T, bits, symmetric, dtype, importance[own]) for own in parts]
@@ -77,7 +77,7 @@ def compensated(
     places = turns.tolist()
     for first in range(0, inputs, COLUMNS):
         last = min(first + COLUMNS, inputs)
-        errors = torch.empty(last - first, outputs)
+        errors = torch.empty(last - first, outputs, dtype=torch.float32)
         for j in range(first, last):
             scale, zero = scales[places[j] // group], zeros[places[j] // group]
             q = (w[j] / scale).round_().add_(zero).clamp_(-half, half - 1)
@@ -120,7 +120,7 @@ class _Rounding(Linear):
     ) -> Tensor:
         parts = [slice(at, at + ROWS) for at in range(0, len(x), ROWS)]
         if self.found is None:
-            h = torch.zeros(self.in_features, self.in_features)
+            h = torch.zeros(self.in_features, self.in_features, dtype=torch.float32)
             for part in parts:
                 own = x[part] if norm is None else F.rms_norm(x[part], norm.shape, norm, eps)
                 h.addmm_(own.T, own)
@@ -198,7 +198,9 @@ def layers(
     lengths = [len(text) for text in texts for _ in text]
     starts = [0, *torch.tensor([len(text) for text in texts]).cumsum(0).tolist()]
     entries = [Entry(i, starts[i], len(text), 0) for i, text in enumerate(texts)]
-    nothing = Linear(torch.zeros(1, c.hidden_size), pack=False)  # the head, of which nobody asks anything
+    nothing = Linear(
+        torch.zeros(1, c.hidden_size, dtype=torch.float32), pack=False
+    )  # the head, of which nobody asks anything
     plain = replace(c, embedding_multiplier=1.0)
     few = 0
     for i in range(c.num_layers):

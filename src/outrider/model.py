@@ -438,11 +438,11 @@ class Rotary:
         elif self.kind == "yarn":
             inv = self._yarn(inv, config)
         elif self.kind == "longrope":
-            self.inv_long = inv / torch.tensor(rope["long_factor"])
-            inv = inv / torch.tensor(rope["short_factor"])
+            self.inv_long = inv / torch.tensor(rope["long_factor"], dtype=torch.float32)
+            inv = inv / torch.tensor(rope["short_factor"], dtype=torch.float32)
             self.attention_factor = float(rope.get("attention_factor") or self._longrope_factor())
         if factors := rope.get("freq_factors"):  # as GGUF files hold Llama 3's scaling
-            inv = inv / torch.tensor(factors)
+            inv = inv / torch.tensor(factors, dtype=torch.float32)
         self.exponents, self.inv = exponents, inv
         self._block = lru_cache(maxsize=256)(self._make_block)
 
@@ -477,7 +477,7 @@ class Rotary:
         if rope.get("truncate", True):
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, self.turned - 1)
-        ramp = ((torch.arange(self.turned // 2) - low) / (high - low or 0.001)).clamp(0, 1)
+        ramp = ((torch.arange(self.turned // 2, dtype=torch.float32) - low) / (high - low or 0.001)).clamp(0, 1)
         return ramp * inv / self.factor + (1 - ramp) * inv
 
     def __call__(self, positions: list[int], lengths: list[int]) -> tuple[Tensor, Tensor]:

@@ -440,7 +440,7 @@ class Runner:
 def check_exactness(model: Model, kv: KVCache) -> str:
     """`bitwise` if this model's logits do not depend on what shares a forward (Law 2), else `law`.
 
-    The loaded linears are run on random rows, alone and in company. The whole model reads random tokens; then it, on a
+    The loaded linears are run on random rows, alone and in company. The whole model reads a few tokens; then it, on a
     CPU its first layer and the last of each kind, reads them up to and across a key-block border: one at a time, as
     chains of many lengths, as the second branch of a tree if the attention promises that, and beside another sequence.
     All bit for bit, with as many threads as there are now. Where it does not promise it, a sequence that accepted
@@ -461,8 +461,9 @@ def check_exactness(model: Model, kv: KVCache) -> str:
     most = border if border is not None and length < border else model.config.context - 1
     draft = Draft.chain(text[length : min(len(text), most)])
     if model.device.type == "cpu" and type(model) is Model and type(kv) is PagedKV:  # a GPU needs the graphs of all
-        _finite(runner.extend([seq]).logits[0])
-        runner.free(seq)
+        few = Sequence(text[: min(length, 8)], params, seed=0)
+        _finite(runner.extend([few]).logits[0])
+        runner.free(few)
         kinds = {_kind(model, i): i for i in range(model.config.num_layers)}
         if len(telling := sorted({*kinds.values(), 0})) < model.config.num_layers:
             model = model.thin(telling)
@@ -494,7 +495,9 @@ def check_exactness(model: Model, kv: KVCache) -> str:
 def _kind(model: Model, i: int) -> Hashable:
     """What decides which kernels a layer runs on, and how; its sizes are all layers'."""
     layer = model.layers[i]
-    products = (tuple((w.format, w.group, w.rounded) for w in m.packed) if m.native else m.kernel for m in layer.linears)
+    products = (
+        tuple((w.format, w.group, w.rounded) for w in m.packed) if m.native else m.kernel for m in layer.linears
+    )
     return type(layer.mlp), model.rotaries[i], model.config.windows[i], *products
 
 
@@ -504,7 +507,7 @@ def rows_alone(model: Model) -> bool:
     with torch.inference_mode():
         for linear in (layer.qkv, layer.o, *layer.mlp.linears[:3], model.head):
             own: Linear = getattr(linear, "own", linear)  # of a product that is cut over ranks, the part
-            x = torch.randn(65, own.in_features, generator=generator).to(model.device, model.dtype)
+            x = torch.randn(65, own.in_features, generator=generator, dtype=torch.float32).to(model.device, model.dtype)
             full = own(x)
             _finite(full)
             parts = [slice(i, i + n) for n in (1, 2, 3, 8, 17, 33) for i in (0, 9)]

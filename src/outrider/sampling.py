@@ -209,7 +209,7 @@ def _places(vocab: int) -> Tensor:
 @lru_cache(maxsize=256)
 def _log(x: float) -> float:
     """As `keep_likely` takes it."""
-    return float(torch.tensor([[x]]).log())
+    return float(torch.tensor([[x]], dtype=torch.float32).log())
 
 
 def _single(x: float) -> float:
@@ -341,7 +341,7 @@ def _shaped(logits: Tensor, rows: list[Row]) -> tuple[Tensor, list[int]]:
 
 
 def _column(params: list[SamplingParams], name: str, like: Tensor) -> Tensor:
-    return upload(torch.tensor([[float(getattr(p, name))] for p in params]), like.device)
+    return upload(torch.tensor([[float(getattr(p, name))] for p in params], dtype=torch.float32), like.device)
 
 
 # --- what a request's parameters do to its logits -------------------------------------------------------------------
@@ -361,7 +361,7 @@ def process(logits: Tensor, row: Row) -> Tensor:
         if p.repetition_penalty != 1:  # CTRL (1909.05858), as in transformers and vLLM
             by = max(p.repetition_penalty, SMALLEST)
             some = torch.where(some > 0, some / by, some * by).clamp(max=LARGEST)
-        logits[ids] = some - (p.frequency_penalty * output + p.presence_penalty * (output > 0))
+        logits[ids] = some - (p.frequency_penalty * output + p.presence_penalty * (output > 0).float())
     if p.logit_bias:
         ids, biases = _biases(seq, logits)
         logits[ids] = (logits[ids] + biases).clamp(max=LARGEST).to(logits)
@@ -406,17 +406,18 @@ def _custom(processor: LogitsProcessor, tokens: list[int], logits: Tensor) -> Te
         edited = processor(tokens, logits)
     except (Exception, SystemExit) as error:  # the caller's code: it raises what it likes
         raise RequestError(f"{name} raised {told(error)}") from error
-    if not isinstance(edited, Tensor) or edited.shape != logits.shape:
-        what = tuple(edited.shape) if isinstance(edited, Tensor) else type(edited).__name__
+    shape = tuple(edited.shape) if isinstance(edited, Tensor) and not edited.is_nested else None  # which has none
+    if shape != logits.shape:
+        what = shape or type(edited).__name__
         raise ConfigError(f"{name} must return logits of shape {tuple(logits.shape)}, not {what}")
     try:
-        edited = edited.to(logits).clamp(max=LARGEST)
-        most = float(edited.max())
+        own: Tensor = edited.to(logits).clamp(max=LARGEST)
+        most = float(own.max())
     except RuntimeError as error:  # a sparse tensor, or one without data
         raise ConfigError(f"{name} must return a tensor like the logits it is given: {told(error)}") from None
     if not math.isfinite(most):
         raise RequestError(f"{name} " + ("returned NaN" if math.isnan(most) else "leaves no token to choose"))
-    return edited
+    return own
 
 
 def _counts(row: Row) -> tuple[Tensor, Tensor]:

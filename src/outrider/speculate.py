@@ -163,7 +163,11 @@ def _drafts(
     drafts: list[Draft] = []
     border = config.border
     for seq, seen, guess in zip(asked, shown, guesses, strict=True):
-        if fault := _fault(guess, config.vocab_size, rule):
+        try:
+            fault = _fault(guess, config.vocab_size, rule)
+        except Exception as error:  # a tensor that cannot be looked at
+            fault = told(error)
+        if fault:
             raise DrafterError(f"drafter {_name(drafter)}: propose must return Drafts; {fault}")
         seq.metrics.inner, deepest = seen.metrics.inner, seq.room - 1
         if border is not None and len(seq.tokens) <= border:
@@ -262,7 +266,9 @@ class Autoregressive(Forking):
                     most = max(0, min(MOST_NODES - k - len(forced[fork.id]), fork.room - 1))
                     taken = fork.accept(fork.constraint.forced(fork, [])[:most])
                     forced[fork.id].update(range(begin - starts[fork.id], begin - starts[fork.id] + taken))
-                    drawn[fork.id] += [torch.zeros(self.vocab)] * (taken if fork.rule.flips_coins else 0)
+                    drawn[fork.id] += [torch.zeros(self.vocab, dtype=torch.float32)] * (
+                        taken if fork.rule.flips_coins else 0
+                    )
                     trust[fork.id] += [1.0] * taken
             alive = [fork for fork in alive if not fork.finish_reason]
             going = []

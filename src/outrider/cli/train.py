@@ -35,7 +35,9 @@ def medusa(
     batch: Annotated[int, typer.Option(help="Windows per step.")] = Heads.batch,
     lr: Annotated[float, typer.Option(help="Highest learning rate.")] = Heads.lr,
     seed: Annotated[int, typer.Option(help="Of all that is drawn.")] = Heads.seed,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the folder's checkpoint.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the folder's checkpoint, which has the texts.")
+    ] = False,
     every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints and reports.")] = 50,
     dtype: Dtype = "auto",
     device: Device = "auto",

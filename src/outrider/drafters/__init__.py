@@ -158,4 +158,4 @@ def check(drafter: Drafter, **bounds: tuple[float, float]) -> None:
     """Raise ConfigError for an option that lies outside its bounds (NaN does)."""
     for name, (low, high) in bounds.items():
         if not low <= (value := getattr(drafter, name)) <= high:
-            raise ConfigError(f"{name} must be at least {low} and at most {high:g}, not {value}")
+            raise ConfigError(f"{name} must be at least {low} and at most {high}, not {value}")

@@ -29,6 +29,7 @@ from outrider.engine.turn import Turn
 from outrider.errors import (
     ConfigError,
     DeadlineExceeded,
+    DrafterError,
     EmptyPrompt,
     EngineError,
     OutOfMemory,
@@ -509,6 +510,9 @@ class Engine:
         except BaseException as error:
             if not ends_one(error):
                 raise
+            if isinstance(error, DrafterError) and self.guard.failure is None:  # before anything was read
+                self.guard.switch_off(error, seqs)
+                return self._forward(requests, reading, k, times)
             news = []
             for request, length in zip(everyone, lengths, strict=True):
                 if len(everyone) == 1 or len(request.seq.tokens) != length:

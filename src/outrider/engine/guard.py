@@ -15,7 +15,8 @@ log = logging.getLogger(__name__)
 
 
 class Guard(Drafter):
-    """A drafter that what it raises switches off for good, with one warning; its requests go on plainly.
+    """A drafter that what it raises, or drafts that are none, switch off for good, with one warning; its requests go on
+    plainly.
 
     Not held against it, but paid with one step's drafts, is what the requests bring about: memory that runs out or
     another OutriderError, and anything raised where a sequence has custom processors, which a draft model asks, too.
@@ -30,8 +31,8 @@ class Guard(Drafter):
         """Whether it rests."""
         if not self.quiet and self.failure is None:
             try:
-                return self.drafter.rests(seqs)
-            except Exception as error:
+                return bool(self.drafter.rests(seqs))
+            except (Exception, SystemExit) as error:
                 self._blame(error, [])
         return False
 
@@ -40,7 +41,7 @@ class Guard(Drafter):
         if not self.quiet and self.failure is None:
             try:
                 return self.drafter.propose(seqs, k)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 self._blame(error, seqs)
         return [Draft() for _ in seqs]
 
@@ -49,7 +50,7 @@ class Guard(Drafter):
         if self.failure is None:
             try:
                 self.drafter.observe(seqs, verdicts, output)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 self._blame(error, seqs)
 
     def remember(self, text: list[int]) -> None:
@@ -57,39 +58,40 @@ class Guard(Drafter):
         if self.failure is None:
             try:
                 self.drafter.remember(text)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 self._blame(error, [])
 
     def forget(self, seq: Sequence) -> None:
         """Let it give back what it held; it is asked even when switched off."""
         try:
             self.drafter.forget(seq)
-        except Exception as error:
-            self._switch_off(error, [])
+        except (Exception, SystemExit) as error:
+            self.switch_off(error, [])
 
     def kv_bytes(self, tokens: int) -> int:
         """What it says it will hold."""
         if self.failure is None:
             try:
-                return self.drafter.kv_bytes(tokens)
-            except Exception as error:
+                return max(0, int(self.drafter.kv_bytes(tokens)))
+            except (Exception, SystemExit) as error:
                 self._blame(error, [])
         return 0
 
-    def _blame(self, error: Exception, seqs: list[Sequence]) -> None:
+    def _blame(self, error: BaseException, seqs: list[Sequence]) -> None:
         """Switch it off, if what it raised is its own fault."""
         cause: BaseException = error
         while isinstance(cause, DrafterError) and cause.__cause__:  # of one inside another: what went wrong there
             cause = cause.__cause__
         own = isinstance(cause, DrafterError) or not isinstance(cause, OutriderError)
         if own and not any(seq.params.logits_processors for seq in seqs):
-            self._switch_off(error, seqs)
+            self.switch_off(error, seqs)
 
-    def _switch_off(self, error: Exception, seqs: list[Sequence]) -> None:
+    def switch_off(self, error: BaseException, seqs: list[Sequence]) -> None:
+        """It drafts no more."""
         if self.failure is None:
             self.failure, self.idle = told(error), True  # type: ignore[misc]
             log.warning("drafter %r is switched off, decoding goes on without drafts: %s", self.name, self.failure)
             log.debug("where drafter %r failed", self.name, exc_info=error)
         for seq in seqs:
-            with suppress(Exception):  # it has failed; its memory may go all the same
+            with suppress(Exception, SystemExit):  # it has failed; its memory may go all the same
                 self.drafter.forget(seq)

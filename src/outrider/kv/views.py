@@ -120,7 +120,7 @@ class SnapKV(Policy):
         found = []
         heads = queries[-self.window :].transpose(0, 1)
         for group, own in zip(heads.chunk(len(keys)), keys, strict=True):
-            total = torch.zeros(1, len(own), device=keys.device)
+            total = torch.zeros(1, len(own), dtype=torch.float32, device=keys.device)
             for q in group:
                 weights = torch.softmax(q * scale @ own.T, -1)
                 total += weights.new_ones(1, len(weights)) @ weights  # their sum, many times faster in bfloat16

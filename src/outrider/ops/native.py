@@ -129,7 +129,7 @@ def memory(size: int) -> Tensor:
 
 def computes_right() -> bool:
     """Whether small products of all formats agree with float64 on the instruction set in use."""
-    x, weight = torch.arange(17 * 72).view(17, 72) * 37 % 255 - 127.0, torch.arange(40 * 72).view(40, 72) % 15
+    x, weight = torch.arange(17 * 72).view(17, 72) * 37 % 255 - 127, torch.arange(40 * 72).view(40, 72) % 15
     x[:, ::32] = 127  # in each group: rounded to 8 bits, the rows are what they were
     scales, coarse = torch.arange(1, 41).view(40, 1).repeat(1, 3) % 60, torch.full((40, 1), 1 / 64, dtype=torch.float16)
     for code, rounded in [*((code, False) for code in range(9)), *((code, True) for code in INTEGERS)]:
@@ -137,7 +137,7 @@ def computes_right() -> bool:
         plain = torch.where(plain.abs() % 2 * plain.abs() > 4, plain.sign() * 6, plain) if code == FP4 else plain
         kinds = {F32: torch.float32, BF16: torch.bfloat16, FP8: torch.float8_e4m3fn}
         plain = plain.to(kinds.get(code, torch.int8))
-        a, y = x.to(torch.float32 if code == F32 else torch.bfloat16), torch.empty(17, 40)
+        a, y = x.to(torch.float32 if code == F32 else torch.bfloat16), torch.empty(17, 40, dtype=torch.float32)
         w = kernels.Weights(code, 40, 72, 32, False, rounded)
         data, factors = torch.empty(w.nbytes, dtype=torch.uint8), torch.empty(w.room(3), dtype=torch.int16)
         kind, shared = code % 3, torch.empty(w.room(1), dtype=torch.float16)

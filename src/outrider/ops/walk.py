@@ -174,7 +174,7 @@ class Walk:
         queries = torch.empty(self.layers, rows, self.heads, self.dim, dtype=self.dtype) if stores.queries else None
         if room is None:
             out = torch.empty(len(wanted), self.hidden, dtype=self.dtype)
-            logits = torch.empty(len(wanted) if head else 0, self.vocab)
+            logits = torch.empty(len(wanted) if head else 0, self.vocab, dtype=torch.float32)
         else:
             out, logits = room
         began = time.perf_counter()

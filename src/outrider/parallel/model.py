@@ -100,8 +100,10 @@ def columns_alone(model: CutModel) -> bool:
     generator = torch.Generator().manual_seed(1)
     experts = cut.whole.mixture
     for inputs in (cut.whole.hidden_size, experts.width if experts else cut.whole.intermediate_size):
-        weight = torch.randn(cut.whole.hidden_size, inputs, generator=generator).to(model.device, model.dtype)
-        x = torch.randn(3, inputs, generator=generator).to(model.device, model.dtype)
+        weight = torch.randn(cut.whole.hidden_size, inputs, generator=generator, dtype=torch.float32).to(
+            model.device, model.dtype
+        )
+        x = torch.randn(3, inputs, generator=generator, dtype=torch.float32).to(model.device, model.dtype)
         parts = [Linear(weight[own.start : own.stop].clone())(x) for own in cut.hidden]
         if not torch.equal(torch.cat(parts, 1), Linear(weight.clone())(x)):
             return False

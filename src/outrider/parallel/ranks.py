@@ -210,8 +210,7 @@ class Ranks:
         self._lines[0].sendall(_packed(["answer", value]))
 
     def report(self, error: BaseException) -> NoReturn:
-        """Tell rank 0 why this one cannot go on, and end."""
-        self._closing = True
+        """Tell rank 0 why this one cannot go on, and end. If it has ended itself, who listens to it says so."""
         with suppress(OSError):
             self._lines[0].sendall(_packed(["error", told(error)]))
         time.sleep(2 * LAST_WORDS)

@@ -72,10 +72,13 @@ class Batch:
 
     @staticmethod
     def load(path: Path, device: torch.device | str = "cpu") -> Batch:
-        """Read what `save` wrote."""
-        named = load_file(path, str(device))
-        lengths, starts = named["lengths"].tolist(), named["starts"].tolist()
-        return Batch(named["ids"], lengths, starts, named["taps"], named["last"])
+        """Read what `save` wrote. Raises CheckpointError for a damaged file."""
+        try:
+            named = load_file(path, str(device))
+            lengths, starts = named["lengths"].tolist(), named["starts"].tolist()
+            return Batch(named["ids"], lengths, starts, named["taps"], named["last"])
+        except Exception as error:  # whatever is damaged
+            raise _damaged(path, told(error)) from None
 
     def ends(self) -> Tensor:
         """For each row where its conversation ends, (n,)."""
@@ -265,6 +268,8 @@ class Trainer:
         self.taken: dict[str, tuple[int, int]] = {}  # lines of each file that were read, and the byte behind them
         begun = (output / "state.pt").is_file()
         batches = self._resume() if begun else 0
+        if (there := len(self._batches())) < batches:
+            raise _damaged(self.states, f"{there} of {batches} batches are there")
         # What was read since the state was kept: its lines come again. Before the first, it may be another model's.
         for path in [*self._batches()[batches:], *([] if begun else self.states.glob("held.safetensors"))]:
             path.unlink()
@@ -462,9 +467,12 @@ class Trainer:
         append(self.output / "log.jsonl", json.dumps(line) + "\n")
         return line
 
+    def _settings(self) -> dict[str, Any]:
+        return {"method": self.method, **asdict(self.settings)}
+
     def _keep(self) -> None:
         state = {
-            "settings": asdict(self.settings), "head": self.head.state_dict(), "muon": self.muon.state_dict(),
+            "settings": self._settings(), "head": self.head.state_dict(), "muon": self.muon.state_dict(),
             "adam": self.adam.state_dict(), "counts": self.counts, "seconds": self.seconds, "visits": self.visits,
             "taken": self.taken, "batches": len(self._batches()), "rate": self.rate, "best": self.best,
         }  # fmt: skip
@@ -477,15 +485,11 @@ class Trainer:
             check_zip(path)
             return dict(torch.load(path, self.device, weights_only=True))
         except Exception as error:  # a damaged file is unpacked and unpickled by others
-            raise self._damaged(error) from None
-
-    def _damaged(self, error: Exception) -> CheckpointError:
-        path = self.output / "state.pt"
-        return CheckpointError(f"{path} is damaged ({told(error)}); remove it and train from the beginning")
+            raise _damaged(path, told(error)) from None
 
     def _resume(self) -> int:
         """Go on from the state; returns how many batches had been read when it was kept."""
-        state, now = self._state(), asdict(self.settings)
+        state, now = self._state(), self._settings()
         try:
             begun = dict(state["settings"])
             keys = [key for key in now if key != "device"]
@@ -497,7 +501,7 @@ class Trainer:
                 self.taken = {path: (lines, at) for path, (lines, at) in state["taken"].items()}
                 batches = int(state["batches"])
         except Exception as error:  # what is in it is applied by others
-            raise self._damaged(error) from None
+            raise _damaged(self.output / "state.pt", told(error)) from None
         if differs:
             raise ConfigError(f"{self.output} was begun with {differs[0]} {begun.get(differs[0])}; go on with the same")
         return batches
@@ -534,6 +538,10 @@ class Trainer:
         )
         card = CARD.format(method=self.method, model=s.model, settings=json.dumps(asdict(s)), rows=rows)
         write_text(folder / "README.md", card)
+
+
+def _damaged(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError(f"{path} is damaged ({reason}); remove it and train from the beginning")
 
 
 def tuple_less(value: Any) -> Any:

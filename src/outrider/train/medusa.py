@@ -65,6 +65,7 @@ def train(
     """
     s, keep = settings, output / "checkpoint"
     begun = (keep / "state.pt").is_file()
+    corpus.files(data)  # what is missing is named, even where the checkpoint has what was read of it
     if resume and not begun:
         raise ConfigError(f"{output} holds no checkpoint to resume; leave --resume out")
     # A run that was killed before its first checkpoint has left a folder `checkpoint` without a state.

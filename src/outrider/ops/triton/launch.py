@@ -470,7 +470,7 @@ class Experts:
         kernels, rows, emulates = load(), len(x), _emulates(x)
         count, machine, block = rows * self.chosen, TABLE[self.architecture], power(self.count)
         experts, line = (torch.empty(count, dtype=torch.int32, device=x.device) for _ in range(2))
-        weights = torch.empty(rows, self.chosen + self.shared, device=x.device)
+        weights = torch.empty(rows, self.chosen + self.shared, dtype=torch.float32, device=x.device)
         kernels.route[rows,](
             scores, experts, weights, _or(real, scores), self.count, scores.shape[1], self.chosen, self.normalised,
             real is not None, block, num_warps=1, **_how(x.device),
@@ -501,7 +501,7 @@ class Experts:
         """Parts (shares, count, outs) of x, whose rows have so many entries each; shares; whether a bias follows."""
         w, o = each.weights, self._order(each)
         own = TABLE[self.architecture].tiles(w.code)[tile]
-        parts = torch.empty(o.shares, count, w.outs, device=x.device)
+        parts = torch.empty(o.shares, count, w.outs, dtype=torch.float32, device=x.device)
         x, sums, groups = entered(x, w)
         load().products[len(tiles), -(-w.outs // own.outputs), o.shares](
             x, w.data, _or(w.scales, x), _or(w.offsets, x), _or(w.zeros, x), sums, each.places, tiles, line, parts,
@@ -599,8 +599,8 @@ def attend(
     part = wide if fold > 1 else min(wide, PART)  # numbers of a head in a program
     room = max(1, PARTS // parts_of(entries, heads, dim))  # rows at a time
     for first, last, tiles in plan.pieces(room):
-        parts = torch.empty(last - first, heads, entries, wide, device=q.device)
-        sizes = torch.empty(last - first, heads, entries, 2, device=q.device)
+        parts = torch.empty(last - first, heads, entries, wide, dtype=torch.float32, device=q.device)
+        sizes = torch.empty(last - first, heads, entries, 2, dtype=torch.float32, device=q.device)
         kernels.attend[len(tiles), kv_heads, lone + entries](
             q, q.stride(0), slabs, plan.tables, tiles, plan.positions, plan.tails, plan.tails.shape[1], parts, sizes,
             scale * LOG2E, first, plan.spans, plan.reach, lone, heads, kv_heads, dim, wide, bm, window or 0,
