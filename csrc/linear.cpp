@@ -114,10 +114,15 @@ struct Nibbles {
     const int shift = 4 * (2 * a + v * W / 16);
     even = (u >> shift) & 0xf, odd = (u >> (16 + shift)) & 0xf;
   }
+  // They are left where they lie, as multiples of a power of two, by which `prepare` has divided the rows: no bit changes,
+  // and a shift for each vector of weights would take half as long as a product with it.
+  static constexpr int kPlaces[kStep] = {0, 16, 8, 24};
+  static constexpr float kParts[kStep] = {1, 0x1p-16f, 0x1p-8f, 0x1p-24f};
   INLINE void weights(const uint8_t *w, int a, int v, vf &even, vf &odd) {
-    vu e, o;
-    codes(w, a, v, e, o);
-    even = __builtin_convertvector((vi)e - kZero, vf), odd = __builtin_convertvector((vi)o - kZero, vf);
+    const vu u = load_as<vu>(w + 4 * (v * W % 16)) >> (v * W / 16 * 4);
+    const int e = kPlaces[2 * a], o = kPlaces[2 * a + 1];
+    even = __builtin_convertvector((vi)(u & (0xfu << e)) - (kZero << e), vf);
+    odd = __builtin_convertvector((vi)(u & (0xfu << o)) - (kZero << o), vf);
   }
 #if defined(__AVX512BF16__)
   INLINE __m512i words(const uint8_t *w, int a, int v) { return _mm512_srli_epi16(_mm512_loadu_si512(w), 4 * (2 * a + v)); }
@@ -712,6 +717,12 @@ Rows<X> prepare(const Weights &w, const A *x, int rows, const A *norm, float eps
       for (int k = start; k < end; k += W) total += load(out.x + out.at(r, k));
       sums[size_t(g) * rows + r] = sum(total);
     }
+    if constexpr (std::is_same_v<X, float>)
+      if (w.format == kI4 || w.format == kU4) {
+        vf parts;
+        for (int k = 0; k < W; k++) parts[k] = U4::kParts[k % kStep];
+        for (float *own = to + out.at(r, 0), *end = own + depth; own < end; own += W) store(own, load(own) * parts);
+      }
   });
   return out;
 }
