@@ -114,8 +114,8 @@ struct Nibbles {
     const int shift = 4 * (2 * a + v * W / 16);
     even = (u >> shift) & 0xf, odd = (u >> (16 + shift)) & 0xf;
   }
-  // They are left where they lie, as multiples of a power of two, by which `prepare` has divided the rows: no bit changes,
-  // and a shift for each vector of weights would take half as long as a product with it.
+  // They are left where they lie, as multiples of a power of two, by which `prepare` has divided the rows: no bit changes
+  // (but of numbers below 2^-102, in all rows alike), and a shift of each vector would take half as long as its product.
   static constexpr int kPlaces[kStep] = {0, 16, 8, 24};
   static constexpr float kParts[kStep] = {1, 0x1p-16f, 0x1p-8f, 0x1p-24f};
   INLINE void weights(const uint8_t *w, int a, int v, vf &even, vf &odd) {

@@ -352,8 +352,8 @@ def test_trust_is_checked(tiny_llm):
 
     for trust in ([2.0], [0.5, 0.5], ["x"], 0.5):
         use(tiny_llm, ScriptedDrafter(lambda seq, k, trust=trust: Draft([1], [-1], trust=trust)))
-        with pytest.raises(OutriderError, match="trust is a list of 1 numbers"):
-            tiny_llm.generate([1, 2], max_tokens=3, temperature=0)
+        (output,) = tiny_llm.generate([1, 2], max_tokens=3, temperature=0)
+        assert "trust is a list of 1 numbers" in output.metrics["drafter_error"]
 
 
 def test_recycled_tokens_come_back():

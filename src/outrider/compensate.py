@@ -198,9 +198,8 @@ def layers(
     lengths = [len(text) for text in texts for _ in text]
     starts = [0, *torch.tensor([len(text) for text in texts]).cumsum(0).tolist()]
     entries = [Entry(i, starts[i], len(text), 0) for i, text in enumerate(texts)]
-    nothing = Linear(
-        torch.zeros(1, c.hidden_size, dtype=torch.float32), pack=False
-    )  # the head, of which nobody asks anything
+    zeros = torch.zeros(1, c.hidden_size, dtype=torch.float32)
+    nothing = Linear(zeros, pack=False)  # the head, of which nobody asks anything
     plain = replace(c, embedding_multiplier=1.0)
     few = 0
     for i in range(c.num_layers):

@@ -495,10 +495,8 @@ def check_exactness(model: Model, kv: KVCache) -> str:
 def _kind(model: Model, i: int) -> Hashable:
     """What decides which kernels a layer runs on, and how; its sizes are all layers'."""
     layer = model.layers[i]
-    products = (
-        tuple((w.format, w.group, w.rounded) for w in m.packed) if m.native else m.kernel for m in layer.linears
-    )
-    return type(layer.mlp), model.rotaries[i], model.config.windows[i], *products
+    held = [[(w.format, w.group, w.rounded) for w in m.packed] if m.native else [m.nbytes] for m in layer.linears]
+    return type(layer.mlp), model.rotaries[i], model.config.windows[i], *(tuple(own) for own in held)
 
 
 def rows_alone(model: Model) -> bool:

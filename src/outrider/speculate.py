@@ -266,9 +266,8 @@ class Autoregressive(Forking):
                     most = max(0, min(MOST_NODES - k - len(forced[fork.id]), fork.room - 1))
                     taken = fork.accept(fork.constraint.forced(fork, [])[:most])
                     forced[fork.id].update(range(begin - starts[fork.id], begin - starts[fork.id] + taken))
-                    drawn[fork.id] += [torch.zeros(self.vocab, dtype=torch.float32)] * (
-                        taken if fork.rule.flips_coins else 0
-                    )
+                    none = torch.zeros(self.vocab, dtype=torch.float32)
+                    drawn[fork.id] += [none] * (taken if fork.rule.flips_coins else 0)
                     trust[fork.id] += [1.0] * taken
             alive = [fork for fork in alive if not fork.finish_reason]
             going = []

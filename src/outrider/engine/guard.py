@@ -15,8 +15,8 @@ log = logging.getLogger(__name__)
 
 
 class Guard(Drafter):
-    """A drafter that what it raises, or drafts that are none, switch off for good, with one warning; its requests go on
-    plainly.
+    """A drafter that is switched off for good, with one warning, by what it raises and by drafts that are none: its
+    requests go on plainly.
 
     Not held against it, but paid with one step's drafts, is what the requests bring about: memory that runs out or
     another OutriderError, and anything raised where a sequence has custom processors, which a draft model asks, too.
