@@ -117,7 +117,6 @@ struct Nibbles {
   // They are left where they lie, as multiples of a power of two, by which `prepare` has divided the rows: no bit changes
   // (but of numbers below 2^-102, in all rows alike), and a shift of each vector would take half as long as its product.
   static constexpr int kPlaces[kStep] = {0, 16, 8, 24};
-  static constexpr float kParts[kStep] = {1, 0x1p-16f, 0x1p-8f, 0x1p-24f};
   INLINE void weights(const uint8_t *w, int a, int v, vf &even, vf &odd) {
     const vu u = load_as<vu>(w + 4 * (v * W % 16)) >> (v * W / 16 * 4);
     const int e = kPlaces[2 * a], o = kPlaces[2 * a + 1];
@@ -720,7 +719,7 @@ Rows<X> prepare(const Weights &w, const A *x, int rows, const A *norm, float eps
     if constexpr (std::is_same_v<X, float>)
       if (w.format == kI4 || w.format == kU4) {
         vf parts;
-        for (int k = 0; k < W; k++) parts[k] = U4::kParts[k % kStep];
+        for (int k = 0; k < W; k++) parts[k] = 1.0f / float(1 << U4::kPlaces[k % kStep]);
         for (float *own = to + out.at(r, 0), *end = own + depth; own < end; own += W) store(own, load(own) * parts);
       }
   });

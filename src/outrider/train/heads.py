@@ -78,7 +78,7 @@ class Batch:
             lengths, starts = named["lengths"].tolist(), named["starts"].tolist()
             return Batch(named["ids"], lengths, starts, named["taps"], named["last"])
         except Exception as error:  # whatever is damaged
-            raise _damaged(path, told(error)) from None
+            raise damaged(path, told(error)) from None
 
     def ends(self) -> Tensor:
         """For each row where its conversation ends, (n,)."""
@@ -269,7 +269,7 @@ class Trainer:
         begun = (output / "state.pt").is_file()
         batches = self._resume() if begun else 0
         if (there := len(self._batches())) < batches:
-            raise _damaged(self.states, f"{there} of {batches} batches are there")
+            raise damaged(self.output, f"{there} of {batches} batches are there")
         # What was read since the state was kept: its lines come again. Before the first, it may be another model's.
         for path in [*self._batches()[batches:], *([] if begun else self.states.glob("held.safetensors"))]:
             path.unlink()
@@ -485,7 +485,7 @@ class Trainer:
             check_zip(path)
             return dict(torch.load(path, self.device, weights_only=True))
         except Exception as error:  # a damaged file is unpacked and unpickled by others
-            raise _damaged(path, told(error)) from None
+            raise damaged(path, told(error)) from None
 
     def _resume(self) -> int:
         """Go on from the state; returns how many batches had been read when it was kept."""
@@ -501,7 +501,7 @@ class Trainer:
                 self.taken = {path: (lines, at) for path, (lines, at) in state["taken"].items()}
                 batches = int(state["batches"])
         except Exception as error:  # what is in it is applied by others
-            raise _damaged(self.output / "state.pt", told(error)) from None
+            raise damaged(self.output / "state.pt", told(error)) from None
         if differs:
             raise ConfigError(f"{self.output} was begun with {differs[0]} {begun.get(differs[0])}; go on with the same")
         return batches
@@ -540,7 +540,8 @@ class Trainer:
         write_text(folder / "README.md", card)
 
 
-def _damaged(path: Path, reason: str) -> CheckpointError:
+def damaged(path: Path, reason: str) -> CheckpointError:
+    """The error that says it."""
     return CheckpointError(f"{path} is damaged ({reason}); remove it and train from the beginning")
 
 

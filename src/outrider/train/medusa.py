@@ -34,6 +34,7 @@ from outrider.files import check_zip, make_folder, replacing, write_text
 from outrider.llm import LLM
 from outrider.load import Progress
 from outrider.sequence import Sequence
+from outrider.train.heads import damaged
 from outrider.train.settings import Settings
 
 RANKS = 10  # whose accuracy is measured
@@ -157,7 +158,7 @@ def restore(
             return done, [ids.tolist() for ids in load_file(keep / "windows.safetensors").values()]
     except Exception as error:  # a damaged file is unpacked, unpickled and applied by others, who raise what they like
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise CheckpointError(f"{keep} is damaged ({reason}); remove it and train from the beginning") from None
+        raise damaged(keep, reason) from None
     differs = next(key for key, value in asdict(settings).items() if was.get(key) != value)
     raise ConfigError(f"{keep} was begun with {differs} {was.get(differs)}; resume with the same")
 
