@@ -30,6 +30,7 @@ from outrider.errors import (
     UnsupportedArchitecture,
     VocabularyMismatch,
 )
+from outrider.files import OURS
 from outrider.load import embedded
 
 
@@ -129,6 +130,9 @@ DAMAGE = {
     "index of long names": (lambda f: shard(f, {DOWN: "x" * 5000}), CheckpointError, "xxx... cannot be read"),
     "two models": (lambda f: shutil.move(shutil.copy(f / "model.safetensors", f / "a.safetensors").with_name(
         "model.safetensors"), f / "b.safetensors"), CheckpointError, "in a.safetensors and in b.safetensors"),
+    "two models, one by an index": (lambda f: (shutil.copy(f / "model.safetensors", f / "a.safetensors"), shard(f, {
+        DOWN: "a.safetensors"})), CheckpointError, "model.safetensors.index.json names a.safetensors"),
+    "not whole": (lambda f: (f / OURS).touch(), CheckpointError, "is not whole"),
     "no architectures": (lambda f: edit(f, architectures=None), CheckpointError, "list such as", "None"),
     "a head of another vocabulary": (lambda f: (edit(f, tie_word_embeddings=True), reweigh(f, lambda w: w.update({
         "lm_head.weight": torch.ones(7, 64)}))), CheckpointError, "lm_head.weight", "(7, 64)"),

@@ -99,6 +99,19 @@ def test_what_is_not_ours_is_let_be(tmp_path):
     assert os.listdir(tmp_path / "late") == ["note"], "it came meanwhile"
 
 
+@pytest.mark.parametrize("write", [replacing, new_folder])
+def test_who_comes_second_is_refused(tmp_path, write):
+    """The first one's half is not touched, and what it makes is whole; the dead refuse nobody."""
+    with write(tmp_path / "x") as partial:
+        file = partial / "file" if write is new_folder else partial
+        file.write_text("first")
+        with pytest.raises(ConfigError, match="x is being written by another run"), write(tmp_path / "x"):
+            pass
+        assert file.read_text() == "first"
+    assert os.listdir(tmp_path) == ["x"]
+    assert (tmp_path / "x" / "file" if write is new_folder else tmp_path / "x").read_text() == "first"
+
+
 @pytest.mark.parametrize("after", [0, 1, 2, 3])
 @pytest.mark.parametrize("ends", [os._exit, OSError])
 def test_an_empty_folder_is_filled_or_not(tmp_path, after, ends):

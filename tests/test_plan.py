@@ -13,9 +13,11 @@ import pytest
 from outrider.bench.forwards import EACH, ROWS, measure
 from outrider.cli import app, main
 from outrider.cli.plan import _timed
+from outrider.config import STORED
 from outrider.control import Curve
 from outrider.errors import ConfigError
 from outrider.export import quantize
+from outrider.llm import LLM
 from outrider.load import embedded, open_source, read_config, sizes
 from outrider.plan import (
     ACCEPTANCE,
@@ -42,7 +44,9 @@ def test_a_shape_is_the_checkpoints():
     shape = Shape.of(source.config)
     total = sum(file.stat().st_size for file in embedded()["tiny"].glob("*.safetensors"))
     assert shape.weight_bytes == pytest.approx(total, rel=0.02), "tiny is bfloat16, and its head is its embedding"
-    assert Shape.of(source.config, 4.5).weight_bytes < shape.weight_bytes / 3
+    for scheme in STORED:
+        held = LLM("tiny", quantization=scheme).runner.model.expected_bytes(1)
+        assert shape.quantized(scheme).weight_bytes == pytest.approx(held, rel=1e-3), "the head keeps 8 bits"
     assert LLAMA_8B.kv_bytes(1) == 131072, "as is well known"
 
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from outrider import LLM
-from outrider.config import SCHEMES
+from outrider.config import HEAD, SCHEMES
 from outrider.errors import ConfigError
 from outrider.export import quantize as quantize_to
 from outrider.ops import Linear, native
-from outrider.quantize import GGUF, HEAD, from_gguf, quantize
+from outrider.quantize import GGUF, from_gguf, quantize
 
 needs_kernels = pytest.mark.skipif(native.active == native.REFERENCE, reason="the kernels are not built")
 PROMPT = "Once upon a time, there was a little"

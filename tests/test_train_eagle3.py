@@ -18,6 +18,7 @@ from outrider import LLM, SamplingParams
 from outrider.cli import app
 from outrider.drafters.eagle3 import Eagle3
 from outrider.errors import CheckpointError, ConfigError
+from outrider.files import locked
 from outrider.load import find
 from outrider.sequence import Sequence
 from outrider.train.conversations import Template, read_prompts, write
@@ -240,12 +241,41 @@ def test_what_was_read_may_be_damaged_or_missing(trained, llm, said, tmp_path, n
             Trainer([said], folder, SMALL, llm=llm)
 
 
+def test_numbers_that_do_not_fit_are_damage(trained, llm, said, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(trained[0].output, folder)
+    path = folder / "states" / "batch-00000.safetensors"
+    good = load_file(path)
+    for name, wrong, says in [("ids", good["ids"] + 999, "not below 128"), ("lengths", good["lengths"] + 1, "rows")]:
+        save_file({**good, name: wrong}, path)
+        with pytest.raises(CheckpointError, match=f"batch-00000.safetensors is damaged .*{says}"):
+            Trainer([said], folder, SMALL, llm=llm)._load(path)
+    save_file({**good, "starts": good["lengths"].clone()}, path)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        Batch.load(path)
+
+
+def test_one_run_at_a_time(trained, llm, said, chatty, tmp_path):
+    """Two that write into one folder or file would mix what they make."""
+    trainer, _ = trained
+    with locked(trainer.states):
+        with pytest.raises(ConfigError, match="is being written by another run"):
+            Trainer([said], trainer.output, SMALL, llm=llm)
+        with pytest.raises(ConfigError, match="is being written by another run"):
+            next(trainer.run(1.0))
+    said = tmp_path / "said.jsonl"
+    said.touch()
+    with locked(said), pytest.raises(ConfigError, match="is being written by another run"):
+        write(said, 60, ConversationSettings(model="tiny"), llm=chatty)
+    assert not said.read_bytes()
+
+
 def test_a_line_of_the_log_that_was_cut_short_is_left_out(trained, tmp_path):
     trainer, lines = trained
     log = trainer.output / "log.jsonl"
     good = log.read_text()
     try:
-        log.write_text('{"steps": 8, "tok' + good)
+        log.write_bytes(b'{"steps": 8, "tok' + good.encode() + b'\xff\xfe\n{"steps": 3}\n7\n')
         trainer.export(tmp_path / "head")
     finally:
         log.write_text(good)
@@ -409,6 +439,11 @@ def test_command(said, make_checkpoint, tmp_path):
         app, [*arguments, "--model", str(make_checkpoint(seed=4)), *options, "--export", str(tmp_path / "other")]
     )
     assert result.exit_code == 0 and find(tmp_path / "other"), "no time was left, and it was said to be written"
+    model = Path(shutil.copytree(make_checkpoint(seed=4), tmp_path / "model"))
+    before = {path.name: path.read_bytes() for path in model.iterdir()}
+    result = CliRunner().invoke(app, [*arguments, "--model", str(model), *options, "--export", str(model)])
+    assert isinstance(result.exception, ConfigError) and "something else than a head" in str(result.exception)
+    assert {path.name: path.read_bytes() for path in model.iterdir()} == before, "it is no head, and is let be"
 
 
 def test_conversations_are_read_together(llm, said, tmp_path, monkeypatch):

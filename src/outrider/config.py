@@ -23,6 +23,7 @@ ACCEPTANCE_METHODS = {  # what decides which drafted tokens stay (verify.py), an
 SCHEMES = {"int8": (8, 128, False), "int4": (4, 32, True)}
 # bits that a weight takes, its share of scale and offset included
 STORED = {scheme: bits + 16 * (1 + offset) / group for scheme, (bits, group, offset) in SCHEMES.items()}
+HEAD = "int8"  # the scheme of the head under either, as it decides between near-equal tokens
 MOST_OUTPUTS, MOST_LOGPROBS, MOST_WORDS, MOST_LETTERS, MOST_PREDICTED = (
     16384,
     1024,

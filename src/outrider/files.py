@@ -1,11 +1,13 @@
 """Files and folders that appear whole or not at all: they are written beside their place, and then take it.
 
 So a full disk or a kill in the middle leaves what was there before, and a `.partial` that the next write replaces; a
-folder of that name that is not ours is let be.
+folder of that name that is not ours is let be. Who writes holds a lock, which the system takes back from the dead.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import shutil
 import zipfile
@@ -18,6 +20,23 @@ from safetensors import SafetensorError
 from outrider.errors import CheckpointError, ConfigError
 
 OURS = ".outrider-partial"  # an empty file in a folder that is not whole
+
+
+@contextmanager
+def locked(path: Path, what: str | Path | None = None) -> Iterator[None]:
+    """Lock a file or folder that is there against other runs. Raises ConfigError, naming `what`, if one has it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"{what or path} is being written by another run; wait for it, or give another") from None
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):  # a file system without locks
+                raise
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
@@ -34,18 +53,20 @@ def replacing(path: Path, beside: Path | None = None) -> Iterator[Path]:
         if path.exists() and not path.is_file():
             raise ConfigError(f"{path} cannot be written: it is there and is no file; give another name")
         partial.touch()
-        mode = partial.stat().st_mode  # safetensors makes files that only their owner can read
-        yield partial
-        partial.chmod(mode)
-        partial.replace(path)
+        with locked(partial, path):
+            try:
+                mode = partial.stat().st_mode  # safetensors makes files that only their owner can read
+                yield partial
+                partial.chmod(mode)
+                partial.replace(path)
+            finally:
+                _forget(partial)
     except (OSError, SafetensorError) as error:
         raise _unwritten(path, error) from None
     except RuntimeError as error:
         if "inline_container" in str(error):  # torch.save says so that its writes fail
             raise _unwritten(path, error) from None
         raise
-    finally:
-        _forget(partial)
 
 
 def append(path: Path, text: str) -> None:
@@ -75,23 +96,24 @@ def new_folder(path: Path) -> Iterator[Path]:
         partial = path.with_name(f"{path.name}.partial")
         if partial.is_dir() and any(partial.iterdir()) and not (partial / OURS).exists():
             raise ConfigError(f"{path} cannot be written: {partial} is in the way; move it, or give another name")
-        _forget(partial)
+        if partial.exists():  # a kill has left it
+            with locked(partial, path):
+                _forget(partial)
         partial.mkdir(parents=True)
-        (partial / OURS).touch()
-    except OSError as error:
-        raise _unwritten(path, error) from None
-    try:
-        yield partial
-        if path.exists():  # somebody may stand in it, or a disk be mounted there
-            _check_vacant(path)  # still
-            _fill(path, partial)
-        else:
-            partial.replace(path)
-        (path / OURS).unlink()
+        with locked(partial, path):
+            try:
+                (partial / OURS).touch()
+                yield partial
+                if path.exists():  # somebody may stand in it, or a disk be mounted there
+                    _check_vacant(path)  # still
+                    _fill(path, partial)
+                else:
+                    partial.replace(path)
+                (path / OURS).unlink()
+            finally:
+                _forget(partial)
     except (OSError, SafetensorError) as error:
         raise _unwritten(path, error) from None
-    finally:
-        _forget(partial)
 
 
 def _check_vacant(path: Path) -> None:

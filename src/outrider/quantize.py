@@ -3,7 +3,7 @@
 Weights are rounded to the nearest integer times the scale of their group of inputs; activations stay bfloat16 and sums
 float, group by group. Or activations are rounded, too, to 8 bits, and a group's sum is one of integers. Plain and
 speculative decoding of a quantised model are as exactly equal as of any other: it is another model, not another
-promise. The head gets 8 bits under either scheme, for it decides between near-equal tokens.
+promise. The head gets 8 bits under either scheme.
 Blocks of a GGUF file are such weights already and run as they are stored.
 """
 
@@ -19,7 +19,6 @@ from outrider.config import SCHEMES
 from outrider.errors import ConfigError
 from outrider.ops import Factors, Quantized, quantises
 
-HEAD = "int8"
 FINE = 32  # rows rounded in groups of 128 cost five times as much perplexity
 ACTIVATIONS = ("int8",)  # to which the rows of products with such weights may be rounded, group by group
 GGUF = {  # bytes of a block, weights in it

@@ -207,6 +207,16 @@ def test_a_sample_counts_what_comes_in_the_time_it_takes() -> None:
     assert Sample().rate == 0
 
 
+def test_what_takes_no_time_has_no_ratio() -> None:
+    none: Any = None
+    llm: Any = SimpleNamespace(runner=SimpleNamespace(model=None))
+    suite: Any = SimpleNamespace(name="short")
+    timed, at_once = Sample(timed=3, seconds=1.0), Sample(emitted=2)
+    for samples, plain in (([at_once], [at_once]), ([at_once], [timed]), ([timed], [at_once])):
+        with pytest.raises(ConfigError, match="suite short: every answer ended in its first forward"):
+            module.result(none, llm, suite, [], samples, plain)
+
+
 def test_the_spread_over_prompts_is_told(done: Path) -> None:
     plain, ngram, _ = report.read(done / "results.jsonl")[:3]
     assert plain.by_batch == [1, 1] and ngram.by_batch is not None and len(ngram.by_batch) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import sys
@@ -10,8 +11,9 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.request import urlopen
 
 import pytest
@@ -259,6 +261,7 @@ def test_prompts_from_a_file(tmp_path: Path) -> None:
         ({"levels": [Level(rate=0.0)]}, "rate must be over 0"),
         ({"levels": [Level(rate=float("nan"))]}, "rate must be over 0"),
         ({"timeout": 0.0}, "timeout must be over 0"),
+        ({"timeout": math.inf}, "timeout must be over 0 seconds and finite"),
         ({"body": {"stream": False, "top_p": 1}}, "--body must not set stream"),
     ],
 )
@@ -318,6 +321,9 @@ def test_the_command_writes_lines_a_table_and_a_plot(tmp_path: Path, monkeypatch
     assert all(row.completed == 3 and row.ignore_eos for row in rows)
     table = (out / "table.md").read_text()
     assert table.count("\n| ") == 5 and "| 50/s | 3 | - |" in table and "temperature 0.5" in table
+    assert "temperature null" in serve.remarks([replace(rows[0], temperature=cast(Any, None))])[0], (
+        "as --body may ask for"
+    )
     assert os.path.getsize(out / "serve.png") > 5000
     assert all("secret" not in (out / name).read_text() for name in ("results.jsonl", "table.md"))
     assert fake.bodies[-1]["max_tokens"] == 5 and fake.bodies[-1]["ignore_eos"] is True

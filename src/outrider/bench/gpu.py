@@ -578,8 +578,9 @@ def predictions() -> str:
     """What the planner's roofline expects of plain decoding behind 1024 tokens, as a table: no measurement."""
     machines, body = ("a100", "h100", "h200", "b200"), []
     for name, config in shapes().items():
-        for label, size in (("bf16", 16.0), *STORED.items()):
-            forward = partial(Shape.of(config, size).forward, batch=1, context=1024)
+        for label in ("bf16", *STORED):
+            shape = Shape.of(config) if label == "bf16" else Shape.of(config).quantized(label)
+            forward = partial(shape.forward, batch=1, context=1024)
             body.append([name, label, *(f"{1 / forward(device=DEVICES[kind], rows=1):.0f}" for kind in machines)])
     return markdown_table(["model", "weights", *(kind.upper() for kind in machines)], body)
 

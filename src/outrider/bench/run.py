@@ -368,9 +368,11 @@ def result(
     """The line of one method on one suite; `own` are the fields that only its runner knows."""
     s, model = settings, llm.runner.model
     rates, base = [x.rate for x in samples], [x.rate for x in plain]
+    if not all(rates + base):  # the first forward is not timed
+        raise ConfigError(f"suite {suite.name}: every answer ended in its first forward; give more tokens, or prompts")
     ratios = [rate / of for rate, of in zip(rates, base, strict=True)]
     pairs = [zip(x.rates, y.rates, strict=False) for x, y in zip(samples, plain, strict=True)]
-    each = [[rate / of for rate, of in pair if of] for pair in pairs]
+    each = [[rate / of for rate, of in pair if rate and of] for pair in pairs]
     drafted, seconds = sum(x.drafted for x in samples), sum(x.seconds for x in samples)
     lengths = sum((x.lengths for x in samples), Counter())
     shares: list[float | None] = [None] * 3

@@ -74,8 +74,8 @@ class Settings:
             raise ConfigError(f"--base-url must begin with http:// or https://, not {brief(self.base_url)}")
         if self.endpoint not in ENDPOINTS:
             raise ConfigError(f"endpoint {self.endpoint!r} is unknown; valid: {', '.join(ENDPOINTS)}")
-        if not self.timeout > 0:
-            raise ConfigError(f"timeout must be over 0 seconds, not {self.timeout:g}")
+        if not 0 < self.timeout < float("inf"):
+            raise ConfigError(f"timeout must be over 0 seconds and finite, not {self.timeout:g}")
         for level in self.levels:
             if level.rate is None and (level.concurrency or 0) < 1:
                 raise ConfigError(f"concurrency must be at least 1, not {level.concurrency}")
@@ -489,7 +489,7 @@ def cells(r: Row) -> list[str]:
 def remarks(rows: list[Row]) -> list[str]:
     """What stands below the table."""
     r, h = rows[-1], rows[-1].hardware
-    law = "greedy" if r.temperature == 0 else f"temperature {r.temperature:g}"
+    law = "greedy" if r.temperature == 0 else f"temperature {json.dumps(r.temperature)}"  # whatever --body says
     more = f", {json.dumps(r.body)}" if r.body else ""
     ends = f"exactly {r.max_tokens} tokens" if r.ignore_eos else f"at most {r.max_tokens} tokens"
     lines = [

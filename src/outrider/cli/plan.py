@@ -27,6 +27,7 @@ from outrider.plan import (
     Prediction,
     Shape,
     Timed,
+    numbered,
     traffic,
     within,
 )
@@ -85,7 +86,8 @@ def plan(
         _alone(asked, "ranks", "model")
     elif against is not None:
         _alone(asked, "against", "model", "device", "context", "draft", "quantization")
-    contexts, batches = read_ints(context, "--context"), read_ints(batch, "--batch")
+        list(numbered(against))  # what cannot be read is told before anything is measured
+    contexts, batches = (list(dict.fromkeys(read_ints(*each))) for each in ((context, "--context"), (batch, "--batch")))
     suites = [name.strip() for name in suite.split(",")]
     if bad := [name for name in suites if name not in SUITES]:
         raise ConfigError(f"--suite {bad[0]!r} is unknown; valid: {', '.join(SUITES)}")
@@ -103,7 +105,7 @@ def plan(
     ]  # a draft model stays as it is
     known = [sizes(name) for name, _ in asked_of]
     shapes = [
-        Shape.of(config, STORED[how]) if how else Shape.of(config, held=held)
+        Shape.of(config).quantized(how) if how else Shape.of(config, held)
         for (_, how), (config, held) in zip(asked_of, known, strict=True)
     ]
     configs = {name: config for (name, _), (config, _) in zip(asked_of, known, strict=True)}

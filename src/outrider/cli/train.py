@@ -125,9 +125,7 @@ def eagle3(
         model=model, vocab=vocab, taps=tuple(taps or ()), heads=heads, depth=depth, length=length, batch=batch,
         train_head=train_head, replay=replay, lr=lr, start=start, seed=seed, dtype=dtype, device=device,
     )  # fmt: skip
-    with Reporter() as reporter:
-        trainer = Trainer(conversations, output, settings, reporter)
-    _run(trainer, minutes, every, export or output / "head")
+    _run(Trainer, conversations, output, settings, minutes, every, export or output / "head")
 
 
 @train_app.command()
@@ -162,13 +160,16 @@ def recurrent(
         model=model, vocab=vocab, wide=wide, depth=depth, length=length, batch=batch, train_head=train_head,
         replay=replay, lr=lr, start=start, seed=seed, dtype=dtype, device=device,
     )  # fmt: skip
-    with Reporter() as reporter:
-        trainer = Trainer(conversations, output, settings, reporter)
-    _run(trainer, minutes, every, export or output / "head")
+    _run(Trainer, conversations, output, settings, minutes, every, export or output / "head")
 
 
-def _run(trainer: Any, minutes: float, every: float, folder: Path) -> None:
+def _run(
+    kind: Any, conversations: list[Path], output: Path, settings: Any, minutes: float, every: float, folder: Path
+) -> None:
     """Learn, and say at each checkpoint what was reached."""
+    kind.check_export(folder)
+    with Reporter() as reporter:
+        trainer = kind(conversations, output, settings, reporter)
     console, line = Console(highlight=False, soft_wrap=True), None
     for line in trainer.run(minutes, every):
         if line["loss"] is None:

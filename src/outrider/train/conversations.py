@@ -19,10 +19,11 @@ from typing import Any
 from outrider.config import SamplingParams
 from outrider.corpus import SAID, mended, speller
 from outrider.errors import ConfigError
-from outrider.files import append
+from outrider.files import append, locked
 from outrider.llm import LLM
 from outrider.train.settings import ConversationSettings as Settings
 
+Report = Callable[[int, int], None]
 FIELDS = ("prompt", "question", "instruction", "turns", "text")  # of a file's JSON lines, by turns
 HINTS = (
     "", "", "", "Write a", "How do I", "What is", "Explain", "Can you", "Give me", "I need help with", "Create a",
@@ -92,19 +93,27 @@ def write(
     tokens: int,
     settings: Settings,
     prompts: list[str] | None = None,
-    report: Callable[[int, int], None] | None = None,
+    report: Report | None = None,
     llm: LLM | None = None,
 ) -> int:
     """Append conversations to a file until their answers have so many tokens; `report(tokens, conversations)`.
 
-    Returns the conversations in the file. A last line that was cut short is taken away first.
+    Returns the conversations in the file. A last line that was cut short is taken away first. Raises ConfigError for a
+    file that holds something else, cannot be written, or is being written by another run.
     """
-    s = settings
-    llm = llm or LLM(s.model, max_num_seqs=s.batch)
+    if output.exists() and not output.is_file():
+        raise ConfigError(f"{output} is there and is no file; give another name")
+    append(output, "")  # where it cannot be written, that is told now
+    with locked(output):
+        return _write(
+            output, tokens, settings, prompts, report, llm or LLM(settings.model, max_num_seqs=settings.batch)
+        )
+
+
+def _write(output: Path, tokens: int, s: Settings, prompts: list[str] | None, report: Report | None, llm: LLM) -> int:
     engine, template = llm.engine, Template(llm.tokenizer)
     by = speller(llm.tokenizer)
     done, count = _resume(output, by)
-    append(output, "")  # where it cannot be written, that is told now
     dice = random.Random(f"{s.seed}/{count}")
     live: dict[int, tuple[str, float]] = {}
     due = deque[tuple[Callable[[list[int]], None], list[int]]]()  # what goes on when there is room
@@ -173,10 +182,6 @@ def write(
 
 def _resume(output: Path, by: str) -> tuple[int, int]:
     """Tokens of answers and conversations in the file, which must be of the same tokenizer."""
-    if not output.exists():
-        return 0, 0
-    if not output.is_file():
-        raise ConfigError(f"{output} is there and is no file; give another name")
     whole = output.read_bytes()
     lines = whole[: whole.rfind(b"\n") + 1]
     try:

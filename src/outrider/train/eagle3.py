@@ -256,7 +256,7 @@ class Trainer(heads.Trainer):
         super()._begin()
         if self.settings.start:
             return
-        found = [Batch.load(path, self.device) for path in self._batches()]
+        found = [self._load(path) for path in self._batches()]
         while sum(len(batch.ids) for batch in found) < self.settings.first and (path := self.fresh()):
-            found.append(Batch.load(path, self.device))
+            found.append(self._load(path))
         self.head.fit(found)

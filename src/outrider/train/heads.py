@@ -35,10 +35,10 @@ from outrider import drafters
 from outrider.config import SamplingParams
 from outrider.corpus import speller
 from outrider.errors import CheckpointError, ConfigError, told
-from outrider.files import append, check_zip, make_folder, replacing, write_text
+from outrider.files import append, check_zip, locked, make_folder, replacing, write_text
 from outrider.kv.rows import NORMED
 from outrider.llm import LLM
-from outrider.load import Progress, find
+from outrider.load import Progress, find, kind_of
 from outrider.sequence import Sequence
 from outrider.train.settings import HeadSettings
 
@@ -76,7 +76,11 @@ class Batch:
         try:
             named = load_file(path, str(device))
             lengths, starts = named["lengths"].tolist(), named["starts"].tolist()
-            return Batch(named["ids"], lengths, starts, named["taps"], named["last"])
+            batch = Batch(named["ids"], lengths, starts, named["taps"], named["last"])
+            fit = len({sum(lengths), len(batch.ids), len(batch.taps), len(batch.last)}) == 1
+            if not fit or not all(0 <= start < length for start, length in zip(starts, lengths, strict=True)):
+                raise ValueError("its conversations have other rows")
+            return batch
         except Exception as error:  # whatever is damaged
             raise damaged(path, told(error)) from None
 
@@ -266,20 +270,28 @@ class Trainer:
         self.rate, self.best = 1.0, 0.0  # of the settings' learning rate; the most tokens a forward so far
         self.visits: dict[str, int] = {}  # of each batch
         self.taken: dict[str, tuple[int, int]] = {}  # lines of each file that were read, and the byte behind them
-        begun = (output / "state.pt").is_file()
-        batches = self._resume() if begun else 0
-        if (there := len(self._batches())) < batches:
-            raise damaged(self.output, f"{there} of {batches} batches are there")
-        # What was read since the state was kept: its lines come again. Before the first, it may be another model's.
-        for path in [*self._batches()[batches:], *([] if begun else self.states.glob("held.safetensors"))]:
-            path.unlink()
-        self.held = self._hold_out()
-        if not begun:
-            self._begin()
+        with locked(self.states, output):
+            begun = (output / "state.pt").is_file()
+            batches = self._resume() if begun else 0
+            if (there := len(self._batches())) < batches:
+                raise damaged(self.output, f"{there} of {batches} batches are there")
+            # What was read since the state was kept: its lines come again. Before the first, it may be another model's.
+            for path in [*self._batches()[batches:], *([] if begun else self.states.glob("held.safetensors"))]:
+                path.unlink()
+            self.held = self._hold_out()
+            if not begun:
+                self._begin()
         self.own = own_head(self.llm)[self.head.tokens].bfloat16()
 
     def run(self, minutes: float, every: float = 3.0) -> Iterator[dict[str, Any]]:
-        """Learn until it was so many minutes in all; yields, logs and keeps what was reached every so many minutes."""
+        """Learn until it was so many minutes in all; yields, logs and keeps what was reached every so many minutes.
+
+        Raises ConfigError if another run is at it.
+        """
+        with locked(self.states, self.output):
+            yield from self._run(minutes, every)
+
+    def _run(self, minutes: float, every: float) -> Iterator[dict[str, Any]]:
         if not self.counts["steps"]:  # something to go back to
             self.best = self.measure()[1]
             self._keep()
@@ -289,7 +301,7 @@ class Trainer:
             batches = self._batches()
             due = [path for path in batches if self.visits.get(path.name, 0) < self.settings.replay]
             path = self.fresh() if len(due) < 3 else None
-            batch = Batch.load(path := path or dice.choice(due or batches), self.device)
+            batch = self._load(path := path or dice.choice(due or batches))
             rate = min(1.0, (1 + self.counts["steps"]) / WARM_UP, (1 - share) / COOL_DOWN)
             for group, highest in zip(self._groups(), self.highest, strict=True):
                 group["lr"] = highest * rate * self.rate
@@ -382,7 +394,13 @@ class Trainer:
             if not found:
                 raise ConfigError("too few conversations to hold one out; write more")
             self._save(found, path)
-        return Batch.load(path, self.device)
+        return self._load(path)
+
+    def _load(self, path: Path) -> Batch:
+        batch, vocab = Batch.load(path, self.device), self.head.config.vocab_size
+        if not bool(((batch.ids >= 0) & (batch.ids < vocab)).all()):
+            raise damaged(path, f"some of its ids are not below {vocab}")
+        return batch
 
     def _save(self, found: list[tuple[list[int], int, int]], path: Path) -> None:
         """Let the target read conversations, the shorter ones first: those of like lengths stand together."""
@@ -512,30 +530,39 @@ class Trainer:
         self.muon.load_state_dict(state["muon"])
         self.adam.load_state_dict(state["adam"])
 
+    @classmethod
+    def check_export(cls, folder: Path) -> None:
+        """Raise ConfigError if the folder holds something else than a head of this kind, which may be replaced."""
+        there = {path.name for path in folder.iterdir() if path.suffix != ".partial"} if folder.is_dir() else set()
+        if there and not ("config.json" in there and kind_of(folder) == cls.method):
+            raise ConfigError(f"{folder} holds something else than a head of {cls.method}: give a new or empty folder")
+
     def export(self, folder: Path) -> None:
-        """Write the head in its method's layout, in bfloat16, with a card that has the curve."""
+        """Write the head in its method's layout, in bfloat16, with a card that has the curve.
+
+        Raises ConfigError for a folder that holds something else than such a head.
+        """
         s, c = self.settings, self.head.config
+        self.check_export(folder)
         make_folder(folder, "the head's folder")
         kept = {name: t.bfloat16() if t.is_floating_point() else t for name, t in self.head.tensors().items()}
-        with replacing(folder / "model.safetensors") as partial:
-            save_file({name: t.cpu().contiguous() for name, t in kept.items()}, partial)
         config = {
             **self.head.about(), "base_model_name_or_path": s.model, "hidden_size": c.hidden_size,
             "vocab_size": c.vocab_size, "draft_vocab_size": s.vocab, "rms_norm_eps": c.rms_norm_eps,
             "torch_dtype": "bfloat16",
         }  # fmt: skip
-        write_text(folder / "config.json", json.dumps(config, indent=1) + "\n")
+        write_text(folder / "config.json", json.dumps(config, indent=1) + "\n")  # first: it says what the folder is for
+        with replacing(folder / "model.safetensors") as partial:
+            save_file({name: t.cpu().contiguous() for name, t in kept.items()}, partial)
         log = self.output / "log.jsonl"
-        lines = list[dict[str, Any]]()
-        for text in log.read_text("utf-8").splitlines() if log.exists() else ():
-            with suppress(ValueError):  # a full disk may have cut one short
-                lines.append(json.loads(text))
-        lines = [line for line in lines if line["loss"] is not None]  # others were given up
-        rows = "".join(
-            f"| {line['tokens']:,} | {line['read']:,} | {line['loss']:.2f} | "
-            f"{', '.join(f'{share:.1%}' for share in line['right'])} | {line['tokens_a_forward']:.2f} |\n"
-            for line in lines
-        )
+        rows = ""
+        for text in log.read_text("utf-8", "replace").splitlines() if log.exists() else ():
+            with suppress(ValueError, TypeError, KeyError):  # a full disk may have cut it short, or it was given up
+                line = json.loads(text)
+                rows += (
+                    f"| {line['tokens']:,} | {line['read']:,} | {line['loss']:.2f} | "
+                    f"{', '.join(f'{share:.1%}' for share in line['right'])} | {line['tokens_a_forward']:.2f} |\n"
+                )
         card = CARD.format(method=self.method, model=s.model, settings=json.dumps(asdict(s)), rows=rows)
         write_text(folder / "README.md", card)
 

@@ -30,7 +30,7 @@ from outrider import corpus
 from outrider.config import SamplingParams
 from outrider.draft import Draft
 from outrider.errors import CheckpointError, ConfigError
-from outrider.files import check_zip, make_folder, replacing, write_text
+from outrider.files import check_zip, locked, make_folder, replacing, write_text
 from outrider.llm import LLM
 from outrider.load import Progress
 from outrider.sequence import Sequence
@@ -74,6 +74,20 @@ def train(
     if not resume and output.exists() and (begun or strange):
         raise ConfigError(f"{output} already holds something: give a new or empty folder, or --resume")
     make_folder(keep, "output")
+    with locked(keep, output):
+        return _train(data, output, s, resume, every, report, progress)
+
+
+def _train(
+    data: list[Path],
+    output: Path,
+    s: Settings,
+    resume: bool,
+    every: int,
+    report: Report | None,
+    progress: Progress | None,
+) -> list[list[float]]:
+    keep = output / "checkpoint"
     try:
         llm = LLM(s.model, dtype=s.dtype, device=s.device, max_num_seqs=32, progress=progress)
         llm.runner.progress, llm.runner.prefixes = None, False
@@ -88,7 +102,7 @@ def train(
                 save_file(named, partial)
             save(keep, s, heads, optimizer, 0)
     except BaseException:
-        if not begun:
+        if not resume:
             _drop(keep)
         raise
     held, taught = windows[::HELD_OUT], [ids for i, ids in enumerate(windows) if i % HELD_OUT]
