@@ -121,6 +121,11 @@ INLINE float round_group(const float *x, int count, int8_t *to, int32_t &added) 
     const __m128i order = _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
     const __m128i bytes = _mm_shuffle_epi8(_mm512_cvtepi32_epi8((__m512i)whole), order);
     memcpy(to + k, &bytes, sizeof bytes);
+#elif defined(__AVX2__)
+    const __m128i first = _mm256_castsi256_si128((__m256i)whole), second = _mm256_extracti128_si256((__m256i)whole, 1);
+    const __m128i order = _mm_setr_epi8(0, 4, 2, 6, 8, 12, 10, 14, 0, 0, 0, 0, 0, 0, 0, 0);
+    const __m128i bytes = _mm_shuffle_epi8(_mm_packs_epi32(first, second), order);
+    memcpy(to + k, &bytes, W);
 #else
     for (int i = 0; i < W; i++) to[k + i] = int8_t(whole[i / 4 * 4 + kFour[i % 4]]);
 #endif

@@ -36,9 +36,19 @@ constexpr int kRows = W == 16 ? 12 : W == 8 ? 4 : 2, kDirect = 4 * kRows;
 template <class F>
 constexpr bool kRounded = std::is_same_v<typename F::X, int8_t>;
 
+// Whether, for more than kRows rows, the codes of some k stay in registers while all rows pass over them, and the rows'
+// sums wait in memory: where registers are few and a sum of two products or more fits 16 bits.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+template <class F>
+constexpr bool kCodesStay = kRounded<F> && F::kBytes < Codes8::kBytes;
+#else
+template <class F>
+constexpr bool kCodesStay = false;
+#endif
+
 // The same for a format: integers leave more registers free.
 template <class F>
-constexpr int kRowsOf = W == 8 && kRounded<F> ? 6 : kRows;
+constexpr int kRowsOf = kCodesStay<F> ? 32 : W == 8 && kRounded<F> ? 6 : kRows;
 
 // Whether a product of so many rows takes half of a panel's vectors: where the sums of all would not fit 16 registers.
 template <class F>
@@ -561,6 +571,64 @@ __attribute__((noinline)) void integer_product(const Weights &w, const Rows<int8
   leave(total, out);
 }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// The same for n rows, whose sums wait in memory: registers hold the codes of some k for two vectors.
+template <class F>
+void many_integers(const Weights &w, const Rows<int8_t> &rows, int row, int n, const Chunk &chunk, float (*out)[kPanel]) {
+  constexpr int kPart = 16, kHeld = kPart / kStep, kNarrow = F::kBytes > 20 ? 2 : 4;  // products whose sum fits 16 bits
+  const int groups = w.groups(), size = w.group;
+  const size_t stride = rows.stride;
+  const uint8_t *data = chunk.data, *ahead = chunk.ahead;
+  const int8_t *x = rows.x + row * stride + chunk.begin;
+  vi sums[kRowsOf<F>][NV];
+  for (int k = chunk.begin, group = k / size; k < chunk.end; k += size, group++) {
+    const int length = chunk.end - k < size ? chunk.end - k : size;
+    const float *added = rows.sums_of(group, row), *scales = rows.scales + size_t(group) * rows.count + row;
+    const int32_t *starts = rows.starts + size_t(group) * rows.count + row;
+    for (int r = 0; r < n; r++)
+      for (int v = 0; v < NV; v++) sums[r][v] = F::kZero ? splat(starts[r]) : vi{};
+    for (int part = 0; part < length; part += kPart, x += kPart, data += kPart * F::kBytes) {
+      for (const uint8_t *end = ahead + kHeld * chunk.pace; ahead < end; ahead += 64) __builtin_prefetch(ahead, 0, 2);
+#pragma GCC unroll 2
+      for (int v = 0; v < NV / 2; v++) {
+        vi codes[kHeld][2];
+#pragma GCC unroll 4
+        for (int i = 0; i < kHeld; i++)
+#pragma GCC unroll 2
+          for (int u = 0; u < 2; u++) codes[i][u] = F::codes(data + i * kStep * F::kBytes, v + u * NV / 2);
+        const int8_t *from = x;
+        for (int r = 0; r < n; r++, from += stride)
+#pragma GCC unroll 2
+          for (int i = 0; i < kHeld; i += kNarrow) {
+            __m256i narrow[2] = {};
+#pragma GCC unroll 4
+            for (int j = i; j < i + kNarrow; j++) {
+              const __m256i four = (__m256i)splat(load_as<int32_t>(from + j * kStep));
+#pragma GCC unroll 2
+              for (int u = 0; u < 2; u++)
+                narrow[u] = _mm256_add_epi16(narrow[u], _mm256_maddubs_epi16((__m256i)codes[j][u], four));
+            }
+#pragma GCC unroll 2
+            for (int u = 0; u < 2; u++)
+              sums[r][v + u * NV / 2] += (vi)_mm256_madd_epi16(narrow[u], _mm256_set1_epi16(1));
+          }
+      }
+    }
+    for (int v = 0; v < NV; v++) {
+      vf scale, offset;
+      factors_of(w, chunk.panel, group, groups, v, scale, offset);
+      for (int r = 0; r < n; r++) {
+        float *to = out[r] + v * W;
+        const vf whole = __builtin_convertvector(sums[r][v], vf);  // exactly: it is below 2^24
+        vf total = fused(scale, whole * splat(scales[r]), load(to));
+        if (added) total = fused(offset, splat(added[r]), total);
+        store(to, total);
+      }
+    }
+  }
+}
+#endif
+
 // The same for any number of rows, in even blocks. `ahead`: what will be wanted next, and how many bytes of it.
 template <class F>
 void chunk_rows(const Weights &w, const Rows<typename F::X> &rows, int n, Chunk &chunk, const uint8_t *ahead,
@@ -578,8 +646,16 @@ void chunk_rows(const Weights &w, const Rows<typename F::X> &rows, int n, Chunk 
   };
   for (int row = 0; row < n; row += size) {
     begin();
+    const int count = n - row < size ? n - row : size;
     float(*to)[kPanel] = out + row;
-    switch (n - row < size ? n - row : size) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    if constexpr (kCodesStay<F>)
+      if (count > kRows) {
+        many_integers<F>(w, rows, row, count, chunk, to);
+        continue;
+      }
+#endif
+    switch (count) {
 #define ROWS(R) \
   case R:                                                                                       \
     if constexpr (kRounded<F>) integer_product<F, R>(w, rows, row, chunk, to);                  \

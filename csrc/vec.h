@@ -162,6 +162,10 @@ INLINE float max(vf x) {
 INLINE int32_t sum(vi x) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_epi32((__m512i)x);
+#elif defined(__AVX2__)
+  __m128i half = _mm_add_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
+  half = _mm_add_epi32(half, _mm_shuffle_epi32(half, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(half, _mm_shuffle_epi32(half, 0xb1)));
 #endif
   int32_t total = 0;
   for (int i = 0; i < W; i++) total += x[i];
@@ -170,6 +174,10 @@ INLINE int32_t sum(vi x) {
 INLINE int32_t max(vi x) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_epi32((__m512i)x);
+#elif defined(__AVX2__)
+  __m128i half = _mm_max_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
+  half = _mm_max_epi32(half, _mm_shuffle_epi32(half, 0x4e));
+  return _mm_cvtsi128_si32(_mm_max_epi32(half, _mm_shuffle_epi32(half, 0xb1)));
 #endif
   int32_t most = x[0];
   for (int i = 1; i < W; i++) most = x[i] > most ? x[i] : most;
