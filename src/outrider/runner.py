@@ -56,6 +56,8 @@ class Output:
         return self._parts(self.states)
 
     def _parts(self, rows: Tensor) -> list[Tensor]:
+        if len(self.drafts) == 1:  # what calls into torch costs is cold between two forwards
+            return [rows]
         return list(torch.split(rows, [1 + len(draft.tokens) for draft in self.drafts]))
 
     def of(self, which: list[int]) -> Output:

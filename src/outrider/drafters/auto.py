@@ -87,6 +87,18 @@ class Source:
     beyond: float = 0.0  # riders
     tried: bool = False
     least: int = 0  # length of the texts that it is for
+    told: list[float] = field(default_factory=list)  # what `each` said since the last measurement
+
+    def each(self, most: int) -> list[float]:
+        """Seconds of a round for one sequence, for two, and so on."""
+        if len(self.told) < most:
+            self.told = self.rounds.over(1, most) if self.rounds else [0.0] * most
+        return self.told
+
+    def took(self, many: int, seconds: float) -> None:
+        """A round for so many sequences."""
+        self.rounds.add(many, seconds)
+        self.told = []
 
 
 @dataclass
@@ -121,6 +133,7 @@ class Auto(Drafter):
         self.dear = [source for source in self.sources if not source.drafter.cheap]
         self.least = 0 if self.dear else 2**63  # length of the texts that any of them is for
         self.watching = [part for part in self.parts if type(part).observe is not Drafter.observe]
+        self.holding = [part for part in self.parts if type(part).kv_bytes is not Drafter.kv_bytes]
         self.awake = any([part.cheap for part in self.watching])  # someone learns from every step
         compiled = native.active != native.REFERENCE and len(self.parts) < 64  # bits of a number
         self.beliefs: Beliefs = (native.kernels.Beliefs if compiled else Beliefs)(sum(own.bit for own in self.dear))
@@ -296,7 +309,7 @@ class Auto(Drafter):
             if not found:
                 continue
             found.sort(key=lambda one: one[0])
-            each = source.rounds.over(1, len(found)) if source.rounds else [0.0] * len(found)
+            each = source.each(len(found))
             # what it costs is not known at first: once, and little
             most, longest = (len(found), deep) if source.tried else (1, min(2, deep))
             for length in [deep] if source.tree else range(1, longest + 1):
@@ -338,7 +351,7 @@ class Auto(Drafter):
         if lag > MOST_NODES // 4 * len(who):
             source.reading = seconds / lag if not source.tried else 0.8 * source.reading + 0.2 * seconds / lag
         else:
-            source.rounds.add(len(who), seconds / (1 if source.tree else k))
+            source.took(len(who), seconds / (1 if source.tree else k))
         source.tried = True
 
     def observe(self, seqs: list[Sequence], verdicts: list[Verdict], output: Output) -> None:
@@ -376,7 +389,7 @@ class Auto(Drafter):
 
     def kv_bytes(self, tokens: int) -> int:
         """What all sources hold together."""
-        return sum(part.kv_bytes(tokens) for part in self.parts)
+        return sum([part.kv_bytes(tokens) for part in self.holding])
 
 
 def _usual(before: float, now: float) -> float:
