@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import os
@@ -493,6 +494,17 @@ def test_memory_that_runs_out_inside_another_drafter_switches_nothing_off(random
     assert [o.metrics["drafter_error"] for o in outputs] == [None] * len(PROMPTS)
 
 
+@pytest.mark.parametrize("where", ["propose", "observe", "forget"])
+def test_what_is_no_exception_is_the_drafter_s_own_affair(random_llm, where):
+    """As a cancelled task is: it costs nobody else a token."""
+    expected, error = alone(random_llm), asyncio.CancelledError("no time")
+    use(random_llm, Broken(where, error, oracle(dict(zip(map(tuple, PROMPTS), expected, strict=True)))), 3)
+    outputs = random_llm.generate(PROMPTS, SAMPLED)
+    assert [o.token_ids for o in outputs] == expected
+    assert random_llm.engine.guard.failure == "CancelledError: no time"
+    assert_released(random_llm)
+
+
 class Vandal(ScriptedDrafter):
     """Changes all that it has given away or is shown."""
 
@@ -741,6 +753,28 @@ def test_ctrl_c_while_a_request_is_queued(random_llm, monkeypatch, call):
     finally:
         signal.signal(signal.SIGINT, before)
     assert_released(random_llm)
+
+
+def test_asyncio_hears_of_a_signal_once(random_llm, monkeypatch):
+    """Though it has been told by its own means already when a step ends."""
+    real, heard, pressed = Engine._account, list[int](), list[int]()
+
+    def account(*args):
+        if not pressed:
+            pressed.append(1)
+            signal.raise_signal(signal.SIGINT)
+        return real(*args)
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGINT, heard.append, 1)
+        random_llm.generate(PROMPTS[1], max_tokens=5)
+        await asyncio.sleep(0.05)
+        loop.remove_signal_handler(signal.SIGINT)
+
+    monkeypatch.setattr(Engine, "_account", account)
+    asyncio.run(main())
+    assert heard == [1]
 
 
 def test_a_signal_that_ends_nothing_ends_no_request(random_llm, monkeypatch):

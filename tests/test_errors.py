@@ -268,7 +268,8 @@ def test_wrong_places(tmp_path, make_checkpoint):
 @pytest.mark.parametrize("keywords, words", [
     ({"dtype": "int4"}, ("int4", "bfloat16")), ({"dtype": torch.float32}, ("dtype", "float32")),
     ({"device": "abacus"}, ("abacus", "cpu")), ({"device": "meta"}, ("meta", "cpu")),
-    ({"device": "cuda:99"}, ("cuda:99", "cpu")), ({"device": 5}, ("5", "cpu")),
+    ({"device": "cuda:99"}, ("cuda:99", "cpu")), ({"device": 5}, ("5", "cpu")), ({"device": None}, ("None", "cpu")),
+    ({"quantization": ["int4"]}, ("quantization", "int8, int4")), ({"progress": 3}, ("progress", "3")),
     ({"max_num_sequences": 3}, ("'max_num_sequences'", "max_num_seqs")),
     ({"tensor_parallel_mode": "sideways"}, ("tensor_parallel_mode", "'sideways'", "gather", "auto")),
     *[({key: value}, (key, "at least 1", repr(value)))

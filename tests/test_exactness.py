@@ -204,6 +204,28 @@ def test_the_default_dtype_is_the_callers(random_llm, make_checkpoint, method, d
     assert {output.metrics["drafter_error"] for output in outputs} == {None}
 
 
+@pytest.mark.parametrize("method", drafters.methods())
+def test_a_caller_s_device_and_autocast_are_his_own(random_llm, make_checkpoint, method):
+    """They are his thread's, and hold for all that is called there."""
+    plain, config = plain_of(random_llm, "everything"), config_of(method, "random", make_checkpoint)
+    batch = batch_of(random_llm, "everything", 8)
+    with torch.device("meta"), torch.autocast("cpu", dtype=torch.bfloat16):
+        random_llm.speculative_config = config
+        outputs = run(random_llm, batch)
+        assert torch.ones(1).is_meta and torch.is_autocast_enabled("cpu"), "as it was"
+    assert all(alike(output, expected) for output, expected in zip(outputs, plain, strict=True))
+    assert {output.metrics["drafter_error"] for output in outputs} == {None}
+
+
+def test_a_model_is_loaded_where_it_is_said(make_checkpoint):
+    folder = make_checkpoint()
+    llm = LLM(folder, device="cpu", dtype="bfloat16")
+    with torch.device("meta"), torch.autocast("cpu", dtype=torch.float16):
+        other = LLM(folder, device="cpu", dtype="bfloat16")
+    assert other.exactness == llm.exactness
+    assert torch.equal(logits_after(other, list(range(60))), logits_after(llm, list(range(60))))
+
+
 ROPES = [{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0},
          {"rope_type": "longrope", "short_factor": [1.1] * 8, "long_factor": [1.3] * 8, "rope_theta": 10000.0,
           "original_max_position_embeddings": 32, "attention_factor": 1.2}]  # fmt: skip

@@ -383,6 +383,15 @@ def test_a_processor_must_return_logits(result):
     assert llm.generate([10], max_tokens=2)[0].token_ids
 
 
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_processor_may_not_resize_what_it_is_given(size, temperature):
+    """The kernels would read behind its end."""
+    llm = LLM("tiny", dtype="float32")
+    with pytest.raises(ConfigError, match=rf"must return logits of shape \(8192,\), not \({size},\)"):
+        llm.generate([10], temperature=temperature, logits_processors=[lambda tokens, logits: logits.resize_(size)])
+
+
 def test_tokens_are_the_targets_own():
     """A drafter's numpy integers do not leak into the output."""
     import numpy

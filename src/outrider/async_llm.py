@@ -95,7 +95,10 @@ class AsyncLLM:
         for name, bound in (("max_queued_requests", max_queued_requests), ("max_queued_tokens", max_queued_tokens)):
             if bound is not None and whole(bound, 0) is None:
                 raise ConfigError(f"{name} must be a whole number of at least 0, or None, not {brief(bound)}")
+        if watch is not None and not callable(watch):
+            raise ConfigError(f"watch is called with what is told, and {brief(watch)} cannot be")
         self.llm = model if isinstance(model, LLM) else LLM(model, **options)
+        self._threads = torch.get_num_threads()  # a new thread might find it lowered by another's sampling
         self.max_queued_requests, self.max_queued_tokens, self.watch = max_queued_requests, max_queued_tokens, watch
         self.event_interval = event_interval
         self._news = WeakKeyDictionary[asyncio.AbstractEventLoop, list[Progress]]()  # that was not told yet
@@ -230,6 +233,7 @@ class AsyncLLM:
 
     @torch.inference_mode()  # entered once for all steps
     def _drive(self) -> None:
+        torch.set_num_threads(self._threads)
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self.closed or any(a.requests for a in self._answers), LINGER)

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import reprlib
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,11 +46,11 @@ def told(error: BaseException) -> str:
 
 
 def ends_one(error: BaseException) -> bool:
-    """Whether what another's code raised is the affair of the one request it was called for, as exceptions are.
+    """Whether what another's code raised is the affair of the one request it was called for: all but an interrupt is.
 
-    So is the panic of a library in Rust (tokenizers, llguidance), which pyo3 makes no Exception.
+    So are a cancelled task, an exit, and the panic of a library in Rust, none of which is an Exception.
     """
-    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+    return not isinstance(error, KeyboardInterrupt)
 
 
 class OutriderError(Exception):
@@ -145,14 +146,15 @@ def interrupts_wait() -> Iterator[list[int]]:
         yield _late
         return
     late: list[int] = []
-    heard = [number for number in (signal.SIGINT, signal.SIGTERM) if callable(signal.getsignal(number))]
-    before = [signal.signal(number, lambda number, _: late.append(number)) for number in heard]
+    handlers = {n: handler for n in (signal.SIGINT, signal.SIGTERM) if callable(handler := signal.getsignal(n))}
+    for number in handlers:
+        signal.signal(number, lambda number, _: late.append(number))
     _late = late
     try:
         yield late
     finally:
         _late = None
-        for number, handler in zip(heard, before, strict=True):
+        for number, handler in handlers.items():
             signal.signal(number, handler)
-        if late:
-            signal.raise_signal(late[0])
+        for waited in dict.fromkeys(late):  # not raised again: asyncio has heard of it, by its descriptor
+            handlers[signal.Signals(waited)](waited, sys._getframe())

@@ -21,9 +21,10 @@ from transformers import GenerationConfig, StopStringCriteria
 from outrider import families
 from outrider.config import SamplingParams, SpeculativeConfig, whole
 from outrider.engine import Request
-from outrider.errors import ConfigError, RequestError, UnsupportedArchitecture, brief, interrupts_wait, told
+from outrider.errors import ConfigError, RequestError, UnsupportedArchitecture, brief, ends_one, interrupts_wait, told
 from outrider.llm import LLM
 from outrider.load import Checkpoint, adopt
+from outrider.ops import untouched
 
 DEFAULTS: dict[str, Any] = {  # of transformers' generate, where neither the call nor a generation config says otherwise
     "max_new_tokens": None, "max_length": None, "min_new_tokens": None, "min_length": 0, "do_sample": False,
@@ -46,6 +47,7 @@ Processor = Callable[[Tensor, Tensor], Tensor]  # (1, n) ids, (1, vocab) scores 
 Criterion = Callable[..., Any]  # (1, n) ids, None -> (1,) bool
 
 
+@untouched()
 def accelerate(
     model: Any, tokenizer: Any = None, speculative_config: Config = None, *, share: bool = True, **engine: Any
 ) -> Accelerated:
@@ -284,7 +286,9 @@ def _ends(criteria: list[Criterion], padding: list[int], device: torch.device) -
         ids = torch.tensor([padding + tokens], device=device)
         try:
             return any(bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in criteria)
-        except Exception as error:  # the caller's code: it raises what it likes
+        except BaseException as error:  # the caller's code: it raises what it likes
+            if not ends_one(error):
+                raise
             raise RequestError(f"a stopping criterion raised {told(error)}") from error
 
     return ends

@@ -26,7 +26,7 @@ from outrider.follow import LeadingRunner, follow, guarantee
 from outrider.kv import OffloadKV, PagedKV
 from outrider.kv.paged import MODEST
 from outrider.load import Checkpoint, Progress, check_vocabulary, load, open_source
-from outrider.ops import native
+from outrider.ops import native, untouched
 from outrider.outputs import GenerationOutput, TokenEvent
 from outrider.parallel import MODES, CutModel, Group, ranks_for
 from outrider.plan import fastest_mode
@@ -74,6 +74,7 @@ class LLM:
     goes on while others wait for theirs, read or not. Assigning speculative_config needs all requests to have ended.
     """
 
+    @untouched()
     def __init__(
         self,
         model: str | Path | Checkpoint,
@@ -90,6 +91,8 @@ class LLM:
     ) -> None:
         self.engine_config = _make(EngineConfig, engine)
         config = SpeculativeConfig.of(speculative_config)
+        if progress is not None and not callable(progress):
+            raise ConfigError(f"progress is called as progress(what, done, total), and {brief(progress)} cannot be")
         drafters.create(config)  # a wrong option is known before anything is loaded
         for name, given in (("quantization", quantization), ("activations", activations)):
             if given is not None and isinstance(model, Checkpoint):
@@ -182,6 +185,7 @@ class LLM:
         return self._speculative
 
     @speculative_config.setter
+    @untouched()
     def speculative_config(self, config: SpeculativeConfig | Mapping[str, Any] | str | None) -> None:
         config = SpeculativeConfig.of(config)
         drafter, size = drafters.create(config), config.draft_tensor_parallel_size or 1

@@ -167,8 +167,8 @@ def _device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"device {name!r} is unknown; valid: auto, cpu, cuda, cuda:N") from None
+    except (RuntimeError, TypeError):
+        raise ConfigError(f"device {brief(name)} is unknown; valid: auto, cpu, cuda, cuda:N") from None
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device {name!r} is not supported; valid: auto, cpu, cuda, cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():

@@ -33,7 +33,7 @@ FITS = [-1 + 0.5 * i for i in range(7)]  # steps more than a group's range has, 
 
 def check(scheme: str, dtype: torch.dtype, device: torch.device) -> None:
     """Raises ConfigError if this scheme is unknown or cannot run on this dtype and device."""
-    if scheme not in SCHEMES:
+    if scheme not in [*SCHEMES]:  # a list is not hashed
         raise ConfigError(f"quantization {scheme!r} is unknown; valid: {', '.join(SCHEMES)}")
     if dtype != torch.bfloat16:
         raise ConfigError(f"quantization {scheme} computes in bfloat16; give dtype='bfloat16', not {dtype}")

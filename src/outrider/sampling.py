@@ -28,7 +28,7 @@ from torch import Tensor
 from outrider.config import LogitsProcessor, SamplingParams
 from outrider.constraint import unpacked
 from outrider.draft import Draft
-from outrider.errors import ConfigError, ConstraintError, OutriderError, RequestError, told
+from outrider.errors import ConfigError, ConstraintError, OutriderError, RequestError, ends_one, told
 from outrider.ops import argmax, greatest, native, pick, picks, upload
 from outrider.outputs import Logprob
 from outrider.sequence import Sequence
@@ -402,14 +402,16 @@ def _biases(seq: Sequence, logits: Tensor) -> tuple[Tensor, Tensor]:
 
 def _custom(processor: LogitsProcessor, tokens: list[int], logits: Tensor) -> Tensor:
     name = f"logits processor {getattr(processor, '__name__', type(processor).__name__)}"
+    wanted = tuple(logits.shape)  # before they may be resized
     try:
         edited = processor(tokens, logits)
-    except (Exception, SystemExit) as error:  # the caller's code: it raises what it likes
+    except BaseException as error:  # the caller's code: it raises what it likes
+        if not ends_one(error):
+            raise
         raise RequestError(f"{name} raised {told(error)}") from error
     shape = tuple(edited.shape) if isinstance(edited, Tensor) and not edited.is_nested else None  # which has none
-    if shape != logits.shape:
-        what = shape or type(edited).__name__
-        raise ConfigError(f"{name} must return logits of shape {tuple(logits.shape)}, not {what}")
+    if shape != wanted:
+        raise ConfigError(f"{name} must return logits of shape {wanted}, not {shape or type(edited).__name__}")
     try:
         own: Tensor = edited.to(logits).clamp(max=LARGEST)
         most = float(own.max())

@@ -516,9 +516,13 @@ class PanicException(BaseException):
     """As those of `tokenizers` and llguidance, which are written in Rust."""
 
 
-@pytest.mark.parametrize("panic", [PanicException("index out of bounds"), SystemExit(3), BaseException("the thread")])
+@pytest.mark.parametrize(
+    "panic",
+    [PanicException("index out of bounds"), SystemExit(3), GeneratorExit("early"), asyncio.CancelledError("another's"),
+     KeyboardInterrupt("the thread")],
+)  # fmt: skip
 def test_what_is_no_exception_lets_nobody_wait(tiny_llm, panic):
-    """A panic or an exit ends its own request, what else would end the thread all of them; the next are served."""
+    """It ends its own request, an interrupt, which would end the thread, all of them; the next are served."""
     llm = AsyncLLM(tiny_llm)
 
     def panics(tokens, logits):
@@ -534,9 +538,9 @@ def test_what_is_no_exception_lets_nobody_wait(tiny_llm, panic):
         return await asyncio.wait_for(asyncio.gather(bad, other, return_exceptions=True), 60)
 
     error, other = run(both())
-    kind = RequestError if isinstance(panic, SystemExit) else EngineError
-    assert isinstance(error, kind) and str(panic) in str(error)
-    if isinstance(panic, PanicException | SystemExit):
+    interrupt = isinstance(panic, KeyboardInterrupt)
+    assert isinstance(error, EngineError if interrupt else RequestError) and str(panic) in str(error)
+    if not interrupt:
         assert other[0][-1].output.token_ids == tiny_llm.generate(PROMPT, max_tokens=40, seed=4)[0].token_ids
     else:
         assert isinstance(other, EngineError)

@@ -253,6 +253,8 @@ def _reader(commands: list[str]) -> Callable[[str], str]:
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import WordCompleter
     from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+    from prompt_toolkit.key_binding import KeyBindings
+    from prompt_toolkit.keys import Keys
     from prompt_toolkit.shortcuts import CompleteStyle
 
     class Remembered(FileHistory):
@@ -270,8 +272,11 @@ def _reader(commands: list[str]) -> Callable[[str], str]:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # what is said here is nobody else's business
         path.chmod(0o600)
         history = Remembered(path)
+    keys = KeyBindings()
+    keys.add(Keys.Vt100MouseEvent)(lambda event: None)  # a pasted colour, ESC[31m, would be taken for a mouse's
     session: PromptSession[str] = PromptSession(
         history=history,
+        key_bindings=keys,
         completer=WordCompleter(commands, sentence=True),
         complete_while_typing=False,
         complete_style=CompleteStyle.READLINE_LIKE,

@@ -43,6 +43,7 @@ from outrider.errors import (
 )
 from outrider.kv import PagedKV
 from outrider.kv.blocks import BLOCK
+from outrider.ops import untouched
 from outrider.outputs import GenerationOutput, Logprob, Timing
 from outrider.runner import Runner
 from outrider.sequence import Sequence
@@ -365,7 +366,7 @@ class Engine:
         list. Raises RequestError if called by what a step calls.
         """
         if not torch.is_inference_mode_enabled():
-            with torch.inference_mode():
+            with untouched(), torch.inference_mode():
                 return self.step(unless)
         self._turn.refuse_nested()
         try:
@@ -377,7 +378,10 @@ class Engine:
 
     def drive(self, done: Callable[[], bool]) -> None:
         """Step until `done()`, by turns with other threads that do."""
-        with torch.inference_mode():  # entering it once costs as much as a tenth of what a step does around its forward
+        with (
+            untouched(),
+            torch.inference_mode(),
+        ):  # entering it once costs as much as a tenth of what a step does around its forward
             while not done():
                 with interrupts_wait() as late:  # entered for each step it would cost some 12 microseconds
                     while not (done() or late):

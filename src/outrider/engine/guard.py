@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
 
 from outrider.draft import Draft, Verdict
-from outrider.errors import DrafterError, OutriderError, told
+from outrider.errors import DrafterError, OutriderError, ends_one, told
 from outrider.runner import Output
 from outrider.sequence import Sequence
 from outrider.speculate import Drafter
@@ -32,7 +31,7 @@ class Guard(Drafter):
         if not self.quiet and self.failure is None:
             try:
                 return bool(self.drafter.rests(seqs))
-            except (Exception, SystemExit) as error:
+            except BaseException as error:
                 self._blame(error, [])
         return False
 
@@ -41,7 +40,7 @@ class Guard(Drafter):
         if not self.quiet and self.failure is None:
             try:
                 return self.drafter.propose(seqs, k)
-            except (Exception, SystemExit) as error:
+            except BaseException as error:
                 self._blame(error, seqs)
         return [Draft() for _ in seqs]
 
@@ -50,7 +49,7 @@ class Guard(Drafter):
         if self.failure is None:
             try:
                 self.drafter.observe(seqs, verdicts, output)
-            except (Exception, SystemExit) as error:
+            except BaseException as error:
                 self._blame(error, seqs)
 
     def remember(self, text: list[int]) -> None:
@@ -58,14 +57,16 @@ class Guard(Drafter):
         if self.failure is None:
             try:
                 self.drafter.remember(text)
-            except (Exception, SystemExit) as error:
+            except BaseException as error:
                 self._blame(error, [])
 
     def forget(self, seq: Sequence) -> None:
         """Let it give back what it held; it is asked even when switched off."""
         try:
             self.drafter.forget(seq)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
+            if not ends_one(error):
+                raise
             self.switch_off(error, [])
 
     def kv_bytes(self, tokens: int) -> int:
@@ -73,12 +74,14 @@ class Guard(Drafter):
         if self.failure is None:
             try:
                 return max(0, int(self.drafter.kv_bytes(tokens)))
-            except (Exception, SystemExit) as error:
+            except BaseException as error:
                 self._blame(error, [])
         return 0
 
     def _blame(self, error: BaseException, seqs: list[Sequence]) -> None:
-        """Switch it off, if what it raised is its own fault."""
+        """Switch it off, if what it raised is its own fault; an interrupt goes on."""
+        if not ends_one(error):
+            raise error
         cause: BaseException = error
         while isinstance(cause, DrafterError) and cause.__cause__:  # of one inside another: what went wrong there
             cause = cause.__cause__
@@ -93,5 +96,8 @@ class Guard(Drafter):
             log.warning("drafter %r is switched off, decoding goes on without drafts: %s", self.name, self.failure)
             log.debug("where drafter %r failed", self.name, exc_info=error)
         for seq in seqs:
-            with suppress(Exception, SystemExit):  # it has failed; its memory may go all the same
+            try:
                 self.drafter.forget(seq)
+            except BaseException as another:  # it has failed; its memory may go all the same
+                if not ends_one(another):
+                    raise

@@ -4,6 +4,7 @@ All are *row-invariant* by construction where the libraries below allow it (Law 
 not depend on how many rows ride along. `runner.check_exactness` tests that on the loaded model.
 """
 
+from outrider.ops.ambient import untouched
 from outrider.ops.attention import (
     KEY_BLOCK,
     PAGE,
@@ -71,6 +72,7 @@ __all__ = [
     "softcap",
     "swiglu",
     "take",
+    "untouched",
     "upload",
     "write",
 ]
