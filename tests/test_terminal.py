@@ -437,6 +437,7 @@ def test_chat_remembers_lines_and_completes_commands(monkeypatch, tmp_path):
     assert history.stat().st_mode & 0o777 == 0o600 and "Hello there" in history.read_text()
     assert typed("\x1b[A\r") == "Hello there"  # the arrow that goes back, in another run
     assert typed("/he\t\r") == "/help"
+    assert typed("a\x1b[31m red\r") == "a red"  # a colour that was pasted, and no mouse
     history.unlink()
     history.mkdir()
     assert typed("Still here\r") == "Still here"  # no file for it: no matter
