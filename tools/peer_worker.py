@@ -126,7 +126,10 @@ class OpenVino:
             export.append(str(part(path)))
             subprocess.run(export, check=True, stdout=sys.stderr)
             part(path).rename(path)
-        precision = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}[job.dtype]
+        able = importlib.import_module("openvino").Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+        kind, precision = {"bfloat16": ("BF16", "bf16"), "float16": ("FP16", "f16")}.get(job.dtype, ("FP32", "f32"))
+        if kind not in able:  # it would compute in float32, but not keep keys and values in less
+            precision = "f32"
         self.scheduler = self.genai.SchedulerConfig()
         self.scheduler.enable_prefix_caching = False  # or the second round would not read its prompts
         self.scheduler.max_num_batched_tokens = job.context

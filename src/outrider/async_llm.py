@@ -98,7 +98,6 @@ class AsyncLLM:
         if watch is not None and not callable(watch):
             raise ConfigError(f"watch is called with what is told, and {brief(watch)} cannot be")
         self.llm = model if isinstance(model, LLM) else LLM(model, **options)
-        self._threads = torch.get_num_threads()  # a new thread might find it lowered by another's sampling
         self.max_queued_requests, self.max_queued_tokens, self.watch = max_queued_requests, max_queued_tokens, watch
         self.event_interval = event_interval
         self._news = WeakKeyDictionary[asyncio.AbstractEventLoop, list[Progress]]()  # that was not told yet
@@ -225,15 +224,17 @@ class AsyncLLM:
             answer.take(engine, requests)
             if self._thread is None or not self._thread.is_alive():  # a forked process has none
                 self._turned = time.monotonic()
-                self._thread = threading.Thread(target=self._drive, name="outrider-engine", daemon=True)
+                threads = (torch.get_num_threads(),)
+                self._thread = threading.Thread(target=self._drive, args=threads, name="outrider-engine", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
 
     # --- the engine's thread ------------------------------------------------------------------------------------------
 
     @torch.inference_mode()  # entered once for all steps
-    def _drive(self) -> None:
-        torch.set_num_threads(self._threads)
+    def _drive(self, threads: int) -> None:
+        if torch.get_num_threads() != threads:  # lowered for everybody who begins just now, by another's sampling
+            torch.set_num_threads(threads)
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self.closed or any(a.requests for a in self._answers), LINGER)
