@@ -46,7 +46,7 @@ template <class F>
 constexpr bool kCodesStay = false;
 #endif
 
-// The same for a format: integers leave more registers free.
+// How many rows of a format are taken at once: integers leave more registers free.
 template <class F>
 constexpr int kRowsOf = kCodesStay<F> ? 32 : W == 8 && kRounded<F> ? 6 : kRows;
 

@@ -777,6 +777,29 @@ def test_asyncio_hears_of_a_signal_once(random_llm, monkeypatch):
     assert heard == [1]
 
 
+def test_two_signals_in_one_step_are_both_told(random_llm, monkeypatch):
+    """Also where the first one's handler raises."""
+    real, heard = Engine._account, list[int]()
+
+    def account(*args):
+        if not heard:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGTERM)
+        return real(*args)
+
+    monkeypatch.setattr(Engine, "_account", account)
+    numbers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: lambda number, _: heard.append(number)}
+    before = {number: signal.signal(number, handler) for number, handler in numbers.items()}
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            random_llm.generate(PROMPTS[1], max_tokens=5)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert heard == [signal.SIGTERM]
+    assert_released(random_llm)
+
+
 def test_a_signal_that_ends_nothing_ends_no_request(random_llm, monkeypatch):
     expected = random_llm.generate(PROMPTS[1], SamplingParams(max_tokens=20, temperature=0))[0].token_ids
     real, heard = Engine._account, []

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import reprlib
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -131,6 +130,16 @@ class PoolFull(OutOfMemory):
 _late: list[int] | None = None  # what came while the main thread is in such a block; None outside
 
 
+def _tell(waiting: list[tuple[Any, int]]) -> None:
+    """Call handlers with their signals, also behind one that raises; not raised again, as asyncio has heard of them."""
+    if waiting:
+        (handler, number), *others = waiting
+        try:
+            handler(number, None)
+        finally:
+            _tell(others)
+
+
 @contextmanager
 def interrupts_wait() -> Iterator[list[int]]:
     """Ctrl-C, and what else this process would end by in Python, waits until the (outermost) block is left.
@@ -156,5 +165,4 @@ def interrupts_wait() -> Iterator[list[int]]:
         _late = None
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        for waited in dict.fromkeys(late):  # not raised again: asyncio has heard of it, by its descriptor
-            handlers[signal.Signals(waited)](waited, sys._getframe())
+        _tell([(handlers[signal.Signals(waited)], waited) for waited in dict.fromkeys(late)])

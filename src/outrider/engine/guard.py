@@ -96,8 +96,4 @@ class Guard(Drafter):
             log.warning("drafter %r is switched off, decoding goes on without drafts: %s", self.name, self.failure)
             log.debug("where drafter %r failed", self.name, exc_info=error)
         for seq in seqs:
-            try:
-                self.drafter.forget(seq)
-            except BaseException as another:  # it has failed; its memory may go all the same
-                if not ends_one(another):
-                    raise
+            self.forget(seq)  # it has failed; its memory may go all the same
