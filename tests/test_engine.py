@@ -27,6 +27,7 @@ from outrider.errors import (
     EngineError,
     OutOfMemory,
     OutriderError,
+    PoolFull,
     RequestError,
 )
 from outrider.kv import OffloadKV
@@ -585,6 +586,31 @@ def test_outputs_of_one_prompt_come_back_together(make_llm):
 
 
 # --- interrupts ------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_by_oneself_is_taken_once(random_llm, monkeypatch):
+    """Where one of those that are stepped alone finds no room, the others have had their step, and it waits."""
+    params = SamplingParams(max_tokens=5, logprobs=1, ignore_eos=True, seed=3)
+    prompts = [[1, 2, 3], [4, 5], [6]]
+    plain = [random_llm.generate(prompt, params)[0] for prompt in prompts]
+    requests = [random_llm.engine.add(prompt, params)[0] for prompt in prompts]
+    step, calls = engine.step, list[int]()
+
+    def failing(runner, drafter, seqs, *more):
+        calls.append(len(seqs))
+        if len(seqs) == 3 and len(calls) % 2:
+            raise RuntimeError("a library fails in company")
+        if len(seqs) == 1 and seqs[0] is requests[1].seq and len(calls) < 9:
+            raise PoolFull("no room")
+        return step(runner, drafter, seqs, *more)
+
+    monkeypatch.setattr(engine, "step", failing)
+    random_llm.engine.finish(requests)
+    assert calls.count(1) > 5
+    for request, expected in zip(requests, plain, strict=True):
+        output = random_llm.engine.output(request)
+        assert (output.token_ids, output.logprobs) == (expected.token_ids, expected.logprobs)
+        assert output.metrics["speculative_decoding"] == expected.metrics["speculative_decoding"]
 
 
 @pytest.mark.parametrize("where", ["propose", "observe", "criterion"])

@@ -85,6 +85,22 @@ def test_share_of_cpus(tmp_path):
     assert native.share_of_cpus(own, root) == 0.5
 
 
+def test_share_of_memory(tmp_path):
+    """Likewise, what the group uses taken away, but for files that are only kept because there is room."""
+    own, root = tmp_path / "own", tmp_path / "root"
+    assert native.share_of_memory(own, root) == math.inf
+    for folder, said in (("pod/one", ("max", 10)), ("pod", (1000, 300)), ("memory/pod", (500, 450))):
+        (root / folder).mkdir(parents=True, exist_ok=True)
+        names = ("limit_in_bytes", "usage_in_bytes") if "memory" in folder else ("max", "current")
+        for name, number in zip(names, said, strict=True):
+            (root / folder / f"memory.{name}").write_text(f"{number}\n")
+        (root / folder / "memory.stat").write_text("inactive_file 20\nactive_file 5\ntotal_inactive_file 40\n")
+    own.write_text("0::/pod/one\n")
+    assert native.share_of_memory(own, root) == 725
+    own.write_text("4:memory:/pod\n0::/pod/one\n")
+    assert native.share_of_memory(own, root) == 90
+
+
 @pytest.fixture(params=ISAS or [native.REFERENCE])
 def isa(request):
     before = native.active

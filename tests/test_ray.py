@@ -378,7 +378,7 @@ def test_a_stuck_engine_is_not_well(monkeypatch):
     engine = Engine(Replicas.of({"model": "tiny", "llm": SMALL["llm"], "server": {"stall": 0.2}}))
     engine.check_health()
     go = threading.Event()
-    monkeypatch.setattr(engine.llm.llm.engine, "step", lambda **_: go.wait())
+    monkeypatch.setattr(engine.llm.llm.engine, "step_within", lambda _: go.wait())
 
     async def main() -> None:
         asked = engine.generate("", [([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))], {}, [[]])

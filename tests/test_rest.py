@@ -237,9 +237,12 @@ def test_missing_input_and_output(tmp_path, tokenizer):
         build([tmp_path / "a.txt"], tokenizer, tmp_path / "out", field="body")
     with pytest.raises(ConfigError, match=r"no file in .* ends with \.py;.*--suffix"):
         build([tmp_path], tokenizer, tmp_path / "out", suffixes=[".py"])
-    for bad in (tmp_path, tmp_path / "no" / "folder"):
-        with pytest.raises(ConfigError, match="cannot be written"):
-            write([[1]], bad, 9)
+    with pytest.raises(ConfigError, match="cannot be written"):
+        write([[1]], tmp_path, 9)
+    (tmp_path / "no").touch()
+    with pytest.raises(ConfigError, match="cannot be a folder"):
+        write([[1]], tmp_path / "no" / "folder", 9)
+    assert write([[1]], tmp_path / "new" / "store", 9).nbytes
     with pytest.raises(ConfigError, match="raise shard_tokens"):
         write([[1]] * 30_000, tmp_path / "out", 9, shard_tokens=1)
 

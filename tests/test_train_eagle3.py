@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import shutil
@@ -17,7 +18,8 @@ from typer.testing import CliRunner
 from outrider import LLM, SamplingParams
 from outrider.cli import app
 from outrider.drafters.eagle3 import Eagle3
-from outrider.errors import CheckpointError, ConfigError
+from outrider.engine import engine
+from outrider.errors import CheckpointError, ConfigError, OutOfMemory
 from outrider.files import locked
 from outrider.load import find
 from outrider.sequence import Sequence
@@ -444,6 +446,26 @@ def test_command(said, make_checkpoint, tmp_path):
     result = CliRunner().invoke(app, [*arguments, "--model", str(model), *options, "--export", str(model)])
     assert isinstance(result.exception, ConfigError) and "something else than a head" in str(result.exception)
     assert {path.name: path.read_bytes() for path in model.iterdir()} == before, "it is no head, and is let be"
+
+
+def test_requests_that_fail_end_no_conversations(chatty, tmp_path, monkeypatch):
+    """They are left out; if all fail, that is told."""
+    step, failing = engine.step, itertools.count()
+
+    def failing_at_times(runner, drafter, seqs, *more):
+        verdicts = step(runner, drafter, seqs, *more)
+        for verdict in verdicts if next(failing) % often == 0 else ():
+            verdict.error = OutOfMemory("no room")
+        return verdicts
+
+    monkeypatch.setattr(engine, "step", failing_at_times)
+    settings, often = ConversationSettings(model="tiny", max_tokens=6, batch=2, own=0.0), 20
+    assert write(tmp_path / "said.jsonl", 200, settings, ["Who is Tom?"], llm=chatty) > 9
+    assert next(failing) > often
+    often = 1
+    with pytest.raises(OutOfMemory, match="no room"):
+        write(tmp_path / "none.jsonl", 100, settings, ["Who is Tom?"], llm=chatty)
+    assert not chatty.engine.running and not chatty.engine.waiting
 
 
 def test_conversations_are_read_together(llm, said, tmp_path, monkeypatch):

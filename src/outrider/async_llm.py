@@ -247,7 +247,7 @@ class AsyncLLM:
             self._turned, began = time.monotonic(), time.perf_counter()
             try:
                 # another thread may be stepping, for an LLM's own caller; what it brings to ours is news, too
-                self.llm.engine.step(unless=lambda among=answers: any(a.has_news() for a in among))  # type: ignore[misc]
+                self.llm.engine.step_within(lambda among=answers: any(a.has_news() for a in among))  # type: ignore[misc]
             except BaseException as error:  # a bug, or what a request calls would end this thread: nobody shall wait
                 log.exception("a step of the engine failed")
                 for answer in answers:

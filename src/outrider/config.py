@@ -24,15 +24,8 @@ SCHEMES = {"int8": (8, 128, False), "int4": (4, 32, True)}
 # bits that a weight takes, its share of scale and offset included
 STORED = {scheme: bits + 16 * (1 + offset) / group for scheme, (bits, group, offset) in SCHEMES.items()}
 HEAD = "int8"  # the scheme of the head under either, as it decides between near-equal tokens
-MOST_OUTPUTS, MOST_LOGPROBS, MOST_WORDS, MOST_LETTERS, MOST_PREDICTED = (
-    16384,
-    1024,
-    1024,
-    1000,
-    2**20,
-)  # of one request: what is more would end in want of memory
-
-
+MOST_OUTPUTS, MOST_LOGPROBS, MOST_WORDS = 16384, 1024, 1024  # of one request: more would end in want of memory ...
+MOST_LETTERS, MOST_PREDICTED = 1000, 2**20  # ... and of these
 MOST_NODES = 256  # of a draft that can be accepted, and as many that only ride: beyond these no forward is cheap
 MOST_DRAFTERS, DEEPEST = 32, 8  # in one speculative_config: in all, and one within another
 FOREIGN = {  # keys and methods of vLLM and transformers that are not ours, and what is
@@ -426,7 +419,7 @@ class SpeculativeConfig:
     `acceptance_method` is one of ACCEPTANCE_METHODS: `coupled` gives plain decoding's tokens; `rejection` and `block`
     give tokens of the same distribution, and the same ones again for the same seed and drafter; `typical` is LOSSY. At
     temperature 0 all of them give the greedy tokens. The two `posterior` keys (Medusa's and vLLM's names) are epsilon
-    and alpha of `typical`, and of no other rule.
+    and alpha of `typical`, and of no other rule. Raises ConfigError, as `of` and `parse` do, for what cannot be.
     """
 
     method: str = "none"
@@ -517,7 +510,7 @@ def _literal(text: str) -> Any:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Limits of one engine."""
+    """Limits of one engine. Raises ConfigError for one that cannot be."""
 
     max_model_len: int | None = None  # tokens of prompt and output together; None = the model's context
     max_num_seqs: int = 32  # sequences that share a forward

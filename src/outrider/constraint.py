@@ -322,7 +322,7 @@ def _compile(library: Any, binding: Binding, given: StructuredOutputsParams, tex
     (kind,) = given.asked
     try:
         text.encode()  # no surrogates
-        source = _source(library, binding, given, kind, text)
+        source = _source(library, given, kind, text)
         limits = library.LLParserLimits(**LIMITS)
         matcher = library.LLMatcher(binding.tokenizer, source, log_level=0, limits=limits)
     except RecursionError:
@@ -343,7 +343,7 @@ def _compile(library: Any, binding: Binding, given: StructuredOutputsParams, tex
     return matcher
 
 
-def _source(library: Any, binding: Binding, given: StructuredOutputsParams, kind: str, text: str) -> str:
+def _source(library: Any, given: StructuredOutputsParams, kind: str, text: str) -> str:
     """A constraint as llguidance writes them."""
     if kind in ("json", "json_object"):
         schema = json.loads(text)

@@ -7,7 +7,7 @@ tokens per second the most. (Goodput as in TurboSpec, 2406.14066, greedily over 
 Law 1 lets the choice look at everything.)
 
 Both sides are measured while serving. `Costs` are T; they outlive the process in a file of the cache folder, and begin
-with forwards that are timed when a model is loaded of which it knows nothing. `Beliefs` are how often guesses come
+with forwards that are timed when a model is loaded. `Beliefs` are how often guesses come
 true, by who guessed, how sure and how deep, of all requests and of each one. Whatever they say, drafting may lose
 little: every sequence has an `Account` of what drafts brought and cost it, in plain steps, and while it is overdrawn it
 is not drafted for; sources that run a model have another one, and each that is cheap to ask has one.
@@ -282,7 +282,7 @@ def cache_file() -> Path | None:
 def _read(file: Path) -> dict[str, dict[int, Learnt]]:
     """What a file of costs holds; nothing if it is not there, and without what is damaged."""
     try:
-        data = json.loads(file.read_text("utf-8"))
+        data = json.loads(file.read_text("utf-8")) if file.is_file() else {}
     except (OSError, ValueError, RecursionError):
         return {}
     found: dict[str, dict[int, Learnt]] = {}

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from outrider.corpus import PIECE, files, fingerprint, is_said, said, texts
 from outrider.errors import ConfigError
-from outrider.files import expand, replacing
+from outrider.files import expand, make_folder, replacing
 from outrider.load import Progress
 from outrider.ops import native
 
@@ -181,6 +181,7 @@ def write(
     """Write a store of token ids below `vocab`. `output` appears when it is complete. Raises ConfigError."""
     output, waiting, shards = expand(output), list[Ids](), list[int]()
     count = size = 0
+    make_folder(output.parent, "the folder of a datastore,")
     with replacing(output) as partial, open(partial, "wb") as file:
         file.write(b" " * HEADER)
         for ids in itertools.chain(documents, [None]):

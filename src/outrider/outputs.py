@@ -109,7 +109,9 @@ class GenerationOutput:
     seed: int  # give it again to get the same tokens
     prompt_token_ids: list[int]
     drafted_by: list[str | None]  # per token, the drafter that guessed it; None = the target's own
-    metrics: dict[str, Any]  # speculative_decoding, timing, exactness, method, drafter_error, ...
+    metrics: dict[
+        str, Any
+    ]  # speculative_decoding, timing, method, drafter_error, acceptance_method, exactness, lossless
     logprobs: list[Logprob] | None = None
     prompt_logprobs: list[Logprob | None] | None = None  # per token of the prompt; None for the first
     index: int = 0  # which of the request's n outputs

@@ -196,7 +196,7 @@ class Reader:
     def _read(self, module: str, name: str) -> Tensor:
         return self.read(f"{module}.{name}")
 
-    def _scales(self, module: str, name: str, groups: int, transposed: bool = False) -> Tensor:
+    def _scales(self, module: str, name: str, transposed: bool = False) -> Tensor:
         """(out, groups), finite."""
         scales = self._read(module, name)
         if not scales.isfinite().all():
@@ -258,7 +258,7 @@ class Reader:
             zeros = (stored + (self.zero - half)).char().T.contiguous()
             order = self._order(module, size, groups) if self._has(module, "g_idx") else None
             values = values if order is None else values[:, order.long()]
-            return self._make(bits, size, values, self._scales(module, "scales", groups, True), zeros, order=order)
+            return self._make(bits, size, values, self._scales(module, "scales", transposed=True), zeros, order=order)
 
         return Packed(f"GPTQ {bits}-bit", (outputs, inputs), read)
 
@@ -286,7 +286,7 @@ class Reader:
                 (unpacked(self._read(module, name), 4).view(-1, words, 8)[..., NIBBLES].reshape(-1, outputs).char() - 8)
                 for name in ("qweight", "qzeros")
             )
-            scales = self._scales(module, "scales", groups, True)
+            scales = self._scales(module, "scales", transposed=True)
             return self._make(4, size, values.T.contiguous(), scales, zeros.T.contiguous())
 
         return Packed("AWQ 4-bit", (outputs, inputs), read)
@@ -369,7 +369,7 @@ class Reader:
             if ordered and (self._read(module, "weight_g_idx") != -1).any():
                 order = self._order(module, size, groups, "weight_g_idx")
                 values = values if order is None else values[:, order.long()]
-            scales = spread(self._scales(module, "weight_scale", groups))
+            scales = spread(self._scales(module, "weight_scale"))
             return self._make(bits, size, values, scales, zeros, order=order)
 
         return Packed(f"{'int8' if whole_bytes else f'packed {bits}-bit'}", (outputs, inputs), read)

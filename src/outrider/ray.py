@@ -238,7 +238,7 @@ class Words(LLM):
 
     def __init__(self, plan: Replicas) -> None:
         source = open_source(plan.model)
-        self.tokenizer, self._tokenizing = source.tokenizer(), threading.Lock()
+        self.tokenizer = source.tokenizer()
         self.checkpoint: Any = SimpleNamespace(path=source.path)
         self.runner: Any = SimpleNamespace(model=SimpleNamespace(config=source.config))
         self._speculative = SpeculativeConfig.of(plan.llm.get("speculative_config"))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -60,15 +61,23 @@ class Output:
             return [rows]
         return list(torch.split(rows, [1 + len(draft.tokens) for draft in self.drafts]))
 
+    @property
+    def starts(self) -> list[int]:
+        """Per sequence the row of `flat` and `states` that is its row 0."""
+        return [*accumulate((1 + len(draft.tokens) for draft in self.drafts[:-1]), initial=0)]
+
     def of(self, which: list[int]) -> Output:
-        """Of some of the sequences only, but for `flat` and `states`."""
+        """Of some of the sequences only."""
         if len(which) == len(self.drafts):
             return self
-        drafts = [self.drafts[i] for i in which]
-        others = sum(1 + len(draft) for draft in self.drafts) - sum(1 + len(draft) for draft in drafts)
-        some = Output(drafts, self.flat, self.states, self.read + others)
-        some.logits, some.hidden = ([own[i] for i in which] for own in (self.logits, self.hidden))
-        return some
+        drafts, starts = [self.drafts[i] for i in which], self.starts
+        rows = [starts[i] + row for i, draft in zip(which, drafts, strict=True) for row in range(1 + len(draft.tokens))]
+        return self.of_rows(drafts, rows)
+
+    def of_rows(self, drafts: list[Draft], rows: list[int]) -> Output:
+        """As if it had been of these drafts, whose rows were these; the others were fed beside them."""
+        read = self.read + len(self.flat) - len(rows)
+        return Output(drafts, self.flat[rows], self.states[rows], read)
 
 
 @dataclass
@@ -103,8 +112,8 @@ class Runner:
         self.max_len = max_len or model.config.context
         self._dynamic, self._border = model.config.rope["rope_type"] == "dynamic", model.config.border
         self.progress: Callable[[int, int], None] | None = None
-        self.path: Path | None = None  # the model's, likewise: what comes with it lies there
         self.tokenizer: Any = None  # the model's, set by who loads it: what holds token ids can check that it fits
+        self.path: Path | None = None  # the model's, likewise: what comes with it lies there
         self.prefixes = False  # whether to look for, and to leave, blocks that begin other sequences of the same tokens
         self.slots: dict[int, Slot] = {}
         self.scores: dict[int, dict[int, Logprob]] = {}  # by id, of prompts to be measured: each place's token
@@ -160,15 +169,15 @@ class Runner:
             return 0
         slot, n = self.slots.setdefault(seq.id, Slot(beyond=self._beyond(seq))), 0
         if isinstance(self.kv, PagedKV) and not self._unscored(seq):
-            if like is not None and like.id in self.slots:
+            if like is not None and like.id in self.slots:  # it may have nothing: what was preempted begins again
                 known, most = self.slots[like.id], min(len(seq.tokens) - 1, seq.settled)
                 most = most if known.beyond == slot.beyond else 0
                 most = min(most, len(known.tokens), known.settled, known.pure)
                 while n < most and known.tokens[n] == seq.tokens[n]:
                     n += 1
-                if n:  # it may have nothing yet: what was preempted begins again, too
+                if n:
                     self.kv.share(like.id, seq.id, n)
-            elif self.prefixes:
+            if not n and self.prefixes:
                 n = self.kv.adopt(seq.id, seq.tokens[: seq.settled], self._root(seq, slot))
             slot.tokens, slot.settled = seq.tokens[:n], n
         return n

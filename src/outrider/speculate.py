@@ -58,7 +58,11 @@ class Drafter:
         raise NotImplementedError
 
     def observe(self, seqs: list[Sequence], verdicts: list[Verdict], output: Output) -> None:
-        """See what became of the drafts. The sequences have grown by the verdicts' tokens."""
+        """See what became of the drafts. The sequences have grown by the verdicts' tokens.
+
+        Of sequence i `output.logits[i]` are (1 + nodes, vocab), `output.hidden[i]` (1 + nodes, hidden): row 0 follows
+        the token that was its last, row 1 + j node j.
+        """
 
     def look(self, bit: int) -> tuple[Any, ...] | None:
         """How `auto` asks an index of every sequence, without a Draft between (control.Look); None: it does not."""

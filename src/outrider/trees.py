@@ -3,24 +3,56 @@
 Every step puts the `width` best candidates behind each node of the last, and goes on from those that are among the
 `num_speculative_tokens` likeliest of all; a node's likelihood is the product of its path's. `width` 1 is a chain.
 Candidates are ranked by logits as the request's parameters shape them, with the noise of their place if it samples.
+
+And `LastState`, the memory of heads that need no more of a text than the state that chose its last token.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from outrider.config import option
-from outrider.draft import Draft
+from outrider.draft import Draft, Verdict
 from outrider.errors import ConfigError
+from outrider.runner import Output
 from outrider.sampling import Row, guess
 from outrider.sequence import Sequence
 from outrider.speculate import Drafter
 
 Root = tuple[Tensor, Tensor]  # the state (1, hidden) behind a text, and its logits (1, draft vocabulary)
+
+
+class LastState(Drafter):
+    """A drafter that goes on from the target's final hidden state which chose a sequence's last token."""
+
+    @cached_property  # the __init__ of dataclasses calls no other
+    def seen(self) -> dict[int, tuple[int, int, Tensor, int]]:
+        """By sequence its length, its last token, states (rows, hidden), and in which of them that token was chosen."""
+        return {}
+
+    def known(self, seqs: list[Sequence]) -> dict[int, tuple[Tensor, int]]:
+        """By sequence that state (hidden,), and the token, of those where it was seen."""
+        found = {}
+        for seq in seqs:
+            seen = self.seen.get(seq.id)
+            if seen and seen[:2] == (len(seq.tokens), seq.tokens[-1]):
+                found[seq.id] = seen[2][seen[3]], seen[1]
+        return found
+
+    def observe(self, seqs: list[Sequence], verdicts: list[Verdict], output: Output) -> None:
+        """Keep the states."""
+        for seq, verdict, hidden in zip(seqs, verdicts, output.hidden, strict=True):
+            row = 1 + verdict.path[-1] if verdict.path else 0
+            self.seen[seq.id] = len(seq.tokens), seq.tokens[-1], hidden, row
+
+    def forget(self, seq: Sequence) -> None:
+        """Drop the sequence's."""
+        self.seen.pop(seq.id, None)
 
 
 @dataclass

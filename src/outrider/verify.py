@@ -162,7 +162,7 @@ def _judge(draft: Draft, logits: Tensor, rows: list[Row], p: Tensor, rule: Rule)
         judge = block if rule.method == "block" and chain else rejection
         path, left = judge(draft, p, lambda node, probability: flips[node] < probability)
         token = draw(left, seq, "emit")
-    return Verdict(path, [draft.tokens[i] for i in path] + [token], draft.verifiable, draft.is_chain)
+    return Verdict(path, [draft.tokens[i] for i in path] + [token], draft.verifiable)
 
 
 def walk(draft: Draft, chosen: Callable[[int], int], ends: Container[int] = ()) -> Verdict:
@@ -178,7 +178,7 @@ def walk(draft: Draft, chosen: Callable[[int], int], ends: Container[int] = ()) 
         try:
             token = chosen(node + 1)
         except OutriderError as error:
-            return Verdict(path[:-1], tokens, draft.verifiable, draft.is_chain, error=None if tokens else error)
+            return Verdict(path[:-1], tokens, draft.verifiable, error=None if tokens else error)
         tokens.append(token)
         for child in range(node + 1, draft.verifiable):
             if draft.parents[child] == node and draft.tokens[child] == token:
@@ -186,7 +186,7 @@ def walk(draft: Draft, chosen: Callable[[int], int], ends: Container[int] = ()) 
         else:
             child = -1
         if child < 0 or token in ends:
-            return Verdict(path, tokens, draft.verifiable, draft.is_chain)
+            return Verdict(path, tokens, draft.verifiable)
         path.append(child)
         node = child
 

@@ -341,13 +341,13 @@ def test_logprobs_of_prompts(client, tiny_llm):
 
 
 def test_a_deadline(client, tiny_llm, monkeypatch):
-    real = tiny_llm.engine.step
+    real = tiny_llm.engine.step_within
 
     def slow(*args: Any, **options: Any) -> Any:
         time.sleep(0.05)
         return real(*args, **options)
 
-    monkeypatch.setattr(tiny_llm.engine, "step", slow)
+    monkeypatch.setattr(tiny_llm.engine, "step_within", slow)
     late = {"prompt": PROMPT, "max_tokens": 4000, "ignore_eos": True, "deadline": 0.3}
     other = {"prompt": PROMPT, "max_tokens": 3, "seed": 1, "deadline": 600}
     answers = client.send(*(("POST", "/v1/completions", {"json": body}) for body in (late, other)))
@@ -442,6 +442,12 @@ def test_how_many_tokens_by_default(client, tiny_llm):
     )
     prompts = [answer["choices"][0]["prompt_token_ids"] for answer in cut]
     assert prompts == [[102, 103, 104], [5, 6, 7], list(range(45, 105))]
+    small.llm.close()
+    lossy = {"method": "ngram", "acceptance_method": "typical"}
+    small = Client(LLM("tiny", device="cpu", max_model_len=64, speculative_config=lossy), defaults={"max_tokens": 9})
+    (cut,) = small.complete({"prompt": list(range(5, 105)), "truncate_prompt_tokens": -1, "ignore_eos": True})
+    assert cut["usage"]["prompt_tokens"] == 55 and cut["usage"]["completion_tokens"] == 9
+    assert cut["metrics"]["exactness"] == "lossy"
     small.llm.close()
 
 

@@ -141,15 +141,15 @@ def test_events_of_many_come_together(make_llm, monkeypatch):
     monkeypatch.setattr("outrider.async_llm.time", clock)
     monkeypatch.setattr(Answer, "show", lambda self, now: (shown.append((self, now)), show(self, now)))
     inner = make_llm()
-    llm, step, steps = AsyncLLM(inner, event_interval=16.0), inner.engine.step, itertools.count()
+    llm, step, steps = AsyncLLM(inner, event_interval=16.0), inner.engine.step_within, itertools.count()
 
-    def waiting(**options: Any) -> Any:
+    def waiting(*options: Any) -> Any:
         if (at := next(steps)) % 11 == 0 and at < 44:
             while len(inner.engine.running) + len(inner.engine.waiting) < 1 + at // 11:  # the next one comes now
                 time.sleep(0.001)
-        return step(**options)
+        return step(*options)
 
-    monkeypatch.setattr(inner.engine, "step", waiting)
+    monkeypatch.setattr(inner.engine, "step_within", waiting)
 
     async def one_after_the_other() -> Any:
         answers = list[Any]()
@@ -171,12 +171,12 @@ def test_an_idle_engine_waits_for_who_is_on_the_way(make_llm, monkeypatch):
     """Requests that come together are begun together, though their prompts are added one after the other."""
     monkeypatch.setattr("outrider.async_llm.GATHER", 60)
     inner, add, began = make_llm(), AsyncLLM._add, threading.Event()
-    step, seen = inner.engine.step, []
+    step, seen = inner.engine.step_within, []
 
-    def watched(**options: Any) -> Any:
+    def watched(*options: Any) -> Any:
         began.set()
         seen.append(len(inner.engine.waiting) + len(inner.engine.running))
-        return step(**options)
+        return step(*options)
 
     def slow(self: AsyncLLM, answer: Answer, prompts: Any, *more: Any) -> None:
         while len(self._answers) < 2:  # both are on their way
@@ -185,7 +185,7 @@ def test_an_idle_engine_waits_for_who_is_on_the_way(make_llm, monkeypatch):
             began.wait(0.2)  # for a step that must not come
         add(self, answer, prompts, *more)
 
-    monkeypatch.setattr(inner.engine, "step", watched)
+    monkeypatch.setattr(inner.engine, "step_within", watched)
     monkeypatch.setattr(AsyncLLM, "_add", slow)
     llm = AsyncLLM(inner)
 
@@ -475,14 +475,14 @@ def test_an_end_between_two_looks_is_handed_over(tiny_llm, monkeypatch):
 def test_a_slow_reader_holds_nobody_up(tiny_llm, monkeypatch):
     """What it missed comes in one event; news are told once a step, whatever is read."""
     seen: list[Progress] = []
-    llm, step, events = AsyncLLM(tiny_llm, watch=seen.extend), tiny_llm.engine.step, list[StepEvent]()
+    llm, step, events = AsyncLLM(tiny_llm, watch=seen.extend), tiny_llm.engine.step_within, list[StepEvent]()
 
-    def waiting(**options: Any) -> Any:
+    def waiting(*options: Any) -> Any:
         while any(request.ready for request in tiny_llm.engine.running) and not events:  # the first token is being read
             time.sleep(0.001)
-        return step(**options)
+        return step(*options)
 
-    monkeypatch.setattr(tiny_llm.engine, "step", waiting)
+    monkeypatch.setattr(tiny_llm.engine, "step_within", waiting)
 
     async def slow() -> None:
         async for event in llm.generate(PROMPT, max_tokens=60, seed=1, ignore_eos=True):
@@ -505,7 +505,7 @@ def test_a_broken_engine_lets_nobody_wait(tiny_llm, monkeypatch):
         raise ZeroDivisionError("a bug")
 
     with monkeypatch.context() as patch:
-        patch.setattr(tiny_llm.engine, "step", broken)
+        patch.setattr(tiny_llm.engine, "step_within", broken)
         with pytest.raises(EngineError, match="a bug"):
             run(collect(llm, PROMPT, max_tokens=5))
     assert len(run(collect(llm, PROMPT, max_tokens=5))) == 1
@@ -552,7 +552,8 @@ def test_what_is_no_exception_lets_nobody_wait(tiny_llm, panic):
 
 def test_the_engine_s_thread_has_as_many_threads_as_who_starts_it(tiny_llm, monkeypatch):
     """Another LLM's sampling lowers them just then for all threads that begin."""
-    before, start, step, seen = torch.get_num_threads(), threading.Thread.start, tiny_llm.engine.step, list[int]()
+    before, start, seen = torch.get_num_threads(), threading.Thread.start, list[int]()
+    step = tiny_llm.engine.step_within
 
     def lowered(thread: threading.Thread) -> None:
         if thread.name == "outrider-engine":
@@ -561,16 +562,16 @@ def test_the_engine_s_thread_has_as_many_threads_as_who_starts_it(tiny_llm, monk
             other.join()
         start(thread)
 
-    def stepped(**options: Any) -> Any:
+    def stepped(*options: Any) -> Any:
         seen.append(torch.get_num_threads())
-        return step(**options)
+        return step(*options)
 
     llm = AsyncLLM(tiny_llm)
     torch.set_num_threads(3)
     try:
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", lowered)
-            patch.setattr(tiny_llm.engine, "step", stepped)
+            patch.setattr(tiny_llm.engine, "step_within", stepped)
             run(collect(llm, PROMPT, max_tokens=3))
             llm.close()
     finally:

@@ -439,14 +439,14 @@ def test_errors_in_the_stream(client, tiny_llm, monkeypatch):
     def fails(seq: Any) -> None:
         raise RuntimeError("secret")
 
-    real = tiny_llm.engine.step
+    real = tiny_llm.engine.step_within
 
     def step(*args: Any, **options: Any) -> Any:
         if any(request.ready > 5 for request in tiny_llm.engine.running):
             fails(None)
         return real(*args, **options)
 
-    monkeypatch.setattr(tiny_llm.engine, "step", step)
+    monkeypatch.setattr(tiny_llm.engine, "step_within", step)
     frames = client.frames({"prompt": PROMPT, "max_tokens": 50, "ignore_eos": True})
     assert set(frames[-1]) == {"error"} and frames[-1]["error"]["code"] == 503
     assert len(frames) > 1 and all("choices" in frame for frame in frames[:-1])

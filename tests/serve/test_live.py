@@ -72,13 +72,13 @@ def test_who_goes_is_not_written_for(live, tiny_llm, stream):
 
 
 def test_silence_is_filled(live, monkeypatch, tiny_llm):
-    real = tiny_llm.engine.step
+    real = tiny_llm.engine.step_within
 
     def slow(*args: Any, **options: Any) -> Any:
         time.sleep(0.15)
         return real(*args, **options)
 
-    monkeypatch.setattr(tiny_llm.engine, "step", slow)
+    monkeypatch.setattr(tiny_llm.engine, "step_within", slow)
     url = live(keep_alive=0.05)
     answer = httpx.post(f"{url}/v1/completions", json={"prompt": PROMPT, "max_tokens": 3, "stream": True}, timeout=30)
     assert ": keep-alive\n\n" in answer.text and len(frames_of(answer.text)) >= 3

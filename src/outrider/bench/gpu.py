@@ -36,9 +36,10 @@ from outrider.llm import LLM
 from outrider.load import Progress
 from outrider.model import Layer, Model
 from outrider.ops import MLP, DevicePlan, Experts, Graphs, Linear, launches
+from outrider.ops.native import PAGE
 from outrider.ops.triton import launch
 from outrider.ops.triton.graph import cuda_capture
-from outrider.ops.triton.plan import PAGE, make, queries_tile
+from outrider.ops.triton.plan import make, queries_tile
 from outrider.plan import DEVICES, Shape, expected
 from outrider.quantize import quantize
 from outrider.runner import Runner, check_exactness

@@ -71,7 +71,7 @@ def describe(method: str) -> list[Option]:
     found = []
     for item in fields(find(method)):
         if item.init:
-            meant = "draft length, in tokens" if item.name == "num_speculative_tokens" else ""
+            meant = "k: most tokens of a draft, over all its branches" if item.name == "num_speculative_tokens" else ""
             default = item.default if item.default_factory is MISSING else item.default_factory()
             kind = getattr(item.type, "__name__", str(item.type))
             found.append(Option(item.name, kind, default, item.metadata.get("help", meant)))

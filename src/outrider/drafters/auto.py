@@ -54,24 +54,9 @@ LONG = 4096  # tokens of a text from which the target is asked to guess through 
 AGAIN = 24  # steps after which a source that runs a model may be asked again, if the account covers it
 HORIZON = 64  # tokens over which reading a text must pay
 ALL_ROWS = 512  # nodes of all sequences together
-ROWS = (
-    1,
-    8,
-    2,
-    16,
-    4,
-    32,
-    17,
-    6,
-    12,
-    33,
-    3,
-    24,
-    5,
-    9,
-    48,
-)  # whose forwards are measured first, the most telling ones ...
-MEASURING, READ = 1.0, 32  # ... for so many seconds, behind so many tokens
+# whose forwards are measured first, the most telling ones, for so many seconds, behind so many tokens
+ROWS = (1, 8, 2, 16, 4, 32, 17, 6, 12, 33, 3, 24, 5, 9, 48)
+MEASURING, READ = 1.0, 32
 
 
 @dataclass

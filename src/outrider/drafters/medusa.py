@@ -31,14 +31,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from outrider.config import MOST_NODES, option, real, whole
-from outrider.draft import Draft, Verdict
+from outrider.draft import Draft
 from outrider.errors import CheckpointError, ConfigError, VocabularyMismatch, brief, told
 from outrider.load import find
 from outrider.ops import Linear
-from outrider.runner import Output, Runner
+from outrider.runner import Runner
 from outrider.sampling import Row, few_threads, scores
 from outrider.sequence import Sequence
-from outrider.speculate import Drafter
+from outrider.trees import LastState
 
 FILES = ("model.safetensors", "medusa_lm_head.safetensors", "medusa_lm_head.pt")
 NAME = re.compile(r"(?:medusa_head\.)?(\d+\.\d+\.(?:linear\.)?(?:weight|bias))")
@@ -65,7 +65,7 @@ def grow(accuracies: Accuracies, k: int) -> list[Ranks]:
 
 
 @dataclass
-class Medusa(Drafter):
+class Medusa(LastState):
     """Guesses with heads that were trained for the target."""
 
     num_speculative_tokens: int = option(5, "nodes of the tree")
@@ -78,7 +78,6 @@ class Medusa(Drafter):
         if not self.model:
             raise ConfigError("method medusa needs a 'model', its heads, such as {..., 'model': 'tiny-medusa'}")
         self.given = None if self.choices is None else _paths(self.choices)
-        self.seen: dict[int, tuple[int, int, Tensor, int]] = {}  # length, last token, what chose it and where
 
     def attach(self, target: Runner, load: Callable[[str], Runner]) -> None:
         """Load the heads. Raises VocabularyMismatch and CheckpointError for those of another kind of target."""
@@ -120,21 +119,11 @@ class Medusa(Drafter):
         """A tree of at most k nodes per sequence; none if we have not seen what chose its last token."""
         if k < 1:
             return [Draft() for _ in seqs]
-        trees = [self._tree(seq, k) for seq in seqs]
+        trees = [self._tree(seq, k) if self.known([seq]) else [] for seq in seqs]
         guessed = [seq for seq, tree in zip(seqs, trees, strict=True) if tree]
         width = max((1 + max(path) for tree in trees for path in tree), default=0)
         candidates = iter(self._candidates(guessed, width) if guessed else [])
         return [self._draft(tree, next(candidates)) if tree else Draft() for tree in trees]
-
-    def observe(self, seqs: list[Sequence], verdicts: list[Verdict], output: Output) -> None:
-        """Keep the hidden state from which each sequence's last token was chosen."""
-        for seq, verdict, hidden in zip(seqs, verdicts, output.hidden, strict=True):
-            row = 1 + verdict.path[-1] if verdict.path else 0
-            self.seen[seq.id] = len(seq.tokens), seq.tokens[-1], hidden, row
-
-    def forget(self, seq: Sequence) -> None:
-        """Drop the sequence's hidden state."""
-        self.seen.pop(seq.id, None)
 
     def _draft(self, tree: list[Ranks], candidates: list[list[int]]) -> Draft:
         """Sorted, so that the path of first ranks comes first: tokens accepted there lie where plain decoding's do."""
@@ -149,17 +138,15 @@ class Medusa(Drafter):
         return ranks[path[-1]] if path[-1] < len(ranks) else 0.0
 
     def _tree(self, seq: Sequence, k: int) -> list[Ranks]:
-        length, last, *_ = self.seen.get(seq.id, (0, 0))
-        if (length, last) != (len(seq.tokens), seq.tokens[-1]):
-            return []
         if self.given is None:
             return grow(self.accuracies[: seq.room - 1], k)
         return [path for path in self.given if len(path) < seq.room][:k]
 
     def _candidates(self, seqs: list[Sequence], width: int) -> list[list[list[int]]]:
         """Per sequence and head the `width` tokens that are most expected."""
-        x = torch.stack([hidden[row] for _, _, hidden, row in (self.seen[seq.id] for seq in seqs)])
-        last = torch.tensor([seq.tokens[-1] for seq in seqs], device=x.device)
+        known = self.known(seqs).values()
+        x = torch.stack([state for state, _ in known])
+        last = torch.tensor([token for _, token in known], device=x.device)
         token = self.token_norm * F.normalize(self.target.embed(last))
         states = []
         for head in self.heads:

@@ -86,9 +86,8 @@ class Merge(Drafter):
     def _seen_by(
         self, i: int, seqs: list[Sequence], verdicts: list[Verdict], output: Output
     ) -> tuple[list[Verdict], Output]:
-        own_verdicts, own = [], Output([], output.flat, output.states, output.read)
-        own.logits, own.hidden = [], []
-        for at, (seq, verdict, draft) in enumerate(zip(seqs, verdicts, output.drafts, strict=True)):
+        own_verdicts, drafts, rows = list[Verdict](), list[Draft](), list[int]()
+        for seq, verdict, draft, start in zip(seqs, verdicts, output.drafts, output.starts, strict=True):
             merged, where = self.merged.get(seq.id, (draft, []))
             order = list(range(len(draft)))
             if where and merged is draft:  # else something between us changed the draft: show it as it is
@@ -97,11 +96,10 @@ class Merge(Drafter):
                 riders = [node for node in mine if node >= draft.verifiable]
                 order = first + [node for node in order[: draft.verifiable] if node not in mine] + riders
             number = {node: n for n, node in enumerate(order)} | {-1: -1}
-            parents, rows = [number[draft.parents[node]] for node in order], [0, *(1 + node for node in order)]
+            parents = [number[draft.parents[node]] for node in order]
             riding = sum(node >= draft.verifiable for node in order)
             q = None if draft.q is None else draft.q[order]
             own_verdicts.append(replace(verdict, path=[number[node] for node in verdict.path]))
-            own.drafts.append(Draft([draft.tokens[node] for node in order], parents, q, riding))
-            own.logits.append(output.logits[at][rows])
-            own.hidden.append(output.hidden[at][rows])
-        return own_verdicts, own
+            drafts.append(Draft([draft.tokens[node] for node in order], parents, q, riding))
+            rows += [start, *(start + 1 + node for node in order)]
+        return own_verdicts, output.of_rows(drafts, rows)

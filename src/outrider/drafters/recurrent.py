@@ -28,15 +28,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from outrider.config import option, whole
-from outrider.draft import Draft, Verdict
+from outrider.draft import Draft
 from outrider.errors import CheckpointError, VocabularyMismatch, told
 from outrider.load import find, take_out
 from outrider.ops import Linear, Recurrence, native, rms_norm
 from outrider.quantize import quantize
-from outrider.runner import Output, Runner
+from outrider.runner import Runner
 from outrider.sampling import ahead
 from outrider.sequence import Sequence
-from outrider.trees import Growing, Root, Tree
+from outrider.trees import Growing, LastState, Root, Tree
 
 
 class Head:
@@ -97,7 +97,7 @@ class Head:
 
 
 @dataclass
-class Recurrent(Growing):
+class Recurrent(Growing, LastState):
     """Guesses with a recurrent head that was trained for the target."""
 
     depth: int = option(2, "of the tree, at most; the head runs once for each")
@@ -114,10 +114,6 @@ class Recurrent(Growing):
             raise CheckpointError(f"{path} holds no recurrent head: no tensor mlp.gate_proj.weight, or no JSON object")
         return about, tensors
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.seen: dict[int, tuple[int, int, Tensor, int]] = {}  # length, last token, what chose it and where
-
     def attach(self, target: Runner, load: Callable[[str], Runner]) -> None:
         """Load the head. Raises CheckpointError and VocabularyMismatch for one of another kind of target."""
         self.head = Head(find(self.model), target)
@@ -126,7 +122,7 @@ class Recurrent(Growing):
     def propose(self, seqs: list[Sequence], k: int) -> list[Draft]:
         """All levels in one native call, where there are kernels for it."""
         compiled = self.head.recurrence if native.active != native.REFERENCE and k > 0 else None
-        known = self._known(seqs) if compiled else {}
+        known = self.known(seqs) if compiled else {}
         wishes = [ahead(seq, min(k, self.depth, seq.room - 1), len(self.words)) for seq in seqs if seq.id in known]
         if compiled is None or None in wishes:
             return super().propose(seqs, k)
@@ -141,20 +137,11 @@ class Recurrent(Growing):
 
     def roots(self, seqs: list[Sequence]) -> dict[int, Root]:
         """All in one product."""
-        if not (known := self._known(seqs)):
+        if not (known := self.known(seqs)):
             return {}
         before = torch.stack([state for state, _ in known.values()])
         states, logits = self.head.read([token for _, token in known.values()], before)
         return {own: (states[i : i + 1], logits[i : i + 1]) for i, own in enumerate(known)}
-
-    def _known(self, seqs: list[Sequence]) -> dict[int, tuple[Tensor, int]]:
-        """By sequence the state (hidden,) that its last token was chosen from, and that token, where they were seen."""
-        found = {}
-        for seq in seqs:
-            seen = self.seen.get(seq.id)
-            if seen and seen[:2] == (len(seq.tokens), seq.tokens[-1]):
-                found[seq.id] = seen[2][seen[3]], seen[1]
-        return found
 
     def go_on(self, trees: list[Tree]) -> tuple[list[tuple[Tree, int]], Tensor]:
         """A step for each node of the border."""
@@ -164,13 +151,3 @@ class Recurrent(Growing):
         for i, (tree, node) in enumerate(places):
             tree.states[node] = states[i : i + 1]
         return places, logits
-
-    def observe(self, seqs: list[Sequence], verdicts: list[Verdict], output: Output) -> None:
-        """Keep the hidden state from which each sequence's last token was chosen."""
-        for seq, verdict, hidden in zip(seqs, verdicts, output.hidden, strict=True):
-            row = 1 + verdict.path[-1] if verdict.path else 0
-            self.seen[seq.id] = len(seq.tokens), seq.tokens[-1], hidden, row
-
-    def forget(self, seq: Sequence) -> None:
-        """Drop the sequence's state."""
-        self.seen.pop(seq.id, None)

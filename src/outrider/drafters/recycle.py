@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
 
-import torch
-
 from outrider.config import MOST_NODES, option
 from outrider.draft import Draft, Verdict
 from outrider.drafters import check
@@ -48,7 +46,7 @@ class Recycle(Drafter):
         tokens = list[int]()
         for seq, verdict, draft in zip(seqs, verdicts, output.drafts, strict=True):
             tokens += [seq.tokens[len(seq.tokens) - len(verdict.tokens) - 1], *draft.tokens]
-        flat = output.flat if len(output.flat) == len(tokens) else torch.cat(output.logits)
+        flat = output.flat
         with few_threads(flat):
             best = flat.topk(min(self.recycled, flat.shape[-1]))
             chances = (best.values - best.values[:, :1]).float().softmax(-1)

@@ -43,7 +43,7 @@ from outrider.errors import (
 )
 from outrider.kv import PagedKV
 from outrider.kv.blocks import BLOCK
-from outrider.ops import untouched
+from outrider.ops import native, untouched
 from outrider.outputs import GenerationOutput, Logprob, Timing
 from outrider.runner import Runner
 from outrider.sequence import Sequence
@@ -359,15 +359,20 @@ class Engine:
 
     # --- stepping -----------------------------------------------------------------------------------------------------
 
-    def step(self, unless: Callable[[], bool] = lambda: False) -> list[tuple[Request, list[int]]]:
+    def step(self) -> list[tuple[Request, list[int]]]:
         """One forward for all running requests; returns those that go on, or end well, with their new tokens.
 
-        While another thread steps, waits for that; then, if `unless()` holds, does nothing. Nothing to do: an empty
-        list. Raises RequestError if called by what a step calls.
+        While another thread steps, waits for that. Nothing to do: an empty list. Raises RequestError if called by what
+        a step calls, EngineError in a fork of the engine's process.
         """
-        if not torch.is_inference_mode_enabled():
-            with untouched(), torch.inference_mode():
-                return self.step(unless)
+        with untouched(), torch.inference_mode():
+            return self.step_within()
+
+    def step_within(self, unless: Callable[[], bool] = lambda: False) -> list[tuple[Request, list[int]]]:
+        """As `step`, for who has entered its two blocks once for many steps.
+
+        If `unless()` holds once no other thread steps, does nothing.
+        """
         self._turn.refuse_nested()
         try:
             return self._advance() if self._turn.take(unless) else []
@@ -377,16 +382,16 @@ class Engine:
                 self._bury()
 
     def drive(self, done: Callable[[], bool]) -> None:
-        """Step until `done()`, by turns with other threads that do."""
+        """Step until `done()`, by turns with other threads that do. Raises what `step` raises."""
         # entered once: it costs as much as a tenth of what a step does around its forward
         with untouched(), torch.inference_mode():
             while not done():
                 with interrupts_wait() as late:  # entered for each step it would cost some 12 microseconds
                     while not (done() or late):
-                        self.step(unless=done)
+                        self.step_within(done)
 
     def run(self) -> Iterator[tuple[Request, list[int]]]:
-        """Step until nothing is left."""
+        """Step until nothing is left. Raises what `step` raises."""
         while self.waiting or self.running:
             yield from self.step()
 
@@ -500,7 +505,7 @@ class Engine:
     ) -> list[tuple[Request, Verdict]]:
         """One step for all of them; if that fails, one for each alone, and whose own fails ends with the error.
 
-        By Laws 1 and 2 the others' tokens are the same in any company.
+        By Laws 1 and 2 the others' tokens are the same in any company. Raises PoolFull if nothing has come of it.
         """
         everyone, seqs = [*requests, *reading], [r.seq for r in requests]
         lengths = [len(r.seq.tokens) for r in everyone]
@@ -515,14 +520,18 @@ class Engine:
             if isinstance(error, DrafterError) and self.guard.failure is None:  # before anything was read
                 self.guard.switch_off(error, seqs)
                 return self._forward(requests, reading, k, times)
-            news = []
+            news, full = [], None
             for request, length in zip(everyone, lengths, strict=True):
+                alone = ([], {request: reading[request]}) if request in reading else ([request], {})
                 if len(everyone) == 1 or len(request.seq.tokens) != length:
                     self._fail(request, error)
-                elif request in reading:
-                    news += self._forward([], {request: reading[request]}, k, None)
-                else:
-                    news += self._forward([request], {}, k, None)
+                    continue
+                try:
+                    news += self._forward(*alone, k, None)
+                except PoolFull as lacking:  # it waits for a step that has room
+                    full = lacking
+            if full and not news and not any(r.finished for r in everyone):
+                raise full from None
             return news
         for request, verdict in zip(requests, verdicts, strict=True):
             if verdict.error:
@@ -687,7 +696,7 @@ def _typed(error: BaseException) -> Exception:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can still be allocated on a device: CUDA's own count, or the machine's, or its control group's."""
+    """Bytes that can still be allocated on a device: CUDA's own count, or what its machine and control groups leave."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
@@ -695,12 +704,4 @@ def free_memory(device: torch.device) -> int:
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration):
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:  # a control group's limit; the page cache it counts as used can be had
-        group = Path("/sys/fs/cgroup")
-        used = int((group / "memory.current").read_text("ascii"))
-        stat = dict(line.split() for line in (group / "memory.stat").read_text("ascii").splitlines())
-        used -= int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
-        free = min(free, int((group / "memory.max").read_text("ascii")) - used)
-    except (OSError, ValueError):
-        pass  # no limit
-    return max(0, free)
+    return max(0, int(min(free, native.share_of_memory())))

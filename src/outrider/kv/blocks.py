@@ -11,7 +11,9 @@ import itertools
 from collections.abc import Hashable, Iterable
 from heapq import heappop, heappush
 
-BLOCK = 32  # slots; what the kernels read in one piece
+from outrider.ops.native import PAGE
+
+BLOCK = PAGE  # slots
 
 Name = tuple[Hashable, tuple[int, ...]]  # what stands before: another block's number, or a root; and the tokens
 

@@ -7,19 +7,16 @@ not depend on how many rows ride along. `runner.check_exactness` tests that on t
 from outrider.ops.ambient import untouched
 from outrider.ops.attention import (
     KEY_BLOCK,
-    PAGE,
     Pages,
     attend,
     attend_all,
     attend_pages,
-    attention,
-    attention_mask,
     dense_plan,
     device_plan,
     follows_paths,
     write,
 )
-from outrider.ops.elementwise import add, argmax, gated, greatest, pick, picks, rms_norm, rope, rotate, softcap, swiglu
+from outrider.ops.elementwise import add, argmax, greatest, pick, picks, rms_norm, rope, rotate, softcap, swiglu
 from outrider.ops.experts import MLP, Experts
 from outrider.ops.grow import Recurrence
 from outrider.ops.linear import Factors, Linear, Quantized, join, packs, quantises
@@ -32,7 +29,6 @@ from outrider.ops.walk import Block, Stores, Switches, Walk
 __all__ = [
     "KEY_BLOCK",
     "MLP",
-    "PAGE",
     "Block",
     "DevicePlan",
     "Experts",
@@ -51,13 +47,10 @@ __all__ = [
     "attend",
     "attend_all",
     "attend_pages",
-    "attention",
-    "attention_mask",
     "bucket",
     "dense_plan",
     "device_plan",
     "follows_paths",
-    "gated",
     "greatest",
     "join",
     "launches",

@@ -23,15 +23,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.ops import native
+from outrider.ops.native import PAGE
 from outrider.ops.triton import launch
 from outrider.ops.triton.plan import DevicePlan, Rows, make, queries_tile
 
 KEY_BLOCK = 512
 ROW_BLOCK = 8
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # as csrc/attention.h has them
-
-
-PAGE: int = native.kernels.PAGE if native.kernels else 32  # slots that the kernels read in one piece
 
 
 @dataclass

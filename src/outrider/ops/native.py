@@ -10,6 +10,7 @@ import math
 import mmap
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,24 +39,52 @@ except ImportError as error:  # built for another system
     unloaded = f"do not load ({error})"
 
 
-def share_of_cpus(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float:
-    """How many CPUs' time this process's control groups leave it, as a container's do; infinite without a limit."""
-    least = math.inf
+PAGE: int = kernels.PAGE if kernels else 32  # slots of a cache that kernels read in one piece
+OWN, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+
+
+def control_groups(controller: str, own: Path = OWN, root: Path = GROUPS) -> Iterator[tuple[Path, bool]]:
+    """The folders of this process's control groups, as of a container, outwards; and whether they are of version 1."""
     for line in own.read_text().splitlines() if own.exists() else []:
         _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
+        if not controllers or controller in controllers.split(","):
+            top = root / controller if controllers else root
+            at = top / path.lstrip("/")  # in a container the path may be the host's, and only the root be there
+            yield from ((group, bool(controllers)) for group in (at, *at.parents) if group.is_relative_to(top))
+
+
+def share_of_cpus(own: Path = OWN, root: Path = GROUPS) -> float:
+    """How many CPUs' time this process's control groups leave it; infinite without a limit."""
+    least = math.inf
+    for group, first in control_groups("cpu", own, root):
+        try:
+            if first:
+                pair = [(group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period")]
+            else:
+                pair = (group / "cpu.max").read_text().split()
+            quota, period = map(int, pair)
+        except (OSError, ValueError):  # ValueError: "max"
             continue
-        at = (root / "cpu" if controllers else root) / path.lstrip("/")  # version 1, or 2
-        for group in (at, *at.parents):  # in a container the path may be the host's, and only the root be there
-            try:
-                if controllers:
-                    pair = [(group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period")]
-                else:
-                    pair = (group / "cpu.max").read_text().split()
-                quota, period = map(int, pair)
-            except (OSError, ValueError):  # ValueError: "max"
-                continue
-            least = min(least, quota / period if quota > 0 else math.inf)
+        least = min(least, quota / period if quota > 0 else math.inf)
+    return least
+
+
+def share_of_memory(own: Path = OWN, root: Path = GROUPS) -> float:
+    """Bytes that this process's control groups leave it; infinite without a limit.
+
+    The page cache that they count as used can be had.
+    """
+    least = math.inf
+    for group, first in control_groups("memory", own, root):
+        names = ("limit_in_bytes", "usage_in_bytes") if first else ("max", "current")
+        try:
+            most, used = [int((group / f"memory.{name}").read_text()) for name in names]
+            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):  # ValueError: "max"
+            continue
+        of_all = "total_" if first else ""  # version 1 counts the groups within a group apart
+        cached = sum(int(stat.get(f"{of_all}{kind}_file", 0)) for kind in ("inactive", "active"))
+        least = min(least, most - used + cached)
     return least
 
 

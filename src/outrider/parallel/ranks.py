@@ -122,7 +122,6 @@ class Ranks:
         self.numbers: dict[int, int] = {}  # of caches, by their ids
         self._count, self._waiting, self._closing = 0, list[Op](), False
         self._groups: dict[tuple[int, str], Group] = {}
-        self._ours: dict[int, Any] = {}
         self.on_end: Callable[[str], None] | None = None
         self._dying, self._parted = threading.Lock(), threading.Event()
         self._lines: list[socket.socket] = []

@@ -267,10 +267,12 @@ class Server:
                 f"this model's maximum context length is {most} tokens, and the prompt has {len(ids)}; "
                 "leave room for one token"
             )
-        asked = body.most(self.settings.defaults.get("max_tokens"))
-        if asked is None:  # as many as there is memory for
+        if (asked := self._asked(body)) is None:  # as many as there is memory for
             asked = self.llm.llm.engine.longest - len(ids)
         return min(room, max(1, asked))
+
+    def _asked(self, body: Sampled) -> int | None:
+        return body.most(self.settings.defaults.get("max_tokens"))
 
     def _truncated(self, ids: list[int], body: Sampled) -> list[int]:
         if (keep := body.truncate_prompt_tokens) is None:
@@ -278,7 +280,7 @@ class Server:
         if keep < -1 or keep == 0:
             raise Refusal(400, f"truncate_prompt_tokens must be -1 or at least 1, not {keep}", "truncate_prompt_tokens")
         if keep == -1:  # as many as leave room for what is asked for
-            keep = max(1, self.llm.llm.engine.max_len - (body.most(None) or 1))
+            keep = max(1, self.llm.llm.engine.max_len - (self._asked(body) or 1))
         return ids[:keep] if body.truncation_side == "right" else ids[-keep:]
 
     def _rendered(self, body: ChatBody | TokenizeBody) -> list[int]:

@@ -81,7 +81,8 @@ REPLIES: dict[str, Schema] = {
     "Metrics": _object({
         "speculative_decoding": _ref("Speculation"), "queue_time_ms": NUMBER, "time_to_first_token_ms": NUMBER,
         "generation_time_ms": NUMBER, "mean_itl_ms": _maybe(NUMBER), "tokens_per_second": NUMBER, "method": TEXT,
-        "exactness": _one("bitwise", "law"), "acceptance_method": TEXT, "drafter_error": _maybe(TEXT), "seed": INTEGER,
+        "exactness": _one("bitwise", "law", "lossy"), "acceptance_method": TEXT, "drafter_error": _maybe(TEXT),
+        "seed": INTEGER,
     }),
     "CompletionReply": _object(
         {

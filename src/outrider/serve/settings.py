@@ -10,6 +10,7 @@ from typing import Any
 
 from outrider.config import SamplingParams
 from outrider.errors import CheckpointError, ConfigError
+from outrider.files import expand
 
 SAMPLED_BY = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
@@ -41,7 +42,7 @@ def generation_defaults(source: str, model: Path) -> dict[str, Any]:
     """
     if source == "vllm":
         return {}
-    path = (model if source == "auto" else Path(source).expanduser()) / "generation_config.json"
+    path = (model if source == "auto" else expand(source)) / "generation_config.json"
     if not path.is_file():
         if source != "auto":
             raise ConfigError(

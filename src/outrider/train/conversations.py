@@ -10,6 +10,7 @@ temperature, and `by`, which tells the tokenizer. A file that is there goes on.
 from __future__ import annotations
 
 import json
+import logging
 import random
 from collections import deque
 from collections.abc import Callable
@@ -18,11 +19,13 @@ from typing import Any
 
 from outrider.config import SamplingParams
 from outrider.corpus import SAID, mended, speller
+from outrider.engine import Request
 from outrider.errors import ConfigError
-from outrider.files import append, locked
+from outrider.files import append, locked, make_folder
 from outrider.llm import LLM
 from outrider.train.settings import ConversationSettings as Settings
 
+log = logging.getLogger(__name__)
 Report = Callable[[int, int], None]
 FIELDS = ("prompt", "question", "instruction", "turns", "text")  # of a file's JSON lines, by turns
 HINTS = (
@@ -103,6 +106,7 @@ def write(
     """
     if output.exists() and not output.is_file():
         raise ConfigError(f"{output} is there and is no file; give another name")
+    make_folder(output.parent, "the folder of conversations,")
     append(output, "")  # where it cannot be written, that is told now
     with locked(output):
         return _write(
@@ -115,9 +119,10 @@ def _write(output: Path, tokens: int, s: Settings, prompts: list[str] | None, re
     by = speller(llm.tokenizer)
     done, count = _resume(output, by)
     dice = random.Random(f"{s.seed}/{count}")
-    live: dict[int, tuple[str, float]] = {}
+    live: list[tuple[Request, str, float]] = []
     due = deque[tuple[Callable[[list[int]], None], list[int]]]()  # what goes on when there is room
     refused = 0  # since the last answer was begun
+    failed = 0  # since the last one was done
 
     def ask(ids: list[int]) -> None:
         add("question", ids, 1.0, QUESTION)
@@ -139,7 +144,7 @@ def _write(output: Path, tokens: int, s: Settings, prompts: list[str] | None, re
         if len(ids) <= s.longest and len(ids) + most <= engine.max_len:
             params = SamplingParams(temperature=temperature, max_tokens=most, seed=dice.getrandbits(62))
             (request,) = engine.add(ids, params)
-            live[request.seq.id] = kind, temperature
+            live.append((request, kind, temperature))
             refused = 0 if kind == "answer" else refused
         else:
             in_vain()
@@ -155,11 +160,15 @@ def _write(output: Path, tokens: int, s: Settings, prompts: list[str] | None, re
                     answer(template.ids(template.before + dice.choice(prompts) + template.answer))
                 else:
                     ask(template.ids(template.before + dice.choice(HINTS)))
-            for request, _ in engine.step():
-                if not request.finished:
+            engine.step()
+            over, live = [own for own in live if own[0].finished], [own for own in live if not own[0].finished]
+            for request, kind, temperature in over:
+                if request.error:
+                    log.warning("a request failed, and is left out: %s", request.error)
+                    if (failed := failed + 1) > s.batch:
+                        raise request.error
                     continue
                 seq = request.seq
-                kind, temperature = live.pop(seq.id)
                 ended = seq.finish_reason == "stop"
                 if kind == "question":
                     if ended and len(seq.tokens) < LONGEST:
@@ -169,7 +178,7 @@ def _write(output: Path, tokens: int, s: Settings, prompts: list[str] | None, re
                     continue
                 line = {"p": seq.tokens[: seq.prompt_len], "o": seq.output, "t": temperature, "by": by}
                 append(output, json.dumps(line) + "\n")
-                done, count = done + len(seq.output), count + 1
+                done, count, failed = done + len(seq.output), count + 1, 0
                 if report:
                     report(done, count)
                 if ended and dice.random() < s.turns:

@@ -206,6 +206,8 @@ def read_windows(llm: LLM, data: list[Path], settings: Settings, progress: Progr
     for _ in llm.engine.run():
         if progress:
             progress("generating", sum(r.finished for r in requests), len(requests))
+    if error := next((request.error for request in requests if request.error), None):
+        raise error
     windows[: len(requests)] = [request.seq.tokens for request in requests]
     dice.shuffle(windows)
     return windows

@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.ops import native
+from outrider.ops.native import PAGE
 from outrider.ops.triton import plan as plans
 from outrider.ops.triton.graph import upload
-from outrider.ops.triton.plan import PAGE, DevicePlan, queries_tile
+from outrider.ops.triton.plan import DevicePlan, queries_tile
 
 DTYPES = (torch.bfloat16, torch.float16)
 OLDEST = 80  # compute capability times ten: bfloat16 in the matrix units

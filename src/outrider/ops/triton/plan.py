@@ -9,9 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from outrider.ops.native import PAGE
 from outrider.ops.triton.graph import pinned, upload
 
-PAGE = 32  # slots, as in kv/blocks.py
 CHAIN = 2**31 - 1  # where paths of no tree begin
 
 
