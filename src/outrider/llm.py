@@ -297,8 +297,8 @@ class LLM:
         """Tokens as they come, each with the drafter that guessed it; the last one carries the whole output.
 
         `prompt` is text, token ids or a conversation, for which `render` explains the keywords. Closing the iterator,
-        or dropping it, stops the request. Its error, if it fails, is raised behind the tokens it had. Raises at once what
-        `read` raises, RequestError's kinds for a request that cannot be served, and ConfigError for n > 1.
+        or dropping it, stops the request. Its error, if it fails, is raised behind the tokens it had. Raises at once
+        what `read` raises, RequestError's kinds for a request that cannot be served, and ConfigError for n > 1.
         """
         params = sampling_params_of(sampling_params, sampling)
         if params.n != 1:
