@@ -109,9 +109,8 @@ class GenerationOutput:
     seed: int  # give it again to get the same tokens
     prompt_token_ids: list[int]
     drafted_by: list[str | None]  # per token, the drafter that guessed it; None = the target's own
-    metrics: dict[
-        str, Any
-    ]  # speculative_decoding, timing, method, drafter_error, acceptance_method, exactness, lossless
+    # method, acceptance_method, exactness, lossless, drafter_error, timing, speculative_decoding
+    metrics: dict[str, Any]
     logprobs: list[Logprob] | None = None
     prompt_logprobs: list[Logprob | None] | None = None  # per token of the prompt; None for the first
     index: int = 0  # which of the request's n outputs
