@@ -95,7 +95,7 @@ def auto(traces: dict[int, Trace], machine: Machine, clock: Clock) -> Drafter:
     """All of them compete."""
     made: Any = drafters.create(SpeculativeConfig.of({"method": "auto", "drafters": [{"method": "ngram"}]}))
     wide = {"method": "suffix", "tree": True, "suffix_decoding_max_spec_factor": 2.0}
-    made.parts = [drafters.within("auto", wide), Recorded(traces, machine, clock)]
+    made.parts = [drafters.inner("auto", wide), Recorded(traces, machine, clock)]
     made._start()
     made.clock = clock
     return made

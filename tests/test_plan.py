@@ -33,7 +33,7 @@ from outrider.plan import (
     against,
     expected,
     published,
-    within,
+    share_within,
 )
 
 LLAMA_8B = Shape(7_504_924_672, 32, 32, 8, 128, 4096, 128256)  # Llama 3.1 8B, less the embedding
@@ -161,7 +161,7 @@ def test_against_what_was_measured(tmp_path):
     )
     right, wrong = against(file, planner, 512)
     assert right.predicted == pytest.approx(2.2, rel=0.05) and abs(right.off) < 0.15 < abs(wrong.off)
-    assert within([right, wrong]) == 0.5 and within([]) == 0.0
+    assert share_within([right, wrong]) == 0.5 and share_within([]) == 0.0
 
 
 TIMED = Timed(  # a row costs a tenth of a forward, a thousand keys as much, and half of that for each row more

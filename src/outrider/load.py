@@ -249,6 +249,23 @@ def take_out(tensors: dict[str, Tensor], name: str, shape: tuple[int, ...], path
     return found
 
 
+def check_head(path: Path, width: Any, vocab: Any, target: ModelConfig) -> None:
+    """Raise CheckpointError for a head of another width than the target, VocabularyMismatch for other tokens."""
+    if width != target.hidden_size:
+        raise CheckpointError(f"{path}: a head of width {width}; this target's is {target.hidden_size}")
+    if vocab != target.vocab_size:
+        raise VocabularyMismatch(f"{path}: a head for {vocab} tokens, the target has {target.vocab_size}; use its own")
+
+
+def draft_tokens(tensors: dict[str, Tensor], count: int, vocab: int, path: Path) -> Tensor:
+    """The target's ids (count,) of a head's tokens: `d2t` says how far each is off. Raises VocabularyMismatch."""
+    offsets = tensors.pop("d2t", torch.zeros(0))
+    tokens = torch.arange(count) + offsets.long() if offsets.shape == (count,) else torch.empty(0)
+    if len(tokens) != count or int(tokens.min()) < 0 or int(tokens.max()) >= vocab:
+        raise VocabularyMismatch(f"{path}: d2t should lead {count} draft tokens to ids below {vocab}")
+    return tokens
+
+
 def _in_folder(path: Path, pattern: str = "*.gguf") -> Path:
     """The folder if it is a checkpoint's, or the one GGUF model in it."""
     if (path / OURS).exists():

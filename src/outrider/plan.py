@@ -477,6 +477,6 @@ def numbered(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         yield number, data
 
 
-def within(misses: list[Miss], share: float = 0.15) -> float:
+def share_within(misses: list[Miss], share: float = 0.15) -> float:
     """The share of predictions that are off by no more."""
     return statistics.fmean(abs(miss.off) <= share for miss in misses) if misses else 0.0

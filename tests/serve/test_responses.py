@@ -135,9 +135,59 @@ def test_calls(client):
     assert [item["name"] for item in client.post(ROUTE, body).json()["output"]] == ["now"]
 
 
+@pytest.mark.usefixtures("hermes")
+def test_a_call_that_is_cut_off(client):
+    """It says so, and one that was whole before the end does not."""
+    forced = {"input": "x", "tools": FLAT, "structured_outputs": {"choice": [CITY]}, "max_output_tokens": 100}
+    for more, item, whole in (
+        ({}, "completed", "completed"),
+        ({"stop": ["slo"]}, "incomplete", "incomplete"),
+        ({"stop": ["</tool"]}, "completed", "completed"),
+    ):
+        answer = client.post(ROUTE, {**forced, **more}).json()
+        assert (answer["output"][0]["status"], answer["status"]) == (item, whole), answer["output"]
+        assert answer["incomplete_details"] is None
+        last = events_of(client, {**forced, **more})[-1]
+        assert last["type"] == f"response.{whole}"
+        assert without_ids(last["response"])["output"] == without_ids(answer)["output"]
+    for most in range(1, 100):
+        answer = client.post(ROUTE, {**forced, "max_output_tokens": most}).json()
+        call = answer["output"][0]
+        if call["type"] == "function_call" and call["status"] == "completed":
+            break
+        assert answer["status"] == "incomplete"
+    assert json.loads(call["arguments"]) == {"city": "Oslo"} and answer["status"] == "incomplete"
+    assert answer["incomplete_details"] == {"reason": "max_output_tokens"}
+
+
+@pytest.mark.usefixtures("hermes")
+def test_logprobs_beside_calls(client):
+    """Each token's are its message's, whoever guessed it and whatever came together with it."""
+    said = f"See. {CITY} So be it."
+    body = {
+        "input": "x", "tools": FLAT, "structured_outputs": {"choice": [said]}, "top_logprobs": 0,
+        "max_output_tokens": 100, "include": ["message.output_text.logprobs"],
+    }  # fmt: skip
+    answer = client.post(ROUTE, body).json()
+    first, call, second = answer["output"]
+    assert call["type"] == "function_call"
+    for message in (first, second):
+        part = message["content"][0]
+        spelt = "".join(each["token"] for each in part["logprobs"]).removesuffix("<|end|>")
+        spelt = spelt.removesuffix("<")  # one token with the space before
+        assert spelt == part["text"], (spelt, part["text"])
+    for more in ({"speculative_config": False}, {"speculative_config": {"num_speculative_tokens": 1}}):
+        events = events_of(client, {**body, **more})
+        assert without_ids(events[-1]["response"])["output"] == without_ids(answer)["output"]
+        told = [each for e in events if e["type"] == "response.output_text.delta" for each in e["logprobs"]]
+        assert told == first["content"][0]["logprobs"] + second["content"][0]["logprobs"]
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input"),
+        ({"input": [{"type": "function_call_output", "call_id": "c", "output": None}]}, "input"),
         ({"top_logprobs": 99}, "top_logprobs"), ({"include": "all"}, "include"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"), ({"conversation": "c"}, "conversation"), ({"n": 2}, "n"),

@@ -28,8 +28,8 @@ from outrider.plan import (
     Shape,
     Timed,
     numbered,
+    share_within,
     traffic,
-    within,
 )
 from outrider.plan import (
     against as compared,
@@ -258,7 +258,8 @@ def _compare(known: list[Miss], as_json: bool, console: Console) -> None:
     for miss in known:
         table.add_row(as_line(miss.name), f"{miss.measured:.2f}", f"{miss.predicted:.2f}", f"{miss.off:+.0%}")
     console.print(table)
-    console.print(f"within 15 %: {within(known):.0%} of {len(known)}; within 20 %: {within(known, 0.2):.0%}")
+    near, nearer = share_within(known, 0.2), share_within(known)
+    console.print(f"within 15 %: {nearer:.0%} of {len(known)}; within 20 %: {near:.0%}")
 
 
 def _plottable(path: Path) -> str:

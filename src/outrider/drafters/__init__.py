@@ -114,7 +114,7 @@ def create(config: SpeculativeConfig) -> Drafter:
         raise ConfigError(f"method {config.method!r} does not accept these options: {told(error)}") from error
 
 
-def within(owner: str, config: Any) -> Drafter:
+def inner(owner: str, config: Any) -> Drafter:
     """A drafter inside another one's, which decides about acceptance and draft length. Raises ConfigError."""
     named = isinstance(config, Mapping) and "acceptance_method" in config
     config = SpeculativeConfig.of(config)

@@ -105,7 +105,7 @@ class Auto(Drafter):
             raise ConfigError("method auto: drafters is a list such as [{'method': 'ngram'}, {'model': ...}]")
         self.given = [*self.drafters] or [SUFFIX]
         self.given += [{**STORE, "datastore": self.datastore}] if self.datastore else []
-        self.parts = [drafters.within("auto", own) for own in self.given]
+        self.parts = [drafters.inner("auto", own) for own in self.given]
         self.clock: Callable[[], float] = time.perf_counter
         self._start()
 
@@ -139,7 +139,7 @@ class Auto(Drafter):
         for part in self.parts:
             part.attach(target, load)
         if not self.drafters and target.model.nbytes >= HEAVY:
-            self.parts.append(drafters.within("auto", {"method": "recycle"}))
+            self.parts.append(drafters.inner("auto", {"method": "recycle"}))
         names, model = [self.model] if self.model else [], target.model
         if not self.drafters and target.path is not None:
             names += companions(target.path) + ([] if self.datastore else stores(target.path))
@@ -157,7 +157,7 @@ class Auto(Drafter):
                     given = {**STORE, "datastore": name}
                 elif kind in ("eagle3", "recurrent"):
                     given["p_min"] = UNLIKELY
-                part = drafters.within("auto", given)
+                part = drafters.inner("auto", given)
                 part.attach(target, load)
                 self.parts.append(part)
             except OutriderError as error:
@@ -166,7 +166,7 @@ class Auto(Drafter):
                 level = logging.DEBUG if Path(name).is_relative_to(ASSETS) else logging.INFO  # where it is for others
                 log.log(level, "%s is no drafter for this target: %s", name, error)
         if not self.drafters and target.base is None and target.max_len >= 2 * LONG:
-            part = drafters.within("auto", {"method": "self"})
+            part = drafters.inner("auto", {"method": "self"})
             with suppress(OutriderError):  # a cache that has no views
                 part.attach(target, load)
                 self.parts.append(part)

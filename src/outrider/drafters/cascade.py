@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.config import option
-from outrider.drafters import within
+from outrider.drafters import inner
 from outrider.kv import parse
 from outrider.speculate import Nested
 
@@ -29,4 +29,4 @@ class Cascade(Nested):
 
     def __post_init__(self) -> None:
         parse(self.view)
-        self.inner = within("cascade", self.drafter)
+        self.inner = inner("cascade", self.drafter)

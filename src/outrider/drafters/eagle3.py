@@ -28,9 +28,9 @@ from torch import Tensor
 
 from outrider import families
 from outrider.config import ModelConfig, whole
-from outrider.errors import CheckpointError, VocabularyMismatch, brief, told
+from outrider.errors import CheckpointError, brief, told
 from outrider.kv import DenseKV, Entry, Plan
-from outrider.load import find, take_out
+from outrider.load import check_head, draft_tokens, find, take_out
 from outrider.model import Rotary
 from outrider.ops import MLP, Block, Linear, Switches, Walk, native, rms_norm, rope
 from outrider.quantize import quantize
@@ -50,12 +50,7 @@ class Head:
         self.dtype, self.device, self.embed = model.dtype, model.device, model.embed
         c = self.config = _layer_config(path, about)
         hidden = c.hidden_size
-        if hidden != model.config.hidden_size:
-            raise CheckpointError(f"{path}: a head of width {hidden}; this target's is {model.config.hidden_size}")
-        if c.vocab_size != model.config.vocab_size:
-            raise VocabularyMismatch(
-                f"{path}: a head for {c.vocab_size} tokens, the target has {model.config.vocab_size}; use its own"
-            )
+        check_head(path, hidden, c.vocab_size, model.config)
         self.points = Eagle3.points(path, about, model.config.num_layers)
         self.norm_before_residual = bool(about.get("norm_before_residual"))
 
@@ -90,12 +85,9 @@ class Head:
         self.fc_norm = take("input_norm.weight", seen) if about.get("norm_before_fc") else None
         self.fc = linear(["fc"], [hidden], seen)
         self.norm = take("norm.weight", hidden)
-        offsets = tensors.pop("d2t", torch.zeros(vocab, dtype=torch.long))
+        tensors.setdefault("d2t", torch.zeros(vocab, dtype=torch.long))
         tensors.pop("t2d", None)  # says no more than d2t
-        tokens = torch.arange(vocab) + offsets.long() if offsets.shape == (vocab,) else torch.empty(0)
-        if len(tokens) != vocab or int(tokens.min()) < 0 or int(tokens.max()) >= c.vocab_size:
-            raise VocabularyMismatch(f"{path}: d2t should lead {vocab} draft tokens to ids below {c.vocab_size}")
-        self.tokens = tokens.to(self.device)
+        self.tokens = draft_tokens(tensors, vocab, c.vocab_size, path).to(self.device)
         if "lm_head.weight" not in tensors:
             if not model.config.tied:
                 raise CheckpointError(f"{path}: no lm_head.weight, and this target's own is not its embedding")

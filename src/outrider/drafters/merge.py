@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from outrider.draft import Draft, Verdict
-from outrider.drafters import within
+from outrider.drafters import inner
 from outrider.errors import ConfigError
 from outrider.runner import Output, Runner
 from outrider.sequence import Sequence
@@ -40,7 +40,7 @@ class Merge(Drafter):
     def __post_init__(self) -> None:
         if not isinstance(self.drafters, (list, tuple)) or not self.drafters:
             raise ConfigError("method merge needs 'drafters', a list such as [{'method': 'ngram'}, {'model': ...}]")
-        self.parts = [within("merge", given) for given in self.drafters]
+        self.parts = [inner("merge", given) for given in self.drafters]
         self.vocab = 2**63
         self.merged: dict[int, tuple[Draft, list[list[int]]]] = {}  # by sequence: the last draft and who sent what
 

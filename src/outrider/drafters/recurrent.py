@@ -29,8 +29,8 @@ from torch import Tensor
 
 from outrider.config import option, whole
 from outrider.draft import Draft
-from outrider.errors import CheckpointError, VocabularyMismatch, told
-from outrider.load import find, take_out
+from outrider.errors import CheckpointError, told
+from outrider.load import check_head, draft_tokens, find, take_out
 from outrider.ops import Linear, Recurrence, native, rms_norm
 from outrider.quantize import quantize
 from outrider.runner import Runner
@@ -47,12 +47,7 @@ class Head:
         c, self.device, self.embed = model.config, model.device, model.embed
         hidden, self.eps = c.hidden_size, c.rms_norm_eps
         vocab, wide = whole(about.get("draft_vocab_size"), 1, c.vocab_size), whole(about.get("intermediate_size"), 1)
-        if about.get("hidden_size") != hidden:
-            raise CheckpointError(f"{path}: a head of width {about.get('hidden_size')}; this target's is {hidden}")
-        if about.get("vocab_size") != c.vocab_size:
-            raise VocabularyMismatch(
-                f"{path}: a head for {about.get('vocab_size')} tokens, the target has {c.vocab_size}; use its own"
-            )
+        check_head(path, about.get("hidden_size"), about.get("vocab_size"), c)
         if vocab is None or wide is None:
             raise CheckpointError(
                 f"{path}: config.json should have intermediate_size, and draft_vocab_size of at most {c.vocab_size}"
@@ -67,16 +62,10 @@ class Head:
             return Linear(quantize(weight, "int4", rounds) if rounds else weight, gated=gated, rounded=rounds)
 
         gates = [take(f"mlp.{name}_proj.weight", wide, 2 * hidden) for name in ("gate", "up")]
-        self.gate_up, self.down = (
-            linear(torch.cat(gates), gated=True),
-            linear(take("mlp.down_proj.weight", hidden, wide)),
-        )
+        self.gate_up = linear(torch.cat(gates), gated=True)
+        self.down = linear(take("mlp.down_proj.weight", hidden, wide))
         self.norm = take("norm.weight", hidden)
-        offsets = tensors.pop("d2t", torch.zeros(0))
-        words = torch.arange(vocab) + offsets.long() if offsets.shape == (vocab,) else torch.empty(0)
-        if len(words) != vocab or int(words.min()) < 0 or int(words.max()) >= c.vocab_size:
-            raise VocabularyMismatch(f"{path}: d2t should lead {vocab} draft tokens to ids below {c.vocab_size}")
-        self.words = words.to(self.device)
+        self.words = draft_tokens(tensors, vocab, c.vocab_size, path).to(self.device)
         if (shared := "lm_head.weight" not in tensors) and not c.tied:
             raise CheckpointError(f"{path}: no lm_head.weight, and this target's own projection is not its embedding")
         self.projection = linear(

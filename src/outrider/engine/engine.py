@@ -684,7 +684,7 @@ _claiming = threading.Lock()  # held while a cache changes its engine
 def _typed(error: BaseException) -> Exception:
     """Memory that ran out by whatever name, and a library's panic, as our error; all else as it is."""
     if not isinstance(error, Exception):
-        typed: Exception = EngineError(f"a library panicked: {told(error)}")
+        typed: Exception = EngineError(f"what the request calls ended in {told(error)}")
         typed.__cause__ = error
         return typed
     words = ("can't allocate memory", "not enough memory", "out of memory")

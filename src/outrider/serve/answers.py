@@ -290,9 +290,14 @@ class Chat(Reply):
 
     def _end(self, event: StepEvent) -> dict[str, Any]:
         end, parser = super()._end(event), self._parsers.get(event.index)
-        if parser and parser.calls and not parser.broken and event.finish_reason == "stop":
+        if parser and parser.calls and not self.torn(event.index) and event.finish_reason == "stop":
             end["finish_reason"] = "tool_calls"
         return end
+
+    def torn(self, index: int) -> bool:
+        """Whether the last call of an output that was handed out was cut off in the middle."""
+        parser = self._parsers.get(index)
+        return bool(parser and parser.broken and (parser.calls == 1 or self.body.parallel_tool_calls is not False))
 
     def _lead(self, first: bool) -> dict[str, Any]:
         ids = {"prompt_token_ids": self.job.prompts[0]} if self.body.return_token_ids else {}

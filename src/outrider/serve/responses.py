@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
@@ -112,6 +113,8 @@ def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             messages[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
+            if not isinstance(item.get("call_id"), str) or not isinstance(item.get("output"), (str, list)):
+                raise Refusal(400, "input: a function_call_output has call_id, a string, and output, text", "input")
             output = {"role": "tool", "tool_call_id": item.get("call_id"), "content": _content(item.get("output"))}
             messages.append(output)
         elif kind != "reasoning":  # that is not read again
@@ -147,7 +150,7 @@ class Respond(Chat):
         super().__init__(job, parser)
         self.asked = asked
         self.items: list[Item] = []  # the last may still be written
-        self.spelt: list[dict[str, Any]] = []  # logprobs of tokens whose text is still to be said
+        self.spelt: list[tuple[int, dict[str, Any]]] = []  # letters and logprobs of tokens that are still to be said
         self.made = {"id": job.head["id"], "object": "response", "created_at": job.head["created"]}
 
     async def whole(self) -> dict[str, Any]:
@@ -176,31 +179,47 @@ class Respond(Chat):
         for kind in ("created", "in_progress"):
             yield {"type": f"response.{kind}", "response": self._response("in_progress")}
         async for last in self._events():
-            self.spelt += (self._logprobs(last) or {"content": []})["content"]
-            for delta in self.deltas(last):
-                if text := delta.get("content"):
-                    for event in self._say(text):
-                        yield event
-                for call in delta.get("tool_calls", ()):
-                    for event in self._call(call):
-                        yield event
+            for part in self._apart(last):
+                for each in (self._logprobs(part) or {"content": []})["content"]:
+                    self.spelt.append((len(part.text), each))
+                for delta in self.deltas(part):
+                    if text := delta.get("content"):
+                        for event in self._say(text):
+                            yield event
+                    for call in delta.get("tool_calls", ()):
+                        for event in self._call(call):
+                            yield event
         if not self.items:
             for event in self._begin(self._message()):
                 yield event
-        cut = last is not None and last.finish_reason == "length"
-        status = "incomplete" if cut else "completed"
-        for event in self._end_item(status):
+        cut, torn = last is not None and last.finish_reason == "length", self.torn(0)
+        whole = not torn if self.items[-1]["type"] == "function_call" else not cut
+        for event in self._end_item("completed" if whole else "incomplete"):
             yield event
+        status = "incomplete" if cut or torn else "completed"
         more = {"incomplete_details": {"reason": "max_output_tokens"}} if cut else {}
         response = self._response(status, usage=self._used(), **more, **self._metrics())
         yield {"type": f"response.{status}", "response": response}
 
     # --- items --------------------------------------------------------------------------------------------------------
 
+    def _apart(self, event: StepEvent) -> list[StepEvent]:
+        """Token by token, if some may be a call's: which logprobs are whose is not to depend on what came together."""
+        n = len(event.token_ids)
+        if self._parser is None or event.logprobs is None or n < 2:
+            return [event]
+        each = zip(event.token_ids, event.texts, event.drafted_by, event.logprobs, strict=True)
+        parts = [StepEvent(event.index, [token], [text], [by], [known]) for token, text, by, known in each]
+        parts[-1] = replace(parts[-1], finish_reason=event.finish_reason, output=event.output, rest=event.rest)
+        return parts
+
     def _say(self, text: str) -> Iterator[dict[str, Any]]:
         if not self.items or self.items[-1]["type"] != "message":
+            behind = bool(self.items)
             yield from self._begin(self._message())
-        part, spelt, self.spelt = self.items[-1]["content"][0], self.spelt, []
+            if behind:  # a call, which ended with tokens that are no text
+                self.spelt = _last(self.spelt, len(text))
+        part, spelt, self.spelt = self.items[-1]["content"][0], [each for _, each in self.spelt], []
         part["text"] += text
         part["logprobs"] += spelt
         yield {"type": "response.output_text.delta", **self._place(), "delta": text, "logprobs": spelt}
@@ -234,10 +253,11 @@ class Respond(Chat):
         if not self.items:
             return
         item = self.items[-1]
+        if item["type"] == "message" and self.spelt:  # of tokens without text
+            yield from self._say("")
         item["status"] = status
         if item["type"] == "message":
-            item["content"][0]["logprobs"] += self.spelt
-            part, self.spelt = dict(item["content"][0]), []
+            part = dict(item["content"][0])
             said = {"text": part["text"], "logprobs": part["logprobs"]}
             yield {"type": "response.output_text.done", **self._place(), **said}
             yield {"type": "response.content_part.done", **self._place(), "part": part}
@@ -288,6 +308,15 @@ class Respond(Chat):
             "usage": None,
             **more,
         }
+
+
+def _last(spelt: list[tuple[int, dict[str, Any]]], letters: int) -> list[tuple[int, dict[str, Any]]]:
+    """The last ones, as many as have so many letters, and those without any before them."""
+    start = len(spelt)
+    while start and (letters > 0 or not spelt[start - 1][0]):
+        start -= 1
+        letters -= spelt[start][0]
+    return spelt[start:]
 
 
 def _copy(item: Item) -> Item:
