@@ -520,7 +520,7 @@ class Engine:
             if isinstance(error, DrafterError) and self.guard.failure is None:  # before anything was read
                 self.guard.switch_off(error, seqs)
                 return self._forward(requests, reading, k, times)
-            news, full = [], None
+            news, full = [], list[PoolFull]()
             for request, length in zip(everyone, lengths, strict=True):
                 alone = ([], {request: reading[request]}) if request in reading else ([request], {})
                 if len(everyone) == 1 or len(request.seq.tokens) != length:
@@ -529,9 +529,9 @@ class Engine:
                 try:
                     news += self._forward(*alone, k, None)
                 except PoolFull as lacking:  # it waits for a step that has room
-                    full = lacking
-            if full and not news and not any(r.finished for r in everyone):
-                raise full from None
+                    full.append(lacking)
+            if len(full) == len(everyone):
+                raise full[0] from None
             return news
         for request, verdict in zip(requests, verdicts, strict=True):
             if verdict.error:
