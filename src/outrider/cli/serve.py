@@ -59,7 +59,7 @@ def serve(
     max_model_len: MaxModelLen = None,
     max_num_seqs: Annotated[int, typer.Option(help="Outputs that share a forward.")] = 32,
     max_num_batched_tokens: Annotated[
-        int, typer.Option(help="Of prompts, drafts, and one of each output, in one forward.")
+        int, typer.Option(help="Tokens in one forward: of prompts, drafts, and one of each running output.")
     ] = 512,
     max_prefill_delay: Annotated[
         float, typer.Option(help="Seconds that reading prompts may add to a step of running outputs.", min=0)
