@@ -479,13 +479,13 @@ def test_a_stream_is_not_run_in_waves(tiny_llm, monkeypatch):
     """Each request begins as another ends: one call with all prompts, and no more at a time than the batch."""
     one = {"repeats": 1, "methods": [SpeculativeConfig("ngram")]}
     settings = Settings(suites=["mixed"], prompts=6, batch=2, max_tokens=4, **one)
-    most, step = [0], Engine.step
+    most, step = [0], Engine.step_within
 
     def watched(self, *args, **kwargs):
         most[0] = max(most[0], len(self.running))
         return step(self, *args, **kwargs)
 
-    monkeypatch.setattr(Engine, "step", watched)
+    monkeypatch.setattr(Engine, "step_within", watched)
     plain, drafted = run(settings)
     assert plain.identical and drafted.identical and plain.suite == "mixed" and plain.prompts == 6 and most[0] == 2
     assert 0 <= drafted.draft_share <= 1 and drafted.batch == 2
