@@ -585,9 +585,6 @@ def test_outputs_of_one_prompt_come_back_together(make_llm):
     assert_released(llm)
 
 
-# --- interrupts ------------------------------------------------------------------------------------------------------
-
-
 def test_a_step_by_oneself_is_taken_once(random_llm, monkeypatch):
     """Where one of those that are stepped alone finds no room, the others have had their step, and it waits."""
     params = SamplingParams(max_tokens=5, logprobs=1, ignore_eos=True, seed=3)
@@ -611,6 +608,9 @@ def test_a_step_by_oneself_is_taken_once(random_llm, monkeypatch):
         output = random_llm.engine.output(request)
         assert (output.token_ids, output.logprobs) == (expected.token_ids, expected.logprobs)
         assert output.metrics["speculative_decoding"] == expected.metrics["speculative_decoding"]
+
+
+# --- interrupts ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("where", ["propose", "observe", "criterion"])

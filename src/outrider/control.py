@@ -7,10 +7,10 @@ tokens per second the most. (Goodput as in TurboSpec, 2406.14066, greedily over 
 Law 1 lets the choice look at everything.)
 
 Both sides are measured while serving. `Costs` are T; they outlive the process in a file of the cache folder, and begin
-with forwards that are timed when a model is loaded. `Beliefs` are how often guesses come
-true, by who guessed, how sure and how deep, of all requests and of each one. Whatever they say, drafting may lose
-little: every sequence has an `Account` of what drafts brought and cost it, in plain steps, and while it is overdrawn it
-is not drafted for; sources that run a model have another one, and each that is cheap to ask has one.
+with forwards that are timed when a model is loaded. `Beliefs` are how often guesses come true, by who guessed, how sure
+and how deep, of all requests and of each one. Whatever they say, drafting may lose little: every sequence has an
+`Account` of what drafts brought and cost it, in plain steps, and while it is overdrawn it is not drafted for; sources
+that run a model have another one, and each that is cheap to ask has one.
 """
 
 from __future__ import annotations

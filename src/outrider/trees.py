@@ -35,14 +35,16 @@ class LastState(Drafter):
         """By sequence its length, its last token, states (rows, hidden), and in which of them that token was chosen."""
         return {}
 
+    def last(self, seq: Sequence) -> tuple[Tensor, int] | None:
+        """That state (hidden,), and the token; None where it was not seen."""
+        seen = self.seen.get(seq.id)
+        if seen is None or seen[:2] != (len(seq.tokens), seq.tokens[-1]):
+            return None
+        return seen[2][seen[3]], seen[1]
+
     def known(self, seqs: list[Sequence]) -> dict[int, tuple[Tensor, int]]:
-        """By sequence that state (hidden,), and the token, of those where it was seen."""
-        found = {}
-        for seq in seqs:
-            seen = self.seen.get(seq.id)
-            if seen and seen[:2] == (len(seq.tokens), seq.tokens[-1]):
-                found[seq.id] = seen[2][seen[3]], seen[1]
-        return found
+        """By id what `last` says of each, where it was seen."""
+        return {seq.id: last for seq in seqs if (last := self.last(seq))}
 
     def observe(self, seqs: list[Sequence], verdicts: list[Verdict], output: Output) -> None:
         """Keep the states."""

@@ -119,8 +119,9 @@ class Medusa(LastState):
         """A tree of at most k nodes per sequence; none if we have not seen what chose its last token."""
         if k < 1:
             return [Draft() for _ in seqs]
-        trees = [self._tree(seq, k) if self.known([seq]) else [] for seq in seqs]
-        guessed = [seq for seq, tree in zip(seqs, trees, strict=True) if tree]
+        lasts = [self.last(seq) for seq in seqs]
+        trees = [self._tree(seq, k) if last else [] for seq, last in zip(seqs, lasts, strict=True)]
+        guessed = [(seq, last) for seq, last, tree in zip(seqs, lasts, trees, strict=True) if last and tree]
         width = max((1 + max(path) for tree in trees for path in tree), default=0)
         candidates = iter(self._candidates(guessed, width) if guessed else [])
         return [self._draft(tree, next(candidates)) if tree else Draft() for tree in trees]
@@ -142,11 +143,11 @@ class Medusa(LastState):
             return grow(self.accuracies[: seq.room - 1], k)
         return [path for path in self.given if len(path) < seq.room][:k]
 
-    def _candidates(self, seqs: list[Sequence], width: int) -> list[list[list[int]]]:
-        """Per sequence and head the `width` tokens that are most expected."""
-        known = self.known(seqs).values()
-        x = torch.stack([state for state, _ in known])
-        last = torch.tensor([token for _, token in known], device=x.device)
+    def _candidates(self, guessed: list[tuple[Sequence, tuple[Tensor, int]]], width: int) -> list[list[list[int]]]:
+        """Per sequence and head the `width` tokens that are most expected, from its last state and token."""
+        seqs = [seq for seq, _ in guessed]
+        x = torch.stack([state for _, (state, _) in guessed])
+        last = torch.tensor([token for _, (_, token) in guessed], device=x.device)
         token = self.token_norm * F.normalize(self.target.embed(last))
         states = []
         for head in self.heads:

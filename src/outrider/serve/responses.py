@@ -180,15 +180,8 @@ class Respond(Chat):
             yield {"type": f"response.{kind}", "response": self._response("in_progress")}
         async for last in self._events():
             for part in self._apart(last):
-                for each in (self._logprobs(part) or {"content": []})["content"]:
-                    self.spelt.append((len(part.text), each))
-                for delta in self.deltas(part):
-                    if text := delta.get("content"):
-                        for event in self._say(text):
-                            yield event
-                    for call in delta.get("tool_calls", ()):
-                        for event in self._call(call):
-                            yield event
+                for event in self._heard(part):
+                    yield event
         if not self.items:
             for event in self._begin(self._message()):
                 yield event
@@ -205,13 +198,20 @@ class Respond(Chat):
 
     def _apart(self, event: StepEvent) -> list[StepEvent]:
         """Token by token, if some may be a call's: which logprobs are whose is not to depend on what came together."""
-        n = len(event.token_ids)
-        if self._parser is None or event.logprobs is None or n < 2:
+        if self._parser is None or event.logprobs is None or len(event.token_ids) < 2:
             return [event]
         each = zip(event.token_ids, event.texts, event.drafted_by, event.logprobs, strict=True)
         parts = [StepEvent(event.index, [token], [text], [by], [known]) for token, text, by, known in each]
         parts[-1] = replace(parts[-1], finish_reason=event.finish_reason, output=event.output, rest=event.rest)
         return parts
+
+    def _heard(self, part: StepEvent) -> Iterator[dict[str, Any]]:
+        self.spelt += [(len(part.text), each) for each in (self._logprobs(part) or {"content": []})["content"]]
+        for delta in self.deltas(part):
+            if text := delta.get("content"):
+                yield from self._say(text)
+            for call in delta.get("tool_calls", ()):
+                yield from self._call(call)
 
     def _say(self, text: str) -> Iterator[dict[str, Any]]:
         if not self.items or self.items[-1]["type"] != "message":

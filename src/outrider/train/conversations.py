@@ -106,7 +106,8 @@ def write(
     """
     if output.exists() and not output.is_file():
         raise ConfigError(f"{output} is there and is no file; give another name")
-    make_folder(output.parent, "the folder of conversations,")
+    if not output.exists():  # else it may well lie where no other can be made
+        make_folder(output.parent, "the folder of conversations,")
     append(output, "")  # where it cannot be written, that is told now
     with locked(output):
         return _write(
