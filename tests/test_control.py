@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 from itertools import pairwise, permutations
 
@@ -216,6 +217,11 @@ def test_a_damaged_file_is_no_error(tmp_path, text):
     costs.add(1, 100, 1.0)
     costs.save()
     assert Costs(file, "model").curves == {0: {1: 1.0}}
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(file := tmp_path / "costs.json")
+    assert not Costs(file, "model").curves
 
 
 def test_a_file_that_cannot_be_written_is_no_error(tmp_path):

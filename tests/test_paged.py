@@ -15,6 +15,7 @@ from outrider.errors import PoolFull
 from outrider.kv import Entry, Plan
 from outrider.kv.blocks import BLOCK, Pool
 from outrider.kv.paged import SLAB, PagedKV
+from outrider.runner import Slot
 from outrider.sequence import Sequence
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
@@ -322,6 +323,16 @@ def test_logits_are_the_same_bits_behind_a_cached_prefix(make_llm):
         logits.append(llm.runner.extend([seq], [Draft.chain(text(40, 1))]).flat)
         llm.runner.free(seq)
     assert (torch.equal(*logits) or llm.exactness == "law") and found == 96
+
+
+def test_a_sibling_of_who_has_nothing_yet_looks_among_prefixes(make_llm):
+    """As outputs of one prompt do that begin again."""
+    llm = make_llm()
+    first, second, third = (Sequence(text(100), GREEDY, 0) for _ in range(3))
+    llm.runner.extend([first])
+    llm.runner.free(first)
+    llm.runner.slots[second.id] = Slot()
+    assert llm.runner.begin(third, second) == 96
 
 
 def test_salts_keep_prefixes_apart(make_llm):

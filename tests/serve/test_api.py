@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +17,10 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from outrider import LLM
+from outrider.errors import ConfigError
 from outrider.serve import answers
 from outrider.serve.protocol import CompletionBody
+from outrider.serve.settings import generation_defaults
 from tests.serve.conftest import Client
 
 PROMPT = "Once upon a time there was a little girl who"
@@ -493,6 +496,11 @@ def test_defaults_of_the_model(tiny_llm):
     answer = client.complete({"prompt": PROMPT, "seed": 6, "return_token_ids": True, **said})[0]
     assert answer["choices"][0]["token_ids"] == tiny_llm.generate(PROMPT, seed=6, **said)[0].token_ids
     client.llm.close()
+
+
+def test_defaults_of_nobody_s_folder():
+    with pytest.raises(ConfigError, match="there is no such user"):
+        generation_defaults("~nobody.such/model", Path())
 
 
 # --- speculation ----------------------------------------------------------------------------------------------------
