@@ -234,12 +234,12 @@ def test_refusals(random_llm, make_checkpoint, tmp_path):
     refused(CheckpointError, "cannot be read", pickled=[1])
     first = "0.0.linear.weight"
     for value in ([[1.0]], 5, None, "x", {"a": 1}):
-        refused(CheckpointError, rf"{first} should be a matrix", pickled=tensors | {first: value})
-    eight = torch.zeros(64, 64).to(torch.float8_e4m3fn)
-    for value in (torch.zeros(()), torch.zeros(64, 64, dtype=torch.int64), torch.zeros(64, 64, 1), eight):
-        refused(CheckpointError, rf"{first} should be a matrix", tensors=tensors | {first: value})
-    for value in (math.nan, math.inf):
-        refused(CheckpointError, rf"{first} holds NaN or inf", tensors=tensors | {first: torch.full((64, 64), value)})
+        refused(CheckpointError, rf"{first} should be a tensor", pickled=tensors | {first: value})
+    for value in (torch.zeros(()), torch.zeros(64, 64, 1)):
+        refused(CheckpointError, rf"{first} is of shape", tensors=tensors | {first: value})
+    whole, eight = torch.zeros(64, 64, dtype=torch.int64), torch.zeros(64, 64).to(torch.float8_e4m3fn)
+    for value in (whole, eight, torch.full((64, 64), math.nan), torch.full((64, 64), math.inf)):
+        refused(CheckpointError, rf"{first} should hold finite floats", tensors=tensors | {first: value})
     for value in (math.nan, -1, 0, "x", None, [1]):
         refused(CheckpointError, "token_norm must be a number above 0", token_norm=value)
     for value in (5, [5], [[None]], {"a": 1}):

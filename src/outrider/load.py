@@ -19,11 +19,12 @@ from weakref import finalize
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 from outrider import families, gguf, packed, quantize
 from outrider.config import DTYPES, HEAD, ModelConfig, Names
-from outrider.errors import CheckpointError, ConfigError, ModelNotFound, VocabularyMismatch, brief
+from outrider.errors import CheckpointError, ConfigError, ModelNotFound, VocabularyMismatch, brief, told
 from outrider.files import OURS, check_regular
 from outrider.model import Layer, Model, head_order
 from outrider.ops import MLP, Experts, Linear, Quantized, join, packs, quantises
@@ -247,6 +248,24 @@ def take_out(tensors: dict[str, Tensor], name: str, shape: tuple[int, ...], path
     if not found.is_floating_point() or found.itemsize < 2 or not found.isfinite().all():
         raise CheckpointError(f"{path}: tensor {name} should hold finite floats of 16 bits or more")
     return found
+
+
+def read_head(path: Path, *files: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A draft head's config.json, and the tensors of the first of the files that is there. Raises CheckpointError."""
+    file = next((path / name for name in files if (path / name).is_file()), None)
+    if file is None:
+        raise CheckpointError(f"{path} holds no head: none of {', '.join(files)}")
+    try:
+        about = json.loads((path / "config.json").read_text("utf-8"))
+        loaded = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
+        tensors = {str(name): tensor for name, tensor in loaded.items()}
+    except Exception as error:  # unpickling raises what it likes
+        raise CheckpointError(f"{path}: the head cannot be read: {told(error)}") from None
+    if not isinstance(about, dict):
+        raise CheckpointError(f"{path}: config.json should hold an object, not {brief(about)}")
+    if odd := [name for name, tensor in tensors.items() if not isinstance(tensor, Tensor)]:
+        raise CheckpointError(f"{file}: {odd[0]} should be a tensor, not {type(tensors[odd[0]]).__name__}")
+    return about, tensors
 
 
 def check_head(path: Path, width: Any, vocab: Any, target: ModelConfig) -> None:

@@ -15,7 +15,6 @@ embedding, which the target's head must be, too.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,22 +22,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Tensor
 
 from outrider import families
 from outrider.config import ModelConfig, whole
-from outrider.errors import CheckpointError, brief, told
+from outrider.errors import CheckpointError, brief
 from outrider.kv import DenseKV, Entry, Plan
-from outrider.load import check_head, draft_tokens, find, take_out
+from outrider.load import check_head, draft_tokens, find, read_head, take_out
 from outrider.model import Rotary
 from outrider.ops import MLP, Block, Linear, Switches, Walk, native, rms_norm, rope
 from outrider.quantize import quantize
 from outrider.runner import Runner
 from outrider.sequence import Sequence
 from outrider.trees import Growing, Root, Tree
-
-FILES = ("model.safetensors", "pytorch_model.bin")
 
 
 class Head:
@@ -157,20 +153,10 @@ class Eagle3(Growing):
     @staticmethod
     def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """config.json, and the tensors by the original's names."""
-        file = next((path / name for name in FILES if (path / name).is_file()), None)
-        if file is None:
-            raise CheckpointError(f"{path} holds no EAGLE-3 head: none of {', '.join(FILES)}")
-        try:
-            about = json.loads((path / "config.json").read_text("utf-8"))
-            loaded = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
-            tensors = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in loaded.items()}
-        except Exception as error:  # unpickling raises what it likes
-            raise CheckpointError(f"{path}: the head cannot be read: {told(error)}") from None
-        if not isinstance(about, dict) or "fc.weight" not in tensors:
-            raise CheckpointError(f"{path} holds no EAGLE-3 head: no tensor fc.weight, or no object in config.json")
-        if odd := [name for name, tensor in tensors.items() if not isinstance(tensor, Tensor)]:
-            raise CheckpointError(f"{file}: {odd[0]} should be a tensor, not {type(tensors[odd[0]]).__name__}")
-        return about, tensors
+        about, tensors = read_head(path, "model.safetensors", "pytorch_model.bin")
+        if "fc.weight" not in tensors:
+            raise CheckpointError(f"{path} holds no EAGLE-3 head: no tensor fc.weight")
+        return about, {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in tensors.items()}
 
     @staticmethod
     def points(path: Path, about: dict[str, Any], layers: int) -> tuple[int, ...]:

@@ -17,7 +17,6 @@ target's projection, `<head>.<blocks>.weight`.
 from __future__ import annotations
 
 import heapq
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,20 +26,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Tensor
 
 from outrider.config import MOST_NODES, option, real, whole
 from outrider.draft import Draft
 from outrider.errors import CheckpointError, ConfigError, VocabularyMismatch, brief, told
-from outrider.load import find
+from outrider.load import find, read_head, take_out
 from outrider.ops import Linear
 from outrider.runner import Runner
 from outrider.sampling import Row, few_threads, scores
 from outrider.sequence import Sequence
 from outrider.trees import LastState
 
-FILES = ("model.safetensors", "medusa_lm_head.safetensors", "medusa_lm_head.pt")
 NAME = re.compile(r"(?:medusa_head\.)?(\d+\.\d+\.(?:linear\.)?(?:weight|bias))")
 TOKEN_NORM = 16.0  # of the last token's embedding, for heads whose config has no `token_norm`
 UNMEASURED = tuple(tuple(0.6 * 0.75**head * 0.3**rank for rank in range(10)) for head in range(16))
@@ -88,15 +85,11 @@ class Medusa(LastState):
         count = 1 + max(int(name.split(".")[0]) for name in tensors)
         blocks = sum(name.startswith("0.") and name.endswith("bias") for name in tensors)
         own = tensors.get(f"0.{blocks}.weight")  # a projection of their own
-        if (words := config.get("vocab_size", vocab) if own is None else len(own)) != vocab:
+        if (words := config.get("vocab_size", vocab) if own is None else own.shape[:1].numel()) != vocab:
             raise VocabularyMismatch(f"{path}: heads for {words} tokens, the target has {vocab}; use heads made for it")
 
         def take(name: str, *shape: int) -> Tensor:
-            found = tensors.pop(name, None)
-            if found is None or tuple(found.shape) != shape:
-                what = "missing" if found is None else f"of shape {tuple(found.shape)}"
-                raise CheckpointError(f"{path}: tensor {name} is {what}; heads for this target have {shape}")
-            return found.to(self.target.device, self.target.dtype)
+            return take_out(tensors, name, shape, path).to(self.target.device, self.target.dtype)
 
         def block(i: int, j: int) -> Linear:
             wide = hidden * (2 if j == 0 and self.sees_token else 1)
@@ -189,30 +182,18 @@ def _paths(choices: list[list[int]]) -> list[Ranks]:
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """config.json, and the heads' tensors by name."""
-    file = next((path / name for name in FILES if (path / name).is_file()), None)
-    if file is None:
-        raise CheckpointError(f"{path} holds no heads: none of {', '.join(FILES)}")
+    config, loaded = read_head(path, "model.safetensors", "medusa_lm_head.safetensors", "medusa_lm_head.pt")
+    found = {match[1]: tensor for name, tensor in loaded.items() if (match := NAME.fullmatch(name))}
+    if not found:
+        raise CheckpointError(f"{path} holds no heads: no tensor is named like 0.0.linear.weight")
     try:
-        config = json.loads((path / "config.json").read_text("utf-8"))
         measured = config.get("accuracies", UNMEASURED)
         config["accuracies"] = tuple(
             tuple(min(1.0, max(0.0, float(share))) for share in ranks[:MOST_NODES]) for ranks in measured
         )
-        config["token_norm"] = real(config.get("token_norm", TOKEN_NORM), 0, 1e6)
-        loaded = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
-        found = {match[1]: tensor for name, tensor in loaded.items() if (match := NAME.fullmatch(name))}
-    except Exception as error:  # unpickling raises what it likes
-        raise CheckpointError(f"{path}: the heads cannot be read: {told(error)}") from None
-    if not found:
-        raise CheckpointError(f"{file} holds no heads: no tensor is named like 0.0.linear.weight")
+    except (TypeError, ValueError, OverflowError) as error:
+        raise CheckpointError(f"{path}: config.json's accuracies cannot be read: {told(error)}") from None
+    config["token_norm"] = real(config.get("token_norm", TOKEN_NORM), 0, 1e6)
     if not config["token_norm"]:
         raise CheckpointError(f"{path}: config.json's token_norm must be a number above 0")
-    for name, tensor in found.items():
-        floats = isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.itemsize > 1
-        if not floats or not 1 <= tensor.ndim <= 2:
-            what = f"{tuple(tensor.shape)} of {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
-            needs = "a matrix or vector of floats of 16 bits or more"
-            raise CheckpointError(f"{file}: {name} should be {needs}, not {what}")
-        if not bool(tensor.isfinite().all()):
-            raise CheckpointError(f"{file}: {name} holds NaN or infinite numbers")
     return config, found

@@ -17,20 +17,18 @@ and lm_head.weight if its projection is its own; else it is the target's embeddi
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from outrider.config import option, whole
 from outrider.draft import Draft
-from outrider.errors import CheckpointError, told
-from outrider.load import check_head, draft_tokens, find, take_out
+from outrider.errors import CheckpointError
+from outrider.load import check_head, draft_tokens, find, read_head, take_out
 from outrider.ops import Linear, Recurrence, native, rms_norm
 from outrider.quantize import quantize
 from outrider.runner import Runner
@@ -94,13 +92,9 @@ class Recurrent(Growing, LastState):
     @staticmethod
     def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """config.json, and the tensors."""
-        try:
-            about = json.loads((path / "config.json").read_text("utf-8"))
-            tensors = load_file(path / "model.safetensors")
-        except Exception as error:  # whatever is damaged
-            raise CheckpointError(f"{path}: the head cannot be read: {told(error)}") from None
-        if not isinstance(about, dict) or "mlp.gate_proj.weight" not in tensors:
-            raise CheckpointError(f"{path} holds no recurrent head: no tensor mlp.gate_proj.weight, or no JSON object")
+        about, tensors = read_head(path, "model.safetensors")
+        if "mlp.gate_proj.weight" not in tensors:
+            raise CheckpointError(f"{path} holds no recurrent head: no tensor mlp.gate_proj.weight")
         return about, tensors
 
     def attach(self, target: Runner, load: Callable[[str], Runner]) -> None:
