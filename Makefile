@@ -33,7 +33,7 @@ demo: .venv/smollm2
 		--max-tokens 120 --temperature 0 --compare
 	$(BIN)/outrider generate --model smollm2 --chat "Write a Python class for a bank account with deposit and withdraw, and show how it is used." \
 		--max-tokens 256 --temperature 0.3 --seed 1 --compare
-	$(BIN)/outrider bench --model smollm2 --suite chat,code,summarise,edit --prompts 3 --max-tokens 160 --repeats 2 \
+	$(BIN)/outrider bench --model smollm2 --suite chat,code,summarise,edit --prompts 4 --max-tokens 160 --repeats 1 \
 		--speculate auto
 
 test: .venv/ready
