@@ -7,6 +7,7 @@ import json
 import lzma
 import sys
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -421,9 +422,11 @@ def test_other_tokenizers_are_refused(tmp_path, tiny_llm, random_llm, tokenizer)
         (random_llm, small, right, "was built for tiny with 8192 token ids, and this model has 128"),
         (tiny_llm, right, small, "with 128 token ids, and this model has 8192"),
     ):
-        llm.speculative_config = {"method": "rest", "datastore": fits}
-        with pytest.raises(ConfigError, match=why):
-            llm.speculative_config = {"method": "rest", "datastore": unfit}
+        for within in ({}, {"method": "cascade", "view": "streaming:budget=64"}):
+            for store, outcome in ((fits, nullcontext()), (unfit, pytest.raises(ConfigError, match=why))):
+                rest: dict = {"method": "rest", "datastore": store}
+                with outcome:
+                    llm.speculative_config = {**within, "drafter": rest} if within else rest
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import logits_after, run
 
-from outrider import Draft, SamplingParams
+from outrider import LLM, Draft, SamplingParams
 from outrider.errors import ConfigError, RequestTooLong
 from outrider.kv import PagedKV, parse
 from outrider.kv.base import QueryLog
@@ -471,6 +471,18 @@ def test_views_of_what_the_base_has_not_read(make_llm, make_checkpoint, family, 
     ):
         llm.speculative_config = config
         assert [o.token_ids for o in run(llm, requests)] == expected, config
+
+
+def test_a_drafter_in_a_view_finds_the_targets_folder():
+    """Weights that are rounded anew are read from there."""
+    llm = LLM("tiny", device="cpu", dtype="bfloat16")
+    plain = llm.generate("Once upon a time", max_tokens=24, seed=1)[0]
+    llm.speculative_config = {
+        "method": "cascade", "view": "streaming:budget=64", "drafter": {"method": "self", "weights": "int4"},
+    }  # fmt: skip
+    output = llm.generate("Once upon a time", max_tokens=24, seed=1)[0]
+    assert output.token_ids == plain.token_ids
+    assert output.metrics["speculative_decoding"]["mean_acceptance_length"] > 2
 
 
 def test_a_draft_longer_than_every_rebuild(random_llm):

@@ -267,7 +267,9 @@ class Runner:
         if not alone:
             kind = QuantizedView if policy.name == "quantized" else View
             home: Any = base.kv
-            return type(self)(model, kind(slab, policy, home, layers=layers), self.max_len, self.chunk, base)
+            view = type(self)(model, kind(slab, policy, home, layers=layers), self.max_len, self.chunk, base)
+            view.tokenizer, view.path = self.tokenizer, self.path
+            return view
         if policy.name != "streaming":
             raise ConfigError(f"a cache of its own can only be streaming, not {policy.name}, which looks at all keys")
         chunk = min(self.chunk, max(1, policy.budget // 4))

@@ -66,9 +66,10 @@ def plan(
     output: Annotated[Path | None, typer.Option(help="Plot the best speed-up over contexts and batches here.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, nothing else.")] = False,
 ) -> None:
-    """Predict tokens a second of plain decoding and of each method: best draft length, memory, and who wins.
+    """Predict tokens a second of plain decoding and of the methods it knows: best draft length, memory, and who wins.
 
-    Only the model's config is read. Acceptance figures say whether they were measured, and on what, or assumed.
+    It needs the model's config alone; its forwards are measured where `--device` is here and its weights are, too.
+    Acceptance figures say whether they were measured, and on what, or assumed.
     """
     if draft is not None and not draft.strip():
         raise ConfigError("--draft is empty; give a folder, a hub id or an embedded model, or leave it out")

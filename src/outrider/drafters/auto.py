@@ -141,7 +141,7 @@ class Auto(Drafter):
         if not self.drafters and target.model.nbytes >= HEAVY:
             self.parts.append(drafters.inner("auto", {"method": "recycle"}))
         names, model = [self.model] if self.model else [], target.model
-        if not self.drafters and target.path is not None:
+        if not self.drafters and target.path is not None and target.base is None:
             names += companions(target.path) + ([] if self.datastore else stores(target.path))
             if native.runs(model.dtype, model.device):  # a GPU takes as long for a small head as that saves
                 known, found = (

@@ -11,7 +11,7 @@ from importlib.resources import files
 def page() -> tuple[bytes, dict[str, str]]:
     """The page and its headers. What a model makes it show can run nothing: scripts and styles are allowed by hash.
 
-    It holds no secret and asks for the API key itself, so it is served without one.
+    It holds no secret; where the server has API keys, the browser asks for one before it gets the page.
     """
     html = (files("outrider.serve") / "page.html").read_text("utf-8")
 

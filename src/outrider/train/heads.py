@@ -39,6 +39,7 @@ from outrider.files import append, check_zip, locked, make_folder, replacing, wr
 from outrider.kv.rows import NORMED
 from outrider.llm import LLM
 from outrider.load import Progress, find, kind_of
+from outrider.ops import native
 from outrider.sequence import Sequence
 from outrider.train.settings import HeadSettings
 
@@ -202,20 +203,26 @@ def own_head(llm: LLM) -> Tensor:
     return rows.float().clone(memory_format=torch.contiguous_format)
 
 
+def product_dtype(device: torch.device) -> torch.dtype:
+    """What training multiplies in: bfloat16, but on a CPU without instructions for it, where float32 is far faster."""
+    fast = device.type != "cpu" or native.active in ("amx", "avx512bf16")
+    return torch.bfloat16 if fast else torch.float32
+
+
 class CrossEntropy(torch.autograd.Function):
     """Summed cross-entropy of x @ weight.T against laws, some rows at a time; the gradients are made on the way."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, wanted: Tensor) -> Tensor:
-        """x (n, hidden), weight (vocab, hidden), wanted (n, vocab) bfloat16."""
-        x, w, loss = x.bfloat16(), weight.bfloat16(), weight.new_zeros(())
+        """x (n, hidden), weight (vocab, hidden), wanted (n, vocab), in whose dtype it multiplies."""
+        x, w, loss = x.to(wanted.dtype), weight.to(wanted.dtype), weight.new_zeros(())
         dx, dw = torch.empty_like(x), torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for at in range(0, len(x), ROWS):
             rows = slice(at, at + ROWS)
             logits, law = F.linear(x[rows], w).float(), wanted[rows].float()
             whole = logits.logsumexp(-1, keepdim=True)
             loss += whole.sum() - (law * logits).sum()
-            slope = (logits.sub_(whole).exp_() - law).bfloat16()
+            slope = (logits.sub_(whole).exp_() - law).to(wanted.dtype)
             dx[rows] = slope @ w
             if dw is not None:
                 dw += slope.T @ x[rows]
@@ -281,7 +288,8 @@ class Trainer:
             self.held = self._hold_out()
             if not begun:
                 self._begin()
-        self.own = own_head(self.llm)[self.head.tokens].bfloat16()
+        self.dtype = product_dtype(self.device)
+        self.own = own_head(self.llm)[self.head.tokens].to(self.dtype)
 
     def run(self, minutes: float, every: float = 3.0) -> Iterator[dict[str, Any]]:
         """Learn until it was so many minutes in all; yields, logs and keeps what was reached every so many minutes.
@@ -322,11 +330,14 @@ class Trainer:
         """What has a learning rate; others, once a state was loaded."""
         return [*self.muon.param_groups, *self.adam.param_groups]
 
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
+
     def learn(self, batch: Batch) -> float:
         """One step; returns the mean loss of the first guess, in nats."""
-        law = F.linear(batch.last.bfloat16(), self.own).float().softmax(-1).bfloat16()
+        law = F.linear(batch.last.to(self.dtype), self.own).float().softmax(-1).to(self.dtype)
         total = first = torch.zeros((), device=self.device)
-        with torch.autocast(self.device.type, torch.bfloat16):
+        with self._autocast():
             for s, (states, about) in enumerate(self.head.unroll(batch)):
                 loss = CrossEntropy.apply(states, self.head.lm_head.weight, law[about]) / max(1, len(about))  # type: ignore[no-untyped-call]
                 first = first if s else loss.detach()
@@ -347,7 +358,7 @@ class Trainer:
         wanted = self.llm.runner.model.logits(batch.last).argmax(-1)
         alive = torch.ones(len(batch.ids), device=self.device)
         places = 0
-        with torch.autocast(self.device.type, torch.bfloat16):
+        with self._autocast():
             for s, (states, about) in enumerate(self.head.unroll(batch)):
                 guess = self.head.tokens[F.linear(states, self.head.lm_head.weight).argmax(-1)]
                 hit = (guess == wanted[about]).float()
@@ -392,7 +403,7 @@ class Trainer:
         if not path.exists():
             found = [self._cut(p, o) for held, p, o in self._lines({}) if held][:MEASURED]
             if not found:
-                raise ConfigError("too few conversations to hold one out; write more")
+                raise ConfigError(f"too few conversations: one in {HELD_OUT} is held out, and none was yet; write more")
             self._save(found, path)
         return self._load(path)
 

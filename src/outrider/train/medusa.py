@@ -34,7 +34,7 @@ from outrider.files import check_zip, locked, make_folder, replacing, write_text
 from outrider.llm import LLM
 from outrider.load import Progress
 from outrider.sequence import Sequence
-from outrider.train.heads import damaged
+from outrider.train.heads import damaged, product_dtype
 from outrider.train.settings import Settings
 
 RANKS = 10  # whose accuracy is measured
@@ -243,7 +243,8 @@ class Heads(torch.nn.ModuleList):
         size = model.config.hidden_size
         with torch.inference_mode():  # the target's weights may be packed, but its products with unit vectors are they
             projection = model.head(torch.eye(size, device=model.device, dtype=model.dtype)).T
-        self.shared = projection.clone(memory_format=torch.contiguous_format)
+        dtype = torch.promote_types(model.dtype, product_dtype(model.device))
+        self.shared = projection.to(dtype, memory_format=torch.contiguous_format, copy=True)
         heads = []
         for _ in range(s.heads):
             own = [torch.nn.Linear(size, len(self.shared), bias=False)] if s.own_projection else []
