@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+from functools import partial
 from shutil import copytree
 
 import pytest
 import torch
 from helpers import logits_after
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_families import GROWING
 from test_gguf import OLMO3, PHI4, Kind, write
 from test_truth import LLAMA3, check, prompt_of, reference, rope
 
 from outrider import LLM, export
 from outrider.cli import main
-from outrider.errors import ConfigError, ModelNotFound, UnsupportedArchitecture
+from outrider.errors import CheckpointError, ConfigError, ModelNotFound, UnsupportedArchitecture
 from outrider.load import embedded, read_tokenizer
+
+EIGHT, FOUR = partial(export.quantize, bits=8), partial(export.quantize, calibration="none")
 
 
 @pytest.mark.parametrize(
@@ -112,6 +117,11 @@ def test_what_cannot_be(make_checkpoint, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="cannot be written"):
         export.export(folder, blocked / "out")
 
+    (tmp_path / "a").symlink_to(tmp_path / "b")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        export.export(folder, tmp_path / "a")
+
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
@@ -119,6 +129,50 @@ def test_what_cannot_be(make_checkpoint, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="No space left"):
         export.export(folder, target)
     assert not target.exists() and not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.parametrize("write", [export.export, EIGHT, FOUR])
+@pytest.mark.parametrize("what", ["shape", "extra", "missing", "nan", "config"])
+def test_what_does_not_load_is_not_written(make_checkpoint, tmp_path, write, what):
+    """And a folder's pipes, dangling links and folders, whatever they are called, are let be."""
+    folder, name = tmp_path / "in", "model.layers.1.mlp.up_proj.weight"
+    copytree(make_checkpoint(), folder)
+    os.mkfifo(folder / "pipe.json")
+    (folder / "link.json").symlink_to("nowhere")
+    (folder / "folder.json").mkdir()
+    tensors = load_file(folder / "model.safetensors")
+    if what == "config":
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    elif what == "missing":
+        del tensors["model.norm.weight"]
+    else:
+        norm = tensors["model.norm.weight"].clone()
+        norm[0] = math.nan
+        odd = {
+            "shape": {name: tensors[name].T.contiguous()},
+            "extra": {"odd": norm},
+            "nan": {"model.norm.weight": norm},
+        }
+        tensors |= odd[what]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError):
+        write(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
+    if what == "extra":
+        del tensors["odd"]
+        save_file(tensors, folder / "model.safetensors")
+        write(folder, tmp_path / "out")
+        assert not {"pipe.json", "link.json", "folder.json"} & {file.name for file in (tmp_path / "out").iterdir()}
+
+
+def test_numbers_that_the_dtype_does_not_hold(make_checkpoint, tmp_path):
+    copytree(make_checkpoint(), tmp_path / "in")
+    tensors = load_file(tmp_path / "in" / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = 1e5
+    save_file(tensors, tmp_path / "in" / "model.safetensors")
+    with pytest.raises(CheckpointError, match="is not finite"):
+        export.export(tmp_path / "in", tmp_path / "out", "float16")
 
 
 def test_the_command(make_checkpoint, tmp_path, monkeypatch, capsys):

@@ -27,6 +27,7 @@ ARCHS = {
     "mistral": {"sliding_window": 8},
     "qwen2": {},
     "qwen3": {"num_key_value_heads": 4},
+    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 NGRAM = {"method": "ngram"}
 IDS = torch.tensor([[9, 9, 9, 5, 6, 7, 5, 6], [3, 4, 3, 4, 3, 4, 3, 4], [9, 9, 80, 81, 82, 80, 81, 82]])

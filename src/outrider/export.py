@@ -16,14 +16,15 @@ from torch import Tensor
 
 from outrider import compensate, families, packed
 from outrider.config import DTYPES, ModelConfig, Names
-from outrider.errors import CheckpointError, ConfigError, UnsupportedArchitecture, brief
+from outrider.errors import ConfigError, UnsupportedArchitecture, brief
 from outrider.families import FAMILIES
 from outrider.files import expand, new_folder, replacing, write_text
-from outrider.load import Progress, Source, open_source
+from outrider.load import Builder, Progress, Source, open_source
 from outrider.model import Rotary
 from outrider.quantize import Rounded, rounded
 
 SHARD = 2**31  # bytes of a file
+CPU = torch.device("cpu")
 
 
 def export(name: str | Path, target: str | Path, dtype: str = "auto", progress: Progress | None = None) -> Path:
@@ -39,6 +40,7 @@ def export(name: str | Path, target: str | Path, dtype: str = "auto", progress: 
     kind = source.config.dtype if dtype == "auto" else dtype
     plain: torch.dtype = getattr(torch, kind)
     with new_folder(target) as folder:
+        Builder(source.config, source.weights, plain, CPU).check(progress)
         _describe(source, folder, {"dtype": kind})
         _write(source, folder, lambda name, tensor: {name: tensor.to(plain).contiguous()}, plain, progress)
     return target
@@ -89,6 +91,7 @@ def quantize(
     ready: dict[str, Rounded] = {}
 
     with new_folder(target) as folder:
+        Builder(source.config, source.weights, plain, CPU).check(progress)
         coming: Iterator[dict[str, Rounded]] | None = None
         if bits == 4 and calibration != "none":
             texts = compensate.said(name, progress) if calibration == "self" else compensate.read(files, source)
@@ -97,8 +100,6 @@ def quantize(
         def convert(name: str, tensor: Tensor) -> dict[str, Tensor]:
             if name not in linears:
                 return {name: tensor.to(plain).contiguous()}
-            if not tensor.isfinite().all():
-                raise CheckpointError(f"{source.path}: {name} is not finite: it holds NaN or infinite numbers")
             if coming is None:
                 size = shapes[name][1] if group == -1 else group
                 return packed.compress(name, rounded(tensor, bits, size, symmetric, plain), bits)
@@ -154,7 +155,7 @@ def _describe(source: Source, folder: Path, says: dict[str, Any]) -> None:
     if source.path.is_dir():
         for pattern in ("*.json", "*.jinja", "*.model", "merges.txt"):
             for file in source.path.glob(pattern):
-                if not file.name.endswith(".index.json"):
+                if file.is_file() and not file.name.endswith(".index.json"):
                     shutil.copyfile(file, folder / file.name)
         write_text(folder / "config.json", config)
         return

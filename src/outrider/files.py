@@ -16,7 +16,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from outrider.errors import CheckpointError, ConfigError
+from outrider.errors import CheckpointError, ConfigError, told
 
 OURS = ".outrider-partial"  # an empty file in a folder that is not whole
 
@@ -88,7 +88,10 @@ def new_folder(path: Path) -> Iterator[Path]:
 
     Raises ConfigError if it is neither, or cannot be written.
     """
-    path = path.resolve()
+    try:
+        path = path.resolve()
+    except (OSError, RuntimeError) as error:  # links that lead to each other
+        raise ConfigError(f"{path} cannot be written: {told(error)}") from None
     try:
         _check_vacant(path)
         partial = path.with_name(f"{path.name}.partial")

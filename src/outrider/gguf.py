@@ -168,6 +168,8 @@ class File:
         if (epsilon := self._get("attention.layer_norm_rms_epsilon")) is None:
             raise CheckpointError(f"{self.path}: {self.family}.attention.layer_norm_rms_epsilon is missing")
         ends = [special.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+        if odd := [end for end in ends if end is not None and type(end) is not int]:
+            raise CheckpointError(f"{self.path}: tokens that end a text are numbers, not {brief(odd[0])}")
         return {
             "architectures": [self.architecture],
             "vocab_size": vocab,
@@ -184,7 +186,7 @@ class File:
             "mlp_bias": "blk.0.ffn_up.bias" in self.tensors,
             "tie_word_embeddings": "output.weight" not in self.tensors,
             "dtype": {"F32": "float32", "F16": "float16"}.get(kind, "bfloat16"),
-            "eos_token_id": sorted({end for end in ends if type(end) is int}),
+            "eos_token_id": sorted({end for end in ends if end is not None}),
             **self._switches(dim // heads, size, layers),
         }
 
@@ -282,6 +284,8 @@ class File:
             if all_dim := self._get("rope.scaling.yarn_log_multiplier"):
                 rope |= {"mscale": 1.0, "mscale_all_dim": all_dim}
         short, long = self.long
+        if (short is None) != (long is None):
+            raise CheckpointError(f"{self.path}: of rope_factors_short and rope_factors_long only one is there")
         if short is not None and long is not None:
             rope |= {
                 "rope_type": "longrope", "short_factor": short.dense().float().flatten().tolist(),

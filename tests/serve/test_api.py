@@ -559,6 +559,7 @@ def test_models(client):
     assert models["object"] == "list" and [model["id"] for model in models["data"]] == ["tiny", "alias"]
     assert client.get("/v1/models/alias").json() == models["data"][1]
     assert models["data"][0]["max_model_len"] == client.llm.llm.engine.max_len
+    assert client.get("/v1/models/").json() == models
     missing = client.get("/v1/models/some/other")
     assert missing.status_code == 404 and missing.json()["error"]["param"] == "model"
 

@@ -14,7 +14,19 @@ from tokenizers import AddedToken
 from outrider import LLM, SamplingParams
 from outrider.errors import ConfigError
 from outrider.load import find, read_tokenizer
-from outrider.serve.tools import HERMES, LLAMA, MISTRAL, Parser, check, constraint, conversation, family_of, parse
+from outrider.serve.tools import (
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    Parser,
+    check,
+    constraint,
+    conversation,
+    family_of,
+    parse,
+    probe,
+    spelt_out,
+)
 
 CITY, DAYS = {"enum": ["Paris", "Oslo"]}, {"type": "integer", "maximum": 9}
 WEATHER = {"type": "object", "properties": {"city": CITY, "days": DAYS},
@@ -181,6 +193,48 @@ def test_families_are_told_by_the_template():
     assert family_of("{% if tools %}[AVAILABLE_TOOLS][TOOL_CALLS]") is MISTRAL
     assert family_of('{% if tools %}<|python_tag|> "parameters"') is LLAMA
     assert family_of("{{ messages }}") is None and family_of(None) is None and family_of("tools") is None
+
+
+WAYS = {
+    "hermes": ('<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>', HERMES),
+    "mistral": ('[TOOL_CALLS] [{"name": "%s", "arguments": %s, "id": "abcdefghi"}]', MISTRAL),
+    "llama": ('{"name": "%s", "parameters": %s}', LLAMA),
+    "qwen3-coder": ("<tool_call>\n<function=%s>\n%s\n</function>\n</tool_call>", None),
+    "glm": ("<tool_call>%s\n<arg_key>%s</arg_key>\n</tool_call>", None),
+    "newer mistral": ("[TOOL_CALLS]%s[ARGS]%s", None),
+    "pythonic": ("[%s(%s)]", None),
+    "a list": ('[{"name": "%s", "arguments": %s}]', None),
+    "not at all": ("%.0s%.0s", LLAMA),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_template_that_writes_calls_in_another_way_has_no_tools(way):
+    """Marks are those of several families: a call is written by the template, and looked for."""
+    text, family = WAYS[way]
+    call = text % ("{{ c.function.name }}", "{{ c.function.arguments | tojson }}")
+    template = (
+        "{% if tools %}<|python_tag|> parameters{% endif %}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}" + call + "{% endfor %}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    tokenizer = read_tokenizer(find("tiny"))
+    tokenizer.chat_template = template
+    assert family_of(template, probe(tokenizer)) is family
+    tokenizer.chat_template = "{{ raise_exception('no') }}"
+    assert probe(tokenizer) == ""
+
+
+def test_what_a_tool_may_leave_out():
+    tools: list = [{"type": "function", "function": {"name": "now"}}, {"type": "other"}]
+    function = {"name": "now", "description": "", "parameters": {"type": "object", "properties": {}}}
+    assert spelt_out(tools) == [{"type": "function", "function": function}, {"type": "other"}]
+    whole: list = [
+        {"type": "function", "function": {"parameters": None, "name": "a", "strict": True, "description": "d"}}
+    ]
+    assert [*spelt_out(whole)[0]["function"]] == [*whole[0]["function"]]
+    asked = check(tools[:1])
+    assert asked and asked.functions["now"]["additionalProperties"] is False
 
 
 BAD = [

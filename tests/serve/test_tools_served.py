@@ -13,11 +13,10 @@ from outrider import SamplingParams
 from outrider.serve.tools import HERMES, LLAMA, MISTRAL, check, constraint
 from tests.serve.test_tools import TOOLS
 
-MARK = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "llama3_json": '"parameters" <|python_tag|>'}
-TEMPLATE = """{%% if tools %%}%s {%% for t in tools %%}{{ t.function.name }}{%% endfor %%}{%% endif %%}
+TEMPLATE = """{%% if tools %%}<|python_tag|>{%% for t in tools %%}{{ t.function.name }}{%% endfor %%}{%% endif %%}
 {%%- for m in messages %%}<|{{ m.role }}|>{{ m.content }}{%% for c in m.tool_calls or [] %%}
-{{- c.function.name }}:{%% for k, v in c.function.arguments.items() %%}{{ k }}={{ v }};{%% endfor %%}
-{%%- endfor %%}<|end|>{%% endfor %%}<|assistant|>"""
+{{- %(begin)r }}{"name": "{{ c.function.name }}", "%(arguments)s": {{ c.function.arguments | tojson }}}{{- %(end)r }}
+{%%- endfor %%}<|end|>{%% endfor %%}{%% if add_generation_prompt %%}<|assistant|>{%% endif %%}"""
 TALK: Any = [{"role": "user", "content": "What now?"}]
 ROUTE = "/v1/chat/completions"
 CITY = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
@@ -26,13 +25,13 @@ CITY = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</t
 @pytest.fixture(params=[HERMES, LLAMA, MISTRAL], ids=lambda family: family.name)
 def family(request, tiny_llm, monkeypatch):
     """The embedded model with a template of each family."""
-    monkeypatch.setattr(tiny_llm.tokenizer, "chat_template", TEMPLATE % MARK[request.param.name])
+    monkeypatch.setattr(tiny_llm.tokenizer, "chat_template", TEMPLATE % vars(request.param))
     return request.param
 
 
 @pytest.fixture
 def hermes(tiny_llm, monkeypatch):
-    monkeypatch.setattr(tiny_llm.tokenizer, "chat_template", TEMPLATE % MARK["hermes"])
+    monkeypatch.setattr(tiny_llm.tokenizer, "chat_template", TEMPLATE % vars(HERMES))
 
 
 def named(name: str) -> dict[str, Any]:
@@ -168,7 +167,7 @@ def test_the_conversation_goes_on(client, tiny_llm, hermes):
     ]
     answer = client.post("/tokenize", {"messages": talk, "tools": TOOLS}).json()
     text = tiny_llm.tokenizer.decode(answer["tokens"])
-    assert "get_weather:city=Oslo;" in text and "rain" in text and "now" in text.split("What")[0]
+    assert CITY in text and "rain" in text and "now" in text.split("What")[0]
     done = client.chat({"messages": talk, "tools": TOOLS, "max_tokens": 1})[0]
     assert done["usage"]["prompt_tokens"] == answer["count"]
     talk[1] = {"role": "assistant", "tool_calls": [call]}  # as some clients write it
@@ -212,3 +211,12 @@ def test_openais_helpers(live, tiny_llm, hermes):
     assert "tool_calls.function.arguments.delta" in kinds and "tool_calls.function.arguments.done" in kinds
     assert final.message.tool_calls is not None
     assert final.message.tool_calls[0].function.arguments == whole.message.tool_calls[0].function.arguments
+
+
+def test_a_template_of_another_way_is_refused(client, tiny_llm, hermes, monkeypatch):
+    """Calls in Qwen3-Coder's way would have come as content."""
+    other = tiny_llm.tokenizer.chat_template.replace('{"name": "', "<function=")
+    assert client.chat({"messages": TALK, "tools": TOOLS, "max_tokens": 2})[0]["choices"]
+    monkeypatch.setattr(tiny_llm.tokenizer, "chat_template", other)
+    refused = client.post(ROUTE, {"messages": TALK, "tools": TOOLS, "max_tokens": 2})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "tools"

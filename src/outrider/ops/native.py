@@ -108,6 +108,13 @@ def runs(dtype: torch.dtype, device: torch.device) -> bool:
     return active != REFERENCE and device.type == "cpu" and dtype in FORMATS
 
 
+def quick(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """What PyTorch multiplies in where the result need not be dtype's: float32, on a CPU that has no instruction for
+    it, where it is several times as fast."""
+    fast = device.type != "cpu" or (dtype == torch.bfloat16 and active in ("amx", "avx512bf16"))
+    return dtype if fast else torch.float32
+
+
 def fitting(what: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """x in one piece, for a kernel that gets its address: keep what this returns until the kernel has returned.
 
@@ -206,7 +213,7 @@ wrong = _choose()
 """Instruction sets whose products disagreed with float64 when this was loaded: none, unless a kernel is broken."""
 
 
-def lacking() -> str:
+def lacking(dtype: torch.dtype = torch.bfloat16) -> str:
     """Why a CPU runs on the reference operations though nobody asked for that, and what helps; else empty."""
     if kernels is None:
         return f"the compiled kernels {unloaded}; install a C++ compiler (g++ or clang), then install outrider again"
@@ -214,4 +221,6 @@ def lacking() -> str:
         return (
             f"the compiled kernels are refused, as their products are wrong here: {', '.join(wrong)}; please report it"
         )
+    if active != REFERENCE and dtype not in FORMATS:
+        return "float16 has no kernels on a CPU; float32 holds such weights in twice the memory, bfloat16 rounds them"
     return ""

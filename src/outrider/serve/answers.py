@@ -346,7 +346,7 @@ def metrics_of(output: GenerationOutput) -> dict[str, Any]:
         "queue_time_ms": 1000 * timing["queued_seconds"],
         "time_to_first_token_ms": 1000 * timing["time_to_first_token"],
         "generation_time_ms": 1000 * rest,
-        "mean_itl_ms": 1000 * rest / (tokens - 1) if tokens > 1 else None,
+        **({"mean_itl_ms": 1000 * rest / (tokens - 1)} if tokens > 1 else {}),
         "tokens_per_second": timing["tokens_per_second"],
         **{key: about[key] for key in ("method", "exactness", "acceptance_method", "drafter_error")},
         "seed": output.seed,

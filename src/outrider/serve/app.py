@@ -39,7 +39,7 @@ from outrider.serve.protocol import (
 from outrider.serve.replies import REF, REPLIES
 from outrider.serve.responses import Respond, ResponsesBody, in_its_words
 from outrider.serve.settings import Settings
-from outrider.serve.tools import Parser, check, constraint, conversation, family_of
+from outrider.serve.tools import Family, Parser, check, constraint, conversation, family_of, probe, spelt_out
 from outrider.serve.vocabulary import Vocabulary
 
 JSON, PROMETHEUS = "application/json", "text/plain; version=0.0.4; charset=utf-8"
@@ -134,6 +134,7 @@ class Server:
     def __init__(self, llm: AsyncLLM, settings: Settings) -> None:
         self.llm, self.settings, self.started = llm, settings, int(time.time())
         self.vocabulary = Vocabulary(llm.llm.tokenizer)
+        self.families: dict[str | None, Family | None] = {}  # of the chat template that is known
         self.metrics = Metrics(settings.names[0], llm)
         llm.watch = self.metrics.progress
 
@@ -287,7 +288,7 @@ class Server:
         generate = body.add_generation_prompt
         if generate is None:
             generate = not body.continue_final_message
-        variables = (body.chat_template_kwargs or {}) | ({"tools": body.tools} if body.tools else {})
+        variables = (body.chat_template_kwargs or {}) | ({"tools": spelt_out(body.tools)} if body.tools else {})
         return self.llm.llm.render(
             [_as_known(message) for message in body.messages or []],
             chat_template=body.chat_template if isinstance(body, ChatBody) else None,
@@ -297,14 +298,22 @@ class Server:
             any_length=isinstance(body, ChatBody) and _cut(body),
         )
 
+    def _family(self, given: str | None) -> Family | None:
+        """How calls are written by models of a request's template, or else of the model's, which is tried once."""
+        if given:
+            return family_of(given)
+        own = getattr(self.llm.llm.tokenizer, "chat_template", None)
+        own = own.get("tool_use", own.get("default")) if isinstance(own, dict) else own
+        if own not in self.families:
+            self.families = {own: family_of(own, probe(self.llm.llm.tokenizer))}
+        return self.families[own]
+
     def _tools(self, body: ChatBody) -> tuple[Callable[[], Parser] | None, dict[str, Any]]:
         """What finds calls in an output, if they are looked for, and what that asks of sampling."""
         asked = check(body.tools, body.tool_choice, body.parallel_tool_calls)
         if asked is None:
             return None, {}
-        own = getattr(self.llm.llm.tokenizer, "chat_template", None)
-        own = own.get("tool_use", own.get("default")) if isinstance(own, dict) else own
-        family = family_of(body.chat_template or own)
+        family = self._family(body.chat_template)
         if family is None:
             raise Refusal(
                 400, "tools: the chat template has none, or its models write calls in an unknown way", "tools"
@@ -371,7 +380,9 @@ class Server:
         return json_response({"object": "list", "data": [self._about(name) for name in self.settings.names]})
 
     async def model(self, model: str) -> Response:
-        """`/v1/models/{model}`."""
+        """`/v1/models/{model}`; behind the last stroke all."""
+        if not model:
+            return await self.models()
         self._known(model)
         return json_response(self._about(model))
 

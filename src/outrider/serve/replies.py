@@ -80,10 +80,10 @@ REPLIES: dict[str, Schema] = {
     "Speculation": _object(SPECULATION, inner=_ref("Speculation")),
     "Metrics": _object({
         "speculative_decoding": _ref("Speculation"), "queue_time_ms": NUMBER, "time_to_first_token_ms": NUMBER,
-        "generation_time_ms": NUMBER, "mean_itl_ms": _maybe(NUMBER), "tokens_per_second": NUMBER, "method": TEXT,
+        "generation_time_ms": NUMBER, "tokens_per_second": NUMBER, "method": TEXT,
         "exactness": _one("bitwise", "law", "lossy"), "acceptance_method": TEXT, "drafter_error": _maybe(TEXT),
         "seed": INTEGER,
-    }),
+    }, mean_itl_ms=NUMBER),
     "CompletionReply": _object(
         {
             **HEAD, "object": _one("text_completion"),

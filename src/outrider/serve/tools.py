@@ -12,6 +12,7 @@ import json
 import secrets
 import string
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ from outrider.config import StructuredOutputsParams
 from outrider.errors import ConfigError, brief
 
 NAMES = set(string.ascii_letters + string.digits + "_-.")  # in names of functions; OpenAI's, and the dot
+NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 LONGEST_NAME, MOST_TOOLS = 128, 256
 PARTS = "properties", "patternProperties", "dependentSchemas", "$defs", "definitions"  # of a schema: schemas by name
 DATA = "const", "enum", "default", "examples"  # and what is none, whatever it looks like
@@ -45,18 +47,46 @@ class Family:
 HERMES = Family("hermes", "<tool_call>\n", "\n</tool_call>", "\n</tool_call>\n<tool_call>\n")
 LLAMA = Family("llama3_json", "", "", "; ", "parameters")
 MISTRAL = Family("mistral", "[TOOL_CALLS] [", "]", ", ", id_length=9)
+PROBED = "look_up"
+PROBE_TOOLS = [{"type": "function", "function": {"name": PROBED, "description": "", "parameters": {"type": "object"}}}]
+PROBE: list[dict[str, Any]] = [
+    {"role": "user", "content": "Where?"},
+    {
+        "role": "assistant", "content": "",
+        "tool_calls": [
+            {"id": "abcdefghi", "type": "function", "function": {"name": PROBED, "arguments": {"city": "Oslo"}}}
+        ],
+    },
+]  # fmt: skip
 MARKS = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "llama3_json": "<|python_tag|>"}  # before a call, in text
 
 
-def family_of(template: Any) -> Family | None:
-    """The way of a chat template; None if it has no tools, or writes their calls in another way."""
+def family_of(template: Any, written: str = "") -> Family | None:
+    """The way of a chat template; None if it has no tools, or writes their calls in another way.
+
+    `written`: how it does that (see `probe`), if that is known. Else marks are believed, which other ways have, too.
+    """
     if not isinstance(template, str) or "tools" not in template:
         return None
+    found = None
     if "<tool_call>" in template:
-        return HERMES
-    if "[TOOL_CALLS]" in template:
-        return MISTRAL
-    return LLAMA if "parameters" in template and ("python_tag" in template or "ipython" in template) else None
+        found = None if "<arg_key>" in template or "<function=" in template else HERMES  # GLM's, Qwen3-Coder's
+    elif "[TOOL_CALLS]" in template:
+        found = MISTRAL
+    elif "parameters" in template and ("python_tag" in template or "ipython" in template):
+        found = LLAMA
+    known = found is not None and PROBED in written
+    return None if known and found and not parse(written, found, [PROBED])[1] else found
+
+
+def probe(tokenizer: Any) -> str:
+    """What a tokenizer's chat template makes of an answer that is a call; empty if it refuses one."""
+    with suppress(Exception):  # templates raise what they like
+        asked: str = tokenizer.apply_chat_template(PROBE[:1], PROBE_TOOLS, tokenize=False, add_generation_prompt=True)
+        answered: str = tokenizer.apply_chat_template(PROBE, PROBE_TOOLS, tokenize=False)
+        at = next((i for i, (a, b) in enumerate(zip(asked, answered, strict=False)) if a != b), len(asked))
+        return answered[at:]
+    return ""
 
 
 @dataclass(frozen=True)
@@ -95,7 +125,7 @@ def check(tools: Any, tool_choice: Any = None, parallel_tool_calls: Any = None) 
         schema = function.get("parameters")
         if not (schema is None or isinstance(schema, Mapping)):
             raise ConfigError(f"tools: parameters of {name!r} must be a JSON schema, not {brief(schema)}")
-        functions[name] = schema or {"type": "object", "properties": {}}
+        functions[name] = schema or NO_PARAMETERS
     if not (parallel_tool_calls is None or isinstance(parallel_tool_calls, bool)):
         raise ConfigError(f"parallel_tool_calls must be true or false, not {brief(parallel_tool_calls)}")
     choice = "auto" if tool_choice is None else tool_choice
@@ -110,6 +140,18 @@ def check(tools: Any, tool_choice: Any = None, parallel_tool_calls: Any = None) 
     elif choice not in ("none", "auto", "required"):
         raise ConfigError(f"tool_choice must be none, auto, required or a function, not {brief(choice)}")
     return Tools(functions, choice, parallel_tool_calls is not False)
+
+
+def spelt_out(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A request's tools with what OpenAI lets be left out, since some templates read it."""
+    left = {"description": "", "parameters": {"type": "object", "properties": {}}}
+    shown = []
+    for tool in tools:
+        function = tool.get("function")
+        if isinstance(function, dict):
+            tool = tool | {"function": function | {key: left[key] for key in left if key not in function}}
+        shown.append(tool)
+    return shown
 
 
 def _allowed(given: Any, functions: dict[str, Mapping[str, Any]]) -> tuple[str, dict[str, Mapping[str, Any]]]:

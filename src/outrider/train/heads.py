@@ -203,12 +203,6 @@ def own_head(llm: LLM) -> Tensor:
     return rows.float().clone(memory_format=torch.contiguous_format)
 
 
-def product_dtype(device: torch.device) -> torch.dtype:
-    """What training multiplies in: bfloat16, but on a CPU without instructions for it, where float32 is far faster."""
-    fast = device.type != "cpu" or native.active in ("amx", "avx512bf16")
-    return torch.bfloat16 if fast else torch.float32
-
-
 class CrossEntropy(torch.autograd.Function):
     """Summed cross-entropy of x @ weight.T against laws, some rows at a time; the gradients are made on the way."""
 
@@ -288,7 +282,7 @@ class Trainer:
             self.held = self._hold_out()
             if not begun:
                 self._begin()
-        self.dtype = product_dtype(self.device)
+        self.dtype = native.quick(torch.bfloat16, self.device)
         self.own = own_head(self.llm)[self.head.tokens].to(self.dtype)
 
     def run(self, minutes: float, every: float = 3.0) -> Iterator[dict[str, Any]]:

@@ -33,8 +33,9 @@ from outrider.errors import CheckpointError, ConfigError
 from outrider.files import check_zip, locked, make_folder, replacing, write_text
 from outrider.llm import LLM
 from outrider.load import Progress
+from outrider.ops import native
 from outrider.sequence import Sequence
-from outrider.train.heads import damaged, product_dtype
+from outrider.train.heads import damaged
 from outrider.train.settings import Settings
 
 RANKS = 10  # whose accuracy is measured
@@ -243,7 +244,7 @@ class Heads(torch.nn.ModuleList):
         size = model.config.hidden_size
         with torch.inference_mode():  # the target's weights may be packed, but its products with unit vectors are they
             projection = model.head(torch.eye(size, device=model.device, dtype=model.dtype)).T
-        dtype = torch.promote_types(model.dtype, product_dtype(model.device))
+        dtype = native.quick(model.dtype, model.device)
         self.shared = projection.to(dtype, memory_format=torch.contiguous_format, copy=True)
         heads = []
         for _ in range(s.heads):
