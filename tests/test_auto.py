@@ -483,3 +483,10 @@ def test_coins_are_asked_before_the_token_is_known(tiny_llm):
     }  # fmt: skip
     output = tiny_llm.generate("Once upon a time", max_tokens=40, temperature=1.0, seed=1)[0]
     assert min(output.metrics["speculative_decoding"]["per_step_drafted"][1:-1]) >= 1
+
+
+def test_within_a_view_only_what_is_cheap_is_asked(tiny_llm):
+    """Heads and draft models that lie with the target are for the target."""
+    tiny_llm.speculative_config = {"method": "cascade", "view": "streaming:budget=64", "drafter": "auto"}
+    inner = tiny_llm.engine.drafter.inner
+    assert inner.sources and all(source.drafter.cheap for source in inner.sources)

@@ -156,7 +156,14 @@ def test_what_does_not_load_is_not_written(make_checkpoint, tmp_path, write, wha
         }
         tensors |= odd[what]
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(CheckpointError):
+    said = {
+        "shape": "has shape",
+        "extra": "no place for",
+        "missing": "is missing",
+        "nan": "not finite",
+        "config": "no place",
+    }
+    with pytest.raises(CheckpointError, match=said.get(what, "no place for")):
         write(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
     if what == "extra":
@@ -173,6 +180,15 @@ def test_numbers_that_the_dtype_does_not_hold(make_checkpoint, tmp_path):
     save_file(tensors, tmp_path / "in" / "model.safetensors")
     with pytest.raises(CheckpointError, match="is not finite"):
         export.export(tmp_path / "in", tmp_path / "out", "float16")
+
+
+def test_scales_whose_weights_are_infinite(make_checkpoint, tmp_path):
+    export.quantize(make_checkpoint(), tmp_path / "in", 8)
+    tensors = load_file(tmp_path / "in" / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight_scale"][0] = 3e38
+    save_file(tensors, tmp_path / "in" / "model.safetensors")
+    with pytest.raises(CheckpointError, match="not finite"):
+        export.export(tmp_path / "in", tmp_path / "out")
 
 
 def test_the_command(make_checkpoint, tmp_path, monkeypatch, capsys):

@@ -403,6 +403,10 @@ def test_what_cannot_be_is_named(make_checkpoint, tmp_path):
             LLM(write(folder, tmp_path / "extra.gguf", **extra), device="cpu")
     with pytest.raises(CheckpointError, match="tokens that end a text are numbers, not 'x'"):
         LLM(write(folder, tmp_path / "extra.gguf", **{"tokenizer.ggml.eos_token_id": "x"}), device="cpu")
+    file = File(write(folder, tmp_path / "extra.gguf"))
+    file.long[0] = file.tensors["output_norm.weight"]
+    with pytest.raises(CheckpointError, match="only one is there"):
+        file.config()
     for alignment in (24, 0, 2**21):
         with pytest.raises(CheckpointError, match=f"alignment {alignment}"):
             LLM(write(folder, tmp_path / "extra.gguf", **{"general.alignment": alignment}), device="cpu")

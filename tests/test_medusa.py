@@ -242,7 +242,7 @@ def test_refusals(random_llm, make_checkpoint, tmp_path):
         refused(CheckpointError, rf"{first} should hold finite floats", tensors=tensors | {first: value})
     for value in (math.nan, -1, 0, "x", None, [1]):
         refused(CheckpointError, "token_norm must be a number above 0", token_norm=value)
-    for value in (5, [5], [[None]], {"a": 1}):
+    for value in (5, [5], [[None]], [{}], {"a": 1}):
         refused(CheckpointError, "cannot be read", accuracies=value)
     with pytest.raises(ConfigError, match="needs a 'model'"):
         random_llm.speculative_config = {"method": "medusa"}

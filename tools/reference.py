@@ -365,7 +365,7 @@ class Trainer:
         return int((batch.labels != IGNORED).sum()) if self.teacher is None else batch.labels.numel()
 
     def _loss(self, batch: Batch) -> Tensor:
-        fast = native.quick(torch.bfloat16, self.device) == torch.bfloat16
+        fast = native.product_dtype(torch.bfloat16, self.device) == torch.bfloat16
         with torch.autocast(self.device.type, torch.bfloat16, enabled=fast):
             if self.teacher is None:
                 return text_loss(self.model, batch)

@@ -19,7 +19,7 @@ from outrider.config import DTYPES, ModelConfig, Names
 from outrider.errors import ConfigError, UnsupportedArchitecture, brief
 from outrider.families import FAMILIES
 from outrider.files import expand, new_folder, replacing, write_text
-from outrider.load import Builder, Progress, Source, open_source
+from outrider.load import Builder, Progress, Source, finite, open_source
 from outrider.model import Rotary
 from outrider.quantize import Rounded, rounded
 
@@ -194,7 +194,8 @@ def _write(source: Source, folder: Path, convert: Convert, dtype: torch.dtype, p
         for name in shard:
             if progress:
                 progress("writing weights", done, len(names))
-            tensors |= convert(name, source.weights.mapped(name, *source.weights.shapes[name]))
+            stored = finite(source.weights.mapped(name, *source.weights.shapes[name]), source.path, name)
+            tensors |= {own: finite(tensor, source.path, own) for own, tensor in convert(name, stored).items()}
             done += 1
         where |= dict.fromkeys(tensors, file)
         total += sum(tensor.nbytes for tensor in tensors.values())

@@ -257,16 +257,16 @@ def read_head(path: Path, *files: str) -> tuple[dict[str, Any], dict[str, Tensor
     file = next((path / name for name in files if (path / name).is_file()), None)
     if file is None:
         raise CheckpointError(f"{path} holds no head: none of {', '.join(files)}")
+    check_regular(file)
+    about = _json(path / "config.json")
     try:
-        about = json.loads((path / "config.json").read_text("utf-8"))
         loaded = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
         tensors = {str(name): tensor for name, tensor in loaded.items()}
     except Exception as error:  # unpickling raises what it likes
         raise CheckpointError(f"{path}: the head cannot be read: {told(error)}") from None
-    if not isinstance(about, dict):
-        raise CheckpointError(f"{path}: config.json should hold an object, not {brief(about)}")
-    if odd := [name for name, tensor in tensors.items() if not isinstance(tensor, Tensor)]:
-        raise CheckpointError(f"{file}: {odd[0]} should be a tensor, not {type(tensors[odd[0]]).__name__}")
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta:
+            raise CheckpointError(f"{file}: {name} should be a tensor, not {brief(tensor)}")
     return about, tensors
 
 
@@ -491,13 +491,9 @@ class _Weights:
         for name in list(self.files):
             match = re.fullmatch(rf"(model\.layers\.\d+\.(?:{inside}))\.(\w+?)(\.weight|_bias|_blocks|_scales|)", name)
             shape = self.shapes[name]
-            if (
-                match is None
-                or match[2] == "router"
-                or len(shape) < 2
-                or not 0 < shape[0] <= MOST_EXPERTS
-                or 0 in shape
-            ):
+            if match is None or len(shape) < 2 or not 0 < shape[0] <= MOST_EXPERTS or 0 in shape:
+                continue
+            if match[2] == "router":  # which GraniteMoE has among its experts
                 continue
             what = match[3].lstrip("._") or "weight"
             turned = names.transposed and what == "weight"
@@ -721,6 +717,8 @@ class Builder:
             self.ends()
             self.norm("model.", "norm", self.config.hidden_size)
         self.weights.check_unused()
+        if progress:
+            progress("checking weights", self.config.num_layers, self.config.num_layers)
 
     def layer(self, i: int) -> Layer:
         """One decoder layer."""
@@ -861,7 +859,7 @@ class Builder:
             return head.rows, head
         else:
             weight = self.weights.mapped(name, *shape).detach().to(device=self.device, dtype=self.dtype)
-            weight = _finite(weight, self.weights.path, name)
+            weight = finite(weight, self.weights.path, name)
             kept = quantize.quantize(weight, scheme, self.rounded) if scheme else weight
             head = Linear(kept, pack=not self.share, rounded=self.rounded, device=self.device)
         self.staging = torch.empty(0)
@@ -870,7 +868,7 @@ class Builder:
             for begin in range(0, c.vocab_size, 4096):
                 end = min(begin + 4096, c.vocab_size)
                 some = stored.rows(torch.arange(begin, end)) if stored else self.weights.mapped(name, *shape)[begin:end]
-                _finite(some.detach().to(self.dtype), self.weights.path, name)
+                finite(some.detach().to(self.dtype), self.weights.path, name)
         if stored and self.device.type == "cpu":
             return stored.rows, head
         embedding = self.weights.mapped(name, *shape).detach()  # anew: pages that packing the head has read can go
@@ -886,14 +884,14 @@ class Builder:
             for factors in (found.scales, found.offsets):
                 for numbers in factors if isinstance(factors, tuple) else (factors,):
                     if numbers is not None and numbers.is_floating_point():
-                        _finite(numbers, self.weights.path, name)
+                        finite(numbers, self.weights.path, name)
         return found
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """A tensor of its own, such as a norm or a bias."""
         found = self.weights.mapped(name, *shape).detach()
         found = found if self.share else found.to(device=self.device, dtype=self.dtype, copy=True)
-        return _finite(found, self.weights.path, name)
+        return finite(found, self.weights.path, name)
 
     def linear(
         self,
@@ -960,7 +958,7 @@ class Builder:
             for r in ranges:
                 own = out[at : at + len(r)]
                 own.copy_(cut(whole, [r], columns))
-                _finite(own, self.weights.path, name)
+                finite(own, self.weights.path, name)
                 at += len(r)
         if order is not None:
             out.copy_(out[order])
@@ -969,7 +967,7 @@ class Builder:
         return Linear(weight, added, gated=gated, rounded=self.rounded, device=self.device)
 
 
-def _finite(x: Tensor, path: Path, name: str) -> Tensor:
+def finite(x: Tensor, path: Path, name: str) -> Tensor:
     """x itself. Raises CheckpointError if some of it is NaN or infinite, in the dtype it will be used in."""
     if x.numel() and not x.sum(dtype=torch.float32).isfinite() and not x.isfinite().all():  # one pass, if all is well
         raise CheckpointError(f"{path}: {name} is not finite: it holds NaN or infinite numbers in {x.dtype}")

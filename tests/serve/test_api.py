@@ -814,3 +814,9 @@ def test_constraints_that_cannot_be(client, said):
     answer = client.post("/v1/chat/completions", {"messages": TALK, "max_tokens": 4, **said})
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] in said and "Traceback" not in answer.text
+
+
+def test_there_is_no_time_between_one_token(client):
+    """As in vLLM, which leaves out what it cannot say."""
+    one, two = client.chat(*({"messages": TALK, "max_tokens": n, "min_tokens": n} for n in (1, 2)))
+    assert "mean_itl_ms" not in one["metrics"] and two["metrics"]["mean_itl_ms"] >= 0

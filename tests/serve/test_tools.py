@@ -24,7 +24,6 @@ from outrider.serve.tools import (
     conversation,
     family_of,
     parse,
-    probe,
     spelt_out,
 )
 
@@ -199,7 +198,9 @@ WAYS = {
     "hermes": ('<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>', HERMES),
     "mistral": ('[TOOL_CALLS] [{"name": "%s", "arguments": %s, "id": "abcdefghi"}]', MISTRAL),
     "llama": ('{"name": "%s", "parameters": %s}', LLAMA),
+    "hermes, almost": ('<tool_call>\n{"name": "%s", "input": %s}\n</tool_call>', None),
     "qwen3-coder": ("<tool_call>\n<function=%s>\n%s\n</function>\n</tool_call>", None),
+    "another xml": ("<tool_call>\n<call name=%s>\n%s\n</call>\n</tool_call>", None),
     "glm": ("<tool_call>%s\n<arg_key>%s</arg_key>\n</tool_call>", None),
     "newer mistral": ("[TOOL_CALLS]%s[ARGS]%s", None),
     "pythonic": ("[%s(%s)]", None),
@@ -208,21 +209,20 @@ WAYS = {
 }
 
 
+@pytest.mark.parametrize("begin", ["<|assistant|>", "<|assistant|><think>\n"])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_template_that_writes_calls_in_another_way_has_no_tools(way):
-    """Marks are those of several families: a call is written by the template, and looked for."""
+def test_a_template_that_writes_calls_in_another_way_has_no_tools(tiny_llm, way, begin):
     text, family = WAYS[way]
     call = text % ("{{ c.function.name }}", "{{ c.function.arguments | tojson }}")
     template = (
-        "{% if tools %}<|python_tag|> parameters{% endif %}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+        "{% if tools %}<|python_tag|>{% for t in tools %}{{ t.function.parameters.properties.keys() | list }}"
+        "{{ t.function.description }}{% endfor %}{% endif %}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
         "{% for c in m.tool_calls or [] %}" + call + "{% endfor %}<|end|>{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+        "{% if add_generation_prompt %}" + begin + "{% endif %}"
     )
-    tokenizer = read_tokenizer(find("tiny"))
-    tokenizer.chat_template = template
-    assert family_of(template, probe(tokenizer)) is family
-    tokenizer.chat_template = "{{ raise_exception('no') }}"
-    assert probe(tokenizer) == ""
+    assert family_of(template, tiny_llm.render_text) is family
+    refusing = template + "{{ raise_exception('no') }}"
+    assert family_of(refusing, tiny_llm.render_text) is family_of(refusing)
 
 
 def test_what_a_tool_may_leave_out():

@@ -191,7 +191,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         config["accuracies"] = tuple(
             tuple(min(1.0, max(0.0, float(share))) for share in ranks[:MOST_NODES]) for ranks in measured
         )
-    except (TypeError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError, LookupError, OverflowError) as error:
         raise CheckpointError(f"{path}: config.json's accuracies cannot be read: {told(error)}") from None
     config["token_norm"] = real(config.get("token_norm", TOKEN_NORM), 0, 1e6)
     if not config["token_norm"]:

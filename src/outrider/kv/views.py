@@ -117,13 +117,13 @@ class SnapKV(Policy):
 
     def choose(self, queries: Tensor, keys: Tensor, n: int, scale: float) -> Tensor:
         """See Policy; one query head at a time, which bounds the memory."""
-        found, quick = [], native.quick(keys.dtype, keys.device)
+        found, dtype = [], native.product_dtype(keys.dtype, keys.device)
         heads = queries[-self.window :].transpose(0, 1)
         for group, own in zip(heads.chunk(len(keys)), keys, strict=True):
             total = torch.zeros(1, len(own), dtype=torch.float32, device=keys.device)
-            own = own.to(quick)
+            own = own.to(dtype)
             for q in group:
-                weights = torch.softmax(q.to(quick) * scale @ own.T, -1)
+                weights = torch.softmax(q.to(dtype) * scale @ own.T, -1)
                 total += weights.new_ones(1, len(weights)) @ weights  # their sum, many times faster in bfloat16
             pooled = F.avg_pool1d(total, self.kernel, 1, self.kernel // 2)[0]
             pooled[: self.sinks] = torch.inf
@@ -152,8 +152,8 @@ class Retrieval(Policy):
     def choose(self, queries: Tensor, keys: Tensor, n: int, scale: float) -> Tensor:
         """See Policy. A query's product with a mean key is the mean of its products: each key is read once."""
         wanted = queries[-1].view(len(keys), -1, keys.shape[2]).mean(1)
-        quick = native.quick(keys.dtype, keys.device)
-        scores = torch.stack([own.to(quick) @ q.to(quick) for own, q in zip(keys, wanted, strict=True)]).float()
+        dtype = native.product_dtype(keys.dtype, keys.device)
+        scores = torch.stack([own.to(dtype) @ q.to(dtype) for own, q in zip(keys, wanted, strict=True)]).float()
         liked = scores.view(len(keys), -1, self.chunk).mean(2)
         liked[:, : -(-self.sinks // self.chunk)] = torch.inf
         best = liked.topk(n // self.chunk).indices.sort().values * self.chunk

@@ -108,11 +108,11 @@ def runs(dtype: torch.dtype, device: torch.device) -> bool:
     return active != REFERENCE and device.type == "cpu" and dtype in FORMATS
 
 
-def quick(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """What PyTorch multiplies in where the result need not be dtype's: float32, on a CPU that has no instruction for
-    it, where it is several times as fast."""
-    fast = device.type != "cpu" or (dtype == torch.bfloat16 and active in ("amx", "avx512bf16"))
-    return dtype if fast else torch.float32
+def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype in which PyTorch's products are fast: the given one, or float32 on a CPU without instructions for it
+    (or without our kernels, which know)."""
+    able = device.type != "cpu" or (dtype == torch.bfloat16 and bool({"amx", "avx512bf16"} & {*available()}))
+    return dtype if able else torch.float32
 
 
 def fitting(what: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

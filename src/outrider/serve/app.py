@@ -39,7 +39,7 @@ from outrider.serve.protocol import (
 from outrider.serve.replies import REF, REPLIES
 from outrider.serve.responses import Respond, ResponsesBody, in_its_words
 from outrider.serve.settings import Settings
-from outrider.serve.tools import Family, Parser, check, constraint, conversation, family_of, probe, spelt_out
+from outrider.serve.tools import Family, Parser, check, constraint, conversation, family_of, spelt_out
 from outrider.serve.vocabulary import Vocabulary
 
 JSON, PROMETHEUS = "application/json", "text/plain; version=0.0.4; charset=utf-8"
@@ -134,7 +134,7 @@ class Server:
     def __init__(self, llm: AsyncLLM, settings: Settings) -> None:
         self.llm, self.settings, self.started = llm, settings, int(time.time())
         self.vocabulary = Vocabulary(llm.llm.tokenizer)
-        self.families: dict[str | None, Family | None] = {}  # of the chat template that is known
+        self.families: dict[str | None, Family | None] = {}  # of chat templates that were tried
         self.metrics = Metrics(settings.names[0], llm)
         llm.watch = self.metrics.progress
 
@@ -166,7 +166,7 @@ class Server:
         """`/v1/chat/completions`."""
         body = await read(request, ChatBody)
         self._check(body)
-        parser, more = self._tools(body)
+        parser, more = await self._tools(body)
         return await self._generate(
             request, body, "chatcmpl-", lambda: [self._rendered(body)], body.alternatives,
             lambda job: Chat(job, parser), **more,
@@ -178,7 +178,7 @@ class Server:
         try:
             body = asked.as_chat()
             self._check(body)
-            parser, more = self._tools(body)
+            parser, more = await self._tools(body)
             return await self._generate(
                 request, body, "resp_", lambda: [self._rendered(body)], body.alternatives,
                 lambda job: Respond(job, parser, asked), **more,
@@ -298,22 +298,23 @@ class Server:
             any_length=isinstance(body, ChatBody) and _cut(body),
         )
 
-    def _family(self, given: str | None) -> Family | None:
-        """How calls are written by models of a request's template, or else of the model's, which is tried once."""
-        if given:
-            return family_of(given)
+    async def _family(self, given: str | None) -> Family | None:
+        """How calls are written by models of a request's template, or else of the model's."""
         own = getattr(self.llm.llm.tokenizer, "chat_template", None)
-        own = own.get("tool_use", own.get("default")) if isinstance(own, dict) else own
-        if own not in self.families:
-            self.families = {own: family_of(own, probe(self.llm.llm.tokenizer))}
-        return self.families[own]
+        template = given or (own.get("tool_use", own.get("default")) if isinstance(own, dict) else own)
+        if template not in self.families:
+            found = await self.llm.off_loop(lambda: family_of(template, self.llm.llm.render_text))
+            if len(self.families) >= 64:
+                self.families.clear()
+            self.families[template] = found
+        return self.families[template]
 
-    def _tools(self, body: ChatBody) -> tuple[Callable[[], Parser] | None, dict[str, Any]]:
+    async def _tools(self, body: ChatBody) -> tuple[Callable[[], Parser] | None, dict[str, Any]]:
         """What finds calls in an output, if they are looked for, and what that asks of sampling."""
         asked = check(body.tools, body.tool_choice, body.parallel_tool_calls)
         if asked is None:
             return None, {}
-        family = self._family(body.chat_template)
+        family = await self._family(body.chat_template)
         if family is None:
             raise Refusal(
                 400, "tools: the chat template has none, or its models write calls in an unknown way", "tools"
@@ -380,7 +381,7 @@ class Server:
         return json_response({"object": "list", "data": [self._about(name) for name in self.settings.names]})
 
     async def model(self, model: str) -> Response:
-        """`/v1/models/{model}`; behind the last stroke all."""
+        """`/v1/models/{model}`; without a name, the list."""
         if not model:
             return await self.models()
         self._known(model)

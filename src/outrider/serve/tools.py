@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.config import StructuredOutputsParams
-from outrider.errors import ConfigError, brief
+from outrider.errors import ConfigError, OutriderError, brief
 
 NAMES = set(string.ascii_letters + string.digits + "_-.")  # in names of functions; OpenAI's, and the dot
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -47,46 +47,56 @@ class Family:
 HERMES = Family("hermes", "<tool_call>\n", "\n</tool_call>", "\n</tool_call>\n<tool_call>\n")
 LLAMA = Family("llama3_json", "", "", "; ", "parameters")
 MISTRAL = Family("mistral", "[TOOL_CALLS] [", "]", ", ", id_length=9)
-PROBED = "look_up"
-PROBE_TOOLS = [{"type": "function", "function": {"name": PROBED, "description": "", "parameters": {"type": "object"}}}]
-PROBE: list[dict[str, Any]] = [
-    {"role": "user", "content": "Where?"},
-    {
-        "role": "assistant", "content": "",
-        "tool_calls": [
-            {"id": "abcdefghi", "type": "function", "function": {"name": PROBED, "arguments": {"city": "Oslo"}}}
-        ],
-    },
-]  # fmt: skip
+LOOK_UP: dict[str, Any] = {"name": "look_up", "arguments": {"city": "Oslo"}}
 MARKS = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "llama3_json": "<|python_tag|>"}  # before a call, in text
 
 
-def family_of(template: Any, written: str = "") -> Family | None:
+def family_of(template: Any, render: Callable[..., str] | None = None) -> Family | None:
     """The way of a chat template; None if it has no tools, or writes their calls in another way.
 
-    `written`: how it does that (see `probe`), if that is known. Else marks are believed, which other ways have, too.
+    Its marks are those of several families. So if it can be rendered (`LLM.render_text`), it is made to write a call,
+    which has to be found; a template that writes none is believed.
     """
-    if not isinstance(template, str) or "tools" not in template:
-        return None
     found = None
-    if "<tool_call>" in template:
-        found = None if "<arg_key>" in template or "<function=" in template else HERMES  # GLM's, Qwen3-Coder's
-    elif "[TOOL_CALLS]" in template:
-        found = MISTRAL
-    elif "parameters" in template and ("python_tag" in template or "ipython" in template):
-        found = LLAMA
-    known = found is not None and PROBED in written
-    return None if known and found and not parse(written, found, [PROBED])[1] else found
+    if isinstance(template, str) and "tools" in template:
+        if "<tool_call>" in template:
+            found = None if "<arg_key>" in template or "<function=" in template else HERMES  # GLM's, Qwen3-Coder's
+        elif "[TOOL_CALLS]" in template:
+            found = MISTRAL
+        elif "parameters" in template and ("python_tag" in template or "ipython" in template):
+            found = LLAMA
+    if found is None or render is None:
+        return found
+    written = _written(template, render)
+    for text in written:
+        calls = [call["function"] for call in parse(text, found, [LOOK_UP["name"]])[1]]
+        with suppress(ValueError):  # arguments that are half ones
+            if [call | {"arguments": json.loads(call["arguments"])} for call in calls] == [LOOK_UP]:
+                return found
+    return None if any(LOOK_UP["name"] in text for text in written) else found
 
 
-def probe(tokenizer: Any) -> str:
-    """What a tokenizer's chat template makes of an answer that is a call; empty if it refuses one."""
-    with suppress(Exception):  # templates raise what they like
-        asked: str = tokenizer.apply_chat_template(PROBE[:1], PROBE_TOOLS, tokenize=False, add_generation_prompt=True)
-        answered: str = tokenizer.apply_chat_template(PROBE, PROBE_TOOLS, tokenize=False)
-        at = next((i for i, (a, b) in enumerate(zip(asked, answered, strict=False)) if a != b), len(asked))
-        return answered[at:]
-    return ""
+def _written(template: str, render: Callable[..., str]) -> list[str]:
+    """What a chat template makes of a call, from where its text parts from a prompt for an answer, and from where it
+    parts from another answer. Nothing if it refuses one."""
+    about = {"tools": spelt_out([{"type": "function", "function": {"name": LOOK_UP["name"]}}])}
+    call = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "abcdefghi", "type": "function", "function": LOOK_UP}],
+    }
+    talk, texts = [{"role": "user", "content": "Where?"}], list[str]()
+    try:
+        for answer in ([], [{"role": "assistant", "content": "\0"}], [call]):
+            prompts = not answer
+            texts.append(
+                render(talk + answer, chat_template=template, chat_template_kwargs=about, add_generation_prompt=prompts)
+            )
+    except OutriderError:
+        return []
+    whole = texts.pop()
+    parts = [next((i for i, (a, b) in enumerate(zip(x, whole, strict=False)) if a != b), len(x)) for x in texts]
+    return [whole[at:] for at in parts]
 
 
 @dataclass(frozen=True)
@@ -149,7 +159,7 @@ def spelt_out(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for tool in tools:
         function = tool.get("function")
         if isinstance(function, dict):
-            tool = tool | {"function": function | {key: left[key] for key in left if key not in function}}
+            tool = tool | {"function": function | {key: left[key] for key in left if function.get(key) is None}}
         shown.append(tool)
     return shown
 

@@ -282,7 +282,7 @@ class Trainer:
             self.held = self._hold_out()
             if not begun:
                 self._begin()
-        self.dtype = native.quick(torch.bfloat16, self.device)
+        self.dtype = native.product_dtype(torch.bfloat16, self.device)
         self.own = own_head(self.llm)[self.head.tokens].to(self.dtype)
 
     def run(self, minutes: float, every: float = 3.0) -> Iterator[dict[str, Any]]:

@@ -244,7 +244,7 @@ class Heads(torch.nn.ModuleList):
         size = model.config.hidden_size
         with torch.inference_mode():  # the target's weights may be packed, but its products with unit vectors are they
             projection = model.head(torch.eye(size, device=model.device, dtype=model.dtype)).T
-        dtype = native.quick(model.dtype, model.device)
+        dtype = native.product_dtype(model.dtype, model.device)
         self.shared = projection.to(dtype, memory_format=torch.contiguous_format, copy=True)
         heads = []
         for _ in range(s.heads):
