@@ -133,6 +133,7 @@ DAMAGE = {
     "two models, one by an index": (lambda f: (shutil.copy(f / "model.safetensors", f / "a.safetensors"), shard(f, {
         DOWN: "a.safetensors"})), CheckpointError, "model.safetensors.index.json names a.safetensors"),
     "not whole": (lambda f: (f / OURS).touch(), CheckpointError, "is not whole"),
+    "not causal": (lambda f: edit(f, is_causal=False), UnsupportedArchitecture, "is_causal"),
     "no architectures": (lambda f: edit(f, architectures=None), CheckpointError, "list such as", "None"),
     "a head of another vocabulary": (lambda f: (edit(f, tie_word_embeddings=True), reweigh(f, lambda w: w.update({
         "lm_head.weight": torch.ones(7, 64)}))), CheckpointError, "lm_head.weight", "(7, 64)"),

@@ -361,6 +361,8 @@ def read(hf: Hf, eos: tuple[int, ...] = ()) -> ModelConfig:
     """
     hf = text_part(hf)
     found = check(hf)
+    if hf.get("is_causal") is False:
+        raise UnsupportedArchitecture("is_causal false is not supported: tokens see what is before them")
     heads, layers = _whole(hf, "num_attention_heads"), _whole(hf, "num_hidden_layers")
     sizes = {key: _whole(hf, key) for key in ("vocab_size", "hidden_size", "intermediate_size")}
     kv_heads, dim = _whole(hf, "num_key_value_heads", heads), _whole(hf, "head_dim", sizes["hidden_size"] // heads)

@@ -12,7 +12,8 @@ import pydantic
 import pytest
 
 from outrider import LLM
-from tests.serve.test_tools_served import MARK, TEMPLATE
+from outrider.serve.tools import HERMES
+from tests.serve.test_tools_served import TEMPLATE
 
 TALK: Any = [{"role": "user", "content": "Tell me of the sea."}]
 PROMPT = "Once upon a time there was a little girl who"
@@ -89,7 +90,7 @@ def test_responses_of_openais_client(spoken_to):
 def hermes_at(live, tiny_llm: LLM, monkeypatch) -> str:
     """The API's address; the chat template has tools."""
     pytest.importorskip("llguidance")
-    monkeypatch.setattr(tiny_llm.tokenizer, "chat_template", TEMPLATE % MARK["hermes"])
+    monkeypatch.setattr(tiny_llm.tokenizer, "chat_template", TEMPLATE % vars(HERMES))
     return live() + "/v1"
 
 
