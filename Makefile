@@ -25,7 +25,7 @@ BIN := .venv/bin
 	touch $@
 
 demo: .venv/smollm2
-	$(BIN)/outrider generate --model smollm2 --chat "Explain how a bill becomes a law in the United States, step by step." \
+	$(BIN)/outrider generate --model smollm2 --chat "Give me a plan for learning to play the piano, week by week." \
 		--max-tokens 200 --temperature 0 --compare
 	$(BIN)/outrider generate --model smollm2 --chat "$$(printf 'Rewrite this passage. Correct its spelling and change nothing else.\n\nThe old mill \
 	stood by the rivver, and every evening a girl walked along the bank with a lantern. She was not afraid of the dark, for she knew each stone \
