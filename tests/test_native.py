@@ -533,3 +533,13 @@ def test_memory_runs_out(threads):
     env = {**os.environ, "LD_PRELOAD": ""}  # a sanitizer's own allocator would end the process
     done = subprocess.run([sys.executable, "-c", STARVED, str(threads)], env=env, capture_output=True, text=True)
     assert done.stdout.strip() == "refused", done.stderr
+
+
+def test_what_pytorch_multiplies_in(monkeypatch):
+    """bfloat16 where something has instructions for it."""
+    cpu, half = torch.device("cpu"), torch.bfloat16
+    for isas, fast in ((["avx2", "portable"], False), (["amx", "avx512bf16", "avx2"], True), (["reference"], False)):
+        monkeypatch.setattr(native, "available", lambda isas=isas: isas)
+        assert native.product_dtype(half, cpu) == (half if fast else torch.float32)
+        assert native.product_dtype(torch.float16, cpu) == native.product_dtype(torch.float32, cpu) == torch.float32
+        assert native.product_dtype(half, torch.device("cuda")) == half

@@ -28,7 +28,7 @@ from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 from outrider.errors import CheckpointError, ConfigError
 from outrider.files import check_zip, make_folder, replacing
 from outrider.load import Progress, find
-from outrider.ops import native
+from outrider.train.heads import autocast
 from tools.data import END, Corpus, read_corpus
 from tools.distill import write_samples
 from tools.recall import SHARES, Recall
@@ -365,8 +365,7 @@ class Trainer:
         return int((batch.labels != IGNORED).sum()) if self.teacher is None else batch.labels.numel()
 
     def _loss(self, batch: Batch) -> Tensor:
-        fast = native.product_dtype(torch.bfloat16, self.device) == torch.bfloat16
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=fast):
+        with autocast(self.device):
             if self.teacher is None:
                 return text_loss(self.model, batch)
             return teacher_loss(self.model, self.teacher, batch)

@@ -178,8 +178,6 @@ def gpt_oss(hf: Hf) -> dict[str, Any]:
 def gemma2(hf: Hf) -> dict[str, Any]:
     """Norms before and after, of weight 1 + w; gated GELU; scaled embedding; windows in every other layer; soft-caps on
     attention scores and logits."""
-    if hf.get("use_bidirectional_attention"):
-        raise UnsupportedArchitecture("use_bidirectional_attention is not supported: tokens see what is before them")
     caps = {key: hf.get(f"{key}_logit_softcapping") for key in ("attn", "final")}
     return {
         "windows": _windows(hf, lambda i: FULL if i % 2 else SLIDING),
@@ -361,8 +359,9 @@ def read(hf: Hf, eos: tuple[int, ...] = ()) -> ModelConfig:
     """
     hf = text_part(hf)
     found = check(hf)
-    if hf.get("is_causal") is False:
-        raise UnsupportedArchitecture("is_causal false is not supported: tokens see what is before them")
+    if hf.get("is_causal") is False or hf.get("use_bidirectional_attention"):
+        odd = "is_causal false" if hf.get("is_causal") is False else "use_bidirectional_attention"
+        raise UnsupportedArchitecture(f"{odd} is not supported: tokens see what is before them")
     heads, layers = _whole(hf, "num_attention_heads"), _whole(hf, "num_hidden_layers")
     sizes = {key: _whole(hf, key) for key in ("vocab_size", "hidden_size", "intermediate_size")}
     kv_heads, dim = _whole(hf, "num_key_value_heads", heads), _whole(hf, "head_dim", sizes["hidden_size"] // heads)

@@ -370,22 +370,6 @@ class LLM:
         needs add_generation_prompt=False.  any_length: as in `encode`. Raises EmptyPrompt, RequestTooLong and
         ConfigError.
         """
-        text = self.render_text(
-            messages, chat_template=chat_template, chat_template_kwargs=chat_template_kwargs,
-            add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
-        )  # fmt: skip
-        return self._tokenize(text, "messages", any_length, add_special_tokens=False)
-
-    def render_text(
-        self,
-        messages: Sequence[Message],
-        *,
-        chat_template: str | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-    ) -> str:
-        """The text whose token ids `render` gives. Raises EmptyPrompt and ConfigError."""
         if self.tokenizer is None or not (chat_template or getattr(self.tokenizer, "chat_template", None)):
             raise ConfigError("this model has no chat template; use generate")
         if not (chat_template is None or isinstance(chat_template, str)):
@@ -405,6 +389,11 @@ class LLM:
             "continue_final_message": continue_final_message,
             **(chat_template_kwargs or {}),
         }
+        text = self.render_text(conversation, **options)
+        return self._tokenize(text, "messages", any_length, add_special_tokens=False)
+
+    def render_text(self, conversation: list[Any], **options: Any) -> str:
+        """What the chat template makes of messages, with transformers' options. Raises ConfigError."""
         try:
             text: str = _within(
                 RENDERING, lambda: self.tokenizer.apply_chat_template(conversation, tokenize=False, **options)

@@ -79,7 +79,7 @@ def family_of(template: Any, render: Callable[..., str] | None = None) -> Family
 def _written(template: str, render: Callable[..., str]) -> list[str]:
     """What a chat template makes of a call, from where its text parts from a prompt for an answer, and from where it
     parts from another answer. Nothing if it refuses one."""
-    about = {"tools": spelt_out([{"type": "function", "function": {"name": LOOK_UP["name"]}}])}
+    tools = spelt_out([{"type": "function", "function": {"name": LOOK_UP["name"]}}])
     call = {
         "role": "assistant",
         "content": "",
@@ -88,10 +88,7 @@ def _written(template: str, render: Callable[..., str]) -> list[str]:
     talk, texts = [{"role": "user", "content": "Where?"}], list[str]()
     try:
         for answer in ([], [{"role": "assistant", "content": "\0"}], [call]):
-            prompts = not answer
-            texts.append(
-                render(talk + answer, chat_template=template, chat_template_kwargs=about, add_generation_prompt=prompts)
-            )
+            texts.append(render(talk + answer, chat_template=template, tools=tools, add_generation_prompt=not answer))
     except OutriderError:
         return []
     whole = texts.pop()

@@ -203,6 +203,12 @@ def own_head(llm: LLM) -> Tensor:
     return rows.float().clone(memory_format=torch.contiguous_format)
 
 
+def autocast(device: torch.device) -> torch.autocast:
+    """Products in bfloat16, where they are fast."""
+    fast = native.product_dtype(torch.bfloat16, device) == torch.bfloat16
+    return torch.autocast(device.type, torch.bfloat16, enabled=fast)
+
+
 class CrossEntropy(torch.autograd.Function):
     """Summed cross-entropy of x @ weight.T against laws, some rows at a time; the gradients are made on the way."""
 
@@ -324,14 +330,11 @@ class Trainer:
         """What has a learning rate; others, once a state was loaded."""
         return [*self.muon.param_groups, *self.adam.param_groups]
 
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
-
     def learn(self, batch: Batch) -> float:
         """One step; returns the mean loss of the first guess, in nats."""
         law = F.linear(batch.last.to(self.dtype), self.own).float().softmax(-1).to(self.dtype)
         total = first = torch.zeros((), device=self.device)
-        with self._autocast():
+        with autocast(self.device):
             for s, (states, about) in enumerate(self.head.unroll(batch)):
                 loss = CrossEntropy.apply(states, self.head.lm_head.weight, law[about]) / max(1, len(about))  # type: ignore[no-untyped-call]
                 first = first if s else loss.detach()
@@ -352,7 +355,7 @@ class Trainer:
         wanted = self.llm.runner.model.logits(batch.last).argmax(-1)
         alive = torch.ones(len(batch.ids), device=self.device)
         places = 0
-        with self._autocast():
+        with autocast(self.device):
             for s, (states, about) in enumerate(self.head.unroll(batch)):
                 guess = self.head.tokens[F.linear(states, self.head.lm_head.weight).argmax(-1)]
                 hit = (guess == wanted[about]).float()
