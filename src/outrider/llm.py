@@ -389,10 +389,10 @@ class LLM:
             "continue_final_message": continue_final_message,
             **(chat_template_kwargs or {}),
         }
-        text = self.render_text(conversation, **options)
+        text = self.render_text(conversation, options)
         return self._tokenize(text, "messages", any_length, add_special_tokens=False)
 
-    def render_text(self, conversation: list[Any], **options: Any) -> str:
+    def render_text(self, conversation: list[Any], options: Mapping[str, Any]) -> str:
         """What the chat template makes of messages, with transformers' options. Raises ConfigError."""
         try:
             text: str = _within(

@@ -25,6 +25,7 @@ LONGEST_NAME, MOST_TOOLS = 128, 256
 PARTS = "properties", "patternProperties", "dependentSchemas", "$defs", "definitions"  # of a schema: schemas by name
 DATA = "const", "enum", "default", "examples"  # and what is none, whatever it looks like
 Delta = dict[str, Any]
+Render = Callable[[list[Any], dict[str, Any]], str]
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ LOOK_UP: dict[str, Any] = {"name": "look_up", "arguments": {"city": "Oslo"}}
 MARKS = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "llama3_json": "<|python_tag|>"}  # before a call, in text
 
 
-def family_of(template: Any, render: Callable[..., str] | None = None) -> Family | None:
+def family_of(template: Any, render: Render | None = None) -> Family | None:
     """The way of a chat template; None if it has no tools, or writes their calls in another way.
 
     Its marks are those of several families. So if it can be rendered (`LLM.render_text`), it is made to write a call,
@@ -76,7 +77,7 @@ def family_of(template: Any, render: Callable[..., str] | None = None) -> Family
     return None if any(LOOK_UP["name"] in text for text in written) else found
 
 
-def _written(template: str, render: Callable[..., str]) -> list[str]:
+def _written(template: str, render: Render) -> list[str]:
     """What a chat template makes of a call, from where its text parts from a prompt for an answer, and from where it
     parts from another answer. Nothing if it refuses one."""
     tools = spelt_out([{"type": "function", "function": {"name": LOOK_UP["name"]}}])
@@ -88,7 +89,8 @@ def _written(template: str, render: Callable[..., str]) -> list[str]:
     talk, texts = [{"role": "user", "content": "Where?"}], list[str]()
     try:
         for answer in ([], [{"role": "assistant", "content": "\0"}], [call]):
-            texts.append(render(talk + answer, chat_template=template, tools=tools, add_generation_prompt=not answer))
+            options = {"chat_template": template, "tools": tools, "add_generation_prompt": not answer}
+            texts.append(render(talk + answer, options))
     except OutriderError:
         return []
     whole = texts.pop()
