@@ -166,7 +166,7 @@ def test_logprobs_beside_calls(client):
     said = f"See. {CITY} So be it."
     body = {
         "input": "x", "tools": FLAT, "structured_outputs": {"choice": [said]}, "top_logprobs": 0,
-        "max_output_tokens": 100, "include": ["message.output_text.logprobs"],
+        "max_output_tokens": 100, "temperature": 0, "include": ["message.output_text.logprobs"],
     }  # fmt: skip
     answer = client.post(ROUTE, body).json()
     first, call, second = answer["output"]
