@@ -154,15 +154,15 @@ def hostile(body: dict[str, Any]) -> Iterator[Any]:
         elif kind == "deep":
             yield "[" * 100_000
         elif kind == "silent":
-            yield 1.0
+            yield 6.0
         elif kind == "empty":
             yield b"data:\n\nevent: what\n\n"
 
 
 def test_whatever_a_server_does_is_counted_as_an_error_of_its_kind() -> None:
     with Fake(hostile) as fake:
-        (row,) = measured(fake, levels=[Level(11)], requests=22, timeout=0.5)
-        (opened,) = measured(fake, levels=[Level(rate=200.0)], requests=11, timeout=0.5)
+        (row,) = measured(fake, levels=[Level(11)], requests=22, timeout=3.0)
+        (opened,) = measured(fake, levels=[Level(rate=200.0)], requests=11, timeout=3.0)
     assert row.completed == 2 and opened.completed == 1 and row.new_tokens == 20
     assert row.errors == {
         "status 429": 2, "status 502": 2, "error frame": 2, "disconnected": 6, "not the protocol": 6, "timeout": 2,
@@ -170,7 +170,7 @@ def test_whatever_a_server_does_is_counted_as_an_error_of_its_kind() -> None:
     assert sum(opened.errors.values()) == 10
     assert row.said["status 429"] == "the queue is full" and row.said["error frame"] == "memory ran out"
     assert "\n" not in "".join(row.said.values())
-    assert row.end_to_end is not None and row.end_to_end["p99"] < 0.5  # of those that were answered
+    assert row.end_to_end is not None and row.end_to_end["p99"] < 3.0  # of those that were answered
     assert any("2 x status 429: the queue is full" in line for line in serve.remarks([row]))
 
 
