@@ -1,4 +1,4 @@
-"""Tool calls: what the three families write is found in any pieces, and what is forced is what they would write."""
+"""Tool calls: what models write is found in any pieces, and what is forced is what they would write."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
@@ -15,9 +15,14 @@ from outrider import LLM, SamplingParams
 from outrider.errors import ConfigError
 from outrider.load import find, read_tokenizer
 from outrider.serve.tools import (
+    CODER,
+    FAMILIES,
+    GRANITE,
     HERMES,
     LLAMA,
+    MINISTRAL,
     MISTRAL,
+    PHI,
     Parser,
     check,
     constraint,
@@ -39,13 +44,30 @@ def tool(name: str, schema: Any = None) -> dict[str, Any]:
 
 
 TOOLS = [tool("get_weather", WEATHER), tool("grow", TREE), tool("now")]
-FAMILIES = [HERMES, LLAMA, MISTRAL]
 
 
 def written(family, calls: list[tuple[str, Any]]) -> str:
     """Calls as a family's models write them."""
-    parts = [json.dumps({"name": name, family.arguments: args}, ensure_ascii=False) for name, args in calls]
-    return family.begin + family.between.join(parts) + family.end
+
+    def one(name: str, args: Any) -> str:
+        if family.shape == "named":
+            return f"{name}[ARGS]{json.dumps(args, ensure_ascii=False)}"
+        if family.shape == "tagged":
+            values = [(key, v if isinstance(v, str) else json.dumps(v, ensure_ascii=False)) for key, v in args.items()]
+            parameters = [f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values]
+            return f"<function={name}>\n{''.join(parameters)}</function>"
+        return json.dumps({"name": name, family.arguments: args}, ensure_ascii=False)
+
+    return family.begin + family.between.join(one(*call) for call in calls) + family.end
+
+
+def functions(family, *calls: tuple[str, Any]) -> dict[str, Any]:
+    """Functions that take what these calls give: only tagged values need to be told apart."""
+    found = {name: {"properties": {}} for name in ("get_weather", "now")}
+    for name, args in calls if family.shape == "tagged" else ():
+        for key, value in args.items():
+            found[name]["properties"][key] = {"type": "string" if isinstance(value, str) else ["null", "object"]}
+    return found
 
 
 def heard(parser: Parser, pieces: list[str]) -> tuple[str, list[dict[str, Any]]]:
@@ -83,15 +105,24 @@ values = st.recursive(
 @settings(max_examples=150)
 def test_calls_are_found_in_any_pieces(family, calls, before, sizes):
     before = "" if family is LLAMA else before
+    known = functions(family, *calls)
+    if family is CODER:  # whose values are told apart by the schema, and whose keys are not empty
+        assume(all(args.keys() - {""} == args.keys() for _, args in calls))
+        assume(
+            all(
+                functions(family, call)[call[0]]["properties"].items() <= known[call[0]]["properties"].items()
+                for call in calls
+            )
+        )
     text, pieces, at = before + written(family, calls), [], 0
     while at < len(text):
         pieces.append(text[at : at + sizes[len(pieces) % len(sizes)]])
         at += len(pieces[-1])
     for cut in (pieces, [text], list(text)):
-        content, found = heard(Parser(family, ["get_weather", "now"]), cut)
+        content, found = heard(Parser(family, known), cut)
         assert content == before
         assert [(c["name"], json.loads(c["arguments"])) for c in found] == calls
-    whole, found = parse(text, family, ["get_weather", "now"])
+    whole, found = parse(text, family, known)
     assert whole == (before or None) and [json.loads(c["function"]["arguments"]) for c in found] == [
         a for _, a in calls
     ]
@@ -101,26 +132,47 @@ def test_calls_are_found_in_any_pieces(family, calls, before, sizes):
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
 def test_arguments_come_as_they_are_written(family):
     """The name first, then the arguments piece by piece: nobody waits for the end of a call."""
-    text = written(family, [("get_weather", {"city": "Paris", "note": "a" * 50})])
-    parser, seen = Parser(family, ["get_weather"]), []
+    call = "get_weather", {"city": "Paris", "note": "a" * 50}
+    text = written(family, [call])
+    parser, seen = Parser(family, functions(family, call)), []
     for c in text:
         seen.append(len(parser.feed(c)))
-    assert sum(seen) > 50 and sum(seen[: text.index("Paris")]) > 3
+    assert sum(seen) > 50 and sum(seen[: text.index("Paris")]) >= 3
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
-@given(st.text('<>tool_cal/[]TOLS {}":,nameb1\\\n', max_size=40), st.integers(1, 5))
+@given(st.text('<>tool_cal/[]TOLS {}":,nameb1|=\\\n', max_size=40), st.integers(1, 5))
 @settings(max_examples=80)
 def test_what_is_no_call_is_content(family, text, size):
     """Nothing is lost, invented or raised, whatever comes."""
-    content, calls = heard(Parser(family, ["get_weather"]), [text[i : i + size] for i in range(0, len(text), size)])
+    content, calls = heard(Parser(family, functions(family)), [text[i : i + size] for i in range(0, len(text), size)])
     assert not calls and content == text
 
 
 CALL = '{"name": "now", "arguments": {"a": 1}}'
 WORDS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS] ", "<|python_tag|>", "<tool", "[", "]", "; ", " ", "\n\n", "done"]
 WORDS += [CALL, CALL[:-2] + '}, "parameters": {"b": 22}}', '{"parameters": {}, "name": "now"}', '{"a": "}"}', CALL[:16]]
-WORDS += ['"arguments": {"b": 22}', "{", "}", '"']
+WORDS += [
+    '"arguments": {"b": 22}',
+    "{",
+    "}",
+    '"',
+    "now",
+    "[ARGS]",
+    "[CALL_ID]",
+    "a1",
+    "<|tool_call|>",
+    "<|/tool_call|>",
+]
+WORDS += [
+    "<function=now>",
+    "<function=",
+    "<parameter=a>",
+    "<parameter=b>\n",
+    "\n</parameter>",
+    "</parameter>",
+    "</function>",
+]
 
 
 @settings(max_examples=300)
@@ -132,7 +184,7 @@ def test_pieces_make_no_difference(family, words, sizes):
         pieces.append(rest[: sizes[len(pieces) % len(sizes)]])
 
     def found(cut: list[str]) -> Any:
-        content, calls = heard(Parser(family, ["now"]), cut)
+        content, calls = heard(Parser(family, {"now": {"properties": {"b": {"type": "integer"}}}}), cut)
         return content, [(call["name"], call["arguments"]) for call in calls]
 
     assert found(pieces) == found(list(text)) == found([text])
@@ -150,7 +202,7 @@ def test_pieces_make_no_difference(family, words, sizes):
 def test_space_around_calls(text, content, calls):
     """Space before a call says nothing; a text's own lines stay."""
     for cut in ([text], list(text)):
-        got, found = heard(Parser(HERMES, ["now"]), cut)
+        got, found = heard(Parser(HERMES, {"now": {}}), cut)
         assert got == content and len(found) == calls
 
 
@@ -173,10 +225,20 @@ def test_space_around_calls(text, content, calls):
         (MISTRAL, '[TOOL_CALLS][{"name":"now","arguments":"text"}]', "", 1),
         (MISTRAL, '[TOOL_CALLS][{"name":"now","arguments":"{"}]', "", 1),
         (MISTRAL, "see [TOOL_CALLS] nothing", "see [TOOL_CALLS] nothing", 0),
+        (MINISTRAL, '[TOOL_CALLS]now[CALL_ID]a1b2c3d4e[ARGS]{"a": 1}[TOOL_CALLS]now{"b": {}}', "", 2),
+        (MINISTRAL, '[TOOL_CALLS]then[ARGS]{"a": 1}', '[TOOL_CALLS]then[ARGS]{"a": 1}', 0),
+        (MINISTRAL, "[TOOL_CALLS] is a mark", "[TOOL_CALLS] is a mark", 0),
+        (MINISTRAL, '[TOOL_CALLS]now[ARGS]{"a": ', "", 1),
+        (GRANITE, '<|tool_call|>[{"arguments": {}, "name": "now"}, {"name": "now", "arguments": {}}]', "", 2),
+        (PHI, 'So: <|tool_call|>{"name": "now", "arguments": {}}<|/tool_call|> done', "So:  done", 1),
+        (PHI, '<|tool_call|>[{"name": "now", "arguments": {}}]<|/tool_call|>', "", 1),
+        (CODER, "<tool_call>\n<function=then>\n</function>\n</tool_call>", None, 0),
+        (CODER, "<tool_call>\n<function=now>\n</tool_call>\n", "", 1),
+        (CODER, "Use <tool_call>\n<function=no w>", "Use <tool_call>\n<function=no w>", 0),
     ],
 )
 def test_how_models_write_otherwise(family, text, content, calls):
-    got, found = heard(Parser(family, ["now"]), [text])
+    got, found = heard(Parser(family, {"now": {}}), [text])
     assert len(found) == calls and (content is None or got.strip() == content.strip())
     if content is None:
         assert got.replace("</tool_call>", "") in text
@@ -187,10 +249,38 @@ def test_how_models_write_otherwise(family, text, content, calls):
             json.loads(call["arguments"])
 
 
+def test_tagged_values_are_what_their_schemas_say():
+    """Text as it is, the rest as JSON, or as Python writes it; and none of it waits longer than it must."""
+    kinds = {"text": "string", "n": "integer", "yes": "boolean", "all": ["array", "null"], "x": ["string", "number"]}
+    schema = {"properties": {key: {"type": kind} for key, kind in kinds.items()} | {"of": {"enum": ["1", "2"]}}}
+    said = {
+        "text": "1\n</par \\ \"", "n": "-3", "yes": "True", "all": '[1, {"a": "</"}]', "x": "1e999", "of": "2",
+        "unknown": "5",
+    }  # fmt: skip
+    means = {**said, "n": -3, "yes": True, "all": [1, {"a": "</"}], "x": float("inf")}
+    text = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in said.items())
+    text = f"<tool_call>\n<function=now>\n{text}<parameter=n>\n9\n</parameter></function>\n</tool_call>"
+    for cut in ([text], list(text)):
+        content, (call,) = heard(Parser(CODER, {"now": schema}), cut)
+        assert content == "" and json.loads(call["arguments"]) == means
+    for word, value in {"None": None, "NaN": "NaN", "[1": "[1", " 7 ": 7}.items():
+        _, (call,) = heard(
+            Parser(CODER, {"now": schema}), [f"<tool_call><function=now><parameter=n>{word}</parameter>"]
+        )
+        assert call["arguments"] == '{"n": ' + json.dumps(value)
+    parser = Parser(CODER, {"now": schema})
+    parser.feed("<tool_call>\n<function=now>\n<parameter=text>\n")
+    deltas = [delta["tool_calls"][0]["function"]["arguments"] for c in "abc\n</pa" for delta in parser.feed(c)]
+    assert deltas == ["a", "b", "c"]
+    assert parser.finish() == [] and parser.broken
+
+
 def test_families_are_told_by_the_template():
-    assert family_of("{% if tools %}<tool_call>") is HERMES
-    assert family_of("{% if tools %}[AVAILABLE_TOOLS][TOOL_CALLS]") is MISTRAL
-    assert family_of('{% if tools %}<|python_tag|> "parameters"') is LLAMA
+    marks = {
+        "<tool_call>": HERMES, "<tool_call><function=": CODER, "[TOOL_CALLS]": MISTRAL, "[TOOL_CALLS][ARGS]": MINISTRAL,
+        '<|python_tag|> "parameters"': LLAMA, "<|tool_call|>": GRANITE, "<|tool_call|><|/tool_call|>": PHI,
+    }  # fmt: skip
+    assert [family_of("{% if tools %}" + mark) for mark in marks] == [*marks.values()]
     assert family_of("{{ messages }}") is None and family_of(None) is None and family_of("tools") is None
 
 
@@ -199,10 +289,18 @@ WAYS = {
     "mistral": ('[TOOL_CALLS] [{"name": "%s", "arguments": %s, "id": "abcdefghi"}]', MISTRAL),
     "llama": ('{"name": "%s", "parameters": %s}', LLAMA),
     "hermes, almost": ('<tool_call>\n{"name": "%s", "input": %s}\n</tool_call>', None),
-    "qwen3-coder": ("<tool_call>\n<function=%s>\n%s\n</function>\n</tool_call>", None),
+    "qwen3-coder": (
+        "<tool_call>\n<function=%s>\n{%% for k, v in c.function.arguments.items() %%}<parameter={{ k }}>\n{{ v }}\n"
+        "</parameter>\n{%% endfor %%}%.0s</function>\n</tool_call>",
+        CODER,
+    ),
+    "qwen3-coder, almost": ("<tool_call>\n<function=%s>\n%s\n</function>\n</tool_call>", None),
     "another xml": ("<tool_call>\n<call name=%s>\n%s\n</call>\n</tool_call>", None),
     "glm": ("<tool_call>%s\n<arg_key>%s</arg_key>\n</tool_call>", None),
-    "newer mistral": ("[TOOL_CALLS]%s[ARGS]%s", None),
+    "newer mistral": ("[TOOL_CALLS]%s[ARGS]%s", MINISTRAL),
+    "mistral between": ("[TOOL_CALLS]%s%s", MINISTRAL),
+    "granite": ('<|tool_call|>[{"name": "%s", "arguments": %s}]', GRANITE),
+    "phi": ('<|tool_call|>{"name": "%s", "arguments": %s}<|/tool_call|>', PHI),
     "pythonic": ("[%s(%s)]", None),
     "a list": ('[{"name": "%s", "arguments": %s}]', None),
     "not at all": ("%.0s%.0s", LLAMA),
@@ -289,6 +387,7 @@ def test_forced_calls_are_calls(tagged, family, choice):
     """Whatever the model would say: calls of these functions, arguments of their schemas; the same when drafted."""
     named = {"type": "function", "function": {"name": choice}}
     tools = check(TOOLS, choice if choice == "required" else named)
+    family = tools.written(family)
     asked = constraint(tools, family, tagged.tokenizer)
     params = SamplingParams(
         structured_outputs=asked, temperature=1.0, seed=3, max_tokens=160, skip_special_tokens=False
@@ -297,7 +396,8 @@ def test_forced_calls_are_calls(tagged, family, choice):
     (plain,) = tagged.generate("What now?", params)
     tagged.speculative_config = {"method": "ngram"}
     (fast,) = tagged.generate("What now?", params)
-    assert fast.token_ids == plain.token_ids and fast.drafted_by.count("grammar") > len(fast.token_ids) / 4
+    assert fast.token_ids == plain.token_ids and "grammar" in fast.drafted_by
+    assert sum(map(bool, fast.drafted_by)) > len(fast.token_ids) / 4
     content, calls = parse(plain.text, family, tools.callable)
     assert content is None and calls and (choice == "required" or [c["function"]["name"] for c in calls] == [choice])
     for call in calls if plain.finish_reason == "stop" else calls[:-1]:

@@ -321,13 +321,14 @@ class Server:
             )
         if asked.choice == "none":
             return None, {}
+        written = asked.written(family)
         more: dict[str, Any] = {"skip_special_tokens": False}  # in some vocabularies, what marks a call is special
-        if forced := constraint(asked, family, self.llm.llm.tokenizer):
+        if forced := constraint(asked, written, self.llm.llm.tokenizer):
             if body.structured_outputs is not None:
                 said = "tool_choice and structured_outputs cannot both say what the output is"
                 raise Refusal(400, said, "tool_choice")
             more["structured_outputs"] = forced
-        return lambda: Parser(family, asked.callable), more
+        return lambda: Parser(written, asked.callable), more
 
     def _decode(self, ids: list[int], skip_special: bool = False) -> str:
         tokenizer = self.llm.llm.tokenizer

@@ -1,19 +1,20 @@
 """Tool calls: what a request's `tools` ask of prompt and output, and the calls that are found in what a model writes.
 
-Three ways of writing them are known, told apart by the chat template: Hermes's and Qwen's `<tool_call>` tags around
-`{"name": ..., "arguments": ...}`, Llama 3's bare `{"name": ..., "parameters": ...}`, and Mistral's list behind
-`[TOOL_CALLS]`. `Parser` reads text as it comes, in whatever pieces, and hands out OpenAI's deltas; a whole answer is
-read by the same. What begins like a call and is none, is content.
+The ways of writing them that are known (`FAMILIES`) are told apart by the chat template. `Parser` reads text as it
+comes, in whatever pieces, and hands out OpenAI's deltas; a whole answer is read by the same. What begins like a call
+and is none, is content.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import string
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 from outrider.config import StructuredOutputsParams
@@ -33,9 +34,13 @@ class Family:
     """How some models write calls: `begin`, one after another with `between` between them, `end`."""
 
     name: str
+    mark: str  # before a call, in text
     begin: str
     end: str
     between: str
+    shape: str = "json"  # of a call: an object that names the function; "named": name and arguments; "tagged": XML
+    closing: str = ""  # a mark behind calls
+    listed: str = "[],;"  # what may stand between a mark and calls
     arguments: str = "arguments"
     id_length: int = 24  # of a call's id; Mistral's templates insist on theirs
 
@@ -45,11 +50,18 @@ class Family:
         return letters if self.id_length == 9 else f"call_{letters}"
 
 
-HERMES = Family("hermes", "<tool_call>\n", "\n</tool_call>", "\n</tool_call>\n<tool_call>\n")
-LLAMA = Family("llama3_json", "", "", "; ", "parameters")
-MISTRAL = Family("mistral", "[TOOL_CALLS] [", "]", ", ", id_length=9)
+HERMES = Family(  # and Qwen's, SmolLM3's, Granite 4's
+    "hermes", "<tool_call>", "<tool_call>\n", "\n</tool_call>", "\n</tool_call>\n<tool_call>\n",
+    closing="</tool_call>", listed="",
+)  # fmt: skip
+CODER = replace(HERMES, name="qwen3_coder", shape="tagged")
+LLAMA = Family("llama3_json", "<|python_tag|>", "", "", "; ", arguments="parameters")
+MISTRAL = Family("mistral", "[TOOL_CALLS]", "[TOOL_CALLS] [", "]", ", ", id_length=9)
+MINISTRAL = Family("ministral", "[TOOL_CALLS]", "[TOOL_CALLS]", "", "[TOOL_CALLS]", "named", id_length=9)
+GRANITE = Family("granite", "<|tool_call|>", "<|tool_call|>[", "]", ", ")
+PHI = replace(GRANITE, name="phi4_mini", end="]<|/tool_call|>", closing="<|/tool_call|>")
+FAMILIES = HERMES, CODER, LLAMA, MISTRAL, MINISTRAL, GRANITE, PHI
 LOOK_UP: dict[str, Any] = {"name": "look_up", "arguments": {"city": "Oslo"}}
-MARKS = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "llama3_json": "<|python_tag|>"}  # before a call, in text
 
 
 def family_of(template: Any, render: Render | None = None) -> Family | None:
@@ -58,23 +70,25 @@ def family_of(template: Any, render: Render | None = None) -> Family | None:
     Its marks are those of several families. So if it can be rendered (`LLM.render_text`), it is made to write a call,
     which has to be found; a template that writes none is believed.
     """
-    found = None
+    likely = list[Family]()
     if isinstance(template, str) and "tools" in template:
         if "<tool_call>" in template:
-            found = None if "<arg_key>" in template or "<function=" in template else HERMES  # GLM's, Qwen3-Coder's
+            coder = "<function=" in template
+            likely = [] if "<arg_key>" in template else [CODER] if coder else [HERMES]  # the first: GLM's
         elif "[TOOL_CALLS]" in template:
-            found = MISTRAL
+            likely = [MINISTRAL, MISTRAL] if "[ARGS]" in template else [MISTRAL, MINISTRAL]
+        elif "<|tool_call|>" in template:
+            likely = [PHI] if PHI.closing in template else [GRANITE]
         elif "parameters" in template and ("python_tag" in template or "ipython" in template):
-            found = LLAMA
-    if found is None or render is None:
-        return found
-    written = _written(template, render)
-    for text in written:
-        calls = [call["function"] for call in parse(text, found, [LOOK_UP["name"]])[1]]
+            likely = [LLAMA]
+    written = _written(template, render) if likely and render else []
+    schema = {"properties": {"city": {"type": "string"}}}
+    for family, text in product(likely, written):
+        calls = [call["function"] for call in parse(text, family, {LOOK_UP["name"]: schema})[1]]
         with suppress(ValueError):  # arguments that are half ones
             if [call | {"arguments": json.loads(call["arguments"])} for call in calls] == [LOOK_UP]:
-                return found
-    return None if any(LOOK_UP["name"] in text for text in written) else found
+                return family
+    return None if any(LOOK_UP["name"] in text for text in written) else next(iter(likely), None)
 
 
 def _written(template: str, render: Render) -> list[str]:
@@ -107,9 +121,19 @@ class Tools:
     parallel: bool
 
     @property
-    def callable(self) -> list[str]:
-        """The names that a call may have."""
-        return [self.choice[1:]] if self.choice.startswith("=") else list(self.functions)
+    def callable(self) -> dict[str, Mapping[str, Any]]:
+        """The functions that may be called: names and schemas."""
+        named = self.choice[1:]
+        return {named: self.functions[named]} if self.choice.startswith("=") else self.functions
+
+    @property
+    def forced(self) -> bool:
+        """Whether the output can be nothing but calls."""
+        return self.choice not in ("none", "auto")
+
+    def written(self, family: Family) -> Family:
+        """How calls are written that this asks for: tagged ones, whose values are no JSON, are forced as Hermes's."""
+        return HERMES if self.forced and family.shape == "tagged" else family
 
 
 def check(tools: Any, tool_choice: Any = None, parallel_tool_calls: Any = None) -> Tools | None:
@@ -213,19 +237,23 @@ def constraint(tools: Tools, family: Family, tokenizer: Any) -> StructuredOutput
 
     The grammar writes calls as the family's models do, spaces included, so all but the arguments is forced.
     """
-    if tools.choice in ("none", "auto"):
+    if not tools.forced:
         return None
     added = tokenizer.get_added_vocab()
     style = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     several = tools.parallel and not tools.choice.startswith("=")
     rules = []
-    for i, name in enumerate(tools.callable):
-        schema = {
-            "x-guidance": style, "type": "object", "additionalProperties": False,
-            "properties": {"name": {"const": name}, family.arguments: _rooted(tools.functions[name], family.arguments)},
-            "required": ["name", family.arguments],
-        }  # fmt: skip
-        rules.append(f"call_{i}: %json {json.dumps(schema)}")
+    for i, (name, schema) in enumerate(tools.callable.items()):
+        head, call = "", {"type": "object", **schema, "x-guidance": style}
+        if family.shape == "named":
+            head = _literal(f"{name}[ARGS]", added)
+        else:
+            own = {"name": {"const": name}, family.arguments: _rooted(schema, family.arguments)}
+            call = {
+                "x-guidance": style, "type": "object", "properties": own, "required": [*own],
+                "additionalProperties": False,
+            }  # fmt: skip
+        rules.append(f"call_{i}: {head} %json {json.dumps(call)}")
     begin, end, between = (_literal(text, added) for text in (family.begin, family.end, family.between))
     more = f"({between} call)*" if several else ""
     calls = " | ".join(f"call_{i}" for i in range(len(rules)))
@@ -267,6 +295,11 @@ def _literal(text: str, added: Mapping[str, int]) -> str:
 
 
 # --- reading what a model writes --------------------------------------------------------------------------------------
+
+
+FUNCTION, PARAMETER, END, ENDS = "<function=", "<parameter=", "</parameter>", ("</function>", "</tool_call>")
+HEAD = re.compile(r"[A-Za-z0-9_.-]+(\[CALL_ID\][A-Za-z0-9_-]*)?(\[ARGS\])?\s*")
+HALF_A_HEAD = re.compile(r"[A-Za-z0-9_.-]*(\[[A-Z_]*|(\[CALL_ID\][A-Za-z0-9_-]*)?(\[[A-Z_]*|\[ARGS\])?\s*)")
 
 
 @dataclass
@@ -322,6 +355,21 @@ class Call:
             self.depth -= 1
             self.done = self.depth <= 0
 
+    @property
+    def name(self) -> str:
+        """The function's; empty while it is not known."""
+        return _text(self.values.get("name", ""))
+
+    @property
+    def arguments(self) -> str:
+        """What has come of them, as JSON."""
+        return self.so_far("arguments")
+
+    @property
+    def text(self) -> str:
+        """All of it, as it was written."""
+        return self.raw
+
     def so_far(self, key: str) -> str:
         """What has come of a member's value; empty before it."""
         if key in self.values or self.key != key or self.expects != "end":
@@ -329,6 +377,133 @@ class Call:
         return (
             self.raw[self.begin : self.at] if self.depth > 1 or self.quoted else self.raw[self.begin : self.at].strip()
         )
+
+
+@dataclass
+class Named(Call):
+    """A function's name and the object of its arguments: Mistral's `name[ARGS]{...}`, or with an id, or no mark."""
+
+    head: str = ""
+
+    def feed(self, text: str) -> str:
+        for i, c in enumerate(text if not self.raw else ""):
+            if c == "{" and HEAD.fullmatch(self.head):
+                return super().feed(text[i:])
+            if not HALF_A_HEAD.fullmatch(self.head + c):
+                self.done = True
+                return text[i:]
+            self.head += c
+        return super().feed(text) if self.raw else ""
+
+    @property
+    def name(self) -> str:
+        return self.head.partition("[")[0].strip() if self.raw else ""
+
+    @property
+    def arguments(self) -> str:
+        return self.raw
+
+    @property
+    def text(self) -> str:
+        return self.head + self.raw
+
+
+@dataclass
+class Tagged(Call):
+    """Qwen3-Coder's `<function=name>`, with a `<parameter=key>` for each argument, whose values the schema tells apart:
+    text as it is, or JSON."""
+
+    functions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    function: str = ""
+    part: str = ""  # of `raw`: the tag or value under way
+    said: str = ""  # the arguments so far, as JSON
+
+    @property
+    def name(self) -> str:
+        return self.function
+
+    @property
+    def arguments(self) -> str:
+        return self.said
+
+    def feed(self, text: str) -> str:
+        at = 0
+        while at < len(text) and not self.done:
+            if self.expects == "value":
+                at = self._value(text, at)
+            else:
+                self.part, at = self.part + text[at], at + 1
+                (self._tag if self.said else self._head)()
+        self.raw += text[:at]
+        return text[at:]
+
+    def _head(self) -> None:
+        if self.part.endswith(">"):
+            self.function, self.part, self.said = self.part[len(FUNCTION) : -1], "", "{"
+        self.done = not set(self.part[len(FUNCTION) :]) <= NAMES  # no name of a function
+
+    def _tag(self) -> None:
+        self.part = self.part.lstrip()
+        if self.part in ENDS:
+            self.said, self.done = self.said + "}", True
+        elif self.part.startswith(PARAMETER) and self.part.endswith(">"):
+            self.key, self.part, self.expects, self.begin = self.part[len(PARAMETER) : -1], "", "value", 0
+            if self.key in self.values:  # what was said stands
+                self.key = ""
+            else:
+                comma = ", " if self.values else ""
+                self.said += f"{comma}{json.dumps(self.key, ensure_ascii=False)}: " + '"' * self._is_text()
+        elif not any(tag.startswith(self.part[: len(tag)]) for tag in (PARAMETER, *ENDS)):
+            self.part = ""
+
+    def _value(self, text: str, at: int) -> int:
+        """More of a value, which lies between line breaks; how far it goes."""
+        self.part += text[at:]
+        value, end, behind = self.part.partition(END)
+        self.part = ""
+        if end:
+            value = value.removesuffix("\n")
+        else:  # what may be its end waits
+            ends = (n for n in range(len(END), 0, -1) if value.endswith((f"\n{END}"[:n], END[:n])))
+            keep = len(value) - next(ends, 0) if self._is_text() else 0  # and what is none
+            value, self.part = value[:keep], value[keep:]
+        if value and not self.begin:
+            self.begin, value = 1, value.removeprefix("\n")
+        if self.key and self._is_text():
+            self.said += json.dumps(value, ensure_ascii=False)[1:-1] + '"' * bool(end)
+        elif self.key and end:
+            self.said += _literally(value)
+        if end:
+            self.values[self.key], self.expects = "", "key"
+        return len(text) - len(behind)
+
+    def _is_text(self) -> bool:
+        """Whether the value under way is text, by its schema; what has none is."""
+        known = self.functions.get(self.function, {}).get("properties")
+        schema = known.get(self.key) if isinstance(known, Mapping) else None
+        if not isinstance(schema, Mapping):
+            return True
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        if "type" not in schema and isinstance(values, (list, tuple)):
+            return all(isinstance(value, str) for value in values)
+        return schema.get("type") in ("string", ["string"])
+
+
+def _literally(text: str) -> str:
+    """A value as JSON: as it is if it is some, else Python's words for it, else text."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(constant)
+
+    with suppress(ValueError, RecursionError):
+        json.loads(text, parse_constant=refuse)
+        return text.strip()
+    words = {"True": "true", "False": "false", "None": "null"}
+    return words.get(text.strip()) or json.dumps(text, ensure_ascii=False)
+
+
+SHAPES: dict[str, type[Call]] = {"json": Call, "named": Named, "tagged": Tagged}
+OPENINGS = {"json": "{", "tagged": FUNCTION}
 
 
 def _value(text: str) -> Any:
@@ -345,11 +520,13 @@ def _text(literal: str) -> str:
 
 
 class Parser:
-    """Reads an answer in pieces and hands out OpenAI's deltas: content, and calls of the functions in `names`."""
+    """Reads an answer in pieces and hands out OpenAI's deltas: content, and calls of `functions`."""
 
-    def __init__(self, family: Family, names: Sequence[str], new_id: Callable[[], str] | None = None) -> None:
-        self.family, self.names, self.new_id = family, set(names), new_id or family.new_id
-        self.mark = MARKS[family.name]
+    def __init__(
+        self, family: Family, functions: Mapping[str, Mapping[str, Any]], new_id: Callable[[], str] | None = None
+    ) -> None:
+        self.family, self.functions, self.new_id = family, functions, new_id or family.new_id
+        self.mark = family.mark
         self.calls = 0  # handed out
         self.broken = False  # whether the last of them was cut off
         self._held = ""  # text that may yet be a mark, or belongs to a call
@@ -380,7 +557,7 @@ class Parser:
         deltas = self.feed("")
         held = ""
         if self._call is not None and self._call.index < 0:
-            held = "" if self.calls else self._lead + self._call.raw  # behind calls: another, which was cut off
+            held = "" if self.calls else self._lead + self._call.text  # behind calls: another, which was cut off
         elif self._call is not None:
             self.broken = True
         elif not (self._inside and self.calls):
@@ -416,24 +593,24 @@ class Parser:
 
     def _between(self) -> list[Delta]:
         """Behind a mark: up to the next call, or the end of them."""
-        text = self._held
+        text, closing = self._held, self.family.closing
+        opening = OPENINGS.get(self.family.shape, "")
         for i, c in enumerate(text):
-            if c == "{":
+            if text.startswith(opening, i) if opening else c in NAMES:
                 self._lead += text[:i]
-                self._held, self._call = text[i:], Call()
+                made = SHAPES[self.family.shape]
+                self._held, self._call = text[i:], made(functions=self.functions) if made is Tagged else made()
                 return []
-            if self.family is HERMES and c == "<":
-                closing = "</tool_call>"
-                if text.startswith(closing, i):
-                    lead = self._lead + text[: i + len(closing)]
-                    empty = lead if self.mark in lead else ""  # behind a call it is only its end
-                    self._held, self._inside, self._lead = text[i + len(closing) :], False, ""
-                    self._fresh = self._fresh and not empty
-                    return [{"content": empty}] if empty else []
-                if closing.startswith(text[i:]):
-                    self._lead, self._held = self._lead + text[:i], text[i:]
-                    return []
-            if not c.isspace() and not (c in "[],;" and self.family is not HERMES):
+            if closing and text.startswith(closing, i):
+                lead = self._lead + text[: i + len(closing)]
+                empty = lead if self.mark in lead else ""  # behind a call it is only its end
+                self._held, self._inside, self._lead = text[i + len(closing) :], False, ""
+                self._fresh = self._fresh and not empty
+                return [{"content": empty}] if empty else []
+            if any(mark.startswith(text[i:]) for mark in (opening, closing)):
+                self._lead, self._held = self._lead + text[:i], text[i:]
+                return []
+            if not c.isspace() and c not in self.family.listed:
                 content, self._held, self._lead, self._inside = self._lead + text[:i], text[i:], "", False
                 self._fresh = self._fresh and not content.strip()
                 return [{"content": content}] if content else []
@@ -443,12 +620,12 @@ class Parser:
     def _heard(self, call: Call) -> list[Delta]:
         """What a call's text so far has to say."""
         deltas = list[Delta]()
-        if call.index < 0 and (name := _text(call.values.get("name", ""))) in self.names:
+        if call.index < 0 and (name := call.name) in self.functions:
             call.index, self.calls, self._lead, self._fresh = self.calls, self.calls + 1, "", True
             function = {"name": name, "arguments": ""}
             deltas.append(_delta(call.index, {"id": self.new_id(), "type": "function", "function": function}))
         if call.index >= 0:
-            known = call.so_far("arguments")
+            known = call.arguments
             if call.done and not known:
                 known = "{}"
             if call.done and known.startswith('"'):  # some write the object as text
@@ -460,8 +637,10 @@ class Parser:
                     deltas.append(_delta(call.index, {"function": {"arguments": fresh}}))
         if call.done:
             if call.index < 0:
-                deltas.append({"content": self._lead + call.raw})
+                deltas.append({"content": self._lead + call.text})
                 self._inside, self._fresh = False, False
+            elif self.family.shape == "named":  # each has its own mark
+                self._inside = False
             self._lead, self._call = "", None
         return deltas
 
@@ -483,7 +662,9 @@ def regrouped(deltas: Sequence[Delta]) -> tuple[str | None, list[dict[str, Any]]
     return content if content.strip() or not calls else None, calls
 
 
-def parse(text: str, family: Family, names: Sequence[str]) -> tuple[str | None, list[dict[str, Any]]]:
+def parse(
+    text: str, family: Family, functions: Mapping[str, Mapping[str, Any]]
+) -> tuple[str | None, list[dict[str, Any]]]:
     """A whole answer, as `regrouped` gives it."""
-    parser = Parser(family, names)
+    parser = Parser(family, functions)
     return regrouped([*parser.feed(text), *parser.finish()])
