@@ -18,9 +18,12 @@ import httpx
 import openai
 import pytest
 
+from outrider import LLM, AsyncLLM
 from outrider.cli import main
 from outrider.cli.serve import _listen_at
 from outrider.errors import ConfigError
+from outrider.serve.app import create_app
+from outrider.serve.settings import Settings
 from tests.serve.conftest import frames_of
 
 PROMPT = "Once upon a time there was a little girl who"
@@ -220,6 +223,8 @@ def test_a_second_interrupt_ends_at_once(tmp_path):
         (["--ssl-ca-certs", __file__], "--ssl-ca-certs needs --ssl-keyfile"),  # nobody would be asked for one
         (["--api-key", " "], "--api-key is empty"), (["--api-key", "\udcff"], "--api-key is not UTF-8"),
         (["--served-model-name", "\udcff"], "--served-model-name is not UTF-8"), (["--cors-origin", "/"], "empty"),
+        (["--chat-template", "/nowhere"], "--chat-template /nowhere cannot be read"),
+        (["--chat-template", os.devnull], "is empty"),
     ],
 )  # fmt: skip
 def test_options_that_cannot_be(options, message, monkeypatch, capsys):
@@ -230,7 +235,7 @@ def test_options_that_cannot_be(options, message, monkeypatch, capsys):
     assert ended.value.code == 2 and message in said and "\n" not in said
 
 
-def test_options_as_they_are_meant(monkeypatch):
+def test_options_as_they_are_meant(monkeypatch, tmp_path):
     """A mounted secret ends with a line, an origin has no slash at its end, and a root path one before it."""
     found: dict[str, Any] = {}
 
@@ -248,12 +253,29 @@ def test_options_as_they_are_meant(monkeypatch):
     monkeypatch.setattr("outrider.serve.app.create_app", made)
     monkeypatch.setattr("outrider.serve.server.server", never)
     monkeypatch.setenv("OUTRIDER_API_KEY", " secret\n")
+    template = tmp_path / "mine.jinja"
+    template.write_text("{{ messages }}")
     options = ["--port", "0", "--cors-origin", " http://a.example/", "--root-path", " that/", "--device", "cpu"]
+    options += ["--chat-template", str(template)]
     monkeypatch.setattr(sys, "argv", ["outrider", "serve", "tiny", *options])
     with pytest.raises(Ended):
         main()
     assert found["settings"].api_keys == ("secret",) and found["root_path"] == "/that"
     assert found["settings"].cors_origins == ("http://a.example",)
+    assert found["settings"].chat_template == "{{ messages }}"
+
+
+def test_another_chat_template():
+    """It is the tokenizer's from then on; one that cannot be is refused at the start."""
+    llm = LLM("tiny", device="cpu")
+    engine = AsyncLLM(llm)
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    create_app(engine, Settings(("tiny",), chat_template=template))
+    assert llm.tokenizer.decode(llm.render([{"role": "user", "content": "Yes."}])) == "<user>Yes."
+    for wrong in ("{% if %}", "{{ raise_exception('no') }}"):
+        with pytest.raises(ConfigError, match="chat template"):
+            create_app(engine, Settings(("tiny",), chat_template=wrong))
+    engine.close()
 
 
 def test_a_unix_socket_is_taken_only_from_the_dead(tmp_path, monkeypatch, capsys):

@@ -104,6 +104,7 @@ def serve(
     cors_origin: Annotated[
         list[str] | None, typer.Option(help="Origin whose pages may call, repeatable; * for all. Default: none.")
     ] = None,
+    chat_template: Annotated[Path | None, typer.Option(help="File of a chat template in place of the model's.")] = None,
     trust_request_chat_template: Annotated[
         bool,
         typer.Option("--trust-request-chat-template", help="Let requests bring chat templates."),
@@ -168,6 +169,7 @@ def serve(
 
     if drain is None:
         drain = 30.0 if launched()[1] == 1 else 20.0  # torchrun kills after 30, and ends take their time, too
+    template = "" if chat_template is None else _template(chat_template)
     overrides = checked(overrides, "--override-generation-config")
     defaults = generation_defaults(generation_config, Path()) if generation_config != "auto" else None
     log_to_stderr(log_format, log_level)
@@ -181,7 +183,8 @@ def serve(
         "names": tuple(served_model_name or [model]), "api_keys": tuple(keys), "max_body": max_body, "max_n": max_n,
         "max_stop_strings": max_stop_strings, "max_logprobs": max_logprobs, "keep_alive": keep_alive, "drain": drain,
         "event_interval": event_interval,
-        "cors_origins": tuple(cors_origin), "trust_chat_template": trust_request_chat_template,
+        "cors_origins": tuple(cors_origin), "chat_template": template,
+        "trust_chat_template": trust_request_chat_template,
     }  # fmt: skip
 
     def sampled(path: Path) -> dict[str, Any]:
@@ -231,6 +234,16 @@ def serve(
     running.run(sockets=[listening])
     if running.force_exit:  # by a second Ctrl-C, whatever became of the signals that uvicorn raises again
         raise KeyboardInterrupt
+
+
+def _template(path: Path) -> str:
+    try:
+        found = path.read_text("utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--chat-template {path} cannot be read: {error}") from None
+    if not found.strip():
+        raise ConfigError(f"--chat-template {path} is empty")
+    return found
 
 
 def _check_tls(key: Path, certificate: Path, authorities: Path | None) -> None:

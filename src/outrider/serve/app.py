@@ -133,6 +133,9 @@ class Server:
 
     def __init__(self, llm: AsyncLLM, settings: Settings) -> None:
         self.llm, self.settings, self.started = llm, settings, int(time.time())
+        if settings.chat_template and llm.llm.tokenizer is not None:
+            llm.llm.tokenizer.chat_template = settings.chat_template
+            llm.llm.render_text([{"role": "user", "content": "Hello."}], {})  # one that cannot be is refused now
         self.vocabulary = Vocabulary(llm.llm.tokenizer)
         self.families: dict[str | None, Family | None] = {}  # of chat templates that were tried
         self.metrics = Metrics(settings.names[0], llm)

@@ -32,6 +32,7 @@ class Settings:
     stall: float = 60.0  # seconds without a turn of the engine's loop, until /health says so
     drain: float = 30.0  # seconds that requests may go on after SIGTERM
     cors_origins: tuple[str, ...] = ()
+    chat_template: str = ""  # in place of the model's
     trust_chat_template: bool = False  # whether a request may bring its own
 
 
