@@ -633,6 +633,10 @@ def put(name, make):
     return change
 
 
+def also(**tensors):
+    return lambda held, _: held.update({Q + name: tensor for name, tensor in tensors.items()})
+
+
 def say(**keys):
     return lambda _, config: config.update(keys)
 
@@ -656,6 +660,19 @@ WRONG = [
     ("gptq", say(group_size=0), CheckpointError, "group_size must be a whole number above 0, or -1, not 0"),
     ("gptq", say(bits=3), UnsupportedArchitecture, "gptq with bits 3 is not supported; supported: 4, 8"),
     ("gptq", say(bits=[4]), UnsupportedArchitecture, "bits"),
+    ("gptq", say(format="marlin"), CheckpointError, "checkpoint_format and format are gptq and marlin: leave one"),
+    ("gptq", say(format="gptq_v2"), CheckpointError, "checkpoint_format and format are gptq and gptq_v2: leave one"),
+    ("gptq", also(weight=torch.ones(3)), CheckpointError, "no place for .*q_proj.weight beside .*q_proj.qweight"),
+    ("gptq", also(weight_scale=torch.ones(3)), CheckpointError, r"q_proj.weight_scale beside"),
+    ("gptq", lambda t, _: t.update({"foo.bar.input_scale": torch.ones(1)}), CheckpointError, "foo.bar.input_scale"),
+    ("gptq", say(quant_method="mxfp4"), CheckpointError, "q_proj.weight is missing"),
+    ("awq", also(g_idx=torch.zeros(128).int()), CheckpointError, "q_proj.g_idx beside"),
+    ("w4a16", also(weight=torch.ones(64, 128).char()), CheckpointError, "q_proj.weight_packed beside"),
+    ("w4a16", say(quant_method="mxfp4"), CheckpointError, "q_proj.weight is missing"),
+    ("w8a8", also(weight_shape=torch.tensor([3, 5])), CheckpointError, "q_proj.weight_shape beside"),
+    ("fp8 block", also(weight_scale=torch.ones(1, 1)), CheckpointError, "q_proj.weight_scale beside"),
+    ("fp8 block", say(weight_block_size=[10**12, 10**12]), CheckpointError, r"has shape \(1, \d+\), not \(1, 1\)"),
+    ("fp8 tensor", also(weight_zero_point=torch.zeros(5)), CheckpointError, "weight_zero_point has shape"),
     ("gptq", say(checkpoint_format="marlin"), UnsupportedArchitecture, "'marlin' is not supported; supported: gptq, "),
     ("gptq", say(checkpoint_format=["gptq"]), UnsupportedArchitecture, r"\['gptq'\] is not supported"),
     ("gptq", say(dynamic={"(": {}}), CheckpointError, "is no regex"),
@@ -705,6 +722,41 @@ def test_refused_with_the_reason(write, tmp_path, layout, change, error, message
     with pytest.raises(error, match=message) as raised:
         load(folder, device="cpu")
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("layout", ["gptq", "gptq v2"])
+def test_the_two_names_of_gptqs_format(write, tmp_path, layout):
+    """`format`, which new writers have, says what `checkpoint_format` said, in any case."""
+
+    def rename(_, config):
+        config["format"] = (config.pop("checkpoint_format", None) or "gptq").upper()
+
+    _, dense = write(layout)
+    weights = open_source(edited(write, layout, tmp_path, rename)).weights
+    for name, exact in dense.items():
+        assert torch.equal(weights.mapped(name, *exact.shape), exact)
+
+
+def test_which_group_a_linear_belongs_to(write, tmp_path):
+    """Of regexes the first in the alphabet, whichever group comes first; before them the name, behind them all linears;
+    names are also those of the files. compressed-tensors' order (`match_targets`)."""
+    folder, _ = write("w4a16")
+    source = open_source(folder)
+    about = {name: (shape, source.weights.plain.kinds[name]) for name, shape in source.weights.plain.shapes.items()}
+    inside = {name: f"language_model.{name}" for name in about}
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    right = config["config_groups"]["group_0"]
+    wrong = right | {"weights": right["weights"] | {"group_size": 64}}
+    for targets, others in [
+        (["re:.*"], ["re:model.*"]), (["re:.*"], ["Linear"]), (["re:.*"], ["re:x", "re:.*_proj"]),
+        ([name.removesuffix(".weight") for name in source.weights.reader.packed], ["re:.*", "Linear"]),
+        (["re:language_model\\.model\\..*"], ["Linear"]), (["Linear"], []),
+    ]:  # fmt: skip
+        groups = [right | {"targets": targets}, wrong | {"targets": others}]
+        for order in (groups, groups[::-1]):
+            said = config | {"config_groups": {str(i): group for i, group in enumerate(order)}}
+            reader = Reader(said, about, source.weights.plain.tensor, folder, inside)
+            assert reader.packed.keys() == source.weights.reader.packed.keys()
 
 
 def test_mxfp4_to_the_ends_of_its_range():

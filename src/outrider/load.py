@@ -567,7 +567,7 @@ class _Packed(_Weights):
     def __init__(self, plain: _Weights, hf: Mapping[str, Any]) -> None:
         self.path, self.plain, self.files = plain.path, plain, dict(plain.files)
         about = {name: (shape, plain.kinds[name]) for name, shape in plain.shapes.items()}
-        self.reader = packed.Reader(hf["quantization_config"], about, plain.tensor, plain.path)
+        self.reader = packed.Reader(hf["quantization_config"], about, plain.tensor, plain.path, plain.inside)
         replaced = {part for parts in self.reader.parts.values() for part in parts}
         self.shapes = {name: s for name, s in plain.shapes.items() if name not in {*replaced, *self.reader.extra}}
         for name, linear in self.reader.packed.items():

@@ -61,40 +61,45 @@ class Reader:
 
     `config` is its quantization_config, `tensors` says shape and safetensors' dtype of each, `where` is named in
     errors. Raises UnsupportedArchitecture for a method or an option of it that cannot be read, CheckpointError for a
-    config or tensors that contradict themselves.
+    config or tensors that contradict themselves. `inside` says what the files call tensors that have another name.
     """
 
     def __init__(
-        self, config: object, tensors: Mapping[str, tuple[tuple[int, ...], str]], read: Read, where: object
-    ) -> None:
-        self.where, self.read = where, read
+        self, config: object, tensors: Mapping[str, tuple[tuple[int, ...], str]], read: Read, where: object,
+        inside: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        self.where, self.read, self.inside = where, read, inside or {}
         if not isinstance(config, Mapping):
             raise CheckpointError(f"{where}: quantization_config should be an object, not {brief(config)}")
         self.config, self.tensors = config, tensors
         method = str(config.get("quant_method"))
         ways = {
-            "gptq": ("qweight", self._gptq), "awq": ("qweight", self._awq),
-            "compressed-tensors": ("weight_scale", self._compressed),
-            "fp8": ("weight_scale", self._fp8), "fbgemm_fp8": ("weight_scale", self._fp8),
-            "mxfp4": ("blocks", self._blocks),
+            "gptq": (["qweight"], self._gptq), "awq": (["qweight"], self._awq),
+            "compressed-tensors": (["weight_scale", "weight_packed"], self._compressed),
+            "fp8": (["weight_scale", "weight_scale_inv"], self._fp8), "fbgemm_fp8": (["weight_scale"], self._fp8),
+            "mxfp4": (["blocks"], self._blocks),
         }  # fmt: skip
         if method not in ways:
             raise UnsupportedArchitecture(
                 f"{where}: quantised by {method!r}, which is not supported; supported: {', '.join(ways)}, and GGUF"
             )
         self.method = method
-        mark, read_one = ways[method]
-        marks = (mark, "weight_scale_inv") if method == "fp8" else (mark, "weight_packed")
+        marks, read_one = ways[method]
         self._check_method()
         self.packed: dict[str, Packed] = {}
         self.parts: dict[str, list[str]] = {}  # the tensors that each of them is made of
         for module in sorted({name.rpartition(".")[0] for name in tensors if name.rpartition(".")[2] in marks}):
             if module.endswith("embed_tokens"):
                 raise UnsupportedArchitecture(f"{where}: quantised embeddings are not supported ({module})")
+            self._looked_at: list[str] = []
             self.packed[f"{module}.weight"] = read_one(module)
-            self.parts[f"{module}.weight"] = [f"{module}.{own}" for own in OWN if f"{module}.{own}" in tensors]
+            self.parts[f"{module}.weight"] = parts = self._looked_at
+            if left := [own for own in OWN if self._has(module, own) and f"{module}.{own}" not in parts]:
+                raise CheckpointError(f"{where}: {method} has no place for {module}.{left[0]} beside {parts[0]}")
         self.rounded = self._rounded()
-        self.extra = [name for name in tensors if name.rpartition(".")[2] in EXTRA]
+        known = {name.rpartition(".")[0] for name in tensors if name.rpartition(".")[2] not in EXTRA}
+        known |= {module.rpartition(".")[0] for module in known}
+        self.extra = [name for name in tensors if name.rpartition(".")[2] in EXTRA and name.rpartition(".")[0] in known]
         odd = (name for name, (_, kind) in tensors.items() if kind.startswith("F8_") and name not in self.packed)
         if (name := next(odd, None)) is not None:
             raise CheckpointError(f"{where}: {name} is of {kind_of(tensors[name][1])} and has no scale beside it")
@@ -105,9 +110,15 @@ class Reader:
         c, refused = self.config, self._refused
         match self.method:
             case "gptq":
-                self.zero = {"gptq": 1, "gptq_v2": 0}.get(str(c.get("checkpoint_format") or "gptq"), -1)
-                if self.zero < 0:
-                    raise refused("checkpoint_format", c["checkpoint_format"], "gptq, gptq_v2")
+                said = {
+                    str(c[key]).lower(): key for key in ("checkpoint_format", "format") if c.get(key)
+                }  # old and new
+                if len(said) > 1:
+                    raise self._wrong(f"checkpoint_format and format are {' and '.join(said)}: leave one")
+                for name, key in said.items():
+                    if name not in ("gptq", "gptq_v2"):
+                        raise refused(key, c[key], "gptq, gptq_v2")
+                self.zero = 0 if "gptq_v2" in said else 1
                 if not isinstance(c.get("dynamic") or {}, Mapping):
                     raise self._wrong(f"dynamic should be an object, not {brief(c['dynamic'])}")
             case "awq":
@@ -164,15 +175,24 @@ class Reader:
             return bits
         raise self._refused("bits", value, ", ".join(map(str, valid)))
 
-    def _matches(self, module: str, pattern: object) -> bool:
-        """Whether a target of compressed-tensors, or a name in a list of exceptions, means this module."""
+    def _names(self, module: str) -> list[str]:
+        """What a config may call it: as we do, or as the files do."""
+        inside = (self.inside.get(f"{module}.{own}", module) for own in OWN)
+        return [module, *{name.rpartition(".")[0] for name in inside if name != module}]
+
+    def _matches(self, module: str, pattern: object) -> int:
+        """How closely a target of compressed-tensors, or an exception, means this module: by its name (3), by a regex,
+        as one of all linears, or not at all (0)."""
         text = str(pattern)
         if not text.startswith("re:"):
-            return text in (module, "Linear")
+            return 3 if text in self._names(module) else int(text == "Linear")
+        return 2 * self._like(module, text[3:])
+
+    def _like(self, module: str, regex: str) -> bool:
         try:
-            return re.match(text[3:], module) is not None
+            return any(re.match(regex, name) for name in self._names(module))
         except re.error as error:
-            raise self._wrong(f"{text!r} is no regex: {error}") from None
+            raise self._wrong(f"{regex!r} is no regex: {error}") from None
 
     # What the files hold.
 
@@ -184,6 +204,7 @@ class Reader:
         full = f"{module}.{name}"
         if full not in self.tensors:
             raise CheckpointError(f"{self.where}: tensor {full} is missing, which {self.method} needs")
+        self._looked_at.append(full)
         shape, kind = self.tensors[full]
         if kind not in kinds.split():
             raise CheckpointError(f"{self.where}: {full} is {kind_of(kind)}, not {kind_of(kinds)}")
@@ -226,11 +247,7 @@ class Reader:
     def _gptq(self, module: str) -> Packed:
         said = dict(self.config)
         for pattern, own in (self.config.get("dynamic") or {}).items():
-            try:
-                meant = re.match(str(pattern).removeprefix("+:").removeprefix("-:"), module)
-            except re.error as error:
-                raise self._wrong(f"{pattern!r} is no regex: {error}") from None
-            if meant:
+            if self._like(module, str(pattern).removeprefix("+:").removeprefix("-:")):
                 if str(pattern).startswith("-:"):
                     raise CheckpointError(f"{self.where}: {module} is packed, and the config's dynamic leaves it out")
                 said |= own if isinstance(own, Mapping) else {}
@@ -300,15 +317,12 @@ class Reader:
             raise self._wrong(f"ignore should be a list, not {brief(ignored)}")
         if any(self._matches(module, pattern) for pattern in ignored):
             raise CheckpointError(f"{self.where}: {module} is quantised, and the config's ignore names it")
-        best: tuple[int, Mapping[str, Any]] | None = None
-        for group in self.config["config_groups"].values():
-            for target in group["targets"]:
-                if self._matches(module, target):
-                    rank = 0 if target == module else 2 if target == "Linear" else 1
-                    best = (rank, group) if best is None or rank < best[0] else best
-        if best is None:
+        groups = {str(target): group for group in self.config["config_groups"].values() for target in group["targets"]}
+        # as compressed-tensors has it: of several regexes the first in the alphabet, whichever group comes first
+        best = max(sorted(groups), key=lambda target: self._matches(module, target), default="")
+        if not self._matches(module, best):
             raise CheckpointError(f"{self.where}: {module} is quantised, and no group of the config has it as a target")
-        weights = best[1].get("weights")
+        weights = groups[best].get("weights")
         if not isinstance(weights, Mapping):
             raise self._wrong(f"weights should be an object, not {brief(weights)}")
         return weights
@@ -388,7 +402,7 @@ class Reader:
                 block = [int(n) for n in block.split("x")]
             if not isinstance(block, list) or len(block) != 2 or not all(whole(n, 1) for n in block):
                 raise self._wrong(f"a block should be two whole numbers above 0, not {brief(block)}")
-            rows, size = block
+            rows, size = min(block[0], outputs), min(block[1], inputs)
         elif strategy == "tensor":
             rows = outputs
         elif strategy != "channel":
@@ -415,6 +429,10 @@ class Reader:
             raise self._refused("symmetric", False, "true for floats")
         size, spread = self._strategy(module, name, "F32 BF16 F16 U8", said, outputs, inputs)
         zeros = f"{module}.weight_zero_point"
+        if zeros in self.tensors:
+            self._shape(
+                module, "weight_zero_point", self.tensors[zeros][1], spread.shape, self.tensors[f"{module}.{name}"][0]
+            )
 
         def read() -> Quantized:
             if zeros in self.tensors and self.read(zeros).float().any():
