@@ -45,6 +45,7 @@ ASKED = {
     "regex": {"regex": r"(ab|abc)*d[0-9]{2,5}(\.[0-9]+)?"},
     "choice": {"choice": ["Paris", "Berlin (Germany)", "a+b"]},
     "lark": {"grammar": 'start: "hello " /[a-z]{2,9}/ ("!" | "?")'},
+    "lark, first rule inlined": {"grammar": '?start: sum\nsum: N ("+" N)*\nN: /[0-9]{1,2}/'},
     "gbnf": {"grammar": 'root ::= "yes" | "no" [0-9]+ " times"'},
 }
 SAMPLINGS = {
@@ -75,7 +76,7 @@ def valid(text: str, given: dict) -> bool:
         return re.fullmatch(given["regex"], text) is not None
     if "choice" in given:
         return text in given["choice"]
-    return re.fullmatch(r"hello [a-z]{2,9}[!?]|yes|no[0-9]+ times", text) is not None
+    return re.fullmatch(r"hello [a-z]{2,9}[!?]|yes|no[0-9]+ times|[0-9]{1,2}(\+[0-9]{1,2})*", text) is not None
 
 
 def batch(sampling: str) -> list[tuple[str, SamplingParams]]:

@@ -361,7 +361,7 @@ def _source(library: Any, given: StructuredOutputsParams, kind: str, text: str) 
     if kind == "regex":
         return str(library.LLMatcher.grammar_from_regex(text))
     if kind == "grammar":
-        return str(library.grammar_from("grammar", text))
+        return str(library.grammar_from("grammar" if "::=" in text else "lark", text))  # GBNF's rules have that
     tag = json.loads(text)
     tags = []
     try:

@@ -335,6 +335,16 @@ def test_what_a_tool_may_leave_out():
     assert asked and asked.functions["now"]["additionalProperties"] is False
 
 
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
+def test_what_is_forced_is_never_content(family):
+    """Wherever the length cuts it off."""
+    call = "now", {"a": "b"}
+    text = written(family, [call, call])
+    for size in range(len(text)):
+        content, calls = heard(Parser(family, functions(family, call), forced=True), [text[:size]])
+        assert not content and len(calls) <= 2
+
+
 BAD = [
     ({"tools": []}, "tools"), ({"tools": "x"}, "tools"), ({"tools": [{"type": "function"}]}, "tools"),
     ({"tools": [tool("a b")]}, "tools"), ({"tools": [tool("a"), tool("a")]}, "twice"),
@@ -362,7 +372,15 @@ def test_conversations_for_templates():
     shown = conversation(said)
     assert shown[0]["content"] == "" and shown[0]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
     assert call["function"]["arguments"] == '{"a": 1}' and shown[1] == said[1]
-    for wrong in ({"function": {"name": "now", "arguments": "{"}}, {"function": 1}, 5):
+    for broken in ("{", "", " ", "[]", "null", '"Oslo"', "42", "[" * 10**5, None, [1]):  # we may have handed it out
+        (said,) = conversation(
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "now", "arguments": broken}}]}]
+        )
+        assert said["tool_calls"][0]["function"]["arguments"] == {}
+    assert conversation([{"role": "assistant", "content": "", "tool_calls": []}]) == [
+        {"role": "assistant", "content": ""}
+    ]
+    for wrong in ({"function": 1}, 5):
         with pytest.raises(ConfigError, match="messages"):
             conversation([{"role": "assistant", "tool_calls": [wrong]}])
 

@@ -331,7 +331,7 @@ class Server:
                 said = "tool_choice and structured_outputs cannot both say what the output is"
                 raise Refusal(400, said, "tool_choice")
             more["structured_outputs"] = forced
-        return lambda: Parser(written, asked.callable), more
+        return lambda: Parser(written, asked.callable, forced=asked.forced), more
 
     def _decode(self, ids: list[int], skip_special: bool = False) -> str:
         tokenizer = self.llm.llm.tokenizer

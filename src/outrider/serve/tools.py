@@ -205,7 +205,8 @@ def _allowed(given: Any, functions: dict[str, Mapping[str, Any]]) -> tuple[str, 
 def conversation(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """OpenAI's messages as templates take them: text everywhere, and the arguments of earlier calls as objects.
 
-    Raises ConfigError for calls that are none.
+    Arguments that are none, as of a call that was cut off, count as no arguments: the conversation is to go on. Raises
+    ConfigError for calls that are none.
     """
     shown = []
     for message in messages:
@@ -214,6 +215,8 @@ def conversation(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             own["tool_calls"] = (
                 [_shown(call) for call in calls] if isinstance(calls, (list, tuple)) else [_shown(calls)]
             )
+        else:
+            own.pop("tool_calls", None)  # some templates take an empty list for calls
         if own.get("content") is None:
             own["content"] = ""
         shown.append(own)
@@ -225,10 +228,9 @@ def _shown(call: Any) -> dict[str, Any]:
     given = function.get("arguments") if isinstance(function, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ConfigError(f"messages: tool_calls hold {{'id', 'type', 'function': {{...}}}}, not {brief(call)}")
-    try:
-        arguments = json.loads(given) if isinstance(given, str) and given.strip() else given or {}
-    except (ValueError, RecursionError):
-        raise ConfigError(f"messages: the arguments of a tool call must be JSON, not {brief(given)}") from None
+    arguments = _value(given) if isinstance(given, str) else given
+    if not isinstance(arguments, Mapping):
+        arguments = {}
     return {**call, "type": "function", "function": {**function, "arguments": arguments}}
 
 
@@ -523,9 +525,11 @@ class Parser:
     """Reads an answer in pieces and hands out OpenAI's deltas: content, and calls of `functions`."""
 
     def __init__(
-        self, family: Family, functions: Mapping[str, Mapping[str, Any]], new_id: Callable[[], str] | None = None
-    ) -> None:
+        self, family: Family, functions: Mapping[str, Mapping[str, Any]], new_id: Callable[[], str] | None = None,
+        forced: bool = False,
+    ) -> None:  # fmt: skip
         self.family, self.functions, self.new_id = family, functions, new_id or family.new_id
+        self.forced = forced  # the text can be nothing but calls
         self.mark = family.mark
         self.calls = 0  # handed out
         self.broken = False  # whether the last of them was cut off
@@ -565,7 +569,7 @@ class Parser:
             if self.calls and self.mark.startswith(held.strip()):  # of another call, which was cut off
                 held = ""
         self._held, self._lead, self._call = "", "", None
-        return deltas + ([{"content": held}] if held else [])
+        return deltas + ([{"content": held}] if held and not self.forced else [])
 
     def _outside(self) -> list[Delta]:
         """Content, up to a mark or what may become one."""
