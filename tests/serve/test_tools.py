@@ -259,7 +259,7 @@ def test_tagged_values_are_what_their_schemas_say():
     }  # fmt: skip
     means = {**said, "n": -3, "yes": True, "all": [1, {"a": "</"}], "x": float("inf")}
     text = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in said.items())
-    text = f"<tool_call>\n<function=now>\n{text}<parameter=n>\n9\n</parameter></function>\n</tool_call>"
+    text = f"<tool_call>\n<function=now>\n<parameter=>\n?\n</parameter>{text}<parameter=n>\n9\n</parameter></function>\n</tool_call>"
     for cut in ([text], list(text)):
         content, (call,) = heard(Parser(CODER, {"now": schema}), cut)
         assert content == "" and json.loads(call["arguments"]) == means

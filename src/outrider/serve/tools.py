@@ -452,8 +452,8 @@ class Tagged(Call):
             self.key, self.part, self.expects, self.begin = self.part[len(PARAMETER) : -1], "", "value", 0
             if self.key in self.values:  # what was said stands
                 self.key = ""
-            else:
-                comma = ", " if self.values else ""
+            elif self.key:
+                comma = ", " if self.said != "{" else ""
                 self.said += f"{comma}{json.dumps(self.key, ensure_ascii=False)}: " + '"' * self._is_text()
         elif not any(tag.startswith(self.part[: len(tag)]) for tag in (PARAMETER, *ENDS)):
             self.part = ""
