@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -757,6 +758,18 @@ def test_which_group_a_linear_belongs_to(write, tmp_path):
             said = config | {"config_groups": {str(i): group for i, group in enumerate(order)}}
             reader = Reader(said, about, source.weights.plain.tensor, folder, inside)
             assert reader.packed.keys() == source.weights.reader.packed.keys()
+    for ours, error in ((right, None), (wrong, "has shape")):  # of one target in two groups the last counts
+        groups = {
+            "0": (wrong if ours is right else right) | {"targets": ["Linear"]},
+            "1": ours | {"targets": ["Linear"]},
+        }
+        with pytest.raises(CheckpointError, match=error) if error else nullcontext():
+            Reader(config | {"config_groups": groups}, about, source.weights.plain.tensor, folder, inside)
+    ignored = config | {"ignore": ["re:language_model.*q_proj"]}
+    with pytest.raises(CheckpointError, match="ignore names it"):
+        Reader(ignored, about, source.weights.plain.tensor, folder, inside)
+    with pytest.raises(CheckpointError, match="no group"):
+        Reader(config | {"config_groups": {}}, {"weight_scale": ((1,), "F32")}, source.weights.plain.tensor, folder)
 
 
 def test_mxfp4_to_the_ends_of_its_range():

@@ -32,6 +32,7 @@ from outrider.load import Checkpoint
 from outrider.outputs import StepEvent
 
 log = logging.getLogger(__name__)
+CLOSED = "the engine is closed; no further requests are taken"
 LAST_STEP = 10.0  # seconds that closing waits for a step that is under way
 LINGER = 5.0  # seconds that the engine's thread waits for work before it ends; the next request starts another
 GATHER = 0.02  # seconds that an idle engine waits at most for requests on their way, whose prompts are read together
@@ -176,22 +177,24 @@ class AsyncLLM:
             self._check_room(weight)
             answer.weight = weight
             self._answers.add(answer)
-        try:
-            options: dict[str, Any] = {"k": k, "priority": priority, "cache_salt": cache_salt}
             maker = None
             if any(params.structured_outputs is not None for _, params in prompts):  # some grammars take seconds:
                 maker = self._makers.get(loop) or self._makers.setdefault(loop, ThreadPoolExecutor(2))  # others go on
+        try:
+            options: dict[str, Any] = {"k": k, "priority": priority, "cache_salt": cache_salt}
             await self.off_loop(
                 lambda: self._add(answer, prompts, {**options, "deadline": left(deadline, began)}, begun), maker
             )
-        except BaseException:  # cancelled, too: then the thread may not have come to it yet
+        except BaseException as error:  # cancelled, too: then the thread may not have come to it yet
             answer.close()
+            if self.closed and "after shutdown" in str(error):  # of a maker, which was closed meanwhile
+                raise EngineError(CLOSED) from None
             raise
         return answer
 
     def _check_room(self, weight: int) -> None:
         if self.closed:
-            raise EngineError("the engine is closed; no further requests are taken")
+            raise EngineError(CLOSED)
         if (limit := self.max_queued_requests) is None:
             return
         with self._changed:
@@ -302,12 +305,14 @@ class AsyncLLM:
         with self._changed:
             self.closed = True
             self._changed.wait_for(lambda: not self._answers, drain)
-            rest, thread = list(self._answers), self._thread
+            rest, thread, makers = list(self._answers), self._thread, list(self._makers.values())
             self._changed.notify_all()
         for answer in rest:
             answer.fail(EngineError("the engine was closed before the answer was complete"))
         if thread is not None and thread is not threading.current_thread() and not self.lost:
             thread.join(LAST_STEP)
+        for maker in makers:
+            maker.shutdown(wait=False)
 
     def lose(self, what: str) -> None:
         """End all requests without waiting for the engine, which will not come back: EngineError, that says `what`."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -361,7 +362,7 @@ def _source(library: Any, given: StructuredOutputsParams, kind: str, text: str) 
     if kind == "regex":
         return str(library.LLMatcher.grammar_from_regex(text))
     if kind == "grammar":
-        return str(library.grammar_from("grammar" if "::=" in text else "lark", text))  # GBNF's rules have that
+        return str(library.grammar_from("gbnf" if re.search(r"(?m)^\s*[\w-]+\s*::=", text) else "lark", text))
     tag = json.loads(text)
     tags = []
     try:

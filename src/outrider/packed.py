@@ -88,18 +88,21 @@ class Reader:
         self._check_method()
         self.packed: dict[str, Packed] = {}
         self.parts: dict[str, list[str]] = {}  # the tensors that each of them is made of
-        for module in sorted({name.rpartition(".")[0] for name in tensors if name.rpartition(".")[2] in marks}):
+        marked = {name.rpartition(".")[0]: name for name in tensors if name.rpartition(".")[2] in marks}
+        for module, mark in sorted(marked.items()):
             if module.endswith("embed_tokens"):
                 raise UnsupportedArchitecture(f"{where}: quantised embeddings are not supported ({module})")
-            self._looked_at: list[str] = []
+            parts = self._looked_at = list[str]()
+            self._called = {module, self.inside.get(mark, mark).rpartition(".")[0]}
             self.packed[f"{module}.weight"] = read_one(module)
-            self.parts[f"{module}.weight"] = parts = self._looked_at
+            self.parts[f"{module}.weight"] = parts
             if left := [own for own in OWN if self._has(module, own) and f"{module}.{own}" not in parts]:
                 raise CheckpointError(f"{where}: {method} has no place for {module}.{left[0]} beside {parts[0]}")
         self.rounded = self._rounded()
         known = {name.rpartition(".")[0] for name in tensors if name.rpartition(".")[2] not in EXTRA}
         known |= {module.rpartition(".")[0] for module in known}
-        self.extra = [name for name in tensors if name.rpartition(".")[2] in EXTRA and name.rpartition(".")[0] in known]
+        extra = ((name, name.rpartition(".")[0]) for name in tensors if name.rpartition(".")[2] in EXTRA)
+        self.extra = [name for name, module in extra if known & {module, module.rpartition(".")[0]}]
         odd = (name for name, (_, kind) in tensors.items() if kind.startswith("F8_") and name not in self.packed)
         if (name := next(odd, None)) is not None:
             raise CheckpointError(f"{where}: {name} is of {kind_of(tensors[name][1])} and has no scale beside it")
@@ -110,9 +113,7 @@ class Reader:
         c, refused = self.config, self._refused
         match self.method:
             case "gptq":
-                said = {
-                    str(c[key]).lower(): key for key in ("checkpoint_format", "format") if c.get(key)
-                }  # old and new
+                said = {str(c[key]).lower(): key for key in ("checkpoint_format", "format") if c.get(key)}
                 if len(said) > 1:
                     raise self._wrong(f"checkpoint_format and format are {' and '.join(said)}: leave one")
                 for name, key in said.items():
@@ -122,8 +123,9 @@ class Reader:
                 if not isinstance(c.get("dynamic") or {}, Mapping):
                     raise self._wrong(f"dynamic should be an object, not {brief(c['dynamic'])}")
             case "awq":
-                if (version := str(c.get("version") or "gemm").lower()) != "gemm":
-                    raise refused("version", version, "gemm")
+                key = "version" if c.get("version") else "format"  # its new name
+                if str(c.get(key) or "gemm").lower() != "gemm":
+                    raise refused(key, c[key], "gemm")
                 if c.get("zero_point", True) is not True:
                     raise refused("zero_point", c["zero_point"], "true")
             case "compressed-tensors":
@@ -133,6 +135,8 @@ class Reader:
                 for group in groups.values():
                     if not isinstance(group.get("targets"), list):
                         raise self._wrong(f"targets should be a list, not {brief(group.get('targets'))}")
+                if not isinstance(c.get("ignore") or [], list):
+                    raise self._wrong(f"ignore should be a list, not {brief(c['ignore'])}")
                 for said in (c, *groups.values()):
                     if said.get("format") is not None and said["format"] not in FORMATS:
                         raise refused("format", said["format"], ", ".join(FORMATS))
@@ -142,6 +146,9 @@ class Reader:
                 transforms = c.get("transform_config") or {}
                 if not isinstance(transforms, Mapping) or transforms.get("config_groups"):
                     raise refused("transform_config", "with groups", "none")
+                # as in compressed-tensors: of several regexes the first in the alphabet, whichever group comes first
+                named = {str(target): group for group in groups.values() for target in group["targets"]}
+                self.groups = dict(sorted(named.items()))
 
     def _rounded(self) -> str:
         """To what the config would round activations, as a message says it; empty if it would not."""
@@ -175,22 +182,17 @@ class Reader:
             return bits
         raise self._refused("bits", value, ", ".join(map(str, valid)))
 
-    def _names(self, module: str) -> list[str]:
-        """What a config may call it: as we do, or as the files do."""
-        inside = (self.inside.get(f"{module}.{own}", module) for own in OWN)
-        return [module, *{name.rpartition(".")[0] for name in inside if name != module}]
+    def _matches(self, pattern: str) -> int:
+        """How closely a target of compressed-tensors, or an exception, means the linear that is being read: by its
+        name (3), by a regex, as one of all linears, or not at all (0)."""
+        if not pattern.startswith("re:"):
+            return 3 if pattern in self._called else int(pattern == "Linear")
+        return 2 * self._like(pattern[3:])
 
-    def _matches(self, module: str, pattern: object) -> int:
-        """How closely a target of compressed-tensors, or an exception, means this module: by its name (3), by a regex,
-        as one of all linears, or not at all (0)."""
-        text = str(pattern)
-        if not text.startswith("re:"):
-            return 3 if text in self._names(module) else int(text == "Linear")
-        return 2 * self._like(module, text[3:])
-
-    def _like(self, module: str, regex: str) -> bool:
+    def _like(self, regex: str) -> bool:
+        """Whether one of the names that it has, with us and in the files, is like that."""
         try:
-            return any(re.match(regex, name) for name in self._names(module))
+            return any(re.match(regex, name) for name in self._called)
         except re.error as error:
             raise self._wrong(f"{regex!r} is no regex: {error}") from None
 
@@ -200,7 +202,7 @@ class Reader:
         return f"{module}.{name}" in self.tensors
 
     def _shape(self, module: str, name: str, kinds: str, *shapes: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of a tensor of one of these dtypes and, if any are given, shapes."""
+        """The shape of a tensor of one of these dtypes and, if any are given, shapes. It counts as looked at."""
         full = f"{module}.{name}"
         if full not in self.tensors:
             raise CheckpointError(f"{self.where}: tensor {full} is missing, which {self.method} needs")
@@ -247,7 +249,7 @@ class Reader:
     def _gptq(self, module: str) -> Packed:
         said = dict(self.config)
         for pattern, own in (self.config.get("dynamic") or {}).items():
-            if self._like(module, str(pattern).removeprefix("+:").removeprefix("-:")):
+            if self._like(str(pattern).removeprefix("+:").removeprefix("-:")):
                 if str(pattern).startswith("-:"):
                     raise CheckpointError(f"{self.where}: {module} is packed, and the config's dynamic leaves it out")
                 said |= own if isinstance(own, Mapping) else {}
@@ -312,17 +314,12 @@ class Reader:
 
     def _scheme(self, module: str) -> Mapping[str, Any]:
         """What the config says about a module's weights."""
-        ignored = self.config.get("ignore") or []
-        if not isinstance(ignored, list):
-            raise self._wrong(f"ignore should be a list, not {brief(ignored)}")
-        if any(self._matches(module, pattern) for pattern in ignored):
+        if any(self._matches(str(pattern)) for pattern in self.config.get("ignore") or ()):
             raise CheckpointError(f"{self.where}: {module} is quantised, and the config's ignore names it")
-        groups = {str(target): group for group in self.config["config_groups"].values() for target in group["targets"]}
-        # as compressed-tensors has it: of several regexes the first in the alphabet, whichever group comes first
-        best = max(sorted(groups), key=lambda target: self._matches(module, target), default="")
-        if not self._matches(module, best):
+        best = max(self.groups, key=self._matches, default=None)
+        if best is None or not self._matches(best):
             raise CheckpointError(f"{self.where}: {module} is quantised, and no group of the config has it as a target")
-        weights = groups[best].get("weights")
+        weights = self.groups[best].get("weights")
         if not isinstance(weights, Mapping):
             raise self._wrong(f"weights should be an object, not {brief(weights)}")
         return weights

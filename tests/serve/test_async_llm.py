@@ -414,6 +414,25 @@ def test_a_forked_process_makes_grammars_of_its_own(tiny_llm):
     llm.close()
 
 
+def test_closing_leaves_no_threads(tiny_llm, monkeypatch):
+    """Nor those that make grammars; who comes meanwhile hears that it is closed."""
+    asked = {"structured_outputs": {"regex": "[a-z]{3}"}, "temperature": 0, "max_tokens": 8}
+    before = set(threading.enumerate())
+
+    async def main() -> None:
+        async with AsyncLLM(tiny_llm) as llm:
+            assert [event async for event in llm.generate(PROMPT, **asked)]
+        monkeypatch.setattr(llm, "_check_room", lambda weight: None)  # it had passed before the end
+        with pytest.raises(EngineError, match="closed"):
+            await collect(llm, PROMPT, **asked)
+        deadline = time.monotonic() + 10
+        while left := [t for t in set(threading.enumerate()) - before if not t.name.startswith("asyncio_")]:
+            assert time.monotonic() < deadline, left
+            await asyncio.sleep(0.01)
+
+    run(main())
+
+
 def test_closing_drains_or_ends(tiny_llm):
     async def scenario(drain: float) -> Any:
         llm = AsyncLLM(tiny_llm)

@@ -232,7 +232,26 @@ def test_space_around_calls(text, content, calls):
         (GRANITE, '<|tool_call|>[{"arguments": {}, "name": "now"}, {"name": "now", "arguments": {}}]', "", 2),
         (PHI, 'So: <|tool_call|>{"name": "now", "arguments": {}}<|/tool_call|> done', "So:  done", 1),
         (PHI, '<|tool_call|>[{"name": "now", "arguments": {}}]<|/tool_call|>', "", 1),
-        (CODER, "<tool_call>\n<function=then>\n</function>\n</tool_call>", None, 0),
+        (
+            CODER,
+            "<tool_call>\n<function=then>\n</function>\n</tool_call>",
+            "<tool_call>\n<function=then>\n</function>\n</tool_call>",
+            0,
+        ),
+        (CODER, "So:\n\n<function=now>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>", "So:", 1),
+        (
+            CODER,
+            "<tool_call>\n<function=now>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+            "",
+            2,
+        ),
+        (CODER, "<function=" + "a" * 999, "<function=" + "a" * 999, 0),
+        (CODER, "a <function of> b", "a <function of> b", 0),
+        (MINISTRAL, "[TOOL_CALLS]" + "a" * 999, "[TOOL_CALLS]" + "a" * 999, 0),
+        (GRANITE, '<tool_call>[{"name": "now", "arguments": {}}]\nDone', "Done", 1),
+        (GRANITE, '<|tool_call|>[{"name": "now"}]<|tool_call|>[{"name": "now"}]', "", 2),
+        (MISTRAL, '[TOOL_CALLS][{"name": "now"}]\nDone', "Done", 1),
+        (HERMES, '<tool_call>\n{"name": "now"}\n<tool_call>\n{"name": "now"}\n</tool_call>', "", 2),
         (CODER, "<tool_call>\n<function=now>\n</tool_call>\n", "", 1),
         (CODER, "Use <tool_call>\n<function=no w>", "Use <tool_call>\n<function=no w>", 0),
     ],
@@ -253,16 +272,28 @@ def test_tagged_values_are_what_their_schemas_say():
     """Text as it is, the rest as JSON, or as Python writes it; and none of it waits longer than it must."""
     kinds = {"text": "string", "n": "integer", "yes": "boolean", "all": ["array", "null"], "x": ["string", "number"]}
     schema = {"properties": {key: {"type": kind} for key, kind in kinds.items()} | {"of": {"enum": ["1", "2"]}}}
+    optional = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+    schema["properties"] |= {"either": optional, "or": {"oneOf": [{"type": "boolean"}, {"type": "string"}]}}
+    schema["properties"] |= {"zip": {"type": ["string", "null"]}, "none": {"type": ["string", "null"]}}
+    kinds |= {"zip": ["string", "null"], "none": ["string", "null"]}
     said = {
         "text": "1\n</par \\ \"", "n": "-3", "yes": "True", "all": '[1, {"a": "</"}]', "x": "1e999", "of": "2",
-        "unknown": "5",
+        "zip": "10115", "none": "None", "either": "12", "or": "true", "unknown": "5",
     }  # fmt: skip
-    means = {**said, "n": -3, "yes": True, "all": [1, {"a": "</"}], "x": float("inf")}
+    means = {**said, "none": None, "or": True, "n": -3, "yes": True, "all": [1, {"a": "</"}], "x": float("inf")}
     text = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in said.items())
-    text = f"<tool_call>\n<function=now>\n<parameter=>\n?\n</parameter>{text}<parameter=n>\n9\n</parameter></function>\n</tool_call>"
+    text = f"<parameter=>\n?\n</parameter>{text}<parameter=n>\n9\n</parameter></function>"
+    text = f"<tool_call>\n<function=now>\n{text}\n</tool_call>"
     for cut in ([text], list(text)):
         content, (call,) = heard(Parser(CODER, {"now": schema}), cut)
         assert content == "" and json.loads(call["arguments"]) == means
+    for way in ("</function>\n</tool_call>", "<parameter=n>\n5\n</parameter>\n</function>"):  # the end is missing
+        text = "<tool_call>\n<function=now>\n<parameter=text>\nabc\n" + way
+        for cut in ([text], list(text)):
+            content, (call,) = heard(Parser(CODER, {"now": schema}), cut)
+            assert content == "" and json.loads(call["arguments"])["text"] == "abc"
+    _, (call,) = heard(Parser(CODER, {"now": schema}), ["<function=now>\n<<parameter=n>\n5</parameter></function>"])
+    assert call["arguments"] == '{"n": 5}'
     for word, value in {"None": None, "NaN": "NaN", "[1": "[1", " 7 ": 7}.items():
         _, (call,) = heard(
             Parser(CODER, {"now": schema}), [f"<tool_call><function=now><parameter=n>{word}</parameter>"]
@@ -414,8 +445,8 @@ def test_forced_calls_are_calls(tagged, family, choice):
     (plain,) = tagged.generate("What now?", params)
     tagged.speculative_config = {"method": "ngram"}
     (fast,) = tagged.generate("What now?", params)
-    assert fast.token_ids == plain.token_ids and "grammar" in fast.drafted_by
-    assert sum(map(bool, fast.drafted_by)) > len(fast.token_ids) / 4
+    share = 8 if family is MINISTRAL else 4  # whose calls have less to be forced, and repeat themselves
+    assert fast.token_ids == plain.token_ids and fast.drafted_by.count("grammar") > len(fast.token_ids) / share
     content, calls = parse(plain.text, family, tools.callable)
     assert content is None and calls and (choice == "required" or [c["function"]["name"] for c in calls] == [choice])
     for call in calls if plain.finish_reason == "stop" else calls[:-1]:

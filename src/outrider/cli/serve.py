@@ -238,7 +238,7 @@ def serve(
 
 def _template(path: Path) -> str:
     try:
-        found = path.read_text("utf-8")
+        found = path.read_text("utf-8-sig")
     except (OSError, ValueError) as error:
         raise ConfigError(f"--chat-template {path} cannot be read: {error}") from None
     if not found.strip():

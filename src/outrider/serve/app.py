@@ -133,9 +133,14 @@ class Server:
 
     def __init__(self, llm: AsyncLLM, settings: Settings) -> None:
         self.llm, self.settings, self.started = llm, settings, int(time.time())
-        if settings.chat_template and llm.llm.tokenizer is not None:
+        if settings.chat_template:
+            if llm.llm.tokenizer is None:
+                raise ConfigError("a chat template needs a tokenizer, and this checkpoint has none")
             llm.llm.tokenizer.chat_template = settings.chat_template
-            llm.llm.render_text([{"role": "user", "content": "Hello."}], {})  # one that cannot be is refused now
+            try:
+                llm.llm.render_text([{"role": "user", "content": "Hello."}], {})
+            except ConfigError as error:
+                raise ConfigError(f"--chat-template: {str(error).removeprefix('messages: ')}") from None
         self.vocabulary = Vocabulary(llm.llm.tokenizer)
         self.families: dict[str | None, Family | None] = {}  # of chat templates that were tried
         self.metrics = Metrics(settings.names[0], llm)

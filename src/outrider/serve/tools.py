@@ -34,11 +34,12 @@ class Family:
     """How some models write calls: `begin`, one after another with `between` between them, `end`."""
 
     name: str
-    mark: str  # before a call, in text
+    marks: tuple[str, ...]  # before calls, in text: any of them
     begin: str
     end: str
     between: str
     shape: str = "json"  # of a call: an object that names the function; "named": name and arguments; "tagged": XML
+    opening: str = "{"  # of a call; empty: a name
     closing: str = ""  # a mark behind calls
     listed: str = "[],;"  # what may stand between a mark and calls
     arguments: str = "arguments"
@@ -51,14 +52,17 @@ class Family:
 
 
 HERMES = Family(  # and Qwen's, SmolLM3's, Granite 4's
-    "hermes", "<tool_call>", "<tool_call>\n", "\n</tool_call>", "\n</tool_call>\n<tool_call>\n",
+    "hermes", ("<tool_call>",), "<tool_call>\n", "\n</tool_call>", "\n</tool_call>\n<tool_call>\n",
     closing="</tool_call>", listed="",
 )  # fmt: skip
-CODER = replace(HERMES, name="qwen3_coder", shape="tagged")
-LLAMA = Family("llama3_json", "<|python_tag|>", "", "", "; ", arguments="parameters")
-MISTRAL = Family("mistral", "[TOOL_CALLS]", "[TOOL_CALLS] [", "]", ", ", id_length=9)
-MINISTRAL = Family("ministral", "[TOOL_CALLS]", "[TOOL_CALLS]", "", "[TOOL_CALLS]", "named", id_length=9)
-GRANITE = Family("granite", "<|tool_call|>", "<|tool_call|>[", "]", ", ")
+FUNCTION = "<function="
+CODER = replace(  # whose models leave out the first mark now and then
+    HERMES, name="qwen3_coder", marks=("<tool_call>", FUNCTION), shape="tagged", opening=FUNCTION
+)
+LLAMA = Family("llama3_json", ("<|python_tag|>",), "", "", "; ", arguments="parameters")
+MISTRAL = Family("mistral", ("[TOOL_CALLS]",), "[TOOL_CALLS] [", "]", ", ", id_length=9)
+MINISTRAL = Family("ministral", ("[TOOL_CALLS]",), "[TOOL_CALLS]", "", "[TOOL_CALLS]", "named", opening="", id_length=9)
+GRANITE = Family("granite", ("<|tool_call|>", "<tool_call>"), "<|tool_call|>[", "]", ", ")  # the second: 3.1
 PHI = replace(GRANITE, name="phi4_mini", end="]<|/tool_call|>", closing="<|/tool_call|>")
 FAMILIES = HERMES, CODER, LLAMA, MISTRAL, MINISTRAL, GRANITE, PHI
 LOOK_UP: dict[str, Any] = {"name": "look_up", "arguments": {"city": "Oslo"}}
@@ -73,11 +77,11 @@ def family_of(template: Any, render: Render | None = None) -> Family | None:
     likely = list[Family]()
     if isinstance(template, str) and "tools" in template:
         if "<tool_call>" in template:
-            coder = "<function=" in template
-            likely = [] if "<arg_key>" in template else [CODER] if coder else [HERMES]  # the first: GLM's
-        elif "[TOOL_CALLS]" in template:
+            likely = [CODER, HERMES] if FUNCTION in template else [HERMES]
+            likely = [] if "<arg_key>" in template else likely  # GLM's
+        elif MISTRAL.marks[0] in template:
             likely = [MINISTRAL, MISTRAL] if "[ARGS]" in template else [MISTRAL, MINISTRAL]
-        elif "<|tool_call|>" in template:
+        elif GRANITE.marks[0] in template:
             likely = [PHI] if PHI.closing in template else [GRANITE]
         elif "parameters" in template and ("python_tag" in template or "ipython" in template):
             likely = [LLAMA]
@@ -237,7 +241,8 @@ def _shown(call: Any) -> dict[str, Any]:
 def constraint(tools: Tools, family: Family, tokenizer: Any) -> StructuredOutputsParams | None:
     """What the output must be for `tool_choice` required or a named function; None where it is free.
 
-    The grammar writes calls as the family's models do, spaces included, so all but the arguments is forced.
+    The grammar writes calls as the family's models do, spaces included, so all but the arguments is forced. (Mistral's
+    have `[ARGS]` since 2025, and had an id between or nothing before.)
     """
     if not tools.forced:
         return None
@@ -246,7 +251,7 @@ def constraint(tools: Tools, family: Family, tokenizer: Any) -> StructuredOutput
     several = tools.parallel and not tools.choice.startswith("=")
     rules = []
     for i, (name, schema) in enumerate(tools.callable.items()):
-        head, call = "", {"type": "object", **schema, "x-guidance": style}
+        head, call = "", {**schema, "type": "object", "x-guidance": style}
         if family.shape == "named":
             head = _literal(f"{name}[ARGS]", added)
         else:
@@ -299,7 +304,8 @@ def _literal(text: str, added: Mapping[str, int]) -> str:
 # --- reading what a model writes --------------------------------------------------------------------------------------
 
 
-FUNCTION, PARAMETER, END, ENDS = "<function=", "<parameter=", "</parameter>", ("</function>", "</tool_call>")
+PARAMETER, END, ENDS = "<parameter=", "</parameter>", ("</function>", "</tool_call>")
+VALUE_ENDS = re.compile(rf"\n?{END}|\n(?={PARAMETER}|{ENDS[0]})")  # the second: its own is missing
 HEAD = re.compile(r"[A-Za-z0-9_.-]+(\[CALL_ID\][A-Za-z0-9_-]*)?(\[ARGS\])?\s*")
 HALF_A_HEAD = re.compile(r"[A-Za-z0-9_.-]*(\[[A-Z_]*|(\[CALL_ID\][A-Za-z0-9_-]*)?(\[[A-Z_]*|\[ARGS\])?\s*)")
 
@@ -308,6 +314,7 @@ HALF_A_HEAD = re.compile(r"[A-Za-z0-9_.-]*(\[[A-Z_]*|(\[CALL_ID\][A-Za-z0-9_-]*)
 class Call:
     """A JSON object, read as it comes: the values of its members as text, and where the one under way begins."""
 
+    functions: Mapping[str, Mapping[str, Any]]  # names and schemas
     raw: str = ""
     at: int = 0
     depth: int = 0
@@ -391,7 +398,7 @@ class Named(Call):
         for i, c in enumerate(text if not self.raw else ""):
             if c == "{" and HEAD.fullmatch(self.head):
                 return super().feed(text[i:])
-            if not HALF_A_HEAD.fullmatch(self.head + c):
+            if len(self.head) > 2 * LONGEST_NAME or not HALF_A_HEAD.fullmatch(self.head + c):
                 self.done = True
                 return text[i:]
             self.head += c
@@ -415,10 +422,12 @@ class Tagged(Call):
     """Qwen3-Coder's `<function=name>`, with a `<parameter=key>` for each argument, whose values the schema tells apart:
     text as it is, or JSON."""
 
-    functions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     function: str = ""
     part: str = ""  # of `raw`: the tag or value under way
     said: str = ""  # the arguments so far, as JSON
+    keys: set[str] = field(default_factory=set)
+    in_value: bool = False
+    begun: bool = False  # the value
 
     @property
     def name(self) -> str:
@@ -429,83 +438,100 @@ class Tagged(Call):
         return self.said
 
     def feed(self, text: str) -> str:
-        at = 0
+        self.raw, at = self.raw + text, 0
         while at < len(text) and not self.done:
-            if self.expects == "value":
-                at = self._value(text, at)
+            if self.in_value:
+                text, at = self._value(text[at:]), 0
             else:
                 self.part, at = self.part + text[at], at + 1
                 (self._tag if self.said else self._head)()
-        self.raw += text[:at]
+        self.raw = self.raw[: len(self.raw) - len(text) + at]
         return text[at:]
 
     def _head(self) -> None:
         if self.part.endswith(">"):
             self.function, self.part, self.said = self.part[len(FUNCTION) : -1], "", "{"
-        self.done = not set(self.part[len(FUNCTION) :]) <= NAMES  # no name of a function
+        elif len(self.part) > len(FUNCTION):  # no name of a function
+            self.done = self.part[-1] not in NAMES or len(self.part) > len(FUNCTION) + LONGEST_NAME
 
     def _tag(self) -> None:
         self.part = self.part.lstrip()
         if self.part in ENDS:
             self.said, self.done = self.said + "}", True
         elif self.part.startswith(PARAMETER) and self.part.endswith(">"):
-            self.key, self.part, self.expects, self.begin = self.part[len(PARAMETER) : -1], "", "value", 0
-            if self.key in self.values:  # what was said stands
+            self.key, self.part, self.in_value, self.begun = self.part[len(PARAMETER) : -1], "", True, False
+            if self.key in self.keys:  # what was said stands
                 self.key = ""
             elif self.key:
-                comma = ", " if self.said != "{" else ""
+                comma = ", " if self.keys else ""
                 self.said += f"{comma}{json.dumps(self.key, ensure_ascii=False)}: " + '"' * self._is_text()
+                self.keys.add(self.key)
         elif not any(tag.startswith(self.part[: len(tag)]) for tag in (PARAMETER, *ENDS)):
-            self.part = ""
+            self.part = "<" if self.part.endswith("<") else ""
 
-    def _value(self, text: str, at: int) -> int:
-        """More of a value, which lies between line breaks; how far it goes."""
-        self.part += text[at:]
-        value, end, behind = self.part.partition(END)
-        self.part = ""
+    def _value(self, text: str) -> str:
+        """More of a value, which lies between line breaks; what stands behind it is given back."""
+        self.part += text
+        end = VALUE_ENDS.search(self.part)
         if end:
-            value = value.removesuffix("\n")
-        else:  # what may be its end waits
-            ends = (n for n in range(len(END), 0, -1) if value.endswith((f"\n{END}"[:n], END[:n])))
-            keep = len(value) - next(ends, 0) if self._is_text() else 0  # and what is none
-            value, self.part = value[:keep], value[keep:]
-        if value and not self.begin:
-            self.begin, value = 1, value.removeprefix("\n")
+            value, behind, self.part = self.part[: end.start()], self.part[end.end() :], ""
+        else:  # what may be its end waits, and what is no text
+            marks = (f"\n{END}", END, f"\n{PARAMETER}", f"\n{ENDS[0]}")
+            waits = (n for n in range(len(END), 0, -1) if self.part.endswith(tuple(mark[:n] for mark in marks)))
+            keep = len(self.part) - next(waits, 0) if self._is_text() else 0
+            value, behind, self.part = self.part[:keep], "", self.part[keep:]
+        if value and not self.begun:
+            self.begun, value = True, value.removeprefix("\n")
         if self.key and self._is_text():
             self.said += json.dumps(value, ensure_ascii=False)[1:-1] + '"' * bool(end)
         elif self.key and end:
-            self.said += _literally(value)
-        if end:
-            self.values[self.key], self.expects = "", "key"
-        return len(text) - len(behind)
+            self.said += _literally(value, _types(self._schema() or {}))
+        self.in_value = not end
+        return behind
+
+    def _schema(self) -> Any:
+        known = self.functions.get(self.function, {}).get("properties")
+        return known.get(self.key) if isinstance(known, Mapping) else None
 
     def _is_text(self) -> bool:
-        """Whether the value under way is text, by its schema; what has none is."""
-        known = self.functions.get(self.function, {}).get("properties")
-        schema = known.get(self.key) if isinstance(known, Mapping) else None
-        if not isinstance(schema, Mapping):
-            return True
-        values = [schema["const"]] if "const" in schema else schema.get("enum")
-        if "type" not in schema and isinstance(values, (list, tuple)):
-            return all(isinstance(value, str) for value in values)
-        return schema.get("type") in ("string", ["string"])
+        """Whether the value under way can be nothing but text; what has no schema is."""
+        schema = self._schema()
+        return schema is None or _types(schema) == {"string"}
 
 
-def _literally(text: str) -> str:
-    """A value as JSON: as it is if it is some, else Python's words for it, else text."""
+def _types(schema: Any) -> set[str]:
+    """The types that a schema names; none: any."""
+    if not isinstance(schema, Mapping):
+        return set()
+    given = schema.get("type")
+    found = {given} if isinstance(given, str) else {str(kind) for kind in given or ()}
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if not found and isinstance(values, (list, tuple)):
+        found = {_type(value) for value in values}
+    return found.union(*(_types(part) for key in ("anyOf", "oneOf") for part in schema.get(key) or ()))
+
+
+def _type(value: Any) -> str:
+    kinds = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null", list: "array"}
+    return kinds.get(type(value), "object")
+
+
+def _literally(text: str, types: set[str]) -> str:
+    """A value as JSON: as it is if it is some, or Python's word for it, and may be such; else text."""
 
     def refuse(constant: str) -> None:
         raise ValueError(constant)
 
-    with suppress(ValueError, RecursionError):
-        json.loads(text, parse_constant=refuse)
-        return text.strip()
     words = {"True": "true", "False": "false", "None": "null"}
-    return words.get(text.strip()) or json.dumps(text, ensure_ascii=False)
+    said = words.get(text.strip(), text.strip())
+    with suppress(ValueError, RecursionError):
+        kind = _type(json.loads(said, parse_constant=refuse))
+        if "string" not in types or kind in types or (kind == "integer" and "number" in types):
+            return said
+    return json.dumps(text, ensure_ascii=False)
 
 
 SHAPES: dict[str, type[Call]] = {"json": Call, "named": Named, "tagged": Tagged}
-OPENINGS = {"json": "{", "tagged": FUNCTION}
 
 
 def _value(text: str) -> Any:
@@ -530,12 +556,12 @@ class Parser:
     ) -> None:  # fmt: skip
         self.family, self.functions, self.new_id = family, functions, new_id or family.new_id
         self.forced = forced  # the text can be nothing but calls
-        self.mark = family.mark
         self.calls = 0  # handed out
         self.broken = False  # whether the last of them was cut off
         self._held = ""  # text that may yet be a mark, or belongs to a call
         self._call: Call | None = None
         self._inside = False  # behind a mark: between calls
+        self._behind = False  # and behind one of them
         self._lead = ""  # what stood between the mark and the call: content, if it is none
         self._fresh = True  # nothing but space has come since the beginning, or the last call
 
@@ -566,7 +592,7 @@ class Parser:
             self.broken = True
         elif not (self._inside and self.calls):
             held = self._lead + self._held
-            if self.calls and self.mark.startswith(held.strip()):  # of another call, which was cut off
+            if self.calls and any(mark.startswith(held.strip()) for mark in self.family.marks):  # of another one
                 held = ""
         self._held, self._lead, self._call = "", "", None
         return deltas + ([{"content": held}] if held and not self.forced else [])
@@ -574,17 +600,19 @@ class Parser:
     def _outside(self) -> list[Delta]:
         """Content, up to a mark or what may become one."""
         if self.family is LLAMA and self._fresh and self._held.lstrip()[:1] == "{":
-            self._inside = True
+            self._inside, self._behind = True, False
             return []
-        at = self._held.find(self.mark)
-        if at >= 0:
-            content, self._held = self._held[:at], self._held[at + len(self.mark) :]
-            self._inside, self._lead = True, self.mark
+        marks = self.family.marks
+        if found := [(at, mark) for mark in marks if (at := self._held.find(mark)) >= 0]:
+            at, mark = min(found)
+            lead = "" if mark == self.family.opening else mark  # else it is the call's own
+            content, self._held = self._held[:at], self._held[at + len(lead) :]
+            self._inside, self._behind, self._lead = True, False, lead
         else:
             size = len(self._held)
-            hold = next(
-                (n for n in range(min(size, len(self.mark) - 1), 0, -1) if self.mark.startswith(self._held[-n:])), 0
-            )
+            longest = max(map(len, marks)) - 1
+            holds = (n for n in range(min(size, longest), 0, -1) if any(m.startswith(self._held[-n:]) for m in marks))
+            hold = next(holds, 0)
             content, self._held = self._held[: size - hold], self._held[size - hold :]
         if self._fresh and not content.strip():  # space before a call says nothing: it waits for what comes
             if self._inside:
@@ -597,17 +625,16 @@ class Parser:
 
     def _between(self) -> list[Delta]:
         """Behind a mark: up to the next call, or the end of them."""
-        text, closing = self._held, self.family.closing
-        opening = OPENINGS.get(self.family.shape, "")
+        text, opening, closing = self._held, self.family.opening, self.family.closing
         for i, c in enumerate(text):
             if text.startswith(opening, i) if opening else c in NAMES:
                 self._lead += text[:i]
-                made = SHAPES[self.family.shape]
-                self._held, self._call = text[i:], made(functions=self.functions) if made is Tagged else made()
+                self._held, self._call = text[i:], SHAPES[self.family.shape](self.functions)
                 return []
             if closing and text.startswith(closing, i):
-                lead = self._lead + text[: i + len(closing)]
-                empty = lead if self.mark in lead else ""  # behind a call it is only its end
+                empty = (
+                    "" if self._behind else self._lead + text[: i + len(closing)]
+                )  # behind a call it is only its end
                 self._held, self._inside, self._lead = text[i + len(closing) :], False, ""
                 self._fresh = self._fresh and not empty
                 return [{"content": empty}] if empty else []
@@ -615,7 +642,11 @@ class Parser:
                 self._lead, self._held = self._lead + text[:i], text[i:]
                 return []
             if not c.isspace() and c not in self.family.listed:
-                content, self._held, self._lead, self._inside = self._lead + text[:i], text[i:], "", False
+                content, self._lead, self._inside = self._lead + text[:i], "", False
+                if self._behind:  # of a list nothing is left but space
+                    self._held = "".join(filter(str.isspace, content)) + text[i:]
+                    return []
+                self._held = text[i:]
                 self._fresh = self._fresh and not content.strip()
                 return [{"content": content}] if content else []
         self._lead, self._held = self._lead + text, ""
@@ -626,6 +657,7 @@ class Parser:
         deltas = list[Delta]()
         if call.index < 0 and (name := call.name) in self.functions:
             call.index, self.calls, self._lead, self._fresh = self.calls, self.calls + 1, "", True
+            self._behind = True
             function = {"name": name, "arguments": ""}
             deltas.append(_delta(call.index, {"id": self.new_id(), "type": "function", "function": function}))
         if call.index >= 0:
