@@ -137,7 +137,7 @@ def test_arguments_come_as_they_are_written(family):
     parser, seen = Parser(family, functions(family, call)), []
     for c in text:
         seen.append(len(parser.feed(c)))
-    assert sum(seen) > 50 and sum(seen[: text.index("Paris")]) >= 3
+    assert sum(seen) > 50 and sum(seen[: text.index("Paris")]) > (2 if family is CODER else 3)
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
@@ -304,6 +304,24 @@ def test_tagged_values_are_what_their_schemas_say():
     deltas = [delta["tool_calls"][0]["function"]["arguments"] for c in "abc\n</pa" for delta in parser.feed(c)]
     assert deltas == ["a", "b", "c"]
     assert parser.finish() == [] and parser.broken
+
+
+@pytest.mark.parametrize("odd", [
+    5, [], {"type": 5}, {"type": [{}, 1]}, {"anyOf": 5}, {"oneOf": [1, {"anyOf": "x"}]}, {"enum": 7},
+    {"enum": [[], {}]},
+])  # fmt: skip
+def test_tagged_values_of_schemas_that_make_no_sense(odd):
+    """Nobody looks at them before: they are the template's affair."""
+    for schema in (odd, {"properties": odd}, {"properties": {"a": odd}}):
+        said = "<tool_call>\n<function=now>\n<parameter=a>\n[1]\n</parameter>\n</function>\n</tool_call>"
+        known = schema if isinstance(schema, dict) else {}
+        content, (call,) = heard(Parser(CODER, {"now": known}), list(said))
+        assert content == "" and json.loads(call["arguments"])["a"] in ("[1]", [1])
+    deep: dict = {"type": "string"}
+    for _ in range(5000):
+        deep = {"anyOf": [deep]}
+    _, (call,) = heard(Parser(CODER, {"now": {"properties": {"a": deep}}}), [said])
+    assert call["arguments"] == '{"a": "[1]"}'
 
 
 def test_families_are_told_by_the_template():

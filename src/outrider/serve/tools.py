@@ -306,6 +306,7 @@ def _literal(text: str, added: Mapping[str, int]) -> str:
 
 PARAMETER, END, ENDS = "<parameter=", "</parameter>", ("</function>", "</tool_call>")
 VALUE_ENDS = re.compile(rf"\n?{END}|\n(?={PARAMETER}|{ENDS[0]})")  # the second: its own is missing
+TEXT = {"string"}  # the types of a value that is taken as it stands
 HEAD = re.compile(r"[A-Za-z0-9_.-]+(\[CALL_ID\][A-Za-z0-9_-]*)?(\[ARGS\])?\s*")
 HALF_A_HEAD = re.compile(r"[A-Za-z0-9_.-]*(\[[A-Z_]*|(\[CALL_ID\][A-Za-z0-9_-]*)?(\[[A-Z_]*|\[ARGS\])?\s*)")
 
@@ -428,6 +429,7 @@ class Tagged(Call):
     keys: set[str] = field(default_factory=set)
     in_value: bool = False
     begun: bool = False  # the value
+    types: set[str] = field(default_factory=set)  # that it may be of
 
     @property
     def name(self) -> str:
@@ -441,7 +443,7 @@ class Tagged(Call):
         self.raw, at = self.raw + text, 0
         while at < len(text) and not self.done:
             if self.in_value:
-                text, at = self._value(text[at:]), 0
+                text, at = self._more(text[at:]), 0
             else:
                 self.part, at = self.part + text[at], at + 1
                 (self._tag if self.said else self._head)()
@@ -463,13 +465,16 @@ class Tagged(Call):
             if self.key in self.keys:  # what was said stands
                 self.key = ""
             elif self.key:
+                known = self.functions.get(self.function, {}).get("properties")
+                schema = known.get(self.key) if isinstance(known, Mapping) else None
+                self.types = TEXT if schema is None else _types(schema)
                 comma = ", " if self.keys else ""
-                self.said += f"{comma}{json.dumps(self.key, ensure_ascii=False)}: " + '"' * self._is_text()
+                self.said += f"{comma}{json.dumps(self.key, ensure_ascii=False)}: " + '"' * (self.types == TEXT)
                 self.keys.add(self.key)
         elif not any(tag.startswith(self.part[: len(tag)]) for tag in (PARAMETER, *ENDS)):
             self.part = "<" if self.part.endswith("<") else ""
 
-    def _value(self, text: str) -> str:
+    def _more(self, text: str) -> str:
         """More of a value, which lies between line breaks; what stands behind it is given back."""
         self.part += text
         end = VALUE_ENDS.search(self.part)
@@ -478,37 +483,34 @@ class Tagged(Call):
         else:  # what may be its end waits, and what is no text
             marks = (f"\n{END}", END, f"\n{PARAMETER}", f"\n{ENDS[0]}")
             waits = (n for n in range(len(END), 0, -1) if self.part.endswith(tuple(mark[:n] for mark in marks)))
-            keep = len(self.part) - next(waits, 0) if self._is_text() else 0
+            keep = len(self.part) - next(waits, 0) if self.types == TEXT else 0
             value, behind, self.part = self.part[:keep], "", self.part[keep:]
         if value and not self.begun:
             self.begun, value = True, value.removeprefix("\n")
-        if self.key and self._is_text():
+        if self.key and self.types == TEXT:
             self.said += json.dumps(value, ensure_ascii=False)[1:-1] + '"' * bool(end)
         elif self.key and end:
-            self.said += _literally(value, _types(self._schema() or {}))
+            self.said += _literally(value, self.types)
         self.in_value = not end
         return behind
 
-    def _schema(self) -> Any:
-        known = self.functions.get(self.function, {}).get("properties")
-        return known.get(self.key) if isinstance(known, Mapping) else None
-
-    def _is_text(self) -> bool:
-        """Whether the value under way can be nothing but text; what has no schema is."""
-        schema = self._schema()
-        return schema is None or _types(schema) == {"string"}
-
 
 def _types(schema: Any) -> set[str]:
-    """The types that a schema names; none: any."""
-    if not isinstance(schema, Mapping):
-        return set()
-    given = schema.get("type")
-    found = {given} if isinstance(given, str) else {str(kind) for kind in given or ()}
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if not found and isinstance(values, (list, tuple)):
-        found = {_type(value) for value in values}
-    return found.union(*(_types(part) for key in ("anyOf", "oneOf") for part in schema.get(key) or ()))
+    """The types that a schema names; none: any. Whatever makes no sense in it names none."""
+    found, parts = set[str](), [schema]
+    while parts:
+        part = parts.pop()
+        if not isinstance(part, Mapping):
+            continue
+        given, values = part.get("type"), [part["const"]] if "const" in part else _listed(part.get("enum"))
+        found |= {str(kind) for kind in _listed([given] if isinstance(given, str) else given)}
+        found |= {_type(value) for value in values if given is None}
+        parts += [*_listed(part.get("anyOf")), *_listed(part.get("oneOf"))]
+    return found
+
+
+def _listed(given: Any) -> Sequence[Any]:
+    return given if isinstance(given, (list, tuple)) else ()
 
 
 def _type(value: Any) -> str:
@@ -632,13 +634,12 @@ class Parser:
                 self._held, self._call = text[i:], SHAPES[self.family.shape](self.functions)
                 return []
             if closing and text.startswith(closing, i):
-                empty = (
-                    "" if self._behind else self._lead + text[: i + len(closing)]
-                )  # behind a call it is only its end
+                # behind a call it is only its end
+                empty = "" if self._behind else self._lead + text[: i + len(closing)]
                 self._held, self._inside, self._lead = text[i + len(closing) :], False, ""
                 self._fresh = self._fresh and not empty
                 return [{"content": empty}] if empty else []
-            if any(mark.startswith(text[i:]) for mark in (opening, closing)):
+            if any(len(text) - i < len(mark) and mark.startswith(text[i:]) for mark in (opening, closing)):
                 self._lead, self._held = self._lead + text[:i], text[i:]
                 return []
             if not c.isspace() and c not in self.family.listed:
