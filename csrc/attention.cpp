@@ -381,16 +381,14 @@ void finish(const AttentionShape &shape, const State &total, int64_t row, int he
     weight = weight * keep + (sink > top ? 1 : exp2(sink - top));
   }
   const vf share = splat(keep / weight);
-  for (int d = 0; d < shape.dim; d += W) {
-    if (shape.q_type == Type::bf16)
-      store_n(static_cast<bf16 *>(out) + d, load(sums + d) * share, shape.dim - d);
-    else
-      store_n(static_cast<float *>(out) + d, load(sums + d) * share, shape.dim - d);
-  }
+  with_type(shape.q_type, [&](auto *type) {
+    for (int d = 0; d < shape.dim; d += W)
+      store_n(static_cast<decltype(type)>(out) + d, load(sums + d) * share, shape.dim - d);
+  });
 }
 
 void *out_of(const AttentionShape &shape, const AttentionJob &job, int64_t row, int head) {
-  return static_cast<char *>(job.out) + (row * shape.heads + head) * shape.dim * (shape.q_type == Type::bf16 ? 2 : 4);
+  return static_cast<char *>(job.out) + (row * shape.heads + head) * shape.dim * size_of(shape.q_type);
 }
 
 // The rows of a piece, and which keys they see.
@@ -501,15 +499,13 @@ class Vectors {
     values_ = memory.take<Unit>(size_t(kBlock) / M::kPer * width_);
     for (int64_t row = 0; row < rows_.count(); row++) {
       Unit *to = queries_ + row * depth_;
-      if (shape_.q_type == Type::f32) {
-        memcpy(to, rows_.query<float>(row), shape_.dim * sizeof(float));
-      } else if (M::kPer == 2) {
+      if constexpr (M::kPer == 2) {
         memcpy(to, rows_.query<bf16>(row), shape_.dim * sizeof(bf16));
       } else {
-        for (int d = 0; d < shape_.dim; d++) {
-          const float x = to_float(rows_.query<bf16>(row)[d]);
-          memcpy(to + d, &x, 4);
-        }
+        with_type(shape_.q_type, [&](auto *type) {
+          const auto *from = rows_.template query<std::remove_pointer_t<decltype(type)>>(row);
+          for (int d = 0; d < shape_.dim; d += W) store_n(to + d, load_n(from + d, shape_.dim - d), shape_.dim - d);
+        });
       }
     }
   }
@@ -996,7 +992,7 @@ class Worker {
   bool finite(const S *values) const {
     if constexpr (sizeof(S) == 1) return true;
     using Bits = std::conditional_t<sizeof(S) == 2, uint16_t, uint32_t>;
-    constexpr Bits kExponent = sizeof(S) == 2 ? 0x7f80u : Bits(0x7f800000u);
+    constexpr Bits kExponent = std::is_same_v<S, f16> ? 0x7c00u : sizeof(S) == 2 ? 0x7f80u : Bits(0x7f800000u);
     const int size = shape_.dim * int(sizeof(S) / sizeof(Bits));
     Bits bad = 0;
     for (int i = 0; i < kBlock * size; i++) {
@@ -1018,19 +1014,21 @@ class Worker {
 };
 
 void work(const AttentionShape &shape, const Piece &piece) {
-  if (shape.q_type == Type::f32) {
-    if (shape.store_type == Type::f32) return Worker<Vectors<Single, float>, float>(shape, piece).work();
-    return Worker<Vectors<Single, int8_t>, int8_t>(shape, piece).work();
+  const bool bytes = shape.store_type == Type::int8;
+  if (shape.q_type == Type::bf16) {
+    if (bytes) return Worker<Bf16<int8_t>, int8_t>(shape, piece).work();
+    return Worker<Bf16<bf16>, bf16>(shape, piece).work();
   }
-  if (shape.store_type == Type::bf16) return Worker<Bf16<bf16>, bf16>(shape, piece).work();
-  return Worker<Bf16<int8_t>, int8_t>(shape, piece).work();
+  if (bytes) return Worker<Vectors<Single, int8_t>, int8_t>(shape, piece).work();
+  if (shape.q_type == Type::f16) return Worker<Vectors<Single, f16>, f16>(shape, piece).work();
+  return Worker<Vectors<Single, float>, float>(shape, piece).work();
 }
 
 // ---- the whole ------------------------------------------------------------------------------------------------------
 
 // Puts the new keys and values where they belong.
 void write(const AttentionShape &shape, const AttentionJob &job) {
-  const size_t size = shape.q_type == Type::f32 ? 4 : 2;
+  const size_t size = size_of(shape.q_type);
   for (int side = 0; side < 2; side++)
     for (int64_t i = 0; i < job.n; i++) {
       const AttentionJob::Place place = job.place(job.start + i);
@@ -1150,7 +1148,7 @@ void attend(const AttentionShape &shape, const AttentionJob *jobs, int count) {
     const Piece &piece = shares[i].piece;
     const int64_t rows = (piece.last - piece.first) * group;
     Memory memory(kTaskSlot, Memory::room<float>(State::floats(1, width)));
-    const int lanes = shape.q_type == Type::f32 ? Vectors<Single, float>::kSums : Bf16<bf16>::kSums;
+    const int lanes = shape.q_type == Type::bf16 ? Bf16<bf16>::kSums : Vectors<Single, float>::kSums;
     const State total(memory.take<float>(State::floats(1, width)), 1, width, lanes);
     for (int64_t row = 0; row < rows; row++) {
       total.clear(1);

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-enum class Type : int { f32, bf16, int8 };
+#include "type.h"
 
 constexpr int kPage = 32;  // slots that lie together wherever they lie
 
@@ -38,7 +38,7 @@ struct AttentionShape {
   float scale;
   float softcap;      // c: scores become c * tanh(score / c); 0 = none
   const float *sinks; // (heads): of each, the score of a key without a value that all rows see; null = none
-  Type q_type, store_type;  // q f32 or bf16; the store the same, or int8
+  Type q_type, store_type;  // q f32, bf16 or f16; the store the same, or int8
   int threads;
 };
 

@@ -70,19 +70,19 @@ static void bind_linear(nb::module_ &m) {
 
 static void bind_elementwise(nb::module_ &m) {
   const auto release = nb::call_guard<nb::gil_scoped_release>();
-  m.def("rms_norm", [](uintptr_t x, int rows, int width, uintptr_t weight, float eps, uintptr_t y, bool half, int threads) {
-    kernels().elementwise.rms_norm(at(x), rows, width, at(weight), eps, to(y), half, threads);
+  m.def("rms_norm", [](uintptr_t x, int rows, int width, uintptr_t weight, float eps, uintptr_t y, int type, int threads) {
+    kernels().elementwise.rms_norm(at(x), rows, width, at(weight), eps, to(y), Type(type), threads);
   }, release);
   m.def("rope", [](uintptr_t qkv, int rows, int stride, int heads, int queries, int dim, uintptr_t cos, uintptr_t sin,
-                   uintptr_t q_norm, uintptr_t k_norm, float eps, bool half, int threads) {
+                   uintptr_t q_norm, uintptr_t k_norm, float eps, int type, int threads) {
     kernels().elementwise.rope(to(qkv), rows, stride, heads, queries, dim, at(cos), at(sin), at(q_norm), at(k_norm), eps,
-                               half, threads);
+                               Type(type), threads);
   }, release);
-  m.def("gate", [](uintptr_t x, int rows, int width, int kind, float alpha, float limit, uintptr_t y, bool half, int threads) {
-    kernels().elementwise.gate(at(x), rows, width, {Gate::Kind(kind), alpha, limit}, to(y), half, threads);
+  m.def("gate", [](uintptr_t x, int rows, int width, int kind, float alpha, float limit, uintptr_t y, int type, int threads) {
+    kernels().elementwise.gate(at(x), rows, width, {Gate::Kind(kind), alpha, limit}, to(y), Type(type), threads);
   }, release);
-  m.def("add", [](uintptr_t x, uintptr_t y, int64_t count, float factor, bool half, int threads) {
-    kernels().elementwise.add(to(x), at(y), count, factor, half, threads);
+  m.def("add", [](uintptr_t x, uintptr_t y, int64_t count, float factor, int type, int threads) {
+    kernels().elementwise.add(to(x), at(y), count, factor, Type(type), threads);
   }, release);
   m.def("argmax", [](uintptr_t x, int rows, int width, int threads) {
     std::vector<int> best(rows);
@@ -123,12 +123,12 @@ static void bind_grow(nb::module_ &m) {
   // State, token, a wish whose address is left out, and the noise's key of each level.
   using Root = std::tuple<uintptr_t, int64_t, Wish, std::vector<uint64_t>>;
   nb::class_<Recurrence>(m, "Recurrence", "A recurrent head: addresses of memory that its maker keeps alive.")
-      .def("__init__", [](Recurrence *own, int hidden, int words, int vocab, float eps, bool half, uintptr_t embedding, Weights *packed,
+      .def("__init__", [](Recurrence *own, int hidden, int words, int vocab, float eps, int type, uintptr_t embedding, Weights *packed,
                           uintptr_t norm, Weights *gate_up, Weights *down, Weights *projection, uintptr_t ids) {
         const bool fits = gate_up->gated && gate_up->inputs == 2 * hidden && gate_up->width() == down->inputs && down->outputs == hidden &&
                           projection->inputs == hidden && projection->outputs == words && (packed ? packed->inputs == hidden : embedding != 0);
         if (!fits) throw nb::value_error("weights do not fit each other");
-        new (own) Recurrence{hidden, words, vocab, eps, half, at(embedding), packed, at(norm), gate_up, down, projection,
+        new (own) Recurrence{hidden, words, vocab, eps, Type(type), at(embedding), packed, at(norm), gate_up, down, projection,
                              static_cast<const int64_t *>(at(ids))};
       }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(),
            nb::arg(), nb::arg())

@@ -189,39 +189,34 @@ float race(const float *x, int n, float most, float factor, float floor, uint64_
 }
 
 template <class A>
-const A *as(const void *p) { return static_cast<const A *>(p); }
+const A *as(A *, const void *p) { return static_cast<const A *>(p); }
+template <class A>
+A *as(A *, void *p) { return static_cast<A *>(p); }
 
-void rms_norm(const void *x, int rows, int width, const void *weight, float eps, void *y, bool half, int threads) {
-  if (half) norm_rows(as<bf16>(x), rows, width, as<bf16>(weight), eps, static_cast<bf16 *>(y), threads);
-  else norm_rows(as<float>(x), rows, width, as<float>(weight), eps, static_cast<float *>(y), threads);
+void rms_norm(const void *x, int rows, int width, const void *weight, float eps, void *y, Type type, int threads) {
+  with_type(type, [&](auto t) { norm_rows(as(t, x), rows, width, as(t, weight), eps, as(t, y), threads); });
 }
 
 void rope(void *qkv, int rows, int stride, int heads, int queries, int dim, const void *cos, const void *sin,
-          const void *q_norm, const void *k_norm, float eps, bool half, int threads) {
-  if (half)
-    turn_rows(static_cast<bf16 *>(qkv), rows, stride, heads, queries, dim, as<bf16>(cos), as<bf16>(sin),
-              as<bf16>(q_norm), as<bf16>(k_norm), eps, threads);
-  else
-    turn_rows(static_cast<float *>(qkv), rows, stride, heads, queries, dim, as<float>(cos), as<float>(sin),
-              as<float>(q_norm), as<float>(k_norm), eps, threads);
+          const void *q_norm, const void *k_norm, float eps, Type type, int threads) {
+  with_type(type, [&](auto t) {
+    turn_rows(as(t, qkv), rows, stride, heads, queries, dim, as(t, cos), as(t, sin), as(t, q_norm), as(t, k_norm), eps, threads);
+  });
 }
 
-void gate(const void *x, int rows, int width, Gate gate, void *y, bool half, int threads) {
-  if (half) gate_rows(as<bf16>(x), rows, width, gate, static_cast<bf16 *>(y), threads);
-  else gate_rows(as<float>(x), rows, width, gate, static_cast<float *>(y), threads);
+void gate(const void *x, int rows, int width, Gate gate, void *y, Type type, int threads) {
+  with_type(type, [&](auto t) { gate_rows(as(t, x), rows, width, gate, as(t, y), threads); });
 }
 
-void add(void *x, const void *y, int64_t count, float factor, bool half, int threads) {
-  if (half) add_all(static_cast<bf16 *>(x), as<bf16>(y), count, factor, threads);
-  else add_all(static_cast<float *>(x), as<float>(y), count, factor, threads);
+void add(void *x, const void *y, int64_t count, float factor, Type type, int threads) {
+  with_type(type, [&](auto t) { add_all(as(t, x), as(t, y), count, factor, threads); });
 }
 
 void combine(const float *parts, const int *at, const float *weights, int rows, int each, int width,
-             const void *residual, void *y, bool half, int threads) {
-  if (half)
-    combine_rows(parts, at, weights, rows, each, width, as<bf16>(residual), static_cast<bf16 *>(y), threads);
-  else
-    combine_rows(parts, at, weights, rows, each, width, as<float>(residual), static_cast<float *>(y), threads);
+             const void *residual, void *y, Type type, int threads) {
+  with_type(type, [&](auto t) {
+    combine_rows(parts, at, weights, rows, each, width, as(t, residual), as(t, y), threads);
+  });
 }
 
 }  // namespace

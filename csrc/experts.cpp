@@ -48,7 +48,7 @@ class Step {
  public:
   Step(const Mixture &m, int rows, int threads)
       : m_(m), rows_(rows), threads_(threads), each_(m.chosen + m.shared), all_(rows * each_),
-        size_(m.type == Type::f32 ? 4 : 2), scores_count_(int(m.experts.size())) {
+        size_(size_of(m.type)), scores_count_(int(m.experts.size())) {
     const size_t sizes[] = {size_ * rows * m.hidden,    sizeof(float) * rows * scores_count_, size_ * all_ * m.hidden,
                             size_ * all_ * 2 * m.width, size_ * all_ * m.width,               sizeof(float) * all_ * m.hidden};
     size_t total = 0;
@@ -60,7 +60,7 @@ class Step {
 
   void run(const void *x, const void *norm, float eps, const void *residual, void *y) {
     if (norm)
-      kernels().elementwise.rms_norm(x, rows_, m_.hidden, norm, eps, normed_, size_ == 2, threads_);
+      kernels().elementwise.rms_norm(x, rows_, m_.hidden, norm, eps, normed_, m_.type, threads_);
     else
       memcpy(normed_, x, size_ * rows_ * m_.hidden);
     route();
@@ -71,14 +71,14 @@ class Step {
       if (!e.gate_up[0]->gated) {
         const int width = e.down[0]->inputs;
         kernels().elementwise.gate(both_ + size_ * t.begin * 2 * m_.width, t.rows, width, m_.gate,
-                                   inner_ + size_ * t.begin * m_.width, size_ == 2, threads_);
+                                   inner_ + size_ * t.begin * m_.width, m_.type, threads_);
       }
       add(e.down, t, inner_, m_.width, sizeof(float), false);
       m_.read.fetch_add(e.bytes, std::memory_order_relaxed);
     }
     multiply(true);
     kernels().elementwise.combine(reinterpret_cast<float *>(out_), places_.data(), weights_.data(), rows_, each_, m_.hidden,
-                                  residual, y, size_ == 2, threads_);
+                                  residual, y, m_.type, threads_);
   }
 
  private:

@@ -62,7 +62,7 @@ struct Tree {
 }  // namespace
 
 std::vector<Grown> grow(const Recurrence &head, const std::vector<GrowRoot> &roots, int k, int width, double least, int threads) {
-  const size_t size = head.half ? 2 : 4, row = size * head.hidden;
+  const size_t size = size_of(head.type), row = size * head.hidden;
   const Kernels &run = kernels();
   std::vector<Tree> trees(roots.size());
   std::vector<std::pair<int, int>> places;  // tree and node, -1 the root
@@ -90,13 +90,13 @@ std::vector<Grown> grow(const Recurrence &head, const std::vector<GrowRoot> &roo
         unpack_row(*head.packed, int(token), to);
       else
         memcpy(to, static_cast<const char *>(head.embedding) + token * row, row);
-      run.elementwise.rms_norm(to, 1, head.hidden, head.norm, head.eps, to, head.half, 1);
+      run.elementwise.rms_norm(to, 1, head.hidden, head.norm, head.eps, to, head.type, 1);
       const void *from = node < 0 ? roots[t].state : tree.states[1 + tree.nodes[node].parent].data();
       memcpy(to + row, from, row);
       memcpy(before + r * row, from, row);
     }
-    run.linear.linear(*head.gate_up, x, rows, gated, int(wide), !head.half, nullptr, nullptr, head.eps, threads);
-    run.linear.linear(*head.down, gated, rows, after, head.hidden, !head.half, before, nullptr, head.eps, threads);
+    run.linear.linear(*head.gate_up, x, rows, gated, int(wide), head.type == Type::f32, nullptr, nullptr, head.eps, threads);
+    run.linear.linear(*head.down, gated, rows, after, head.hidden, head.type == Type::f32, before, nullptr, head.eps, threads);
     run.linear.linear(*head.projection, after, rows, scores, head.words, true, nullptr, nullptr, head.eps, threads);
     std::vector<size_t> fresh;
     for (const Tree &tree : trees) fresh.push_back(tree.nodes.size());

@@ -6,12 +6,13 @@
 
 #include "linear.h"
 #include "sampling.h"
+#include "type.h"
 
 // state + down(silu(gate x) * up x), x = [norm(token), state]; addresses of memory that its maker keeps alive.
 struct Recurrence {
   int hidden, words, vocab;  // `words` of a draft vocabulary
   float eps;
-  bool half;                 // states and embeddings are bfloat16, not float
+  Type type;                 // of states and embeddings
   const void *embedding;     // (vocab, hidden), or
   const Weights *packed;     // ... its rows are these weights'
   const void *norm;          // (hidden)

@@ -65,6 +65,16 @@ struct F32 {
   }
 };
 
+struct F16 {
+  using X = float;
+  static constexpr int kBytes = 64;  // of a panel for each k
+  static constexpr bool kScaled = false;
+  INLINE void weights(const uint8_t *w, int a, int v, vf &even, vf &odd) {
+    const f16 *h = reinterpret_cast<const f16 *>(w) + 2 * a * kPanel + v * W;
+    even = load(h), odd = load(h + kPanel);
+  }
+};
+
 struct BF16 {
   using X = Half;
   static constexpr int kBytes = 64;  // of a panel for each k
@@ -275,7 +285,7 @@ INLINE void step(const Lines<typename F::X, R> &x, int k, const uint8_t *w, vf (
 #pragma GCC unroll 2
   for (int a = 0; a < kStep / 2; a++, k += 2) {
 #if defined(__AVX512BF16__)
-    if constexpr (!std::is_same_v<F, F32>) {
+    if constexpr (std::is_same_v<typename F::X, bf16>) {
       const __m512bh low = F::pairs(w, a, 0), high = F::pairs(w, a, 1);
 #pragma GCC unroll 16
       for (int r = 0; r < R; r++) {
@@ -318,10 +328,10 @@ INLINE void step(const Lines<typename F::X, R> &x, int k, const uint8_t *w, vf (
 
 // The factors that begin at `each` and `coarse`, in numbers.
 INLINE vf factor(const Factors &factors, size_t each, size_t coarse) {
-  if (factors.kind == Factors::kHalf) return load_half(static_cast<const uint16_t *>(factors.each) + each);
+  if (factors.kind == Factors::kHalf) return load(static_cast<const f16 *>(factors.each) + each);
   if (factors.kind == Factors::kBfloat) return load(static_cast<const bf16 *>(factors.each) + each);
   if (factors.kind == Factors::kFloat) return load(static_cast<const float *>(factors.each) + each);
-  return load_half(factors.coarse + coarse) * load(static_cast<const int8_t *>(factors.each) + each);  // exact
+  return load(reinterpret_cast<const f16 *>(factors.coarse) + coarse) * load(static_cast<const int8_t *>(factors.each) + each);  // exact
 }
 
 // The scale and, if there are any, the offset of a panel's vector v for one of so many groups.
@@ -681,7 +691,7 @@ void chunk_rows(const Weights &w, const Rows<typename F::X> &rows, int n, Chunk 
 // integers, get the same bits from vectors, which need not unpack weights through memory.
 int tile_of(const Weights &w, int rows) {
   if (w.rounded) return rows <= kRows ? 0 : w.group < 64 ? w.group : 64;
-  return w.format == kBF16 || (w.format != kF32 && w.group >= kDepth && rows > 1) ? kDepth : 0;
+  return w.format == kBF16 || (w.format != kF32 && w.format != kF16 && w.group >= kDepth && rows > 1) ? kDepth : 0;
 }
 #else
 int tile_of(const Weights &, int) { return 0; }
@@ -1056,6 +1066,7 @@ void linear(const Weights &w, const void *x, int rows, void *y, int stride, bool
   }
   switch (w.format) {
     case kF32: return multiply<F32, float>(w, x, rows, result, norm, eps, threads);
+    case kF16: return multiply<F16, f16>(w, x, rows, result, norm, eps, threads);
     case kBF16: return multiply<BF16, bf16>(w, x, rows, result, norm, eps, threads);
     case kI8: return multiply<I8, bf16>(w, x, rows, result, norm, eps, threads);
     case kI4: return multiply<I4, bf16>(w, x, rows, result, norm, eps, threads);

@@ -2,6 +2,7 @@
 //
 // A panel holds its 32 outputs for all k, so a product reads memory from one end to the other:
 //   f32   [k][32]          float
+//   f16   [k][32]          float16
 //   bf16  [k / 2][32][2]   bfloat16: two neighbouring k side by side, as the dot-product instructions want them
 //   int8  [k / 2][2][2][16]  of each half of the outputs the even and the odd k; for rounded activations
 //         [k / 4][32][4], four k side by side in the order 0, 2, 1, 3, as the nibbles below have them
@@ -21,7 +22,7 @@
 #include <cstddef>
 #include <cstdint>
 
-enum Format { kF32, kBF16, kI8, kI4, kU4, kU5, kI6, kFp4, kFp8 };
+enum Format { kF32, kBF16, kI8, kI4, kU4, kU5, kI6, kFp4, kFp8, kF16 };
 
 constexpr int kPanel = 32;   // outputs
 constexpr int kDepth = 32;   // k is padded to a multiple of this
@@ -43,7 +44,7 @@ struct Weights {
   bool gated;           // a panel has 16 gates and their 16 ups: the product gives silu(gate) * up
   const void *data;
   Factors scales, offsets;
-  const void *bias;     // null, or in the dtype of the activations
+  const void *bias;     // null, or of the type of the activations
   const int32_t *place; // null, or where each input stands among the packed k
   bool rounded = false; // whether rows are rounded to 8 bits, group by group, and products are of integers
 
@@ -55,7 +56,7 @@ struct Weights {
   }
   int width() const { return gated ? outputs / 2 : outputs; }  // of the result
   int bits() const {
-    static constexpr int kBits[] = {32, 16, 8, 4, 4, 5, 6, 4, 8};
+    static constexpr int kBits[] = {32, 16, 8, 4, 4, 5, 6, 4, 8, 16};
     return kBits[format];
   }
   // Whether products of integers are made of this format.
@@ -75,9 +76,9 @@ struct Weights {
   }
 };
 
-// Activations are float for f32 weights and bfloat16 for all others.
+// Activations are float for f32 weights, float16 for f16, and bfloat16 for all others.
 struct LinearKernels {
-  // y (rows, width) = norm(x) W^T + bias + residual. x (rows, inputs); y in the dtype of the activations, or float;
+  // y (rows, width) = norm(x) W^T + bias + residual. x (rows, inputs); y of the type of the activations, or float;
   // residual (rows, width) in theirs, may be null and may be y; rows of both lie `stride` apart. `norm` (inputs), if not
   // null, scales x by its root mean square first: x / sqrt(mean(x^2) + eps) * norm.
   void (*linear)(const Weights &w, const void *x, int rows, void *y, int stride, bool y_float, const void *residual,
@@ -86,7 +87,7 @@ struct LinearKernels {
   float (*stream)(const void *memory, int64_t bytes, int threads);
 };
 
-// Packs plain weights (outputs, inputs), row by row: float or bfloat16 as the format says, and int8 values for the
+// Packs plain weights (outputs, inputs), row by row: float, float16 or bfloat16 as the format says, and int8 values for the
 // quantised formats, within their bits. The second function packs factors (outputs, count), of `size` bytes each.
 void pack_weights(const Weights &w, const void *plain, void *packed, int threads);
 void pack_factors(const Weights &w, const void *plain, int count, int size, void *packed);

@@ -15,7 +15,7 @@ void pack_panel(const Weights &w, const T *plain, T *to, int panel) {
     const T *row = plain + size_t(output) * w.inputs;
     for (int k = 0; k < w.inputs; k++) {
       const size_t pair = w.format == kI8 ? w.byte_at(i, k) : size_t(k / 2) * 2 * kPanel + 2 * i + k % 2;
-      to[w.format == kF32 ? size_t(k) * kPanel + i : pair] = row[k];
+      to[w.format == kF32 || w.format == kF16 ? size_t(k) * kPanel + i : pair] = row[k];
     }
   }
 }
@@ -120,6 +120,8 @@ void unpack_row(const Weights &w, int output, void *to) {
   for (int k = 0; k < w.inputs; k++) {
     if (w.format == kF32) {
       static_cast<float *>(to)[k] = reinterpret_cast<const float *>(data)[size_t(k) * kPanel + i];
+    } else if (w.format == kF16) {
+      static_cast<uint16_t *>(to)[k] = halves[size_t(k) * kPanel + i];
     } else if (w.format == kBF16) {
       static_cast<uint16_t *>(to)[k] = halves[size_t(k / 2) * 2 * kPanel + 2 * i + k % 2];
     } else {
@@ -138,7 +140,7 @@ void pack_weights(const Weights &w, const void *plain, void *packed, int threads
     char *to = static_cast<char *>(packed) + panel * w.panel_bytes();
     switch (w.format) {
       case kF32: return pack_panel(w, static_cast<const float *>(plain), reinterpret_cast<float *>(to), panel);
-      case kBF16: return pack_panel(w, static_cast<const uint16_t *>(plain), reinterpret_cast<uint16_t *>(to), panel);
+      case kBF16: case kF16: return pack_panel(w, static_cast<const uint16_t *>(plain), reinterpret_cast<uint16_t *>(to), panel);
       case kI8: case kFp8: return pack_panel(w, static_cast<const int8_t *>(plain), reinterpret_cast<int8_t *>(to), panel);
       default: return pack_bits(w, static_cast<const int8_t *>(plain), reinterpret_cast<uint8_t *>(to), panel);
     }

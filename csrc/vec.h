@@ -6,13 +6,13 @@
 #include <cstdint>
 #include <cstring>
 
+#include "type.h"
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__ARM_NEON)
 #include <arm_neon.h>
 #endif
-
-using bf16 = uint16_t;
 
 namespace OUTRIDER_ISA {
 
@@ -60,8 +60,7 @@ INLINE vf load(const int8_t *p) {
   return __builtin_convertvector(load_as<vb>(p), vf);
 #endif
 }
-// IEEE half-precision numbers, exactly.
-INLINE vf load_half(const uint16_t *p) {
+INLINE vf load(const f16 *p) {
 #if defined(__AVX512F__)
   return (vf)_mm512_cvtph_ps(load_as<__m256i>(p));
 #elif defined(__F16C__)
@@ -94,6 +93,21 @@ INLINE void store(bf16 *p, vf x) {
   const vh h = __builtin_convertvector((rounded & ~nan) | (quiet & nan), vh);
   memcpy(p, &h, sizeof h);
 #endif
+}
+INLINE void store(f16 *p, vf x) {
+#if defined(__AVX512F__)
+  const __m256i h = _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(__F16C__)
+  const __m128i h = _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+  const vu magnitude = (vu)x & 0x7fffffff, normal = (magnitude - (112 << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;
+  const vu subnormal = (vu)((vf)magnitude + 0.5f) - 0x3f000000;  // the sum has the unit of half's least number
+  const vu large = (vu)(magnitude >= 0x47800000), small = (vu)(magnitude < 0x38800000), nan = (vu)(x != x);
+  const vu finite = (subnormal & small) | (normal & ~small), quiet = 0x7e00 | (magnitude >> 13 & 0x1ff);
+  const vu size = (quiet & nan) | (0x7c00 & large & ~nan) | (finite & ~large);
+  const vh h = __builtin_convertvector(size | ((vu)x >> 16 & 0x8000), vh);
+#endif
+  memcpy(p, &h, sizeof h);
 }
 
 // The first n of W lanes, the others 0; n may be more than W.

@@ -15,7 +15,7 @@ constexpr int kNormed = -1;   // the point behind the final norm
 class Step {
  public:
   Step(const Walk &w, const WalkPlan &plan)
-      : w_(w), plan_(plan), size_(w.type == Type::f32 ? 4 : 2), width_((w.heads + 2 * w.kv_heads) * w.dim) {
+      : w_(w), plan_(plan), size_(size_of(w.type)), width_((w.heads + 2 * w.kv_heads) * w.dim) {
     size_t wide = 0, both = 0;
     for (const WalkLayer &layer : w.layers) {
       if (layer.experts) continue;
@@ -92,18 +92,17 @@ class Step {
 
   void attend(int i) {
     const WalkLayer &layer = w_.layers[i];
-    const bool half = w_.type != Type::f32;
     if (w_.beside_norm) pair(layer.input_norm);
-    multiply(layer.qkv, w_.beside_norm ? pair_ : x_, plan_.rows, qkv_, width_, !half, nullptr, w_.beside_norm ? nullptr : layer.input_norm);
+    multiply(layer.qkv, w_.beside_norm ? pair_ : x_, plan_.rows, qkv_, width_, w_.type == Type::f32, nullptr, w_.beside_norm ? nullptr : layer.input_norm);
     const size_t q_bytes = size_ * w_.heads * w_.dim, turn = size_ * w_.dim * plan_.rows * layer.turn;
     const bool each = !w_.full_norms;
     for (int r = 0; r < plan_.rows && !each; r++) {
       char *q = qkv_ + r * size_ * width_, *k = q + q_bytes;
-      kernels().elementwise.rms_norm(q, 1, w_.heads * w_.dim, layer.q_norm, w_.eps, q, half, 1);
-      kernels().elementwise.rms_norm(k, 1, w_.kv_heads * w_.dim, layer.k_norm, w_.eps, k, half, 1);
+      kernels().elementwise.rms_norm(q, 1, w_.heads * w_.dim, layer.q_norm, w_.eps, q, w_.type, 1);
+      kernels().elementwise.rms_norm(k, 1, w_.kv_heads * w_.dim, layer.k_norm, w_.eps, k, w_.type, 1);
     }
     kernels().elementwise.rope(qkv_, plan_.rows, width_, w_.heads + w_.kv_heads, w_.heads, w_.dim, cos_ + turn, sin_ + turn,
-                               each ? layer.q_norm : nullptr, each ? layer.k_norm : nullptr, w_.eps, half, plan_.threads);
+                               each ? layer.q_norm : nullptr, each ? layer.k_norm : nullptr, w_.eps, w_.type, plan_.threads);
     if (plan_.queries) {
       char *to = static_cast<char *>(plan_.queries) + i * plan_.rows * q_bytes;
       for (int r = 0; r < plan_.rows; r++) memcpy(to + r * q_bytes, qkv_ + r * size_ * width_, q_bytes);
@@ -129,9 +128,8 @@ class Step {
     const size_t row = size_ * w_.hidden;
     for (int r = 0; r < plan_.rows; r++) {
       char *to = pair_ + 2 * r * row, *x = x_ + r * row;
-      const bool half = w_.type != Type::f32;
-      kernels().elementwise.rms_norm(static_cast<const char *>(plan_.beside) + r * row, 1, w_.hidden, w_.beside_norm, w_.eps, to, half, 1);
-      kernels().elementwise.rms_norm(x, 1, w_.hidden, norm, w_.eps, to + row, half, 1);
+      kernels().elementwise.rms_norm(static_cast<const char *>(plan_.beside) + r * row, 1, w_.hidden, w_.beside_norm, w_.eps, to, w_.type, 1);
+      kernels().elementwise.rms_norm(x, 1, w_.hidden, norm, w_.eps, to + row, w_.type, 1);
       if (w_.normed) memcpy(x, to + row, row);
     }
   }
@@ -145,17 +143,16 @@ class Step {
 
   // What follows attention, in place: x (rows, hidden).
   void rest(const WalkLayer &layer, char *x, const char *seen, int rows) {
-    const bool half = w_.type != Type::f32;
     branch(x, rows, layer.attention_norm, [&](char *y, const char *residual) {
-      multiply(layer.o, seen, rows, y, w_.hidden, !half, residual, nullptr);
+      multiply(layer.o, seen, rows, y, w_.hidden, w_.type == Type::f32, residual, nullptr);
     });
     branch(x, rows, layer.mlp_norm, [&](char *y, const char *residual) {
       if (layer.experts) return mix(*layer.experts, x, rows, layer.post_norm, w_.eps, residual, y, plan_.threads);
       const int wide = layer.down[0]->inputs;
       const bool gated = layer.gate_up[0]->gated;
-      multiply(layer.gate_up, x, rows, gated ? gated_ : both_, gated ? wide : 2 * wide, !half, nullptr, layer.post_norm);
-      if (!gated) kernels().elementwise.gate(both_, rows, wide, w_.gate, gated_, half, plan_.threads);
-      multiply(layer.down, gated_, rows, y, w_.hidden, !half, residual, nullptr);
+      multiply(layer.gate_up, x, rows, gated ? gated_ : both_, gated ? wide : 2 * wide, w_.type == Type::f32, nullptr, layer.post_norm);
+      if (!gated) kernels().elementwise.gate(both_, rows, wide, w_.gate, gated_, w_.type, plan_.threads);
+      multiply(layer.down, gated_, rows, y, w_.hidden, w_.type == Type::f32, residual, nullptr);
     });
   }
 
@@ -163,10 +160,9 @@ class Step {
   template <class F>
   void branch(char *x, int rows, const void *norm, F compute) {
     if (!norm && w_.residual == 1) return compute(x, x);
-    const bool half = w_.type != Type::f32;
     compute(branch_, nullptr);
-    if (norm) kernels().elementwise.rms_norm(branch_, rows, w_.hidden, norm, w_.eps, branch_, half, plan_.threads);
-    kernels().elementwise.add(x, branch_, int64_t(rows) * w_.hidden, w_.residual, half, plan_.threads);
+    if (norm) kernels().elementwise.rms_norm(branch_, rows, w_.hidden, norm, w_.eps, branch_, w_.type, plan_.threads);
+    kernels().elementwise.add(x, branch_, int64_t(rows) * w_.hidden, w_.residual, w_.type, plan_.threads);
   }
 
   void multiply(const Product &product, const void *x, int rows, void *y, int stride, bool y_float,
@@ -181,7 +177,7 @@ class Step {
   }
 
   void norm(const void *x, int rows, void *y) const {
-    kernels().elementwise.rms_norm(x, rows, w_.hidden, w_.norm, w_.eps, y, w_.type != Type::f32, plan_.threads);
+    kernels().elementwise.rms_norm(x, rows, w_.hidden, w_.norm, w_.eps, y, w_.type, plan_.threads);
   }
 
   // The rows that are wanted, of so many numbers.

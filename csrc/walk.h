@@ -24,7 +24,7 @@ struct Walk {
   bool full_norms;          // q_norm and k_norm are of all heads in one, (heads * dim) and (kv_heads * dim)
   Gate gate;                // unless gate_up are gated weights
   float residual;           // by which what attention and MLP add is multiplied
-  Type type;                // of activations, keys and values: f32 or bf16
+  Type type;                // of activations, keys and values: f32, bf16 or f16
   const void *embedding;    // (vocab, hidden) of that type, or
   const Weights *packed;    // ... its rows are these weights', or neither: rows come embedded
   const void *beside_norm;  // null, or qkv sees 2 * hidden: what stands beside each row, normed by this, and the row, normed

@@ -12,8 +12,8 @@ from outrider.kv import DenseKV, Entry, Plan
 from outrider.ops import KEY_BLOCK, attend, native
 
 ISAS = native.available()
-DTYPES = [torch.float32, torch.bfloat16]
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 # Key counts around the borders of the kernels' blocks (32) and spans (1024), and of the reference's blocks (512).
 STARTS = [0, 1, 31, 32, 33, 505, 1000, 1023, 1024, 2050]
 

@@ -313,7 +313,7 @@ SHAPES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("shape", [None, *SHAPES], ids=str)
 def test_bitwise_is_bitwise(make_checkpoint, shape, dtype):
     """Where the engine promises it: logits are bit for bit the same in any chunking, company and draft length."""
@@ -379,7 +379,7 @@ def test_branches_promise_less(random_llm):
         assert output.metrics["speculative_decoding"]["num_accepted_draft_tokens"] >= 2
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_the_first_branch_is_bitwise(dtype):
     llm = LLM("tiny", device="cpu", dtype=dtype)
     promised(llm)

@@ -109,7 +109,7 @@ def test_as_transformers(make_checkpoint, name):
         assert output.token_ids == text[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_caps_without_kernels(make_checkpoint, dtype):
     """Both soft-caps of Gemma 2 as PyTorch computes them."""
     path, before = make_checkpoint("gemma2", attn_logit_softcapping=2.0, final_logit_softcapping=3.0), native.active
@@ -135,7 +135,7 @@ def bush(seq: Sequence, k: int) -> Draft:
     return Draft.merge([Draft.chain(row) for row in rows], k)[0]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_exactness(make_checkpoint, name, dtype):
     arch, config = VARIANTS[name]

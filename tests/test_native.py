@@ -32,7 +32,8 @@ QUANTIZED = {  # bits, sign, group (None: 32 or 64), what a scale is, whether th
     "Q6_K": (6, True, 16, "coarse", False),
 }
 ROUNDED = ", rounded rows"
-FORMATS = ["float32", "bfloat16", *QUANTIZED, *(kind + ROUNDED for kind in QUANTIZED)]
+PLAIN = ["float32", "bfloat16", "float16"]
+FORMATS = [*PLAIN, *QUANTIZED, *(kind + ROUNDED for kind in QUANTIZED)]
 SHAPES = [(1, 1), (2, 7), (31, 33), (48, 64), (100, 96), (66, 1000), (34, 2050)]  # (outputs, inputs)
 
 pytestmark = pytest.mark.skipif(not ISAS, reason="the kernels are not built: there was no compiler")
@@ -139,7 +140,7 @@ def make_quantized(kind, outputs, inputs, gated=False):
 
 def make(kind, outputs, inputs, bias=False, gated=False):
     """A Linear of this kind, the float64 weights that it stands for, its bias, and its activations' dtype."""
-    if kind not in ("float32", "bfloat16"):
+    if kind not in PLAIN:
         weight, dtype = make_quantized(kind, outputs, inputs, gated), torch.bfloat16
         dense = weight.dense().double()
     else:
@@ -216,10 +217,11 @@ def test_linear_rows_are_strangers(isa, threads, kind, outputs, inputs, gated):
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_rows_of_all_sizes_are_strangers(isa, kind):
-    """Law 2 also where numbers differ in size by all that bfloat16 holds, subnormal ones among them."""
+    """Law 2 also where numbers differ in size by all that their type holds, subnormal ones among them."""
     linear, _, _, dtype = make(kind, 70, 1120)
-    x = rand(40, 1120) * 2.0 ** torch.randint(-60, 60, (40, 1120), generator=torch.Generator().manual_seed(0))
-    x[::3] *= 2.0**-70
+    most = 10 if kind == "float16" else 60
+    x = rand(40, 1120) * 2.0 ** torch.randint(-most, most, (40, 1120), generator=torch.Generator().manual_seed(0))
+    x[::3] *= 2.0 ** -(most + 10)
     x = x.to(dtype)
     full = linear(x, dtype=torch.float32)
     for rows in (1, 2, 3, 4, 16, 17, 33):
@@ -300,6 +302,17 @@ def test_half_precision_scales(isa):
     odd = torch.tensor([[torch.inf], [-torch.inf], [torch.nan]]).half()
     y = Linear(Quantized(8, 32, values[:3, :32], odd))(x[:1, :32], dtype=torch.float32)
     assert y[0, 0] == torch.inf and y[0, 1] == -torch.inf and y[0, 2].isnan()
+
+
+@pytest.mark.parametrize("by", [1.0, 2.0**-9, 1.37 * 2.0**-13, 3.3, -1023.5])
+def test_half_precision_weights(isa, by):
+    """All 65,536 float16 numbers as weights: products are exact, and rounded to nearest even, subnormal ones too."""
+    numbers = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    linear, x = Linear(numbers.view(-1, 1)), torch.tensor([[by]]).half()
+    exact = numbers.float() * x.float()[0]
+    for dtype in (torch.float32, torch.float16):
+        assert torch.equal(linear(x, dtype=dtype)[0].nan_to_num(7), exact.to(dtype).nan_to_num(7))
+    assert torch.equal(linear(x)[0].isinf(), exact.half().isinf()) and torch.equal(linear(x)[0].isnan(), exact.isnan())
 
 
 def test_hostile_numbers(isa):
@@ -389,7 +402,7 @@ def test_scattered_tensors(isa):
     assert all(torch.equal(a, b) for a, b in zip(rope(apart, 2, 1, cos, sin, None, 1e-5), whole, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 2, 64), (1, 1, 80), (3, 1, 20), (2, 2, 256)])
 @pytest.mark.parametrize("normed", [False, True])
 def test_rope(isa, dtype, heads, kv_heads, dim, normed):
@@ -413,7 +426,7 @@ def test_rope(isa, dtype, heads, kv_heads, dim, normed):
             assert torch.equal(a, b[part])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("width", [1, 33, 384, 2048])
 def test_rms_norm(isa, threads, dtype, width):
     x, weight = rand(64, width, dtype=dtype), rand(width, dtype=dtype)

@@ -10,8 +10,8 @@ from outrider import families
 from outrider.model import Rotary
 from outrider.ops import Linear, argmax, rotate, swiglu
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
 @pytest.fixture(autouse=True, params=[1, 4])

@@ -123,7 +123,7 @@ def test_the_oldest_go_first_and_the_last_blocks_before_the_first():
 # --- bits ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @torch.inference_mode()
 def test_rows_do_not_know_their_blocks(make_checkpoint, dtype):
     """Prefill, decoding, trees and rejections, over slabs, with tables in order and shuffled."""

@@ -107,10 +107,10 @@ EDITED = SamplingParams(temperature=0.7, seed=5, max_tokens=40, repetition_penal
 
 
 @pytest.mark.skipif(native.kernels is None, reason="there are no kernels here")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_one_native_call_grows_the_same_trees(make_checkpoint, monkeypatch, tmp_path, dtype):
     """Node for node what trees.py grows: greedy, sampled, near an output's end; edited requests go that way."""
-    target = make_checkpoint() if dtype == "float32" else find("tiny")
+    target = find("tiny") if dtype == "bfloat16" else make_checkpoint(dtype=getattr(torch, dtype))
     llm, head = LLM(target, device="cpu", dtype=dtype), random_recurrent(target, tmp_path, scale=0.05)
     for p_min in (0.0, 0.02):
         drafter = Recurrent(model=str(head), width=3, depth=3, p_min=p_min)

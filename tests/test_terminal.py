@@ -322,13 +322,9 @@ def test_without_kernels_it_says_so_once(make_checkpoint):
 
 
 def test_why_there_are_no_kernels(monkeypatch):
-    import torch
-
     from outrider.ops import native
 
     assert native.kernels is None or not native.lacking()
-    monkeypatch.setattr(native, "active", "avx2")
-    assert native.kernels is None or "float32 holds such weights" in native.lacking(torch.float16)
     monkeypatch.setattr(native, "active", "reference")
     monkeypatch.setattr(native, "wrong", ["avx2", "portable"])
     monkeypatch.setattr(native, "kernels", object())

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_native import FORMATS, ISAS, ROUNDED, isa, make_quantized, rand  # noqa: F401 - a fixture
+from test_native import FORMATS, ISAS, PLAIN, ROUNDED, isa, make_quantized, rand  # noqa: F401 - a fixture
 
 from outrider import Draft, SamplingParams, families
 from outrider.kv import OffloadKV, PagedKV
@@ -50,13 +50,13 @@ FAMILIES = {
 def make_model(kind="bfloat16", family="llama", embedding="table"):
     """A random model whose linears are of one kind, or whose queries, keys and values are of three ("mixed")."""
     c = families.read({"architectures": ["LlamaForCausalLM"], **SHAPE, **FAMILIES[family]})
-    dtype = torch.float32 if kind == "float32" else torch.bfloat16
+    dtype = getattr(torch, kind) if kind in PLAIN else torch.bfloat16
 
     def linear(outputs, inputs, bias=False, gated=False, seed=0, parts=None):
         own = "Q4_1" if kind == "mixed" else kind
         if kind == "mixed" and parts:
             weight = [make_quantized(part, n, inputs) for part, n in zip(("Q4_K", "Q6_K", "Q8_0"), parts, strict=True)]
-        elif own not in ("bfloat16", "float32"):
+        elif own not in PLAIN:
             weight = make_quantized(own, outputs, inputs, gated)
         else:
             weight = rand(outputs, inputs, dtype=dtype, seed=seed)
@@ -166,12 +166,12 @@ def test_formats(isa, walks, kind):  # noqa: F811
     compare(make_runner(make_model(kind)), walks)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in FORMATS if kind not in ("bfloat16", "float32")])
+@pytest.mark.parametrize("kind", [kind for kind in FORMATS if kind not in PLAIN])
 def test_experts_in_every_format(isa, walks, kind):  # noqa: F811
     compare(make_runner(make_model(kind, "experts")), walks)
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kind", PLAIN)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(walks, family, kind):
     compare(make_runner(make_model(kind, family)), walks)
@@ -234,7 +234,7 @@ def test_rows_of_packed_weights(kind):
     outputs, inputs = 70, 288
     weight = (
         make_quantized(kind, outputs, inputs)
-        if kind not in ("bfloat16", "float32")
+        if kind not in PLAIN
         else rand(outputs, inputs, dtype=getattr(torch, kind))
     )
     linear = Linear(weight, rounded=kind.endswith(ROUNDED))

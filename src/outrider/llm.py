@@ -112,7 +112,7 @@ class LLM:
         else:
             group = self._group(self.ranks.size, model) if self.ranks else None
             self.checkpoint = load(model, dtype, device, progress, quantization, activations, group)
-        if self.checkpoint.model.device.type == "cpu" and (reason := native.lacking(self.checkpoint.model.dtype)):
+        if self.checkpoint.model.device.type == "cpu" and (reason := native.lacking()):
             _say_once(f"slower than it could be: {reason}")
         self.tokenizer = self.checkpoint.tokenizer
         self.runner = self._runner(self.checkpoint, self.engine_config.kv_offload)

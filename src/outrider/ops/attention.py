@@ -29,7 +29,6 @@ from outrider.ops.triton.plan import DevicePlan, Rows, make, queries_tile
 
 KEY_BLOCK = 512
 ROW_BLOCK = 8
-CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # as csrc/attention.h has them
 
 
 @dataclass
@@ -267,7 +266,7 @@ def _run(
         own, table = (0, store.data_ptr()) if pages else (store.data_ptr(), 0)
         capacity = pages.capacity if pages else capacity
         known.append((*rows_at, own, native.address(scales), capacity, start, n, parents, table))
-    strides, types = (q.stride(0), k_stride, v_stride), (CODES[q.dtype], CODES[kind])
+    strides, types = (q.stride(0), k_stride, v_stride), (native.TYPES[q.dtype], native.TYPES[kind])
     slabs, threads = pages.slabs.data_ptr() if pages else 0, torch.get_num_threads()
     sinks = None if sinks is None else native.fitting("sinks", sinks, (heads,), torch.float32, q.device)
     native.kernels.attend(

@@ -52,9 +52,10 @@ def gated(gate_up: Tensor, activation: str, clamp: tuple[float, float] | None = 
     """
     n, width = gate_up.shape[0], gate_up.shape[1] // 2
     if activation in GATES and native.runs(gate_up.dtype, gate_up.device):
-        x, y, half = gate_up.contiguous(), gate_up.new_empty(n, width), gate_up.dtype == torch.bfloat16
+        x, y = gate_up.contiguous(), gate_up.new_empty(n, width)
         gate = GATES[activation], *(clamp or (0.0, 0.0))
-        native.kernels.gate(x.data_ptr(), n, width, *gate, y.data_ptr(), half, torch.get_num_threads())
+        kind = native.TYPES[x.dtype]
+        native.kernels.gate(x.data_ptr(), n, width, *gate, y.data_ptr(), kind, torch.get_num_threads())
         return y
 
     def act(gate: Tensor, up: Tensor) -> Tensor:
@@ -74,9 +75,7 @@ def add(x: Tensor, y: Tensor, factor: float) -> Tensor:
     if not native.runs(x.dtype, x.device):
         return x + (y if factor == 1 else y * factor)
     x, y = x.clone(memory_format=torch.contiguous_format), native.fitting("y", y, tuple(x.shape), x.dtype, x.device)
-    native.kernels.add(
-        x.data_ptr(), y.data_ptr(), x.numel(), factor, x.dtype == torch.bfloat16, torch.get_num_threads()
-    )
+    native.kernels.add(x.data_ptr(), y.data_ptr(), x.numel(), factor, native.TYPES[x.dtype], torch.get_num_threads())
     return x
 
 
@@ -103,11 +102,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return launch.rms_norm(x, weight, eps)
     if not (native.runs(x.dtype, x.device) and x.dtype == weight.dtype):
         return F.rms_norm(x, weight.shape, weight, eps)
-    width, half = x.shape[-1], x.dtype == torch.bfloat16
+    width, kind = x.shape[-1], native.TYPES[x.dtype]
     x, weight = x.contiguous(), native.fitting("norm", weight, (width,), x.dtype, x.device)
     y, rows = torch.empty_like(x), x.numel() // max(1, width)
     native.kernels.rms_norm(
-        x.data_ptr(), rows, width, weight.data_ptr(), eps, y.data_ptr(), half, torch.get_num_threads()
+        x.data_ptr(), rows, width, weight.data_ptr(), eps, y.data_ptr(), kind, torch.get_num_threads()
     )
     return y
 
@@ -135,7 +134,7 @@ def rope(
         q_norm, k_norm = (native.fitting("norm", x, (dim,), *kind) for x in norms) if norms else (None, None)
         native.kernels.rope(
             qkv.data_ptr(), n, qkv.stride(0), both, heads, dim, cos.data_ptr(), sin.data_ptr(),
-            native.address(q_norm), native.address(k_norm), eps, qkv.dtype == torch.bfloat16, torch.get_num_threads(),
+            native.address(q_norm), native.address(k_norm), eps, native.TYPES[qkv.dtype], torch.get_num_threads(),
         )  # fmt: skip
     else:
         if norms:

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.ops import native
-from outrider.ops.attention import CODES
 from outrider.ops.elementwise import GATES, gated, rms_norm
 from outrider.ops.linear import Linear
 from outrider.ops.triton import launch
@@ -126,7 +125,7 @@ class Experts:
         first = self.experts[0]
         width = max(e.down.in_features for e in self.experts)
         found = native.kernels.Experts(
-            self.hidden, width, CODES[self.dtype], self.router.packed, self.chosen, self.normalised, self.shared,
+            self.hidden, width, native.TYPES[self.dtype], self.router.packed, self.chosen, self.normalised, self.shared,
             GATES[first.activation], *(first.clamp or (0.0, 0.0)),
         )  # fmt: skip
         for e in self.experts:

@@ -37,7 +37,7 @@ class Recurrence:
             self._kept.append(rows := native.fitting("embedding", embedding, (vocab, hidden), dtype, CPU))
             table = rows.data_ptr()
         self._native = native.kernels.Recurrence(
-            hidden, len(ids), vocab, eps, dtype != torch.float32, table, packed, norm.data_ptr(), gate_up.packed[0],
+            hidden, len(ids), vocab, eps, native.TYPES[dtype], table, packed, norm.data_ptr(), gate_up.packed[0],
             down.packed[0], projection.packed[0], ids.data_ptr(),
         )  # fmt: skip
 

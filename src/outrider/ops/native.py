@@ -20,13 +20,14 @@ from torch import Tensor
 from outrider.errors import ConfigError
 
 REFERENCE = "reference"
-F32, BF16, INT8, INT4, UINT4, UINT5, INT6, FP4, FP8 = range(9)  # formats of weights, as csrc/linear.h has them
+F32, BF16, INT8, INT4, UINT4, UINT5, INT6, FP4, FP8, F16 = range(10)  # formats of weights, as csrc/linear.h has them
 INTEGERS = (INT8, INT4, UINT4, UINT5, INT6)  # those that multiply with rounded rows
 BFLOAT, HALF, COARSE, FLOAT, ZEROS = range(5)  # kinds of factors
 SUPER = 256  # inputs that share a coarse factor
 HUGE = 2**21  # bytes of a large page
 SHELF = 16 * HUGE  # bytes of a shelf's block
-FORMATS = {torch.float32: F32, torch.bfloat16: BF16}
+FORMATS = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16}
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float16: 3}  # as csrc/type.h has them
 Draw = tuple[float, int, float, float, int]  # temperature (0: the argmax), top-k, top-p, floor, key of the noise
 
 kernels: Any = None
@@ -168,12 +169,15 @@ def computes_right() -> bool:
     x, weight = torch.arange(17 * 72).view(17, 72) * 37 % 255 - 127, torch.arange(40 * 72).view(40, 72) % 15
     x[:, ::32] = 127  # in each group: rounded to 8 bits, the rows are what they were
     scales, coarse = torch.arange(1, 41).view(40, 1).repeat(1, 3) % 60, torch.full((40, 1), 1 / 64, dtype=torch.float16)
-    for code, rounded in [*((code, False) for code in range(9)), *((code, True) for code in INTEGERS)]:
+    for code, rounded in [*((code, False) for code in range(10)), *((code, True) for code in INTEGERS)]:
         plain = weight - (0 if code in (UINT4, UINT5) else 7)
         plain = torch.where(plain.abs() % 2 * plain.abs() > 4, plain.sign() * 6, plain) if code == FP4 else plain
-        kinds = {F32: torch.float32, BF16: torch.bfloat16, FP8: torch.float8_e4m3fn}
+        kinds = {own: dtype for dtype, own in FORMATS.items()} | {FP8: torch.float8_e4m3fn}
         plain = plain.to(kinds.get(code, torch.int8))
-        a, y = x.to(torch.float32 if code == F32 else torch.bfloat16), torch.empty(17, 40, dtype=torch.float32)
+        a, y = (
+            x.to(kinds[code] if code in FORMATS.values() else torch.bfloat16),
+            torch.empty(17, 40, dtype=torch.float32),
+        )
         w = kernels.Weights(code, 40, 72, 32, False, rounded)
         data, factors = torch.empty(w.nbytes, dtype=torch.uint8), torch.empty(w.room(3), dtype=torch.int16)
         kind, shared = code % 3, torch.empty(w.room(1), dtype=torch.float16)
@@ -181,7 +185,7 @@ def computes_right() -> bool:
         w.pack(plain.data_ptr(), data.data_ptr(), 1)
         w.pack_scales(False, kind, own.data_ptr(), 3, own.itemsize, factors.data_ptr())
         w.pack_coarse(False, coarse.data_ptr(), 1, shared.data_ptr())
-        spread = (scales / 64).double().repeat_interleave(32, 1)[:, :72] if code > BF16 else 1.0
+        spread = (scales / 64).double().repeat_interleave(32, 1)[:, :72] if code not in FORMATS.values() else 1.0
         exact = a.double() @ (plain.double() * spread).T
         for rows in (3, 17):  # vectors and tiles may share the work by their number
             w.multiply(a.data_ptr(), rows, y.data_ptr(), 40, True, 0, 0, 0.0, 1)
@@ -213,7 +217,7 @@ wrong = _choose()
 """Instruction sets whose products disagreed with float64 when this was loaded: none, unless a kernel is broken."""
 
 
-def lacking(dtype: torch.dtype = torch.bfloat16) -> str:
+def lacking() -> str:
     """Why a CPU runs on the reference operations though nobody asked for that, and what helps; else empty."""
     if kernels is None:
         return f"the compiled kernels {unloaded}; install a C++ compiler (g++ or clang), then install outrider again"
@@ -221,6 +225,4 @@ def lacking(dtype: torch.dtype = torch.bfloat16) -> str:
         return (
             f"the compiled kernels are refused, as their products are wrong here: {', '.join(wrong)}; please report it"
         )
-    if active != REFERENCE and dtype not in FORMATS:
-        return "float16 has no kernels on a CPU; float32 holds such weights in twice the memory, bfloat16 rounds them"
     return ""

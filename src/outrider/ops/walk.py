@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from outrider.ops import native
-from outrider.ops.attention import CODES
 from outrider.ops.elementwise import GATES
 from outrider.ops.experts import MLP, Experts
 from outrider.ops.linear import CPU, Linear
@@ -101,7 +100,7 @@ class Walk:
         s, self.turns = switches or Switches(dim**-0.5), 1 + max((b.turn for b in blocks), default=0)
         gate = GATES[s.activation], *(s.clamp or (0.0, 0.0))
         self._native = native.kernels.Walk(
-            *shape, eps, s.scale, s.softcap or 0.0, s.full_norms, *gate, s.residual, CODES[self.dtype]
+            *shape, eps, s.scale, s.softcap or 0.0, s.full_norms, *gate, s.residual, native.TYPES[self.dtype]
         )
         widths = (heads * dim, kv_heads * dim) if s.full_norms else (dim, dim)
         for b in blocks:

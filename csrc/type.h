@@ -1,0 +1,22 @@
+// Types of numbers in memory.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+enum class Type : int { f32, bf16, int8, f16 };
+
+static inline size_t size_of(Type type) { return type == Type::f32 ? 4 : type == Type::int8 ? 1 : 2; }
+
+using bf16 = uint16_t;
+struct f16 {
+  uint16_t bits;
+};
+
+// Calls f with a null pointer to activations' type.
+template <class F>
+auto with_type(Type type, F f) {
+  if (type == Type::f32) return f(static_cast<float *>(nullptr));
+  if (type == Type::f16) return f(static_cast<f16 *>(nullptr));
+  return f(static_cast<bf16 *>(nullptr));
+}
