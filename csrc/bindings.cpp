@@ -1,5 +1,6 @@
 // The Python face: outrider.ops._kernels. Tensors come as addresses and sizes; outrider/ops/native.py checks them.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -247,6 +248,7 @@ static Beliefs::Guess look_up(const nb::tuple &look, int64_t seq, const nb::list
 
 static void bind_beliefs(nb::module_ &m) {
   using Given = std::tuple<int64_t, nb::list, int64_t, int64_t>;
+  using Model = std::tuple<uint64_t, int, int64_t, bool, double, double, bool, Beliefs::Reals>;
   nb::class_<Beliefs>(m, "Beliefs")
       .def(nb::init<uint64_t>())
       .def("__len__", &Beliefs::size)
@@ -270,6 +272,14 @@ static void bind_beliefs(nb::module_ &m) {
         return beliefs.choose(texts, drafted, k, chains);
       }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("again") = false,
          nb::arg("poor") = true)
+      .def("worth", [](Beliefs &beliefs, const std::vector<Given> &given, int k, const std::vector<Model> &known) {
+        std::vector<Beliefs::Text> texts;
+        std::vector<Beliefs::Model> models;
+        for (const auto &[seq, tokens, settled, room] : given) texts.push_back({seq, int64_t(tokens.size()), room, {}});
+        for (const auto &[source, most, least, tried, reading, riders, tree, rounds] : known)
+          models.push_back({source, most, least, tried, reading, riders, tree, rounds});
+        return beliefs.worth(texts, k, models);
+      })
       .def("ran", &Beliefs::ran)
       .def("standing", &Beliefs::standing)
       .def("settle", [](Beliefs &beliefs, const std::vector<std::tuple<int64_t, nb::list, int>> &given, int rows,

@@ -12,6 +12,9 @@ constexpr double kMemory = 0.995, kOwnMemory = 0.97;  // weight of the past, of 
 constexpr double kPriorWeight = 2, kOwnWeight = 8;    // guesses that the prior, and all requests against one, count for
 constexpr double kEnded = 0.8, kLeastShare = 0.1;     // of the past, in how looks ended; of what they may lose, at least
 constexpr double kHopes = 16, kLeastFaith = 0.75;     // tokens of drafts taken to have come true at first; see faith()
+constexpr double kHope = 0.65;  // what a source that runs a model is believed to be right with, before it was asked
+constexpr int kAgain = 24, kHorizon = 64;             // steps until it is asked again; tokens over which reading must pay
+constexpr int kMostNodes = 256;
 constexpr double kMargin = 1.2;                       // a row is worth it if it promises this much more than it costs
 
 constexpr double kAllowance = 0.007, kStart = 1;            // plain steps: for each token that may come, at most
@@ -35,7 +38,7 @@ void Beliefs::begin(int64_t seq, int64_t room) {
   Own &known = own.try_emplace(seq, room).first->second;
   known.steps++;
   known.ran = known.nodes = 0;
-  known.hoped = 0;
+  known.worth = known.hoped = 0;
   for (Look &look : known.looks) look.nodes = 0, look.promised = 0;
 }
 
@@ -84,6 +87,7 @@ void Beliefs::enter(Bush &bush, const Guess &guess, int64_t deepest, std::vector
 std::tuple<std::vector<Beliefs::Picked>, double> Beliefs::choose(std::vector<Text> &texts, double drafted, int k,
                                                                  bool chains) {
   const int n = int(texts.size());
+  rate = 0;
   if (k < 1) return {std::vector<Picked>(n), 0};
   struct Way {
     double chance;
@@ -151,7 +155,8 @@ std::tuple<std::vector<Beliefs::Picked>, double> Beliefs::choose(std::vector<Tex
   }
   std::vector<Way> chosen;
   const double plain = seconds[0] + drafted;
-  double expected = n, best = n / plain, rate = best;
+  double expected = n, best = n / plain;
+  rate = best;
   size_t many = 0;
   for (const Way &way : ways) {
     if (chosen.size() + 1 >= seconds.size()) break;
@@ -194,7 +199,7 @@ std::tuple<std::vector<Beliefs::Picked>, double> Beliefs::choose(std::vector<Tex
   for (int i = 0; i < n; i++) {
     Own &known = own.at(texts[i].seq);
     known.nodes = known.ran + int(std::get<0>(picked[i]).size());
-    const double worth = std::get<3>(picked[i]), covers = (known.ran ? known.asks : known.rows).covers() * faith();
+    const double worth = known.worth = std::get<3>(picked[i]), covers = (known.ran ? known.asks : known.rows).covers() * faith();
     known.hoped = worth > 0 ? worth / covers : 0;
     for (Look &look : known.looks) look.nodes = 0, look.promised = 0;
     for (const Way &way : chosen) {
@@ -205,6 +210,84 @@ std::tuple<std::vector<Beliefs::Picked>, double> Beliefs::choose(std::vector<Tex
     known.bush = std::move(bushes[i]);
   }
   return {std::move(picked), rate};
+}
+
+std::optional<Beliefs::Asked> Beliefs::worth(const std::vector<Text> &texts, int k, const std::vector<Model> &models) {
+  struct Found {
+    double first, paid;
+    Reals gains;
+    int i;
+  };
+  const int n = int(texts.size());
+  const double plain = seconds[0];
+  k = std::min(k, most());
+  std::vector<const Own *> known;
+  int drafted = 0;
+  double had = 0, best = 0;
+  for (const Text &text : texts) {
+    known.push_back(&own.at(text.seq));
+    drafted += known.back()->nodes, had += known.back()->worth;
+  }
+  had += n;
+  std::optional<Asked> asked;
+  for (size_t number = 0; number < models.size(); number++) {
+    const Model &model = models[number];
+    const int deep = model.most > 0 ? std::min(k, model.most) : k;
+    std::vector<Found> found;
+    for (int i = 0; i < n && deep > 0; i++) {
+      const Text &text = texts[i];
+      if (known[i]->asks.credit < 0 || known[i]->steps <= 1 || text.room <= 1 || text.length < model.least) continue;
+      const int64_t lag = text.length - known[i]->last(model.source).tokens;
+      double gain = 0, share = 1, paid = 0;
+      Reals gains;
+      for (double hope : hopes(text.seq, model.source, deep, kHope)) {
+        share *= hope;
+        gain += share;
+        gains.push_back(std::max(0.0, gain - known[i]->worth));
+      }
+      if (!model.tried && lag > kMostNodes) paid = plain * double(lag) / 512;  // a guess, until it was measured
+      else if (lag > kMostNodes / 4) paid = model.reading * double(lag);
+      paid /= double(std::min<int64_t>(kHorizon, text.room));
+      found.push_back({paid - gains.back() * plain / n, paid, std::move(gains), i});
+    }
+    if (found.empty()) continue;
+    std::stable_sort(found.begin(), found.end(), [](const Found &a, const Found &b) { return a.first < b.first; });
+    // What it costs is not known at first: once, and little.
+    const int longest = model.tried ? deep : std::min(2, deep), together = model.tried ? int(found.size()) : 1;
+    for (int length = model.tree ? deep : 1; length <= (model.tree ? deep : longest); length++) {
+      double more = 0, read = 0;
+      for (int many = 1; many <= together; many++) {
+        const Found &each = found[many - 1];
+        more += each.gains[length - 1], read += each.paid;
+        const int rows = std::min(most(), std::max(int(many * (length + model.riders)), drafted));
+        const double spent = plain + kMargin * std::max(0.0, seconds[rows] - plain) +
+                             (model.rounds.at(many - 1) * (model.tree ? 1 : length) + read);
+        const double gained = (had + more) / spent;
+        if (!(gained > 1.02 * rate) || (asked && gained <= best)) continue;
+        std::vector<int> who;
+        for (int j = 0; j < many; j++) who.push_back(found[j].i);
+        best = gained, asked = {int(number), std::move(who), length};
+      }
+    }
+    if (asked) continue;
+    int late = -1, waits = kAgain;  // things may have changed
+    for (const Found &each : found)
+      if (const int own = known[each.i]->steps - known[each.i]->last(model.source).step; own > waits) waits = own, late = each.i;
+    const double cost = model.rounds.at(0) * (model.tree ? 1 : deep);
+    if (late >= 0 && known[late]->asks.credit > cost * n / plain) best = rate, asked = {int(number), {late}, deep};
+  }
+  if (asked) std::sort(std::get<1>(*asked).begin(), std::get<1>(*asked).end());
+  return asked;
+}
+
+int64_t Beliefs::ran(int64_t seq, uint64_t source, int riders, int64_t length) {
+  Own &known = own.at(seq);
+  known.ran = 1 + riders;
+  auto read = std::find_if(known.read.begin(), known.read.end(), [&](const Read &r) { return r.source == source; });
+  if (read == known.read.end()) read = known.read.insert(read, {source, 0, 0});
+  const int64_t lag = length - read->tokens;
+  *read = {source, known.steps, length};
+  return lag;
 }
 
 int64_t Beliefs::waits(int64_t seq) const {

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <tuple>
 #include <unordered_map>
 #include <vector>
@@ -18,6 +19,16 @@ class Beliefs {
     int64_t seq, length, room;  // its id, its tokens, and how many may yet come
     std::vector<Guess> guesses;
   };
+  struct Model {  // a source that runs one, as control.py has it
+    uint64_t source;
+    int most;
+    int64_t least;
+    bool tried;
+    double reading, riders;
+    bool tree;
+    Reals rounds;
+  };
+  using Asked = std::tuple<int, std::vector<int>, int>;  // a model's number, for which texts, for how many tokens
   struct Came {
     int64_t seq, first;  // its id, and the place in its text of the first of these tokens
     Ints tokens;
@@ -39,8 +50,10 @@ class Beliefs {
   bool ask(int64_t seq, int64_t room, uint64_t source, bool poor);
   // Per sequence which of its guesses to verify, at most k (k <= most()), and the tokens a second expected with them.
   std::tuple<std::vector<Picked>, double> choose(std::vector<Text> &texts, double drafted, int k, bool chains);
-  // A model was run for a sequence in the step under way, and its draft has riders.
-  void ran(int64_t seq, int riders) { own.at(seq).ran = 1 + riders; }
+  // Which model to run beside what was just chosen; the texts' guesses do not matter.
+  std::optional<Asked> worth(const std::vector<Text> &texts, int k, const std::vector<Model> &models);
+  // A model was run for a sequence in the step under way, and its draft has riders. The tokens it had not read.
+  int64_t ran(int64_t seq, uint64_t source, int riders, int64_t length);
   // A sequence's steps, and what is left to run models for it, in plain steps.
   std::tuple<int, double> standing(int64_t seq) const { return {own.at(seq).steps, own.at(seq).asks.credit}; }
   // So many steps are over: who was drafted for pays, and guesses are compared with what came. How many look-ups pay.
@@ -97,18 +110,29 @@ class Beliefs {
     int nodes = 0;
     double promised = 0;
   };
+  struct Read {  // the step in which a model was run last, and the tokens it has read
+    uint64_t source;
+    int step;
+    int64_t tokens;
+  };
   struct Own {
     int64_t room;
     Account rows, asks;         // of steps in which no model was run to draft, and of the others
     std::vector<Look> looks;
+    std::vector<Read> read;
     int steps = 0, ran = 0;     // ran: a model's run and riders, in the step under way; nodes: these, and its rows
     int nodes = 0;
-    double hoped = 0;           // tokens that its draft promised, by what is believed of their kinds
+    double worth = 0, hoped = 0;  // tokens that its draft is expected to bring; by what is believed of their kinds alone
     std::vector<Count> counts;  // by number of the kind
     std::vector<Bush> probes;   // of sources apart; of source 0: all together
     Bush bush;                  // of the step under way
 
     explicit Own(int64_t room = 0) : room(room), rows(room), asks(room) {}
+    Read last(uint64_t source) const {
+      for (const Read &each : read)
+        if (each.source == source) return each;
+      return {source, 0, 0};
+    }
   };
 
   void enter(Bush &bush, const Guess &guess, int64_t deepest, std::vector<int> &at) const;
@@ -121,6 +145,7 @@ class Beliefs {
 
   uint64_t apart;
   Reals seconds;
+  double rate = 0;  // tokens a second that are expected of what was chosen
   std::unordered_map<Kind, int, Hash> numbers;
   std::vector<Count> all;  // by number of the kind
   Count drafts;            // tokens of what was drafted: right, and hoped for

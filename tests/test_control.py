@@ -453,10 +453,28 @@ def test_both_choose_the_same(seed):
             own.choose(some, [*look], cheap, 0.0, k, chains, False, poor) for own, look in zip(both, looks, strict=True)
         )
         assert one == other
+        if one[1]:
+            models = [
+                (
+                    1 << i,
+                    dice.choice((-1, 0, 2, 9)),
+                    dice.choice((0, 0, 5)),
+                    dice.random() < 0.6,
+                    dice.choice((0.0, 1e-3)),
+                )
+                + (
+                    dice.choice((0.0, 2.0)),
+                    dice.random() < 0.3,
+                    [0.1 * dice.random() * (1 + j) for j in range(len(some))],
+                )
+                for i in range(2, 4)
+            ]
+            one, other = (own.worth(some, k, models) for own in both)
+            assert one == other
         if dice.random() < 0.5:  # a model is asked for some
             dear = {i: [*cheap.get(i, ()), guess(4)] for i in range(len(some)) if dice.random() < 0.5}
             for i, own in [(i, own) for i in dear for own in both]:
-                own.ran(some[i][0], i % 2)
+                assert own.ran(some[i][0], 4, i % 2, len(some[i][1])) >= 0
             one, other = (
                 own.choose(some, look, dear, drafted, k, chains, True) for own, look in zip(both, looks, strict=True)
             )
@@ -557,7 +575,7 @@ def test_a_model_is_paid_from_another_account(beliefs):
     """A run and its riders count like rows: three of the four that the step is paid for are the first one's."""
     guesses = [[(1, [5], [-1], [0.9])]] * 2
     choose(beliefs, {1: 0, 2: 0}, guesses, [1.0, 1.05, 1.1, 1.2])
-    beliefs.ran(1, 1)
+    assert beliefs.ran(1, 4, 1, 7) == 7
     choose(beliefs, {1: 0, 2: 0}, guesses, [1.0, 1.05, 1.1, 1.2], again=True)
     beliefs.settle([(1, [6], 0), (2, [6], 0)], 5, math.inf, 0.0, 0.3)
     assert beliefs.standing(1) == (1, pytest.approx(START - 2 * (0.2 + 0.3) * 3 / 4 + 0.005)) and beliefs.ask(1, 9, 1)

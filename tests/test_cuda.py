@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from outrider import LLM, SamplingParams
 from outrider.config import Rule, SpeculativeConfig
+from outrider.control import Beliefs
 from outrider.draft import Draft, Verdict
 from outrider.drafters import create
 from outrider.kv import Entry, OffloadKV, PagedKV, Plan, views
@@ -206,7 +207,8 @@ def test_auto_learns_nothing_from_what_captured(folder, as_on_cuda, monkeypatch)
     monkeypatch.setattr(drafter, "rests", lambda seqs: False)
     monkeypatch.setattr(drafter.costs, "add", lambda *measured: told.append("target"))
     monkeypatch.setattr(source.rounds, "add", lambda *measured: told.append("draft"))
-    monkeypatch.setattr(drafter, "_worth", lambda seqs, *_: (source, [*range(len(seqs))], 2))
+    drafter.beliefs = Beliefs(source.bit)
+    monkeypatch.setattr(drafter.beliefs, "worth", lambda texts, *_: (0, [*range(len(texts))], 2))
     seq = Sequence(PROMPT, SamplingParams(max_tokens=60, temperature=0), seed=0)
     for _ in range(6):
         held = len(model.graphs.held), len(own.graphs.held)

@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from outrider.config import real
+from outrider.config import MOST_NODES, real
 from outrider.errors import OutriderError
 from outrider.files import write_text
 
@@ -54,6 +54,9 @@ DEPTHS = (2,)
 MEMORY, OWN_MEMORY = 0.995, 0.97  # weight of the past, of all requests and of one, per guess of a kind
 ENDED, LEAST_SHARE = 0.8, 0.1  # weight of the past in how requests' looks ended; of what looks may lose, at least
 HOPES, LEAST_FAITH = 16.0, 0.75  # tokens of drafts taken to have come true at first; of what drafts promise
+HOPE = 0.65  # what a source that runs a model is believed to be right with, before it was asked
+AGAIN = 24  # steps after which such a source may be asked again, if the account covers it
+HORIZON = 64  # tokens over which reading a text must pay
 PRIOR_WEIGHT, OWN_WEIGHT = 2.0, 8.0  # guesses that the prior, and all requests against one, count for
 LOTS = 64  # more than there are octaves of keys
 KEPT = 64  # machines and models whose costs are kept in the file
@@ -338,6 +341,10 @@ Text = tuple[int, list[int], int, int]  # a sequence's id, its tokens, how many 
 # A look-up: whose (a bit), each sequence's index, what makes one, and what else an index is asked with, last if a tree.
 # Or in a datastore: whose, its shards, the longest and shortest match, length, hits, tokens of the model, if a tree.
 Look = tuple[Any, ...]
+# A source that runs a model: whose (a bit); most tokens of a draft (0: any); how long the texts are that it is for;
+# whether it was tried; seconds to read a token of a text; riders; whether its drafts are trees, whose size is its own
+# affair; and seconds of a round for one sequence, for two and so on, for each token of a chain or a whole tree.
+Model = tuple[int, int, int, bool, float, float, bool, list[float]]
 
 
 def kind(who: int, otherwise: int, trust: float | None, depth: int) -> Kind:
@@ -432,12 +439,14 @@ class Own:
     asks: Account  # of the others
     room: int
     looks: dict[int, Account] = field(default_factory=dict)  # of asking each cheap source, against what it promised
+    read: dict[int, tuple[int, int]] = field(default_factory=dict)  # by model (bit): the step it was run in, its tokens
     steps: int = 0
     poor: int = 0  # cheap sources (bits) that did not pay for being asked
     asked: int = 0  # in the step under way: cheap sources (bits); ...
     ran: int = 0  # ... a model's run and riders, if one was run for it; ...
     nodes: int = 0  # ... these, and its rows: for what it pays; ...
-    hoped: float = 0.0  # ... tokens that its draft promised, by what is believed of their kinds; ...
+    worth: float = 0.0  # ... tokens that its draft is expected to bring; ...
+    hoped: float = 0.0  # ... the same by what is believed of their kinds alone; ...
     promised: dict[int, list[float]] = field(default_factory=dict)  # ... and tokens expected, for each row of a source
     counts: dict[Kind, tuple[float, float]] = field(default_factory=dict)
     probes: dict[int, Probe] = field(default_factory=dict)  # of sources apart; 0: of all together
@@ -464,6 +473,7 @@ class Beliefs:
         self.ended: dict[int, float] = {}  # by cheap source (bit): the share of late requests whose looks ended poor
         self.drafts = 0.0, 0.0  # tokens of what was drafted: right, and hoped for
         self.seconds: list[float] = []
+        self.rate = 0.0  # tokens a second that are expected of what was chosen
 
     def __len__(self) -> int:
         """How many sequences something is kept of."""
@@ -500,10 +510,11 @@ class Beliefs:
         would be if all were wrong. drafted: seconds spent.  chains: see `pick`.  again: in the same step, once a model
         was run.  poor: see `ask`.
         """
-        n, k = len(texts), min(k, len(self.seconds) - 1)
+        n, k, self.rate = len(texts), min(k, len(self.seconds) - 1), 0.0
         for seq, _, _, room in () if again else texts:
             known = self._known(seq, room)
-            known.steps, known.nodes, known.ran, known.hoped, known.promised = known.steps + 1, 0, 0, 0.0, {}
+            known.steps, known.nodes, known.ran, known.promised = known.steps + 1, 0, 0, {}
+            known.worth = known.hoped = 0.0
         if k < 1:
             return [([], [], [], 0.0) for _ in texts], 0.0
         bushes, every, most = list[Bush](), list[list[float]](), list[int]()
@@ -524,21 +535,75 @@ class Beliefs:
             every.append(chances)
             stake = self.seconds[0] + known.rows.stake * (self.seconds[0] / n)  # what a token takes plainly
             most.append(k if known.ran else min(k, max(1, bisect(self.seconds, stake) - 1)))
-        chosen, rate = pick(every, bushes, self.seconds, drafted, most, chains)
+        chosen, self.rate = pick(every, bushes, self.seconds, drafted, most, chains)
         picked: list[Picked] = []
         for (seq, *_), bush, chances, nodes in zip(texts, bushes, every, chosen, strict=True):
             known = self.own[seq]
             known.nodes, known.promised = known.ran + len(nodes), {}
-            worth = sum(chances[node] for node in nodes)
+            worth = known.worth = sum(chances[node] for node in nodes)
             known.hoped = worth / (known.account.covers * self.faith()) if worth else 0.0
             for node in nodes:
                 known.promised.setdefault(bush.who[node] & -bush.who[node], []).append(chances[node])
             picked.append((*bush.drafted(nodes), worth))
-        return picked, rate
+        return picked, self.rate
 
-    def ran(self, seq: int, riders: int) -> None:
-        """A model was run for a sequence in the step under way, and its draft has riders."""
-        self.own[seq].ran = 1 + riders
+    def worth(self, texts: list[Text], k: int, models: list[Model]) -> tuple[int, list[int], int] | None:
+        """Which model to run, by its number, beside what was just chosen, for which sequences, by their places, and for
+        how many tokens; None if none pays."""
+        n, k, plain = len(texts), min(k, len(self.seconds) - 1), self.seconds[0]
+        own = [self.own[seq] for seq, *_ in texts]
+        may = [i for i, each in enumerate(own) if each.asks.credit >= 0 and each.steps > 1 and texts[i][3] > 1]
+        drafted, had = sum(each.nodes for each in own), n + sum(each.worth for each in own)
+        best: tuple[float, int, list[int], int] | None = None
+        for number, (source, most, least, tried, reading, riders, tree, rounds) in enumerate(models):
+            deep, found = min(k, most) if most > 0 else k, list[tuple[float, float, list[float], int]]()
+            for i in may if deep > 0 else []:
+                seq, text, _, room = texts[i]
+                if len(text) < least:
+                    continue
+                lag, gain, share, gains = self._lag(own[i], source, len(text)), 0.0, 1.0, list[float]()
+                for hope in self.hopes(seq, source, deep, HOPE):
+                    share *= hope
+                    gain += share
+                    gains.append(max(0.0, gain - own[i].worth))
+                paid = 0.0
+                if not tried and lag > MOST_NODES:
+                    paid = plain * lag / 512  # a guess, until it was measured
+                elif lag > MOST_NODES // 4:
+                    paid = reading * lag
+                paid /= min(HORIZON, room)
+                found.append((paid - gains[-1] * plain / n, paid, gains, i))
+            if not found:
+                continue
+            found.sort(key=itemgetter(0))
+            # what it costs is not known at first: once, and little
+            many_at_most, longest = (len(found), deep) if tried else (1, min(2, deep))
+            for length in [deep] if tree else range(1, longest + 1):
+                more = read = 0.0
+                for many, (_, paid, gains, _) in enumerate(found[:many_at_most], 1):
+                    more, read = more + gains[length - 1], read + paid
+                    rows = min(len(self.seconds) - 1, max(int(many * (length + riders)), drafted))
+                    spent = plain + MARGIN * max(0.0, self.seconds[rows] - plain)
+                    spent += rounds[many - 1] * (1 if tree else length) + read
+                    if (gained := (had + more) / spent) > 1.02 * self.rate and (best is None or gained > best[0]):
+                        best = gained, number, [i for *_, i in found[:many]], length
+            if best is None:  # things may have changed
+                waits = {i: own[i].steps - own[i].read.get(source, (0, 0))[0] for *_, i in found}
+                late, cost = max(waits, key=lambda i: waits[i]), rounds[0] * (1 if tree else deep)
+                if waits[late] > AGAIN and own[late].asks.credit > cost * n / plain:
+                    best = self.rate, number, [late], deep
+        return None if best is None else (best[1], sorted(best[2]), best[3])
+
+    @staticmethod
+    def _lag(known: Own, source: int, length: int) -> int:
+        """Tokens of a text that a model has not read."""
+        return length - known.read.get(source, (0, 0))[1]
+
+    def ran(self, seq: int, source: int, riders: int, length: int) -> int:
+        """A model was run for a sequence in the step under way, and its draft has riders. What it had not read."""
+        known = self.own[seq]
+        lag, known.ran, known.read[source] = self._lag(known, source, length), 1 + riders, (known.steps, length)
+        return lag
 
     def standing(self, seq: int) -> tuple[int, float]:
         """A sequence's steps, and what is left to run models for it, in plain steps."""

@@ -32,7 +32,7 @@ class LastState(Drafter):
 
     @cached_property  # the __init__ of dataclasses calls no other
     def seen(self) -> dict[int, tuple[int, int, Tensor, int]]:
-        """By sequence its length, its last token, states (rows, hidden), and in which of them that token was chosen."""
+        """By sequence its length, its last token, a forward's states (rows, hidden), and the row that chose that token."""
         return {}
 
     def last(self, seq: Sequence) -> tuple[Tensor, int] | None:
@@ -48,9 +48,9 @@ class LastState(Drafter):
 
     def observe(self, seqs: list[Sequence], verdicts: list[Verdict], output: Output) -> None:
         """Keep the states."""
-        for seq, verdict, hidden in zip(seqs, verdicts, output.hidden, strict=True):
-            row = 1 + verdict.path[-1] if verdict.path else 0
-            self.seen[seq.id] = len(seq.tokens), seq.tokens[-1], hidden, row
+        for seq, verdict, first in zip(seqs, verdicts, output.starts, strict=True):
+            row = first + (1 + verdict.path[-1] if verdict.path else 0)
+            self.seen[seq.id] = len(seq.tokens), seq.tokens[-1], output.states, row
 
     def forget(self, seq: Sequence) -> None:
         """Drop the sequence's."""

@@ -34,7 +34,7 @@ import torch
 
 from outrider import drafters
 from outrider.config import MOST_NODES, SamplingParams, option
-from outrider.control import MARGIN, Beliefs, Costs, Guess, Learnt, Look, Picked, Text, cache_file
+from outrider.control import Beliefs, Costs, Guess, Learnt, Look, Model, Picked, Text, cache_file
 from outrider.draft import Draft, Verdict
 from outrider.errors import ConfigError, OutriderError
 from outrider.load import ASSETS, companions, heads, kind_of, stores
@@ -47,12 +47,9 @@ log = logging.getLogger(__name__)
 SUFFIX = {"method": "suffix", "tree": True, "suffix_decoding_max_spec_factor": 2.0}  # how far to go is ours to say
 STORE = {"method": "rest", "tree": True}
 UNLIKELY = 0.05  # guesses of heads below it are worth no row anywhere, and none is gone on from
-HOPE = 0.65  # what a source that runs a model is believed to be right with, before it was asked
 HEAVY = 2**30  # bytes of weights from which recycling, some 0.2 ms a step, costs nothing to speak of
 EVERY = 8  # steps after which a look is tried again that has not paid lately; in between all may rest
 LONG = 4096  # tokens of a text from which the target is asked to guess through few keys
-AGAIN = 24  # steps after which a source that runs a model may be asked again, if the account covers it
-HORIZON = 64  # tokens over which reading a text must pay
 ALL_ROWS = 512  # nodes of all sequences together
 # whose forwards are measured first, the most telling ones, for so many seconds, behind so many tokens
 ROWS = (1, 8, 2, 16, 4, 32, 17, 6, 12, 33, 3, 24, 5, 9, 48)
@@ -72,18 +69,15 @@ class Source:
     beyond: float = 0.0  # riders
     tried: bool = False
     least: int = 0  # length of the texts that it is for
-    told: list[float] = field(default_factory=list)  # what `each` said since the last measurement
+    told: Model | None = None  # what `model` said, until something is measured
 
-    def each(self, most: int) -> list[float]:
-        """Seconds of a round for one sequence, for two, and so on."""
-        if len(self.told) < most:
-            self.told = self.rounds.over(1, most) if self.rounds else [0.0] * most
+    def model(self, most: int) -> Model:
+        """What asking it for up to so many sequences takes."""
+        if self.told is None or len(self.told[-1]) < most:
+            own = self.drafter.num_speculative_tokens
+            rounds = self.rounds.over(1, most) if self.rounds else [0.0] * most
+            self.told = self.bit, own, self.least, self.tried, self.reading, self.beyond, self.tree, rounds
         return self.told
-
-    def took(self, many: int, seconds: float) -> None:
-        """A round for so many sequences."""
-        self.rounds.add(many, seconds)
-        self.told = []
 
 
 @dataclass
@@ -126,7 +120,6 @@ class Auto(Drafter):
         self.looks: list[Look] = [look for look in looks if look]
         self.others = [own for own, look in zip(self.sources, looks, strict=True) if own.drafter.cheap and not look]
         self.costs = Costs()
-        self.asked: dict[int, dict[str, tuple[int, int]]] = {}  # by sequence and source: when, and the tokens it read
         self.chains, self.vocab, self.chunk = False, 2**63, 2**63
         self.sent = self.spent = self.asking = self.own = self.whole = 0.0
         self.made = 0  # graphs, when a step's forward began
@@ -205,8 +198,10 @@ class Auto(Drafter):
         texts = [(seq.id, seq.tokens, seq.settled, seq.room) for seq in seqs]
         guesses, riders = self._cheap(seqs, min(k, len(seconds) - 1)) if self.others else ({}, {})
         picked, rate = self.beliefs.choose(texts, self.looks, guesses, 0.0, k, self.chains, False, self._poor)
-        if rate and max(lengths) >= self.least:  # else none fits, as a rule
-            picked = self._dear(seqs, texts, picked, rate, min(k, len(seconds) - 1), guesses, riders)
+        if rate and max(lengths) >= self.least:  # else no model fits, as a rule
+            asked = self.beliefs.worth(texts, k, [source.model(n) for source in self.dear])
+            if asked is not None:
+                picked = self._dear(seqs, texts, asked, k, guesses, riders)
         drafts = [self._draft(own, riders.get(i)) for i, own in enumerate(picked)]
         self.sent, self.made = self.clock(), Graphs.made
         self.spent = self.sent - began
@@ -223,15 +218,12 @@ class Auto(Drafter):
         return guesses, riders
 
     def _dear(
-        self, seqs: list[Sequence], texts: list[Text], picked: list[Picked], rate: float, k: int,
+        self, seqs: list[Sequence], texts: list[Text], asked: tuple[int, list[int], int], k: int,
         guesses: dict[int, list[Guess]], riders: dict[int, Draft],
     ) -> list[Picked]:  # fmt: skip
-        """What to verify, once a source that runs a model was asked, if one pays."""
-        asked = self._worth(seqs, picked, rate, k)
-        if asked is None:
-            return picked
-        source, who, length = asked
-        made, drafted = Graphs.made, -self.clock()
+        """What to verify, once a source that runs a model was asked."""
+        number, who, length = asked
+        source, made, drafted = self.dear[number], Graphs.made, -self.clock()
         self._ask(source, seqs, who, length, guesses, riders)
         drafted += self.clock()
         self.asking = drafted
@@ -264,92 +256,33 @@ class Auto(Drafter):
         parents += [parent - first + start if parent >= first else -1 for parent in riding.parents[first:]]
         return Draft(tokens + riding.tokens[first:], parents, riders=riding.riders, by=by + [""] * riding.riders)
 
-    def _worth(
-        self, seqs: list[Sequence], picked: list[Picked], rate: float, k: int
-    ) -> tuple[Source, list[int], int] | None:
-        """Which source that runs a model to ask, for which sequences, for how many tokens; None if none pays."""
-        n, best = len(seqs), None
-        standing = [self.beliefs.standing(seq.id) for seq in seqs]
-        may = [i for i, (steps, credit) in enumerate(standing) if credit >= 0 and steps > 1 and seqs[i].room > 1]
-        seconds, plain = self.seconds, self.seconds[0]
-        had, drafted = [worth for *_, worth in picked], sum(len(tokens) for tokens, *_ in picked)
-        all_had = n + sum(had)
-        for source in self.dear:
-            own = source.drafter.num_speculative_tokens
-            deep, found = min(k, own if own > 0 else k), list[tuple[float, float, list[float], int]]()
-            for i in may if deep > 0 else []:
-                if len(seqs[i].tokens) < source.least:
-                    continue
-                lag, reading, gain, share, gains = self._lag(source, seqs[i]), 0.0, 0.0, 1.0, list[float]()
-                for hope in self.beliefs.hopes(seqs[i].id, source.bit, deep, HOPE):
-                    share *= hope
-                    gain += share
-                    gains.append(max(0.0, gain - had[i]))
-                if not source.tried and lag > MOST_NODES:
-                    reading = plain * lag / 512  # a guess, until it was measured
-                elif lag > MOST_NODES // 4:
-                    reading = source.reading * lag
-                reading /= min(HORIZON, max(1, seqs[i].room))
-                found.append((reading - gains[-1] * plain / n, reading, gains, i))
-            if not found:
-                continue
-            found.sort(key=lambda one: one[0])
-            each = source.each(len(found))
-            # what it costs is not known at first: once, and little
-            most, longest = (len(found), deep) if source.tried else (1, min(2, deep))
-            for length in [deep] if source.tree else range(1, longest + 1):
-                more = paid = 0.0
-                for many, (_, reading, gains, _) in enumerate(found[:most], 1):
-                    more, paid = more + gains[length - 1], paid + reading
-                    rows = min(len(seconds) - 1, max(int(many * (length + source.beyond)), drafted))
-                    spent = plain + MARGIN * max(0.0, seconds[rows] - plain)
-                    spent += each[many - 1] * (1 if source.tree else length) + paid
-                    if (gained := (all_had + more) / spent) > 1.02 * rate and (best is None or gained > best[0]):
-                        best = gained, source, [i for *_, i in found[:many]], length
-            if best is None:
-                waits = {i: standing[i][0] - self._last(source, seqs[i])[0] for *_, i in found}
-                late, cost = max(waits, key=lambda i: waits[i]), each[0] * (1 if source.tree else deep)
-                if waits[late] > AGAIN and standing[late][1] > cost * n / plain:
-                    best = rate, source, [late], deep  # things may have changed
-        return None if best is None else (best[1], sorted(best[2]), best[3])
-
-    def _last(self, source: Source, seq: Sequence) -> tuple[int, int]:
-        """The step of a sequence in which a source that runs a model was asked last, and the tokens it had read."""
-        return self.asked.get(seq.id, {}).get(source.name, (0, 0))
-
-    def _lag(self, source: Source, seq: Sequence) -> int:
-        """How many tokens it has not read."""
-        return len(seq.tokens) - self._last(source, seq)[1]
-
     def _time(
         self, source: Source, seqs: list[Sequence], who: list[int], k: int, seconds: float | None,
         riders: dict[int, Draft],
     ) -> None:  # fmt: skip
         """What asking took: for what the source had to read, or for its guesses; None: nothing to learn from."""
-        lag = sum(self._lag(source, seqs[i]) for i in who)
+        lag, source.told = 0, None
         for i in who:
-            seq = seqs[i]
-            self.asked.setdefault(seq.id, {})[source.name] = self.beliefs.standing(seq.id)[0], len(seq.tokens)
-            self.beliefs.ran(seq.id, riders[i].riders if i in riders else 0)
+            beyond = riders[i].riders if i in riders else 0
+            lag += self.beliefs.ran(seqs[i].id, source.bit, beyond, len(seqs[i].tokens))
         if seconds is None:
             return
         if lag > MOST_NODES // 4 * len(who):
             source.reading = seconds / lag if not source.tried else 0.8 * source.reading + 0.2 * seconds / lag
         else:
-            source.took(len(who), seconds / (1 if source.tree else k))
+            source.rounds.add(len(who), seconds / (1 if source.tree else k))
         source.tried = True
 
     def observe(self, seqs: list[Sequence], verdicts: list[Verdict], output: Output) -> None:
         """Learn what the step cost and brought, and which guesses were right, drafted or not."""
-        began = self.clock()
-        took, rows = began - self.sent, sum([1 + len(draft.tokens) for draft in output.drafts])
-        captured = Graphs.made > self.made
-        if output.read <= self.chunk and not captured:  # else it was more than one forward
-            keys = sum([len(seq.tokens) for seq in seqs]) - sum([len(verdict.tokens) for verdict in verdicts])
-            self.costs.add(rows, keys, took, output.read, len(seqs))
-        came = []
+        began, captured, came, rows, keys = self.clock(), Graphs.made > self.made, [], 0, 0
+        took = began - self.sent
         for seq, verdict, draft in zip(seqs, verdicts, output.drafts, strict=True):
-            came.append((seq.id, seq.tokens, len(verdict.path) - len(draft.forced.intersection(verdict.path))))
+            rows, keys = rows + 1 + len(draft.tokens), keys + len(seq.tokens) - len(verdict.tokens)
+            forced = len(draft.forced.intersection(verdict.path)) if draft.forced else 0
+            came.append((seq.id, seq.tokens, len(verdict.path) - forced))
+        if output.read <= self.chunk and not captured:  # else it was more than one forward
+            self.costs.add(rows, keys, took, output.read, len(seqs))
         took, steps, self.rested = math.inf if output.read or captured else took, 1 + self.rested, 0
         pay = self.beliefs.settle(came, rows, took, self.own, self.whole - self.own, steps)
         rests = not pay and not self.awake and max([len(seq.tokens) for seq in seqs]) + EVERY < self.least
@@ -366,7 +299,6 @@ class Auto(Drafter):
 
     def forget(self, seq: Sequence) -> None:
         """Drop what is known of this sequence alone; keep the costs for the next run."""
-        self.asked.pop(seq.id, None)
         self.beliefs.forget(seq.id)
         for part in self.parts:
             part.forget(seq)
