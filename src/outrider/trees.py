@@ -32,7 +32,7 @@ class LastState(Drafter):
 
     @cached_property  # the __init__ of dataclasses calls no other
     def seen(self) -> dict[int, tuple[int, int, Tensor, int]]:
-        """By sequence its length, its last token, a forward's states (rows, hidden), and the row that chose that token."""
+        """By sequence its length, its last token, states (rows, hidden), and the row that chose that token."""
         return {}
 
     def last(self, seq: Sequence) -> tuple[Tensor, int] | None:
