@@ -454,21 +454,11 @@ def test_both_choose_the_same(seed):
         )
         assert one == other
         if one[1]:
-            models = [
-                (
-                    1 << i,
-                    dice.choice((-1, 0, 2, 9)),
-                    dice.choice((0, 0, 5)),
-                    dice.random() < 0.6,
-                    dice.choice((0.0, 1e-3)),
-                )
-                + (
-                    dice.choice((0.0, 2.0)),
-                    dice.random() < 0.3,
-                    [0.1 * dice.random() * (1 + j) for j in range(len(some))],
-                )
-                for i in range(2, 4)
-            ]
+            models = []
+            for source in (4, 8):
+                how = dice.choice((-1, 0, 2, 9)), dice.choice((0, 0, 5)), dice.random() < 0.6, dice.choice((0.0, 1e-3))
+                rounds = [0.1 * dice.random() * (1 + j) for j in range(len(some))]
+                models.append((source, *how, dice.choice((0.0, 2.0)), dice.random() < 0.3, rounds))
             one, other = (own.worth(some, k, models) for own in both)
             assert one == other
         if dice.random() < 0.5:  # a model is asked for some
