@@ -37,7 +37,7 @@ def events_of(client, body: dict[str, Any]) -> list[dict[str, Any]]:
 
 def without_ids(response: dict[str, Any]) -> dict[str, Any]:
     items = [{k: v for k, v in item.items() if k not in ("id", "call_id")} for item in response["output"]]
-    return {**response, "id": "", "created_at": 0, "metrics": None, "output": items}
+    return {**response, "id": "", "created_at": 0, "completed_at": None, "metrics": None, "output": items}
 
 
 @pytest.mark.parametrize(
@@ -69,6 +69,28 @@ def test_text(client, tiny_llm, given):
     assert without_ids(last) | {"usage": last["usage"] | about} == without_ids(answer) | {
         "usage": answer["usage"] | about
     }
+
+
+def test_all_that_open_responses_asks_for(client):
+    """The fields that its schema of a response requires, also while it is written."""
+    labels = {"user": "me", "safety_identifier": "s", "prompt_cache_key": "k"}
+    body = {"input": "Hello", "max_output_tokens": 4, "stop": "\x00", "presence_penalty": 0.5, **labels}
+    events = events_of(client, {**body, "reasoning": {"effort": "low"}, "max_tool_calls": 3})
+    for event in (events[0], events[-1]):
+        required = """
+            id object created_at completed_at status incomplete_details model previous_response_id instructions
+            output error tools tool_choice truncation parallel_tool_calls text top_p presence_penalty
+            frequency_penalty top_logprobs temperature reasoning user usage max_output_tokens max_tool_calls
+            store background service_tier metadata safety_identifier prompt_cache_key
+        """
+        response = event["response"]
+        assert set(required.split()) <= response.keys() and labels.items() <= response.items()
+        assert response["presence_penalty"] == 0.5 and response["reasoning"] == {"effort": "low", "summary": None}
+    answer = client.post(
+        ROUTE, {"input": "Hello", "max_output_tokens": 4, "user": 7, "reasoning": {"effort": 2}}
+    ).json()
+    assert answer["user"] is None and answer["reasoning"]["effort"] is None
+    assert (answer["completed_at"] is None) == (answer["status"] != "completed")
 
 
 def test_what_was_refused_is_text(client):

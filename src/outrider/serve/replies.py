@@ -115,7 +115,11 @@ REPLIES: dict[str, Schema] = {
     ),
     "ResponsesReply": _object(
         {
-            "id": TEXT, "object": _one("response"), "created_at": INTEGER, "status": ITEM["status"], "model": TEXT,
+            "id": TEXT, "object": _one("response"), "created_at": INTEGER, "completed_at": _maybe(INTEGER),
+            "status": ITEM["status"], "model": TEXT, "background": _one(False), "service_tier": _one("default"),
+            "user": _maybe(TEXT), "safety_identifier": _maybe(TEXT), "prompt_cache_key": _maybe(TEXT),
+            "reasoning": _object({"effort": _maybe(TEXT), "summary": {"type": "null"}}),
+            "max_tool_calls": {"type": "null"}, "presence_penalty": NUMBER, "frequency_penalty": NUMBER,
             "output": _list({"anyOf": [MESSAGE, FUNCTION_CALL]}), "error": {"type": "null"},
             "incomplete_details": _maybe(_object({"reason": _one("max_output_tokens")})), "instructions": _maybe(TEXT),
             "max_output_tokens": _maybe(COUNT), "metadata": _map(ANY), "parallel_tool_calls": TRUTH,

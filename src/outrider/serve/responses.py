@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from dataclasses import replace
@@ -285,21 +286,31 @@ class Respond(Chat):
     def _response(self, status: str, **more: Any) -> dict[str, Any]:
         asked, params = self.asked, self.job.answer.requests[0].seq.params
         functions = [{"strict": None, "parameters": None, "description": None, **tool} for tool in asked.functions]
+        effort = asked.reasoning.get("effort") if isinstance(asked.reasoning, dict) else None
+        said = {name: getattr(asked, name) for name in ("user", "safety_identifier", "prompt_cache_key")}
         return {
             **self.made,
+            "completed_at": int(time.time()) if status == "completed" else None,
             "status": status,
             "model": self.job.head["model"],
             "output": [_copy(item) for item in self.items],
             "error": None,
             "incomplete_details": None,
             "instructions": asked.instructions,
+            "background": False,
+            "service_tier": "default",
+            **{name: own if isinstance(own, str) else None for name, own in said.items()},
+            "reasoning": {"effort": effort if isinstance(effort, str) else None, "summary": None},
             "max_output_tokens": asked.max_output_tokens,
+            "max_tool_calls": None,
             "metadata": asked.metadata or {},
             "parallel_tool_calls": asked.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
             "temperature": params.temperature,
             "top_p": params.top_p,
+            "presence_penalty": params.presence_penalty,
+            "frequency_penalty": params.frequency_penalty,
             "text": {"format": (asked.text or {}).get("format") or {"type": "text"}},
             "tool_choice": asked.tool_choice or "auto",
             "tools": functions,
