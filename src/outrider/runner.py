@@ -277,17 +277,19 @@ class Runner:
 
     def commit(self, seqs: list[Sequence], output: Output, verdicts: list[Verdict]) -> None:
         """Keep the accepted path of each draft in the cache, drop the rest. Call before the sequences grow."""
+        if not torch.is_inference_mode_enabled():  # to enter it once more takes some 25 us between two forwards
+            with torch.inference_mode():
+                return self.commit(seqs, output, verdicts)
         for seq, draft, verdict in zip(seqs, output.drafts, verdicts, strict=True):
             if draft.tokens:
-                with torch.inference_mode():
-                    self._keep(seq, draft, verdict.path)
+                self._keep(seq, draft, verdict.path)
 
     def _keep(self, seq: Sequence, draft: Draft, path: list[int]) -> None:
         slot, length = self.slots[seq.id], len(seq.tokens)
         self.kv.keep(seq.id, length, path)
         for rows in self.taps if self._tapped else ():
             rows.keep(seq.id, length, path)
-        if not self.follows_paths and path != list(range(len(path))):
+        if path != list(range(len(path))) and not self.follows_paths:
             slot.pure = min(slot.pure, length)
         slot.tokens[length:] = [draft.tokens[i] for i in path]
 

@@ -365,11 +365,11 @@ class Engine:
         While another thread steps, waits for that. Nothing to do: an empty list. Raises RequestError if called by what
         a step calls, EngineError in a fork of the engine's process.
         """
-        with untouched(), torch.inference_mode():
+        with untouched(), torch.inference_mode(), interrupts_wait():
             return self.step_within()
 
     def step_within(self, unless: Callable[[], bool] = lambda: False) -> list[tuple[Request, list[int]]]:
-        """As `step`, for who has entered its two blocks once for many steps.
+        """As `step`, for who has entered its blocks once for many steps, or is not the main thread.
 
         If `unless()` holds once no other thread steps, does nothing.
         """
@@ -425,7 +425,6 @@ class Engine:
         if request.error:
             raise request.error
 
-    @interrupts_wait()
     def _advance(self) -> list[tuple[Request, list[int]]]:
         self._sweep()
         self._expire()
