@@ -83,7 +83,7 @@ struct Lanes {
 };
 constexpr Lanes kLanes;
 
-// ---- the two modes: products of floats, or of pairs of bf16 --------------------------------------------------------
+// ---- the two modes: products of floats, also of f16, or of pairs of bf16 ------------------------------------------------------
 
 // Memory that will be wanted, asked for bit by bit while other work is done: a processor drops what it is asked for all
 // at once. It is to come to the second-level cache, for which more lines can be on their way than for the first. Without
@@ -381,9 +381,9 @@ void finish(const AttentionShape &shape, const State &total, int64_t row, int he
     weight = weight * keep + (sink > top ? 1 : exp2(sink - top));
   }
   const vf share = splat(keep / weight);
-  with_type(shape.q_type, [&](auto *type) {
-    for (int d = 0; d < shape.dim; d += W)
-      store_n(static_cast<decltype(type)>(out) + d, load(sums + d) * share, shape.dim - d);
+  with_type(shape.q_type, [&](auto *to) {
+    to = static_cast<decltype(to)>(out);
+    for (int d = 0; d < shape.dim; d += W) store_n(to + d, load(sums + d) * share, shape.dim - d);
   });
 }
 

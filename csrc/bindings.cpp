@@ -51,7 +51,7 @@ static void bind_linear(nb::module_ &m) {
       })
       .def("pack_coarse", [](Weights &w, bool offsets, uintptr_t plain, int count, uintptr_t packed) {
         pack_factors(w, at(plain), count, 2, to(packed));
-        (offsets ? w.offsets : w.scales).coarse = static_cast<const uint16_t *>(at(packed));
+        (offsets ? w.offsets : w.scales).coarse = static_cast<const f16 *>(at(packed));
       })
       .def("set_bias", [](Weights &w, uintptr_t bias) { w.bias = at(bias); })
       .def("set_place", [](Weights &w, uintptr_t place) { w.place = static_cast<const int32_t *>(at(place)); })

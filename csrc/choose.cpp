@@ -218,9 +218,10 @@ std::optional<Beliefs::Asked> Beliefs::worth(const std::vector<Text> &texts, int
     Reals gains;
     int i;
   };
+  k = std::min(k, most());
+  if (k < 1) return {};
   const int n = int(texts.size());
   const double plain = seconds[0];
-  k = std::min(k, most());
   std::vector<const Own *> known;
   int drafted = 0;
   double had = 0, best = 0;
@@ -234,7 +235,7 @@ std::optional<Beliefs::Asked> Beliefs::worth(const std::vector<Text> &texts, int
     const Model &model = models[number];
     const int deep = model.most > 0 ? std::min(k, model.most) : k;
     std::vector<Found> found;
-    for (int i = 0; i < n && deep > 0; i++) {
+    for (int i = 0; i < n; i++) {
       const Text &text = texts[i];
       if (known[i]->asks.credit < 0 || known[i]->steps <= 1 || text.room <= 1 || text.length < model.least) continue;
       const int64_t lag = text.length - known[i]->last(model.source).tokens;
@@ -272,7 +273,8 @@ std::optional<Beliefs::Asked> Beliefs::worth(const std::vector<Text> &texts, int
     if (asked) continue;
     int late = -1, waits = kAgain;  // things may have changed
     for (const Found &each : found)
-      if (const int own = known[each.i]->steps - known[each.i]->last(model.source).step; own > waits) waits = own, late = each.i;
+      if (const int since = known[each.i]->steps - known[each.i]->last(model.source).step; since > waits)
+        waits = since, late = each.i;
     const double cost = model.rounds.at(0) * (model.tree ? 1 : deep);
     if (late >= 0 && known[late]->asks.credit > cost * n / plain) best = rate, asked = {int(number), {late}, deep};
   }

@@ -21,7 +21,7 @@ constexpr int kChunkBytes = 1 << 16, kUnpackedBytes = 1 << 14, kTaskBytes = 1 <<
 constexpr int kTileRows = 32;  // that are taken at once where products are made of tiles
 constexpr int kNear = 4096;  // bytes that few rows fetch ahead, beyond the groups that they take at once
 
-// How bfloat16 activations enter a product, and how many rows it takes at once: where registers are many, more than whose
+// How bfloat16 activations enter a product (the others enter as floats), and how many rows it takes at once: where registers are many, more than whose
 // sums and totals fit them, since what is spilled costs less than to unpack weights, and to read their scales, once more.
 // For more than kDirect rows weights are unpacked once for all, through memory, which pays where unpacking takes long.
 #if defined(__AVX512BF16__)
@@ -331,7 +331,7 @@ INLINE vf factor(const Factors &factors, size_t each, size_t coarse) {
   if (factors.kind == Factors::kHalf) return load(static_cast<const f16 *>(factors.each) + each);
   if (factors.kind == Factors::kBfloat) return load(static_cast<const bf16 *>(factors.each) + each);
   if (factors.kind == Factors::kFloat) return load(static_cast<const float *>(factors.each) + each);
-  return load(reinterpret_cast<const f16 *>(factors.coarse) + coarse) * load(static_cast<const int8_t *>(factors.each) + each);  // exact
+  return load(factors.coarse + coarse) * load(static_cast<const int8_t *>(factors.each) + each);  // exact
 }
 
 // The scale and, if there are any, the offset of a panel's vector v for one of so many groups.

@@ -22,6 +22,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "type.h"
+
 enum Format { kF32, kBF16, kI8, kI4, kU4, kU5, kI6, kFp4, kFp8, kF16 };
 
 constexpr int kPanel = 32;   // outputs
@@ -34,7 +36,7 @@ constexpr int kE2M1[8] = {0, 1, 2, 3, 4, 6, 8, 12};  // twice the numbers of E2M
 struct Factors {
   enum Kind { kBfloat, kHalf, kCoarse, kFloat, kZeros } kind;
   const void *each;  // null: there are none
-  const uint16_t *coarse;
+  const f16 *coarse;
 };
 
 struct Weights {

@@ -91,7 +91,7 @@ float factor_at(const Weights &w, const Factors &factors, int panel, int i, int 
   if (factors.kind == Factors::kBfloat) return from_bits(uint32_t(static_cast<const uint16_t *>(factors.each)[each]) << 16);
   if (factors.kind == Factors::kFloat) return static_cast<const float *>(factors.each)[each];
   if (factors.kind == Factors::kZeros) return -factor_at(w, w.scales, panel, i, k) * static_cast<const int8_t *>(factors.each)[each];
-  const float coarse = from_half(factors.coarse[(size_t(panel) * w.supers() + k / kSuper) * kPanel + i]);
+  const float coarse = from_half(factors.coarse[(size_t(panel) * w.supers() + k / kSuper) * kPanel + i].bits);
   return coarse * static_cast<const int8_t *>(factors.each)[each];
 }
 

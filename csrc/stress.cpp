@@ -67,7 +67,7 @@ struct Packed {
     std::vector<int8_t> whole(outputs * inputs);
     for (size_t i = 0; i < whole.size(); i++) whole[i] = int8_t(i * 37 % 15) - 7;
     const std::vector<uint16_t> floats = numbers(whole.size());
-    pack_weights(w, format == kBF16 ? static_cast<const void *>(floats.data()) : whole.data(), data.data(), 3);
+    pack_weights(w, w.bits() == 16 ? static_cast<const void *>(floats.data()) : whole.data(), data.data(), 3);
     w.data = data.data();
     w.scales = {Factors::kBfloat, scales.data(), nullptr};
   }
@@ -77,9 +77,10 @@ struct Packed {
 void linear(int caller) {
   constexpr int kOutputs = 640, kInputs = 96, kRows = 70;
   static const std::vector<uint16_t> x = numbers(kRows * kInputs), norm = numbers(kInputs);
-  const Packed plain(kBF16, kOutputs, kInputs), int8(kI8, kOutputs, kInputs, true), int4(kI4, kOutputs, kInputs, true);
+  const Packed plain(kBF16, kOutputs, kInputs), half(kF16, kOutputs, kInputs);
+  const Packed int8(kI8, kOutputs, kInputs, true), int4(kI4, kOutputs, kInputs, true);
   std::vector<float> alone(kRows * kOutputs), y(kRows * kOutputs);
-  for (const Packed *packed : {&plain, &int8, &int4})
+  for (const Packed *packed : {&plain, &half, &int8, &int4})
     for (int round = 0; round < 4; round++) {
       const int rows = 1 + (caller * 5 + round * 23) % kRows;
       kernels().linear.linear(packed->w, x.data(), rows, alone.data(), kOutputs, true, nullptr, norm.data(), 1e-5f, 1);
@@ -140,10 +141,11 @@ void attention(int caller) {
   const std::vector<uint16_t> q = numbers(kNew * kHeads * kDim), fresh = numbers(2 * kNew * kKvHeads * kDim);
   std::vector<uint16_t> store = numbers(2 * kKvHeads * kCapacity * kDim);
   std::vector<uint16_t> alone(q.size()), out(q.size());
-  for (int round = 0; round < 3; round++) {
+  for (int round = 0; round < 4; round++) {
+    const Type type = round % 2 ? Type::f16 : Type::bf16;
     const int64_t start = 700 * round + 13 * caller;
     AttentionShape shape{kHeads, kKvHeads, kDim, kHeads * kDim, kKvHeads * kDim, kKvHeads * kDim, 0, 0.125f, 0, nullptr,
-                         Type::bf16, Type::bf16, 1};
+                         type, type, 1};
     AttentionJob job{q.data(), fresh.data(), fresh.data() + fresh.size() / 2, alone.data(), store.data(), nullptr,
                      kCapacity, start, kNew, nullptr, nullptr, nullptr};
     kernels().attention.attend(shape, &job, 1);

@@ -16,7 +16,11 @@ struct f16 {
 // Calls f with a null pointer to activations' type.
 template <class F>
 auto with_type(Type type, F f) {
-  if (type == Type::f32) return f(static_cast<float *>(nullptr));
-  if (type == Type::f16) return f(static_cast<f16 *>(nullptr));
-  return f(static_cast<bf16 *>(nullptr));
+  switch (type) {
+    case Type::f32: return f(static_cast<float *>(nullptr));
+    case Type::f16: return f(static_cast<f16 *>(nullptr));
+    case Type::bf16: return f(static_cast<bf16 *>(nullptr));
+    case Type::int8: break;
+  }
+  __builtin_trap();
 }

@@ -195,7 +195,9 @@ def test_gated_and_normed(isa, kind):
     )
     gate, up = (entered(kind, normed, True) @ dense.T + added.double()).chunk(2, -1)
     y = linear(x, norm, 1e-5, dtype=torch.float32)
-    tolerance = 1e-4 if dtype == torch.float32 else 3e-2  # a normed value may round to its other neighbour
+    tolerance = {torch.float32: 1e-4, torch.float16: 4e-3}.get(
+        dtype, 3e-2
+    )  # a normed value may round to its other neighbour
     assert torch.allclose(y.double(), F.silu(gate) * up, rtol=tolerance, atol=tolerance * float(y.abs().max()))
 
 
@@ -418,7 +420,7 @@ def test_rope(isa, dtype, heads, kv_heads, dim, normed):
         )
     exact = [x * cos.double() + x.roll(dim // 2, -1) * sin.double() for x in (q, k)] + [v]
     full = rope(qkv.clone(), heads, kv_heads, cos, sin, norms, 1e-5)
-    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    tolerance = {torch.float32: 1e-5, torch.float16: 1.5e-3}.get(dtype, 1e-2)
     assert all(torch.allclose(a.double(), b, rtol=tolerance, atol=tolerance) for a, b in zip(full, exact, strict=True))
     for rows in (1, 2, 17, 33):
         part = slice(7, 7 + rows)
@@ -432,7 +434,7 @@ def test_rms_norm(isa, threads, dtype, width):
     x, weight = rand(64, width, dtype=dtype), rand(width, dtype=dtype)
     full = rms_norm(x, weight, 1e-6)
     exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
-    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    tolerance = {torch.float32: 1e-5, torch.float16: 1.5e-3}.get(dtype, 1e-2)
     assert torch.allclose(full.double(), exact, rtol=tolerance, atol=1e-6)
     assert all(torch.equal(rms_norm(x[i : i + 3], weight, 1e-6), full[i : i + 3]) for i in range(61))
 

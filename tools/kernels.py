@@ -128,6 +128,9 @@ def _linears(settings: Settings) -> tuple[dict[str, Call], dict[str, int]]:
 
     plain = [weight(n, k) for n, k in shapes]
     if native.runs(torch.bfloat16, torch.device("cpu")):
+        halves = [Linear(w.half()) for w in plain]
+        calls["float16"] = lambda rows: [linear(inputs[linear.in_features][:rows].half()) for linear in halves]
+        sizes["float16"] = sum(linear.nbytes for linear in halves)
         for scheme, rounded in (("bfloat16", False), *((s, rounded) for s in SCHEMES for rounded in (False, True))):
             linears = [
                 Linear(w if scheme == "bfloat16" else quantize(w, scheme, rounded), rounded=rounded) for w in plain

@@ -550,14 +550,17 @@ class Beliefs:
     def worth(self, texts: list[Text], k: int, models: list[Model]) -> tuple[int, list[int], int] | None:
         """Which model to run, by its number, beside what was just chosen, for which sequences, by their places, and for
         how many tokens; None if none pays."""
-        n, k, plain = len(texts), min(k, len(self.seconds) - 1), self.seconds[0]
+        n, k = len(texts), min(k, len(self.seconds) - 1)
+        if k < 1:
+            return None
+        plain = self.seconds[0]
         own = [self.own[seq] for seq, *_ in texts]
         may = [i for i, each in enumerate(own) if each.asks.credit >= 0 and each.steps > 1 and texts[i][3] > 1]
         drafted, had = sum(each.nodes for each in own), n + sum(each.worth for each in own)
         best: tuple[float, int, list[int], int] | None = None
         for number, (source, most, least, tried, reading, riders, tree, rounds) in enumerate(models):
             deep, found = min(k, most) if most > 0 else k, list[tuple[float, float, list[float], int]]()
-            for i in may if deep > 0 else []:
+            for i in may:
                 seq, text, _, room = texts[i]
                 if len(text) < least:
                     continue

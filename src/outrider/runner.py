@@ -279,7 +279,8 @@ class Runner:
         """Keep the accepted path of each draft in the cache, drop the rest. Call before the sequences grow."""
         if not torch.is_inference_mode_enabled():  # to enter it once more takes some 25 us between two forwards
             with torch.inference_mode():
-                return self.commit(seqs, output, verdicts)
+                self.commit(seqs, output, verdicts)
+            return
         for seq, draft, verdict in zip(seqs, output.drafts, verdicts, strict=True):
             if draft.tokens:
                 self._keep(seq, draft, verdict.path)

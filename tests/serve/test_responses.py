@@ -90,7 +90,9 @@ def test_all_that_open_responses_asks_for(client):
         ROUTE, {"input": "Hello", "max_output_tokens": 4, "user": 7, "reasoning": {"effort": 2}}
     ).json()
     assert answer["user"] is None and answer["reasoning"]["effort"] is None
-    assert (answer["completed_at"] is None) == (answer["status"] != "completed")
+    assert answer["status"] == "incomplete" and answer["completed_at"] is None
+    answer = client.post(ROUTE, {"input": "Hello", "structured_outputs": {"choice": ["Hi"]}}).json()
+    assert answer["status"] == "completed" and 0 <= answer["completed_at"] - answer["created_at"] < 600
 
 
 def test_what_was_refused_is_text(client):

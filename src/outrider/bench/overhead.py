@@ -27,6 +27,7 @@ from outrider.config import SamplingParams, SpeculativeConfig
 from outrider.draft import Verdict
 from outrider.errors import ConfigError, interrupts_wait
 from outrider.llm import LLM
+from outrider.ops import untouched
 from outrider.runner import Output
 from outrider.sequence import Sequence
 
@@ -75,10 +76,10 @@ def steps(llm: LLM, prompt: list[int], batches: list[int], **sampling: Any) -> I
     for batch in batches:
         requests = [request for _ in range(batch) for request in llm.engine.add(prompt, params)]
         steps, outside, drafting = list[float](), list[float](), list[float]()
-        with torch.inference_mode(), interrupts_wait() as late:  # as in `generate`: entered once for all steps
+        with untouched(), torch.inference_mode(), interrupts_wait() as late:  # as in `generate`: once for all steps
             while not (late or all(request.finished for request in requests)):
                 native, drafted, began = model.native_seconds or 0.0, requests[0].timing.draft, time.perf_counter()
-                llm.engine.step()
+                llm.engine.step_within()
                 steps.append(time.perf_counter() - began)
                 outside.append(steps[-1] - ((model.native_seconds or 0.0) - native))
                 drafting += [requests[0].timing.draft - drafted] if len(steps) > 1 else []

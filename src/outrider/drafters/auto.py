@@ -74,7 +74,7 @@ class Source:
     def model(self, most: int) -> Model:
         """What asking it for up to so many sequences takes."""
         if self.told is None or len(self.told[-1]) < most:
-            own = self.drafter.num_speculative_tokens
+            own = min(self.drafter.num_speculative_tokens, MOST_NODES)
             rounds = self.rounds.over(1, most) if self.rounds else [0.0] * most
             self.told = self.bit, own, self.least, self.tried, self.reading, self.beyond, self.tree, rounds
         return self.told

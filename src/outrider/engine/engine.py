@@ -365,11 +365,11 @@ class Engine:
         While another thread steps, waits for that. Nothing to do: an empty list. Raises RequestError if called by what
         a step calls, EngineError in a fork of the engine's process.
         """
-        with untouched(), torch.inference_mode(), interrupts_wait():
-            return self.step_within()
+        with untouched(), torch.inference_mode(), interrupts_wait() as late:
+            return self.step_within(lambda: bool(late))
 
     def step_within(self, unless: Callable[[], bool] = lambda: False) -> list[tuple[Request, list[int]]]:
-        """As `step`, for who has entered its blocks once for many steps, or is not the main thread.
+        """As `step`, for who has entered its blocks once for many steps; interrupts wait in the main thread alone.
 
         If `unless()` holds once no other thread steps, does nothing.
         """
@@ -388,7 +388,7 @@ class Engine:
             while not done():
                 with interrupts_wait() as late:  # entered for each step it would cost some 12 microseconds
                     while not (done() or late):
-                        self.step_within(done)
+                        self.step_within(lambda: done() or bool(late))
 
     def run(self) -> Iterator[tuple[Request, list[int]]]:
         """Step until nothing is left. Raises what `step` raises."""

@@ -20,7 +20,9 @@ from torch import Tensor
 from outrider.errors import ConfigError
 
 REFERENCE = "reference"
-F32, BF16, INT8, INT4, UINT4, UINT5, INT6, FP4, FP8, F16 = range(10)  # formats of weights, as csrc/linear.h has them
+F32, BF16, INT8, INT4, UINT4, UINT5, INT6, FP4, FP8, F16 = ALL = range(
+    10
+)  # formats of weights, as csrc/linear.h has them
 INTEGERS = (INT8, INT4, UINT4, UINT5, INT6)  # those that multiply with rounded rows
 BFLOAT, HALF, COARSE, FLOAT, ZEROS = range(5)  # kinds of factors
 SUPER = 256  # inputs that share a coarse factor
@@ -169,7 +171,7 @@ def computes_right() -> bool:
     x, weight = torch.arange(17 * 72).view(17, 72) * 37 % 255 - 127, torch.arange(40 * 72).view(40, 72) % 15
     x[:, ::32] = 127  # in each group: rounded to 8 bits, the rows are what they were
     scales, coarse = torch.arange(1, 41).view(40, 1).repeat(1, 3) % 60, torch.full((40, 1), 1 / 64, dtype=torch.float16)
-    for code, rounded in [*((code, False) for code in range(10)), *((code, True) for code in INTEGERS)]:
+    for code, rounded in [*((code, False) for code in ALL), *((code, True) for code in INTEGERS)]:
         plain = weight - (0 if code in (UINT4, UINT5) else 7)
         plain = torch.where(plain.abs() % 2 * plain.abs() > 4, plain.sign() * 6, plain) if code == FP4 else plain
         kinds = {own: dtype for dtype, own in FORMATS.items()} | {FP8: torch.float8_e4m3fn}
@@ -190,6 +192,11 @@ def computes_right() -> bool:
         for rows in (3, 17):  # vectors and tiles may share the work by their number
             w.multiply(a.data_ptr(), rows, y.data_ptr(), 40, True, 0, 0, 0.0, 1)
             if not torch.allclose(y[:rows].double(), exact[:rows], rtol=1e-3, atol=1e-2):
+                return False
+        if code in FORMATS.values():
+            stored = torch.empty(17, 40, dtype=a.dtype)
+            w.multiply(a.data_ptr(), 17, stored.data_ptr(), 40, False, 0, 0, 0.0, 1)
+            if not torch.equal(stored, y.to(a.dtype)):
                 return False
     return True
 
