@@ -18,7 +18,6 @@ from outrider.serve.tools import (
     CODER,
     FAMILIES,
     GRANITE,
-    HARMONY,
     HERMES,
     LLAMA,
     MINISTRAL,

@@ -280,12 +280,14 @@ class Chat(Reply):
         found = parser.feed(event.text) + (parser.finish() if event.finish_reason is not None else [])
         if self.body.parallel_tool_calls is False:
             found = [delta for delta in found if not any(call["index"] for call in delta.get("tool_calls", ()))]
-        if self.body.include_reasoning is False:
-            found = [delta for delta in found if "reasoning" not in delta]
         return found
 
+    def _shown(self, event: StepEvent) -> list[dict[str, Any]]:
+        hidden = self.body.include_reasoning is False
+        return [delta for delta in self.deltas(event) if not (hidden and "reasoning" in delta)]
+
     def choice(self, event: StepEvent) -> dict[str, Any]:
-        deltas = self.deltas(event)
+        deltas = self._shown(event)
         content, calls = regrouped(deltas)
         message: dict[str, Any] = {"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})}
         if reasoning := "".join(delta.get("reasoning", "") for delta in deltas):
@@ -303,7 +305,7 @@ class Chat(Reply):
         def of(delta: dict[str, Any], **more: Any) -> dict[str, Any]:
             return {"index": event.index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
 
-        found, deltas = [of({"role": "assistant", "content": ""})] if first else [], self.deltas(event)
+        found, deltas = [of({"role": "assistant", "content": ""})] if first else [], self._shown(event)
         if not deltas and event.token_ids and (self.body.return_token_ids or event.logprobs is not None):
             deltas = [{"content": ""}]
         about = {"logprobs": self._logprobs(event), **self._extras(event)}

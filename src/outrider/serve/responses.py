@@ -173,6 +173,7 @@ class Respond(Chat):
         super().__init__(job, how)
         self.asked = asked
         self.items: list[Item] = []  # the last may still be written
+        self.thought = False  # whether there was reasoning, shown or not
         self.spelt: list[tuple[int, dict[str, Any]]] = []  # letters and logprobs of tokens that are still to be said
         self.made = {"id": job.head["id"], "object": "response", "created_at": job.head["created"]}
 
@@ -240,7 +241,7 @@ class Respond(Chat):
 
     def _say(self, text: str) -> Iterator[dict[str, Any]]:
         if not self.items or self.items[-1]["type"] != "message":
-            behind = bool(self.items)
+            behind = bool(self.items) or self.thought
             yield from self._begin(self._message())
             if behind:  # reasoning or a call, which ended with tokens that are no text
                 self.spelt = _last(self.spelt, len(text))
@@ -250,7 +251,9 @@ class Respond(Chat):
         yield {"type": "response.output_text.delta", **self._place(), "delta": text, "logprobs": spelt}
 
     def _think(self, text: str) -> Iterator[dict[str, Any]]:
-        self.spelt = []
+        self.spelt, self.thought = [], True
+        if self.body.include_reasoning is False:
+            return
         if not self.items or self.items[-1]["type"] != "reasoning":
             about = {"type": "reasoning", "summary": [], "status": "in_progress"}
             part = {"type": "reasoning_text", "text": ""}

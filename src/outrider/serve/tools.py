@@ -238,9 +238,8 @@ def conversation(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if not (said is None or isinstance(said, str)):
             raise ConfigError(f"messages: reasoning is text, not {brief(said)}")
         if said:
-            own |= {"reasoning": said, "reasoning_content": said}
-            if not (own["content"] and own.get("tool_calls")):  # beside calls gpt-oss's template takes one of the two
-                own["thinking"] = said
+            both = own["content"] and own.get("tool_calls")  # gpt-oss's template then refuses the reasoning
+            own |= {"reasoning": said, "reasoning_content": said, "thinking": "" if both else said}
         shown.append(own)
     return shown
 
@@ -750,8 +749,9 @@ class Harmony(Parser):
             return []
         self._said = ""
         if not mark or (begun and not HEADER.match(header)):
-            self._kind = "content"
-            return []
+            self._kind, lead = "content", HEADER.match(self._held)
+            text, self._held = self._held[: lead.end() if lead else 0], self._held[lead.end() if lead else 0 :]
+            return self._say(text)
         self._held, name = behind, RECIPIENT.search(header)
         if name and name[1] in self.functions:
             self._kind, self.calls = "arguments", self.calls + 1
