@@ -233,7 +233,7 @@ def special(tiny_llm, monkeypatch):
 def says(tokenizer: Any, text: str, **more: Any) -> dict[str, Any]:
     """A body under which the model says this, special tokens and all."""
     grammar = "start: " + _literal(text, tokenizer.get_added_vocab())
-    return {"messages": TALK, "structured_outputs": {"grammar": grammar}, "max_tokens": 200, **more}
+    return {"messages": TALK, "structured_outputs": {"grammar": grammar}, "max_tokens": 200, "seed": 1, **more}
 
 
 def both(client: Client, body: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -333,7 +333,7 @@ def scripted(thinks, monkeypatch):
 
 
 def said(text: str, **more: Any) -> dict[str, Any]:
-    return {"messages": TALK, "structured_outputs": {"choice": [text]}, "max_tokens": 200, **more}
+    return {"messages": TALK, "structured_outputs": {"choice": [text]}, "max_tokens": 200, "seed": 1, **more}
 
 
 CASES = {
@@ -352,7 +352,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_served(client, scripted, name):
     text, more, reasoning, content = CASES[name]
-    body = said(text, **more, return_token_ids=True, logprobs=True, seed=1)
+    body = said(text, **more, return_token_ids=True, logprobs=True)
     choice, usage = both(client, body)
     message = {"role": "assistant", "content": content} | ({"reasoning": reasoning} if reasoning else {})
     assert choice["message"] == message and len(choice["logprobs"]["content"]) == len(choice["token_ids"])

@@ -324,7 +324,7 @@ class Server:
         way = way_of(self._template(body.chat_template)) if self.settings.reasoning else None
         said = (body.messages[-1].get("content") if body.messages else "") if body.continue_final_message else ""
         how = Reading(self.llm.llm.tokenizer, way, parser, said if isinstance(said, str) else "")
-        if how.hides():
+        if way and way.end in self.vocabulary.special:
             more = {"skip_special_tokens": False, **more}
         return how, more
 

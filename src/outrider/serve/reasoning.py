@@ -81,13 +81,6 @@ class Reading:
         """What tells which tokens of an answer are reasoning."""
         return replace(self, parser=None).reader(prompt)
 
-    def hides(self) -> bool:
-        """Whether the marks are special tokens, which are no text unless it is asked for."""
-        if self.way is None or self.tokenizer is None:
-            return False
-        ids = self.tokenizer(self.way.begin + self.way.end, add_special_tokens=False)["input_ids"]
-        return self.way.end not in self.tokenizer.decode(ids, skip_special_tokens=True)
-
     def _end(self, prompt: list[int]) -> str:
         return str(self.tokenizer.decode(prompt[-TAIL - len(self.said) :], skip_special_tokens=False))
 

@@ -167,7 +167,7 @@ def in_its_words(error: Refusal) -> Refusal:
 
 
 class Respond(Chat):
-    """The answer as items: reasoning, a message, calls; as events under their names, the last of which has all of it."""
+    """The answer as items: reasoning, a message, calls; as events under their names, the last has all of it."""
 
     def __init__(self, job: Job, how: Reading, asked: ResponsesBody) -> None:
         super().__init__(job, how)
