@@ -149,6 +149,8 @@ MESSAGES = [  # text, reasoning, content, calls
     (f"{THOUGHT}Hm.<|end|>{FINAL}Hello.<|return|>", "Hm.", "Hello.", []),
     (f"{THOUGHT}Hm. <", "Hm. <", "", []), (f"{THOUGHT}Hm.<|end|><|start|>assis", "Hm.", "", []), ("", "", "", []),
     ("<|channel|>final<|message|> a <|b ", "", " a <|b ", []), ("<|channel|>fin", "", "", []),
+    (f"{THOUGHT}Hm.{FINAL}Hello.", "Hm.", "Hello.", []),
+    (f"{THOUGHT}Hm.<|channel|>final<|message|>Hello.", "Hm.", "Hello.", []),
     (f"{THOUGHT}a{NEXT}{THOUGHT}b{NEXT}{HEAD}{{}}", "a\nb", "", [("now", "{}")]),
     (f'{THOUGHT}a{NEXT}{HEAD}{{"a": 1}}<|call|>', "a", "", [("now", '{"a": 1}')]),
     (' to=functions.now<|channel|>commentary json<|message|>{"a": 1}<|call|>', "", "", [("now", '{"a": 1}')]),
@@ -249,8 +251,8 @@ def both(client: Client, body: dict[str, Any]) -> tuple[dict[str, Any], dict[str
         assert "".join(d.get("reasoning", "") for d in deltas) == message.get("reasoning", "")
         assert content == (message["content"] or "") and reason == choice["finish_reason"]
         assert [c["function"] for c in calls] == [c["function"] for c in message.get("tool_calls", [])]
-        order = [key for d in deltas for key in ("reasoning", "content", "tool_calls") if d.get(key)]
-        assert order == sorted(order, key=["reasoning", "content", "tool_calls"].index)
+        kinds = [key for d in deltas for key in ("reasoning", "content", "tool_calls") if d.get(key)]
+        assert "analysis" in str(body) or kinds == sorted(kinds, key=["reasoning", "content", "tool_calls"].index)
     for each in (usage, answer["usage"]):
         each["reasoning"] = each.get("completion_tokens_details", {}).get("reasoning_tokens")
     assert all(usage[key] == answer["usage"][key] for key in ("completion_tokens", "reasoning"))
@@ -276,6 +278,21 @@ def test_gpt_oss_served(special, client):
     gone_on = [*TALK, {"role": "assistant", "content": "Hello"}]
     body = says(special, " there.", messages=gone_on, continue_final_message=True)
     assert both(client, body)[0]["message"] == {"role": "assistant", "content": " there."}
+
+
+def test_gpt_oss_in_items(special, client):
+    texts = ["commentary<|message|>I look.", "analysis<|message|>Hm.", "final<|message|>Hello."]
+    body = says(special, f"{NEXT}".join(f"<|channel|>{text}" for text in texts), input="x", messages=None)
+    body |= {"max_output_tokens": body.pop("max_tokens"), "include": ["message.output_text.logprobs"]}
+    del body["messages"]
+    answer = respond(client, body)
+    said = [(item["type"], item["content"][0]["text"]) for item in answer["output"]]
+    assert said == [("message", "I look."), ("reasoning", "Hm."), ("message", "Hello.")]
+    for item in answer["output"][::2]:
+        spelt = "".join(each["token"] for each in item["content"][0]["logprobs"])
+        assert spelt.removesuffix("<|return|>").removesuffix("<|call|>") == item["content"][0]["text"]
+    choice, _ = both(client, says(special, f"{NEXT}".join(f"<|channel|>{text}" for text in texts)))
+    assert choice["message"] == {"role": "assistant", "content": "I look.\nHello.", "reasoning": "Hm."}
 
 
 def test_gpt_oss_calls(special, client, tiny_llm):
