@@ -174,6 +174,30 @@ def test_messages_are_told_apart_in_any_pieces(text, reasoning, content, calls):
         assert heard(Harmony({"now": {}}), cut) == (reasoning, content, calls)
 
 
+WORDS = [
+    "<|start|>",
+    "<|channel|>",
+    "<|message|>",
+    "<|end|>",
+    "<|call|>",
+    "assistant",
+    "analysis",
+    "final",
+    "commentary",
+]
+WORDS += [" to=functions.now", " ", "<", "<|st", "|>", "{}", "text", "a" * 300, "b" * 211]
+
+
+@settings(max_examples=300)
+@given(st.lists(st.sampled_from(WORDS), max_size=12), st.lists(st.integers(1, 99), min_size=1))
+def test_pieces_of_messages_make_no_difference(words, sizes):
+    text, pieces = "".join(words), list[str]()
+    while rest := text[sum(map(len, pieces)) :]:
+        pieces.append(rest[: sizes[len(pieces) % len(sizes)]])
+    whole = heard(Harmony({"now": {}}), [text])
+    assert heard(Harmony({"now": {}}), pieces) == heard(Harmony({"now": {}}), list(text)) == whole
+
+
 def test_whether_a_message_that_calls_was_cut_off():
     for said, broken in (('{"a": 1}', False), ('{"a": ', True), ("", True), ('{"a": 1}<|call|>', False)):
         reader = Harmony({"now": {}})

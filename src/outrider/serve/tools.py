@@ -574,8 +574,6 @@ def _text(literal: str) -> str:
 class Parser:
     """Reads an answer in pieces and hands out OpenAI's deltas: content, and calls of `functions`."""
 
-    thinking = False  # whether what comes next is reasoning
-
     def __init__(
         self, family: Family, functions: Mapping[str, Mapping[str, Any]], new_id: Callable[[], str] | None = None,
         forced: bool = False,
@@ -590,6 +588,11 @@ class Parser:
         self._behind = False  # and behind one of them
         self._lead = ""  # what stood between the mark and the call: content, if it is none
         self._fresh = True  # nothing but space has come since the beginning, or the last call
+
+    @property
+    def thinking(self) -> bool:
+        """Whether what comes next is reasoning."""
+        return False
 
     def feed(self, text: str) -> list[Delta]:
         """More of the answer."""
@@ -714,8 +717,7 @@ class Harmony(Parser):
         self._known = set[str]()  # kinds that have come
 
     @property
-    def thinking(self) -> bool:  # type: ignore[override]
-        """Whether what comes next is reasoning."""
+    def thinking(self) -> bool:
         return self._kind == "reasoning"
 
     def feed(self, text: str) -> list[Delta]:
@@ -741,16 +743,14 @@ class Harmony(Parser):
         return [delta for delta in deltas if not (self.forced and "content" in delta)]
 
     def _header(self) -> list[Delta]:
-        header, mark, behind = self._held.partition("<|message|>")
-        begun = header.lstrip()
-        if not mark and len(header) < LONGEST_HEADER and (
-            HEADER.match(header) or any(each.startswith(begun) for each in HEADERS)
-        ):  # fmt: skip
+        header, mark, behind = until(self._held, ("<|message|>",))
+        begun, short = HEADER.match(header), len(header) < LONGEST_HEADER
+        if not mark and short and (begun or any(each.startswith(header.lstrip()) for each in HEADERS)):
             return []
         self._said = ""
-        if not mark or (begun and not HEADER.match(header)):
-            self._kind, lead = "content", HEADER.match(self._held)
-            text, self._held = self._held[: lead.end() if lead else 0], self._held[lead.end() if lead else 0 :]
+        if not (mark and short and begun):
+            self._kind, end = "content", begun.end() if begun else 0
+            text, self._held = self._held[:end], self._held[end:]
             return self._say(text)
         self._held, name = behind, RECIPIENT.search(header)
         if name and name[1] in self.functions:
