@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from outrider import SamplingParams
+from outrider.serve import app
 from outrider.serve.reasoning import BRACKETS, CHANNELS, THINK, Reader, Reading, Way, opened, way_of
 from outrider.serve.tools import HARMONY, HERMES, Harmony, Parser, _literal, check, constraint, family_of, parse
 from tests.serve.conftest import Client
@@ -467,7 +468,7 @@ FORMS = {
 
 @pytest.mark.parametrize("temperature", FORMS)
 def test_constraints_begin_behind_reasoning_that_the_prompt_opened(client, thinks, temperature, monkeypatch):
-    monkeypatch.setattr("outrider.serve.app.way_of", lambda _: Way("<think>", "."))  # which the small model writes
+    monkeypatch.setattr(app, "way_of", lambda _: Way("<think>", "."))  # which the small model writes
     bare = {"messages": [{"role": "user", "content": "Tell me of the sea."}], "seed": 5, "max_tokens": 150}
     bare |= {**OPENS, "temperature": temperature, "return_token_ids": True}
     body = bare | FORMS[temperature]
