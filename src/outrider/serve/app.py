@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -50,6 +51,7 @@ KEYS = {  # how an API key is given
     "header": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
     "basic": {"type": "http", "scheme": "basic", "description": "The key is the password."},
 }
+READS = re.compile(r"""[.'"]reasoning(_content)?\b""")  # in a template that has its own place for it
 REFUSED = {JSON: {"schema": {"$ref": REF + "Refusal"}}}
 
 
@@ -466,7 +468,7 @@ def _as_known(message: dict[str, Any], template: Any) -> dict[str, Any]:
     if message.get("role") in ("assistant", "tool"):
         (known,) = conversation([message])
         said = known.get("reasoning")
-        if said and isinstance(known["content"], str) and way_of(template) is BRACKETS and "reasoning" not in template:
-            known["content"] = f"{BRACKETS.begin}{said}{BRACKETS.end}{known['content']}"  # where Mistral's have it
+        if said and way_of(template) is BRACKETS and isinstance(known["content"], str) and not READS.search(template):
+            known["content"] = f"{BRACKETS.begin}{said}{BRACKETS.end}{known['content']}"  # as Mistral's have parts
         return known
     return {**message, "role": "system"} if message.get("role") == "developer" else message
