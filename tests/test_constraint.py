@@ -16,7 +16,7 @@ from helpers import ScriptedDrafter, run, use
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_exactness import ACCEPTS_NOTHING, config_of, favour
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from outrider import LLM, Draft, SamplingParams, StructuredOutputsParams, drafters
@@ -391,6 +391,45 @@ def test_rejection_is_exact_where_drafts_are_pruned():
     assert float((emitted - target).abs().sum()) < 1e-6
 
 
+@pytest.mark.parametrize("kind", ["compact", "regex", "choice", "lark", "gbnf"])
+def test_behind_a_text(tiny_llm, kind):
+    """Free up to it, bound from there on; the same tokens however they are drafted."""
+    given = {**ASKED[kind], "after": "."}
+    params = [
+        replace(SAMPLINGS[sampling], structured_outputs=given, max_tokens=120) for sampling in ("greedy", "sampled")
+    ]
+    prompts = [(tiny_llm.encode(PROMPTS[0]), each) for each in params]
+    tiny_llm.speculative_config = None
+    plain = [run(tiny_llm, [each])[0] for each in prompts]
+    tiny_llm.speculative_config = {"method": "ngram", "num_speculative_tokens": 5}
+    for output, expected in zip(run(tiny_llm, prompts), plain, strict=True):
+        assert alike(output, expected)
+        before, _, behind = output.text.partition(".")
+        assert len(before) > 5 and (output.finish_reason == "length" or valid(behind.lstrip(), ASKED[kind]))
+    assert any("grammar" in output.drafted_by for output in run(tiny_llm, prompts))
+
+
+def test_behind_a_token():
+    """One of its own in the vocabulary: nothing that is spelt like it, no other special one, and no end before it."""
+    tokenizer = read_tokenizer(find("tiny"))
+    tokenizer.add_tokens([AddedToken("</think>", normalized=False), AddedToken("<tool>", normalized=False)])
+    mark, other = (tokenizer.convert_tokens_to_ids(name) for name in ("</think>", "<tool>"))
+    grammar = read(StructuredOutputsParams(regex="[0-9]{3}", after="</think>"), tokenizer, len(tokenizer))
+
+    def allowed(*tokens: int) -> set[int]:
+        seq = Sequence([1], SamplingParams(), 0, eos=(5,), max_len=999)
+        mask = Constraint(grammar, frozenset([5]), False).mask(seq, list(tokens))
+        return set(unpacked(mask, len(tokenizer)).nonzero().flatten().tolist())
+
+    ((one,), (a,), parts, (close,)) = tokenizer(["1", "a", "</think", ">"], add_special_tokens=False)["input_ids"]
+    assert {one, a, mark} <= allowed() and not {5, other} & allowed() and mark in allowed(one, a)
+    assert close in allowed(*parts[:-1]) and close not in allowed(*parts)
+    assert one in allowed(mark) and not {a, mark, 5} & allowed(mark)
+    assert allowed(one, mark, one, one, one) == {5}
+    with pytest.raises(ConfigError, match="no text"):
+        read(StructuredOutputsParams(regex=r"[^\s\S]", after="</think>"), tokenizer, len(tokenizer))
+
+
 # --- what cannot be ---------------------------------------------------------------------------------------------------
 
 BAD = {
@@ -401,6 +440,7 @@ BAD = {
     "not text": ({"regex": 5}, "text"), "list": ({"json": [1]}, "object"), "false": ({"json_object": False}, "True"),
     "yes": ({"json": {}, "disable_any_whitespace": 1}, "True or False"),
     "both": ({"json": {}, "disable_any_whitespace": True, "whitespace_pattern": " "}, "not both"),
+    "behind nothing": ({"json": {}, "after": ""}, "after"), "behind a number": ({"json": {}, "after": 5}, "after"),
 }  # fmt: skip
 
 

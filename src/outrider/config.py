@@ -227,6 +227,7 @@ class StructuredOutputsParams:
     disable_any_whitespace: bool = False  # JSON on one line, without a space between its parts: all the more is forced
     disable_additional_properties: bool = False  # where the schema names properties, no others
     whitespace_pattern: str | None = None  # a regex for the space between JSON's parts; None: up to 32 characters
+    after: str | None = None  # ours: a text behind which all this begins, such as a model's "</think>"
 
     def __post_init__(self) -> None:
         if len(self.asked) != 1:
@@ -254,6 +255,8 @@ class StructuredOutputsParams:
             raise ConfigError(
                 f"structured_outputs: whitespace_pattern must be text, not {brief(self.whitespace_pattern)}"
             )
+        if not (self.after is None or (isinstance(self.after, str) and 1 <= len(self.after) <= 1000)):
+            raise ConfigError(f"structured_outputs: after is text of 1 to 1000 characters, not {brief(self.after)}")
         if self.disable_any_whitespace and self.whitespace_pattern is not None:
             raise ConfigError("structured_outputs: give disable_any_whitespace or whitespace_pattern, not both")
 

@@ -15,7 +15,7 @@ import importlib
 import json
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -276,7 +276,7 @@ def read(given: StructuredOutputsParams, tokenizer: Any, vocab: int) -> Grammar:
         text = _text(given)
         if len(text) > MOST_TEXT:
             raise ConfigError(f"structured_outputs has {len(text)} characters; at most {MOST_TEXT}")
-        matcher = _deeply(partial(_compile, library, binding, given, text))
+        matcher = _deeply(partial(_compile, library, binding, given, text, tokenizer.get_added_vocab()))
         eos = getattr(tokenizer, "eos_token_id", None)
         grammar = Grammar(matcher, binding.end, eos if isinstance(eos, int) else None)
     binding.grammars[key] = grammar
@@ -319,13 +319,18 @@ def _text(given: StructuredOutputsParams) -> str:
         raise ConfigError(f"structured_outputs: no JSON can be made of it: {told(error)}") from None
 
 
-def _compile(library: Any, binding: Binding, given: StructuredOutputsParams, text: str) -> Any:
+def _compile(
+    library: Any, binding: Binding, given: StructuredOutputsParams, text: str, added: Mapping[str, int]
+) -> Any:
     (kind,) = given.asked
     try:
         text.encode()  # no surrogates
         source = _source(library, given, kind, text)
         limits = library.LLParserLimits(**LIMITS)
-        matcher = library.LLMatcher(binding.tokenizer, source, log_level=0, limits=limits)
+        matcher = whole = library.LLMatcher(binding.tokenizer, source, log_level=0, limits=limits)
+        if given.after is not None:
+            source = _behind(given.after, source, added)
+            whole = library.LLMatcher(binding.tokenizer, source, log_level=0, limits=limits)
     except RecursionError:
         raise ConfigError(f"structured_outputs: {kind} is nested too deeply") from None
     except Exception as error:  # its conversions raise what they like
@@ -341,7 +346,21 @@ def _compile(library: Any, binding: Binding, given: StructuredOutputsParams, tex
         if len(forced) > LONGEST_FORCED:
             raise ConfigError(f"structured_outputs: {kind} forces more than {LONGEST_FORCED} tokens in a row")
         probe.consume_tokens(forced[:1])
-    return matcher
+    if whole.is_error():
+        raise ConfigError(f"structured_outputs: {kind} cannot be used: {_line(whole.get_error())}")
+    return whole
+
+
+def _behind(mark: str, source: str, added: Mapping[str, int]) -> str:
+    """A grammar behind any text up to a mark, and the white space that follows it: no end, no special tokens before."""
+    said = json.dumps(mark)
+    if mark in added:  # nor the mark by other tokens
+        text = f"text: TEXT <[{added[mark]}]>\nTEXT: /(.|\\n)*/ & ~(/(.|\\n)*/ {said} /(.|\\n)*/)"
+    else:
+        text = f"text[lazy]: /(.|\\n)*/ {said}"
+    known = json.loads(source)["grammars"] if source.startswith("{") else [{"lark_grammar": source}]
+    before = f"start: text SPACE? @answer\n{text}\nSPACE: /[ \\n\\r\\t]{{1,8}}/"
+    return json.dumps({"grammars": [{"lark_grammar": before}, {**known[0], "name": "answer"}, *known[1:]]})
 
 
 def _source(library: Any, given: StructuredOutputsParams, kind: str, text: str) -> str:

@@ -69,6 +69,28 @@ def test_a_key_of_any_letters_is_sent_as_the_server_reads_it():
     assert found.stdout == "Bearer s\u00e9cond-\u043a\u043b\u044e\u0447\n", found.stderr
 
 
+@pytest.mark.skipif(not shutil.which("node"), reason="needs node")
+def test_reasoning_is_taken_apart_from_the_answer():
+    script = served()[0].decode().split("<script>")[1].partition(f"// {64 * '-'} answers")[0]
+    frames = [
+        {"delta": {"role": "assistant", "content": ""}},
+        {"delta": {"reasoning": "Hm"}, "token_ids": [1], "token_texts": ["Hm"], "drafted_by": [None]},
+        {"delta": {"reasoning": "."}, "token_ids": [2, 3], "token_texts": [".", "</think>"], "drafted_by": ["a", "a"]},
+        {"delta": {"content": "Hello"}, "token_ids": [4], "token_texts": ["Hello"], "drafted_by": ["a"]},
+    ]
+    code = f"""
+        globalThis.localStorage = {{ getItem: () => null }};
+        const answer = {{ content: "", reasoning: "", runs: [], ids: [], by: {{}}, tokens: 0, own: 0 }};
+        new Function("answer", "frames", {json.dumps(script)} + "; for (const each of frames) take(answer, each);")(
+          answer, {json.dumps(frames)});
+        console.log(JSON.stringify(answer));
+    """
+    found = subprocess.run(["node", "-e", code], capture_output=True, text=True, encoding="utf-8", timeout=60)
+    answer = json.loads(found.stdout)
+    assert (answer["reasoning"], answer["content"], answer["ids"]) == ("Hm.", "Hello", [1, 2, 3, 4]), found.stderr
+    assert answer["runs"] == [[5, "a"]] and answer["tokens"] == 4
+
+
 # ---------------------------------------------------------------- a server that answers by what it is asked
 
 
@@ -96,6 +118,10 @@ def script(body: dict[str, Any]) -> Iterator[Any]:
         pieces[-3] = " ghost"
     yield b": keep-alive\n\n"
     yield {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]}
+    if asked == "think":
+        for piece in ("Let me see:\n", "<b>water</b>."):
+            choice = {"index": 0, "delta": {"reasoning": piece}, "token_ids": [1], "token_texts": [piece]}
+            yield {"choices": [{**choice, "drafted_by": [None], "finish_reason": None}]}
     for at in range(0, len(pieces), step := 1 if plain else 3):
         texts = pieces[at : at + step]
         by = ["ngram" if at % 2 else "suffix"] * (len(texts) - 1) + [None]
@@ -290,6 +316,21 @@ def test_a_reload_loses_nothing(tab, server):
     tab.locator("#list li.here .drop").click()
     tab.reload()
     assert tab.locator("#list li").count() == 1
+
+
+@pytest.mark.slow
+def test_reasoning_is_folded_above_the_answer(tab, server):
+    ask(tab, "think")
+    thought = tab.locator("article.assistant details.thought")
+    assert thought.is_visible() and "water" not in thought.inner_text() and last(tab).startswith("Answer to think")
+    thought.locator("summary").click()
+    tab.reload()
+    until(tab, "document.querySelector('article.assistant .thought div')")
+    assert thought.locator("div").text_content() == "Let me see:\n<b>water</b>."
+    ask(tab, "again")
+    assert server.bodies[-1]["messages"][0]["content"] == "think"
+    assert all("reasoning" not in message for message in server.bodies[-1]["messages"])
+    assert tab.locator("article.assistant details.thought").last.is_hidden()
 
 
 @pytest.mark.slow

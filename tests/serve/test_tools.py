@@ -29,6 +29,7 @@ from outrider.serve.tools import (
     conversation,
     family_of,
     parse,
+    reading,
     spelt_out,
 )
 
@@ -50,8 +51,8 @@ def written(family, calls: list[tuple[str, Any]]) -> str:
     """Calls as a family's models write them."""
 
     def one(name: str, args: Any) -> str:
-        if family.shape == "named":
-            return f"{name}[ARGS]{json.dumps(args, ensure_ascii=False)}"
+        if family.head:
+            return f"{name}{family.head}{json.dumps(args, ensure_ascii=False)}"
         if family.shape == "tagged":
             values = [(key, v if isinstance(v, str) else json.dumps(v, ensure_ascii=False)) for key, v in args.items()]
             parameters = [f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values]
@@ -119,7 +120,7 @@ def test_calls_are_found_in_any_pieces(family, calls, before, sizes):
         pieces.append(text[at : at + sizes[len(pieces) % len(sizes)]])
         at += len(pieces[-1])
     for cut in (pieces, [text], list(text)):
-        content, found = heard(Parser(family, known), cut)
+        content, found = heard(reading(family, known), cut)
         assert content == before
         assert [(c["name"], json.loads(c["arguments"])) for c in found] == calls
     whole, found = parse(text, family, known)
@@ -134,7 +135,7 @@ def test_arguments_come_as_they_are_written(family):
     """The name first, then the arguments piece by piece: nobody waits for the end of a call."""
     call = "get_weather", {"city": "Paris", "note": "a" * 50}
     text = written(family, [call])
-    parser, seen = Parser(family, functions(family, call)), []
+    parser, seen = reading(family, functions(family, call)), []
     for c in text:
         seen.append(len(parser.feed(c)))
     assert sum(seen) > 50 and sum(seen[: text.index("Paris")]) > (2 if family is CODER else 3)
@@ -145,7 +146,7 @@ def test_arguments_come_as_they_are_written(family):
 @settings(max_examples=80)
 def test_what_is_no_call_is_content(family, text, size):
     """Nothing is lost, invented or raised, whatever comes."""
-    content, calls = heard(Parser(family, functions(family)), [text[i : i + size] for i in range(0, len(text), size)])
+    content, calls = heard(reading(family, functions(family)), [text[i : i + size] for i in range(0, len(text), size)])
     assert not calls and content == text
 
 
@@ -164,6 +165,8 @@ WORDS += [
     "<|tool_call|>",
     "<|/tool_call|>",
 ]
+WORDS += ["<|channel|>commentary to=functions.now", " <|constrain|>json", "<|message|>", "<|end|>", "<|call|>"]
+WORDS += ["<|start|>assistant", "<|channel|>analysis", "<|channel|>final", "<|channel|>commentary"]
 WORDS += [
     "<function=now>",
     "<function=",
@@ -184,7 +187,7 @@ def test_pieces_make_no_difference(family, words, sizes):
         pieces.append(rest[: sizes[len(pieces) % len(sizes)]])
 
     def found(cut: list[str]) -> Any:
-        content, calls = heard(Parser(family, {"now": {"properties": {"b": {"type": "integer"}}}}), cut)
+        content, calls = heard(reading(family, {"now": {"properties": {"b": {"type": "integer"}}}}), cut)
         return content, [(call["name"], call["arguments"]) for call in calls]
 
     assert found(pieces) == found(list(text)) == found([text])
@@ -257,7 +260,7 @@ def test_space_around_calls(text, content, calls):
     ],
 )
 def test_how_models_write_otherwise(family, text, content, calls):
-    got, found = heard(Parser(family, {"now": {}}), [text])
+    got, found = heard(reading(family, {"now": {}}), [text])
     assert len(found) == calls and (content is None or got.strip() == content.strip())
     if content is None:
         assert got.replace("</tool_call>", "") in text
@@ -390,7 +393,7 @@ def test_what_is_forced_is_never_content(family):
     call = "now", {"a": "b"}
     text = written(family, [call, call])
     for size in range(len(text)):
-        content, calls = heard(Parser(family, functions(family, call), forced=True), [text[:size]])
+        content, calls = heard(reading(family, functions(family, call), forced=True), [text[:size]])
         assert not content and len(calls) <= 2
 
 

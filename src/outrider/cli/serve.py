@@ -105,6 +105,9 @@ def serve(
         list[str] | None, typer.Option(help="Origin whose pages may call, repeatable; * for all. Default: none.")
     ] = None,
     chat_template: Annotated[Path | None, typer.Option(help="File of a chat template in place of the model's.")] = None,
+    reasoning: Annotated[
+        bool, typer.Option(help="Tell reasoning apart from the answer, where the chat template has marks for it.")
+    ] = True,
     trust_request_chat_template: Annotated[
         bool,
         typer.Option("--trust-request-chat-template", help="Let requests bring chat templates."),
@@ -184,7 +187,7 @@ def serve(
         "max_stop_strings": max_stop_strings, "max_logprobs": max_logprobs, "keep_alive": keep_alive, "drain": drain,
         "event_interval": event_interval,
         "cors_origins": tuple(cors_origin), "chat_template": template,
-        "trust_chat_template": trust_request_chat_template,
+        "trust_chat_template": trust_request_chat_template, "reasoning": reasoning,
     }  # fmt: skip
 
     def sampled(path: Path) -> dict[str, Any]:

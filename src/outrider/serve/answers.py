@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from codecs import getincrementaldecoder
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from outrider.errors import EngineError
 from outrider.outputs import GenerationOutput, Logprob, StepEvent
 from outrider.serve.http import DONE, frame, refusal
 from outrider.serve.protocol import ChatBody, CompletionBody, Sampled
+from outrider.serve.reasoning import Reader, Reading
 from outrider.serve.tools import Parser, regrouped
 from outrider.serve.vocabulary import Vocabulary
 
@@ -41,6 +42,7 @@ class Reply:
         self.n = job.body.n or 1
         self.outputs: list[GenerationOutput] = []
         self.count = 0  # tokens of all outputs
+        self.reasoned: int | None = None  # ... of these, reasoning's; None where it is not told apart
 
     # --- what subclasses write ---
 
@@ -121,16 +123,15 @@ class Reply:
             "total_tokens": read + count,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
+        details = {} if self.reasoned is None else {"reasoning_tokens": min(self.reasoned, count)}
         if self.body.prediction is not None and len(self.outputs) == len(requests):
             # of all that was drafted: nobody asks whether the prediction said it; by outputs: engines may be elsewhere
             specs = [output.metrics["speculative_decoding"] for output in self.outputs]
             drafted = sum(spec["num_draft_tokens"] for spec in specs)
             accepted = sum(spec["num_accepted_draft_tokens"] for spec in specs)
-            usage["completion_tokens_details"] = {
-                "accepted_prediction_tokens": accepted,
-                "rejected_prediction_tokens": drafted - accepted,
-            }
-        return usage
+            details["accepted_prediction_tokens"] = accepted
+            details["rejected_prediction_tokens"] = drafted - accepted
+        return {**usage, **({"completion_tokens_details": details} if details else {})}
 
     def _metrics(self) -> dict[str, Any]:
         return {"metrics": metrics_of(self.outputs[0])} if len(self.job.answer.requests) == 1 else {}
@@ -241,29 +242,56 @@ class Completion(Reply):
 
 
 class Chat(Reply):
-    """`/v1/chat/completions`. `parser`: makes what finds an output's calls of tools, if they are looked for."""
+    """`/v1/chat/completions`. `how` its answers are read: for reasoning, and for calls of tools."""
 
     kinds = ("chat.completion", "chat.completion.chunk")
     body: ChatBody
 
-    def __init__(self, job: Job, parser: Callable[[], Parser] | None = None) -> None:
+    def __init__(self, job: Job, how: Reading) -> None:
         super().__init__(job)
-        self._parser = parser
-        self._parsers: dict[int, Parser] = {}  # per output
+        self.how = how
+        self._readers: dict[int, Parser | Reader | None] = {}  # per output
+        self._counters: dict[int, Parser | Reader | None] = {}
+        if how.way is not None:
+            self.reasoned = 0
+
+    async def _events(self) -> AsyncGenerator[StepEvent, None]:
+        async for event in super()._events():
+            self._count(event)
+            yield event
+
+    def _count(self, event: StepEvent) -> None:
+        """Count the tokens within reasoning, each by its own text: what a stop string may swallow comes late."""
+        if event.index not in self._counters:
+            self._counters[event.index] = self.how.counter(self.job.prompts[0])
+        if (counter := self._counters[event.index]) is None or self.reasoned is None:
+            return
+        for token in event.token_ids:
+            before = counter.thinking
+            counter.feed(self.job.vocabulary.bytes(token).decode("utf-8", "replace"))
+            self.reasoned += before and counter.thinking
 
     def deltas(self, event: StepEvent) -> list[dict[str, Any]]:
-        """What an event brings to the message: its content, and its calls."""
-        if self._parser is None:
+        """What an event brings to the message: its reasoning, its content, and its calls."""
+        if event.index not in self._readers:
+            self._readers[event.index] = self.how.reader(self.job.prompts[0])
+        if (parser := self._readers[event.index]) is None:
             return [{"content": event.text}] if event.text else []
-        parser = self._parsers.get(event.index) or self._parsers.setdefault(event.index, self._parser())
         found = parser.feed(event.text) + (parser.finish() if event.finish_reason is not None else [])
         if self.body.parallel_tool_calls is False:
             found = [delta for delta in found if not any(call["index"] for call in delta.get("tool_calls", ()))]
         return found
 
+    def _shown(self, event: StepEvent) -> list[dict[str, Any]]:
+        hidden = self.body.include_reasoning is False
+        return [delta for delta in self.deltas(event) if not (hidden and "reasoning" in delta)]
+
     def choice(self, event: StepEvent) -> dict[str, Any]:
-        content, calls = regrouped(self.deltas(event))
-        message = {"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})}
+        deltas = self._shown(event)
+        content, calls = regrouped(deltas)
+        message: dict[str, Any] = {"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})}
+        if reasoning := "".join(delta.get("reasoning", "") for delta in deltas):
+            message |= {"content": content or None, "reasoning": reasoning}
         return {
             "index": event.index,
             "message": message,
@@ -277,7 +305,7 @@ class Chat(Reply):
         def of(delta: dict[str, Any], **more: Any) -> dict[str, Any]:
             return {"index": event.index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
 
-        found, deltas = [of({"role": "assistant", "content": ""})] if first else [], self.deltas(event)
+        found, deltas = [of({"role": "assistant", "content": ""})] if first else [], self._shown(event)
         if not deltas and event.token_ids and (self.body.return_token_ids or event.logprobs is not None):
             deltas = [{"content": ""}]
         about = {"logprobs": self._logprobs(event), **self._extras(event)}
@@ -289,14 +317,14 @@ class Chat(Reply):
         return found
 
     def _end(self, event: StepEvent) -> dict[str, Any]:
-        end, parser = super()._end(event), self._parsers.get(event.index)
+        end, parser = super()._end(event), self._readers.get(event.index)
         if parser and parser.calls and not self.torn(event.index) and event.finish_reason == "stop":
             end["finish_reason"] = "tool_calls"
         return end
 
     def torn(self, index: int) -> bool:
         """Whether the last call of an output that was handed out was cut off in the middle."""
-        parser = self._parsers.get(index)
+        parser = self._readers.get(index)
         return bool(parser and parser.broken and (parser.calls == 1 or self.body.parallel_tool_calls is not False))
 
     def _lead(self, first: bool) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -36,10 +37,11 @@ from outrider.serve.protocol import (
     TokenizeBody,
     bound_of_drafts,
 )
+from outrider.serve.reasoning import BRACKETS, Reading, way_of
 from outrider.serve.replies import REF, REPLIES
 from outrider.serve.responses import Respond, ResponsesBody, in_its_words
 from outrider.serve.settings import Settings
-from outrider.serve.tools import Family, Parser, check, constraint, conversation, family_of, spelt_out
+from outrider.serve.tools import Family, Parser, check, constraint, conversation, family_of, reading, spelt_out
 from outrider.serve.vocabulary import Vocabulary
 
 JSON, PROMETHEUS = "application/json", "text/plain; version=0.0.4; charset=utf-8"
@@ -49,6 +51,7 @@ KEYS = {  # how an API key is given
     "header": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
     "basic": {"type": "http", "scheme": "basic", "description": "The key is the password."},
 }
+READS = re.compile(r"""[.'"]reasoning(_content)?\b""")  # in a template that has its own place for it
 REFUSED = {JSON: {"schema": {"$ref": REF + "Refusal"}}}
 
 
@@ -174,10 +177,10 @@ class Server:
         """`/v1/chat/completions`."""
         body = await read(request, ChatBody)
         self._check(body)
-        parser, more = await self._tools(body)
+        how, more = await self._reading(body)
         return await self._generate(
             request, body, "chatcmpl-", lambda: [self._rendered(body)], body.alternatives,
-            lambda job: Chat(job, parser), **more,
+            lambda job: Chat(job, how), how, **more,
         )  # fmt: skip
 
     async def respond(self, request: Request) -> Response:
@@ -186,10 +189,10 @@ class Server:
         try:
             body = asked.as_chat()
             self._check(body)
-            parser, more = await self._tools(body)
+            how, more = await self._reading(body)
             return await self._generate(
                 request, body, "resp_", lambda: [self._rendered(body)], body.alternatives,
-                lambda job: Respond(job, parser, asked), **more,
+                lambda job: Respond(job, how, asked), how, **more,
             )  # fmt: skip
         except (Refusal, OutriderError) as error:
             raise in_its_words(refusal(error)) from None
@@ -202,6 +205,7 @@ class Server:
         read_prompts: Callable[[], list[list[int]]],
         logprobs: int | None,
         reply: Callable[[Job], Reply],
+        how: Reading | None = None,
         **more: Any,
     ) -> Response:
         k, arrived = bound_of_drafts(body.speculative_config, self.llm.llm), time.perf_counter()
@@ -210,7 +214,8 @@ class Server:
             """In a thread, and once for all prompts that may get as much: a bias of each token takes a while."""
             prompts = [self._truncated(ids, body) for ids in read_prompts()]
             most = [self._most(ids, body) for ids in prompts]
-            known = {n: body.sampling(self.settings, n, logprobs, **more) for n in dict.fromkeys(most)}
+            after = how.after(prompts[0]) if how else None
+            known = {n: body.sampling(self.settings, n, logprobs, after, **more) for n in dict.fromkeys(most)}
             return [(ids, known[n]) for ids, n in zip(prompts, most, strict=True)]
 
         async def queue() -> Job:
@@ -297,19 +302,37 @@ class Server:
         if generate is None:
             generate = not body.continue_final_message
         variables = (body.chat_template_kwargs or {}) | ({"tools": spelt_out(body.tools)} if body.tools else {})
+        given = body.chat_template if isinstance(body, ChatBody) else None
+        if isinstance(body, ChatBody) and (effort := body.reasoning_effort):
+            variables = {"reasoning_effort": effort, "enable_thinking": effort != "none"} | variables
+        template = self._template(given)
         return self.llm.llm.render(
-            [_as_known(message) for message in body.messages or []],
-            chat_template=body.chat_template if isinstance(body, ChatBody) else None,
+            [_as_known(message, template) for message in body.messages or []],
+            chat_template=given,
             chat_template_kwargs=variables,
             add_generation_prompt=generate,
             continue_final_message=bool(body.continue_final_message),
             any_length=isinstance(body, ChatBody) and _cut(body),
         )
 
+    def _template(self, given: str | None, name: str = "default") -> Any:
+        """The template that a request brings, or else the model's, of several the one of this name."""
+        own = getattr(self.llm.llm.tokenizer, "chat_template", None)
+        return given or (own.get(name, own.get("default")) if isinstance(own, dict) else own)
+
+    async def _reading(self, body: ChatBody) -> tuple[Reading, dict[str, Any]]:
+        """How the answers are read, and what that asks of sampling."""
+        parser, more = await self._tools(body)
+        way = way_of(self._template(body.chat_template)) if self.settings.reasoning else None
+        said = (body.messages[-1].get("content") if body.messages else "") if body.continue_final_message else ""
+        how = Reading(self.llm.llm.tokenizer, way, parser, said if isinstance(said, str) else "")
+        if way and way.end in self.vocabulary.special:
+            more = {"skip_special_tokens": False, **more}
+        return how, more
+
     async def _family(self, given: str | None) -> Family | None:
         """How calls are written by models of a request's template, or else of the model's."""
-        own = getattr(self.llm.llm.tokenizer, "chat_template", None)
-        template = given or (own.get("tool_use", own.get("default")) if isinstance(own, dict) else own)
+        template = self._template(given, "tool_use")
         if template not in self.families:
             found = await self.llm.off_loop(lambda: family_of(template, self.llm.llm.render_text))
             if len(self.families) >= 64:
@@ -336,7 +359,7 @@ class Server:
                 said = "tool_choice and structured_outputs cannot both say what the output is"
                 raise Refusal(400, said, "tool_choice")
             more["structured_outputs"] = forced
-        return lambda: Parser(written, asked.callable, forced=asked.forced), more
+        return lambda: reading(written, asked.callable, forced=asked.forced), more
 
     def _decode(self, ids: list[int], skip_special: bool = False) -> str:
         tokenizer = self.llm.llm.tokenizer
@@ -440,8 +463,12 @@ def _schemas() -> dict[str, Any]:
     return {**bodies, **REPLIES}
 
 
-def _as_known(message: dict[str, Any]) -> dict[str, Any]:
+def _as_known(message: dict[str, Any], template: Any) -> dict[str, Any]:
     """As templates know it: no developer, OpenAI's newer name for who writes the system message; calls as objects."""
     if message.get("role") in ("assistant", "tool"):
-        return conversation([message])[0]
+        (known,) = conversation([message])
+        said = known.get("reasoning")
+        if said and way_of(template) is BRACKETS and isinstance(known["content"], str) and not READS.search(template):
+            known["content"] = f"{BRACKETS.begin}{said}{BRACKETS.end}{known['content']}"  # as Mistral's have parts
+        return known
     return {**message, "role": "system"} if message.get("role") == "developer" else message

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
@@ -162,8 +163,13 @@ class Sampled(Common):
             raise Refusal(400, "cache_salt must be 1 to 128 characters without @, / and \\", "cache_salt")
         self.constraint()
 
-    def sampling(self, settings: Settings, most: int, logprobs: int | None, **more: Any) -> SamplingParams:
-        """For at most `most` tokens; `more` goes before what is said. Raises ConfigError, naming it."""
+    def sampling(
+        self, settings: Settings, most: int, logprobs: int | None, after: str | None = None, **more: Any
+    ) -> SamplingParams:
+        """For at most `most` tokens; `more` goes before what is said. A constraint begins behind the text `after`.
+
+        Raises ConfigError, naming what is wrong.
+        """
         own = "logprobs" if isinstance(self, CompletionBody) else "top_logprobs"
         for name, count in ((own, logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if count is not None and not 0 <= count <= settings.max_logprobs:
@@ -177,7 +183,10 @@ class Sampled(Common):
         given["structured_outputs"] = self.constraint()
         given["prompt_logprobs"] = self.logprobs_of_prompt(logprobs)
         given["prediction"] = getattr(self.prediction, "text", self.prediction)
-        return SamplingParams(**defaults, **(given | more), max_tokens=most, logprobs=logprobs)
+        params = SamplingParams(**defaults, **(given | more), max_tokens=most, logprobs=logprobs)
+        if after and (asked := params.structured_outputs) and asked.after is None:
+            params = replace(params, structured_outputs=replace(asked, after=after))
+        return params
 
     def logprobs_of_prompt(self, logprobs: int | None) -> int | None:
         """How many of the likeliest tokens are asked for beside each of the prompt; None for no numbers at all."""
@@ -300,9 +309,9 @@ class ChatBody(Sampled):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Choice = None
     parallel_tool_calls: bool | None = None
-    include_reasoning: Any = None  # ignored, as the next two
-    reasoning_effort: Any = None
-    verbosity: Any = None
+    include_reasoning: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    verbosity: Any = None  # ignored
     modalities: list[str] | None = None
 
     def check(self, settings: Settings) -> None:

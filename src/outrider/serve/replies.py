@@ -68,6 +68,11 @@ PART = _object({"type": _one("output_text"), "text": TEXT, "annotations": _list(
 MESSAGE = _object({**ITEM, "type": _one("message"), "role": _one("assistant"), "content": _list(PART)})
 FUNCTION_CALL = _object({**ITEM, "type": _one("function_call"), "call_id": TEXT, "name": TEXT, "arguments": TEXT})
 
+REASONING = _object({
+    **ITEM, "type": _one("reasoning"), "summary": _list(ANY),
+    "content": _list(_object({"type": _one("reasoning_text"), "text": TEXT})),
+})  # fmt: skip
+
 REPLIES: dict[str, Schema] = {
     "Refusal": _object({"error": _object({"message": TEXT, "type": TEXT, "param": _maybe(TEXT), "code": INTEGER})}),
     "Usage": _object(
@@ -75,7 +80,9 @@ REPLIES: dict[str, Schema] = {
             "prompt_tokens": COUNT, "completion_tokens": COUNT, "total_tokens": COUNT,
             "prompt_tokens_details": _object({"cached_tokens": COUNT}),
         },
-        completion_tokens_details=_object({"accepted_prediction_tokens": COUNT, "rejected_prediction_tokens": COUNT}),
+        completion_tokens_details=_object(
+            {}, accepted_prediction_tokens=COUNT, rejected_prediction_tokens=COUNT, reasoning_tokens=COUNT
+        ),
     ),
     "Speculation": _object(SPECULATION, inner=_ref("Speculation")),
     "Metrics": _object({
@@ -106,7 +113,9 @@ REPLIES: dict[str, Schema] = {
             "choices": _list(_object(
                 {
                     "index": COUNT, **END, **TOKENS, "logprobs": _maybe(_object({"content": _list(LOGPROB)})),
-                    "message": _object({"role": _one("assistant"), "content": _maybe(TEXT)}, tool_calls=_list(CALL)),
+                    "message": _object(
+                        {"role": _one("assistant"), "content": _maybe(TEXT)}, reasoning=TEXT, tool_calls=_list(CALL),
+                    ),
                 },
                 **EXTRAS,
             )),
@@ -120,7 +129,7 @@ REPLIES: dict[str, Schema] = {
             "user": _maybe(TEXT), "safety_identifier": _maybe(TEXT), "prompt_cache_key": _maybe(TEXT),
             "reasoning": _object({"effort": _maybe(TEXT), "summary": {"type": "null"}}),
             "max_tool_calls": {"type": "null"}, "presence_penalty": NUMBER, "frequency_penalty": NUMBER,
-            "output": _list({"anyOf": [MESSAGE, FUNCTION_CALL]}), "error": {"type": "null"},
+            "output": _list({"anyOf": [MESSAGE, FUNCTION_CALL, REASONING]}), "error": {"type": "null"},
             "incomplete_details": _maybe(_object({"reason": _one("max_output_tokens")})), "instructions": _maybe(TEXT),
             "max_output_tokens": _maybe(COUNT), "metadata": _map(ANY), "parallel_tool_calls": TRUTH,
             "previous_response_id": {"type": "null"}, "store": _one(False), "temperature": NUMBER, "top_p": NUMBER,

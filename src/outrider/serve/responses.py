@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
@@ -15,12 +15,18 @@ from outrider.outputs import StepEvent
 from outrider.serve.answers import Chat, Job
 from outrider.serve.http import Refusal, frame, parse, refusal
 from outrider.serve.protocol import ChatBody, Choice, Common, Ignored
-from outrider.serve.tools import Parser
+from outrider.serve.reasoning import Reading
+from outrider.serve.tools import Harmony
 
 STATELESS = "this server keeps nothing of an answer; send the whole conversation as input"
-AS_CHAT = {"max_output_tokens": "max_tokens", "text": "response_format", "input": "messages"}
+AS_CHAT = {
+    "max_output_tokens": "max_tokens", "text": "response_format", "input": "messages", "reasoning": "reasoning_effort",
+}  # fmt: skip
 LOGPROBS = "message.output_text.logprobs"  # what `include` calls them
-SAME = (*(Common.model_fields.keys() - Ignored.model_fields.keys()), "parallel_tool_calls", "chat_template_kwargs")
+SAME = (
+    *(Common.model_fields.keys() - Ignored.model_fields.keys()), "parallel_tool_calls", "chat_template_kwargs",
+    "include_reasoning",
+)  # fmt: skip
 Item = dict[str, Any]
 
 
@@ -44,6 +50,8 @@ class ResponsesBody(Common):
     chat_template_kwargs: dict[str, Any] | None = None
     include: list[str] | None = None  # of what it may name, logprobs are here
     top_logprobs: int | None = None
+    reasoning: dict[str, Any] | None = None  # its effort; the rest is ignored
+    include_reasoning: bool | None = None
     # refused, unless they say nothing
     background: bool | None = None
     previous_response_id: Any = None
@@ -51,12 +59,10 @@ class ResponsesBody(Common):
     prompt: Any = None
     # ignored; most who ask to store only repeat OpenAI's default, and the answer says that it is not
     store: bool | None = None
-    reasoning: Any = None
     truncation: Any = None
     stream_options: Any = None
     max_tool_calls: Any = None
     client_metadata: Any = None
-    include_reasoning: Any = None
 
     def as_chat(self) -> ChatBody:
         """The same, asked of `/v1/chat/completions`. Raises Refusal."""
@@ -83,6 +89,7 @@ class ResponsesBody(Common):
         if unknown := (self.text or {}).keys() - {"format", "verbosity"}:
             raise Refusal(400, f"text has no field {brief(min(unknown))}", "text")
         form = (self.text or {}).get("format")
+        said["reasoning_effort"] = (self.reasoning or {}).get("effort")
         return parse(
             ChatBody, given | said | {"max_completion_tokens": self.max_output_tokens, "response_format": form}
         )
@@ -101,10 +108,14 @@ def _function(given: Any, field: str) -> dict[str, Any]:
 
 
 def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Items as messages; the calls of one turn are one message's."""
+    """Items as messages; the calls of one turn are one message's, and so is the reasoning before."""
     messages: list[dict[str, Any]] = []
+    reasoning: list[str] = []  # that waits for its message
     for item in items:
         kind = item.get("type") or "message"
+        if kind == "reasoning":
+            reasoning += _reasoned(item)
+            continue
         if kind == "message":
             messages.append({"role": item.get("role"), "content": _content(item.get("content"))})
         elif kind == "function_call":
@@ -118,10 +129,23 @@ def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 raise Refusal(400, "input: a function_call_output has call_id, a string, and output, text", "input")
             output = {"role": "tool", "tool_call_id": item.get("call_id"), "content": _content(item.get("output"))}
             messages.append(output)
-        elif kind != "reasoning":  # that is not read again
+        else:
             valid = "message, function_call, function_call_output or reasoning"
             raise Refusal(400, f"input: an item's type must be {valid}, not {brief(kind)}", "input")
+        if reasoning and messages[-1]["role"] == "assistant":
+            before = [messages[-1]["reasoning"]] if "reasoning" in messages[-1] else []
+            messages[-1]["reasoning"] = "\n".join(before + reasoning)
+        reasoning = []
     return messages
+
+
+def _reasoned(item: Item) -> list[str]:
+    """The text of a reasoning item, or else its summary; what has neither, as an encrypted one, is not read."""
+    for parts in (item.get("content"), item.get("summary")):
+        texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
+        if found := [text for text in texts if isinstance(text, str) and text]:
+            return found
+    return []
 
 
 def _content(given: Any) -> Any:
@@ -145,12 +169,13 @@ def in_its_words(error: Refusal) -> Refusal:
 
 
 class Respond(Chat):
-    """The answer as items: a message, and calls; as events under their names, the last of which has all of it."""
+    """The answer as items: reasoning, a message, calls; as events under their names, the last has all of it."""
 
-    def __init__(self, job: Job, parser: Callable[[], Parser] | None, asked: ResponsesBody) -> None:
-        super().__init__(job, parser)
+    def __init__(self, job: Job, how: Reading, asked: ResponsesBody) -> None:
+        super().__init__(job, how)
         self.asked = asked
         self.items: list[Item] = []  # the last may still be written
+        self.thought = False  # whether there was reasoning, shown or not
         self.spelt: list[tuple[int, dict[str, Any]]] = []  # letters and logprobs of tokens that are still to be said
         self.made = {"id": job.head["id"], "object": "response", "created_at": job.head["created"]}
 
@@ -198,8 +223,8 @@ class Respond(Chat):
     # --- items --------------------------------------------------------------------------------------------------------
 
     def _apart(self, event: StepEvent) -> list[StepEvent]:
-        """Token by token, if some may be a call's: which logprobs are whose is not to depend on what came together."""
-        if self._parser is None or event.logprobs is None or len(event.token_ids) < 2:
+        """Token by token, if not all are content's: which logprobs are whose is not to depend on what came together."""
+        if (self.how.way is None and self.how.parser is None) or event.logprobs is None or len(event.token_ids) < 2:
             return [event]
         each = zip(event.token_ids, event.texts, event.drafted_by, event.logprobs, strict=True)
         parts = [StepEvent(event.index, [token], [text], [by], [known]) for token, text, by, known in each]
@@ -209,6 +234,8 @@ class Respond(Chat):
     def _heard(self, part: StepEvent) -> Iterator[dict[str, Any]]:
         self.spelt += [(len(part.text), each) for each in (self._logprobs(part) or {"content": []})["content"]]
         for delta in self.deltas(part):
+            if text := delta.get("reasoning"):
+                yield from self._think(text)
             if text := delta.get("content"):
                 yield from self._say(text)
             for call in delta.get("tool_calls", ()):
@@ -216,14 +243,33 @@ class Respond(Chat):
 
     def _say(self, text: str) -> Iterator[dict[str, Any]]:
         if not self.items or self.items[-1]["type"] != "message":
-            behind = bool(self.items)
+            behind, text = bool(self.items) or self.thought or self._headed(), self._own(text, "message")
             yield from self._begin(self._message())
-            if behind:  # a call, which ended with tokens that are no text
+            if behind:  # reasoning, a call or a header, with tokens that are no text
                 self.spelt = _last(self.spelt, len(text))
         part, spelt, self.spelt = self.items[-1]["content"][0], [each for _, each in self.spelt], []
         part["text"] += text
         part["logprobs"] += spelt
         yield {"type": "response.output_text.delta", **self._place(), "delta": text, "logprobs": spelt}
+
+    def _think(self, text: str) -> Iterator[dict[str, Any]]:
+        self.spelt, self.thought = [], True
+        if self.body.include_reasoning is False:
+            return
+        if not self.items or self.items[-1]["type"] != "reasoning":
+            about = {"type": "reasoning", "summary": [], "status": "in_progress"}
+            part, text = {"type": "reasoning_text", "text": ""}, self._own(text, "reasoning")
+            yield from self._begin({"id": f"rs_{uuid.uuid4().hex}", **about, "content": [part]})
+        self.items[-1]["content"][0]["text"] += text
+        yield {"type": "response.reasoning_text.delta", **self._place(), "delta": text}
+
+    def _own(self, text: str, kind: str) -> str:
+        """The beginning of an item, without the line break that stands between two messages of gpt-oss's in a chat."""
+        joined = self._headed() and any(item["type"] == kind for item in self.items)
+        return text.removeprefix("\n") if joined else text
+
+    def _headed(self) -> bool:
+        return isinstance(self._readers.get(0), Harmony)
 
     def _call(self, part: dict[str, Any]) -> Iterator[dict[str, Any]]:
         self.spelt = []
@@ -244,7 +290,7 @@ class Respond(Chat):
         yield from self._end_item("completed")
         self.items.append(item)
         at, shown = {"output_index": len(self.items) - 1}, _copy(item)
-        if item["type"] == "message":
+        if "content" in item:
             yield {"type": "response.output_item.added", **at, "item": {**shown, "content": []}}
             yield {"type": "response.content_part.added", **self._place(), "part": shown["content"][0]}
         else:
@@ -257,10 +303,10 @@ class Respond(Chat):
         if item["type"] == "message" and self.spelt:  # of tokens without text
             yield from self._say("")
         item["status"] = status
-        if item["type"] == "message":
+        if "content" in item:
             part = dict(item["content"][0])
-            said = {"text": part["text"], "logprobs": part["logprobs"]}
-            yield {"type": "response.output_text.done", **self._place(), **said}
+            said = {key: part[key] for key in ("text", "logprobs") if key in part}
+            yield {"type": f"response.{part['type']}.done", **self._place(), **said}
             yield {"type": "response.content_part.done", **self._place(), "part": part}
         else:
             said = {"name": item["name"], "arguments": item["arguments"]}
@@ -268,7 +314,7 @@ class Respond(Chat):
         yield {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": _copy(item)}
 
     def _place(self) -> dict[str, Any]:
-        inside = {"content_index": 0} if self.items[-1]["type"] == "message" else {}
+        inside = {"content_index": 0} if "content" in self.items[-1] else {}
         return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, **inside}
 
     # --- the whole ----------------------------------------------------------------------------------------------------
@@ -279,14 +325,13 @@ class Respond(Chat):
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self.reasoned or 0},
             "total_tokens": usage["total_tokens"],
         }
 
     def _response(self, status: str, **more: Any) -> dict[str, Any]:
         asked, params = self.asked, self.job.answer.requests[0].seq.params
         functions = [{"strict": None, "parameters": None, "description": None, **tool} for tool in asked.functions]
-        effort = asked.reasoning.get("effort") if isinstance(asked.reasoning, dict) else None
         said = {name: getattr(asked, name) for name in ("user", "safety_identifier", "prompt_cache_key")}
         return {
             **self.made,
@@ -300,7 +345,7 @@ class Respond(Chat):
             "background": False,
             "service_tier": "default",
             **{name: own if isinstance(own, str) else None for name, own in said.items()},
-            "reasoning": {"effort": effort if isinstance(effort, str) else None, "summary": None},
+            "reasoning": {"effort": (asked.reasoning or {}).get("effort"), "summary": None},
             "max_output_tokens": asked.max_output_tokens,
             "max_tool_calls": None,
             "metadata": asked.metadata or {},

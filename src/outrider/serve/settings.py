@@ -33,6 +33,7 @@ class Settings:
     drain: float = 30.0  # seconds that requests may go on after SIGTERM
     cors_origins: tuple[str, ...] = ()
     chat_template: str = ""  # in place of the model's
+    reasoning: bool = True  # whether it is told apart from the answer
     trust_chat_template: bool = False  # whether a request may bring its own
 
 

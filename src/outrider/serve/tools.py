@@ -43,6 +43,7 @@ class Family:
     closing: str = ""  # a mark behind calls
     listed: str = "[],;"  # what may stand between a mark and calls
     arguments: str = "arguments"
+    head: str = ""  # between a call's name and its arguments
     id_length: int = 24  # of a call's id; Mistral's templates insist on theirs
 
     def new_id(self) -> str:
@@ -61,10 +62,17 @@ CODER = replace(  # whose models leave out the first mark now and then
 )
 LLAMA = Family("llama3_json", ("<|python_tag|>",), "", "", "; ", arguments="parameters")
 MISTRAL = Family("mistral", ("[TOOL_CALLS]",), "[TOOL_CALLS] [", "]", ", ", id_length=9)
-MINISTRAL = Family("ministral", ("[TOOL_CALLS]",), "[TOOL_CALLS]", "", "[TOOL_CALLS]", "named", opening="", id_length=9)
+MINISTRAL = Family(
+    "ministral", ("[TOOL_CALLS]",), "[TOOL_CALLS]", "", "[TOOL_CALLS]", "named", opening="", head="[ARGS]", id_length=9
+)
 GRANITE = Family("granite", ("<|tool_call|>", "<tool_call>"), "<|tool_call|>[", "]", ", ")  # the second: 3.1
 PHI = replace(GRANITE, name="phi4_mini", end="]<|/tool_call|>", closing="<|/tool_call|>")
-FAMILIES = HERMES, CODER, LLAMA, MISTRAL, MINISTRAL, GRANITE, PHI
+TO = "<|channel|>commentary to=functions."
+HARMONY = Family(  # gpt-oss's, whose calls are messages (`Harmony`)
+    "harmony", (TO,), TO, "", f"<|end|><|start|>assistant{TO}", "message", opening="",
+    head=" <|constrain|>json<|message|>",
+)  # fmt: skip
+FAMILIES = HERMES, CODER, LLAMA, MISTRAL, MINISTRAL, GRANITE, PHI, HARMONY
 LOOK_UP: dict[str, Any] = {"name": "look_up", "arguments": {"city": "Oslo"}}
 
 
@@ -83,6 +91,8 @@ def family_of(template: Any, render: Render | None = None) -> Family | None:
             likely = [MINISTRAL, MISTRAL] if "[ARGS]" in template else [MISTRAL, MINISTRAL]
         elif GRANITE.marks[0] in template:
             likely = [PHI] if PHI.closing in template else [GRANITE]
+        elif "<|channel|>" in template and "functions." in template:
+            likely = [HARMONY]
         elif "parameters" in template and ("python_tag" in template or "ipython" in template):
             likely = [LLAMA]
     written = _written(template, render) if likely and render else []
@@ -207,7 +217,8 @@ def _allowed(given: Any, functions: dict[str, Mapping[str, Any]]) -> tuple[str, 
 
 
 def conversation(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """OpenAI's messages as templates take them: text everywhere, and the arguments of earlier calls as objects.
+    """OpenAI's messages as templates take them: text everywhere, the arguments of earlier calls as objects, and
+    reasoning under each of the names that templates have for it.
 
     Arguments that are none, as of a call that was cut off, count as no arguments: the conversation is to go on. Raises
     ConfigError for calls that are none.
@@ -223,6 +234,12 @@ def conversation(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             own.pop("tool_calls", None)  # some templates take an empty list for calls
         if own.get("content") is None:
             own["content"] = ""
+        said = own.get("reasoning") or own.get("reasoning_content")
+        if not (said is None or isinstance(said, str)):
+            raise ConfigError(f"messages: reasoning is text, not {brief(said)}")
+        if said:
+            both = own["content"] and own.get("tool_calls")  # gpt-oss's template then refuses the reasoning
+            own |= {"reasoning": said, "reasoning_content": said, "thinking": "" if both else said}
         shown.append(own)
     return shown
 
@@ -252,8 +269,8 @@ def constraint(tools: Tools, family: Family, tokenizer: Any) -> StructuredOutput
     rules = []
     for i, (name, schema) in enumerate(tools.callable.items()):
         head, call = "", {**schema, "type": "object", "x-guidance": style}
-        if family.shape == "named":
-            head = _literal(f"{name}[ARGS]", added)
+        if family.head:
+            head = _literal(name + family.head, added)
         else:
             own = {"name": {"const": name}, family.arguments: _rooted(schema, family.arguments)}
             call = {
@@ -533,6 +550,11 @@ def _literally(text: str, types: set[str]) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
+HEADERS = "<|start|>", "<|channel|>", "to=functions."  # what a message of gpt-oss's begins with
+HEADER = re.compile(rf"\s*({'|'.join(map(re.escape, HEADERS))})")
+CLOSINGS = "<|end|>", "<|call|>", "<|return|>", *HEADERS[:2]
+RECIPIENT, ANALYSIS = re.compile(r"\bto=functions\.([\w.-]+)"), re.compile(r"<\|channel\|>\s*analysis\b")
+LONGEST_HEADER = 4 * LONGEST_NAME
 SHAPES: dict[str, type[Call]] = {"json": Call, "named": Named, "tagged": Tagged}
 
 
@@ -566,6 +588,11 @@ class Parser:
         self._behind = False  # and behind one of them
         self._lead = ""  # what stood between the mark and the call: content, if it is none
         self._fresh = True  # nothing but space has come since the beginning, or the last call
+
+    @property
+    def thinking(self) -> bool:
+        """Whether what comes next is reasoning."""
+        return False
 
     def feed(self, text: str) -> list[Delta]:
         """More of the answer."""
@@ -604,18 +631,11 @@ class Parser:
         if self.family is LLAMA and self._fresh and self._held.lstrip()[:1] == "{":
             self._inside, self._behind = True, False
             return []
-        marks = self.family.marks
-        if found := [(at, mark) for mark in marks if (at := self._held.find(mark)) >= 0]:
-            at, mark = min(found)
+        content, mark, self._held = until(self._held, self.family.marks)
+        if mark:
             lead = "" if mark == self.family.opening else mark  # else it is the call's own
-            content, self._held = self._held[:at], self._held[at + len(lead) :]
+            self._held = (mark if not lead else "") + self._held
             self._inside, self._behind, self._lead = True, False, lead
-        else:
-            size = len(self._held)
-            longest = max(map(len, marks)) - 1
-            holds = (n for n in range(min(size, longest), 0, -1) if any(m.startswith(self._held[-n:]) for m in marks))
-            hold = next(holds, 0)
-            content, self._held = self._held[: size - hold], self._held[size - hold :]
         if self._fresh and not content.strip():  # space before a call says nothing: it waits for what comes
             if self._inside:
                 self._lead = content + self._lead
@@ -682,6 +702,104 @@ class Parser:
         return deltas
 
 
+class Harmony(Parser):
+    """Reads gpt-oss's messages, whose headers say what they are: reasoning, content, or a call.
+
+    Text without a header is content, such as what a grammar wrote.
+    """
+
+    def __init__(
+        self, functions: Mapping[str, Mapping[str, Any]], new_id: Callable[[], str] | None = None, forced: bool = False
+    ) -> None:
+        super().__init__(HARMONY, functions, new_id, forced)
+        self._kind = ""  # of the message under way: reasoning, content or arguments; empty in a header
+        self._said = ""  # of the message, so far
+        self._known = set[str]()  # kinds that have come
+
+    @property
+    def thinking(self) -> bool:
+        return self._kind == "reasoning"
+
+    def feed(self, text: str) -> list[Delta]:
+        """More of the answer."""
+        self._held += text
+        deltas = list[Delta]()
+        while self._held:
+            before = len(self._held), self._kind
+            deltas += self._body() if self._kind else self._header()
+            if (len(self._held), self._kind) == before:
+                break
+        return [delta for delta in deltas if not (self.forced and "content" in delta)]
+
+    def finish(self) -> list[Delta]:
+        """The answer has ended: a header that was cut off is nobody's."""
+        deltas = self.feed("")
+        if not self._kind and not HEADER.match(self._held):
+            self._kind = "content"
+        if self._kind:
+            deltas += self._say(self._held)
+        self.broken = self._kind == "arguments" and not isinstance(_value(self._said), dict)
+        self._held = ""
+        return [delta for delta in deltas if not (self.forced and "content" in delta)]
+
+    def _header(self) -> list[Delta]:
+        header, mark, behind = until(self._held, ("<|message|>",))
+        begun, short = HEADER.match(header), len(header) < LONGEST_HEADER
+        if not mark and short and (begun or any(each.startswith(header.lstrip()) for each in HEADERS)):
+            return []
+        self._said = ""
+        if not (mark and short and begun):
+            self._kind, end = "content", begun.end() if begun else 0
+            text, self._held = self._held[:end], self._held[end:]
+            return self._say(text)
+        self._held, name = behind, RECIPIENT.search(header)
+        if name and name[1] in self.functions:
+            self._kind, self.calls = "arguments", self.calls + 1
+            function = {"name": name[1], "arguments": ""}
+            return [_delta(self.calls - 1, {"id": self.new_id(), "type": "function", "function": function})]
+        self._kind = "reasoning" if ANALYSIS.search(header) else "content"
+        return []
+
+    def _body(self) -> list[Delta]:
+        text, mark, self._held = until(self._held, CLOSINGS)
+        deltas = self._say(text)
+        if mark:
+            if self._kind == "arguments" and not self._said.strip():
+                deltas += self._say("{}")
+            self._held = (mark if mark in HEADERS else "") + self._held
+            self._kind = ""
+        return deltas
+
+    def _say(self, text: str) -> list[Delta]:
+        if not text:
+            return []
+        if self._kind == "arguments":
+            self._said += text
+            return [_delta(self.calls - 1, {"function": {"arguments": text}})]
+        lead = "\n" if not self._said and self._kind in self._known else ""  # between two messages
+        self._said = self._said or text
+        self._known.add(self._kind)
+        return [{self._kind: lead + text}]
+
+
+def until(text: str, marks: Sequence[str]) -> tuple[str, str, str]:
+    """Text up to the first mark, the mark, and what is behind it; without one, what may yet become one is behind."""
+    if found := [(at, mark) for mark in marks if (at := text.find(mark)) >= 0]:
+        at, mark = min(found)
+        return text[:at], mark, text[at + len(mark) :]
+    most = min(len(text), max(map(len, marks)) - 1)
+    at = next((len(text) - n for n in range(most, 0, -1) if any(m.startswith(text[-n:]) for m in marks)), len(text))
+    return text[:at], "", text[at:]
+
+
+def reading(
+    family: Family, functions: Mapping[str, Mapping[str, Any]], new_id: Callable[[], str] | None = None,
+    forced: bool = False,
+) -> Parser:  # fmt: skip
+    """What reads a family's answers."""
+    return Harmony(functions, new_id, forced) if family is HARMONY else Parser(family, functions, new_id, forced)
+
+
 def _delta(index: int, what: dict[str, Any]) -> Delta:
     return {"tool_calls": [{"index": index, **what}]}
 
@@ -703,5 +821,5 @@ def parse(
     text: str, family: Family, functions: Mapping[str, Mapping[str, Any]]
 ) -> tuple[str | None, list[dict[str, Any]]]:
     """A whole answer, as `regrouped` gives it."""
-    parser = Parser(family, functions)
+    parser = reading(family, functions)
     return regrouped([*parser.feed(text), *parser.finish()])

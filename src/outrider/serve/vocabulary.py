@@ -27,7 +27,9 @@ class Vocabulary:
         decoder = json.dumps(json.loads(backend.to_str()).get("decoder")) if backend is not None else ""
         self._byte_level = "ByteLevel" in decoder
         self._pieces = not self._byte_level and "\\u2581" in decoder
-        self.added = set(getattr(tokenizer, "added_tokens_decoder", None) or ())
+        added = getattr(tokenizer, "added_tokens_decoder", None) or {}
+        self.added = set(added)
+        self.special = {str(token) for token in added.values() if token.special}  # which are no text
         self.bytes = lru_cache(2**16)(self._bytes)
 
     def _bytes(self, token: int) -> bytes:

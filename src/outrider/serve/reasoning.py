@@ -1,0 +1,151 @@
+"""Reasoning: whether and how a model writes it before its answer, and a reader that tells the two apart.
+
+The ways are known by the chat template's marks; where an answer begins, in its reasoning or not, by the end of each
+rendered prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from outrider.serve.tools import Delta, Harmony, Parser, until
+
+TAIL = 32  # tokens at a prompt's end that can hold a mark
+
+
+@dataclass(frozen=True)
+class Way:
+    """Marks before and behind reasoning."""
+
+    begin: str
+    end: str
+
+
+THINK, BRACKETS = Way("<think>", "</think>"), Way("[THINK]", "[/THINK]")
+CHANNELS = Way("<|channel|>analysis<|message|>", "<|end|>")  # gpt-oss's, among other messages (`Harmony`)
+
+
+def way_of(template: Any) -> Way | None:
+    """The way of a chat template; None if it knows of no reasoning."""
+    if not isinstance(template, str):
+        return None
+    if all(mark in template for mark in ("<|channel|>", "<|message|>", "analysis")):
+        return CHANNELS
+    return next((way for way in (THINK, BRACKETS) if way.begin in template or way.end in template), None)
+
+
+def opened(way: Way, prompt: str, said: str = "") -> bool | None:
+    """Whether an answer to a prompt begins in its reasoning; None if its first word will tell.
+
+    said: what was already written of the answer, at the prompt's end.
+    """
+    prompt = prompt.rstrip().removesuffix(said.strip()).rstrip()
+    if way.end in said:
+        return False
+    if said.lstrip().startswith(way.begin) or prompt.endswith(way.begin):
+        return True
+    return False if said.strip() or prompt.endswith(way.end) else None
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the answers of one request are read."""
+
+    tokenizer: Any
+    way: Way | None = None  # of reasoning; None: it is not told apart
+    parser: Callable[[], Parser] | None = None  # makes what finds calls, if they are looked for
+    said: str = ""  # of the answer, in the prompt
+
+    def opened(self, prompt: list[int]) -> bool | None:
+        """As the function of that name says, of a prompt's tokens."""
+        return None if self.way is None else opened(self.way, self._end(prompt), self.said)
+
+    def after(self, prompt: list[int]) -> str | None:
+        """The mark behind which a constraint begins, if the prompt has begun to reason."""
+        return self.way.end if self.way not in (None, CHANNELS) and self.opened(prompt) else None
+
+    def reader(self, prompt: list[int]) -> Parser | Reader | None:
+        """What reads an answer to this prompt; None if all of it is content."""
+        parser = self.parser() if self.parser else None
+        if self.way is CHANNELS:
+            parser = parser if isinstance(parser, Harmony) else Harmony({})
+            begun = self._end(prompt).rpartition("<|start|>assistant")
+            if begun[1] and "to=" not in begun[2]:
+                parser.feed(begun[2])
+            return parser
+        return parser if self.way is None else Reader(self.way, self.opened(prompt), parser)
+
+    def counter(self, prompt: list[int]) -> Parser | Reader | None:
+        """What tells which tokens of an answer are reasoning."""
+        return replace(self, parser=None).reader(prompt)
+
+    def _end(self, prompt: list[int]) -> str:
+        return str(self.tokenizer.decode(prompt[-TAIL - len(self.said) :], skip_special_tokens=False))
+
+
+class Reader:
+    """Reads an answer in pieces: reasoning between two marks, and what is behind it by a parser, or as content.
+
+    The white space around the marks is nobody's.
+    """
+
+    def __init__(self, way: Way, opened: bool | None, parser: Parser | None = None) -> None:
+        self.way, self.parser = way, parser
+        self.thinking = bool(opened)  # whether what comes next is reasoning
+        self._place = "behind" if opened is False else "before"  # then: inside, between, behind
+        self._held = ""  # white space, and what may become a mark
+        self._said = False  # whether there was any reasoning
+
+    @property
+    def calls(self) -> int:
+        """How many were handed out."""
+        return self.parser.calls if self.parser else 0
+
+    @property
+    def broken(self) -> bool:
+        """Whether the last of them was cut off."""
+        return bool(self.parser and self.parser.broken)
+
+    def feed(self, text: str) -> list[Delta]:
+        """More of the answer."""
+        self._held += text
+        deltas = list[Delta]()
+        if self._place == "before":
+            begun = self._held.lstrip()
+            if len(begun) < len(self.way.begin) and self.way.begin.startswith(begun):
+                return []
+            if begun.startswith(self.way.begin):  # some write it once more
+                self._held, self.thinking = begun.removeprefix(self.way.begin), True
+            self._place = "inside" if self.thinking else "behind"
+        if self._place == "inside":
+            said, mark, behind = until(self._held if self._said else self._held.lstrip(), (self.way.end,))
+            held = said[len(said.rstrip()) :]
+            self._held, self._said = behind if mark else held + behind, self._said or bool(said.strip())
+            if said.rstrip():
+                deltas.append({"reasoning": said.rstrip()})
+            if mark:
+                self._place, self.thinking = "between", False
+        if self._place == "between":
+            self._held = self._held.lstrip()
+            self._place = "behind" if self._held else "between"
+        if self._place == "behind":
+            deltas += self._answer(self._held)
+            self._held = ""
+        return deltas
+
+    def finish(self) -> list[Delta]:
+        """The answer has ended: what was held back belongs to what it came in."""
+        held, self._held = self._held, ""
+        deltas = list[Delta]()
+        if self.thinking:
+            deltas = [{"reasoning": held.rstrip()}] if held.strip() else []
+        elif self._place == "before":
+            deltas = self._answer(held)
+        return deltas + (self.parser.finish() if self.parser else [])
+
+    def _answer(self, text: str) -> list[Delta]:
+        if self.parser:
+            return self.parser.feed(text)
+        return [{"content": text}] if text else []
