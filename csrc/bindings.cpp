@@ -6,6 +6,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <functional>
 
 #include "choose.h"
 #include "dispatch.h"
@@ -19,6 +20,8 @@ namespace nb = nanobind;
 
 void bind_attention(nb::module_ &m);
 void bind_walk(nb::module_ &m);
+
+constexpr size_t kFewLookUps = 6;
 
 using Wish = std::tuple<uintptr_t, float, int, double, float, uint64_t>;
 
@@ -220,30 +223,43 @@ static void bind_lookups(nb::module_ &m) {
       });
 }
 
-// A look-up (control.py's Look) in a datastore, down to the first token that is none of the model's.
-static Beliefs::Guess look_up(const nb::tuple &look, const nb::list &tokens, int k) {
+// A look-up (control.py's Look) without Python, to be done on any thread.
+using LookUp = std::function<Beliefs::Guess()>;
+
+// In a datastore, down to the first token that is none of the model's.
+static LookUp in_shards(const nb::tuple &look, const nb::list &tokens, int k) {
   const int64_t size = int64_t(tokens.size()), first = std::max(int64_t(0), size - nb::cast<int>(look[2]));
-  const std::vector<int32_t> context = part(tokens, first, size);
-  const int64_t vocab = nb::cast<int64_t>(look[6]);
-  Shards::Guess guess = nb::cast<Shards &>(look[1]).guess(
-      {context.begin(), context.end()}, nb::cast<int>(look[3]), std::min(k, nb::cast<int>(look[4])),
-      nb::cast<int>(look[5]), k, nb::cast<bool>(look[7]));
-  const auto strange = [&](int32_t token) { return uint32_t(token) >= vocab; };
-  guess.tokens.erase(std::find_if(guess.tokens.begin(), guess.tokens.end(), strange), guess.tokens.end());
-  return {nb::cast<uint64_t>(look[0]), std::move(guess.tokens), std::move(guess.parents), std::move(guess.trust)};
+  const std::vector<int32_t> tail = part(tokens, first, size);
+  const std::vector<uint32_t> context(tail.begin(), tail.end());
+  const Shards &shards = nb::cast<Shards &>(look[1]);
+  const auto source = nb::cast<uint64_t>(look[0]);
+  const int shortest = nb::cast<int>(look[3]), length = std::min(k, nb::cast<int>(look[4])), hits = nb::cast<int>(look[5]);
+  const auto vocab = nb::cast<int64_t>(look[6]);
+  const bool tree = nb::cast<bool>(look[7]);
+  return [=, &shards]() -> Beliefs::Guess {
+    Shards::Guess guess = shards.guess(context, shortest, length, hits, k, tree);
+    const auto strange = [&](int32_t token) { return uint32_t(token) >= vocab; };
+    guess.tokens.erase(std::find_if(guess.tokens.begin(), guess.tokens.end(), strange), guess.tokens.end());
+    return {source, std::move(guess.tokens), std::move(guess.parents), std::move(guess.trust)};
+  };
 }
 
 // Of a sequence's index, or of a datastore.
-static Beliefs::Guess look_up(const nb::tuple &look, int64_t seq, const nb::list &tokens, int64_t settled, int k) {
-  if (nb::isinstance<Shards>(look[1])) return look_up(look, tokens, k);
+static LookUp look_up(const nb::tuple &look, int64_t seq, const nb::list &tokens, int64_t settled, int k) {
+  if (nb::isinstance<Shards>(look[1])) return in_shards(look, tokens, k);
   nb::dict indexes = nb::cast<nb::dict>(look[1]);
   const nb::int_ key(seq);
   if (!indexes.contains(key)) indexes[key] = look[2]();
   SuffixIndex &own = nb::cast<SuffixIndex &>(indexes[key]);
-  SuffixIndex::Guess guess = own.guess(
-      nb::cast<SuffixIndex &>(look[3]), entered(own, tokens, settled), nb::cast<int>(look[4]), k,
-      nb::cast<double>(look[5]), nb::cast<double>(look[6]), nb::cast<bool>(look[7]) ? k : 1);
-  return {nb::cast<uint64_t>(look[0]), std::move(guess.tokens), std::move(guess.parents), std::move(guess.trust)};
+  const SuffixIndex &past = nb::cast<SuffixIndex &>(look[3]);
+  const auto source = nb::cast<uint64_t>(look[0]);
+  const int depth = nb::cast<int>(look[4]), width = nb::cast<bool>(look[7]) ? k : 1;
+  const double factor = nb::cast<double>(look[5]), least = nb::cast<double>(look[6]);
+  return [=, &own, &past, text = split(own, tokens, settled)]() -> Beliefs::Guess {
+    own.enter(text.first);
+    SuffixIndex::Guess guess = own.guess(past, text.second, depth, k, factor, least, width);
+    return {source, std::move(guess.tokens), std::move(guess.parents), std::move(guess.trust)};
+  };
 }
 
 static void bind_beliefs(nb::module_ &m) {
@@ -255,9 +271,10 @@ static void bind_beliefs(nb::module_ &m) {
       .def("price", &Beliefs::price)
       .def("ask", &Beliefs::ask, nb::arg(), nb::arg(), nb::arg(), nb::arg("poor") = true)
       .def("choose", [](Beliefs &beliefs, const std::vector<Given> &given, const std::vector<nb::tuple> &looks,
-                        const nb::dict &guesses, double drafted, int k, bool chains, bool again, bool poor) {
+                        const nb::dict &guesses, double drafted, int k, bool chains, bool again, bool poor, int threads) {
         k = std::min(k, beliefs.most());
         std::vector<Beliefs::Text> texts;
+        std::vector<std::pair<size_t, LookUp>> lookups;
         for (const auto &[seq, tokens, settled, room] : given) {
           if (!again) beliefs.begin(seq, room);
           texts.push_back({seq, int64_t(tokens.size()), room, {}});
@@ -265,13 +282,27 @@ static void bind_beliefs(nb::module_ &m) {
           if (guesses.size())
             if (const nb::int_ at(texts.size() - 1); guesses.contains(at))
               texts.back().guesses = nb::cast<std::vector<Beliefs::Guess>>(guesses[at]);
+          if (again) {
+            const auto &known = beliefs.looked(seq);
+            texts.back().guesses.insert(texts.back().guesses.end(), known.begin(), known.end());
+            continue;
+          }
+          beliefs.looked(seq).clear();
           for (const nb::tuple &look : looks)
             if (beliefs.ask(seq, room, nb::cast<uint64_t>(look[0]), poor))
-              texts.back().guesses.push_back(look_up(look, seq, tokens, settled, k));
+              lookups.emplace_back(texts.size() - 1, look_up(look, seq, tokens, settled, k));
+        }
+        // The lock stays held, lest somebody drop an index. Each waits for memory: few are done before others wake up.
+        std::vector<Beliefs::Guess> found(lookups.size());
+        pool::parallel(int(found.size()), found.size() < kFewLookUps ? 1 : threads, [&](int i) { found[i] = lookups[i].second(); });
+        for (size_t i = 0; i < found.size(); i++) {
+          Beliefs::Text &text = texts[lookups[i].first];
+          text.guesses.push_back(found[i]);
+          beliefs.looked(text.seq).push_back(std::move(found[i]));
         }
         return beliefs.choose(texts, drafted, k, chains);
       }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("again") = false,
-         nb::arg("poor") = true)
+         nb::arg("poor") = true, nb::arg("threads") = 1)
       .def("worth", [](Beliefs &beliefs, const std::vector<Given> &given, int k, const std::vector<Model> &known) {
         std::vector<Beliefs::Text> texts;
         std::vector<Beliefs::Model> models;

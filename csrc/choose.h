@@ -42,6 +42,8 @@ class Beliefs {
   int size() const { return int(own.size()); }
   // From now on a forward with no node, with one, and so on takes so long.
   void price(Reals now) { seconds = std::move(now); }
+  // What look-ups found for a sequence in the step under way.
+  std::vector<Guess> &looked(int64_t seq) { return own.at(seq).looked; }
   // How many nodes have a price.
   int most() const { return int(seconds.size()) - 1; }
   // A step begins for a sequence.
@@ -119,6 +121,7 @@ class Beliefs {
     int64_t room;
     Account rows, asks;         // of steps in which no model was run to draft, and of the others
     std::vector<Look> looks;
+    std::vector<Guess> looked;  // in the step under way
     std::vector<Read> read;
     int steps = 0, ran = 0;     // ran: a model's run and riders, in the step under way; nodes: these, and its rows
     int nodes = 0;

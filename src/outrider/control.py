@@ -442,7 +442,8 @@ class Own:
     read: dict[int, tuple[int, int]] = field(default_factory=dict)  # by model (bit): the step it was run in, its tokens
     steps: int = 0
     poor: int = 0  # cheap sources (bits) that did not pay for being asked
-    asked: int = 0  # in the step under way: cheap sources (bits); ...
+    looked: list[Guess] = field(default_factory=list)  # in the step under way: what look-ups found; ...
+    asked: int = 0  # ... cheap sources (bits); ...
     ran: int = 0  # ... a model's run and riders, if one was run for it; ...
     nodes: int = 0  # ... these, and its rows: for what it pays; ...
     worth: float = 0.0  # ... tokens that its draft is expected to bring; ...
@@ -501,14 +502,14 @@ class Beliefs:
 
     def choose(
         self, texts: list[Text], looks: list[Look], guesses: dict[int, list[Guess]], drafted: float, k: int,
-        chains: bool, again: bool = False, poor: bool = True,
+        chains: bool, again: bool = False, poor: bool = True, threads: int = 1,
     ) -> tuple[list[Picked], float]:  # fmt: skip
         """Per sequence which guesses to verify, at most k, and the tokens a second that are expected with them.
 
         Guesses are those of `looks`, where they are to be asked, and those given, by the sequence's place; cheap ones
         come first, each kind in the order of the bits. Fewer are taken where the account is overdrawn that pays, or
         would be if all were wrong. drafted: seconds spent.  chains: see `pick`.  again: in the same step, once a model
-        was run.  poor: see `ask`.
+        was run.  poor: see `ask`.  threads: that may look up.
         """
         n, k, self.rate = len(texts), min(k, len(self.seconds) - 1), 0.0
         for seq, _, _, room in () if again else texts:
@@ -520,9 +521,10 @@ class Beliefs:
         bushes, every, most = list[Bush](), list[list[float]](), list[int]()
         for i, (seq, text, settled, room) in enumerate(texts):
             bush, known, given = Bush(), self.own[seq], [*guesses.get(i, ())]
-            for look in looks:
-                if self.ask(seq, room, look[0], poor):
-                    given.append((look[0], *_look_up(look, seq, text, settled, k)))
+            if not again:
+                asked = [look for look in looks if self.ask(seq, room, look[0], poor)]
+                known.looked = [(look[0], *_look_up(look, seq, text, settled, k)) for look in asked]
+            given += known.looked
             for source, tokens, parents, trust in sorted(given, key=lambda guess: (guess[0] & self.apart, guess[0])):
                 bush.add(source, tokens, parents, trust, room - 1)
                 if source & self.apart:

@@ -119,7 +119,7 @@ class Auto(Drafter):
         looks: list[Any] = [source.drafter.look(source.bit) for source in self.sources]
         self.looks: list[Look] = [look for look in looks if look]
         self.others = [own for own, look in zip(self.sources, looks, strict=True) if own.drafter.cheap and not look]
-        self.costs = Costs()
+        self.costs, self.threads = Costs(), torch.get_num_threads()
         self.chains, self.vocab, self.chunk = False, 2**63, 2**63
         self.sent = self.spent = self.asking = self.own = self.whole = 0.0
         self.made = 0  # graphs, when a step's forward began
@@ -197,7 +197,9 @@ class Auto(Drafter):
             self.beliefs.price(seconds)
         texts = [(seq.id, seq.tokens, seq.settled, seq.room) for seq in seqs]
         guesses, riders = self._cheap(seqs, min(k, len(seconds) - 1)) if self.others else ({}, {})
-        picked, rate = self.beliefs.choose(texts, self.looks, guesses, 0.0, k, self.chains, False, self._poor)
+        picked, rate = self.beliefs.choose(
+            texts, self.looks, guesses, 0.0, k, self.chains, False, self._poor, self.threads
+        )
         if rate and max(lengths) >= self.least:  # else no model fits, as a rule
             asked = self.beliefs.worth(texts, k, [source.model(n) for source in self.dear])
             if asked is not None:
@@ -228,7 +230,9 @@ class Auto(Drafter):
         drafted += self.clock()
         self.asking = drafted
         self._time(source, seqs, who, length, None if Graphs.made > made else drafted, riders)
-        return self.beliefs.choose(texts, self.looks, guesses, drafted, k, self.chains, True, self._poor)[0]
+        return self.beliefs.choose(texts, self.looks, guesses, drafted, k, self.chains, True, self._poor, self.threads)[
+            0
+        ]
 
     def _ask(
         self, source: Source, seqs: list[Sequence], who: list[int], k: int, guesses: dict[int, list[Guess]],
