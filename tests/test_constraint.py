@@ -428,6 +428,8 @@ def test_behind_a_token():
     assert allowed(one, mark, one, one, one) == {5}
     with pytest.raises(ConfigError, match="no text"):
         read(StructuredOutputsParams(regex=r"[^\s\S]", after="</think>"), tokenizer, len(tokenizer))
+    with pytest.raises(ConfigError, match="nothing comes: it ends a text"):
+        read(StructuredOutputsParams(regex="[0-9]", after=tokenizer.eos_token), tokenizer, len(tokenizer))
 
 
 # --- what cannot be ---------------------------------------------------------------------------------------------------

@@ -276,8 +276,10 @@ def read(given: StructuredOutputsParams, tokenizer: Any, vocab: int) -> Grammar:
         text = _text(given)
         if len(text) > MOST_TEXT:
             raise ConfigError(f"structured_outputs has {len(text)} characters; at most {MOST_TEXT}")
-        matcher = _deeply(partial(_compile, library, binding, given, text, tokenizer.get_added_vocab()))
-        eos = getattr(tokenizer, "eos_token_id", None)
+        eos, added = getattr(tokenizer, "eos_token_id", None), tokenizer.get_added_vocab()
+        if given.after in added and added[given.after] in (eos, binding.end):
+            raise ConfigError(f"structured_outputs: after {given.after!r} nothing comes: it ends a text")
+        matcher = _deeply(partial(_compile, library, binding, given, text, added))
         grammar = Grammar(matcher, binding.end, eos if isinstance(eos, int) else None)
     binding.grammars[key] = grammar
     while len(binding.grammars) > KEPT:

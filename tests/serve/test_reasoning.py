@@ -300,9 +300,10 @@ def test_gpt_oss_served(special, client):
     assert cut["finish_reason"] == "length" and usage["completion_tokens_details"]["reasoning_tokens"] > 0
     form = {"messages": TALK, "structured_outputs": {"choice": ["Yes"]}}
     assert both(client, form)[0]["message"] == {"role": "assistant", "content": "Yes"}
-    gone_on = [*TALK, {"role": "assistant", "content": "Hello"}]
-    body = says(special, " there.", messages=gone_on, continue_final_message=True)
-    assert both(client, body)[0]["message"] == {"role": "assistant", "content": " there."}
+    for before in ("Hello", "Is a <"):  # which may begin a mark, and is the prompt's
+        gone_on = [*TALK, {"role": "assistant", "content": before}]
+        body = says(special, " there.", messages=gone_on, continue_final_message=True)
+        assert both(client, body)[0]["message"] == {"role": "assistant", "content": " there."}
 
 
 def test_gpt_oss_in_items(special, client):
@@ -326,6 +327,12 @@ def test_gpt_oss_calls(special, client, tiny_llm):
     (call,) = choice["message"]["tool_calls"]
     assert choice["message"]["reasoning"] == "Rain?" and choice["message"]["content"] is None
     assert choice["finish_reason"] == "tool_calls" and call["function"]["name"] == "get_weather"
+    text = f"{FINAL}\n\n{NEXT} to=functions.get_weather<|channel|>analysis code<|message|>{{}}"
+    other, usage = both(client, says(special, text, tools=TOOLS))  # both compares with the stream
+    assert (
+        other["message"]["content"] is None and other["message"]["tool_calls"] and "reasoning" not in other["message"]
+    )
+    assert usage["completion_tokens_details"]["reasoning_tokens"] == 0
     talk = [*TALK, choice["message"], {"role": "tool", "tool_call_id": call["id"], "content": "rain"}]
     shown = special.decode(client.post("/tokenize", {"messages": talk, "tools": TOOLS}).json()["tokens"])
     assert f"{THOUGHT}Rain?{NEXT} to=functions.get_weather<|channel|>commentary json<|message|>" in shown
@@ -406,22 +413,22 @@ def test_served(client, scripted, name):
     (hidden,) = client.chat({**body, "include_reasoning": False})
     assert hidden["choices"][0]["message"] == {"role": "assistant", "content": content or ""}
     assert hidden["usage"]["completion_tokens_details"] == usage["completion_tokens_details"]
-    assert bool(reasoning) == bool(usage["completion_tokens_details"]["reasoning_tokens"]) or name == "nothing"
+    assert bool(reasoning) == bool(usage["completion_tokens_details"]["reasoning_tokens"])
 
 
 def test_reasoning_is_counted_by_its_own_tokens(client, tiny_llm, scripted):
     """Whatever a stop string holds back, and for all outputs."""
     text = "I think so.</think>Hello."
     ids = tiny_llm.tokenizer(text, add_special_tokens=False)["input_ids"]
-    ends = [i for i in range(len(ids)) if "</think>" in tiny_llm.tokenizer.decode(ids[: i + 1])]
+    inside = next(i for i in range(len(ids)) if tiny_llm.tokenizer.decode(ids[:i]).startswith("I think so."))
     for more in ({}, {"stop": ["x" * 99]}, {"n": 3}, {"prediction": "I think so"}):
         usage = both(client, said(text, **OPENS, **more))[1]
-        assert usage["completion_tokens_details"]["reasoning_tokens"] == ends[0] * more.get("n", 1)
+        assert usage["completion_tokens_details"]["reasoning_tokens"] == inside * more.get("n", 1)
     frames = client.frames(
         said(text, **OPENS, stream_options={"include_usage": True, "continuous_usage_stats": True}), ROUTE
     )
     counts = [f["usage"]["completion_tokens_details"]["reasoning_tokens"] for f in frames]
-    assert counts == sorted(counts) and counts[-1] == ends[0]
+    assert counts == sorted(counts) and counts[-1] == inside
 
 
 def test_calls_served(client, scripted):
@@ -455,8 +462,19 @@ def test_a_message_that_is_gone_on_with(client, scripted):
         ("Hello", " <think>", "", " <think>"),
     ):  # fmt: skip
         talk = [*TALK, {"role": "assistant", "content": before}]
-        message = both(client, said(text, messages=talk, continue_final_message=True))[0]["message"]
-        assert (message.get("reasoning", ""), message["content"]) == (reasoning, content)
+        for content_of in (before, [{"type": "text", "text": before}]):
+            talk[-1] = {"role": "assistant", "content": content_of}
+            message = both(client, said(text, messages=talk, continue_final_message=True))[0]["message"]
+            assert (message.get("reasoning", ""), message["content"]) == (reasoning, content)
+
+
+def test_the_template_for_tools_counts_where_there_are_tools(client, tiny_llm, scripted, monkeypatch):
+    template = tiny_llm.tokenizer.chat_template
+    plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    monkeypatch.setattr(tiny_llm.tokenizer, "chat_template", {"default": plain, "tool_use": template})
+    text = "<think>Hm.</think>Hello."
+    assert both(client, said(text, tools=TOOLS))[0]["message"]["reasoning"] == "Hm."
+    assert both(client, said(text))[0]["message"] == {"role": "assistant", "content": text}
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
@@ -523,6 +541,9 @@ def test_responses(client, scripted):
     assert [item["type"] for item in hidden["output"]] == ["message", "function_call"]
     assert hidden["output"][0]["content"] == message["content"]
     assert hidden["usage"]["output_tokens_details"] == answer["usage"]["output_tokens_details"]
+    empty = {**body, "structured_outputs": {"choice": ["\n</think>\n\nHello."]}}
+    (message,) = respond(client, empty)["output"]
+    assert "".join(each["token"] for each in message["content"][0]["logprobs"]).startswith("Hello.")
     cut = respond(client, {**body, "max_output_tokens": 3})
     assert [(item["type"], item["status"]) for item in cut["output"]] == [("reasoning", "incomplete")]
     assert cut["status"] == "incomplete"

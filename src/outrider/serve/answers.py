@@ -252,6 +252,7 @@ class Chat(Reply):
         self.how = how
         self._readers: dict[int, Parser | Reader | None] = {}  # per output
         self._counters: dict[int, Parser | Reader | None] = {}
+        self._doubtful: dict[int, int] = {}  # tokens that may be reasoning's, or of the mark behind it
         if how.way is not None:
             self.reasoned = 0
 
@@ -266,10 +267,15 @@ class Chat(Reply):
             self._counters[event.index] = self.how.counter(self.job.prompts[0])
         if (counter := self._counters[event.index]) is None or self.reasoned is None:
             return
+        doubtful = self._doubtful.get(event.index, 0)
         for token in event.token_ids:
             before = counter.thinking
-            counter.feed(self.job.vocabulary.bytes(token).decode("utf-8", "replace"))
-            self.reasoned += before and counter.thinking
+            deltas = counter.feed(self.job.vocabulary.bytes(token).decode("utf-8", "replace"))
+            if any("reasoning" in delta for delta in deltas):
+                self.reasoned, doubtful = self.reasoned + doubtful + 1, 0
+            else:
+                doubtful = doubtful + 1 if before and counter.thinking else 0
+        self._doubtful[event.index] = doubtful
 
     def deltas(self, event: StepEvent) -> list[dict[str, Any]]:
         """What an event brings to the message: its reasoning, its content, and its calls."""

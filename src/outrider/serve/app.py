@@ -305,7 +305,7 @@ class Server:
         given = body.chat_template if isinstance(body, ChatBody) else None
         if isinstance(body, ChatBody) and (effort := body.reasoning_effort):
             variables = {"reasoning_effort": effort, "enable_thinking": effort != "none"} | variables
-        template = self._template(given)
+        template = self._template(given, "tool_use" if getattr(body, "tools", None) else "default")
         return self.llm.llm.render(
             [_as_known(message, template) for message in body.messages or []],
             chat_template=given,
@@ -323,8 +323,11 @@ class Server:
     async def _reading(self, body: ChatBody) -> tuple[Reading, dict[str, Any]]:
         """How the answers are read, and what that asks of sampling."""
         parser, more = await self._tools(body)
-        way = way_of(self._template(body.chat_template)) if self.settings.reasoning else None
-        said = (body.messages[-1].get("content") if body.messages else "") if body.continue_final_message else ""
+        template = self._template(body.chat_template, "tool_use" if body.tools else "default")
+        way = way_of(template) if self.settings.reasoning else None
+        said = body.messages[-1].get("content") if body.messages and body.continue_final_message else ""
+        if isinstance(said, list):
+            said = "\n".join(str(part.get("text") or "") for part in said if isinstance(part, dict))
         how = Reading(self.llm.llm.tokenizer, way, parser, said if isinstance(said, str) else "")
         if way and way.end in self.vocabulary.special:
             more = {"skip_special_tokens": False, **more}

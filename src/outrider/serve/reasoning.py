@@ -73,13 +73,13 @@ class Reading:
             parser = parser if isinstance(parser, Harmony) else Harmony({})
             begun = self._end(prompt).rpartition("<|start|>assistant")
             if begun[1] and "to=" not in begun[2]:
-                parser.feed(begun[2])
+                parser.go_on(begun[2])
             return parser
         return parser if self.way is None else Reader(self.way, self.opened(prompt), parser)
 
     def counter(self, prompt: list[int]) -> Parser | Reader | None:
         """What tells which tokens of an answer are reasoning."""
-        return replace(self, parser=None).reader(prompt)
+        return self.reader(prompt) if self.way is CHANNELS else replace(self, parser=None).reader(prompt)
 
     def _end(self, prompt: list[int]) -> str:
         return str(self.tokenizer.decode(prompt[-TAIL - len(self.said) :], skip_special_tokens=False))
@@ -95,6 +95,7 @@ class Reader:
         self.way, self.parser = way, parser
         self.thinking = bool(opened)  # whether what comes next is reasoning
         self._place = "behind" if opened is False else "before"  # then: inside, between, behind
+        self.marked = False  # whether a mark has come
         self._held = ""  # white space, and what may become a mark
         self._said = False  # whether there was any reasoning
 
@@ -117,7 +118,7 @@ class Reader:
             if len(begun) < len(self.way.begin) and self.way.begin.startswith(begun):
                 return []
             if begun.startswith(self.way.begin):  # some write it once more
-                self._held, self.thinking = begun.removeprefix(self.way.begin), True
+                self._held, self.thinking, self.marked = begun.removeprefix(self.way.begin), True, True
             self._place = "inside" if self.thinking else "behind"
         if self._place == "inside":
             said, mark, behind = until(self._held if self._said else self._held.lstrip(), (self.way.end,))
@@ -126,7 +127,7 @@ class Reader:
             if said.rstrip():
                 deltas.append({"reasoning": said.rstrip()})
             if mark:
-                self._place, self.thinking = "between", False
+                self._place, self.thinking, self.marked = "between", False, True
         if self._place == "between":
             self._held = self._held.lstrip()
             self._place = "behind" if self._held else "between"

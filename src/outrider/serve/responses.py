@@ -243,7 +243,7 @@ class Respond(Chat):
 
     def _say(self, text: str) -> Iterator[dict[str, Any]]:
         if not self.items or self.items[-1]["type"] != "message":
-            behind, text = bool(self.items) or self.thought or self._headed(), self._own(text, "message")
+            behind, text = bool(self.items) or self._marked(), self._own(text, "message")
             yield from self._begin(self._message())
             if behind:  # reasoning, a call or a header, with tokens that are no text
                 self.spelt = _last(self.spelt, len(text))
@@ -267,6 +267,10 @@ class Respond(Chat):
         """The beginning of an item, without the line break that stands between two messages of gpt-oss's in a chat."""
         joined = self._headed() and any(item["type"] == kind for item in self.items)
         return text.removeprefix("\n") if joined else text
+
+    def _marked(self) -> bool:
+        """Whether tokens came before that are no content's."""
+        return self.thought or self._headed() or getattr(self._readers.get(0), "marked", False)
 
     def _headed(self) -> bool:
         return isinstance(self._readers.get(0), Harmony)

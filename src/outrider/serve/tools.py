@@ -715,6 +715,7 @@ class Harmony(Parser):
         self._kind = ""  # of the message under way: reasoning, content or arguments; empty in a header
         self._said = ""  # of the message, so far
         self._known = set[str]()  # kinds that have come
+        self._blank = ""  # content that says nothing, unless more comes
 
     @property
     def thinking(self) -> bool:
@@ -739,8 +740,15 @@ class Harmony(Parser):
         if self._kind:
             deltas += self._say(self._held)
         self.broken = self._kind == "arguments" and not isinstance(_value(self._said), dict)
-        self._held = ""
+        deltas += [{"content": self._blank}] if self._blank and not self.calls else []
+        self._held = self._blank = ""
         return [delta for delta in deltas if not (self.forced and "content" in delta)]
+
+    def go_on(self, said: str) -> None:
+        """Begin behind what was said before, at a prompt's end."""
+        self.feed(said)
+        if self._kind:
+            self._held = self._blank = ""
 
     def _header(self) -> list[Delta]:
         header, mark, behind = until(self._held, ("<|message|>",))
@@ -776,6 +784,11 @@ class Harmony(Parser):
         if self._kind == "arguments":
             self._said += text
             return [_delta(self.calls - 1, {"function": {"arguments": text}})]
+        if self._kind == "content":
+            text, self._blank = self._blank + text, ""
+            if not self._said and not text.strip():
+                self._blank = text
+                return []
         lead = "\n" if not self._said and self._kind in self._known else ""  # between two messages
         self._said = self._said or text
         self._known.add(self._kind)
