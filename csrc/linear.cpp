@@ -55,25 +55,18 @@ template <class F>
 constexpr bool halved(int rows) { return W == 8 && rows > 2 && !kRounded<F>; }
 
 // Each format gives `weights(w, a, v, even, odd)`: of the four k at w, the weights of vector v at k = 2 a and 2 a + 1.
-struct F32 {
+template <class T>
+struct Plain {  // one k after the other, widened as they are read
   using X = float;
-  static constexpr int kBytes = 128;  // of a panel for each k
+  static constexpr int kBytes = kPanel * sizeof(T);  // of a panel for each k
   static constexpr bool kScaled = false;
   INLINE void weights(const uint8_t *w, int a, int v, vf &even, vf &odd) {
-    const float *f = reinterpret_cast<const float *>(w) + 2 * a * kPanel + v * W;
-    even = load(f), odd = load(f + kPanel);
+    const T *at = reinterpret_cast<const T *>(w) + 2 * a * kPanel + v * W;
+    even = load(at), odd = load(at + kPanel);
   }
 };
-
-struct F16 {
-  using X = float;
-  static constexpr int kBytes = 64;  // of a panel for each k
-  static constexpr bool kScaled = false;
-  INLINE void weights(const uint8_t *w, int a, int v, vf &even, vf &odd) {
-    const f16 *h = reinterpret_cast<const f16 *>(w) + 2 * a * kPanel + v * W;
-    even = load(h), odd = load(h + kPanel);
-  }
-};
+using F32 = Plain<float>;
+using F16 = Plain<f16>;
 
 struct BF16 {
   using X = Half;

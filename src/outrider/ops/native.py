@@ -20,9 +20,8 @@ from torch import Tensor
 from outrider.errors import ConfigError
 
 REFERENCE = "reference"
-F32, BF16, INT8, INT4, UINT4, UINT5, INT6, FP4, FP8, F16 = ALL = range(
-    10
-)  # formats of weights, as csrc/linear.h has them
+# formats of weights, as csrc/linear.h has them
+F32, BF16, INT8, INT4, UINT4, UINT5, INT6, FP4, FP8, F16 = ALL = range(10)
 INTEGERS = (INT8, INT4, UINT4, UINT5, INT6)  # those that multiply with rounded rows
 BFLOAT, HALF, COARSE, FLOAT, ZEROS = range(5)  # kinds of factors
 SUPER = 256  # inputs that share a coarse factor
@@ -171,15 +170,12 @@ def computes_right() -> bool:
     x, weight = torch.arange(17 * 72).view(17, 72) * 37 % 255 - 127, torch.arange(40 * 72).view(40, 72) % 15
     x[:, ::32] = 127  # in each group: rounded to 8 bits, the rows are what they were
     scales, coarse = torch.arange(1, 41).view(40, 1).repeat(1, 3) % 60, torch.full((40, 1), 1 / 64, dtype=torch.float16)
+    floats = {code: dtype for dtype, code in FORMATS.items()}
     for code, rounded in [*((code, False) for code in ALL), *((code, True) for code in INTEGERS)]:
         plain = weight - (0 if code in (UINT4, UINT5) else 7)
         plain = torch.where(plain.abs() % 2 * plain.abs() > 4, plain.sign() * 6, plain) if code == FP4 else plain
-        kinds = {own: dtype for dtype, own in FORMATS.items()} | {FP8: torch.float8_e4m3fn}
-        plain = plain.to(kinds.get(code, torch.int8))
-        a, y = (
-            x.to(kinds[code] if code in FORMATS.values() else torch.bfloat16),
-            torch.empty(17, 40, dtype=torch.float32),
-        )
+        plain = plain.to(floats.get(code, torch.float8_e4m3fn if code == FP8 else torch.int8))
+        a, y = x.to(floats.get(code, torch.bfloat16)), torch.empty(17, 40, dtype=torch.float32)
         w = kernels.Weights(code, 40, 72, 32, False, rounded)
         data, factors = torch.empty(w.nbytes, dtype=torch.uint8), torch.empty(w.room(3), dtype=torch.int16)
         kind, shared = code % 3, torch.empty(w.room(1), dtype=torch.float16)
@@ -187,13 +183,13 @@ def computes_right() -> bool:
         w.pack(plain.data_ptr(), data.data_ptr(), 1)
         w.pack_scales(False, kind, own.data_ptr(), 3, own.itemsize, factors.data_ptr())
         w.pack_coarse(False, coarse.data_ptr(), 1, shared.data_ptr())
-        spread = (scales / 64).double().repeat_interleave(32, 1)[:, :72] if code not in FORMATS.values() else 1.0
+        spread = (scales / 64).double().repeat_interleave(32, 1)[:, :72] if code not in floats else 1.0
         exact = a.double() @ (plain.double() * spread).T
         for rows in (3, 17):  # vectors and tiles may share the work by their number
             w.multiply(a.data_ptr(), rows, y.data_ptr(), 40, True, 0, 0, 0.0, 1)
             if not torch.allclose(y[:rows].double(), exact[:rows], rtol=1e-3, atol=1e-2):
                 return False
-        if code in FORMATS.values():
+        if code in floats:
             stored = torch.empty(17, 40, dtype=a.dtype)
             w.multiply(a.data_ptr(), 17, stored.data_ptr(), 40, False, 0, 0, 0.0, 1)
             if not torch.equal(stored, y.to(a.dtype)):
