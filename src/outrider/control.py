@@ -509,7 +509,7 @@ class Beliefs:
         Guesses are those of `looks`, where they are to be asked, and those given, by the sequence's place; cheap ones
         come first, each kind in the order of the bits. Fewer are taken where the account is overdrawn that pays, or
         would be if all were wrong. drafted: seconds spent.  chains: see `pick`.  again: in the same step, once a model
-        was run.  poor: see `ask`.  threads: that may look up.
+        was run; what look-ups have found is known then.  poor: see `ask`.  threads: that may look up.
         """
         n, k, self.rate = len(texts), min(k, len(self.seconds) - 1), 0.0
         for seq, _, _, room in () if again else texts:

@@ -230,9 +230,7 @@ class Auto(Drafter):
         drafted += self.clock()
         self.asking = drafted
         self._time(source, seqs, who, length, None if Graphs.made > made else drafted, riders)
-        return self.beliefs.choose(texts, self.looks, guesses, drafted, k, self.chains, True, self._poor, self.threads)[
-            0
-        ]
+        return self.beliefs.choose(texts, [], guesses, drafted, k, self.chains, True)[0]
 
     def _ask(
         self, source: Source, seqs: list[Sequence], who: list[int], k: int, guesses: dict[int, list[Guess]],
