@@ -382,7 +382,7 @@ class LLM:
             raise ConfigError(f"a conversation is a list of messages, not {brief(messages)}")
         if not messages:
             raise EmptyPrompt("messages: the conversation is empty; give at least one")
-        conversation = [_message(given) for given in messages]
+        conversation = [as_text(given) for given in messages]
         options = {
             "chat_template": chat_template,
             "add_generation_prompt": add_generation_prompt,
@@ -466,8 +466,8 @@ def _no_prompt(given: Any) -> ConfigError:
     return ConfigError(f"a prompt is text or a list (or a one-dimensional tensor) of token ids, not {kind}")
 
 
-def _message(given: Any) -> dict[str, Any]:
-    """A message whose content is one text. Raises ConfigError."""
+def as_text(given: Any) -> dict[str, Any]:
+    """The same message, whose content is one text. Raises ConfigError."""
     content = given.get("content") if isinstance(given, Mapping) and isinstance(given.get("role"), str) else None
     if _is_list(content) and content:
         content = "\n".join(map(_text_of, content))  # as vLLM does

@@ -429,6 +429,11 @@ def test_reasoning_is_counted_by_its_own_tokens(client, tiny_llm, scripted):
     )
     counts = [f["usage"]["completion_tokens_details"]["reasoning_tokens"] for f in frames]
     assert counts == sorted(counts) and counts[-1] == inside
+    said_so = "I <</ think\n\nso."  # white space, and what might have become a mark
+    ids = tiny_llm.tokenizer(f"{said_so}</think>Hello.", add_special_tokens=False)["input_ids"]
+    inside = next(i for i in range(len(ids)) if tiny_llm.tokenizer.decode(ids[:i]).startswith(said_so))
+    usage = both(client, said(f"{said_so}</think>Hello.", **OPENS, return_token_ids=True))[1]
+    assert usage["completion_tokens_details"]["reasoning_tokens"] == inside
 
 
 def test_calls_served(client, scripted):

@@ -29,7 +29,7 @@ from outrider.serve.tools import (
     conversation,
     family_of,
     parse,
-    reading,
+    parser_of,
     spelt_out,
 )
 
@@ -120,7 +120,7 @@ def test_calls_are_found_in_any_pieces(family, calls, before, sizes):
         pieces.append(text[at : at + sizes[len(pieces) % len(sizes)]])
         at += len(pieces[-1])
     for cut in (pieces, [text], list(text)):
-        content, found = heard(reading(family, known), cut)
+        content, found = heard(parser_of(family, known), cut)
         assert content == before
         assert [(c["name"], json.loads(c["arguments"])) for c in found] == calls
     whole, found = parse(text, family, known)
@@ -135,7 +135,7 @@ def test_arguments_come_as_they_are_written(family):
     """The name first, then the arguments piece by piece: nobody waits for the end of a call."""
     call = "get_weather", {"city": "Paris", "note": "a" * 50}
     text = written(family, [call])
-    parser, seen = reading(family, functions(family, call)), []
+    parser, seen = parser_of(family, functions(family, call)), []
     for c in text:
         seen.append(len(parser.feed(c)))
     assert sum(seen) > 50 and sum(seen[: text.index("Paris")]) > (2 if family is CODER else 3)
@@ -146,7 +146,9 @@ def test_arguments_come_as_they_are_written(family):
 @settings(max_examples=80)
 def test_what_is_no_call_is_content(family, text, size):
     """Nothing is lost, invented or raised, whatever comes."""
-    content, calls = heard(reading(family, functions(family)), [text[i : i + size] for i in range(0, len(text), size)])
+    content, calls = heard(
+        parser_of(family, functions(family)), [text[i : i + size] for i in range(0, len(text), size)]
+    )
     assert not calls and content == text
 
 
@@ -187,7 +189,7 @@ def test_pieces_make_no_difference(family, words, sizes):
         pieces.append(rest[: sizes[len(pieces) % len(sizes)]])
 
     def found(cut: list[str]) -> Any:
-        content, calls = heard(reading(family, {"now": {"properties": {"b": {"type": "integer"}}}}), cut)
+        content, calls = heard(parser_of(family, {"now": {"properties": {"b": {"type": "integer"}}}}), cut)
         return content, [(call["name"], call["arguments"]) for call in calls]
 
     assert found(pieces) == found(list(text)) == found([text])
@@ -260,7 +262,7 @@ def test_space_around_calls(text, content, calls):
     ],
 )
 def test_how_models_write_otherwise(family, text, content, calls):
-    got, found = heard(reading(family, {"now": {}}), [text])
+    got, found = heard(parser_of(family, {"now": {}}), [text])
     assert len(found) == calls and (content is None or got.strip() == content.strip())
     if content is None:
         assert got.replace("</tool_call>", "") in text
@@ -393,7 +395,7 @@ def test_what_is_forced_is_never_content(family):
     call = "now", {"a": "b"}
     text = written(family, [call, call])
     for size in range(len(text)):
-        content, calls = heard(reading(family, functions(family, call), forced=True), [text[:size]])
+        content, calls = heard(parser_of(family, functions(family, call), forced=True), [text[:size]])
         assert not content and len(calls) <= 2
 
 

@@ -13,7 +13,7 @@ from outrider.errors import EngineError
 from outrider.outputs import GenerationOutput, Logprob, StepEvent
 from outrider.serve.http import DONE, frame, refusal
 from outrider.serve.protocol import ChatBody, CompletionBody, Sampled
-from outrider.serve.reasoning import Reader, Reading
+from outrider.serve.reasoning import Counter, Reader, Reading
 from outrider.serve.tools import Parser, regrouped
 from outrider.serve.vocabulary import Vocabulary
 
@@ -249,10 +249,9 @@ class Chat(Reply):
 
     def __init__(self, job: Job, how: Reading) -> None:
         super().__init__(job)
-        self.how = how
+        self.how, self._end_of_prompt = how, how.end(job.prompts[0])
         self._readers: dict[int, Parser | Reader | None] = {}  # per output
-        self._counters: dict[int, Parser | Reader | None] = {}
-        self._doubtful: dict[int, int] = {}  # tokens that may be reasoning's, or of the mark behind it
+        self._counters: dict[int, Counter | None] = {}
         if how.way is not None:
             self.reasoned = 0
 
@@ -262,25 +261,17 @@ class Chat(Reply):
             yield event
 
     def _count(self, event: StepEvent) -> None:
-        """Count the tokens within reasoning, each by its own text: what a stop string may swallow comes late."""
+        """Count reasoning's tokens. A stop string holds text back, so they are not counted by what is shown."""
         if event.index not in self._counters:
-            self._counters[event.index] = self.how.counter(self.job.prompts[0])
-        if (counter := self._counters[event.index]) is None or self.reasoned is None:
-            return
-        doubtful = self._doubtful.get(event.index, 0)
-        for token in event.token_ids:
-            before = counter.thinking
-            deltas = counter.feed(self.job.vocabulary.bytes(token).decode("utf-8", "replace"))
-            if any("reasoning" in delta for delta in deltas):
-                self.reasoned, doubtful = self.reasoned + doubtful + 1, 0
-            else:
-                doubtful = doubtful + 1 if before and counter.thinking else 0
-        self._doubtful[event.index] = doubtful
+            self._counters[event.index] = self.how.counter(self._end_of_prompt)
+        if counter := self._counters[event.index]:
+            texts = (self.job.vocabulary.bytes(token).decode("utf-8", "replace") for token in event.token_ids)
+            self.reasoned = (self.reasoned or 0) + sum(map(counter.count, texts))
 
     def deltas(self, event: StepEvent) -> list[dict[str, Any]]:
         """What an event brings to the message: its reasoning, its content, and its calls."""
         if event.index not in self._readers:
-            self._readers[event.index] = self.how.reader(self.job.prompts[0])
+            self._readers[event.index] = self.how.reader(self._end_of_prompt)
         if (parser := self._readers[event.index]) is None:
             return [{"content": event.text}] if event.text else []
         found = parser.feed(event.text) + (parser.finish() if event.finish_reason is not None else [])

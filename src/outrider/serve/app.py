@@ -24,6 +24,7 @@ import outrider
 from outrider.async_llm import AsyncLLM, left
 from outrider.config import SamplingParams, real
 from outrider.errors import ConfigError, DeadlineExceeded, EmptyPrompt, OutriderError, RequestTooLong, brief
+from outrider.llm import as_text
 from outrider.serve.answers import Chat, Completion, Job, Reply
 from outrider.serve.http import OPEN, EventStream, Gate, Refusal, json_response, read, refusal, while_connected
 from outrider.serve.metrics import Metrics
@@ -41,7 +42,7 @@ from outrider.serve.reasoning import BRACKETS, Reading, way_of
 from outrider.serve.replies import REF, REPLIES
 from outrider.serve.responses import Respond, ResponsesBody, in_its_words
 from outrider.serve.settings import Settings
-from outrider.serve.tools import Family, Parser, check, constraint, conversation, family_of, reading, spelt_out
+from outrider.serve.tools import Family, Parser, check, constraint, conversation, family_of, parser_of, spelt_out
 from outrider.serve.vocabulary import Vocabulary
 
 JSON, PROMETHEUS = "application/json", "text/plain; version=0.0.4; charset=utf-8"
@@ -214,7 +215,7 @@ class Server:
             """In a thread, and once for all prompts that may get as much: a bias of each token takes a while."""
             prompts = [self._truncated(ids, body) for ids in read_prompts()]
             most = [self._most(ids, body) for ids in prompts]
-            after = how.after(prompts[0]) if how else None
+            after = how.after(how.end(prompts[0])) if how else None
             known = {n: body.sampling(self.settings, n, logprobs, after, **more) for n in dict.fromkeys(most)}
             return [(ids, known[n]) for ids, n in zip(prompts, most, strict=True)]
 
@@ -302,40 +303,39 @@ class Server:
         if generate is None:
             generate = not body.continue_final_message
         variables = (body.chat_template_kwargs or {}) | ({"tools": spelt_out(body.tools)} if body.tools else {})
-        given = body.chat_template if isinstance(body, ChatBody) else None
         if isinstance(body, ChatBody) and (effort := body.reasoning_effort):
             variables = {"reasoning_effort": effort, "enable_thinking": effort != "none"} | variables
-        template = self._template(given, "tool_use" if getattr(body, "tools", None) else "default")
+        template = self._template(body)
         return self.llm.llm.render(
             [_as_known(message, template) for message in body.messages or []],
-            chat_template=given,
+            chat_template=getattr(body, "chat_template", None),
             chat_template_kwargs=variables,
             add_generation_prompt=generate,
             continue_final_message=bool(body.continue_final_message),
             any_length=isinstance(body, ChatBody) and _cut(body),
         )
 
-    def _template(self, given: str | None, name: str = "default") -> Any:
-        """The template that a request brings, or else the model's, of several the one of this name."""
+    def _template(self, body: ChatBody | TokenizeBody) -> Any:
+        """The template that a request brings, or else the model's, of several the one for tools if there are any."""
         own = getattr(self.llm.llm.tokenizer, "chat_template", None)
-        return given or (own.get(name, own.get("default")) if isinstance(own, dict) else own)
+        if isinstance(own, dict):
+            own = own.get("tool_use" if body.tools else "default", own.get("default"))
+        return getattr(body, "chat_template", None) or own
 
     async def _reading(self, body: ChatBody) -> tuple[Reading, dict[str, Any]]:
         """How the answers are read, and what that asks of sampling."""
         parser, more = await self._tools(body)
-        template = self._template(body.chat_template, "tool_use" if body.tools else "default")
+        template, said = self._template(body), ""
         way = way_of(template) if self.settings.reasoning else None
-        said = body.messages[-1].get("content") if body.messages and body.continue_final_message else ""
-        if isinstance(said, list):
-            said = "\n".join(str(part.get("text") or "") for part in said if isinstance(part, dict))
-        how = Reading(self.llm.llm.tokenizer, way, parser, said if isinstance(said, str) else "")
+        if way and body.messages and body.continue_final_message:
+            said = as_text(_as_known(body.messages[-1], template))["content"]
+        how = Reading(self.llm.llm.tokenizer, way, parser, said)
         if way and way.end in self.vocabulary.special:
             more = {"skip_special_tokens": False, **more}
         return how, more
 
-    async def _family(self, given: str | None) -> Family | None:
-        """How calls are written by models of a request's template, or else of the model's."""
-        template = self._template(given, "tool_use")
+    async def _family(self, template: Any) -> Family | None:
+        """How calls are written by models of a template."""
         if template not in self.families:
             found = await self.llm.off_loop(lambda: family_of(template, self.llm.llm.render_text))
             if len(self.families) >= 64:
@@ -348,7 +348,7 @@ class Server:
         asked = check(body.tools, body.tool_choice, body.parallel_tool_calls)
         if asked is None:
             return None, {}
-        family = await self._family(body.chat_template)
+        family = await self._family(self._template(body))
         if family is None:
             raise Refusal(
                 400, "tools: the chat template has none, or its models write calls in an unknown way", "tools"
@@ -362,7 +362,7 @@ class Server:
                 said = "tool_choice and structured_outputs cannot both say what the output is"
                 raise Refusal(400, said, "tool_choice")
             more["structured_outputs"] = forced
-        return lambda: reading(written, asked.callable, forced=asked.forced), more
+        return lambda: parser_of(written, asked.callable, forced=asked.forced), more
 
     def _decode(self, ids: list[int], skip_special: bool = False) -> str:
         tokenizer = self.llm.llm.tokenizer

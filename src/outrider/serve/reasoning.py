@@ -58,31 +58,50 @@ class Reading:
     parser: Callable[[], Parser] | None = None  # makes what finds calls, if they are looked for
     said: str = ""  # of the answer, in the prompt
 
-    def opened(self, prompt: list[int]) -> bool | None:
-        """As the function of that name says, of a prompt's tokens."""
-        return None if self.way is None else opened(self.way, self._end(prompt), self.said)
+    def end(self, prompt: list[int]) -> str:
+        """Of a prompt's tokens the text that says where an answer begins."""
+        if self.way is None:
+            return ""
+        return str(self.tokenizer.decode(prompt[-TAIL - len(self.said) :], skip_special_tokens=False))
 
-    def after(self, prompt: list[int]) -> str | None:
-        """The mark behind which a constraint begins, if the prompt has begun to reason."""
-        return self.way.end if self.way not in (None, CHANNELS) and self.opened(prompt) else None
+    def after(self, end: str) -> str | None:
+        """The mark behind which a constraint begins, if the prompt, which ends so, has begun to reason."""
+        if self.way is None or self.way is CHANNELS:
+            return None
+        return self.way.end if opened(self.way, end, self.said) else None
 
-    def reader(self, prompt: list[int]) -> Parser | Reader | None:
-        """What reads an answer to this prompt; None if all of it is content."""
+    def reader(self, end: str) -> Parser | Reader | None:
+        """What reads an answer to a prompt that ends so; None if all of it is content."""
         parser = self.parser() if self.parser else None
         if self.way is CHANNELS:
             parser = parser if isinstance(parser, Harmony) else Harmony({})
-            begun = self._end(prompt).rpartition("<|start|>assistant")
+            begun = end.rpartition("<|start|>assistant")
             if begun[1] and "to=" not in begun[2]:
                 parser.go_on(begun[2])
             return parser
-        return parser if self.way is None else Reader(self.way, self.opened(prompt), parser)
+        return parser if self.way is None else Reader(self.way, opened(self.way, end, self.said), parser)
 
-    def counter(self, prompt: list[int]) -> Parser | Reader | None:
-        """What tells which tokens of an answer are reasoning."""
-        return self.reader(prompt) if self.way is CHANNELS else replace(self, parser=None).reader(prompt)
+    def counter(self, end: str) -> Counter | None:
+        """What counts the tokens of its reasoning; None if that is not told apart."""
+        plain = self if self.way is CHANNELS else replace(self, parser=None)  # whose calls are messages, too
+        return None if self.way is None or (reader := plain.reader(end)) is None else Counter(reader)
 
-    def _end(self, prompt: list[int]) -> str:
-        return str(self.tokenizer.decode(prompt[-TAIL - len(self.said) :], skip_special_tokens=False))
+
+class Counter:
+    """Counts the tokens of an answer that are reasoning, each by its own text."""
+
+    def __init__(self, reader: Parser | Reader) -> None:
+        self.reader = reader
+        self.doubtful = 0  # tokens that may be reasoning's, or of the mark behind it
+
+    def count(self, text: str) -> int:
+        """How many are certain with this one."""
+        before = self.reader.thinking
+        if any("reasoning" in delta for delta in self.reader.feed(text)):
+            found, self.doubtful = self.doubtful + 1, 0
+            return found
+        self.doubtful = self.doubtful + 1 if before and self.reader.thinking else 0
+        return 0
 
 
 class Reader:

@@ -175,7 +175,6 @@ class Respond(Chat):
         super().__init__(job, how)
         self.asked = asked
         self.items: list[Item] = []  # the last may still be written
-        self.thought = False  # whether there was reasoning, shown or not
         self.spelt: list[tuple[int, dict[str, Any]]] = []  # letters and logprobs of tokens that are still to be said
         self.made = {"id": job.head["id"], "object": "response", "created_at": job.head["created"]}
 
@@ -253,7 +252,7 @@ class Respond(Chat):
         yield {"type": "response.output_text.delta", **self._place(), "delta": text, "logprobs": spelt}
 
     def _think(self, text: str) -> Iterator[dict[str, Any]]:
-        self.spelt, self.thought = [], True
+        self.spelt = []
         if self.body.include_reasoning is False:
             return
         if not self.items or self.items[-1]["type"] != "reasoning":
@@ -265,15 +264,13 @@ class Respond(Chat):
 
     def _own(self, text: str, kind: str) -> str:
         """The beginning of an item, without the line break that stands between two messages of gpt-oss's in a chat."""
-        joined = self._headed() and any(item["type"] == kind for item in self.items)
+        joined = isinstance(self._readers.get(0), Harmony) and any(item["type"] == kind for item in self.items)
         return text.removeprefix("\n") if joined else text
 
     def _marked(self) -> bool:
         """Whether tokens came before that are no content's."""
-        return self.thought or self._headed() or getattr(self._readers.get(0), "marked", False)
-
-    def _headed(self) -> bool:
-        return isinstance(self._readers.get(0), Harmony)
+        reader = self._readers.get(0)
+        return reader is not None and reader.marked
 
     def _call(self, part: dict[str, Any]) -> Iterator[dict[str, Any]]:
         self.spelt = []

@@ -582,6 +582,7 @@ class Parser:
         self.forced = forced  # the text can be nothing but calls
         self.calls = 0  # handed out
         self.broken = False  # whether the last of them was cut off
+        self.marked = False  # whether a message's header has come
         self._held = ""  # text that may yet be a mark, or belongs to a call
         self._call: Call | None = None
         self._inside = False  # behind a mark: between calls
@@ -760,7 +761,7 @@ class Harmony(Parser):
             self._kind, end = "content", begun.end() if begun else 0
             text, self._held = self._held[:end], self._held[end:]
             return self._say(text)
-        self._held, name = behind, RECIPIENT.search(header)
+        self._held, self.marked, name = behind, True, RECIPIENT.search(header)
         if name and name[1] in self.functions:
             self._kind, self.calls = "arguments", self.calls + 1
             function = {"name": name[1], "arguments": ""}
@@ -805,7 +806,7 @@ def until(text: str, marks: Sequence[str]) -> tuple[str, str, str]:
     return text[:at], "", text[at:]
 
 
-def reading(
+def parser_of(
     family: Family, functions: Mapping[str, Mapping[str, Any]], new_id: Callable[[], str] | None = None,
     forced: bool = False,
 ) -> Parser:  # fmt: skip
@@ -834,5 +835,5 @@ def parse(
     text: str, family: Family, functions: Mapping[str, Mapping[str, Any]]
 ) -> tuple[str | None, list[dict[str, Any]]]:
     """A whole answer, as `regrouped` gives it."""
-    parser = reading(family, functions)
+    parser = parser_of(family, functions)
     return regrouped([*parser.feed(text), *parser.finish()])
