@@ -426,10 +426,28 @@ def test_behind_a_token():
     assert close in allowed(*parts[:-1]) and close not in allowed(*parts)
     assert one in allowed(mark) and not {a, mark, 5} & allowed(mark)
     assert allowed(one, mark, one, one, one) == {5}
+    both = StructuredOutputsParams(regex="[0-9]{3}", after=["<tool>", "</think>"])  # if it comes
+    grammar = read(both, tokenizer, len(tokenizer))
+    assert {other, one} <= allowed() and not {5, a, mark} & allowed()
+    assert {one, a, mark} <= allowed(other) and not {5, other} & allowed(other)
+    assert one in allowed(other, a, mark) and not {a, mark, 5} & allowed(other, a, mark)
+    assert allowed(one, one, one) == {5} == allowed(other, mark, one, one, one)
+    grammar = read(replace(both, after=[*both.marks[:2], "<tool>a"]), tokenizer, len(tokenizer))
+    assert allowed() == {other} and {one, a, mark} <= allowed(other) and allowed(other, one, mark) == {other}
+    assert (
+        one in allowed(other, a) and {a} <= allowed(other, one, mark, other) and one not in allowed(other, mark, other)
+    )
+    grammar = read(replace(both, after="1<tool>"), tokenizer, len(tokenizer))
+    assert {one, a} <= allowed() and not {5, mark, other} & allowed() and {one, a, other} <= allowed(a, one)
+    assert other not in allowed(one, a) and one in allowed(one, a, one, other) and a not in allowed(one, other)
+    grammar = read(replace(both, after=[]), tokenizer, len(tokenizer))
+    assert one in allowed() and not {5, a, mark, other} & allowed()
     with pytest.raises(ConfigError, match="no text"):
         read(StructuredOutputsParams(regex=r"[^\s\S]", after="</think>"), tokenizer, len(tokenizer))
     with pytest.raises(ConfigError, match="nothing comes: it ends a text"):
         read(StructuredOutputsParams(regex="[0-9]", after=tokenizer.eos_token), tokenizer, len(tokenizer))
+    with pytest.raises(ConfigError, match="nothing comes: it ends a text"):
+        read(StructuredOutputsParams(regex="[0-9]", after=["a", f"b{tokenizer.eos_token}"]), tokenizer, len(tokenizer))
 
 
 # --- what cannot be ---------------------------------------------------------------------------------------------------
@@ -443,6 +461,8 @@ BAD = {
     "yes": ({"json": {}, "disable_any_whitespace": 1}, "True or False"),
     "both": ({"json": {}, "disable_any_whitespace": True, "whitespace_pattern": " "}, "not both"),
     "behind nothing": ({"json": {}, "after": ""}, "after"), "behind a number": ({"json": {}, "after": 5}, "after"),
+    "behind four": ({"json": {}, "after": [*"abcd"]}, "up to three"),
+    "behind numbers": ({"json": {}, "after": [1]}, "after"),
 }  # fmt: skip
 
 

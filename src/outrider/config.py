@@ -227,7 +227,7 @@ class StructuredOutputsParams:
     disable_any_whitespace: bool = False  # JSON on one line, without a space between its parts: all the more is forced
     disable_additional_properties: bool = False  # where the schema names properties, no others
     whitespace_pattern: str | None = None  # a regex for the space between JSON's parts; None: up to 32 characters
-    after: str | None = None  # ours: a text behind which all this begins, such as a model's "</think>"
+    after: str | list[str] | None = None  # ours: what may stand before all this, see `marks`
 
     def __post_init__(self) -> None:
         if len(self.asked) != 1:
@@ -255,10 +255,26 @@ class StructuredOutputsParams:
             raise ConfigError(
                 f"structured_outputs: whitespace_pattern must be text, not {brief(self.whitespace_pattern)}"
             )
-        if not (self.after is None or (isinstance(self.after, str) and 1 <= len(self.after) <= 1000)):
-            raise ConfigError(f"structured_outputs: after is text of 1 to 1000 characters, not {brief(self.after)}")
+        texts = [self.after] if isinstance(self.after, str) else self.after
+        if texts is not None and not (
+            isinstance(texts, (list, tuple)) and len(texts) <= 3 and all(isinstance(x, str) for x in texts)
+            and all(1 <= len(x) <= 1000 for x in texts)
+        ):  # fmt: skip
+            what = "a text of 1 to 1000 characters, or a list of up to three"
+            raise ConfigError(f"structured_outputs: after is {what}, not {brief(self.after)}")
         if self.disable_any_whitespace and self.whitespace_pattern is not None:
             raise ConfigError("structured_outputs: give disable_any_whitespace or whitespace_pattern, not both")
+
+    @property
+    def marks(self) -> tuple[str, str, str]:
+        """Of `after`: where free text begins, where it ends, and what follows before the constraint begins.
+
+        One text is where it ends, and it must. Of two or three, the first begins it, if it comes at all. Without any
+        there is no such text.
+        """
+        texts = [self.after] if isinstance(self.after, str) else list(self.after or ())
+        begin, end, lead = [*([""] if len(texts) == 1 else []), *texts, "", "", ""][:3]
+        return begin, end, lead
 
     @property
     def asked(self) -> dict[str, Any]:

@@ -277,8 +277,9 @@ def read(given: StructuredOutputsParams, tokenizer: Any, vocab: int) -> Grammar:
         if len(text) > MOST_TEXT:
             raise ConfigError(f"structured_outputs has {len(text)} characters; at most {MOST_TEXT}")
         eos, added = getattr(tokenizer, "eos_token_id", None), tokenizer.get_added_vocab()
-        if given.after in added and added[given.after] in (eos, binding.end):
-            raise ConfigError(f"structured_outputs: after {given.after!r} nothing comes: it ends a text")
+        for piece in [piece for mark in given.marks for piece in _pieces(mark, added)]:
+            if added.get(piece) in (eos, binding.end):
+                raise ConfigError(f"structured_outputs: after {piece!r} nothing comes: it ends a text")
         matcher = _deeply(partial(_compile, library, binding, given, text, added))
         grammar = Grammar(matcher, binding.end, eos if isinstance(eos, int) else None)
     binding.grammars[key] = grammar
@@ -330,8 +331,8 @@ def _compile(
         source = _source(library, given, kind, text)
         limits = library.LLParserLimits(**LIMITS)
         matcher = whole = library.LLMatcher(binding.tokenizer, source, log_level=0, limits=limits)
-        if given.after is not None:
-            source = _behind(given.after, source, added)
+        if given.after:
+            source = _behind(given.marks, source, added)
             whole = library.LLMatcher(binding.tokenizer, source, log_level=0, limits=limits)
     except RecursionError:
         raise ConfigError(f"structured_outputs: {kind} is nested too deeply") from None
@@ -353,16 +354,38 @@ def _compile(
     return whole
 
 
-def _behind(mark: str, source: str, added: Mapping[str, int]) -> str:
-    """A grammar behind any text up to a mark, and the white space that follows it: no end, no special tokens before."""
-    said = json.dumps(mark)
+def _behind(marks: tuple[str, str, str], source: str, added: Mapping[str, int]) -> str:
+    """A grammar behind what `after` means: no end before it, and of special tokens none but the marks'."""
+    begin, end, lead = marks
+    mark, *more = _pieces(end, added)
+    rest, said = literal("".join(more), added), json.dumps(mark)
     if mark in added:  # nor the mark by other tokens
         text = f"text: TEXT <[{added[mark]}]>\nTEXT: /(.|\\n)*/ & ~(/(.|\\n)*/ {said} /(.|\\n)*/)"
+    elif rest:
+        text = f"text: TEXT\nTEXT: /(.|\\n)*/ {said}"
     else:
         text = f"text[lazy]: /(.|\\n)*/ {said}"
+    whole = f"{literal(begin, added)} text {rest or ('' if lead else 'SPACE?')}"
+    start = f"{f'({whole})?' if begin else whole} {literal(lead, added)} @answer"
+    before = f"start: {start}\n{text}\nSPACE: /[ \\n\\r\\t]{{1,8}}/"
     known = json.loads(source)["grammars"] if source.startswith("{") else [{"lark_grammar": source}]
-    before = f"start: text SPACE? @answer\n{text}\nSPACE: /[ \\n\\r\\t]{{1,8}}/"
     return json.dumps({"grammars": [{"lark_grammar": before}, {**known[0], "name": "answer"}, *known[1:]]})
+
+
+def literal(text: str, added: Mapping[str, int]) -> str:
+    """Text as a grammar has it; what is a token of its own in the vocabulary (`added`), as that token."""
+    return " ".join(f"<[{added[piece]}]>" if piece in added else json.dumps(piece) for piece in _pieces(text, added))
+
+
+def _pieces(text: str, added: Mapping[str, int]) -> list[str]:
+    """Text cut around what are tokens of their own."""
+    parts, marks = list[str](), sorted(filter(None, added), key=len, reverse=True)
+    while text:
+        own = next((len(mark) for mark in marks if text.startswith(mark)), 0)
+        size = next((i for i in range(1, len(text)) if any(text.startswith(m, i) for m in marks)), len(text))
+        parts.append(text[: own or size])
+        text = text[own or size :]
+    return parts
 
 
 def _source(library: Any, given: StructuredOutputsParams, kind: str, text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import openai
@@ -15,9 +16,10 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from outrider import SamplingParams
+from outrider.constraint import literal
 from outrider.serve import app
-from outrider.serve.reasoning import BRACKETS, CHANNELS, THINK, Reader, Reading, Way, opened, way_of
-from outrider.serve.tools import HARMONY, HERMES, Harmony, Parser, _literal, check, constraint, family_of, parse
+from outrider.serve.reasoning import BRACKETS, CHANNELS, THINK, Reader, Way, opened, way_of
+from outrider.serve.tools import HARMONY, HERMES, TO, Harmony, Parser, check, constraint, family_of, parse
 from tests.serve.conftest import Client
 from tests.serve.test_responses import FLAT, events_of, without_ids
 from tests.serve.test_tools import TOOLS
@@ -259,8 +261,14 @@ def special(tiny_llm, monkeypatch):
 
 def says(tokenizer: Any, text: str, **more: Any) -> dict[str, Any]:
     """A body under which the model says this, special tokens and all."""
-    grammar = "start: " + _literal(text, tokenizer.get_added_vocab())
-    return {"messages": TALK, "structured_outputs": {"grammar": grammar}, "max_tokens": 200, "seed": 1, **more}
+    grammar = "start: " + literal(text, tokenizer.get_added_vocab())
+    return {
+        "messages": TALK,
+        "structured_outputs": {"grammar": grammar, "after": []},
+        "max_tokens": 200,
+        "seed": 1,
+        **more,
+    }
 
 
 def both(client: Client, body: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -298,8 +306,6 @@ def test_gpt_oss_served(special, client):
     cut, usage = both(client, says(special, text, max_tokens=8))
     assert cut["message"]["content"] is None and "I think.".startswith(cut["message"]["reasoning"])
     assert cut["finish_reason"] == "length" and usage["completion_tokens_details"]["reasoning_tokens"] > 0
-    form = {"messages": TALK, "structured_outputs": {"choice": ["Yes"]}}
-    assert both(client, form)[0]["message"] == {"role": "assistant", "content": "Yes"}
     for before in ("Hello", "Is a <"):  # which may begin a mark, and is the prompt's
         gone_on = [*TALK, {"role": "assistant", "content": before}]
         body = says(special, " there.", messages=gone_on, continue_final_message=True)
@@ -339,18 +345,42 @@ def test_gpt_oss_calls(special, client, tiny_llm):
     talk[1] |= {"content": "I look."}  # which the template does not take beside reasoning
     assert client.post("/tokenize", {"messages": talk, "tools": TOOLS}).status_code == 200
     for asked in ("required", named("get_weather")):
+        tools = check(TOOLS, asked)
+        assert tools
+        grammar = replace(constraint(tools, HARMONY, special), after=[THOUGHT, NEXT])
         forced = {"messages": TALK, "tools": TOOLS, "tool_choice": asked, "seed": 3, "max_tokens": 200}
         choice, _ = both(client, {**forced, "return_token_ids": True})
-        text = special.decode(choice["token_ids"])
-        assert text.startswith("<|channel|>commentary to=functions.") and " <|constrain|>json<|message|>{" in text
-        assert choice["message"]["tool_calls"] and choice["message"]["content"] is None
-        tiny_llm.speculative_config, tools = None, check(TOOLS, asked)
-        assert tools
+        tiny_llm.speculative_config = None
         (plain,) = tiny_llm.generate(
             [tiny_llm.render(TALK, chat_template_kwargs={"tools": TOOLS})],
-            SamplingParams(structured_outputs=constraint(tools, HARMONY, special), seed=3, max_tokens=200),
+            SamplingParams(structured_outputs=grammar, seed=3, max_tokens=200),
         )
         assert plain.token_ids == choice["token_ids"]
+
+
+@pytest.mark.parametrize("asked", ["form", "required"])
+def test_gpt_oss_may_think_first(special, client, asked):
+    """And may not; then comes what must."""
+    likely = special("<|end|>final", add_special_tokens=False)["input_ids"]
+    bias, seen = {str(likely[0]): 12, str(likely[1]): 4}, set[bool]()
+    bare = {"messages": TALK, "max_tokens": 400, "return_token_ids": True, "logit_bias": bias}
+    bare |= {"response_format": FORMAT} if asked == "form" else {"tools": TOOLS, "tool_choice": asked}
+    for seed in range(40):
+        choice, _ = both(client, {**bare, "seed": seed})
+        message, text = choice["message"], special.decode(choice["token_ids"])
+        thinks = text.startswith(THOUGHT)
+        seen.add(thinks)
+        thought, _, rest = text.removeprefix(THOUGHT).partition(NEXT) if thinks else ("", "", text)
+        assert message.get("reasoning", "") == thought.rstrip() or not thought.strip()
+        if asked == "form":
+            assert rest.startswith(FINAL.removeprefix("<|start|>assistant")) and choice["finish_reason"] == "stop"
+            assert json.loads(message["content"])["a"] in (1, 2)
+        else:
+            assert rest.startswith(TO) and " <|constrain|>json<|message|>{" in rest
+            assert message["tool_calls"] and message["content"] is None
+        if len(seen) == 2:
+            break
+    assert seen == {True, False}
 
 
 def test_marks_that_are_special_tokens(special, client):
@@ -375,14 +405,10 @@ def thinks(tiny_llm, monkeypatch):
     monkeypatch.setattr(tiny_llm.tokenizer, "chat_template", THINKS)
 
 
-@pytest.fixture
-def scripted(thinks, monkeypatch):
-    """... which says what it is told to, also within reasoning."""
-    monkeypatch.setattr(Reading, "after", lambda *_: None)
-
-
 def said(text: str, **more: Any) -> dict[str, Any]:
-    return {"messages": TALK, "structured_outputs": {"choice": [text]}, "max_tokens": 200, "seed": 1, **more}
+    """A body under which the model says this, marks and all."""
+    asked = {"choice": [text], "after": []}
+    return {"messages": TALK, "structured_outputs": asked, "max_tokens": 200, "seed": 1, **more}
 
 
 CASES = {
@@ -399,7 +425,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_served(client, scripted, name):
+def test_served(client, thinks, name):
     text, more, reasoning, content = CASES[name]
     body = said(text, **more, return_token_ids=True, logprobs=True)
     choice, usage = both(client, body)
@@ -416,7 +442,7 @@ def test_served(client, scripted, name):
     assert bool(reasoning) == bool(usage["completion_tokens_details"]["reasoning_tokens"])
 
 
-def test_reasoning_is_counted_by_its_own_tokens(client, tiny_llm, scripted):
+def test_reasoning_is_counted_by_its_own_tokens(client, tiny_llm, thinks):
     """Whatever a stop string holds back, and for all outputs."""
     text = "I think so.</think>Hello."
     ids = tiny_llm.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -436,7 +462,7 @@ def test_reasoning_is_counted_by_its_own_tokens(client, tiny_llm, scripted):
     assert usage["completion_tokens_details"]["reasoning_tokens"] == inside
 
 
-def test_calls_served(client, scripted):
+def test_calls_served(client, thinks):
     body = said(f"I write {CITY}.</think>\n\nSo: {CITY}", **OPENS, tools=TOOLS)
     choice, _ = both(client, body)
     assert choice["message"]["reasoning"] == f"I write {CITY}." and choice["message"]["content"] == "So: "
@@ -461,7 +487,7 @@ def test_history(client, tiny_llm, thinks):
     assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "reasoning_effort"
 
 
-def test_a_message_that_is_gone_on_with(client, scripted):
+def test_a_message_that_is_gone_on_with(client, thinks):
     for before, text, reasoning, content in (
         ("<think>I", " see.</think>Hello.", "see.", "Hello."), ("<think>I see.</think>", "<think>", "", "<think>"),
         ("Hello", " <think>", "", " <think>"),
@@ -473,7 +499,7 @@ def test_a_message_that_is_gone_on_with(client, scripted):
             assert (message.get("reasoning", ""), message["content"]) == (reasoning, content)
 
 
-def test_the_template_for_tools_counts_where_there_are_tools(client, tiny_llm, scripted, monkeypatch):
+def test_the_template_for_tools_counts_where_there_are_tools(client, tiny_llm, thinks, monkeypatch):
     template = tiny_llm.tokenizer.chat_template
     plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
     monkeypatch.setattr(tiny_llm.tokenizer, "chat_template", {"default": plain, "tool_use": template})
@@ -483,14 +509,15 @@ def test_the_template_for_tools_counts_where_there_are_tools(client, tiny_llm, s
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 FORMS = {
     0: {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}},
-    0.9: {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+    0.9: {"response_format": FORMAT},
 }
 
 
 @pytest.mark.parametrize("temperature", FORMS)
-def test_constraints_begin_behind_reasoning_that_the_prompt_opened(client, thinks, temperature, monkeypatch):
+def test_constraints_begin_behind_reasoning(client, thinks, temperature, monkeypatch, tiny_llm):
     monkeypatch.setattr(app, "way_of", lambda _: Way("<think>", "."))  # which the small model writes
     bare = {"messages": [{"role": "user", "content": "Tell me of the sea."}], "seed": 5, "max_tokens": 150}
     bare |= {**OPENS, "temperature": temperature, "return_token_ids": True}
@@ -500,9 +527,17 @@ def test_constraints_begin_behind_reasoning_that_the_prompt_opened(client, think
     assert choice["finish_reason"] == "stop"
     (plain,) = client.chat({**body, "speculative_config": False})
     assert plain["choices"][0]["token_ids"] == choice["token_ids"]
-    (free,) = client.chat({**body, "chat_template_kwargs": {}})
-    assert json.loads(free["choices"][0]["message"]["content"])["a"] in (1, 2)
-    assert "reasoning" not in free["choices"][0]["message"]
+    seen = set[bool]()
+    for seed in range(40) if temperature else ():  # where the prompt leaves it open, it may begin with the mark
+        choice, _ = both(client, {**body, "chat_template_kwargs": {}, "seed": seed})
+        text = tiny_llm.tokenizer.decode(choice["token_ids"])
+        assert ("reasoning" in choice["message"]) == text.startswith("<think>"), text
+        if choice["finish_reason"] == "stop":
+            assert json.loads(choice["message"]["content"])["a"] in (1, 2)
+            seen.add("reasoning" in choice["message"])
+        if len(seen) == 2:
+            break
+    assert len(seen) == 2 * bool(temperature)
     for asked in ("required", named("get_weather")) if temperature else ():  # greedily it says no point before
         forced = {**bare, "tools": TOOLS, "tool_choice": asked}
         choice, _ = both(client, forced)
@@ -524,8 +559,9 @@ def respond(client: Client, body: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def test_responses(client, scripted):
-    body = {"input": "x", "structured_outputs": {"choice": [f"Hm. So.</think>See. {CITY}"]}, "tools": FLAT, **OPENS}
+def test_responses(client, thinks):
+    asked = {"choice": [f"Hm. So.</think>See. {CITY}"], "after": []}
+    body = {"input": "x", "structured_outputs": asked, "tools": FLAT, **OPENS}
     body |= {"max_output_tokens": 100, "include": ["message.output_text.logprobs"], "top_logprobs": 0}
     answer = respond(client, body)
     reasoning, message, call = answer["output"]
@@ -546,7 +582,7 @@ def test_responses(client, scripted):
     assert [item["type"] for item in hidden["output"]] == ["message", "function_call"]
     assert hidden["output"][0]["content"] == message["content"]
     assert hidden["usage"]["output_tokens_details"] == answer["usage"]["output_tokens_details"]
-    empty = {**body, "structured_outputs": {"choice": ["\n</think>\n\nHello."]}}
+    empty = {**body, "structured_outputs": {"choice": ["\n</think>\n\nHello."], "after": []}}
     (message,) = respond(client, empty)["output"]
     assert "".join(each["token"] for each in message["content"][0]["logprobs"]).startswith("Hello.")
     cut = respond(client, {**body, "max_output_tokens": 3})
@@ -586,9 +622,9 @@ def test_reasoning_items_are_taken(client, tiny_llm, thinks, monkeypatch):
     assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "reasoning"
 
 
-def test_openais_client(live, tiny_llm, scripted):
+def test_openais_client(live, tiny_llm, thinks):
     made = openai.OpenAI(base_url=f"{live()}/v1", api_key="none", max_retries=0)
-    more = {"structured_outputs": {"choice": ["Hm. So.</think>Hello."]}, **OPENS}
+    more = {"structured_outputs": {"choice": ["Hm. So.</think>Hello."], "after": []}, **OPENS}
     asked: Any = {"model": "tiny", "messages": TALK, "max_tokens": 100, "extra_body": more}
     whole = made.chat.completions.create(**asked)
     message: Any = whole.choices[0].message

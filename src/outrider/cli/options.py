@@ -53,7 +53,7 @@ STRUCTURED = {  # a field of StructuredOutputsParams: its flag, and what it mean
     "disable_any_whitespace": ("--compact", "JSON without spaces between its parts."),
     "disable_additional_properties": ("--no-additional-properties", "Where a schema names properties, no others."),
     "whitespace_pattern": ("--whitespace-pattern", "A regex for the space between JSON's parts."),
-    "after": ("--after", "All this begins behind this text, such as </think>."),
+    "after": ("--after", "All this begins behind this text, such as </think>; given twice, behind text between both."),
 }
 
 
@@ -139,7 +139,7 @@ def sampling_flags(*without: str, **defaults: Any) -> Callable[[Callable[..., No
         for item in fields(StructuredOutputsParams) if "structured_outputs" not in without else ():
             flag, meaning = STRUCTURED[item.name]
             switch = item.default is False or item.name == "json_object"
-            kind = bool if switch else list[str] | None if item.name == "choice" else str | None
+            kind = bool if switch else list[str] | None if item.name in ("choice", "after") else str | None
             extra.append(
                 inspect.Parameter(
                     item.name, inspect.Parameter.KEYWORD_ONLY, default=False if switch else None,

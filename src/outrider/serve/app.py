@@ -329,7 +329,7 @@ class Server:
         way = way_of(template) if self.settings.reasoning else None
         if way and body.messages and body.continue_final_message:
             said = as_text(_as_known(body.messages[-1], template))["content"]
-        how = Reading(self.llm.llm.tokenizer, way, parser, said)
+        how = Reading(self.llm.llm.tokenizer, way, parser, said, "structured_outputs" in more)
         if way and way.end in self.vocabulary.special:
             more = {"skip_special_tokens": False, **more}
         return how, more

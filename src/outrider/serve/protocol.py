@@ -164,9 +164,9 @@ class Sampled(Common):
         self.constraint()
 
     def sampling(
-        self, settings: Settings, most: int, logprobs: int | None, after: str | None = None, **more: Any
+        self, settings: Settings, most: int, logprobs: int | None, after: str | list[str] | None = None, **more: Any
     ) -> SamplingParams:
-        """For at most `most` tokens; `more` goes before what is said. A constraint begins behind the text `after`.
+        """For at most `most` tokens; `more` goes before what is said. A constraint without `after` gets this one.
 
         Raises ConfigError, naming what is wrong.
         """

@@ -25,6 +25,7 @@ class Way:
 
 THINK, BRACKETS = Way("<think>", "</think>"), Way("[THINK]", "[/THINK]")
 CHANNELS = Way("<|channel|>analysis<|message|>", "<|end|>")  # gpt-oss's, among other messages (`Harmony`)
+START, FINAL = "<|start|>assistant", "<|channel|>final<|message|>"
 
 
 def way_of(template: Any) -> Way | None:
@@ -57,6 +58,7 @@ class Reading:
     way: Way | None = None  # of reasoning; None: it is not told apart
     parser: Callable[[], Parser] | None = None  # makes what finds calls, if they are looked for
     said: str = ""  # of the answer, in the prompt
+    calls: bool = False  # whether an answer can be nothing but calls
 
     def end(self, prompt: list[int]) -> str:
         """Of a prompt's tokens the text that says where an answer begins."""
@@ -64,18 +66,22 @@ class Reading:
             return ""
         return str(self.tokenizer.decode(prompt[-TAIL - len(self.said) :], skip_special_tokens=False))
 
-    def after(self, end: str) -> str | None:
-        """The mark behind which a constraint begins, if the prompt, which ends so, has begun to reason."""
-        if self.way is None or self.way is CHANNELS:
+    def after(self, end: str) -> str | list[str] | None:
+        """What may stand before a constraint of an answer to a prompt that ends so: `StructuredOutputsParams.after`."""
+        if self.way is None:
             return None
-        return self.way.end if opened(self.way, end, self.said) else None
+        if self.way is CHANNELS:
+            lead = [] if self.calls else [FINAL]
+            return [self.way.begin, self.way.end + START, *lead] if end.endswith(START) else None
+        begun = opened(self.way, end, self.said)
+        return [self.way.begin, self.way.end] if begun is None else self.way.end if begun else None
 
     def reader(self, end: str) -> Parser | Reader | None:
         """What reads an answer to a prompt that ends so; None if all of it is content."""
         parser = self.parser() if self.parser else None
         if self.way is CHANNELS:
             parser = parser if isinstance(parser, Harmony) else Harmony({})
-            begun = end.rpartition("<|start|>assistant")
+            begun = end.rpartition(START)
             if begun[1] and "to=" not in begun[2]:
                 parser.go_on(begun[2])
             return parser

@@ -18,6 +18,7 @@ from itertools import product
 from typing import Any
 
 from outrider.config import StructuredOutputsParams
+from outrider.constraint import literal
 from outrider.errors import ConfigError, OutriderError, brief
 
 NAMES = set(string.ascii_letters + string.digits + "_-.")  # in names of functions; OpenAI's, and the dot
@@ -270,7 +271,7 @@ def constraint(tools: Tools, family: Family, tokenizer: Any) -> StructuredOutput
     for i, (name, schema) in enumerate(tools.callable.items()):
         head, call = "", {**schema, "type": "object", "x-guidance": style}
         if family.head:
-            head = _literal(name + family.head, added)
+            head = literal(name + family.head, added)
         else:
             own = {"name": {"const": name}, family.arguments: _rooted(schema, family.arguments)}
             call = {
@@ -278,7 +279,7 @@ def constraint(tools: Tools, family: Family, tokenizer: Any) -> StructuredOutput
                 "additionalProperties": False,
             }  # fmt: skip
         rules.append(f"call_{i}: {head} %json {json.dumps(call)}")
-    begin, end, between = (_literal(text, added) for text in (family.begin, family.end, family.between))
+    begin, end, between = (literal(text, added) for text in (family.begin, family.end, family.between))
     more = f"({between} call)*" if several else ""
     calls = " | ".join(f"call_{i}" for i in range(len(rules)))
     return StructuredOutputsParams(grammar="\n".join([f"start: {begin} call {more} {end}", f"call: {calls}", *rules]))
@@ -305,17 +306,6 @@ def _rooted(schema: Mapping[str, Any], key: str) -> Any:
         return walk(schema)
     except RecursionError:
         raise ConfigError("tools: parameters are nested too deeply") from None
-
-
-def _literal(text: str, added: Mapping[str, int]) -> str:
-    """Text as a grammar has it; what is a token of its own in the vocabulary, as that token."""
-    parts = []
-    while text:
-        mark = next((m for m in sorted(added, key=len, reverse=True) if m and text.startswith(m)), None)
-        size = next((i for i in range(1, len(text)) if any(m and text.startswith(m, i) for m in added)), len(text))
-        parts.append(f"<[{added[mark]}]>" if mark else json.dumps(text[:size]))
-        text = text[len(mark) if mark else size :]
-    return " ".join(parts)
 
 
 # --- reading what a model writes --------------------------------------------------------------------------------------
