@@ -11,6 +11,7 @@ from outrider import LLM
 from outrider.config import HEAD, SCHEMES
 from outrider.errors import ConfigError
 from outrider.export import quantize as quantize_to
+from outrider.load import load
 from outrider.ops import Linear, native
 from outrider.quantize import GGUF, from_gguf, quantize
 
@@ -105,6 +106,16 @@ def test_head_and_layers(make_checkpoint):
     model = llm.runner.model
     assert model.layers[0].mlp.down.packed[0].format == native.INT4
     assert model.head.packed[0].format == getattr(native, HEAD.upper())
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_left_to_itself_it_computes_in_bfloat16(make_checkpoint, dtype):
+    folder = make_checkpoint(dtype=dtype)
+    assert load(folder, device="cpu").model.dtype == dtype
+    assert load(folder, device="cpu", quantization="int8").model.dtype == torch.bfloat16
+    with pytest.raises(ConfigError, match="computes in bfloat16"):
+        load(folder, str(dtype).removeprefix("torch."), "cpu", quantization="int8")
 
 
 def test_refusals(random_llm, make_checkpoint, monkeypatch):

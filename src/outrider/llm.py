@@ -60,7 +60,8 @@ class LLM:
     model: a folder, a hub id, an embedded model (`tiny`), or a Checkpoint that is already in memory.
     speculative_config: None (plain decoding), "auto" (chosen at each step), or vLLM-style, such as {"method": "ngram",
         "num_speculative_tokens": 8}; assign to the attribute of that name to change it later, with the target loaded.
-    dtype: auto (the checkpoint's), float32, bfloat16, float16.  device: auto, cpu, cuda, cuda:N.
+    dtype: auto (the checkpoint's; bfloat16 for quantised weights), float32, bfloat16, float16.
+    device: auto, cpu, cuda, cuda:N.
     quantization: None, int8 or int4: the model's weights are rounded as they are loaded; draft models stay as they are.
     activations: None, or int8: beside weights of 4 to 8 bits the activations are rounded, too; drafts are as above.
     tensor_parallel_size: ranks over which the model is cut, as torchrun has started them; None: all of them.

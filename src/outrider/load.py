@@ -64,7 +64,7 @@ def load(
 ) -> Checkpoint:
     """Load a model and its tokenizer.
 
-    `name`: what `find` takes. `dtype`: auto (the checkpoint's; bfloat16 for a quantised file), float32, bfloat16,
+    `name`: what `find` takes. `dtype`: auto (the checkpoint's; bfloat16 for quantised weights), float32, bfloat16,
     float16. `device`: auto (CUDA if there is one), cpu, cuda, cuda:N. `quantization`: None, int8 or int4 (quantize.py).
     `activations`: None, or int8: rows of products with weights of 4 to 8 bits are rounded to 8 bits.
     `group`: ranks to cut it over (parallel/); each reads its part, and the others are told to by rank 0.
@@ -74,7 +74,8 @@ def load(
     if dtype != "auto" and dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is unknown; valid: auto, {', '.join(DTYPES)}")
     source = open_source(name)
-    kind: torch.dtype = getattr(torch, source.config.dtype if dtype == "auto" else dtype)
+    own = source.config.dtype if quantization is None else "bfloat16"  # what rounded weights are multiplied in
+    kind: torch.dtype = getattr(torch, own if dtype == "auto" else dtype)
     if quantization is not None:
         quantize.check(quantization, kind, where)
     if activations is not None:

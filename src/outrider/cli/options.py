@@ -67,7 +67,9 @@ def check_model(model: str | None) -> str | None:
 Model = Annotated[
     str, typer.Option(callback=check_model, help="Folder, GGUF file, hub id, smollm2, or embedded: tiny, tiny-draft.")
 ]
-Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")]
+Dtype = Annotated[
+    str, typer.Option(help="auto (the checkpoint's; bfloat16 if quantised), float32, bfloat16 or float16.")
+]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 Quantization = Annotated[
     str | None, typer.Option(help="int8 or int4: round the weights while loading; see `outrider quantize`.")
