@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <functional>
 
+#include "blocks.h"
 #include "choose.h"
 #include "dispatch.h"
 #include "grow.h"
@@ -46,14 +47,14 @@ static void bind_linear(nb::module_ &m) {
         pack_weights(w, at(plain), to(data), threads);
         w.data = at(data);
       }, release)
-      .def("pack_scales", [](Weights &w, bool offsets, int kind, uintptr_t plain, int count, int size, uintptr_t packed) {
+      .def("pack_scales", [](Weights &w, bool offsets, int kind, uintptr_t plain, int count, int size, uintptr_t packed, int threads) {
         Factors &factors = offsets ? w.offsets : w.scales;
-        pack_factors(w, at(plain), count, size, to(packed));
+        pack_factors(w, at(plain), count, size, to(packed), threads);
         factors.kind = Factors::Kind(kind);
         factors.each = at(packed);
       })
-      .def("pack_coarse", [](Weights &w, bool offsets, uintptr_t plain, int count, uintptr_t packed) {
-        pack_factors(w, at(plain), count, 2, to(packed));
+      .def("pack_coarse", [](Weights &w, bool offsets, uintptr_t plain, int count, uintptr_t packed, int threads) {
+        pack_factors(w, at(plain), count, 2, to(packed), threads);
         (offsets ? w.offsets : w.scales).coarse = static_cast<const f16 *>(at(packed));
       })
       .def("set_bias", [](Weights &w, uintptr_t bias) { w.bias = at(bias); })
@@ -332,6 +333,11 @@ NB_MODULE(_kernels, m) {
   runnable_kernels(found);
   use_kernels(found[0]);
 
+  m.def("take_apart", [](int kind, uintptr_t blocks, int64_t count, uintptr_t values, uintptr_t scales, uintptr_t minima, int threads) {
+    nb::gil_scoped_release released;
+    const auto numbers = [](uintptr_t address) { return static_cast<int8_t *>(to(address)); };
+    take_apart(Blocks(kind), static_cast<const uint8_t *>(at(blocks)), count, numbers(values), numbers(scales), numbers(minima), threads);
+  }, "Of GGUF's blocks of so many bytes: numbers, scales, minima.");
   m.def("isa", [] { return kernels().name; }, "The instruction set in use.");
   m.def("isas", [] {
     const Kernels *found[kMaxIsas];

@@ -520,7 +520,7 @@ template <class F, int R>
 __attribute__((noinline)) void integer_product(const Weights &w, const Rows<int8_t> &rows, int row, const Chunk &chunk,
                                                float (*out)[kPanel]) {
   constexpr int kAcross = NV < 2 ? NV : 2, kPart = 16;  // vectors of sums at once; k between two fetches
-  constexpr int kSweeps = W < 8 ? 1 : NV / kAcross;     // written out, unless the sums would not fit the registers anyway
+  [[maybe_unused]] constexpr int kSweeps = W < 8 ? 1 : NV / kAcross;  // written out, unless the sums would not fit the registers anyway
   const int groups = w.groups(), size = w.group;
   const uint8_t *data = chunk.data, *ahead = chunk.ahead;
   auto x = Lines<int8_t, R>::from(rows.x + row * rows.stride + chunk.begin, rows.stride);

@@ -92,7 +92,7 @@ struct LinearKernels {
 // Packs plain weights (outputs, inputs), row by row: float, float16 or bfloat16 as the format says, and int8 values for the
 // quantised formats, within their bits. The second function packs factors (outputs, count), of `size` bytes each.
 void pack_weights(const Weights &w, const void *plain, void *packed, int threads);
-void pack_factors(const Weights &w, const void *plain, int count, int size, void *packed);
+void pack_factors(const Weights &w, const void *plain, int count, int size, void *packed, int threads);
 // The panels [first, last) of some weights; of gated ones only if they have no bias.
 Weights part_of(const Weights &w, int first, int last);
 // The weights of one output (inputs), as activations are stored: what the packed ones stand for, rounded once. Not of

@@ -1,46 +1,63 @@
 #include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "linear.h"
 #include "pool.h"
 
 namespace {
 
-template <class T>
-void pack_panel(const Weights &w, const T *plain, T *to, int panel) {
+// at(i, k): where place i has its number k; of the next four k it is four lines of places further on.
+template <class T, class At>
+void pack_panel(const Weights &w, const void *plain, void *packed, int panel, const At &at) {
+  T *to = static_cast<T *>(packed);
+  const int inputs = w.inputs;
   std::fill_n(to, size_t(w.padded()) * kPanel, T(0));
   for (int i = 0; i < kPanel; i++) {
     const int output = w.output(panel, i);
     if (output < 0) continue;
-    const T *row = plain + size_t(output) * w.inputs;
-    for (int k = 0; k < w.inputs; k++) {
-      const size_t pair = w.format == kI8 ? w.byte_at(i, k) : size_t(k / 2) * 2 * kPanel + 2 * i + k % 2;
-      to[w.format == kF32 || w.format == kF16 ? size_t(k) * kPanel + i : pair] = row[k];
-    }
+    const T *row = static_cast<const T *>(plain) + size_t(output) * inputs;
+    const size_t own[] = {at(i, 0), at(i, 1), at(i, 2), at(i, 3)};
+    T *four = to;
+    int k = 0;
+    for (; k + 4 <= inputs; k += 4, four += 4 * kPanel)
+      for (int j = 0; j < 4; j++) four[own[j]] = row[k + j];
+    for (int j = 0; k + j < inputs; j++) four[own[j]] = row[k + j];
   }
 }
 
-int fp4_code(int plain) {
+uint8_t fp4_code(int plain) {
   const int size = plain < 0 ? -plain : plain;
-  return int(std::find(kE2M1, kE2M1 + 7, size) - kE2M1) | (plain < 0 ? 8 : 0);
+  return uint8_t((std::find(kE2M1, kE2M1 + 7, size) - kE2M1) | (plain < 0 ? 8 : 0));
 }
 
-// Formats of 4 to 6 bits.
+// Formats of 4 to 6 bits: of each four k the lower four bits of all places, place i beside i + 16 in a byte, then the
+// upper bits.
 void pack_bits(const Weights &w, const int8_t *plain, uint8_t *to, int panel) {
-  const int depth = w.padded(), bits = w.bits(), bytes = kPanel * 4 * bits / 8;
+  const int depth = w.padded(), bits = w.bits(), bytes = kPanel * 4 * bits / 8, half = kPanel / 2;
   const int zero = w.format == kI4 ? 8 : w.format == kI6 ? 32 : 0;
-  std::fill_n(to, w.panel_bytes(), uint8_t(0));
-  for (int i = 0; i < kPanel; i++) {
-    const int output = w.output(panel, i);
-    const int8_t *row = plain + size_t(output < 0 ? 0 : output) * w.inputs;
-    for (int k = 0; k < depth; k++) {
-      const int plain = output < 0 || k >= w.inputs ? 0 : row[k];
-      const int code = w.format == kFp4 ? fp4_code(plain) : zero + plain, upper = code >> 4;
-      uint8_t *step = to + size_t(k / 4) * bytes;
-      const int word = i % 16 * 2 + k % 2, j = k % 4 / 2 * 2 + i / 16;
-      step[2 * word + j / 2] |= uint8_t((code & 0xf) << j % 2 * 4);
-      if (bits == 5) step[64 + 4 * j + word / 8] |= uint8_t((upper & 1) << word % 8);
-      if (bits == 6) step[64 + word] |= uint8_t((upper & 3) << 2 * j);
+  uint8_t code_of[256];  // by the number's own bits
+  for (int i = 0; i < 256; i++) code_of[i] = w.format == kFp4 ? fp4_code(int8_t(i)) : uint8_t(zero + i);
+  std::vector<uint8_t> codes(2 * depth);
+  for (int i = 0; i < half; i++) {
+    for (int upper = 0; upper < 2; upper++) {
+      const int output = w.output(panel, i + upper * half), known = output < 0 ? 0 : w.inputs;
+      const int8_t *row = plain + size_t(output) * w.inputs;
+      uint8_t *own = codes.data() + upper * depth;
+      for (int k = 0; k < known; k++) own[k] = code_of[uint8_t(row[k])];
+      std::fill(own + known, own + depth, code_of[0]);
+    }
+    const uint8_t *a = codes.data(), *b = a + depth;
+    for (uint8_t *step = to; step < to + w.panel_bytes(); step += bytes, a += 4, b += 4) {
+      static constexpr int kOrder[] = {0, 2, 1, 3};
+      for (int j = 0; j < 4; j++) step[4 * i + j] = uint8_t((a[kOrder[j]] & 0xf) | b[kOrder[j]] << 4);
+      for (int j = 0; bits == 5 && j < 4; j++) {  // two of these, from a or b: a bit each
+        const uint8_t *two = (j % 2 ? b : a) + j / 2 * 2, both = uint8_t((two[0] >> 4 & 1) | (two[1] >> 4 & 1) << 1);
+        uint8_t &eight = step[64 + 4 * j + i / 4];
+        eight = uint8_t((i % 4 ? eight : 0) | both << i % 4 * 2);
+      }
+      for (int j = 0; bits == 6 && j < 2; j++)
+        step[64 + 2 * i + j] = uint8_t((a[j] >> 4 & 3) | (b[j] >> 4 & 3) << 2 | (a[j + 2] >> 4 & 3) << 4 | b[j + 2] >> 4 << 6);
     }
   }
 }
@@ -136,24 +153,34 @@ void unpack_row(const Weights &w, int output, void *to) {
 }
 
 void pack_weights(const Weights &w, const void *plain, void *packed, int threads) {
+  const auto one = [](int i, int k) { return size_t(k) * kPanel + i; };
+  const auto pair = [](int i, int k) { return size_t(k / 2) * 2 * kPanel + 2 * i + k % 2; };
+  const auto byte = [&](int i, int k) { return w.byte_at(i, k); };
   pool::parallel(w.panels(), threads, [&](int panel) {
     char *to = static_cast<char *>(packed) + panel * w.panel_bytes();
     switch (w.format) {
-      case kF32: return pack_panel(w, static_cast<const float *>(plain), reinterpret_cast<float *>(to), panel);
-      case kBF16: case kF16: return pack_panel(w, static_cast<const uint16_t *>(plain), reinterpret_cast<uint16_t *>(to), panel);
-      case kI8: case kFp8: return pack_panel(w, static_cast<const int8_t *>(plain), reinterpret_cast<int8_t *>(to), panel);
+      case kF32: return pack_panel<float>(w, plain, to, panel, one);
+      case kF16: return pack_panel<uint16_t>(w, plain, to, panel, one);
+      case kBF16: return pack_panel<uint16_t>(w, plain, to, panel, pair);
+      case kFp8: return pack_panel<uint8_t>(w, plain, to, panel, pair);
+      case kI8: return pack_panel<uint8_t>(w, plain, to, panel, byte);
       default: return pack_bits(w, static_cast<const int8_t *>(plain), reinterpret_cast<uint8_t *>(to), panel);
     }
   });
 }
 
-void pack_factors(const Weights &w, const void *plain, int count, int size, void *packed) {
-  char *to = static_cast<char *>(packed);
-  for (int panel = 0; panel < w.panels(); panel++)
-    for (int n = 0; n < count; n++)
-      for (int i = 0; i < kPanel; i++, to += size) {
+void pack_factors(const Weights &w, const void *plain, int count, int size, void *packed, int threads) {
+  const auto pack = [&](auto zero) {
+    using T = decltype(zero);
+    pool::parallel(w.panels(), threads, [&](int panel) {
+      T *to = static_cast<T *>(packed) + size_t(panel) * count * kPanel;
+      for (int i = 0; i < kPanel; i++) {
         const int output = w.output(panel, i);
-        if (output < 0) memset(to, 0, size);
-        else memcpy(to, static_cast<const char *>(plain) + (size_t(output) * count + n) * size, size);
+        const T *row = static_cast<const T *>(plain) + size_t(output) * count;
+        for (int n = 0; n < count; n++) to[size_t(n) * kPanel + i] = output < 0 ? zero : row[n];
       }
+    });
+  };
+  if (size == 1) return pack(uint8_t(0));
+  return size == 2 ? pack(uint16_t(0)) : pack(uint32_t(0));
 }

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from outrider.errors import ConfigError
 from outrider.model import Model
 from outrider.ops import Linear, Quantized, native, rms_norm, rope
+from outrider.quantize import GGUF, from_gguf
 
 ISAS = [isa for isa in native.available() if isa != native.REFERENCE]
 QUANTIZED = {  # bits, sign, group (None: 32 or 64), what a scale is, whether there are offsets
@@ -315,6 +316,25 @@ def test_half_precision_weights(isa, by):
     for dtype in (torch.float32, torch.float16):
         assert torch.equal(linear(x, dtype=dtype)[0].nan_to_num(7), exact.to(dtype).nan_to_num(7))
     assert torch.equal(linear(x)[0].isinf(), exact.half().isinf()) and torch.equal(linear(x)[0].isnan(), exact.isnan())
+
+
+@pytest.mark.parametrize("kind", GGUF)
+def test_blocks_are_taken_apart_as_by_pytorch(kind, monkeypatch):
+    size, width = GGUF[kind]
+    for rows, count in ((1, 1), (3, 5), (2, 2 * 4096 + 1)):  # one task of the pool's, and several
+        blocks = torch.randint(
+            0, 256, (rows, count * size), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
+        )
+        compiled = from_gguf(blocks, kind)
+        with monkeypatch.context() as without:
+            without.setattr(native, "kernels", None)
+            plain = from_gguf(blocks, kind)
+        assert compiled.values.shape == (rows, count * width) and torch.equal(compiled.values, plain.values)
+        for own, other in ((compiled.scales, plain.scales), (compiled.offsets, plain.offsets)):
+            for a, b in zip(*(x if isinstance(x, tuple) else (x,) for x in (own, other)), strict=True):
+                assert a is b is None or torch.equal(a.nan_to_num(0.5), b.nan_to_num(0.5))
+    with pytest.raises(ValueError, match="unknown kind"):
+        native.kernels.take_apart(21, blocks.data_ptr(), 1, blocks.data_ptr(), 0, 0, 1)
 
 
 def test_hostile_numbers(isa):

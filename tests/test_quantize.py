@@ -172,8 +172,11 @@ def gguf_blocks(kind, rows, inputs, seed=0):
     return torch.from_numpy(blocks.reshape(rows, -1))
 
 
+@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("kind", GGUF)
-def test_gguf_blocks_are_what_gguf_says(kind):
+def test_gguf_blocks_are_what_gguf_says(kind, compiled, monkeypatch):
+    if not compiled:
+        monkeypatch.setattr(native, "kernels", None)
     blocks = gguf_blocks(kind, 40, 768)
     exact = torch.from_numpy(gguf.quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[kind]))
     assert torch.equal(from_gguf(blocks, kind).dense(), exact)

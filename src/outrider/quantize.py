@@ -17,7 +17,7 @@ from torch import Tensor
 
 from outrider.config import SCHEMES
 from outrider.errors import ConfigError
-from outrider.ops import Factors, Quantized, quantises
+from outrider.ops import Quantized, native, quantises
 
 FINE = 32  # rows rounded in groups of 128 cost five times as much perplexity
 ACTIVATIONS = ("int8",)  # to which the rows of products with such weights may be rounded, group by group
@@ -199,44 +199,68 @@ def from_gguf(blocks: Tensor, kind: str) -> Quantized:
     Rows are whole: those of several matrices may lie one below the other, and some rows may be taken of one, such as an
     embedding's: `from_gguf(blocks[tokens], kind).dense()`.
     """
-    size, weights = GGUF[kind]
-    rows, count = len(blocks), blocks.shape[1] // size
-    b = blocks.contiguous().view(rows, count, size)
+    size, _ = GGUF[kind]
+    b = blocks.contiguous().view(len(blocks), -1, size)
+    values, fine, minima = (_apart if native.kernels is None or not b.is_cpu else _compiled)(b, kind)
 
     def halves(at: int) -> Tensor:
         """The float16 numbers (rows, blocks) at byte `at` of each block."""
         return b[..., at : at + 2].contiguous().view(torch.float16)[..., 0]
 
-    def bits(part: Tensor, width: int, stride: int) -> Tensor:
-        """(rows, all) of `width` bits: the lowest ones of `stride` bytes, then the next ones of these, and so on."""
-        shifts = torch.arange(0, 8, width, dtype=torch.uint8)[:, None]
-        return (part.reshape(rows, -1, 1, stride) >> shifts & (1 << width) - 1).view(rows, -1)
-
-    def quantized(bits: int, group: int, values: Tensor, scales: Factors, offsets: Factors | None = None) -> Quantized:
-        signed = offsets is None
-        return Quantized(bits, group, values.view(rows, count * weights), scales, offsets, signed)
-
     match kind:
         case "MXFP4":  # twice the numbers, and half the scales
-            codes = torch.tensor([*E2M1, *(-n for n in E2M1)], dtype=torch.int8)
-            values = codes[bits(b[..., 1:], 4, 16).int()]
-            return Quantized(4, 32, values.view(rows, -1), powers(b[..., 0], 128), floats=True)
+            return Quantized(4, 32, values, powers(b[..., 0], 128), floats=True)
         case "Q8_0":
-            return quantized(8, 32, b[..., 2:].contiguous().view(torch.int8), halves(0))
+            return Quantized(8, 32, values, halves(0))
         case "Q4_0":
-            return quantized(4, 32, bits(b[..., 2:], 4, 16).char() - 8, halves(0))
+            return Quantized(4, 32, values, halves(0))
         case "Q4_1":
-            return quantized(4, 32, bits(b[..., 4:], 4, 16).char(), halves(0), halves(2))
+            return Quantized(4, 32, values, halves(0), halves(2), signed=False)
+        case "Q6_K":
+            return Quantized(6, 16, values, (fine, halves(208)))
+    return Quantized(5 if kind == "Q5_K" else 4, 32, values, (fine, halves(0)), (minima, -halves(2)), signed=False)
+
+
+def _compiled(b: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
+    """What `_apart` gives, by csrc/blocks.cpp."""
+    rows, count, size = b.shape
+    many = {"Q4_K": (8, 8), "Q5_K": (8, 8), "Q6_K": (16, 0)}.get(kind, (0, 0))
+    widths = GGUF[kind][1], *many
+    values, fine, minima = (torch.empty(rows, count * width, dtype=torch.int8) for width in widths)
+    native.kernels.take_apart(
+        size, b.data_ptr(), rows * count, values.data_ptr(), fine.data_ptr(), minima.data_ptr(), torch.get_num_threads()
+    )
+    return values, fine, minima
+
+
+def _apart(b: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Of blocks (rows, blocks, bytes) their numbers (rows, inputs), and K-quants' scales and minima (rows, groups)."""
+    rows, count, _ = b.shape
+    none = b.new_empty(rows, 0, dtype=torch.int8)
+
+    def bits(part: Tensor, width: int, stride: int) -> Tensor:
+        """(rows, all) of `width` bits: the lowest ones of `stride` bytes, then the next ones of these, and so on."""
+        shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=b.device)[:, None]
+        return (part.reshape(rows, -1, 1, stride) >> shifts & (1 << width) - 1).view(rows, -1)
+
+    match kind:
+        case "MXFP4":
+            codes = torch.tensor([*E2M1, *(-n for n in E2M1)], dtype=torch.int8, device=b.device)
+            return codes[bits(b[..., 1:], 4, 16).int()], none, none
+        case "Q8_0":
+            return b[..., 2:].contiguous().view(torch.int8).view(rows, -1), none, none
+        case "Q4_0":
+            return bits(b[..., 2:], 4, 16).char() - 8, none, none
+        case "Q4_1":
+            return bits(b[..., 4:], 4, 16).char(), none, none
         case "Q6_K":
             values = bits(b[..., :128], 4, 64) | bits(b[..., 128:192], 2, 32) << 4
-            fine = b[..., 192:208].contiguous().view(torch.int8).view(rows, -1)
-            return quantized(6, 16, values.char() - 32, (fine, halves(208)))
+            return values.char() - 32, b[..., 192:208].contiguous().view(torch.int8).view(rows, -1), none
     # 8 scales and 8 minima of 6 bits: the first 4 of either, in whose bytes lie 2 upper bits of the others, then the
     # others' lower bits.
-    first, lower = b[..., 4:12].view(rows, count, 2, 4), torch.stack([b[..., 12:16] & 15, b[..., 12:16] >> 4], 2)
+    first, lower = b[..., 4:12].reshape(rows, count, 2, 4), torch.stack([b[..., 12:16] & 15, b[..., 12:16] >> 4], 2)
     scales, minima = torch.cat([first & 63, lower | first >> 2 & 48], 3).char().unbind(2)
     values = bits(b[..., -128:], 4, 32)
     if kind == "Q5_K":
         values |= bits(b[..., 16:48], 1, 32) << 4
-    offsets = minima.reshape(rows, -1), -halves(2)
-    return quantized(5 if kind == "Q5_K" else 4, 32, values.char(), (scales.reshape(rows, -1), halves(0)), offsets)
+    return values.char(), scales.reshape(rows, -1), minima.reshape(rows, -1)

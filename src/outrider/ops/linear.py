@@ -252,7 +252,8 @@ class Linear:
     def _pack_each(self, w: Any, name: str, each: Tensor, shape: tuple[int, int], kind: int) -> None:
         each = native.fitting(name, each, shape, each.dtype, CPU)
         packed = torch.empty(w.room(shape[1]), dtype=each.dtype)
-        w.pack_scales(name == "offsets", kind, each.data_ptr(), shape[1], each.itemsize, packed.data_ptr())
+        threads = torch.get_num_threads()
+        w.pack_scales(name == "offsets", kind, each.data_ptr(), shape[1], each.itemsize, packed.data_ptr(), threads)
         self._kept.append(packed)
 
     def _pack_factors(self, w: Any, name: str, factors: Factors, plain: Tensor, group: int) -> None:
@@ -264,7 +265,8 @@ class Linear:
         if coarse is not None:
             coarse = native.fitting(f"coarse {name}", coarse, (rows, -(-inputs // native.SUPER)), torch.float16, CPU)
             packed = torch.empty(w.room(coarse.shape[1]), dtype=torch.float16)
-            w.pack_coarse(name == "offsets", coarse.data_ptr(), coarse.shape[1], packed.data_ptr())
+            threads = torch.get_num_threads()
+            w.pack_coarse(name == "offsets", coarse.data_ptr(), coarse.shape[1], packed.data_ptr(), threads)
             self._kept.append(packed)
 
     def __call__(

@@ -181,8 +181,8 @@ def computes_right() -> bool:
         kind, shared = code % 3, torch.empty(w.room(1), dtype=torch.float16)
         own = (scales / 64).bfloat16() if kind == BFLOAT else (scales / 64).half() if kind == HALF else scales.char()
         w.pack(plain.data_ptr(), data.data_ptr(), 1)
-        w.pack_scales(False, kind, own.data_ptr(), 3, own.itemsize, factors.data_ptr())
-        w.pack_coarse(False, coarse.data_ptr(), 1, shared.data_ptr())
+        w.pack_scales(False, kind, own.data_ptr(), 3, own.itemsize, factors.data_ptr(), 1)
+        w.pack_coarse(False, coarse.data_ptr(), 1, shared.data_ptr(), 1)
         spread = (scales / 64).double().repeat_interleave(32, 1)[:, :72] if code not in floats else 1.0
         exact = a.double() @ (plain.double() * spread).T
         for rows in (3, 17):  # vectors and tiles may share the work by their number
