@@ -333,6 +333,10 @@ NB_MODULE(_kernels, m) {
   runnable_kernels(found);
   use_kernels(found[0]);
 
+  m.def("all_finite", [](uintptr_t numbers, int64_t count, int type, int threads) {
+    nb::gil_scoped_release released;
+    return all_finite(at(numbers), count, Type(type), threads);
+  }, "Whether no number is NaN or infinite.");
   m.def("take_apart", [](int kind, uintptr_t blocks, int64_t count, uintptr_t values, uintptr_t scales, uintptr_t minima, int threads) {
     nb::gil_scoped_release released;
     const auto numbers = [](uintptr_t address) { return static_cast<int8_t *>(to(address)); };

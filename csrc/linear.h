@@ -99,6 +99,9 @@ Weights part_of(const Weights &w, int first, int last);
 // gated weights.
 void unpack_row(const Weights &w, int output, void *to);
 
+// Whether no number is NaN or infinite.
+bool all_finite(const void *numbers, int64_t count, Type type, int threads);
+
 #ifdef OUTRIDER_ISA
 namespace OUTRIDER_ISA {
 extern const LinearKernels linear_kernels;

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <vector>
 
@@ -112,6 +113,21 @@ float factor_at(const Weights &w, const Factors &factors, int panel, int i, int 
   return coarse * static_cast<const int8_t *>(factors.each)[each];
 }
 
+// `exponents` are those of one number of 4 bytes, or of two; `low` their lowest bits. Of a number that is not finite
+// they are ones, and with the lowest added they carry into the sign's place.
+bool finite(const char *numbers, int64_t bytes, uint32_t exponents, uint32_t low) {
+  uint32_t sums = 0, four;
+  int64_t at = 0;
+  for (; at + 4 <= bytes; at += 4) {
+    memcpy(&four, numbers + at, 4);
+    sums |= (four & exponents) + low;
+  }
+  four = 0;
+  memcpy(&four, numbers + at, bytes - at);
+  sums |= (four & exponents) + low;
+  return !(sums & (exponents + low));
+}
+
 }  // namespace
 
 Weights part_of(const Weights &w, int first, int last) {
@@ -183,4 +199,19 @@ void pack_factors(const Weights &w, const void *plain, int count, int size, void
   };
   if (size == 1) return pack(uint8_t(0));
   return size == 2 ? pack(uint16_t(0)) : pack(uint32_t(0));
+}
+
+bool all_finite(const void *numbers, int64_t count, Type type, int threads) {
+  constexpr int64_t kSome = 1 << 22;  // bytes of a task
+  const int64_t bytes = count * size_of(type);
+  std::atomic<bool> all{true};
+  pool::parallel(int((bytes + kSome - 1) / kSome), threads, [&](int task) {
+    const char *from = static_cast<const char *>(numbers) + task * kSome;
+    const int64_t some = std::min(bytes - task * kSome, kSome);
+    const bool sound = type == Type::f32   ? finite(from, some, 0x7f800000, 0x00800000)
+                       : type == Type::f16 ? finite(from, some, 0x7c007c00, 0x04000400)
+                                           : finite(from, some, 0x7f807f80, 0x00800080);
+    if (!sound) all = false;
+  });
+  return all;
 }

@@ -337,6 +337,20 @@ def test_blocks_are_taken_apart_as_by_pytorch(kind, monkeypatch):
         native.kernels.take_apart(21, blocks.data_ptr(), 1, blocks.data_ptr(), 0, 0, 1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_what_is_not_finite_is_seen(dtype):
+    most = torch.finfo(dtype).max
+    for count in (0, 1, 7, 2**20, 2**20 + 33):
+        x = rand(count).mul(0.1 * most).to(dtype)
+        for value in (None, most, -most, 0.0, math.nan, math.inf, -math.inf):
+            for place in {0, count // 2, count - 1} if count else ():
+                y = x.clone()
+                y[place] = y[place] if value is None else value
+                expected = value is None or math.isfinite(value)
+                assert native.kernels.all_finite(y.data_ptr(), count, native.TYPES[dtype], 2) == expected
+        assert native.kernels.all_finite(x.data_ptr(), count, native.TYPES[dtype], 1)
+
+
 def test_hostile_numbers(isa):
     """Infinities and NaN stay in their row; padding adds nothing to them; silu has limits."""
     linear, dense, _, dtype = make("bfloat16", 40, 33)
