@@ -409,6 +409,35 @@ def test_behind_a_text(tiny_llm, kind):
     assert any("grammar" in output.drafted_by for output in run(tiny_llm, prompts))
 
 
+@pytest.mark.parametrize(
+    ("grammar", "expected"),
+    [
+        (r'root ::= "\u00e9" "x"', "éx"), (r'root ::= "\U0001F600"', "😀"), (r'root ::= "\\u0041"', r"\u0041"),
+        (r'root ::= "\u005d\u0022" [\u005d]', ']"]'), (r'root ::= "a\nb\u00e9\""', 'a\nbé"'),
+    ],
+)  # fmt: skip
+def test_escapes_of_gbnf(tiny_llm, grammar, expected):
+    (output,) = tiny_llm.generate("Hi", max_tokens=30, seed=1, structured_outputs={"grammar": grammar})
+    assert output.text == expected
+
+
+def test_annotations_demand_nothing(tiny_llm):
+    """Of a schema's `format` those that are known; what looks like one and is a name or a value stays."""
+    names = {"format": {"const": "zip"}, "uniqueItems": {"const": 1}}
+    schema = {
+        "type": "object", "properties": {**names, "of": {"const": {"format": "zip", "uniqueItems": False}}, "path": {
+            "type": "string", "format": "path", "maxLength": 3}, "day": {"type": "string", "format": "date"}, "list": {
+            "type": "array", "items": {"type": "integer", "maximum": 9, "minimum": 0, "format": "int32"}, "maxItems": 2,
+            "uniqueItems": False}}, "additionalProperties": False}  # fmt: skip
+    schema["required"] = [*schema["properties"]]
+    given = {"json": schema, "disable_any_whitespace": True}
+    (output,) = tiny_llm.generate("Hi", max_tokens=200, seed=1, structured_outputs=given)
+    found = json.loads(output.text)
+    jsonschema.validate(found, schema, format_checker=jsonschema.FormatChecker())
+    with pytest.raises(ConfigError, match="uniqueItems"):
+        tiny_llm.generate("Hi", structured_outputs={"json": {"type": "array", "uniqueItems": True}})
+
+
 def test_behind_a_token():
     """One of its own in the vocabulary: nothing that is spelt like it, no other special one, and no end before it."""
     tokenizer = read_tokenizer(find("tiny"))

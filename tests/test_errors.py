@@ -594,6 +594,36 @@ def test_several_conversations(tiny_llm):
     assert_released(tiny_llm)
 
 
+def test_parameters_for_each_prompt(tiny_llm):
+    given = [SamplingParams(max_tokens=4, n=2, seed=1), SamplingParams(max_tokens=7, temperature=0)]
+    outputs = tiny_llm.generate(["Once", "Two"], given)
+    alone = tiny_llm.generate("Once", given[0]) + tiny_llm.generate("Two", given[1])
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in alone] and len(outputs) == 3
+    assert [o.prompt for o in outputs] == ["Once", "Once", "Two"]
+    chats = tiny_llm.chat([TALK, TALK], [given[1], given[1]])
+    assert [o.token_ids for o in chats] == 2 * [tiny_llm.chat(TALK, given[1]).token_ids]
+    with refused(ConfigError, "2 sampling_params for 1 prompts"):
+        tiny_llm.generate("Once", given)
+    with refused(ConfigError, "not both"):
+        tiny_llm.generate(["Once", "Two"], given, max_tokens=3)
+    with refused(ConfigError, "n must be 1, not 2"):
+        tiny_llm.chat([TALK, TALK], given)
+    with refused(ConfigError, "SamplingParams"):
+        tiny_llm.generate(["Once"], [{"max_tokens": 3}])
+
+
+def test_a_head_is_no_model():
+    with refused(UnsupportedArchitecture, "no model but a head", "--speculate medusa:model=tiny-medusa"):
+        LLM("tiny-medusa")
+    with refused(ModelNotFound, "tiny, tiny-draft)", "smollm2"):
+        LLM("nothere")
+
+
+def test_ranks_that_are_not_there():
+    with refused(ConfigError, "tensor_parallel_mode ordered", "torchrun"):
+        LLM("tiny", tensor_parallel_mode="ordered")
+
+
 def test_content_as_parts(tiny_llm):
     def talk(*parts):
         return [{"role": "user", "content": list(parts)}]
@@ -603,8 +633,14 @@ def test_content_as_parts(tiny_llm):
     assert tiny_llm.render(talk(text, {"type": "text", "text": "you"})) == tiny_llm.render(
         [{"role": "user", "content": "Hello there\nyou"}]
     )
+    for part in (
+        "Hello there",
+        {"type": "input_text", "text": "Hello there"},
+        {"type": "output_text", "text": "Hello there"},
+    ):
+        assert tiny_llm.render(talk(part)) == tiny_llm.render(TALK)
     assert "".join(e.text for e in tiny_llm.stream(talk(text), **SHORT)) == tiny_llm.chat(TALK, **SHORT).text
-    for part in ({"type": "image_url", "image_url": {"url": "data:" + "x" * 10**5}}, {"type": "text"}, "Hello", 5,
+    for part in ({"type": "image_url", "image_url": {"url": "data:" + "x" * 10**5}}, {"type": "text"}, 5,
                  {"type": "text", "text": 5}, {"text": "Hello"}, {}):  # fmt: skip
         with refused(ConfigError, "'type': 'text'"):
             tiny_llm.chat(talk(text, part), **SHORT)

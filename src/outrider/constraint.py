@@ -39,6 +39,10 @@ LIMITS = {"initial_lexer_fuel": 300_000, "max_lexer_states": 50_000, "verbose_er
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"  # between the parts of JSON: without a bound some models write nothing else
 END = "<|end of the structured output|>"
 SPECIAL = r"\.+*?()|[]{}^$#&-~"  # what a regex reads as more than itself
+FORMATS = "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"
+PARTS = "properties", "patternProperties", "dependentSchemas", "$defs", "definitions"  # of a schema: schemas by name
+DATA = "const", "enum", "default", "examples"  # and what is none, whatever it looks like
+ESCAPED = re.compile(r"(\\[^uU])|\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}))")  # in GBNF; the first are left
 Bits = NDArray[np.uint8]  # one a token, eight in a byte, the lowest first
 T = TypeVar("T")
 
@@ -391,7 +395,7 @@ def _pieces(text: str, added: Mapping[str, int]) -> list[str]:
 def _source(library: Any, given: StructuredOutputsParams, kind: str, text: str) -> str:
     """A constraint as llguidance writes them."""
     if kind in ("json", "json_object"):
-        schema = json.loads(text)
+        schema = without_annotations(json.loads(text))
         if given.disable_additional_properties:
             _close(schema)
         spaces: dict[str, Any] = {"whitespace_pattern": given.whitespace_pattern or WHITESPACE}
@@ -406,7 +410,9 @@ def _source(library: Any, given: StructuredOutputsParams, kind: str, text: str) 
     if kind == "regex":
         return str(library.LLMatcher.grammar_from_regex(text))
     if kind == "grammar":
-        return str(library.grammar_from("gbnf" if re.search(r"(?m)^\s*[\w-]+\s*::=", text) else "lark", text))
+        if re.search(r"(?m)^\s*[\w-]+\s*::=", text):
+            return str(library.grammar_from("gbnf", ESCAPED.sub(_character, text)))
+        return str(library.grammar_from("lark", text))
     tag = json.loads(text)
     tags = []
     try:
@@ -414,13 +420,44 @@ def _source(library: Any, given: StructuredOutputsParams, kind: str, text: str) 
             trigger = next((t for t in tag["triggers"] if part["begin"].startswith(t)), None)
             if trigger is None:
                 raise ValueError(f"no trigger begins {part['begin']!r}")
-            schema = part["schema"]
+            schema = without_annotations(part["schema"])
             if given.disable_additional_properties:
                 _close(schema)
             tags.append(library.StructTag(trigger=trigger, begin=part["begin"], grammar=schema, end=part["end"]))
     except (KeyError, TypeError, AttributeError):
         raise ValueError("it has `triggers`, texts, and `structures`, each with `begin`, `schema`, `end`") from None
     return str(library.StructTag.to_grammar(tags, assume_special=False))
+
+
+def without_annotations(schema: Any) -> Any:
+    """A schema without what only tells of values, and llguidance takes for demands: formats that it does not know, and
+    `uniqueItems` that asks for nothing."""
+    if isinstance(schema, (list, tuple)):
+        return [without_annotations(part) for part in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    found = dict[str, Any]()
+    for key, value in schema.items():
+        if key in PARTS and isinstance(value, Mapping):
+            found[key] = {name: without_annotations(part) for name, part in value.items()}
+        elif key in DATA:
+            found[key] = value
+        elif not (
+            (key == "uniqueItems" and value is False)
+            or (key == "format" and isinstance(value, str) and value not in FORMATS)
+        ):
+            found[key] = without_annotations(value)
+    return found
+
+
+def _character(found: re.Match[str]) -> str:
+    """What an escape of GBNF stands for, in a way that llguidance's translation reads: it loses leading zeros."""
+    if found[1]:
+        return found[1]
+    number = int(found[2] or found[3], 16)
+    if number < 0x80:
+        return f"\\x{number:02x}"
+    return chr(number) if number < 0x110000 and not 0xD800 <= number < 0xE000 else found[0]
 
 
 def _close(schema: Any) -> None:

@@ -39,6 +39,7 @@ Message = Mapping[str, Any]
 """`{"role": ..., "content": ...}`, the content being text or a list of parts `{"type": "text", "text": ...}`."""
 
 PIECE, SEAM = 2**14, 16  # characters of a long prompt counted at a time; tokens that cutting it there may have made
+PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # where one has its text
 TO_CUT = 2**20  # characters of a prompt of any length
 RENDERED = "chat_template", "tokenize", "conversation", "messages", "self"  # what rendering itself calls so
 RENDERING = 5.0  # seconds that a chat template may take
@@ -104,6 +105,8 @@ class LLM:
             )
         self._dtype, self._device, self._progress = dtype, device, progress
         self.ranks, self._mode = ranks_for(tensor_parallel_size, device), tensor_parallel_mode
+        if self.ranks is None and tensor_parallel_mode != "gather":
+            raise ConfigError(f"tensor_parallel_mode {tensor_parallel_mode} is for ranks, as torchrun starts them")
         if self.ranks and self.ranks.rank:
             follow(self.ranks)
         if isinstance(model, Checkpoint):
@@ -223,23 +226,23 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         **sampling: Any,
     ) -> list[GenerationOutput]:
         """Continue one prompt or many: text or token ids, run together.
 
-        Sampling is given as SamplingParams or as its fields (`max_tokens=64, temperature=0`). Returns the outputs in
-        the order of the prompts, n for each. Raises RequestError's kinds before anything runs, and, with no output, the
-        error of the first request of this call that fails while it runs.
+        Sampling is given as SamplingParams, as a list of them, one for each prompt, or as its fields (`max_tokens=64,
+        temperature=0`). Returns the outputs in the order of the prompts, n for each. Raises RequestError's kinds before
+        anything runs, and, with no output, the error of the first request of this call that fails while it runs.
         """
-        params = sampling_params_of(sampling_params, sampling)
         alone = isinstance(prompts, str) or _ids(prompts) is not None
         if not alone and not isinstance(prompts, (list, tuple)):
             raise _no_prompt(prompts)
         many: list[Any] = [prompts] if alone else list(prompts)
+        each = _for_each(sampling_params, sampling, len(many))
         requests: list[Request] = []
         try:
-            for ids in [self.encode(prompt) for prompt in many]:
+            for ids, params in zip([self.encode(prompt) for prompt in many], each, strict=True):
                 with interrupts_wait():  # between the two nobody could abort them
                     requests += self.engine.add(ids, params)
             self.engine.finish(requests)
@@ -247,8 +250,8 @@ class LLM:
             for request in requests:
                 self.engine.abort(request)  # a no-op unless one was refused, or something went wrong or was interrupted
         outputs = [self.engine.output(request) for request in requests]
-        for i, output in enumerate(outputs):
-            prompt = many[i // params.n]
+        given = [prompt for prompt, params in zip(many, each, strict=True) for _ in range(params.n)]
+        for prompt, output in zip(given, outputs, strict=True):
             output.prompt = prompt if isinstance(prompt, str) else None
         return outputs
 
@@ -259,7 +262,7 @@ class LLM:
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: SamplingParams | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -271,11 +274,11 @@ class LLM:
 
         The other keywords are those of `render`. Raises what `render` and `generate` raise, and ConfigError for n > 1.
         """
-        params = sampling_params_of(sampling_params, sampling)
-        if params.n != 1:
-            raise ConfigError(f"chat gives one output; n must be 1, not {params.n}")
         many = _is_list(messages) and bool(messages) and all(map(_is_list, messages))
         conversations: Any = messages if many else [messages]
+        each = _for_each(sampling_params, sampling, len(conversations))
+        if wrong := next((params.n for params in each if params.n != 1), 0):
+            raise ConfigError(f"chat gives one output; n must be 1, not {wrong}")
         prompts = [
             self.render(
                 conversation, chat_template=chat_template, chat_template_kwargs=chat_template_kwargs,
@@ -283,7 +286,7 @@ class LLM:
             )
             for conversation in conversations
         ]  # fmt: skip
-        outputs = self.generate(prompts, params)
+        outputs = self.generate(prompts, each)
         return outputs if many else outputs[0]
 
     def stream(
@@ -424,9 +427,10 @@ class LLM:
             piece = self.tokenizer(text[at : at + PIECE], add_special_tokens=False, verbose=False)["input_ids"]
             least += max(0, len(piece) - SEAM)
             if least > self.engine.max_len:
+                first = min(at + PIECE, len(text))
                 raise RequestTooLong(
-                    f"this model's maximum context length is {self.engine.max_len} tokens, and the prompt of "
-                    f"{len(text)} characters has more than {least} in its first {at + PIECE}; shorten the prompt"
+                    f"this model's maximum context length is {self.engine.max_len} tokens, and there are more than "
+                    f"{least} in the first {first} of {len(text)} characters; shorten the prompt"
                 )
 
 
@@ -437,6 +441,15 @@ def sampling_params_of(given: SamplingParams | None, sampling: dict[str, Any]) -
     if given is not None and not isinstance(given, SamplingParams):
         raise ConfigError(f"sampling_params must be SamplingParams, not {brief(given)}; or give its fields as keywords")
     return given if given is not None else _make(SamplingParams, sampling)
+
+
+def _for_each(given: Any, sampling: dict[str, Any], count: int) -> list[SamplingParams]:
+    """Of so many prompts the parameters, which are given once, or for each. Raises ConfigError."""
+    if not _is_list(given):
+        return [sampling_params_of(given, sampling)] * count
+    if len(given) != count:
+        raise ConfigError(f"there are {len(given)} sampling_params for {count} prompts; give one, or one for each")
+    return [sampling_params_of(one, sampling) for one in given]
 
 
 def _is_list(given: Any) -> bool:
@@ -478,9 +491,9 @@ def as_text(given: Any) -> dict[str, Any]:
 
 
 def _text_of(part: Any) -> str:
-    """Of a part of a message; what a model refused to say is text as well."""
+    """Of a part of a message, by any of its names; what a model refused to say is text as well."""
     kind = part.get("type") if isinstance(part, Mapping) else None
-    text = part.get(kind) if kind in ("text", "refusal") else None
+    text = part.get(PARTS[kind]) if isinstance(kind, str) and kind in PARTS else part
     if not isinstance(text, str):
         raise ConfigError(f"messages: a part of one is {{'type': 'text', 'text': ...}}, not {brief(part)}")
     return text

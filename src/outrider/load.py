@@ -11,6 +11,7 @@ import importlib.util
 import json
 import logging
 import re
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +25,15 @@ from torch import Tensor
 
 from outrider import families, gguf, packed, quantize
 from outrider.config import DTYPES, HEAD, ModelConfig, Names
-from outrider.errors import CheckpointError, ConfigError, ModelNotFound, VocabularyMismatch, brief, told
+from outrider.errors import (
+    CheckpointError,
+    ConfigError,
+    ModelNotFound,
+    UnsupportedArchitecture,
+    VocabularyMismatch,
+    brief,
+    told,
+)
 from outrider.files import OURS, check_regular
 from outrider.model import Layer, Model, head_order
 from outrider.ops import MLP, Experts, Linear, Quantized, join, native, packs, quantises
@@ -195,7 +204,6 @@ def find(name: str | Path, weights: bool = True) -> Path:
     """
     if not isinstance(name, (str, Path)) or not str(name).strip():
         raise ModelNotFound(f"a model is a folder, a file, a hub id or an embedded name, not {brief(name)}")
-    hint = f"give a folder, a GGUF file, a hub id, or an embedded model ({', '.join(embedded())}, {PACKAGED})"
     shown = str(name) if len(str(name)) < 200 else f"{str(name)[:200]}..."
     try:
         given = Path(name).expanduser()
@@ -208,9 +216,9 @@ def find(name: str | Path, weights: bool = True) -> Path:
                 )
             return given
         if given.exists():
-            raise ModelNotFound(f"{shown} is a pipe, socket or device; {hint}")
+            raise ModelNotFound(f"{shown} is a pipe, socket or device; {_choices()}")
     except (OSError, RuntimeError, ValueError):  # too long, no such user, a zero byte
-        raise ModelNotFound(f"no model at {shown!r}; {hint}") from None
+        raise ModelNotFound(f"no model at {shown!r}; {_choices()}") from None
     if (asset := embedded().get(str(name))) is not None:
         return asset
     if str(name) == PACKAGED:
@@ -223,7 +231,7 @@ def find(name: str | Path, weights: bool = True) -> Path:
     wanted = file or (f"*{inside}*.gguf" if inside else "")
     local = given.is_absolute() or str(name).startswith((".", "~")) or not re.fullmatch(r"[\w.-]+", owner + repo)
     if local or not repo or (file and (inside or not file.endswith(".gguf"))):
-        raise ModelNotFound(f"no model at {shown!r}; {hint}")
+        raise ModelNotFound(f"no model at {shown!r}; {_choices()}")
     from huggingface_hub import snapshot_download
 
     patterns = [wanted, re.sub(r"-\d{5}-of-", "-*-of-", wanted)] if wanted else PATTERNS if weights else ["*.json"]
@@ -232,14 +240,20 @@ def find(name: str | Path, weights: bool = True) -> Path:
         try:
             return Path(snapshot_download(f"{owner}/{repo}", allow_patterns=patterns, ignore_patterns="consolidated*"))
         except Exception as error:  # the hub raises many kinds: not found, gated, offline, no space
-            reason = " ".join(str(error).split())[:160]
-            raise ModelNotFound(f"cannot get {shown!r} from the hub ({reason}); {hint}") from None
+            reason = textwrap.shorten(str(error), 160, placeholder=" ...")
+            here = f"no folder {shown!r} is here, and it cannot be got from the hub"
+            raise ModelNotFound(f"{here} ({reason}); {_choices()}") from None
 
     folder = fetch(patterns)
     bare = weights and (folder / "config.json").is_file() and not [*folder.glob("*.safetensors")]
     if bare and kind_of(folder) == "eagle3":
         folder = fetch(["*.json", "pytorch_model.bin"])
     return folder / file if file and (folder / file).is_file() else _in_folder(folder, wanted or "*.gguf")
+
+
+def _choices() -> str:
+    models = [name for name, path in embedded().items() if _kind(path, _json(path / "config.json")) == "draft_model"]
+    return f"give a folder, a GGUF file, a hub id, {PACKAGED}, or an embedded model ({', '.join(models)})"
 
 
 def take_out(tensors: dict[str, Tensor], name: str, shape: tuple[int, ...], path: Path) -> Tensor:
@@ -344,7 +358,10 @@ def kind_of(name: str | Path) -> str:
     if Path(name).suffix == ".store":
         return "rest"
     path = find(name)
-    about = _json(path / "config.json") if path.is_dir() else {}
+    return _kind(path, _json(path / "config.json") if path.is_dir() else {})
+
+
+def _kind(path: Path, about: dict[str, Any]) -> str:
     names = f"{about.get('architectures')} {about.get('speculators_model_type')}".lower()
     if "medusa" in names or "medusa_num_heads" in about or (path / "medusa_lm_head.pt").is_file():
         return "medusa"
@@ -363,6 +380,10 @@ def packaged() -> Path | None:
 def read_config(path: Path) -> ModelConfig:
     """Read config.json and generation_config.json. Raises UnsupportedArchitecture or CheckpointError."""
     raw = _json(path / "config.json")
+    if (kind := _kind(path, raw)) != "draft_model":
+        raise UnsupportedArchitecture(
+            f"{path.name} holds no model but a head; beside its model: --speculate {kind}:model={path.name}"
+        )
     if "model_type" not in raw and "architectures" not in raw:
         raise CheckpointError(f"{path / 'config.json'} names neither model_type nor architectures")
     inner = families.text_part(raw)  # our own words for an unknown architecture, before transformers tries

@@ -15,7 +15,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from types import SimpleNamespace
@@ -61,7 +61,7 @@ class Replicas:
     num_cpus: float = 1.0  # that Ray reserves for each rank
     num_gpus: float = 0.0
     ingresses: int = 1
-    ingress_cpus: float = 0.1
+    ingress_cpus: float = 0.0  # what waits for engines takes no core from them
     llm: dict[str, Any] = field(default_factory=dict)
     server: dict[str, Any] = field(default_factory=dict)
 
@@ -350,10 +350,12 @@ async def _typed(stream: Any) -> AsyncGenerator[Any, None]:
 # --- the command line ------------------------------------------------------------------------------------------------
 
 
-def run(args: Mapping[str, Any], host: str, port: int, root_path: str = "") -> None:
+def run(
+    args: Mapping[str, Any], host: str, port: int, root_path: str = "", tell: Callable[[str], None] = print
+) -> None:
     """Serve on the Ray that there is (RAY_ADDRESS), or a new one on this machine, until SIGTERM or Ctrl-C.
 
-    Then no more requests are taken, and those there are may go on for `drain` seconds.
+    Then no more requests are taken, and those there are may go on for `drain` seconds. `tell` hears where it listens.
     """
     plan, alone = Replicas.of(args), not os.environ.get("RAY_ADDRESS")
     engines = max(plan.replicas, plan.max_replicas or 0) * plan.tensor_parallel_size
@@ -373,6 +375,7 @@ def run(args: Mapping[str, Any], host: str, port: int, root_path: str = "") -> N
         serve.start(http_options={"host": host, "port": port, "root_path": root_path})
         deployed = True
         serve.run(application, name=NAME)  # until all engines have started, and those that have may be at work
+        tell(f"{plan.settings.names[0]} at http://{host}:{port}{root_path} (replicas: {plan.replicas}); Ctrl-C ends it")
         threading.Event().wait()
     except _Ended:
         if deployed:

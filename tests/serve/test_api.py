@@ -216,8 +216,30 @@ def test_frames_of_a_chat(client):
         assert all(set(c["delta"]) == {"content"} and c["finish_reason"] is None for c in mine[1:-1])
         assert (mine[-1]["finish_reason"], mine[-1]["stop_reason"]) == (choice["finish_reason"], choice["stop_reason"])
         assert "".join(c["delta"]["content"] for c in mine[:-1]) == choice["message"]["content"]
-        assert [t for c in mine[1:-1] for t in c["token_ids"]] == choice["token_ids"]
-        assert [t for c in mine[1:-1] for t in c["logprobs"]["content"]] == choice["logprobs"]["content"]
+        assert [t for c in mine[1:] for t in c.get("token_ids", ())] == choice["token_ids"]
+        logprobs = [t for c in mine[1:] if c["logprobs"] for t in c["logprobs"]["content"]]
+        assert logprobs == choice["logprobs"]["content"]
+
+
+def test_the_end_of_a_text_is_no_content(client):
+    """Clients that put a stream's text together from its logprobs would show it (guidance does)."""
+    body = {"messages": TALK, "structured_outputs": {"choice": ["alpha beta"]}, "logprobs": True, "stream": True}
+    for more in ({}, {"return_token_ids": True}, {"speculative_config": False}):
+        frames = [f["choices"][0] for f in client.frames({**body, **more}, "/v1/chat/completions")]
+        shown = [c["logprobs"]["content"] for c in frames if c["delta"].get("content") and c["logprobs"]]
+        assert "".join(each["token"] for some in shown for each in some) == "alpha beta"
+        *_, end = frames
+        (last,) = end["logprobs"]["content"]
+        assert end["finish_reason"] == "stop" and end["delta"] == {} and last["token"] in ("<|eos|>", "<|end|>")
+
+
+def test_whole_numbers_as_json_has_them(client):
+    body = {"prompt": PROMPT, "max_tokens": 5, "seed": 7, "n": 2, "stop_token_ids": [4], "logprobs": 1}
+    floats = {**body, "max_tokens": 5.0, "seed": 7e0, "n": 2.0, "stop_token_ids": [4.0], "logprobs": 1.0}
+    assert client.complete(floats)[0]["choices"] == client.complete(body)[0]["choices"]
+    for name, value in (("max_tokens", 5.5), ("seed", 1e300), ("n", "2"), ("n", True), ("stop_token_ids", [4.5])):
+        wrong = client.post("/v1/completions", {**body, name: value})
+        assert wrong.status_code == 400 and wrong.json()["error"]["param"] == name
 
 
 def test_continuous_usage(client):

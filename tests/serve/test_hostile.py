@@ -41,7 +41,7 @@ def refused(answer: Any, status: int = 400, param: str | None = None) -> dict[st
         ("top_p", 0), ("top_p", 2), ("top_k", -2), ("top_k", 1.5), ("min_p", -0.1), ("n", 0), ("n", 10**9), ("n",
         "two"),
         ("n", 10**400), ("seed", 2**64), ("seed", "x"), ("seed", 1.5), ("max_tokens", 0), ("max_tokens", -5),
-        ("max_tokens", "many"), ("min_tokens", -1), ("min_tokens", 17), ("stop", 3), ("stop", ["a"] * 5),
+        ("max_tokens", "many"), ("min_tokens", -1), ("min_tokens", 17), ("stop", 3), ("stop", ["a"] * 17),
         ("stop", [""]),
         ("stop", "x" * 1001), ("stop_token_ids", "5"), ("stop_token_ids", [-1]), ("stop_token_ids", [10**9]),
         ("stop_token_ids", [10**400]), ("logit_bias", {"x": 1}), ("logit_bias", {"5": "a"}), ("logit_bias", {"-3": 1}),

@@ -400,8 +400,9 @@ def test_what_is_forced_is_never_content(family):
 
 
 BAD = [
-    ({"tools": []}, "tools"), ({"tools": "x"}, "tools"), ({"tools": [{"type": "function"}]}, "tools"),
-    ({"tools": [tool("a b")]}, "tools"), ({"tools": [tool("a"), tool("a")]}, "twice"),
+    ({"tools": "x"}, "tools"), ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"tools": [tool("a/b")]}, "name has .* not 'a/b'"), ({"tools": [tool("a"), tool("a")]}, "twice"),
     ({"tools": [tool("a", [1])]}, "parameters"), ({"tools": [tool("a")], "tool_choice": "some"}, "tool_choice"),
     ({"tools": [tool("a")], "tool_choice": {"type": "function", "function": {"name": "b"}}}, "tool_choice"),
     ({"tools": [tool("a")], "tool_choice": {"type": "function", "function": {"name": ["a"]}}}, "tool_choice"),

@@ -174,10 +174,20 @@ def test_the_conversation_goes_on(client, tiny_llm, hermes):
     assert client.post("/tokenize", {"messages": talk, "tools": TOOLS}).json()["tokens"] == answer["tokens"]
 
 
+def test_an_empty_list_is_none(client):
+    """Whatever the template: some clients always send one."""
+    body = {"messages": [{"role": "user", "content": "Where?"}], "max_tokens": 9, "seed": 1, "return_token_ids": True}
+    plain, *others = (client.chat({**body, **more})[0]["choices"][0] for more in (
+        {}, {"tools": []}, {"tools": [], "tool_choice": "auto"}, {"tools": [], "tool_choice": "none"}
+    ))  # fmt: skip
+    assert all(choice == plain for choice in others)
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": []}, "tools"), ({"tools": [{"type": "web_search"}]}, "tools"), ({"tools": "x"}, "tools"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{"type": "web_search"}]}, "tools"), ({"tools": "x"}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"), ({"tools": TOOLS, "tool_choice": "some"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": named("nobody")}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": "required", "structured_outputs": {"regex": "a"}}, "tool_choice"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -98,6 +98,7 @@ def run(settings: Settings, progress: Progress | None = None, warn: Callable[[st
     """Count; rows come as they are known, ours first. `warn` hears of an engine that failed, whose row says why."""
     s, tell = settings, progress or (lambda *_: None)
     suite = load_suite(s.suite, s.prompts, s.data, s.file)
+    s = replace(s, together=min(s.together, len(suite.prompts)))  # more are not there
     llm = load_llm(s, tell, max_num_seqs=s.together)
     prompts, ends = suite.encode(llm), set(llm.runner.model.config.eos)
     methods = {label(config): config for config in s.methods}

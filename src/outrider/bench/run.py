@@ -388,7 +388,7 @@ def result(
         suite=suite.name, source=suite.source, model=s.model, inflated_from=source,
         dtype=str(model.dtype).removeprefix("torch."), quantization=s.quantization,
         activations=s.activations, device=str(model.device),
-        temperature=s.temperature, top_p=s.top_p, seed=s.seed, batch=s.batch, prompts=len(prompts),
+        temperature=s.temperature, top_p=s.top_p, seed=s.seed, batch=min(s.batch, len(prompts)), prompts=len(prompts),
         max_tokens=s.max_tokens,
         tokens_per_second=median(rates), repeats=rates, speedup=median(ratios),
         speedup_min=min(ratios), speedup_max=max(ratios),

@@ -176,7 +176,7 @@ def load_suite(name: str, count: int | None, data: Path | None = None, file: Pat
     if name not in SUITES:
         raise ConfigError(f"suite {name!r} is unknown; valid: {', '.join((*SUITES, 'mixed'))}")
     if data and not data.is_dir():
-        raise ConfigError(f"--data {data} is not a folder; pass the one with the data files")
+        raise ConfigError(f"{data} is not a folder; pass the one with the data files with --data or OUTRIDER_DATA")
     kind = SUITES[name]
     path = file if file and name == "spec-bench" else data / kind.file if data else None
     if path and path.is_file():

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 from collections import Counter
+from contextlib import suppress
 from dataclasses import MISSING as MISSING_FIELD
 from dataclasses import fields
 from pathlib import Path
@@ -20,7 +21,7 @@ import outrider
 from outrider.cli.options import Activations, Device, Dtype, Quantization, Reporter, check_model, load_llm
 from outrider.cli.output import put_json, visible
 from outrider.config import ModelConfig
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, OutriderError
 from outrider.families import FAMILIES
 
 EXACTNESS = {
@@ -138,11 +139,12 @@ def _format(path: Path) -> str:
 def _drafters(llm: outrider.LLM) -> dict[str, str]:
     """Which methods would fit a model, and with what."""
     from outrider import drafters
-    from outrider.load import embedded, kind_of, read_tokenizer
+    from outrider.datastore import Store
+    from outrider.load import embedded, kind_of, read_tokenizer, stores
 
     config, path, mine = llm.runner.model.config, llm.checkpoint.path, llm.tokenizer
     words, models = mine.get_vocab() if mine else None, list[str]()
-    heads: dict[str, list[str]] = {"medusa": [], "recurrent": []}
+    heads: dict[str, list[str]] = {"medusa": [], "recurrent": [], "eagle3": []}
     for name, folder in embedded().items():
         about = json.loads((folder / "config.json").read_text("utf-8"))
         if (kind := kind_of(folder)) in heads:
@@ -150,6 +152,11 @@ def _drafters(llm: outrider.LLM) -> dict[str, str]:
             heads[kind] += [name] * fits
         elif folder != path and words is not None and about["hidden_size"] < config.hidden_size:
             models += [name] * (read_tokenizer(folder).get_vocab() == words)
+    stored = list[str]()
+    for file in stores(path) if path else ():
+        with suppress(OutriderError):
+            Store(file).check(mine, config.vocab_size)
+            stored.append(f"{Path(file).name}, which `auto` asks,")
     vocabulary = f"a smaller model of these {config.vocab_size} tokens"
     trained = f"that were trained for it: hidden {config.hidden_size}, {config.vocab_size} tokens"
     found = {
@@ -157,10 +164,11 @@ def _drafters(llm: outrider.LLM) -> dict[str, str]:
         "triforce": " or ".join([*models, vocabulary]),
         "medusa": " or ".join([*heads["medusa"], f"heads {trained}"]),
         "recurrent": " or ".join([*heads["recurrent"], f"a head {trained.replace('were', 'was')}"]),
-        "eagle3": f"a head {trained.replace('were', 'was')}",
+        "eagle3": " or ".join([*heads["eagle3"], f"a head {trained.replace('were', 'was')}"]),
+        "rest": " or ".join([*stored, "a datastore of this tokenizer's tokens: outrider datastore build"]),
     }
     needs = {method: [o for o in drafters.describe(method) if o.help.startswith("required")] for method in found}
-    free = [m for m in drafters.methods() if m not in found and m not in ("none", "merge", "rest")]
+    free = [m for m in drafters.methods() if m not in found and m not in ("none", "merge")]
     return {"without more": ", ".join(free)} | {method: what for method, what in found.items() if needs[method]}
 
 

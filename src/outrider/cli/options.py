@@ -302,7 +302,8 @@ def summary(metrics: dict[str, Any], tokens: int, seed: int | None = None, width
     Without a seed it was greedy.
     """
     spec, timing = metrics["speculative_decoding"], metrics["timing"]
-    parts = [f"{tokens} tokens", f"{timing['tokens_per_second']:.0f} tokens/s"]
+    parts = [f"{tokens} token{'s' * (tokens != 1)}"]
+    parts += [f"{timing['tokens_per_second']:.0f} tokens/s"] if timing["tokens_per_second"] else []  # one forward
     parts += ["any seed" if seed is None else f"seed {seed}", metrics["exactness"]]
     if spec["num_draft_tokens"]:
         parts.append(f"{spec['mean_acceptance_length']:.2f} per forward")

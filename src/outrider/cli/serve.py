@@ -86,7 +86,7 @@ def serve(
     ] = None,
     max_body: Annotated[int, typer.Option(help="Most bytes of a request's body.", min=1)] = 16 * 2**20,
     max_n: Annotated[int, typer.Option(help="Most outputs of a prompt.", min=1)] = 128,
-    max_stop_strings: Annotated[int, typer.Option(help="Most stop strings of a request.", min=1)] = 4,
+    max_stop_strings: Annotated[int, typer.Option(help="Most stop strings of a request.", min=1)] = 16,
     max_logprobs: Annotated[int, typer.Option(help="Most logprobs of a request.", min=0, max=MOST_LOGPROBS)] = 20,
     keep_alive: Annotated[
         float, typer.Option(help="Seconds of silence until a stream says it lives.", min=0.1, max=86400)
@@ -211,7 +211,7 @@ def serve(
             "tensor_parallel_size": tensor_parallel_size or 1, "num_gpus": float(device.startswith("cuda")),
             "llm": given, "server": about,
         }  # fmt: skip
-        run(args, host, port, root_path)
+        run(args, host, port, root_path, tell)
         return
     if max_replicas is not None:
         raise ConfigError("--max-replicas belongs to --replicas, which says how many there are at least")

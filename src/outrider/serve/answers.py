@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from codecs import getincrementaldecoder
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from outrider.async_llm import Answer
@@ -303,15 +303,22 @@ class Chat(Reply):
             return {"index": event.index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
 
         found, deltas = [of({"role": "assistant", "content": ""})] if first else [], self._shown(event)
-        if not deltas and event.token_ids and (self.body.return_token_ids or event.logprobs is not None):
+        behind, end = event, dict[str, Any]()
+        if event.logprobs and event.finish_reason == "stop" and not event.texts[-1]:  # what ended it is no content
+            behind, last = _cut(event, slice(0, -1)), _cut(event, slice(-1, None))
+            end = self._about(last)
+        if not deltas and behind.token_ids and (self.body.return_token_ids or event.logprobs is not None):
             deltas = [{"content": ""}]
-        about = {"logprobs": self._logprobs(event), **self._extras(event)}
+        about = self._about(behind)
         for delta in deltas:
             found.append(of(delta, **about))
             about = {}
         if event.finish_reason is not None:
-            found.append(of({}, **self._end(event)))
+            found.append(of({}, **self._end(event), **end))
         return found
+
+    def _about(self, event: StepEvent) -> dict[str, Any]:
+        return {"logprobs": self._logprobs(event), **self._extras(event)}
 
     def _end(self, event: StepEvent) -> dict[str, Any]:
         end, parser = super()._end(event), self._readers.get(event.index)
@@ -357,6 +364,14 @@ def _joined(events: list[StepEvent]) -> StepEvent:
         last.output,
         last.rest,
     )
+
+
+def _cut(event: StepEvent, part: slice) -> StepEvent:
+    """An event of some of its tokens."""
+    return replace(
+        event, token_ids=event.token_ids[part], texts=event.texts[part], drafted_by=event.drafted_by[part],
+        logprobs=event.logprobs and event.logprobs[part],
+    )  # fmt: skip
 
 
 def metrics_of(output: GenerationOutput) -> dict[str, Any]:

@@ -271,8 +271,8 @@ class Server:
 
     def _known(self, model: str | None) -> None:
         if model is not None and model not in self.settings.names:
-            own = self.settings.names[0]
-            raise Refusal(404, f"the model {brief(model)} does not exist; this server has {own!r}", "model")
+            own = ", ".join(map(repr, self.settings.names))
+            raise Refusal(404, f"the model {brief(model)} does not exist; this server has {own}", "model")
 
     def _most(self, ids: list[int], body: Sampled) -> int:
         """Tokens behind a prompt: those asked for, or as many as there is room for."""

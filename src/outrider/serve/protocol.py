@@ -21,15 +21,25 @@ TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,17}")  # each spelt in one way: no key ca
 Choice = Annotated[str | dict[str, Any] | None, Field(description="none, auto, required, or an object that names one")]
 
 
-def _fail_fast(schema: Any) -> None:
+def _adjust(schema: Any) -> None:
+    """Lists are read up to what is wrong in them; 5.0 is a whole number, as in JSON's schemas."""
     if isinstance(schema, dict):
         if schema.get("type") == "list":
             schema["fail_fast"] = True
+        if schema.get("type") == "int":
+            own = dict(schema)
+            schema.clear()
+            schema |= {"type": "function-before", "function": {"type": "no-info", "function": _whole}, "schema": own}
+            return
         schema = schema.values()
     elif not isinstance(schema, (list, tuple)):
         return
     for part in schema:
-        _fail_fast(part)
+        _adjust(part)
+
+
+def _whole(given: Any) -> Any:
+    return int(given) if isinstance(given, float) and given.is_integer() else given
 
 
 class Body(BaseModel):
@@ -43,9 +53,9 @@ class Body(BaseModel):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> Any:
-        """Lists are read up to what is wrong in them: to tell of each of a million wrong items takes gigabytes."""
+        """To tell of each of a million wrong items of a list takes gigabytes."""
         schema = handler(source)
-        _fail_fast(schema)
+        _adjust(schema)
         return schema
 
 

@@ -25,7 +25,7 @@ class Settings:
     max_body: int = 16 * 2**20  # bytes
     max_prompts: int = 1024  # of one request
     max_n: int = 128
-    max_stop_strings: int = 4
+    max_stop_strings: int = 16
     max_logprobs: int = 20
     keep_alive: float = 15.0  # seconds of silence in a stream, until a comment says that we are there
     event_interval: float = 0.05  # seconds between two frames of a stream (AsyncLLM): still flows for an eye

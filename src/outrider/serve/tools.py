@@ -18,14 +18,12 @@ from itertools import product
 from typing import Any
 
 from outrider.config import StructuredOutputsParams
-from outrider.constraint import literal
+from outrider.constraint import DATA, PARTS, literal, without_annotations
 from outrider.errors import ConfigError, OutriderError, brief
 
 NAMES = set(string.ascii_letters + string.digits + "_-.")  # in names of functions; OpenAI's, and the dot
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 LONGEST_NAME, MOST_TOOLS = 128, 256
-PARTS = "properties", "patternProperties", "dependentSchemas", "$defs", "definitions"  # of a schema: schemas by name
-DATA = "const", "enum", "default", "examples"  # and what is none, whatever it looks like
 Delta = dict[str, Any]
 Render = Callable[[list[Any], dict[str, Any]], str]
 
@@ -153,20 +151,23 @@ class Tools:
 
 def check(tools: Any, tool_choice: Any = None, parallel_tool_calls: Any = None) -> Tools | None:
     """A request's three fields; None if it has no tools. Raises ConfigError, naming the field."""
-    if tools is None:
-        if tool_choice not in (None, "none"):
+    if tools is None or (isinstance(tools, (list, tuple)) and not tools):  # an empty list is what some clients send
+        if tool_choice not in (None, "none") and not (tools is not None and tool_choice == "auto"):
             raise ConfigError(f"tool_choice {brief(tool_choice)} needs tools")
         return None
-    if not isinstance(tools, (list, tuple)) or not 1 <= len(tools) <= MOST_TOOLS:
-        raise ConfigError(f"tools must be a list of 1 to {MOST_TOOLS} functions, not {brief(tools)}")
+    if not isinstance(tools, (list, tuple)) or len(tools) > MOST_TOOLS:
+        raise ConfigError(f"tools must be a list of at most {MOST_TOOLS} functions, not {brief(tools)}")
     functions = dict[str, Mapping[str, Any]]()
     for tool in tools:
         function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
         name = function.get("name") if isinstance(function, Mapping) else None
-        if not isinstance(name, str) or not 1 <= len(name) <= LONGEST_NAME or not set(name) <= NAMES:
+        if not isinstance(name, str):
             raise ConfigError(
                 f"tools: {{'type': 'function', 'function': {{'name': ..., 'parameters': ...}}}}, not {brief(tool)}"
             )
+        if not 1 <= len(name) <= LONGEST_NAME or not set(name) <= NAMES:
+            signs = "letters, digits, _, - and ."
+            raise ConfigError(f"tools: a function's name has 1 to {LONGEST_NAME} {signs}, not {brief(name)}")
         if name in functions:
             raise ConfigError(f"tools: function {name!r} is there twice")
         assert isinstance(function, Mapping)
@@ -268,7 +269,8 @@ def constraint(tools: Tools, family: Family, tokenizer: Any) -> StructuredOutput
     style = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     several = tools.parallel and not tools.choice.startswith("=")
     rules = []
-    for i, (name, schema) in enumerate(tools.callable.items()):
+    for i, (name, given) in enumerate(tools.callable.items()):
+        schema = without_annotations(given)
         head, call = "", {**schema, "type": "object", "x-guidance": style}
         if family.head:
             head = literal(name + family.head, added)
