@@ -43,7 +43,7 @@ void pack_bits(const Weights &w, const int8_t *plain, uint8_t *to, int panel) {
   for (int i = 0; i < half; i++) {
     for (int upper = 0; upper < 2; upper++) {
       const int output = w.output(panel, i + upper * half), known = output < 0 ? 0 : w.inputs;
-      const int8_t *row = plain + size_t(output) * w.inputs;
+      const int8_t *row = plain + size_t(output < 0 ? 0 : output) * w.inputs;
       uint8_t *own = codes.data() + upper * depth;
       for (int k = 0; k < known; k++) own[k] = code_of[uint8_t(row[k])];
       std::fill(own + known, own + depth, code_of[0]);
@@ -192,7 +192,7 @@ void pack_factors(const Weights &w, const void *plain, int count, int size, void
       T *to = static_cast<T *>(packed) + size_t(panel) * count * kPanel;
       for (int i = 0; i < kPanel; i++) {
         const int output = w.output(panel, i);
-        const T *row = static_cast<const T *>(plain) + size_t(output) * count;
+        const T *row = static_cast<const T *>(plain) + size_t(output < 0 ? 0 : output) * count;
         for (int n = 0; n < count; n++) to[size_t(n) * kPanel + i] = output < 0 ? zero : row[n];
       }
     });

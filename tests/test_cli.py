@@ -71,6 +71,18 @@ def test_compare_says_identical(run):
     assert json.loads(run(*short, "--json")[1])["ratio"] is None and "ratio: -" in run(*short)[1]
 
 
+def test_what_came_with_one_forward_has_no_rate(run):
+    out, err = run("generate", PROMPT, "--max-tokens", "1")[1:]
+    assert "1 token · any seed" in out + err or "1 token · seed" in out + err
+    assert "0 tokens/s" not in out + err and "2 tokens · " in "".join(run("generate", PROMPT, "--max-tokens", "2")[1:])
+
+
+def test_info_knows_what_may_draft(run):
+    out = run("info", "--model", "tiny", "--json")[1]
+    for what in ("tiny-draft or a smaller model", "tiny-medusa or heads", "outrider datastore build"):
+        assert what in out
+
+
 def test_prompt_from_file_and_stdin(run, tmp_path, monkeypatch):
     path, prompt = tmp_path / "prompt.txt", PROMPT + "\r\nOnce more\r"
     path.write_bytes(prompt.encode())

@@ -438,7 +438,7 @@ def test_annotations_demand_nothing(tiny_llm):
         tiny_llm.generate("Hi", structured_outputs={"json": {"type": "array", "uniqueItems": True}})
 
 
-def test_behind_a_token():
+def test_behind_a_token(monkeypatch):
     """One of its own in the vocabulary: nothing that is spelt like it, no other special one, and no end before it."""
     tokenizer = read_tokenizer(find("tiny"))
     tokenizer.add_tokens([AddedToken("</think>", normalized=False), AddedToken("<tool>", normalized=False)])
@@ -471,6 +471,14 @@ def test_behind_a_token():
     assert other not in allowed(one, a) and one in allowed(one, a, one, other) and a not in allowed(one, other)
     grammar = read(replace(both, after=[]), tokenizer, len(tokenizer))
     assert one in allowed() and not {5, a, mark, other} & allowed()
+    grammar = read(replace(both, after="a</think>"), tokenizer, len(tokenizer))
+    (space,) = tokenizer("\n", add_special_tokens=False)["input_ids"]
+    assert {one, space} <= allowed(a, mark) and allowed(a, mark, space, one, one, one) == {5}
+    monkeypatch.setattr(tokenizer, "_eos_token", None, raising=False)
+    monkeypatch.setitem(tokenizer._special_tokens_map, "eos_token", None)
+    assert tokenizer.eos_token_id is None
+    read(StructuredOutputsParams(regex="[1-9]", after=["so:", "</think>"]), tokenizer, len(tokenizer))
+    monkeypatch.undo()
     with pytest.raises(ConfigError, match="no text"):
         read(StructuredOutputsParams(regex=r"[^\s\S]", after="</think>"), tokenizer, len(tokenizer))
     with pytest.raises(ConfigError, match="nothing comes: it ends a text"):

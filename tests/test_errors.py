@@ -612,16 +612,15 @@ def test_parameters_for_each_prompt(tiny_llm):
         tiny_llm.generate(["Once"], [{"max_tokens": 3}])
 
 
-def test_a_head_is_no_model():
-    with refused(UnsupportedArchitecture, "no model but a head", "--speculate medusa:model=tiny-medusa"):
+def test_a_head_is_no_model(make_checkpoint, tmp_path):
+    with refused(UnsupportedArchitecture, "no model but a head for one: give it to method medusa"):
         LLM("tiny-medusa")
     with refused(ModelNotFound, "tiny, tiny-draft)", "smollm2"):
         LLM("nothere")
-
-
-def test_ranks_that_are_not_there():
-    with refused(ConfigError, "tensor_parallel_mode ordered", "torchrun"):
-        LLM("tiny", tensor_parallel_mode="ordered")
+    folder = make_checkpoint()  # a model that has heads beside its own weights is one
+    about = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**about, "medusa_num_heads": 3}))
+    LLM(folder, dtype="float32", device="cpu")
 
 
 def test_content_as_parts(tiny_llm):

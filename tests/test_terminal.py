@@ -380,7 +380,7 @@ def test_chat_says_how_a_stopped_answer_went(say, monkeypatch):
 
     monkeypatch.setattr(LLM, "stream", interrupted)
     out = say("Hello")[1]
-    assert "(stopped)" in out and "1 tokens" in out and "tokens/s" in out
+    assert "(stopped)" in out and "1 token " in out and "tokens/s" in out
 
 
 def test_chat_goes_on_behind_an_answer_that_failed(say, monkeypatch):

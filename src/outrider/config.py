@@ -227,7 +227,7 @@ class StructuredOutputsParams:
     disable_any_whitespace: bool = False  # JSON on one line, without a space between its parts: all the more is forced
     disable_additional_properties: bool = False  # where the schema names properties, no others
     whitespace_pattern: str | None = None  # a regex for the space between JSON's parts; None: up to 32 characters
-    after: str | list[str] | None = None  # ours: what may stand before all this, see `marks`
+    after: str | list[str] | None = None  # ours: marks of the free text that comes before all this; see `marks`
 
     def __post_init__(self) -> None:
         if len(self.asked) != 1:

@@ -39,7 +39,18 @@ LIMITS = {"initial_lexer_fuel": 300_000, "max_lexer_states": 50_000, "verbose_er
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"  # between the parts of JSON: without a bound some models write nothing else
 END = "<|end of the structured output|>"
 SPECIAL = r"\.+*?()|[]{}^$#&-~"  # what a regex reads as more than itself
-FORMATS = "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"
+FORMATS = (
+    "date-time",
+    "time",
+    "date",
+    "duration",
+    "email",
+    "hostname",
+    "ipv4",
+    "ipv6",
+    "uuid",
+    "uri",
+)  # that are kept to
 PARTS = "properties", "patternProperties", "dependentSchemas", "$defs", "definitions"  # of a schema: schemas by name
 DATA = "const", "enum", "default", "examples"  # and what is none, whatever it looks like
 ESCAPED = re.compile(r"(\\[^uU])|\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}))")  # in GBNF; the first are left
@@ -282,7 +293,7 @@ def read(given: StructuredOutputsParams, tokenizer: Any, vocab: int) -> Grammar:
             raise ConfigError(f"structured_outputs has {len(text)} characters; at most {MOST_TEXT}")
         eos, added = getattr(tokenizer, "eos_token_id", None), tokenizer.get_added_vocab()
         for piece in [piece for mark in given.marks for piece in _pieces(mark, added)]:
-            if added.get(piece) in (eos, binding.end):
+            if piece in added and added[piece] in (eos, binding.end):
                 raise ConfigError(f"structured_outputs: after {piece!r} nothing comes: it ends a text")
         matcher = _deeply(partial(_compile, library, binding, given, text, added))
         grammar = Grammar(matcher, binding.end, eos if isinstance(eos, int) else None)
@@ -369,7 +380,7 @@ def _behind(marks: tuple[str, str, str], source: str, added: Mapping[str, int]) 
         text = f"text: TEXT\nTEXT: /(.|\\n)*/ {said}"
     else:
         text = f"text[lazy]: /(.|\\n)*/ {said}"
-    whole = f"{literal(begin, added)} text {rest or ('' if lead else 'SPACE?')}"
+    whole = f"{literal(begin, added)} text {rest} {'' if lead else 'SPACE?'}"
     start = f"{f'({whole})?' if begin else whole} {literal(lead, added)} @answer"
     before = f"start: {start}\n{text}\nSPACE: /[ \\n\\r\\t]{{1,8}}/"
     known = json.loads(source)["grammars"] if source.startswith("{") else [{"lark_grammar": source}]

@@ -105,8 +105,6 @@ class LLM:
             )
         self._dtype, self._device, self._progress = dtype, device, progress
         self.ranks, self._mode = ranks_for(tensor_parallel_size, device), tensor_parallel_mode
-        if self.ranks is None and tensor_parallel_mode != "gather":
-            raise ConfigError(f"tensor_parallel_mode {tensor_parallel_mode} is for ranks, as torchrun starts them")
         if self.ranks and self.ranks.rank:
             follow(self.ranks)
         if isinstance(model, Checkpoint):

@@ -380,14 +380,15 @@ def packaged() -> Path | None:
 def read_config(path: Path) -> ModelConfig:
     """Read config.json and generation_config.json. Raises UnsupportedArchitecture or CheckpointError."""
     raw = _json(path / "config.json")
-    if (kind := _kind(path, raw)) != "draft_model":
-        raise UnsupportedArchitecture(
-            f"{path.name} holds no model but a head; beside its model: --speculate {kind}:model={path.name}"
-        )
     if "model_type" not in raw and "architectures" not in raw:
         raise CheckpointError(f"{path / 'config.json'} names neither model_type nor architectures")
     inner = families.text_part(raw)  # our own words for an unknown architecture, before transformers tries
-    families.read(raw) if inner is raw else families.check(inner)
+    try:
+        families.read(raw) if inner is raw else families.check(inner)
+    except UnsupportedArchitecture:
+        if (kind := _kind(path, raw)) == "draft_model":
+            raise
+        raise UnsupportedArchitecture(f"{path} holds no model but a head for one: give it to method {kind}") from None
     if not isinstance(inner.get("quantization_config") or {}, Mapping):
         raise CheckpointError(f"{path / 'config.json'}: quantization_config must be an object")
     from transformers import AutoConfig

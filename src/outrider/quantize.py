@@ -200,7 +200,7 @@ def from_gguf(blocks: Tensor, kind: str) -> Quantized:
     embedding's: `from_gguf(blocks[tokens], kind).dense()`.
     """
     size, _ = GGUF[kind]
-    b = blocks.contiguous().view(len(blocks), -1, size)
+    b = blocks.contiguous().view(len(blocks), blocks.shape[1] // size, size)
     values, fine, minima = (_apart if native.kernels is None or not b.is_cpu else _compiled)(b, kind)
 
     def halves(at: int) -> Tensor:

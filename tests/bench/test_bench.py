@@ -488,4 +488,5 @@ def test_a_stream_is_not_run_in_waves(tiny_llm, monkeypatch):
     monkeypatch.setattr(Engine, "step_within", watched)
     plain, drafted = run(settings)
     assert plain.identical and drafted.identical and plain.suite == "mixed" and plain.prompts == 6 and most[0] == 2
+    assert plain.batch == 2 and [r.batch for r in run(replace(settings, batch=99))] == [6, 6]
     assert 0 <= drafted.draft_share <= 1 and drafted.batch == 2

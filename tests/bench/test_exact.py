@@ -66,6 +66,9 @@ def test_ours_never_change() -> None:
     assert [(r.drafts, r.together, r.temperature) for r in rows] == [(*way, t) for t in (0.0, 0.8) for way in ways]
     assert all(r.changed == [] and r.prompts == 3 and r.failed is None for r in rows)
     assert all(r.tokens <= 36 for r in rows)
+    fewer = run(settings(together=16, temperatures=[0.0]))  # than were to be together
+    assert [(r.drafts, r.together) for r in fewer] == [("ngram k=4", 1), ("none", 3), ("ngram k=4", 3)]
+    assert [r.together for r in run(settings(together=16, prompts=1, temperatures=[0.0]))] == [1]
 
 
 def test_what_another_engine_changes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

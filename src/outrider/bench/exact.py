@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -98,7 +98,6 @@ def run(settings: Settings, progress: Progress | None = None, warn: Callable[[st
     """Count; rows come as they are known, ours first. `warn` hears of an engine that failed, whose row says why."""
     s, tell = settings, progress or (lambda *_: None)
     suite = load_suite(s.suite, s.prompts, s.data, s.file)
-    s = replace(s, together=min(s.together, len(suite.prompts)))  # more are not there
     llm = load_llm(s, tell, max_num_seqs=s.together)
     prompts, ends = suite.encode(llm), set(llm.runner.model.config.eos)
     methods = {label(config): config for config in s.methods}
@@ -149,13 +148,15 @@ def run(settings: Settings, progress: Progress | None = None, warn: Callable[[st
                 if base is None:  # nothing to compare with
                     break
 
-    own = [*((name, 1) for name in methods), ("none", s.together), *((name, s.together) for name in methods)]
+    together = min(s.together, len(prompts))  # more are not there
+    company = [(name, together) for name in ("none", *methods)] if together > 1 else []
+    own = [*((name, 1) for name in methods), *company]
     yield from rows("outrider", own, ours, llm.exactness, list)
     context = max(map(len, prompts)) + s.max_tokens
     for spec in s.peers:
         with closing(peers.make(spec, llm, s.methods, context)) as peer:
             plain, *others = peer.methods
-            ways = [*((name, 1) for name in others), *[("none", s.together)] * peer.batches]
+            ways = [*((name, 1) for name in others), *company[:1] * peer.batches]
 
             def theirs(
                 method: str, together: int, temperature: float, peer: peers.Peer = peer, plain: str = plain

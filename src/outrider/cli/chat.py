@@ -173,7 +173,8 @@ class Conversation:
             self._say(summary(output.metrics, len(by), seed, width))
         elif by:
             rate, guessed = len(by) / (time.perf_counter() - began), sum(map(bool, by)) / len(by)
-            self._say(f"{len(by)} tokens · {rate:.0f} tokens/s · {guessed:.0%} guessed by drafts · stopped")
+            count = f"{len(by)} token{'s' * (len(by) != 1)}"
+            self._say(f"{count} · {rate:.0f} tokens/s · {guessed:.0%} guessed by drafts · stopped")
 
     def command(self, line: str) -> None:
         """Run one slash command. Raises ConfigError for one that does not exist or cannot be."""

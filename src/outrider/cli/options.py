@@ -53,7 +53,10 @@ STRUCTURED = {  # a field of StructuredOutputsParams: its flag, and what it mean
     "disable_any_whitespace": ("--compact", "JSON without spaces between its parts."),
     "disable_additional_properties": ("--no-additional-properties", "Where a schema names properties, no others."),
     "whitespace_pattern": ("--whitespace-pattern", "A regex for the space between JSON's parts."),
-    "after": ("--after", "All this begins behind this text, such as </think>; given twice, behind text between both."),
+    "after": (
+        "--after",
+        "All this begins behind this text, such as </think>; given twice, text between both may come first.",
+    ),
 }
 
 

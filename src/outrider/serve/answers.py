@@ -304,7 +304,7 @@ class Chat(Reply):
 
         found, deltas = [of({"role": "assistant", "content": ""})] if first else [], self._shown(event)
         behind, end = event, dict[str, Any]()
-        if event.logprobs and event.finish_reason == "stop" and not event.texts[-1]:  # what ended it is no content
+        if event.token_ids and event.finish_reason == "stop" and not event.texts[-1]:  # what ended it is no content
             behind, last = _cut(event, slice(0, -1)), _cut(event, slice(-1, None))
             end = self._about(last)
         if not deltas and behind.token_ids and (self.body.return_token_ids or event.logprobs is not None):

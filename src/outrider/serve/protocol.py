@@ -29,7 +29,7 @@ def _adjust(schema: Any) -> None:
         if schema.get("type") == "int":
             own = dict(schema)
             schema.clear()
-            schema |= {"type": "function-before", "function": {"type": "no-info", "function": _whole}, "schema": own}
+            schema |= {"type": "function-before", "function": {"type": "no-info", "function": whole}, "schema": own}
             return
         schema = schema.values()
     elif not isinstance(schema, (list, tuple)):
@@ -38,7 +38,8 @@ def _adjust(schema: Any) -> None:
         _adjust(part)
 
 
-def _whole(given: Any) -> Any:
+def whole(given: Any) -> Any:
+    """5 for 5.0; all else as it is."""
     return int(given) if isinstance(given, float) and given.is_integer() else given
 
 
@@ -378,7 +379,7 @@ def bound_of_drafts(given: dict[str, Any] | bool | None, llm: LLM) -> int | None
         return 0
     if unknown := sorted(given.keys() - {"method", "num_speculative_tokens"}):
         raise Refusal(400, f"{name} of a request has method and num_speculative_tokens, not {unknown[0][:40]!r}", name)
-    method, k = given.get("method"), given.get("num_speculative_tokens")
+    method, k = given.get("method"), whole(given.get("num_speculative_tokens"))
     if method == "none":
         return 0
     own = llm.speculative_config.method

@@ -58,7 +58,7 @@ class Reading:
     way: Way | None = None  # of reasoning; None: it is not told apart
     parser: Callable[[], Parser] | None = None  # makes what finds calls, if they are looked for
     said: str = ""  # of the answer, in the prompt
-    calls: bool = False  # whether an answer can be nothing but calls
+    forced: bool = False  # whether it has to be calls
 
     def end(self, prompt: list[int]) -> str:
         """Of a prompt's tokens the text that says where an answer begins."""
@@ -71,7 +71,7 @@ class Reading:
         if self.way is None:
             return None
         if self.way is CHANNELS:
-            lead = [] if self.calls else [FINAL]
+            lead = [] if self.forced else [FINAL]
             return [self.way.begin, self.way.end + START, *lead] if end.endswith(START) else None
         begun = opened(self.way, end, self.said)
         return [self.way.begin, self.way.end] if begun is None else self.way.end if begun else None

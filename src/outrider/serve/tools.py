@@ -266,25 +266,29 @@ def constraint(tools: Tools, family: Family, tokenizer: Any) -> StructuredOutput
     if not tools.forced:
         return None
     added = tokenizer.get_added_vocab()
-    style = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     several = tools.parallel and not tools.choice.startswith("=")
-    rules = []
-    for i, (name, given) in enumerate(tools.callable.items()):
-        schema = without_annotations(given)
-        head, call = "", {**schema, "type": "object", "x-guidance": style}
-        if family.head:
-            head = literal(name + family.head, added)
-        else:
-            own = {"name": {"const": name}, family.arguments: _rooted(schema, family.arguments)}
-            call = {
-                "x-guidance": style, "type": "object", "properties": own, "required": [*own],
-                "additionalProperties": False,
-            }  # fmt: skip
-        rules.append(f"call_{i}: {head} %json {json.dumps(call)}")
+    try:
+        calls = [_call(name, without_annotations(schema), family, added) for name, schema in tools.callable.items()]
+    except RecursionError:
+        raise ConfigError("tools: parameters are nested too deeply") from None
     begin, end, between = (literal(text, added) for text in (family.begin, family.end, family.between))
     more = f"({between} call)*" if several else ""
-    calls = " | ".join(f"call_{i}" for i in range(len(rules)))
-    return StructuredOutputsParams(grammar="\n".join([f"start: {begin} call {more} {end}", f"call: {calls}", *rules]))
+    rules = [f"call_{i}: {call}" for i, call in enumerate(calls)]
+    choice = " | ".join(f"call_{i}" for i in range(len(calls)))
+    return StructuredOutputsParams(grammar="\n".join([f"start: {begin} call {more} {end}", f"call: {choice}", *rules]))
+
+
+def _call(name: str, schema: Mapping[str, Any], family: Family, added: Mapping[str, int]) -> str:
+    """A call of a function as a grammar has it."""
+    style = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    if family.head:
+        call = {**schema, "type": "object", "x-guidance": style}
+        return f"{literal(name + family.head, added)} %json {json.dumps(call)}"
+    own = {"name": {"const": name}, family.arguments: _rooted(schema, family.arguments)}
+    call = {
+        "x-guidance": style, "type": "object", "properties": own, "required": [*own], "additionalProperties": False,
+    }  # fmt: skip
+    return f"%json {json.dumps(call)}"
 
 
 def _rooted(schema: Mapping[str, Any], key: str) -> Any:
@@ -304,10 +308,7 @@ def _rooted(schema: Mapping[str, Any], key: str) -> Any:
             return {name: walk(part) for name, part in v.items()}
         return v if k in DATA else walk(v)
 
-    try:
-        return walk(schema)
-    except RecursionError:
-        raise ConfigError("tools: parameters are nested too deeply") from None
+    return walk(schema)
 
 
 # --- reading what a model writes --------------------------------------------------------------------------------------
