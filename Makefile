@@ -37,7 +37,7 @@ demo: .venv/smollm2
 		--speculate auto
 
 test: .venv/ready
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
 
 check: .venv/ready
 	$(BIN)/ruff check .
