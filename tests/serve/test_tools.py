@@ -23,6 +23,8 @@ from outrider.serve.tools import (
     MINISTRAL,
     MISTRAL,
     PHI,
+    PYTHONIC,
+    XLAM,
     Parser,
     check,
     constraint,
@@ -57,6 +59,8 @@ def written(family, calls: list[tuple[str, Any]]) -> str:
             values = [(key, v if isinstance(v, str) else json.dumps(v, ensure_ascii=False)) for key, v in args.items()]
             parameters = [f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values]
             return f"<function={name}>\n{''.join(parameters)}</function>"
+        if family.shape == "python":
+            return f"{name}({', '.join(f'{key}={value!r}' for key, value in args.items())})"
         return json.dumps({"name": name, family.arguments: args}, ensure_ascii=False)
 
     return family.begin + family.between.join(one(*call) for call in calls) + family.end
@@ -105,10 +109,11 @@ values = st.recursive(
 )  # fmt: skip
 @settings(max_examples=150)
 def test_calls_are_found_in_any_pieces(family, calls, before, sizes):
-    before = "" if family is LLAMA else before
+    before = "" if family.bare else before
     known = functions(family, *calls)
-    if family is CODER:  # whose values are told apart by the schema, and whose keys are not empty
+    if family.shape in ("tagged", "python"):  # whose keys are not empty
         assume(all(args.keys() - {""} == args.keys() for _, args in calls))
+    if family is CODER:  # whose values are told apart by the schema
         assume(
             all(
                 functions(family, call)[call[0]]["properties"].items() <= known[call[0]]["properties"].items()
@@ -130,7 +135,7 @@ def test_calls_are_found_in_any_pieces(family, calls, before, sizes):
     assert len({c["id"] for c in found}) == len(calls)
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f.shape != "python"], ids=lambda f: f.name)
 def test_arguments_come_as_they_are_written(family):
     """The name first, then the arguments piece by piece: nobody waits for the end of a call."""
     call = "get_weather", {"city": "Paris", "note": "a" * 50}
@@ -167,6 +172,7 @@ WORDS += [
     "<|tool_call|>",
     "<|/tool_call|>",
 ]
+WORDS += ["[now(a=1", "now(b='2\\'')", ")", ", ", "a=[True, null]"]
 WORDS += ["<|channel|>commentary to=functions.now", " <|constrain|>json", "<|message|>", "<|end|>", "<|call|>"]
 WORDS += ["<|start|>assistant", "<|channel|>analysis", "<|channel|>final", "<|channel|>commentary"]
 WORDS += [
@@ -338,6 +344,7 @@ def test_families_are_told_by_the_template():
     assert family_of("{{ messages }}") is None and family_of(None) is None and family_of("tools") is None
 
 
+NAMED = "%s({%% for k, v in c.function.arguments.items() %%}{{ k }}={{ v | tojson }}{%% endfor %%}%.0s)"
 WAYS = {
     "hermes": ('<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>', HERMES),
     "mistral": ('[TOOL_CALLS] [{"name": "%s", "arguments": %s, "id": "abcdefghi"}]', MISTRAL),
@@ -355,8 +362,9 @@ WAYS = {
     "mistral between": ("[TOOL_CALLS]%s%s", MINISTRAL),
     "granite": ('<|tool_call|>[{"name": "%s", "arguments": %s}]', GRANITE),
     "phi": ('<|tool_call|>{"name": "%s", "arguments": %s}<|/tool_call|>', PHI),
-    "pythonic": ("[%s(%s)]", None),
-    "a list": ('[{"name": "%s", "arguments": %s}]', None),
+    "pythonic": (f"[{NAMED}]", PYTHONIC),
+    "pythonic, almost": ("[%s(%s)]", None),
+    "a list": ('[{"name": "%s", "arguments": %s}]', XLAM),
     "not at all": ("%.0s%.0s", LLAMA),
 }
 
@@ -397,6 +405,26 @@ def test_what_is_forced_is_never_content(family):
     for size in range(len(text)):
         content, calls = heard(parser_of(family, functions(family, call), forced=True), [text[:size]])
         assert not content and len(calls) <= 2
+
+
+PYTHON: dict[str, list[Any] | None] = {
+    "[now()]": [{}], "[now(a='it\\'s', b=\"(\")]": [{"a": "it's", "b": "("}],
+    " [now(a=-1.5), now(a=None)]\n": [{"a": -1.5}, {"a": None}], "[now(\n  a = (1, 2),\n)]": [{"a": [1, 2]}],
+    "[now(a=true, b=[null, {'c': false}])]": [{"a": True, "b": [None, {"c": False}]}],
+    "[now(a=1, a=2)]": [{"a": 1}], "[now(1)]": None, "[now(**{})]": None, "[now(a=b)]": None, "[now(a=now())]": None,
+    "[now(a={1})]": None, "[other(a=1)]": None, "[now(a=b'x')]": None, "[now(a=1": None, "[see](http://x)": None,
+    "[1] now(a=1)": None, "now(a=1)": None, "[now(a=1e999)]": None, "[now(a=" + "-" * 9999 + "1)]": None,
+    "[now(a=" + "[" * 300 + "]" * 300 + ")]": None, "[now(a='\\ud800')]": None, "[now(a=1" + "+1" * 20000 + ")]": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", PYTHON, ids=lambda text: text[:24])
+def test_calls_of_python(text):
+    for cut in ([text], list(text)):
+        content, calls = heard(parser_of(PYTHONIC, {"now": {}}), cut)
+        expected = PYTHON[text]
+        assert [json.loads(call["arguments"]) for call in calls] == (expected or [])
+        assert content.strip() == ("" if expected else text)
 
 
 BAD = [

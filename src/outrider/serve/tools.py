@@ -7,6 +7,7 @@ and is none, is content.
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import secrets
@@ -15,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any
+from typing import Any, ClassVar
 
 from outrider.config import StructuredOutputsParams
 from outrider.constraint import DATA, PARTS, literal, without_annotations
@@ -37,8 +38,9 @@ class Family:
     begin: str
     end: str
     between: str
-    shape: str = "json"  # of a call: an object that names the function; "named": name and arguments; "tagged": XML
+    shape: str = "json"  # of a call: an object that names the function; or "named", "tagged", "python": see SHAPES
     opening: str = "{"  # of a call; empty: a name
+    bare: str = ""  # what calls without a mark begin with, at an answer's beginning
     closing: str = ""  # a mark behind calls
     listed: str = "[],;"  # what may stand between a mark and calls
     arguments: str = "arguments"
@@ -59,7 +61,9 @@ FUNCTION = "<function="
 CODER = replace(  # whose models leave out the first mark now and then
     HERMES, name="qwen3_coder", marks=("<tool_call>", FUNCTION), shape="tagged", opening=FUNCTION
 )
-LLAMA = Family("llama3_json", ("<|python_tag|>",), "", "", "; ", arguments="parameters")
+LLAMA = Family("llama3_json", ("<|python_tag|>",), "", "", "; ", bare="{", arguments="parameters")
+XLAM = replace(LLAMA, name="xlam", begin="[", end="]", between=", ", bare="[", arguments="arguments")
+PYTHONIC = replace(XLAM, name="pythonic", shape="python", opening="")  # Llama 4's, ToolACE's
 MISTRAL = Family("mistral", ("[TOOL_CALLS]",), "[TOOL_CALLS] [", "]", ", ", id_length=9)
 MINISTRAL = Family(
     "ministral", ("[TOOL_CALLS]",), "[TOOL_CALLS]", "", "[TOOL_CALLS]", "named", opening="", head="[ARGS]", id_length=9
@@ -71,7 +75,7 @@ HARMONY = Family(  # gpt-oss's, whose calls are messages (`Harmony`)
     "harmony", (TO,), TO, "", f"<|end|><|start|>assistant{TO}", "message", opening="",
     head=" <|constrain|>json<|message|>",
 )  # fmt: skip
-FAMILIES = HERMES, CODER, LLAMA, MISTRAL, MINISTRAL, GRANITE, PHI, HARMONY
+FAMILIES = HERMES, CODER, LLAMA, XLAM, PYTHONIC, MISTRAL, MINISTRAL, GRANITE, PHI, HARMONY
 LOOK_UP: dict[str, Any] = {"name": "look_up", "arguments": {"city": "Oslo"}}
 
 
@@ -79,9 +83,9 @@ def family_of(template: Any, render: Render | None = None) -> Family | None:
     """The way of a chat template; None if it has no tools, or writes their calls in another way.
 
     Its marks are those of several families. So if it can be rendered (`LLM.render_text`), it is made to write a call,
-    which has to be found; a template that writes none is believed.
+    which has to be found; a template that writes none is believed, if it has marks.
     """
-    likely = list[Family]()
+    likely, unmarked = list[Family](), [XLAM, PYTHONIC]
     if isinstance(template, str) and "tools" in template:
         if "<tool_call>" in template:
             likely = [CODER, HERMES] if FUNCTION in template else [HERMES]
@@ -94,9 +98,9 @@ def family_of(template: Any, render: Render | None = None) -> Family | None:
             likely = [HARMONY]
         elif "parameters" in template and ("python_tag" in template or "ipython" in template):
             likely = [LLAMA]
-    written = _written(template, render) if likely and render else []
+    written = _written(template, render) if render and (likely or "tool_calls" in str(template)) else []
     schema = {"properties": {"city": {"type": "string"}}}
-    for family, text in product(likely, written):
+    for family, text in product([*likely, *unmarked], written):
         calls = [call["function"] for call in parse(text, family, {LOOK_UP["name"]: schema})[1]]
         with suppress(ValueError):  # arguments that are half ones
             if [call | {"arguments": json.loads(call["arguments"])} for call in calls] == [LOOK_UP]:
@@ -145,8 +149,8 @@ class Tools:
         return self.choice not in ("none", "auto")
 
     def written(self, family: Family) -> Family:
-        """How calls are written that this asks for: tagged ones, whose values are no JSON, are forced as Hermes's."""
-        return HERMES if self.forced and family.shape == "tagged" else family
+        """How calls are written that this asks for: those whose values are no JSON are forced as Hermes's."""
+        return HERMES if self.forced and family.shape in ("tagged", "python") else family
 
 
 def check(tools: Any, tool_choice: Any = None, parallel_tool_calls: Any = None) -> Tools | None:
@@ -505,6 +509,61 @@ class Tagged(Call):
         return behind
 
 
+@dataclass
+class Python(Call):
+    """A call as Python has it, with named arguments: literals, or JSON's words. It is known when it is whole."""
+
+    head: str = ""  # the name
+    quote: str = ""  # under way
+    said: str = ""  # the arguments, as JSON
+
+    @property
+    def name(self) -> str:
+        return self.head if self.said else ""
+
+    @property
+    def arguments(self) -> str:
+        return self.said
+
+    def _step(self, c: str) -> None:
+        if not self.depth:
+            self.depth = int(c == "(" and bool(self.head))
+            self.head += c if c in NAMES else ""
+            self.done = not self.depth and (c not in NAMES or len(self.head) > LONGEST_NAME)
+        elif self.quote:
+            self.quote = "" if c == self.quote and not self.escaped else self.quote
+            self.escaped = c == "\\" and not self.escaped
+        elif c in "'\"":
+            self.quote = c
+        else:
+            self.depth += (c in "([{") - (c in ")]}")
+            self.done = not self.depth
+            self.said = _arguments(self.raw[self.raw.index("(") : self.at + 1]) if self.done else ""
+
+
+class _Words(ast.NodeTransformer):
+    """JSON's words for Python's."""
+
+    words: ClassVar[dict[str, Any]] = {"true": True, "false": False, "null": None}
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        return ast.Constant(self.words[node.id]) if node.id in self.words else node
+
+
+def _arguments(text: str) -> str:
+    """Named arguments in brackets as a JSON object; empty if they are none."""
+    with suppress(SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
+        call = ast.parse(f"f{text}", mode="eval").body
+        if isinstance(call, ast.Call) and not call.args and all(part.arg for part in call.keywords):
+            found = dict[str, Any]()
+            for part in call.keywords:  # what was said stands
+                found.setdefault(str(part.arg), ast.literal_eval(_Words().visit(part.value)))
+            said = json.dumps(found, ensure_ascii=False, allow_nan=False)
+            said.encode()  # no surrogates
+            return said
+    return ""
+
+
 def _types(schema: Any) -> set[str]:
     """The types that a schema names; none: any. Whatever makes no sense in it names none."""
     found, parts = set[str](), [schema]
@@ -548,7 +607,7 @@ HEADER = re.compile(rf"\s*({'|'.join(map(re.escape, HEADERS))})")
 CLOSINGS = "<|end|>", "<|call|>", "<|return|>", *HEADERS[:2]
 RECIPIENT, ANALYSIS = re.compile(r"\bto=functions\.([\w.-]+)"), re.compile(r"<\|channel\|>\s*analysis\b")
 LONGEST_HEADER = 4 * LONGEST_NAME
-SHAPES: dict[str, type[Call]] = {"json": Call, "named": Named, "tagged": Tagged}
+SHAPES: dict[str, type[Call]] = {"json": Call, "named": Named, "tagged": Tagged, "python": Python}
 
 
 def _value(text: str) -> Any:
@@ -622,7 +681,7 @@ class Parser:
 
     def _outside(self) -> list[Delta]:
         """Content, up to a mark or what may become one."""
-        if self.family is LLAMA and self._fresh and self._held.lstrip()[:1] == "{":
+        if self.family.bare and self._fresh and self._held.lstrip()[:1] == self.family.bare:
             self._inside, self._behind = True, False
             return []
         content, mark, self._held = until(self._held, self.family.marks)
