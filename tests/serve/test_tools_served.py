@@ -10,7 +10,7 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from outrider import SamplingParams
-from outrider.serve.tools import HERMES, LLAMA, MISTRAL, check, constraint
+from outrider.serve.tools import HERMES, LLAMA, MISTRAL, XLAM, check, constraint
 from tests.serve.test_tools import TOOLS
 
 TEMPLATE = """{%% if tools %%}<|python_tag|>{%% for t in tools %%}{{ t.function.name }}{%% endfor %%}{%% endif %%}
@@ -22,7 +22,7 @@ ROUTE = "/v1/chat/completions"
 CITY = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 
 
-@pytest.fixture(params=[HERMES, LLAMA, MISTRAL], ids=lambda family: family.name)
+@pytest.fixture(params=[HERMES, LLAMA, MISTRAL, XLAM], ids=lambda family: family.name)
 def family(request, tiny_llm, monkeypatch):
     """The embedded model with a template of each family."""
     monkeypatch.setattr(tiny_llm.tokenizer, "chat_template", TEMPLATE % vars(request.param))
@@ -125,6 +125,34 @@ def test_one_call_or_none(client, hermes):
     assert answer["message"] == {"role": "assistant", "content": "It is noon."} and answer["finish_reason"] == "stop"
     other = client.chat(said(CITY, tool_choice="auto", tools=TOOLS[1:]))[0]["choices"][0]
     assert "tool_calls" not in other["message"] and "get_weather" in other["message"]["content"]
+
+
+def test_pythons_notation(client, tiny_llm, monkeypatch):
+    """Calls come whole; of what is cut off nothing is a call; what must be is written in Hermes's way."""
+    template = (
+        "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}{% for m in messages %}<|{{ m.role }}|>"
+        "{{ m.content }}{% if m.tool_calls %}[{% for c in m.tool_calls %}{{ c.function.name }}({% for k, v in "
+        "c.function.arguments.items() %}{{ ', ' if not loop.first }}{{ k }}={{ v | tojson }}{% endfor %}){% endfor %}]"
+        "{% endif %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    monkeypatch.setattr(tiny_llm.tokenizer, "chat_template", template)
+    text = "[get_weather(city='Oslo', days=3), now()]"
+    body = said(text, logprobs=True, return_token_ids=True)
+    choice = client.chat(body)[0]["choices"][0]
+    calls = [call["function"] for call in choice["message"]["tool_calls"]]
+    assert calls == [
+        {"name": "get_weather", "arguments": '{"city": "Oslo", "days": 3}'}, {"name": "now", "arguments": "{}"}
+    ]  # fmt: skip
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+    content, streamed, reason = message_of(client.frames({**body, "speculative_config": False}, ROUTE))
+    assert not content and reason == "tool_calls" and [call["function"] for call in streamed] == calls
+    cut = client.chat({**body, "max_tokens": 6})[0]["choices"][0]
+    assert "tool_calls" not in cut["message"] and text.startswith(cut["message"]["content"])
+    talk = [*TALK, choice["message"], {"role": "tool", "tool_call_id": "x", "content": "rain"}]
+    shown = tiny_llm.tokenizer.decode(client.post("/tokenize", {"messages": talk, "tools": TOOLS}).json()["tokens"])
+    assert '[get_weather(city="Oslo", days=3)now()]' in shown
+    must = client.chat({"messages": TALK, "tools": TOOLS, "tool_choice": "required", "max_tokens": 200, "seed": 3})[0]
+    assert must["choices"][0]["message"]["tool_calls"] and must["choices"][0]["message"]["content"] is None
 
 
 @pytest.mark.parametrize("stop", ["O", "city", "}", "\n<"])
