@@ -369,6 +369,20 @@ def test_splits(make_checkpoint, tmp_path):
         File(parts[0])
 
 
+def test_splits_of_another_alignment(tmp_path):
+    """gguf's writer tells the first file alone, and pads all by it."""
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama", split_max_tensors=1)
+    writer.add_custom_alignment(64)
+    for name in ("token_embd.weight", "output.weight"):
+        writer.add_tensor(name, np.ones((64, 64), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(CheckpointError, match="its alignment is 32, the first split's 64"):
+        File(min(tmp_path.glob("*.gguf")))
+
+
 def test_what_cannot_be_is_named(make_checkpoint, tmp_path):
     folder = make_checkpoint()
     (tmp_path / "a").mkdir()

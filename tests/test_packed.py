@@ -93,9 +93,9 @@ def compressed(case: Case, symmetric: bool = True, packed: bool = True, strategy
     q = case.codes(case.out, case.inputs, low=-half, high=half)
     s = case.scales(1, 1) if strategy == "tensor" else case.scales(case.out, case.groups)
     s = s.bfloat16() if packed else s.float()
-    z = case.codes(case.out, case.groups, low=-half, high=half)
+    z = case.codes(*s.shape, low=-half, high=half)
     z = torch.zeros_like(z) if symmetric else z
-    case.dense = spread(s.expand(case.out, -1), case.of()) * (q - spread(z, case.of()))
+    case.dense = spread(s.expand(case.out, -1), case.of()) * (q - spread(z.expand(case.out, -1), case.of()))
     if packed:
         shape = torch.tensor([case.out, case.inputs])
         case.tensors = {"weight_packed": words(q + half, case.bits), "weight_shape": shape, "weight_scale": s}
@@ -103,7 +103,7 @@ def compressed(case: Case, symmetric: bool = True, packed: bool = True, strategy
             case.tensors["weight_zero_point"] = words((z + half).T, case.bits).T.contiguous()
     else:
         case.tensors = {"weight": q.char(), "weight_scale": s[0] if strategy == "tensor" else s}
-        case.tensors |= {} if symmetric else {"weight_zero_point": z.char()}
+        case.tensors |= {} if symmetric else {"weight_zero_point": (z[0] if strategy == "tensor" else z).char()}
     weights = {
         "num_bits": case.bits, "type": "int", "symmetric": symmetric, "strategy": strategy,
         "group_size": case.group if strategy == "group" else None,
@@ -185,6 +185,8 @@ LAYOUTS = {
     "w8a8 asymmetric": (
         compressed, {"packed": False, "strategy": "channel", "symmetric": False}, {"group": -1, "bits": 8}),
     "w8a8 tensor": (compressed, {"packed": False, "strategy": "tensor", **W8A8}, {"group": -1, "bits": 8}),
+    "w8a8 tensor asymmetric": (
+        compressed, {"packed": False, "strategy": "tensor", "symmetric": False}, {"group": -1, "bits": 8}),
     "fp8 block": (fp8, {"block": True}, {}),
     "fp8 tensor": (fp8, {"strategy": "tensor"}, {}),
     "fp8 channel": (fp8, {"strategy": "channel"}, {}),

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
+
 import gguf
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from outrider import LLM
 from outrider.config import HEAD, SCHEMES
-from outrider.errors import ConfigError
+from outrider.errors import CheckpointError, ConfigError
 from outrider.export import quantize as quantize_to
-from outrider.load import load
-from outrider.ops import Linear, native
+from outrider.load import load, sound
+from outrider.ops import Linear, Quantized, native
 from outrider.quantize import GGUF, from_gguf, quantize
 
 needs_kernels = pytest.mark.skipif(native.active == native.REFERENCE, reason="the kernels are not built")
@@ -116,6 +120,28 @@ def test_left_to_itself_it_computes_in_bfloat16(make_checkpoint, dtype):
     assert load(folder, device="cpu", quantization="int8").model.dtype == torch.bfloat16
     with pytest.raises(ConfigError, match="computes in bfloat16"):
         load(folder, str(dtype).removeprefix("torch."), "cpu", quantization="int8")
+
+
+@needs_kernels
+def test_weights_that_bfloat16_does_not_hold(make_checkpoint, tmp_path):
+    """Once they are rounded, or multiplied by their scales."""
+    folder = shutil.copytree(make_checkpoint(dtype=torch.bfloat16), tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    name = "model.layers.0.self_attn.o_proj.weight"
+    for value, scheme in ((1.8e38, "int4"), (torch.finfo(torch.bfloat16).max, "int8")):
+        weights[name][0, :2] = torch.tensor([value, -value])
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        load(folder, device="cpu")
+        with pytest.raises(CheckpointError, match=r"o_proj\.weight is not finite"):
+            load(folder, device="cpu", quantization=scheme)
+    weights[name][0, :2] = torch.tensor([3e38, -3e38])
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    load(folder, device="cpu", quantization="int8")
+    codes = torch.full((32, 64), 448.0).to(torch.float8_e4m3fn)
+    large = Quantized(8, 64, codes, torch.full((32, 1), 1e36), floats=True)
+    with pytest.raises(CheckpointError, match="w is not finite"):
+        sound(large, folder, "w")
+    assert sound(replace(large, scales=large.scales / 10), folder, "w")
 
 
 def test_refusals(random_llm, make_checkpoint, monkeypatch):

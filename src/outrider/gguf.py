@@ -134,6 +134,11 @@ class File:
             except (OSError, ValueError, IndexError, OverflowError, struct.error) as error:
                 reason = getattr(error, "strerror", None) or error
                 raise CheckpointError(f"{part} is no GGUF file, truncated or damaged: {reason}") from None
+            own, first = (each.get("general.alignment", 32) for each in (metadata, self.metadata or metadata))
+            if own != first:  # some writers tell the first file alone, and pad all by it
+                raise CheckpointError(
+                    f"{part}: its alignment is {own}, the first split's {first}; they must be the same"
+                )
             self.metadata = metadata | self.metadata
             if twice := tensors.keys() & self.tensors.keys():
                 raise CheckpointError(f"{part}: tensor {min(twice)} stands in another split, too")

@@ -40,6 +40,7 @@ from outrider.ops import MLP, Experts, Linear, Quantized, join, native, packs, q
 from outrider.parallel import Cut, CutExperts, CutModel, Gathered, Group, Normed, Summed, cut, cut_quantized, within
 
 logger = logging.getLogger(__name__)
+LARGE = 1e35  # scales and offsets from which weights may be too large for bfloat16
 ASSETS = Path(__file__).with_name("assets")
 SINGLE = "model.safetensors"
 PACKAGED = "smollm2"
@@ -882,7 +883,7 @@ class Builder:
         else:
             weight = self.weights.mapped(name, *shape).detach().to(device=self.device, dtype=self.dtype)
             weight = finite(weight, self.weights.path, name)
-            kept = quantize.quantize(weight, scheme, self.rounded) if scheme else weight
+            kept = sound(quantize.quantize(weight, scheme, self.rounded), self.weights.path, name) if scheme else weight
             head = Linear(kept, pack=not self.share, rounded=self.rounded, device=self.device)
         self.staging = torch.empty(0)
         looked_at = c.tied or self.share or (stored is not None and self.quantized(stored, name) is not None)
@@ -902,12 +903,8 @@ class Builder:
         """A matrix as it is stored, if the kernels read it so; else None."""
         if self.dtype != torch.bfloat16 or not quantises(self.dtype, self.device):
             return None
-        if (found := stored.quantized()) is not None:
-            for factors in (found.scales, found.offsets):
-                for numbers in factors if isinstance(factors, tuple) else (factors,):
-                    if numbers is not None and numbers.is_floating_point():
-                        finite(numbers, self.weights.path, name)
-        return found
+        found = stored.quantized()
+        return found if found is None else sound(found, self.weights.path, name)
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """A tensor of its own, such as a norm or a bias."""
@@ -985,8 +982,21 @@ class Builder:
         if order is not None:
             out.copy_(out[order])
             added = None if added is None else added[order]
-        weight = quantize.quantize(out, scheme, self.rounded) if scheme else out
+        weight = sound(quantize.quantize(out, scheme, self.rounded), self.weights.path, names[0]) if scheme else out
         return Linear(weight, added, gated=gated, rounded=self.rounded, device=self.device)
+
+
+def sound(x: Quantized, path: Path, name: str) -> Quantized:
+    """x itself. Raises CheckpointError if some weight it stands for is NaN or infinite in bfloat16."""
+    most = 0.0
+    for factors in (x.scales, x.offsets):
+        for numbers in factors if isinstance(factors, tuple) else (factors,):
+            if numbers is not None and numbers.is_floating_point():
+                finite(numbers, path, name)
+                most = max(most, float(numbers.abs().max())) if numbers.numel() else most
+    if most > LARGE:
+        finite(x.dense().bfloat16(), path, name)
+    return x
 
 
 def finite(x: Tensor, path: Path, name: str) -> Tensor:

@@ -357,7 +357,8 @@ class Reader:
             if packed_zeros:
                 self._shape(module, zero_name, "I32", packed_shape)
             else:
-                self._shape(module, zero_name, "I8", spread.shape, spread.shape_of)
+                alone: list[tuple[int, ...]] = [(), (1,)] if spread.shape == (1, 1) else []
+                self._shape(module, zero_name, "I8", spread.shape, spread.shape_of, *alone)
         ordered = self._has(module, "weight_g_idx")
         if ordered:
             self._shape(module, "weight_g_idx", "I32 I64", (inputs,))
