@@ -39,18 +39,8 @@ LIMITS = {"initial_lexer_fuel": 300_000, "max_lexer_states": 50_000, "verbose_er
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"  # between the parts of JSON: without a bound some models write nothing else
 END = "<|end of the structured output|>"
 SPECIAL = r"\.+*?()|[]{}^$#&-~"  # what a regex reads as more than itself
-FORMATS = (
-    "date-time",
-    "time",
-    "date",
-    "duration",
-    "email",
-    "hostname",
-    "ipv4",
-    "ipv6",
-    "uuid",
-    "uri",
-)  # that are kept to
+# of a schema's texts, those that llguidance keeps to
+FORMATS = "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"
 PARTS = "properties", "patternProperties", "dependentSchemas", "$defs", "definitions"  # of a schema: schemas by name
 DATA = "const", "enum", "default", "examples"  # and what is none, whatever it looks like
 ESCAPED = re.compile(r"(\\[^uU])|\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}))")  # in GBNF; the first are left

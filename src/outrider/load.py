@@ -1002,10 +1002,10 @@ def sound(x: Quantized, path: Path, name: str) -> Quantized:
 def finite(x: Tensor, path: Path, name: str) -> Tensor:
     """x itself. Raises CheckpointError if some of it is NaN or infinite, in the dtype it will be used in."""
     if native.runs(x.dtype, x.device) and x.is_contiguous():
-        sound = native.kernels.all_finite(x.data_ptr(), x.numel(), native.TYPES[x.dtype], torch.get_num_threads())
+        well = native.kernels.all_finite(x.data_ptr(), x.numel(), native.TYPES[x.dtype], torch.get_num_threads())
     else:  # one pass, if all is well
-        sound = not x.numel() or x.sum(dtype=torch.float32).isfinite() or x.isfinite().all()
-    if not sound:
+        well = not x.numel() or x.sum(dtype=torch.float32).isfinite() or x.isfinite().all()
+    if not well:
         raise CheckpointError(f"{path}: {name} is not finite: it holds NaN or infinite numbers in {x.dtype}")
     return x
 

@@ -357,8 +357,7 @@ class Reader:
             if packed_zeros:
                 self._shape(module, zero_name, "I32", packed_shape)
             else:
-                alone: list[tuple[int, ...]] = [(), (1,)] if spread.shape == (1, 1) else []
-                self._shape(module, zero_name, "I8", spread.shape, spread.shape_of, *alone)
+                self._shape(module, zero_name, "I8", spread.shape, spread.shape_of, *spread.alone)
         ordered = self._has(module, "weight_g_idx")
         if ordered:
             self._shape(module, "weight_g_idx", "I32 I64", (inputs,))
@@ -406,10 +405,9 @@ class Reader:
         elif strategy != "channel":
             raise self._refused("strategy", strategy, "tensor, channel, group, block")
         shape = (-(-outputs // rows), -(-inputs // size))
-        also: list[tuple[int, ...]] = [shape[:1]] if shape[1] == 1 else []
-        also += [(), (1,)] if shape == (1, 1) else []
-        self._shape(module, name, kinds, shape, *also)
-        return size, _Spread(rows, (outputs, shape[1]), shape)
+        spread = _Spread(rows, (outputs, shape[1]), shape)
+        self._shape(module, name, kinds, shape, *([shape[:1]] if shape[1] == 1 else []), *spread.alone)
+        return size, spread
 
     def _fp8(self, module: str) -> Packed:
         name = "weight_scale_inv" if self._has(module, "weight_scale_inv") else "weight_scale"
@@ -486,6 +484,11 @@ class _Spread:
     rows: int
     shape_of: tuple[int, int]
     shape: tuple[int, int]
+
+    @property
+    def alone(self) -> list[tuple[int, ...]]:
+        """The shapes that a single factor may have, too."""
+        return [(), (1,)] if self.shape == (1, 1) else []
 
     def __call__(self, stored: Tensor) -> Tensor:
         stored = stored.reshape(self.shape)

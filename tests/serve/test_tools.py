@@ -383,6 +383,10 @@ def test_a_template_that_writes_calls_in_another_way_has_no_tools(tiny_llm, way,
     assert family_of(template, tiny_llm.render_text) is family
     refusing = template + "{{ raise_exception('no') }}"
     assert family_of(refusing, tiny_llm.render_text) is family_of(refusing)
+    deaf = template.replace("if tools", "if false").replace(
+        "t in tools", "t in []"
+    )  # it writes calls and shows no tools
+    assert family_of(deaf, tiny_llm.render_text) is None
 
 
 def test_what_a_tool_may_leave_out():

@@ -81,9 +81,7 @@ class ResponsesBody(Common):
         elif isinstance(choice, dict):
             choice = _function(choice, "tool_choice")
         functions = [_function(tool, "tools") for tool in self.functions]
-        if not functions and choice == "auto":
-            choice = None
-        said: dict[str, Any] = {"messages": messages, "tools": functions or None, "tool_choice": choice}
+        said: dict[str, Any] = {"messages": messages, "tools": functions, "tool_choice": choice}
         if self.top_logprobs or LOGPROBS in (self.include or ()):
             said |= {"logprobs": True, "top_logprobs": self.top_logprobs}
         if unknown := (self.text or {}).keys() - {"format", "verbosity"}:

@@ -85,20 +85,21 @@ def family_of(template: Any, render: Render | None = None) -> Family | None:
     Its marks are those of several families. So if it can be rendered (`LLM.render_text`), it is made to write a call,
     which has to be found; a template that writes none is believed, if it has marks.
     """
+    if not isinstance(template, str) or "tools" not in template:
+        return None
     likely, unmarked = list[Family](), [XLAM, PYTHONIC]
-    if isinstance(template, str) and "tools" in template:
-        if "<tool_call>" in template:
-            likely = [CODER, HERMES] if FUNCTION in template else [HERMES]
-            likely = [] if "<arg_key>" in template else likely  # GLM's
-        elif MISTRAL.marks[0] in template:
-            likely = [MINISTRAL, MISTRAL] if "[ARGS]" in template else [MISTRAL, MINISTRAL]
-        elif GRANITE.marks[0] in template:
-            likely = [PHI] if PHI.closing in template else [GRANITE]
-        elif "<|channel|>" in template and "functions." in template:
-            likely = [HARMONY]
-        elif "parameters" in template and ("python_tag" in template or "ipython" in template):
-            likely = [LLAMA]
-    written = _written(template, render) if render and (likely or "tool_calls" in str(template)) else []
+    if "<tool_call>" in template:
+        likely = [CODER, HERMES] if FUNCTION in template else [HERMES]
+        likely = [] if "<arg_key>" in template else likely  # GLM's
+    elif MISTRAL.marks[0] in template:
+        likely = [MINISTRAL, MISTRAL] if "[ARGS]" in template else [MISTRAL, MINISTRAL]
+    elif GRANITE.marks[0] in template:
+        likely = [PHI] if PHI.closing in template else [GRANITE]
+    elif "<|channel|>" in template and "functions." in template:
+        likely = [HARMONY]
+    elif "parameters" in template and ("python_tag" in template or "ipython" in template):
+        likely = [LLAMA]
+    written = _written(template, render) if render and (likely or "tool_calls" in template) else []
     schema = {"properties": {"city": {"type": "string"}}}
     for family, text in product([*likely, *unmarked], written):
         calls = [call["function"] for call in parse(text, family, {LOOK_UP["name"]: schema})[1]]
