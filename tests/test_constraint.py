@@ -47,7 +47,10 @@ ASKED = {
     "lark": {"grammar": 'start: "hello " /[a-z]{2,9}/ ("!" | "?")'},
     "lark, first rule inlined": {"grammar": '?start: sum\nsum: N ("+" N)*\nN: /[0-9]{1,2}/'},
     "gbnf": {"grammar": 'root ::= "yes" | "no" [0-9]+ " times"'},
-}
+    "tag": {"structural_tag": {"format": {"type": "sequence", "elements": [
+        {"type": "tag", "begin": "<a>", "content": {"type": "any_text"}, "end": "e"},
+        {"type": "repeat", "min": 2, "max": 2, "content": {"type": "regex", "pattern": "[xyz]{2}"}}]}}},
+}  # fmt: skip
 SAMPLINGS = {
     "greedy": SamplingParams(temperature=0, max_tokens=48),
     "sampled": SamplingParams(temperature=0.8, top_p=0.95, seed=7, max_tokens=48),
@@ -76,6 +79,8 @@ def valid(text: str, given: dict) -> bool:
         return re.fullmatch(given["regex"], text) is not None
     if "choice" in given:
         return text in given["choice"]
+    if "structural_tag" in given:
+        return re.fullmatch(r"(?s)<a>[^e]*e[xyz]{4}", text) is not None
     return re.fullmatch(r"hello [a-z]{2,9}[!?]|yes|no[0-9]+ times|[0-9]{1,2}(\+[0-9]{1,2})*", text) is not None
 
 
@@ -572,11 +577,17 @@ def test_imported_only_when_asked_for():
     assert done.stdout.strip() == "False", done.stderr
 
 
-def test_structural_tags(tiny_llm):
+SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+CALL = {"type": "tag", "begin": "<call>", "content": {"type": "json_schema", "json_schema": SCHEMA}, "end": "</call>"}
+
+
+@pytest.mark.parametrize("tag", [
+    {"structures": [{"begin": "<call>", "schema": SCHEMA, "end": "</call>"}], "triggers": ["<call"]},
+    {"format": {"type": "triggered_tags", "triggers": ["<call"], "tags": [CALL]}},
+])  # fmt: skip
+def test_structural_tags(tiny_llm, tag):
     """Free text until a tag begins; then JSON of its schema."""
-    tag = {"begin": "<call>", "schema": {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"],
-                                        "additionalProperties": False}, "end": "</call>"}  # fmt: skip
-    asks = {"structural_tag": {"structures": [tag], "triggers": ["<call"]}}
+    asks = {"structural_tag": tag}
     seq, constraint = followed(tiny_llm, asks)
     opening = tiny_llm.tokenizer("Well. <call>", add_special_tokens=False)["input_ids"]
     assert not constraint.forced(seq, opening[:3])

@@ -13,7 +13,7 @@ import outrider
 
 ROOT = Path(outrider.__file__).parent
 ORDER = (
-    "errors, files, config, families, outputs -> draft -> constraint -> sequence -> ops, sampling, verify -> "
+    "errors, files, config, families, outputs -> draft, grammar -> constraint -> sequence -> ops, sampling, verify -> "
     "kv | model -> parallel -> quantize, gguf, packed, load -> corpus -> datastore -> runner -> speculate -> "
     "trees, control -> drafters -> plan -> engine -> follow -> llm -> async_llm, hf, vllm -> serve, train -> "
     "compensate -> export -> bench -> ray -> cli"

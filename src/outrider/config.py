@@ -223,7 +223,7 @@ class StructuredOutputsParams:
     choice: list[str] | None = None  # one of these
     grammar: str | None = None  # in Lark's syntax as llguidance has it, or llama.cpp's GBNF
     json_object: bool | None = None  # any JSON object
-    structural_tag: str | Mapping[str, Any] | None = None  # free text, with JSON between the tags of `structures`
+    structural_tag: str | Mapping[str, Any] | None = None  # formats within formats; docs/structured.md
     disable_any_whitespace: bool = False  # JSON on one line, without a space between its parts: all the more is forced
     disable_additional_properties: bool = False  # where the schema names properties, no others
     whitespace_pattern: str | None = None  # a regex for the space between JSON's parts; None: up to 32 characters

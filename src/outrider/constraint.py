@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import re
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from torch import Tensor
 from outrider.config import MOST_NODES, StructuredOutputsParams
 from outrider.draft import Draft
 from outrider.errors import ConfigError, ConstraintError, told
+from outrider.grammar import behind, pieces, written
 
 MOST_TEXT = 2**16  # characters of a schema or grammar: by these the time to read it is bounded
 MOST_FORCED = 64  # tokens that are drafted behind one node
@@ -36,14 +36,7 @@ LONGEST_FORCED = 4096  # tokens that a grammar may force in a row: some would go
 KEPT = 64  # grammars for which a tokenizer keeps what was read
 STACK = 2**28  # bytes, while a grammar is read: its rules may follow one another deeply (address space, mostly)
 LIMITS = {"initial_lexer_fuel": 300_000, "max_lexer_states": 50_000, "verbose_errors": False}
-WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"  # between the parts of JSON: without a bound some models write nothing else
 END = "<|end of the structured output|>"
-SPECIAL = r"\.+*?()|[]{}^$#&-~"  # what a regex reads as more than itself
-# of a schema's texts, those that llguidance keeps to
-FORMATS = "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"
-PARTS = "properties", "patternProperties", "dependentSchemas", "$defs", "definitions"  # of a schema: schemas by name
-DATA = "const", "enum", "default", "examples"  # and what is none, whatever it looks like
-ESCAPED = re.compile(r"(\\[^uU])|\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}))")  # in GBNF; the first are left
 Bits = NDArray[np.uint8]  # one a token, eight in a byte, the lowest first
 T = TypeVar("T")
 
@@ -282,7 +275,7 @@ def read(given: StructuredOutputsParams, tokenizer: Any, vocab: int) -> Grammar:
         if len(text) > MOST_TEXT:
             raise ConfigError(f"structured_outputs has {len(text)} characters; at most {MOST_TEXT}")
         eos, added = getattr(tokenizer, "eos_token_id", None), tokenizer.get_added_vocab()
-        for piece in [piece for mark in given.marks for piece in _pieces(mark, added)]:
+        for piece in [piece for mark in given.marks for piece in pieces(mark, added)]:
             if piece in added and added[piece] in (eos, binding.end):
                 raise ConfigError(f"structured_outputs: after {piece!r} nothing comes: it ends a text")
         matcher = _deeply(partial(_compile, library, binding, given, text, added))
@@ -333,11 +326,11 @@ def _compile(
     (kind,) = given.asked
     try:
         text.encode()  # no surrogates
-        source = _source(library, given, kind, text)
+        source = written(library, given, text, added)
         limits = library.LLParserLimits(**LIMITS)
         matcher = whole = library.LLMatcher(binding.tokenizer, source, log_level=0, limits=limits)
         if given.after:
-            source = _behind(given.marks, source, added)
+            source = behind(given.marks, source, added)
             whole = library.LLMatcher(binding.tokenizer, source, log_level=0, limits=limits)
     except RecursionError:
         raise ConfigError(f"structured_outputs: {kind} is nested too deeply") from None
@@ -357,121 +350,6 @@ def _compile(
     if whole.is_error():
         raise ConfigError(f"structured_outputs: {kind} cannot be used: {_line(whole.get_error())}")
     return whole
-
-
-def _behind(marks: tuple[str, str, str], source: str, added: Mapping[str, int]) -> str:
-    """A grammar behind what `after` means: no end before it, and of special tokens none but the marks'."""
-    begin, end, lead = marks
-    mark, *more = _pieces(end, added)
-    rest, said = literal("".join(more), added), json.dumps(mark)
-    if mark in added:  # nor the mark by other tokens
-        text = f"text: TEXT <[{added[mark]}]>\nTEXT: /(.|\\n)*/ & ~(/(.|\\n)*/ {said} /(.|\\n)*/)"
-    elif rest:
-        text = f"text: TEXT\nTEXT: /(.|\\n)*/ {said}"
-    else:
-        text = f"text[lazy]: /(.|\\n)*/ {said}"
-    whole = f"{literal(begin, added)} text {rest} {'' if lead else 'SPACE?'}"
-    start = f"{f'({whole})?' if begin else whole} {literal(lead, added)} @answer"
-    before = f"start: {start}\n{text}\nSPACE: /[ \\n\\r\\t]{{1,8}}/"
-    known = json.loads(source)["grammars"] if source.startswith("{") else [{"lark_grammar": source}]
-    return json.dumps({"grammars": [{"lark_grammar": before}, {**known[0], "name": "answer"}, *known[1:]]})
-
-
-def literal(text: str, added: Mapping[str, int]) -> str:
-    """Text as a grammar has it; what is a token of its own in the vocabulary (`added`), as that token."""
-    return " ".join(f"<[{added[piece]}]>" if piece in added else json.dumps(piece) for piece in _pieces(text, added))
-
-
-def _pieces(text: str, added: Mapping[str, int]) -> list[str]:
-    """Text cut around what are tokens of their own."""
-    parts, marks = list[str](), sorted(filter(None, added), key=len, reverse=True)
-    while text:
-        own = next((len(mark) for mark in marks if text.startswith(mark)), 0)
-        size = next((i for i in range(1, len(text)) if any(text.startswith(m, i) for m in marks)), len(text))
-        parts.append(text[: own or size])
-        text = text[own or size :]
-    return parts
-
-
-def _source(library: Any, given: StructuredOutputsParams, kind: str, text: str) -> str:
-    """A constraint as llguidance writes them."""
-    if kind in ("json", "json_object"):
-        schema = without_annotations(json.loads(text))
-        if given.disable_additional_properties:
-            _close(schema)
-        spaces: dict[str, Any] = {"whitespace_pattern": given.whitespace_pattern or WHITESPACE}
-        if given.disable_any_whitespace:
-            spaces = {"whitespace_flexible": False}
-        asked = given.disable_any_whitespace or given.whitespace_pattern
-        spaces = {"overrides" if asked else "defaults": spaces}
-        return str(library.LLMatcher.grammar_from_json_schema(json.dumps(schema), **spaces))
-    if kind == "choice":
-        words = ("".join("\\" * (c in SPECIAL) + c for c in word) for word in given.choice or ())
-        return str(library.LLMatcher.grammar_from_regex("|".join(words)))
-    if kind == "regex":
-        return str(library.LLMatcher.grammar_from_regex(text))
-    if kind == "grammar":
-        if re.search(r"(?m)^\s*[\w-]+\s*::=", text):
-            return str(library.grammar_from("gbnf", ESCAPED.sub(_character, text)))
-        return str(library.grammar_from("lark", text))
-    tag = json.loads(text)
-    tags = []
-    try:
-        for part in tag["structures"]:
-            trigger = next((t for t in tag["triggers"] if part["begin"].startswith(t)), None)
-            if trigger is None:
-                raise ValueError(f"no trigger begins {part['begin']!r}")
-            schema = without_annotations(part["schema"])
-            if given.disable_additional_properties:
-                _close(schema)
-            tags.append(library.StructTag(trigger=trigger, begin=part["begin"], grammar=schema, end=part["end"]))
-    except (KeyError, TypeError, AttributeError):
-        raise ValueError("it has `triggers`, texts, and `structures`, each with `begin`, `schema`, `end`") from None
-    return str(library.StructTag.to_grammar(tags, assume_special=False))
-
-
-def without_annotations(schema: Any) -> Any:
-    """A schema without what only tells of values, and llguidance takes for demands: formats that it does not know, and
-    `uniqueItems` that asks for nothing."""
-    if isinstance(schema, (list, tuple)):
-        return [without_annotations(part) for part in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    found = dict[str, Any]()
-    for key, value in schema.items():
-        if key in PARTS and isinstance(value, Mapping):
-            found[key] = {name: without_annotations(part) for name, part in value.items()}
-        elif key in DATA:
-            found[key] = value
-        elif not (
-            (key == "uniqueItems" and value is False)
-            or (key == "format" and isinstance(value, str) and value not in FORMATS)
-        ):
-            found[key] = without_annotations(value)
-    return found
-
-
-def _character(found: re.Match[str]) -> str:
-    """What an escape of GBNF stands for, in a way that llguidance's translation reads: it loses leading zeros."""
-    if found[1]:
-        return found[1]
-    number = int(found[2] or found[3], 16)
-    if number < 0x80:
-        return f"\\x{number:02x}"
-    return chr(number) if number < 0x110000 and not 0xD800 <= number < 0xE000 else found[0]
-
-
-def _close(schema: Any) -> None:
-    """Refuse properties that a schema does not name, wherever it says nothing about them."""
-    parts = [schema]
-    while parts:
-        part = parts.pop()
-        if isinstance(part, dict):
-            if "properties" in part and "additionalProperties" not in part and "patternProperties" not in part:
-                part["additionalProperties"] = False
-            parts += part.values()
-        elif isinstance(part, list):
-            parts += part
 
 
 def _line(message: str) -> str:

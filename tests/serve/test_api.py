@@ -786,6 +786,9 @@ SCHEMA = {
 }
 
 
+TAG = {"type": "tag", "begin": "<a>", "content": {"type": "any_text"}, "end": "."}
+
+
 @pytest.mark.parametrize(
     ("said", "meant"),
     [
@@ -798,6 +801,7 @@ SCHEMA = {
         ),
         ({"response_format": {"type": "json_object", "schema": SCHEMA}}, {"json": SCHEMA}),
         ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+        ({"response_format": {"type": "structural_tag", "format": TAG}}, {"structural_tag": {"format": TAG}}),
         ({"response_format": {"type": "text"}}, None),
     ],
 )  # fmt: skip

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from outrider import SamplingParams
-from outrider.constraint import literal
+from outrider.grammar import literal
 from outrider.serve import app
 from outrider.serve.reasoning import BRACKETS, CHANNELS, THINK, Reader, Way, opened, way_of
 from outrider.serve.tools import HARMONY, HERMES, TO, Harmony, Parser, check, constraint, family_of, parse

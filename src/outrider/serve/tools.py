@@ -19,8 +19,8 @@ from itertools import product
 from typing import Any, ClassVar
 
 from outrider.config import StructuredOutputsParams
-from outrider.constraint import DATA, PARTS, literal, without_annotations
 from outrider.errors import ConfigError, OutriderError, brief
+from outrider.grammar import DATA, PARTS, literal, without_annotations
 
 NAMES = set(string.ascii_letters + string.digits + "_-.")  # in names of functions; OpenAI's, and the dot
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}

@@ -1,0 +1,387 @@
+"""Constraints as llguidance reads them: what `structured_outputs` ask for, written as a grammar in its Lark.
+
+JSON, regexes and others' grammars it translates itself. Free text that ends at marks (`after`), and structural tags,
+which put formats into formats as XGrammar describes them, are ours.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from outrider.config import StructuredOutputsParams
+from outrider.errors import brief
+
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"  # between the parts of JSON: without a bound some models write nothing else
+SPECIAL = r"\.+*?()|[]{}^$#&-~"  # what a regex reads as more than itself
+# of a schema's texts, those that llguidance keeps to
+FORMATS = "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"
+PARTS = "properties", "patternProperties", "dependentSchemas", "$defs", "definitions"  # of a schema: schemas by name
+DATA = "const", "enum", "default", "examples"  # and what is none, whatever it looks like
+ESCAPED = re.compile(r"(\\[^uU])|\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}))")  # in GBNF; the first are left
+# A structural tag's formats with their fields, those with a question mark may be left out, and what these hold.
+TAGS = {
+    "any_text": "excludes?", "const_string": "value", "grammar": "grammar syntax?", "json_schema": "json_schema style?",
+    "optional": "content", "or": "elements", "plus": "content", "regex": "pattern", "repeat": "min max content",
+    "sequence": "elements", "star": "content", "tag": "begin content end",
+    "tags_with_separator": "tags separator at_least_one? stop_after_first?", "token": "token",
+    "triggered_tags": "triggers tags at_least_one? stop_after_first? excludes?",
+}  # fmt: skip
+HELD: dict[str, tuple[str, tuple[type, ...]]] = {
+    **dict.fromkeys(("value", "pattern", "grammar", "separator", "style", "syntax"), ("a text", (str,))),
+    **dict.fromkeys(("excludes", "triggers"), ("a list of texts", (list,))),
+    **dict.fromkeys(("elements", "tags", "structures"), ("a list of objects", (list,))),
+    **dict.fromkeys(("at_least_one", "stop_after_first"), ("true or false", (bool,))),
+    **dict.fromkeys(("min", "max"), ("a whole number", (int,))),
+    **dict.fromkeys(("content", "format"), ("a format", (dict,))),
+    "json_schema": ("a schema", (dict, bool)), "schema": ("a schema", (dict, str)), "token": ("a token", (int, str)),
+    "begin": ("a text or a token", (str, dict)), "end": ("a text, a list of texts or a token", (str, list, dict)),
+}  # fmt: skip
+Mark = str | dict[str, Any]  # what ends free text, or begins what follows it: a text, or a format of a token
+
+
+def written(library: Any, given: StructuredOutputsParams, text: str, added: Mapping[str, int]) -> str:
+    """A constraint for llguidance: `text` is what it asks for, `added` the vocabulary's tokens of their own.
+
+    Raises ValueError, and what the library's conversions raise.
+    """
+    (kind,) = given.asked
+    if kind in ("json", "json_object"):
+        schema = without_annotations(json.loads(text))
+        if given.disable_additional_properties:
+            _close(schema)
+        spaces: dict[str, Any] = {"whitespace_pattern": given.whitespace_pattern or WHITESPACE}
+        if given.disable_any_whitespace:
+            spaces = {"whitespace_flexible": False}
+        asked = given.disable_any_whitespace or given.whitespace_pattern
+        spaces = {"overrides" if asked else "defaults": spaces}
+        return str(library.LLMatcher.grammar_from_json_schema(json.dumps(schema), **spaces))
+    if kind == "choice":
+        words = ("".join("\\" * (c in SPECIAL) + c for c in word) for word in given.choice or ())
+        return str(library.LLMatcher.grammar_from_regex("|".join(words)))
+    if kind == "regex":
+        return str(library.LLMatcher.grammar_from_regex(text))
+    if kind == "grammar":
+        if re.search(r"(?m)^\s*[\w-]+\s*::=", text):
+            return str(library.grammar_from("gbnf", ESCAPED.sub(_character, text)))
+        return str(library.grammar_from("lark", text))
+    return Tag(library, given, added).written(json.loads(text))
+
+
+def without_annotations(schema: Any) -> Any:
+    """A schema without what only tells of values, and llguidance takes for demands: formats that it does not know, and
+    `uniqueItems` that asks for nothing."""
+    if isinstance(schema, (list, tuple)):
+        return [without_annotations(part) for part in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    found = dict[str, Any]()
+    for key, value in schema.items():
+        if key in PARTS and isinstance(value, Mapping):
+            found[key] = {name: without_annotations(part) for name, part in value.items()}
+        elif key in DATA:
+            found[key] = value
+        elif not (
+            (key == "uniqueItems" and value is False)
+            or (key == "format" and isinstance(value, str) and value not in FORMATS)
+        ):
+            found[key] = without_annotations(value)
+    return found
+
+
+def _character(found: re.Match[str]) -> str:
+    """What an escape of GBNF stands for, in a way that llguidance's translation reads: it loses leading zeros."""
+    if found[1]:
+        return found[1]
+    number = int(found[2] or found[3], 16)
+    if number < 0x80:
+        return f"\\x{number:02x}"
+    return chr(number) if number < 0x110000 and not 0xD800 <= number < 0xE000 else found[0]
+
+
+def _close(schema: Any) -> None:
+    """Refuse properties that a schema does not name, wherever it says nothing about them."""
+    parts = [schema]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, dict):
+            if "properties" in part and "additionalProperties" not in part and "patternProperties" not in part:
+                part["additionalProperties"] = False
+            parts += part.values()
+        elif isinstance(part, list):
+            parts += part
+
+
+def literal(text: str, added: Mapping[str, int]) -> str:
+    """Text as a grammar has it; what is a token of its own in the vocabulary (`added`), as that token."""
+    return " ".join(f"<[{added[piece]}]>" if piece in added else json.dumps(piece) for piece in pieces(text, added))
+
+
+def pieces(text: str, added: Mapping[str, int]) -> list[str]:
+    """Text cut around what are tokens of their own."""
+    parts, marks = list[str](), sorted(filter(None, added), key=len, reverse=True)
+    while text:
+        own = next((len(mark) for mark in marks if text.startswith(mark)), 0)
+        size = next((i for i in range(1, len(text)) if any(text.startswith(m, i) for m in marks)), len(text))
+        parts.append(text[: own or size])
+        text = text[own or size :]
+    return parts
+
+
+def behind(marks: tuple[str, str, str], source: str, added: Mapping[str, int]) -> str:
+    """A grammar behind what `after` means: no end before it, and of special tokens none but the marks'."""
+    begin, end, lead = marks
+    mark, *more = pieces(end, added)
+    rest, said = literal("".join(more), added), json.dumps(mark)
+    if mark in added:  # nor the mark by other tokens
+        text = f"text: TEXT <[{added[mark]}]>\nTEXT: /(.|\\n)*/ & ~(/(.|\\n)*/ {said} /(.|\\n)*/)"
+    elif rest:
+        text = f"text: TEXT\nTEXT: /(.|\\n)*/ {said}"
+    else:
+        text = f"text[lazy]: /(.|\\n)*/ {said}"
+    whole = f"{literal(begin, added)} text {rest} {'' if lead else 'SPACE?'}"
+    start = f"{f'({whole})?' if begin else whole} {literal(lead, added)} @answer"
+    before = f"start: {start}\n{text}\nSPACE: /[ \\n\\r\\t]{{1,8}}/"
+    return json.dumps({"grammars": [{"lark_grammar": before}, *_named("answer", source)]})
+
+
+def _named(name: str, source: str) -> list[dict[str, Any]]:
+    """A source's grammars, the first under a name, by which another refers to it."""
+    first, *more = json.loads(source)["grammars"] if source.startswith("{") else [{"lark_grammar": source}]
+    return [{**first, "name": name}, *more]
+
+
+# --- structural tags --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Tag:
+    """A structural tag, format by format.
+
+    Free text has no end of its own: the lexer reads it up to the marks that may follow. So a format is written
+    together with what ends it (`ends`; nothing, where the output ends), and after free text the next gives its
+    beginning away.
+    """
+
+    library: Any
+    given: StructuredOutputsParams  # whose other options hold for the JSON in it
+    added: Mapping[str, int]
+    rules: list[str] = field(default_factory=list)
+    grammars: list[dict[str, Any]] = field(default_factory=list)  # those of the library, by name
+
+    def written(self, tag: Any) -> str:
+        """A whole one: a `format`, or `structures` and `triggers`, as vLLM had it first."""
+        if not isinstance(tag, dict):
+            raise ValueError("it is an object with a format")
+        tag = {key: value for key, value in tag.items() if key != "type"}
+        if "format" in tag:
+            whole = _checked("structural_tag", "format", tag)["format"]
+        else:
+            old = _checked("structural_tag", "triggers structures", tag)
+            tags = [_checked("a structure", "begin schema end", part) for part in old["structures"]]
+            for part in tags:
+                schema = part.pop("schema")
+                schema = json.loads(schema) if isinstance(schema, str) else schema
+                part["content"] = {"type": "json_schema", "json_schema": schema}
+            whole = {"type": "triggered_tags", "triggers": old["triggers"], "tags": tags}
+        own = "\n".join([f"start: {self._format(whole, ())}", *self.rules])
+        return json.dumps({"grammars": [{"lark_grammar": own}, *self.grammars]})
+
+    def _format(self, given: Any, ends: Sequence[Mark]) -> str:
+        """A format, and then one of `ends`."""
+        kind, has = _read(given)
+        if kind == "any_text":
+            return self._text(has["excludes"] or (), ends)
+        if kind == "or":
+            return _either(self._format(part, ends) for part in has["elements"])
+        if kind == "sequence":
+            return self._sequence(has["elements"], ends)
+        if kind == "tag":
+            return self._tag(has, ends)
+        if kind == "triggered_tags":
+            return self._triggered(has, ends)
+        if kind == "optional" and _open(given):
+            return _either([self._format(has["content"], ends), self._one(ends)])
+        return f"{self._closed(kind, has)} {self._one(ends)}"
+
+    def _closed(self, kind: str, has: dict[str, Any]) -> str:
+        """A format that ends by itself."""
+        if kind == "const_string":
+            return self._mark(has["value"])
+        if kind == "token":
+            return self._mark({"type": kind, **has})
+        if kind == "tags_with_separator":
+            one = _either(self._tag(tag, ()) for tag in _tags(has))
+            more = "" if has["stop_after_first"] else f"({self._mark(has['separator'])} {one})*"
+            return f"({one} {more}){'' if has['at_least_one'] else '?'}"
+        if kind in ("optional", "plus", "star", "repeat"):
+            if _open(has["content"]):
+                raise ValueError(f"{kind}: free text has no end, so it cannot come again")
+            least, most = has.get("min", 0), has.get("max", 0)
+            if least < 0 or not (most == -1 or most >= least):
+                raise ValueError(f"repeat: max must be at least min, or -1 for no bound, not {most}")
+            times = {"optional": "?", "plus": "+", "star": "*"}.get(kind) or f"{{{least},{'' if most < 0 else most}}}"
+            return f"({self._format(has['content'], ())}){times}"
+        if kind == "json_schema":
+            if has["style"] not in (None, "json"):
+                raise ValueError(f"json_schema: style must be json, not {brief(has['style'])}")
+            return self._part("json", json.dumps({} if has[kind] is True else has[kind]))
+        if kind == "grammar":
+            if has["syntax"] not in (None, "ebnf", "lark"):
+                raise ValueError(f"grammar: syntax must be ebnf or lark, not {brief(has['syntax'])}")
+            return self._part(kind, has[kind])
+        return self._part("regex", has["pattern"])
+
+    def _part(self, kind: str, text: str) -> str:
+        """What the library writes, as a grammar of its own."""
+        asked: dict[str, Any] = {kind: text}
+        name, given = f"part_{len(self.grammars)}", replace(self.given, structural_tag=None, after=None, **asked)
+        self.grammars += _named(name, written(self.library, given, text, self.added))
+        return f"@{name}"
+
+    def _sequence(self, parts: Sequence[Any], ends: Sequence[Mark]) -> str:
+        if not parts:
+            raise ValueError("sequence: there are no elements")
+        first, *more = parts
+        if not more:
+            return self._format(first, ends)
+        if not _open(first):
+            return f"{self._format(first, ())} {self._sequence(more, ends)}"
+        kind, has = _read(more[0])
+        key = {"const_string": "value", "tag": "begin"}.get(kind)
+        if key is None or not has[key]:
+            raise ValueError(f"sequence: free text ends where a const_string or a tag begins, not before {kind}")
+        begun = {**more[0], key: ""}
+        return f"{self._format(first, [has[key]])} {self._sequence([begun, *more[1:]], ends)}"
+
+    def _tag(self, has: Mapping[str, Any], ends: Sequence[Mark]) -> str:
+        own = [end for end in _ends(has) if end]
+        if own:
+            return f"{self._mark(has['begin'])} {self._format(has['content'], own)} {self._one(ends)}"
+        return f"{self._mark(has['begin'])} {self._format(has['content'], ends)}"
+
+    def _triggered(self, has: Mapping[str, Any], ends: Sequence[Mark]) -> str:
+        """Free text; where a trigger begins in it, one of the tags, and so on."""
+        at_once, later = list[str](), list[str]()
+        for tag in _tags(has):
+            begin = tag["begin"]
+            trigger = next((t for t in has["triggers"] if isinstance(begin, str) and t and begin.startswith(t)), None)
+            if trigger is None:
+                raise ValueError(f"no trigger begins {brief(begin)}")
+            first, _ = _first(begin, self.added)
+            head = first if first in self.added else trigger
+            body = self._rule("tag", self._tag({**tag, "begin": begin[len(head) :]}, ()))
+            at_once.append(f"{self._mark(head)} {body}")
+            later.append(f"{self._text(has['excludes'] or (), [head])} {body}")
+        end, text = self._one(ends), self._text(has["excludes"] or (), ends)
+        if has["stop_after_first"]:
+            return f"{_either(at_once)} {end}" if has["at_least_one"] else _either([f"{_either(later)} {end}", text])
+        return f"{_either(at_once) if has['at_least_one'] else ''} {_either(later)}* {text}"
+
+    def _text(self, excludes: Sequence[str], ends: Sequence[Mark]) -> str:
+        """Free text up to the first of `ends`."""
+        without = [*excludes, *(end for end in ends if isinstance(end, str) and end in self.added)]
+        banned = " | ".join(json.dumps(text) for text in without)
+        free = r"/(.|\n)*/" + (rf" & ~(/(.|\n)*/ ({banned}) /(.|\n)*/)" if banned else "")
+        text, found = self._rule("TEXT", free), list[str]()
+        for end in ends:
+            first, rest = (end, "") if isinstance(end, dict) else _first(end, self.added)
+            if isinstance(first, dict) or first in self.added:
+                begun = f"{text} {self._mark(first)}"
+            else:
+                begun = self._rule("text", f"{text} {json.dumps(first)}", "[lazy]")
+            found.append(f"{begun} {self._mark(rest)}")
+        return _either(found) if ends else text
+
+    def _mark(self, mark: Mark) -> str:
+        if isinstance(mark, str):
+            return literal(mark, self.added)
+        kind, has = _read(mark)
+        if kind != "token":
+            raise ValueError(f"a tag begins and ends with a text or a token, not {kind}")
+        token = has["token"]
+        number = self.added.get(token) if isinstance(token, str) else token
+        if number is None:
+            raise ValueError(f"token: {brief(token)} is no token of its own in this vocabulary")
+        return f"<[{number}]>"
+
+    def _one(self, ends: Sequence[Mark]) -> str:
+        return _either(self._mark(end) for end in ends) if ends else ""
+
+    def _rule(self, name: str, text: str, how: str = "") -> str:
+        name = f"{name}_{len(self.rules)}"
+        self.rules.append(f"{name}{how}: {text}")
+        return name
+
+
+def _read(given: Any) -> tuple[str, dict[str, Any]]:
+    """A format's type and its fields, those that may be left out None."""
+    kind = given.get("type") if isinstance(given, dict) else None
+    if not isinstance(kind, str) or kind not in TAGS:
+        raise ValueError(f"a format has a type: {', '.join(TAGS)}; not {brief(kind)}")
+    return kind, _checked(kind, TAGS[kind], {key: value for key, value in given.items() if key != "type"})
+
+
+def _checked(kind: str, fields: str, given: Any) -> dict[str, Any]:
+    """What was given, if these are its fields. Raises ValueError."""
+    known = {name.rstrip("?"): name.endswith("?") for name in fields.split()}
+    if not isinstance(given, dict):
+        raise ValueError(f"{kind} is an object with {' and '.join(known)}, not {brief(given)}")
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        if name not in known:
+            if value not in (None, False, []):  # what XGrammar's own classes write where nothing is asked
+                raise ValueError(f"{kind} has {' and '.join(known)}, not {brief(name)}")
+            continue
+        what, types = HELD[name]
+        right = type(value) in types and not (value == [] and name != "excludes")
+        if right and isinstance(value, list):
+            right = all(isinstance(x, str if name in ("excludes", "triggers", "end") else dict) for x in value)
+        if right:
+            found[name] = value
+        elif not (value is None and known[name]):
+            raise ValueError(f"{kind}: {name} must be {what}, not {brief(value)}")
+    if missing := [name for name, optional in known.items() if name not in found and not optional]:
+        raise ValueError(f"{kind} lacks {' and '.join(missing)}")
+    return {**dict.fromkeys(known), **found}
+
+
+def _tags(has: Mapping[str, Any]) -> list[dict[str, Any]]:
+    if not has["tags"]:
+        raise ValueError("tags: there are none")
+    found = []
+    for tag in has["tags"]:
+        kind, fields = _read({"type": "tag", **tag} if isinstance(tag, dict) else tag)
+        if kind != "tag":
+            raise ValueError(f"tags are of type tag, not {kind}")
+        found.append(fields)
+    return found
+
+
+def _ends(has: Mapping[str, Any]) -> list[Mark]:
+    """What a tag may end with."""
+    return has["end"] if isinstance(has["end"], list) else [has["end"]]
+
+
+def _open(given: Any) -> bool:
+    """Whether a format may end with free text."""
+    kind, has = _read(given)
+    if kind == "sequence":
+        return bool(has["elements"]) and _open(has["elements"][-1])
+    if kind == "tag":
+        return not any(_ends(has)) and _open(has["content"])
+    if kind == "or":
+        return any(_open(part) for part in has["elements"])
+    return kind in ("any_text", "triggered_tags") or (kind == "optional" and _open(has["content"]))
+
+
+def _first(text: str, added: Mapping[str, int]) -> tuple[str, str]:
+    first = pieces(text, added)[0]
+    return first, text[len(first) :]
+
+
+def _either(choices: Iterable[str]) -> str:
+    return f"({' | '.join(choices)})"

@@ -1,0 +1,120 @@
+"""Structural tags: which texts each format takes, as a tokenizer writes them."""
+
+import pytest
+
+from outrider.config import StructuredOutputsParams
+from outrider.constraint import read
+from outrider.errors import ConfigError
+
+ANY = {"type": "any_text"}
+NUMBER = {"type": "json_schema", "json_schema": {"type": "integer"}}
+ENDS = "<|end|>"  # a token of its own in the vocabulary
+
+
+def const(value: str) -> dict:
+    return {"type": "const_string", "value": value}
+
+
+def several(kind: str, *elements: dict) -> dict:
+    return {"type": kind, "elements": [*elements]}
+
+
+def tag(begin, content: dict, end) -> dict:
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def of(kind: str, content: dict, **more) -> dict:
+    return {"type": kind, "content": content, **more}
+
+
+def token(which) -> dict:
+    return {"type": "token", "token": which}
+
+
+A, B = tag("<f=a>", NUMBER, "</f>"), tag("<f=b>", {"type": "regex", "pattern": "x/y|z+"}, "</f>")
+CALLS = {"type": "triggered_tags", "triggers": ["<f="], "tags": [A, B]}
+LIST = {"type": "tags_with_separator", "tags": [A, B], "separator": ", "}
+THOUGHT = tag("<think>", ANY, "</think>")
+TAGS = {  # a format, what it takes, and what it does not
+    "const": (const("Hello!"), ["Hello!"], ["Hello", "Hello!!", ""]),
+    "json": (NUMBER, ["12", "-3"], ["x", ""]),
+    "json, anything": ({"type": "json_schema", "json_schema": True}, ["[1]", "null"], ["nil"]),
+    "regex": ({"type": "regex", "pattern": "a/b|[c]+"}, ["a/b", "cc"], ["ab"]),
+    "gbnf": ({"type": "grammar", "grammar": 'root ::= "x" [0-9]+'}, ["x12"], ["x"]),
+    "lark": ({"type": "grammar", "syntax": "lark", "grammar": 'start: "x" /[0-9]+/'}, ["x12"], ["x"]),
+    "any": (ANY, ["", "what\never </think> it is"], []),
+    "any but": ({**ANY, "excludes": ["bad", "evil"]}, ["ba d"], ["so bad it is", "evil"]),
+    "sequence": (several("sequence", const("a:"), NUMBER, const(";")), ["a:12;"], ["a:;", "a:12"]),
+    "or": (several("or", const("yes"), NUMBER), ["yes", "7"], ["yes7", ""]),
+    "or any": (several("or", const("yes"), {**ANY, "excludes": ["no"]}), ["yes", "yesterday"], ["no"]),
+    "optional": (of("optional", const("a")), ["", "a"], ["aa"]),
+    "plus": (of("plus", const("ab")), ["ab", "abab"], ["", "aba"]),
+    "star": (of("star", const("ab")), ["", "abab"], ["aba"]),
+    "repeat": (of("repeat", const("ab"), min=2, max=3), ["abab", "ababab"], ["ab", "abababab"]),
+    "repeat without bound": (of("repeat", const("ab"), min=2, max=-1), ["abab", "ab" * 7], ["ab"]),
+    "tag": (THOUGHT, ["<think></think>", "<think>bla < / </thin </think>"], ["<think>bla", "<think>a</think>b"]),
+    "tag, two ends": (tag("<t>", ANY, ["</t>", "!"]), ["<t>a!", "<t>a</t>"], ["<t>a!</t>"]),
+    "tag without an end": (tag("<t>", ANY, ""), ["<t>", "<t>a</t>"], ["t"]),
+    "thought, then": (several("sequence", of("optional", THOUGHT), NUMBER), ["<think>a</think>5", "5"], ["a5"]),
+    "until": (several("sequence", ANY, const("END"), NUMBER), ["blaENEND7", "END7"], ["bla7", "blaENDx"]),
+    "until, then more": (several("sequence", ANY, const("END"), ANY), ["aEND", "a END b END"], ["a EN"]),
+    "until a tag": (several("sequence", ANY, A), ["bla<f=a>7</f>", "<f=a>7</f>"], ["bla<f=a>x</f>", "bla"]),
+    "until, maybe": (several("sequence", of("optional", ANY), const("END")), ["END", "xEND"], ["x"]),
+    "until, or": (several("sequence", several("or", ANY, NUMBER), tag("<a>", NUMBER, "")), ["q<a>5", "7<a>5"], ["7"]),
+    "until, but": (several("sequence", {**ANY, "excludes": ["bad"]}, const("END")), ["goodEND"], ["badEND"]),
+    "nested": (tag("<t>", several("sequence", A, ANY), "</t>"), ["<t><f=a>1</f>so</t>"], ["<t><f=a>1</f>so"]),
+    "special": (several("sequence", ANY, tag("<|user|>", NUMBER, ENDS), const("!")), ["a<|user|>5<|end|>!"], ["a5!"]),
+    "special end": (several("sequence", tag("<t>", ANY, ENDS + "\n"), NUMBER), ["<t>a<|end|>\n7"], ["<t>a<|end|>7"]),
+    "tokens": (several("sequence", ANY, tag(token(3), ANY, token(ENDS)), token(4)), ["a<|user|>b<|end|><|assistant|>"],
+               ["a<|user|>b<|end|>", "a<|user|>b<|assistant|>"]),
+    "calls": (CALLS, ["", "none", "a<f=a>1</f>b<f=b>x/y</f> <f=a>2</f>"], ["a<f=c>1</f>", "a<f=a>x</f>", "<f=a>1"]),
+    "calls, at least one": ({**CALLS, "at_least_one": True}, ["<f=a>1</f> and"], ["", "a<f=a>1</f>"]),
+    "calls, one": ({**CALLS, "stop_after_first": True}, ["none", "a<f=b>zz</f>"], ["a<f=a>1</f>b"]),
+    "calls, just one": ({**CALLS, "at_least_one": True, "stop_after_first": True}, ["<f=a>1</f>"], ["", "<f=a>1</f>b"]),
+    "calls, but": ({**CALLS, "excludes": ["bad"]}, ["so<f=a>1</f>"], ["bad<f=a>1</f>", "bad"]),
+    "calls in a tag": (tag("<t>", CALLS, "</t>"), ["<t></t>", "<t>a<f=a>1</f>b</t>"], ["<t>a<f=a>1</f>b"]),
+    "calls by a token": ({**CALLS, "triggers": ["<|user"], "tags": [tag("<|user|>a", NUMBER, ENDS)]},
+                         ["x<|user|>a1<|end|>y", "x"], ["x<|user|>1<|end|>"]),
+    "list": (LIST, ["", "<f=a>1</f>", "<f=a>1</f>, <f=b>z</f>, <f=a>2</f>"], ["<f=a>1</f><f=b>z</f>", "<f=a>1</f>, "]),
+    "list, at least one": ({**LIST, "at_least_one": True}, ["<f=a>1</f>, <f=b>z</f>"], [""]),
+    "list, one": ({**LIST, "stop_after_first": True}, ["", "<f=a>1</f>"], ["<f=a>1</f>, <f=b>z</f>"]),
+    "what XGrammar writes": (
+        {**NUMBER, "style": "json", "any_order": False, "max_whitespace_cnt": None, "excludes": []}, ["1"], ["a"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TAGS)
+def test_what_a_format_takes(tiny_llm, name):
+    given, right, wrong = TAGS[name]
+    matcher = read(StructuredOutputsParams(structural_tag={"format": given}), tiny_llm.tokenizer, 8192).matcher
+
+    def taken(text: str) -> bool:
+        mine, tokens = matcher.deep_copy(), tiny_llm.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return mine.validate_tokens(tokens) == len(tokens) and mine.consume_tokens(tokens) and mine.is_accepting()
+
+    assert [text for text in right if not taken(text)] == []
+    assert [text for text in wrong if taken(text)] == []
+
+
+WRONG = {
+    "number": (5, "must be a format"), "no type": ({}, "has a type: any_text"), "type": ({"type": "xml"}, "not 'xml'"),
+    "missing": ({"type": "tag"}, "lacks begin and content and end"), "no elements": (several("or"), "elements"),
+    "unknown": ({**ANY, "max_tokens": 5}, "not 'max_tokens'"), "kind": (const(5), "must be a text, not 5"),
+    "again": (of("star", ANY), "cannot come again"), "text, text": (several("sequence", ANY, ANY), "before any_text"),
+    "style": ({**NUMBER, "style": "qwen_xml"}, "style must be json"), "token": (token("nope"), "no token of its own"),
+    "syntax": ({"type": "grammar", "grammar": "x", "syntax": "abnf"}, "ebnf or lark"),
+    "bounds": (of("repeat", const("a"), min=3, max=2), "at least min"), "begin": (tag(ANY, ANY, "x"), "not any_text"),
+    "flag": (of("repeat", const("a"), min=True, max=2), "whole number"), "id": (token(10**9), "too large"),
+    "trigger": ({**CALLS, "triggers": ["x"]}, "no trigger begins '<f=a>'"), "lists": ({**CALLS, "tags": [5]}, "a list"),
+    "no tags": ({**CALLS, "tags": [ANY]}, "of type tag"), "regex": ({"type": "regex", "pattern": "("}, "unclosed"),
+    "nothing": ({"type": "json_schema", "json_schema": {"not": {}}}, ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_formats_are_refused(tiny_llm, name):
+    given, says = WRONG[name]
+    with pytest.raises(ConfigError, match=r"structured_outputs: structural_tag cannot be used") as caught:
+        read(StructuredOutputsParams(structural_tag={"format": given}), tiny_llm.tokenizer, 8192)
+    assert says in str(caught.value)
