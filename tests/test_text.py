@@ -212,6 +212,20 @@ def test_stop_strings_are_found_as_soon_as_they_are_there(kind, include):
     check()
 
 
+@pytest.mark.parametrize("include", [False, True])
+def test_the_token_that_ends_a_text(tiny_llm, include):
+    """Part of it only if that is asked for; an end of text, too, where special tokens show."""
+    prompt = "Once upon a time"
+    (full,) = tiny_llm.generate(prompt, temperature=0, max_tokens=12)
+    *before, last = full.token_ids[: full.token_ids.index(full.token_ids[-1]) + 1]
+    text = {n: tiny_llm.generate(prompt, temperature=0, max_tokens=n)[0].text for n in (len(before), len(before) + 1)}
+    options = {"temperature": 0, "max_tokens": 12, "include_stop_str_in_output": include}
+    (cut,) = tiny_llm.generate(prompt, **options, stop_token_ids=[last])
+    assert cut.text == text[len(before) + include] and cut.token_ids == [*before, last] and cut.stop_reason == last
+    (ended,) = tiny_llm.generate(prompt, **options, logit_bias={1: 100.0}, skip_special_tokens=False)
+    assert ended.token_ids == [1] and ended.text == "<|eos|>" * include
+
+
 def test_spaces_of_words_survive():
     """What the end of the prompt, and a special token, did to the first word behind them."""
     for kind in ("llama legacy", "llama", "metaspace"):

@@ -199,8 +199,10 @@ class AsyncLLM:
             return
         with self._changed:
             there = sum(answer.weight for answer in self._answers)
-        if there and there + weight > limit + self.llm.engine_config.max_num_seqs:
-            raise QueueFull(f"{there} outputs are running or waiting, as many as are taken; try again later")
+        most = self.llm.engine_config.max_num_seqs  # of a larger request some run at once while there are fewer
+        if there >= most and there + weight > limit + most:
+            told = f"{there} outputs are running or waiting, and with {weight} more they would be more than"
+            raise QueueFull(f"{told} the {limit + most} that are taken; try again later")
 
     def _add(
         self,

@@ -259,7 +259,7 @@ class Far:
     async def start(self, prompts: list[tuple[list[int], SamplingParams]], **options: Any) -> FarAnswer:
         """As AsyncLLM's. Seeds are drawn here, so that another engine would draw the same tokens."""
         seeded = [
-            (ids, params.having(seed=secrets.randbits(63)) if params.seed is None else params)
+            (ids, params.having(seed=secrets.randbits(53)) if params.seed is None else params)
             for ids, params in prompts
         ]
         answer = FarAnswer(self._engines, seeded, options)

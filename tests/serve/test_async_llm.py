@@ -366,6 +366,14 @@ def test_a_full_queue_refuses(tiny_llm):
     refused = [a for a in answers if isinstance(a, QueueFull)]
     assert len(refused) == 5 and all("try again" in str(a) for a in refused)
     assert run(collect(llm, PROMPT, max_tokens=4))[0]
+
+    async def beside() -> list[Any]:
+        calls = (collect(llm, PROMPT, max_tokens=8, seed=1, n=n) for n in (1, room, 1))
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    first, large, late = run(beside())
+    assert first and {*large} == {*range(room)}, "not all are taken: it is not to starve"
+    assert isinstance(late, QueueFull) and f"{room + 1} outputs are running or waiting" in str(late)
     llm.close()
 
     tight = AsyncLLM(tiny_llm, max_queued_tokens=30)

@@ -210,6 +210,9 @@ def test_logprobs_beside_calls(client):
     [
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input"),
         ({"input": [{"type": "function_call_output", "call_id": "c", "output": None}]}, "input"),
+        ({"input": [{"type": "function_call", "name": "now", "arguments": "{}"}]}, "input"),
+        ({"input": [{"type": "function_call", "call_id": "c", "name": "now", "arguments": {}}]}, "input"),
+        ({"tools": [{**FLAT[0], "type": "functon"}]}, "tools"), ({"tools": [{"name": "now"}]}, "tools"),
         ({"top_logprobs": 99}, "top_logprobs"), ({"include": "all"}, "include"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"), ({"conversation": "c"}, "conversation"), ({"n": 2}, "n"),

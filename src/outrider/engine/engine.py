@@ -99,9 +99,10 @@ class Request:
 
     @property
     def spoken(self) -> int:
-        """How many of the ready tokens have a text: the one that ends a sequence by itself has none."""
-        tokens = self.seq.tokens
-        return self.ready - (self.finished and self.seq.finish_reason == "stop" and tokens[-1] in self.seq.eos)
+        """How many of the ready tokens have a text: the one that ends a sequence has none, unless it is asked for."""
+        seq = self.seq
+        ended = self.finished and seq.finish_reason == "stop" and seq.tokens[-1] in seq.eos
+        return self.ready - (ended and not seq.params.include_stop_str_in_output)
 
 
 class Engine:
@@ -216,7 +217,7 @@ class Engine:
         text = "" if k == 0 or self.guard.idle else params.prediction
         expected = tokens_of(text, self.tokenizer) if text else []
         scores: dict[int, Logprob] | None = None if params.prompt_logprobs is None else {}
-        seed = secrets.randbits(63) if params.seed is None else params.seed
+        seed = secrets.randbits(53) if params.seed is None else params.seed  # 53: what JSON's readers keep
         requests: list[Request] = []
         for i in range(params.n):
             seq = Sequence(prompt, params, (seed + i) % 2**64, eos=config.eos, max_len=self.max_len)

@@ -270,7 +270,7 @@ class Server:
         body.check(self.settings)
 
     def _known(self, model: str | None) -> None:
-        if model is not None and model not in self.settings.names:
+        if model and model not in self.settings.names:
             own = ", ".join(map(repr, self.settings.names))
             raise Refusal(404, f"the model {brief(model)} does not exist; this server has {own}", "model")
 

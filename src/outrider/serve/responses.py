@@ -27,6 +27,10 @@ SAME = (
     *(Common.model_fields.keys() - Ignored.model_fields.keys()), "parallel_tool_calls", "chat_template_kwargs",
     "include_reasoning",
 )  # fmt: skip
+OWN = (  # how types of tools begin that are OpenAI's own
+    "web_search", "file_search", "mcp", "code_interpreter", "image_generation", "local_shell", "shell", "computer",
+    "custom", "apply_patch", "namespace", "tool_search",
+)  # fmt: skip
 Item = dict[str, Any]
 
 
@@ -95,6 +99,9 @@ class ResponsesBody(Common):
     @property
     def functions(self) -> list[dict[str, Any]]:
         """The tools that a model can call. What OpenAI's own server would do by itself is left out."""
+        for tool in self.tools or []:
+            if (kind := tool.get("type")) != "function" and not str(kind).startswith(OWN):
+                raise Refusal(400, f"tools: type must be function, or one of OpenAI's own, not {brief(kind)}", "tools")
         return [tool for tool in self.tools or [] if tool.get("type") == "function"]
 
 
@@ -117,6 +124,8 @@ def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if kind == "message":
             messages.append({"role": item.get("role"), "content": _content(item.get("content"))})
         elif kind == "function_call":
+            if not all(isinstance(item.get(name), str) for name in ("call_id", "name", "arguments")):
+                raise Refusal(400, "input: a function_call has call_id, name and arguments, strings", "input")
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": None})
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
