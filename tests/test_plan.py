@@ -9,6 +9,7 @@ from dataclasses import replace
 from shutil import copyfile
 
 import pytest
+from typer.testing import CliRunner
 
 from outrider.bench.forwards import EACH, ROWS, measure
 from outrider.cli import app, main
@@ -62,11 +63,42 @@ def test_windows_bound_what_is_read_and_not_what_is_held(make_checkpoint):
 
 def test_quantised_weights_are_counted_as_they_lie(tmp_path):
     target = quantize("tiny", tmp_path / "q8", bits=8)
-    config, held = sizes(target)
+    config, held, *_ = sizes(target)
     (file,) = target.glob("*.safetensors")
     assert held == file.stat().st_size, "tiny's head is its embedding"
     assert Shape.of(config, held=held).weight_bytes == pytest.approx(held)
-    assert sizes("tiny")[1] == 0, "in bfloat16, as is supposed"
+    assert sizes("tiny").held == 0, "in bfloat16, as is supposed"
+
+
+@pytest.mark.parametrize(("said", "bits"), [
+    ({"quant_method": "gptq", "bits": 4, "group_size": 32}, 4 + 20 / 32), ({"quant_method": "awq", "bits": 8}, 8),
+    ({"quant_method": "gptq", "bits": 4, "group_size": -1}, 4), ({"quant_method": "fp8"}, 8),
+    ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 8}}}}, 8),
+    ({"quant_method": "compressed-tensors", "config_groups": {"a": 5}}, 16),
+    ({"quant_method": "gptq", "bits": "x"}, 16), ({"quant_method": "gptq", "bits": 8, "group_size": 16}, 9.5),
+])  # fmt: skip
+def test_quantised_weights_that_are_not_here(make_checkpoint, tmp_path, said, bits):
+    """By the config alone: all but the head."""
+    about = json.loads((make_checkpoint() / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**about, "quantization_config": said}))
+    own = sizes(tmp_path)
+    dense = Shape.of(own.config)
+    shape = dense.stored(own.bits, own.experts) if own.bits else dense
+    head = own.config.hidden_size * own.config.vocab_size
+    assert 8 * shape.weight_bytes == pytest.approx((dense.weights - head) * bits + head * 16)
+
+
+def test_experts_that_are_not_here(make_checkpoint, tmp_path):
+    """MXFP4: only theirs are of 4 bits; and the command says what does not fit."""
+    about = json.loads((make_checkpoint("gpt_oss") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**about, "quantization_config": {"quant_method": "mxfp4"}}))
+    own = sizes(tmp_path)
+    dense = Shape.of(own.config)
+    wanted = dense.weights * 16 + dense.experts * dense.expert * 4.25
+    assert 8 * dense.stored(own.bits, own.experts).weight_bytes == pytest.approx(wanted)
+    result = CliRunner().invoke(app, ["plan", "--model", str(tmp_path), "--device", "h100", "--batch", "99999999"])
+    plain = next(line for line in result.output.splitlines() if " none " in line)
+    assert plain.rstrip().endswith("GB!") and "!: more than the 80.0 GB there are" in result.output, result.output
 
 
 def test_a_draft_model_is_timed_as_it_runs(capsys, monkeypatch):

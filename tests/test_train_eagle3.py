@@ -174,7 +174,7 @@ def test_a_run_starts_from_a_head(trained, llm, said, tmp_path):
     for changed, what in (
         ({"vocab": 95}, "d2t is 96, .* 95"),
         ({"taps": (0, 1, 2)}, "sees layers"),
-        ({"heads": 2}, "k_proj"),
+        ({"heads": 2}, "num_heads 4, .* 2"),
     ):
         with pytest.raises(ConfigError, match=what):
             Trainer([said], tmp_path / "other", replace(start, **changed), llm=llm)
@@ -193,10 +193,46 @@ def test_a_run_starts_from_a_head(trained, llm, said, tmp_path):
     assert Trainer([said], tmp_path / "third", start, llm=llm).measure()[0] == pytest.approx(
         again.measure()[0], abs=0.03
     )
-    del tensors["fc.weight"]
-    save_file(tensors, tmp_path / "head" / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"fc\.weight"):
-        Trainer([said], tmp_path / "fourth", start, llm=llm)
+    fc = tensors.pop("fc.weight")
+    for wrong in ({}, {"fc.weight": fc * math.nan}, {"fc.weight": fc.to(torch.int8)}):
+        save_file({**tensors, **wrong}, tmp_path / "head" / "model.safetensors")
+        with pytest.raises(CheckpointError, match=r"fc\.weight"):
+            Trainer([said], tmp_path / "fourth", start, llm=llm)
+    for changed, what in (
+        ({"vocab_size": "128"}, "vocab_size"), ({"rms_norm_eps": 0.5}, "eps 0.5"), ({"head_dim": 8}, "head_dim"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, "rope .*7.0"),
+    ):  # fmt: skip
+        (tmp_path / "head" / "config.json").write_text(json.dumps({**about, **changed}))
+        with pytest.raises((ConfigError, CheckpointError), match=what):
+            Trainer([said], tmp_path / "fifth", start, llm=llm)
+
+
+@pytest.mark.parametrize("method", [Trainer, Other])
+def test_a_target_that_turns_part_of_its_heads(make_checkpoint, said, tmp_path, method):
+    """The head turns all of its own, as published ones do: what was trained is what loads."""
+    rope = {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    glm = LLM(make_checkpoint("glm4", seed=4, pad_token_id=0, rope_parameters=rope), device="cpu", dtype="float32")
+    settings = SMALL if method is Trainer else RecurrentSettings(vocab=96, depth=3, length=40, batch=200, replay=1)
+    trainer = method([said], tmp_path / "run", settings, llm=glm)
+    assert list(trainer.run(0.02, every=0.001))
+    trainer.export(tmp_path / "head")
+    ids = [1, 5, 9, 30]
+    plain = glm.generate([ids], max_tokens=12, temperature=0)[0].token_ids
+    glm.speculative_config = {"method": trainer.method, "model": str(tmp_path / "head")}
+    assert glm.generate([ids], max_tokens=12, temperature=0)[0].token_ids == plain
+    if method is Trainer:
+        drafter = glm.engine.drafter
+        theirs, own = (head.rotary([0, 3, 7], [1] * 3) for head in (drafter.head, trainer.head))
+        assert all(torch.equal(a, b) for a, b in zip(theirs, own, strict=True))
+
+
+def test_a_file_by_another_name_is_not_read_again(llm, said, tmp_path, monkeypatch):
+    trainer = Trainer([said], tmp_path / "run", SMALL, llm=llm)
+    while trainer.fresh():
+        pass
+    list(trainer.run(0.0001))
+    monkeypatch.chdir(said.parent)
+    assert Trainer([Path(said.name)], tmp_path / "run", SMALL, llm=llm).fresh() is None
 
 
 def test_a_run_goes_on(trained, llm, said):
@@ -320,6 +356,7 @@ def test_what_cannot_be_is_said(llm, said, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"p": [1], "o": [999, 1, 1, 1, 1]}\n')
     (tmp_path / "parts.jsonl").write_text('{"p": [1], "o": [1.5, 1, 1, 1, 1]}\n')
     (tmp_path / "empty.jsonl").write_text("")
+    (long := tmp_path / "long.jsonl").write_text(json.dumps({"p": [1], "o": [2] * 5000}) + "\n")
     (tmp_path / "bytes.jsonl").write_bytes(b"\xff\n")
     (tmp_path / "deep.jsonl").write_text("[" * 10**5 + "\n")
     for data, settings, says in [
@@ -330,6 +367,8 @@ def test_what_cannot_be_is_said(llm, said, tmp_path):
         (tmp_path / "bytes.jsonl", SMALL, "bytes.jsonl:1 is no conversation"),
         (tmp_path / "deep.jsonl", SMALL, "deep.jsonl:1 is no conversation"),
         (said, Eagle3Settings(**{**vars(SMALL), "batch": 10**6}), "too few"),
+        (said, Eagle3Settings(**{**vars(SMALL), "depth": 60, "length": 63}), "answers of more than 61 tokens"),
+        (long, SMALL, "long.jsonl:1 has 5001 tokens"),
         (said, Eagle3Settings(**{**vars(SMALL), "vocab": 999}), "over the target's 128"),
         (said, Eagle3Settings(**{**vars(SMALL), "taps": (9,)}), "layer 9"),
     ]:
@@ -445,6 +484,10 @@ def test_command(said, make_checkpoint, tmp_path):
     before = {path.name: path.read_bytes() for path in model.iterdir()}
     result = CliRunner().invoke(app, [*arguments, "--model", str(model), *options, "--export", str(model)])
     assert isinstance(result.exception, ConfigError) and "something else than a head" in str(result.exception)
+    for there, what in ((tmp_path / "run", "keeps what it needs"), (said, "is a file")):
+        result = CliRunner().invoke(app, [*arguments, "--model", str(model), *options, "--export", str(there)])
+        assert isinstance(result.exception, ConfigError), result.output
+        assert what in str(result.exception) or there == tmp_path / "run"
     assert {path.name: path.read_bytes() for path in model.iterdir()} == before, "it is no head, and is let be"
 
 

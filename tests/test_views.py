@@ -393,7 +393,9 @@ def test_what_cannot_fit_is_refused_with_the_numbers(make_llm, make_checkpoint):
         {"method": "cascade", "view": "retrieval:budget=256", "drafter": {"method": "draft_model", "model": draft}},
     ):
         llm.speculative_config = config
-        with pytest.raises(RequestTooLong, match=r"1024 tokens .* need \d+\.\d MiB for keys and values, over the \d+"):
+        with pytest.raises(
+            RequestTooLong, match=r"1024 tokens .* need [\d,]+ KiB for keys and values, .* over the \d+"
+        ):
             llm.generate(text(1000), max_tokens=24)
     llm.speculative_config = {"method": "triforce", "model": draft, "retrieval_budget": 256}
     assert llm.engine.drafter.kv_bytes(10**6) == llm.engine.drafter.kv_bytes(1000) == 2 * llm.runner.kv.nbytes(512)

@@ -15,7 +15,7 @@ import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import finalize
 
 import torch
@@ -140,16 +140,23 @@ def open_source(name: str | Path) -> Source:
     return Source(path, config, blocks, lambda: _gguf_tokenizer(file), hf)
 
 
-def sizes(name: str | Path) -> tuple[ModelConfig, int]:
-    """The config of what `find` takes, for which a checkpoint's weights need not be there.
+class Sizes(NamedTuple):
+    """A model's shape, and what its weights take where that is not 16 bits each."""
 
-    And bytes of the weights that a forward multiplies by, if they lie here and are quantised; else 0. Raises as `load`.
-    """
+    config: ModelConfig
+    held: int = 0  # bytes of the weights that a forward multiplies by, if they lie here and are quantised
+    bits: float | None = None  # of a weight, scales included, if they do not and the config says how they are stored
+    experts: bool = False  # only those of experts are
+
+
+def sizes(name: str | Path) -> Sizes:
+    """What `find` takes, for which a checkpoint's weights need not be there. Raises as `load`."""
     path = find(name, weights=False)
     if path.is_dir():
         quantised = families.text_part(_json(path / "config.json")).get("quantization_config")
         if not quantised or not any(path.glob("*.safetensors")):
-            return read_config(path), 0
+            said = quantised if isinstance(quantised, dict) else {}
+            return Sizes(read_config(path), 0, packed.stored_bits(said), said.get("quant_method") == "mxfp4")
     source = open_source(path)
     config, weights = source.config, source.weights
     if isinstance(weights, _Blocks):
@@ -158,11 +165,11 @@ def sizes(name: str | Path) -> tuple[ModelConfig, int]:
             tensors.pop("token_embd.weight", None)  # of which a forward reads a few rows
         known = [(t.kind in quantize.GGUF, t.blocks.nbytes, 2 * torch.Size(t.shape).numel()) for t in tensors.values()]
         held = sum(stored if packs else dense for packs, stored, dense in known)  # others are held in bfloat16
-        return config, held if any(packs for packs, *_ in known) else 0
+        return Sizes(config, held if any(packs for packs, *_ in known) else 0)
     if not isinstance(weights, _Packed) or not weights.reader.packed:
-        return config, 0
+        return Sizes(config)
     held = sum(file.stat().st_size for file in {*weights.files.values()})
-    return config, held - (0 if config.tied else 2 * config.vocab_size * config.hidden_size)
+    return Sizes(config, held - (0 if config.tied else 2 * config.vocab_size * config.hidden_size))
 
 
 def _gguf_tokenizer(file: gguf.File) -> Any:

@@ -530,6 +530,20 @@ def config(bits: int, group: int, symmetric: bool, ignore: list[str]) -> dict[st
     }  # fmt: skip
 
 
+def stored_bits(config: Mapping[str, Any]) -> float | None:
+    """Bits that a quantised weight takes by a quantization_config, scales and zeros included; None if it is unclear."""
+    method, bits, group = (config.get(key) for key in ("quant_method", "bits", "group_size"))
+    if method in ("fp8", "fbgemm_fp8", "mxfp4"):
+        return 4.25 if method == "mxfp4" else 8.0
+    if method == "compressed-tensors":
+        groups = config.get("config_groups")
+        first = next(iter(groups.values()), None) if isinstance(groups, Mapping) else None
+        said = first.get("weights") if isinstance(first, Mapping) else None
+        bits, group = (said.get("num_bits"), said.get("group_size")) if isinstance(said, Mapping) else (None, None)
+    bits, group = whole(bits, 1, 16), whole(group, 1)
+    return bits + (16 + bits) / group if bits and group else bits
+
+
 def from_mxfp4(blocks: Tensor, exponents: Tensor) -> Quantized:
     """MXFP4 of the OCP's specification: blocks (out, in / 2) uint8, the lower nibble first; exponents (out, in / 32)
     uint8, of which none is 255: that is NaN."""

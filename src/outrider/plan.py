@@ -138,6 +138,12 @@ class Shape:
         head = self.hidden * self.vocab / (self.weights + self.experts * self.expert)
         return replace(self, bits=STORED[scheme] + (STORED[HEAD] - STORED[scheme]) * head)
 
+    def stored(self, bits: float, experts: bool) -> Shape:
+        """The same in so many bits a weight, but for the head, which stays as it is; `experts`: theirs only."""
+        every = self.weights + self.experts * self.expert
+        rest = self.weights if experts else self.hidden * self.vocab
+        return replace(self, bits=bits + (16 - bits) * rest / every)
+
     @property
     def weight_bytes(self) -> float:
         """Bytes of all weights that are multiplied by."""

@@ -86,7 +86,7 @@ def test_all_that_open_responses_asks_for(client):
         response = event["response"]
         assert set(required.split()) <= response.keys() and labels.items() <= response.items()
         assert response["presence_penalty"] == 0.5 and response["reasoning"] == {"effort": "low", "summary": None}
-    answer = client.post(ROUTE, {"input": "Hello", "max_output_tokens": 4, "user": 7}).json()
+    answer = client.post(ROUTE, {"input": "Hello", "max_output_tokens": 4, "ignore_eos": True, "user": 7}).json()
     assert answer["user"] is None and answer["reasoning"]["effort"] is None
     assert answer["status"] == "incomplete" and answer["completed_at"] is None
     answer = client.post(ROUTE, {"input": "Hello", "structured_outputs": {"choice": ["Hi"]}}).json()

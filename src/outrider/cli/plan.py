@@ -106,10 +106,11 @@ def plan(
     ]  # a draft model stays as it is
     known = [sizes(name) for name, _ in asked_of]
     shapes = [
-        Shape.of(config).quantized(how) if how else Shape.of(config, held)
-        for (_, how), (config, held) in zip(asked_of, known, strict=True)
-    ]
-    configs = {name: config for (name, _), (config, _) in zip(asked_of, known, strict=True)}
+        Shape.of(own.config).quantized(how) if how
+        else Shape.of(own.config).stored(own.bits, own.experts) if own.bits else Shape.of(own.config, own.held)
+        for (_, how), own in zip(asked_of, known, strict=True)
+    ]  # fmt: skip
+    configs = {name: own.config for (name, _), own in zip(asked_of, known, strict=True)}
     machine = _measured() if device == "here" else DEVICES[device]
     timed = [_timed(name, how, machine) for name, how in asked_of] if device == "here" else []
     planner = Planner(shapes[0], machine, shapes[1] if draft else None, *timed)
@@ -133,6 +134,7 @@ def plan(
         )
         for name in suites:
             console.print(_table(name, [p for p in found if p.suite == name], planner))
+        console.print(f"!: more than the {machine.memory / 1e9:.1f} GB there are")
     if output is not None:
         _plot(found, output)
 
@@ -239,7 +241,8 @@ def _table(suite: str, found: list[Prediction], planner: Planner) -> Table:
         cells.setdefault((p.context, p.batch), []).append(p)
     for (context, batch), own in cells.items():
         plain, held = planner.step("none", batch, context, 0.0, 0)
-        table.add_row(str(context), str(batch), "none", "", f"{plain:.0f}", "1.00", f"{held / 1e9:.1f} GB", "")
+        memory = f"{held / 1e9:.1f} GB" + ("" if held <= planner.device.memory else "!")
+        table.add_row(str(context), str(batch), "none", "", f"{plain:.0f}", "1.00", memory, "")
         best = max((p for p in own if p.fits), key=lambda p: p.speedup, default=None)
         for p in sorted(own, key=lambda p: -p.speedup):
             memory = f"{p.memory / 1e9:.1f} GB" + ("" if p.fits else "!")

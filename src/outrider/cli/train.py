@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from outrider.cli.options import Device, Dtype, Model, Reporter
+from outrider.errors import ConfigError
 from outrider.train.settings import ConversationSettings as Said
 from outrider.train.settings import Eagle3Settings as Eagle
 from outrider.train.settings import RecurrentSettings as Recurrent
@@ -168,6 +169,8 @@ def _run(
 ) -> None:
     """Learn, and say at each checkpoint what was reached."""
     kind.check_export(folder)
+    if folder.resolve() in (output.resolve(), (output / "states").resolve()):
+        raise ConfigError(f"--export {folder} is where the run keeps what it needs; give another folder")
     with Reporter() as reporter:
         trainer = kind(conversations, output, settings, reporter)
     console, line = Console(highlight=False, soft_wrap=True), None

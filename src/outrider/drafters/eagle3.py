@@ -159,6 +159,11 @@ class Eagle3(Growing):
         return about, {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in tensors.items()}
 
     @staticmethod
+    def layer(path: Path, about: dict[str, Any]) -> ModelConfig:
+        """The shape of the layer that config.json speaks of."""
+        return _layer_config(path, about)
+
+    @staticmethod
     def points(path: Path, about: dict[str, Any], layers: int) -> tuple[int, ...]:
         """The layers whose inputs the head reads."""
         name = "eagle_aux_hidden_state_layer_ids"

@@ -289,8 +289,9 @@ class Engine:
             )
         if (size := self._kv_bytes(need)) > self.kv_memory:
             raise RequestTooLong(
-                f"{need} tokens of prompt and output need {size / 2**20:,.1f} MiB for keys and values, over the "
-                f"{self.kv_memory / 2**20:,.1f} MiB there are; lower max_tokens, shorten the prompt or raise kv_memory"
+                f"{need} tokens of prompt and output need {size / 2**10:,.0f} KiB for keys and values, the drafter's "
+                f"included, over the {self.kv_memory / 2**10:,.0f} KiB there are; lower max_tokens, shorten the prompt "
+                "or raise kv_memory"
             )
 
     @property

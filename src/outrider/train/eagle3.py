@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider import drafters
+from outrider.config import ModelConfig
 from outrider.errors import ConfigError
 from outrider.llm import LLM
+from outrider.model import Rotary, turned
 from outrider.train import heads
 from outrider.train.heads import MLP, Batch, Norm
 from outrider.train.settings import Eagle3Settings
@@ -155,11 +157,21 @@ class Head(heads.Head):
     def __init__(self, llm: LLM, settings: Eagle3Settings) -> None:
         super().__init__(llm, settings)
         c, s = self.config, settings
-        self.heads, self.rotary = s.heads or c.num_heads, llm.runner.model.rotary
+        self.heads, model = s.heads or c.num_heads, llm.runner.model
+        # a layer as published heads are turns all of a head
+        self.rope = c.rope if turned(c) == c.head_dim else {"rope_type": "default", "rope_theta": c.rope["rope_theta"]}
+        self.rotary = Rotary(replace(c, rope=self.rope), model.dtype, model.device)
         self.taps = tuple(s.taps or (min(2, c.num_layers), c.num_layers // 2, c.num_layers))
         self.fc = nn.Linear(len(self.taps) * c.hidden_size, c.hidden_size, bias=False)
         self.midlayer = Layer(c.hidden_size, self.heads, c.head_dim, c.intermediate_size, c.rms_norm_eps)
         self.norm = Norm(c.hidden_size, c.rms_norm_eps)
+        self._layer(Path("a head for this target"), self.described())  # which nobody could load is not to be trained
+
+    @staticmethod
+    def _layer(path: Path, about: dict[str, Any]) -> ModelConfig:
+        drafter: Any = drafters.find("eagle3")
+        layer: ModelConfig = drafter.layer(path, about)
+        return layer
 
     def unroll(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
         """The normed states."""
@@ -195,6 +207,10 @@ class Head(heads.Head):
         drafter: Any = drafters.find("eagle3")
         if (seen := drafter.points(path, about, self.config.num_layers)) != self.taps:
             raise ConfigError(f"{path} sees layers {list(seen)}, not {list(self.taps)}; give them as taps")
+        theirs, ours = self._layer(path, about), self._layer(path, self.described())
+        for name in ("rope", "rms_norm_eps", "num_heads", "head_dim"):
+            if (there := getattr(theirs, name)) != (here := getattr(ours, name)):
+                raise ConfigError(f"{path} has {name} {there}, and what is trained here {here}")
         super().adopt(llm, path, about, given)
 
     def about(self) -> dict[str, Any]:
@@ -204,7 +220,7 @@ class Head(heads.Head):
             "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_act": "silu",
             "intermediate_size": c.intermediate_size, "num_hidden_layers": 1, "num_attention_heads": self.heads,
             "num_key_value_heads": self.heads, "head_dim": c.head_dim, "max_position_embeddings": c.max_positions,
-            "rope_parameters": dict(c.rope), "eagle_aux_hidden_state_layer_ids": list(self.taps),
+            "rope_parameters": dict(self.rope), "eagle_aux_hidden_state_layer_ids": list(self.taps),
             "tie_word_embeddings": False,
         }  # fmt: skip
 

@@ -32,13 +32,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from outrider import drafters
-from outrider.config import SamplingParams
+from outrider.config import SamplingParams, whole
 from outrider.corpus import speller
 from outrider.errors import CheckpointError, ConfigError, told
 from outrider.files import append, check_zip, locked, make_folder, replacing, write_text
 from outrider.kv.rows import NORMED
 from outrider.llm import LLM
-from outrider.load import Progress, find, kind_of
+from outrider.load import Progress, find, kind_of, take_out
 from outrider.ops import native
 from outrider.sequence import Sequence
 from outrider.train.settings import HeadSettings
@@ -146,8 +146,11 @@ class Head(nn.Module):
             if tensor.shape != own[name].shape:
                 there, here = (" x ".join(map(str, t.shape)) for t in (tensor, own[name]))
                 raise ConfigError(f"{path}: {name} is {there}, these settings make {here}; give those it was made with")
+            if own[name].is_floating_point():
+                take_out({**given}, name, tuple(tensor.shape), path)
         words = given["d2t"].long() + torch.arange(len(given["d2t"]))
-        if int(words.min()) < 0 or max(int(words.max()), (about.get("vocab_size") or 1) - 1) >= self.config.vocab_size:
+        vocab = whole(about.get("vocab_size") or 1, 1, self.config.vocab_size)
+        if vocab is None or int(words.min()) < 0 or int(words.max()) >= self.config.vocab_size:
             raise ConfigError(f"{path} is for another vocabulary than the target's {self.config.vocab_size} tokens")
         self.begin(llm, words.tolist())
         self.load_state_dict(given, strict=False)
@@ -162,6 +165,14 @@ class Head(nn.Module):
     def about(self) -> dict[str, Any]:
         """What its kind writes into config.json."""
         raise NotImplementedError
+
+    def described(self) -> dict[str, Any]:
+        """What is in config.json."""
+        c = self.config
+        return {
+            **self.about(), "hidden_size": c.hidden_size, "vocab_size": c.vocab_size,
+            "draft_vocab_size": len(self.d2t), "rms_norm_eps": c.rms_norm_eps, "torch_dtype": "bfloat16",
+        }  # fmt: skip
 
     def tensors(self) -> dict[str, Tensor]:
         """What is written beside it."""
@@ -400,7 +411,8 @@ class Trainer:
         if not path.exists():
             found = [self._cut(p, o) for held, p, o in self._lines({}) if held][:MEASURED]
             if not found:
-                raise ConfigError(f"too few conversations: one in {HELD_OUT} is held out, and none was yet; write more")
+                long = f"with answers of more than {self.settings.depth + 1} tokens"
+                raise ConfigError(f"too few conversations {long}: one in {HELD_OUT} is held out, and none was yet")
             self._save(found, path)
         return self._load(path)
 
@@ -438,7 +450,8 @@ class Trainer:
         """Conversations (held out, prompt, output) after the lines `taken` of each file, which counts them."""
         vocab, own = self.head.config.vocab_size, self.spells
         for path in self.data:
-            number, at = taken.get(str(path), (0, 0))
+            name = str(path.resolve())
+            number, at = taken.get(name, (0, 0))
             with open(path, "rb") as file:
                 file.seek(max(0, at - 1))
                 if at and file.read(1) != b"\n":
@@ -456,8 +469,10 @@ class Trainer:
                         fits = False
                     if not fits:
                         raise ConfigError(f"{path}:{number} is no conversation in this model's tokens")
-                    taken[str(path)] = number, at
-                    if len(o) > self.settings.depth + 1:
+                    if (size := len(p) + len(o)) > self.head.config.context:
+                        raise ConfigError(f"{path}:{number} has {size} tokens, more than this model reads")
+                    taken[name] = number, at
+                    if len(o) > self.settings.depth + 1:  # else no guess of so many in a row can be judged
                         yield zlib.crc32(str(p[:64]).encode()) % HELD_OUT == 0, p, o
 
     def _begin(self) -> None:
@@ -524,7 +539,7 @@ class Trainer:
                 self.counts, self.seconds = state["counts"], state["seconds"]
                 self.rate, self.best = float(state["rate"]), float(state["best"])
                 self.visits = state["visits"]
-                self.taken = {path: (lines, at) for path, (lines, at) in state["taken"].items()}
+                self.taken = {str(Path(path).resolve()): (n, at) for path, (n, at) in state["taken"].items()}
                 batches = int(state["batches"])
         except Exception as error:  # what is in it is applied by others
             raise damaged(self.output / "state.pt", told(error)) from None
@@ -541,6 +556,8 @@ class Trainer:
     @classmethod
     def check_export(cls, folder: Path) -> None:
         """Raise ConfigError if the folder holds something else than a head of this kind, which may be replaced."""
+        if folder.exists() and not folder.is_dir():
+            raise ConfigError(f"{folder} is a file; a head needs a folder")
         there = {path.name for path in folder.iterdir() if path.suffix != ".partial"} if folder.is_dir() else set()
         if there and not ("config.json" in there and kind_of(folder) == cls.method):
             raise ConfigError(f"{folder} holds something else than a head of {cls.method}: give a new or empty folder")
@@ -550,15 +567,11 @@ class Trainer:
 
         Raises ConfigError for a folder that holds something else than such a head.
         """
-        s, c = self.settings, self.head.config
+        s = self.settings
         self.check_export(folder)
         make_folder(folder, "the head's folder")
         kept = {name: t.bfloat16() if t.is_floating_point() else t for name, t in self.head.tensors().items()}
-        config = {
-            **self.head.about(), "base_model_name_or_path": s.model, "hidden_size": c.hidden_size,
-            "vocab_size": c.vocab_size, "draft_vocab_size": s.vocab, "rms_norm_eps": c.rms_norm_eps,
-            "torch_dtype": "bfloat16",
-        }  # fmt: skip
+        config = {**self.head.described(), "base_model_name_or_path": s.model}
         write_text(folder / "config.json", json.dumps(config, indent=1) + "\n")  # first: it says what the folder is for
         with replacing(folder / "model.safetensors") as partial:
             save_file({name: t.cpu().contiguous() for name, t in kept.items()}, partial)

@@ -92,6 +92,8 @@ def _train(
     try:
         llm = LLM(s.model, dtype=s.dtype, device=s.device, max_num_seqs=32, progress=progress)
         llm.runner.progress, llm.runner.prefixes = None, False
+        if s.length > llm.engine.max_len:
+            raise ConfigError(f"length {s.length} is over the {llm.engine.max_len} tokens that {s.model} reads")
         heads = Heads(llm, s)
         optimizer = torch.optim.AdamW(heads.parameters(), lr=s.lr, weight_decay=0.01)
         if resume:
