@@ -26,7 +26,19 @@ from outrider.config import SamplingParams, real
 from outrider.errors import ConfigError, DeadlineExceeded, EmptyPrompt, OutriderError, RequestTooLong, brief
 from outrider.llm import as_text
 from outrider.serve.answers import Chat, Completion, Job, Reply
-from outrider.serve.http import OPEN, EventStream, Gate, Refusal, json_response, read, refusal, while_connected
+from outrider.serve.http import (
+    MESSAGES,
+    OPEN,
+    EventStream,
+    Gate,
+    Refusal,
+    json_response,
+    read,
+    refusal,
+    while_connected,
+)
+from outrider.serve.messages import MessagesBody, Say
+from outrider.serve.messages import in_its_words as in_anthropics_words
 from outrider.serve.metrics import Metrics
 from outrider.serve.page import page
 from outrider.serve.protocol import (
@@ -46,14 +58,13 @@ from outrider.serve.tools import Family, Parser, check, constraint, conversation
 from outrider.serve.vocabulary import Vocabulary
 
 JSON, PROMETHEUS = "application/json", "text/plain; version=0.0.4; charset=utf-8"
-BODIES = (ChatBody, CompletionBody, ResponsesBody, TokenizeBody, DetokenizeBody)
+BODIES = (ChatBody, CompletionBody, ResponsesBody, MessagesBody, TokenizeBody, DetokenizeBody)
 KEYS = {  # how an API key is given
     "bearer": {"type": "http", "scheme": "bearer"},
     "header": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
     "basic": {"type": "http", "scheme": "basic", "description": "The key is the password."},
 }
 READS = re.compile(r"""[.'"]reasoning(_content)?\b""")  # in a template that has its own place for it
-REFUSED = {JSON: {"schema": {"$ref": REF + "Refusal"}}}
 
 
 def create_app(llm: AsyncLLM, settings: Settings) -> FastAPI:
@@ -69,13 +80,15 @@ def create_app(llm: AsyncLLM, settings: Settings) -> FastAPI:
     app = FastAPI(title="Outrider", version=outrider.__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
 
     def route(
-        path: str, handler: Callable[..., Any], body: type[Body] | None, *gives: str, reply: str = "", method: str = ""
-    ) -> None:
+        path: str, handler: Callable[..., Any], body: type[Body] | None, *gives: str, reply: str = "", method: str = "",
+        refusal: str = "Refusal",
+    ) -> None:  # fmt: skip
         schema = None
         if body is not None:
             schema = {"requestBody": {"content": {JSON: {"schema": {"$ref": REF + body.__name__}}}, "required": True}}
         verb = method or ("GET" if body is None else "POST")
-        told: dict[int | str, Any] = {kind: {"description": "Refused", "content": REFUSED} for kind in ("4XX", "5XX")}
+        refused = {"description": "Refused", "content": {JSON: {"schema": {"$ref": REF + refusal}}}}
+        told: dict[int | str, Any] = {"4XX": refused, "5XX": refused}
         if gives:
             named = {"schema": {"$ref": REF + reply}}
             told[200] = {"content": {kind: named if kind == JSON else {} for kind in gives}}
@@ -88,6 +101,13 @@ def create_app(llm: AsyncLLM, settings: Settings) -> FastAPI:
     route("/v1/chat/completions", server.chat, ChatBody, JSON, EventStream.media_type, reply="ChatReply")
     route("/v1/completions", server.complete, CompletionBody, JSON, EventStream.media_type, reply="CompletionReply")
     route("/v1/responses", server.respond, ResponsesBody, JSON, EventStream.media_type, reply="ResponsesReply")
+    route(
+        MESSAGES, server.messages, MessagesBody, JSON, EventStream.media_type, reply="MessagesReply",
+        refusal="MessagesRefusal",
+    )  # fmt: skip
+    route(
+        f"{MESSAGES}/count_tokens", server.count, MessagesBody, JSON, reply="Counted", refusal="MessagesRefusal"
+    )  # fmt: skip
     route("/v1/models", server.models, None, JSON, reply="Models")
     route("/v1/models/{model:path}", server.model, None, JSON, reply="Model")
     route("/tokenize", server.tokenize, TokenizeBody, JSON, reply="Tokenized")
@@ -119,7 +139,7 @@ def create_app(llm: AsyncLLM, settings: Settings) -> FastAPI:
         if told.status == 405:  # of all routes with this path; what raised it knows the first
             fit = [each for each in app.routes if each.matches(request.scope)[0] is not Match.NONE]
             told.headers["Allow"] = ", ".join(sorted({verb for each in fit for verb in getattr(each, "methods", ())}))
-        return told.response()
+        return told.response(request.scope)
 
     for kind in (HTTPException, Refusal, OutriderError):
         app.add_exception_handler(kind, refuse)
@@ -197,6 +217,31 @@ class Server:
             )  # fmt: skip
         except (Refusal, OutriderError) as error:
             raise in_its_words(refusal(error)) from None
+
+    async def messages(self, request: Request) -> Response:
+        """`/v1/messages`."""
+        try:
+            asked = await read(request, MessagesBody)
+            if asked.max_tokens is None:
+                raise Refusal(400, "the field max_tokens is missing", "max_tokens")
+            body = asked.as_chat()
+            self._check(body)
+            how, more = await self._reading(body)
+            return await self._generate(
+                request, body, "msg_", lambda: [self._rendered(body)], None, lambda job: Say(job, how), how, **more
+            )
+        except (Refusal, OutriderError) as error:
+            raise in_anthropics_words(refusal(error)) from None
+
+    async def count(self, request: Request) -> Response:
+        """`/v1/messages/count_tokens`."""
+        try:
+            body = (await read(request, MessagesBody)).as_chat()
+            self._check(body)
+            await self._tools(body)
+            return json_response({"input_tokens": len(await self.llm.off_loop(lambda: self._rendered(body)))})
+        except (Refusal, OutriderError) as error:
+            raise in_anthropics_words(refusal(error)) from None
 
     async def _generate(
         self,

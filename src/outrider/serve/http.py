@@ -37,6 +37,11 @@ KINDS = {  # vLLM's names
     413: "RequestTooLargeError", 500: "InternalServerError", 501: "NotImplementedError", 503: "ServiceUnavailableError",
     504: "DeadlineExceededError",
 }  # fmt: skip
+MESSAGES = "/v1/messages"  # whose errors are in Anthropic's shape, under these names
+ANTHROPICS = {
+    400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 405: "invalid_request_error",
+    413: "request_too_large", 503: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")  # others share a counter: each costs memory
 OPEN = ("/health", "/metrics")  # to those without a key, too
 MOST_ITEMS = 2**21  # of a body, by its commas, those of its texts included
@@ -70,13 +75,19 @@ class Refusal(Exception):
         kind = KINDS.get(self.status, "InternalServerError" if self.status >= 500 else "BadRequestError")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.status}}
 
+    @property
+    def told(self) -> dict[str, Any]:
+        """In Anthropic's."""
+        return {"type": "error", "error": {"type": ANTHROPICS.get(self.status, "api_error"), "message": str(self)}}
+
     def under(self, name: str) -> Refusal:
         """The same, of a field that its client knows by another name."""
         return Refusal(self.status, str(self).replace(str(self.param), name), name)
 
-    def response(self) -> Response:
-        """As an answer of its own."""
-        return json_response(self.body, self.status, self.headers)
+    def response(self, scope: Scope) -> Response:
+        """As an answer of its own, in the shape of the API that was asked."""
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        return json_response(self.told if path.startswith(MESSAGES) else self.body, self.status, self.headers)
 
 
 def refusal(error: BaseException) -> Refusal:
@@ -334,13 +345,13 @@ class Gate:
                 status = 500
                 raise
             with suppress(OSError):
-                await failed.response()(scope, receive, answer)
+                await failed.response(scope)(scope, receive, answer)
         except asyncio.CancelledError:  # the server ends, and has waited long enough
             if status:
                 raise
             ending = Refusal(503, "the server is shutting down", retry_after="5", Connection="close")
             with suppress(OSError, Gone):
-                await ending.response()(scope, receive, answer)
+                await ending.response(scope)(scope, receive, answer)
         finally:
             seconds, route = time.perf_counter() - began, getattr(scope.get("route"), "path", "none")
             method = scope["method"]

@@ -143,6 +143,24 @@ REPLIES: dict[str, Schema] = {
         },
         metrics=_ref("Metrics"),
     ),
+    "MessagesRefusal": _object({"type": _one("error"), "error": _object({"type": TEXT, "message": TEXT})}),
+    "MessagesReply": _object(
+        {
+            "id": TEXT, "type": _one("message"), "role": _one("assistant"), "model": TEXT,
+            "content": _list({"anyOf": [
+                _object({"type": _one("text"), "text": TEXT}),
+                _object({"type": _one("thinking"), "thinking": TEXT, "signature": TEXT}),
+                _object({"type": _one("tool_use"), "id": TEXT, "name": TEXT, "input": _map(ANY)}),
+            ]}),
+            "stop_reason": _one("end_turn", "max_tokens", "stop_sequence", "tool_use"), "stop_sequence": _maybe(TEXT),
+            "usage": _object({
+                "input_tokens": COUNT, "cache_read_input_tokens": COUNT, "cache_creation_input_tokens": _one(0),
+                "output_tokens": COUNT,
+            }),
+        },
+        metrics=_ref("Metrics"),
+    ),
+    "Counted": _object({"input_tokens": COUNT}),
     "Model": _object({
         "id": TEXT, "object": _one("model"), "created": INTEGER, "owned_by": TEXT, "root": TEXT,
         "parent": {"type": "null"}, "max_model_len": COUNT,

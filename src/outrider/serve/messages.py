@@ -1,0 +1,247 @@
+"""`/v1/messages`: a conversation in Anthropic's words, answered as a chat is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import suppress
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from outrider.errors import brief
+from outrider.outputs import StepEvent
+from outrider.serve.answers import Chat, Job
+from outrider.serve.http import Refusal, frame, parse, refusal
+from outrider.serve.protocol import ChatBody, Common, Ignored
+from outrider.serve.reasoning import Reading
+
+AS_CHAT = {"stop_sequences": "stop", "output_config": "response_format", "thinking": "chat_template_kwargs"}
+SAME = (*(Common.model_fields.keys() - Ignored.model_fields.keys()), "chat_template_kwargs", "include_reasoning")
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+Block = dict[str, Any]
+
+
+class MessagesBody(Common):
+    """`/v1/messages`, and what of it counts for `/v1/messages/count_tokens`."""
+
+    pointless: ClassVar[dict[str, Any]] = Common.pointless | {"mcp_servers": [], "container": {}, "best_of": 1}
+
+    messages: list[dict[str, Any]]
+    max_tokens: int | None = None  # must be given, where something is to be written
+    system: Annotated[str | list[dict[str, Any]] | None, Field(description="text, or a list of text blocks")] = None
+    stop_sequences: list[str] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    include_reasoning: bool | None = None
+    # ignored
+    cache_control: Any = None
+    context_management: Any = None
+    betas: Any = None
+    inference_geo: Any = None
+    speed: Any = None
+
+    def as_chat(self) -> ChatBody:
+        """The same, asked of `/v1/chat/completions`. Raises Refusal."""
+        messages = [each for message in self.messages for each in _messages(message)]
+        if self.system is not None:
+            messages.insert(0, {"role": "system", "content": _text(self.system, "system")})
+        given = {name: getattr(self, name) for name in SAME}
+        given |= {"messages": messages, "max_completion_tokens": self.max_tokens, "tools": self.functions}
+        if self.stop_sequences is not None:
+            given["stop"] = self.stop_sequences
+        if messages and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
+            given["continue_final_message"] = True
+        if self.tool_choice is not None:
+            given |= _chosen(self.tool_choice)
+        if self.thinking is not None:
+            if (how := self.thinking.get("type")) not in ("enabled", "adaptive", "disabled"):
+                what = "type must be enabled, adaptive or disabled"
+                raise Refusal(400, f"thinking: {what}, not {brief(how)}", "thinking")
+            given["chat_template_kwargs"] = {"enable_thinking": how != "disabled"} | (self.chat_template_kwargs or {})
+        config = self.output_config or {}
+        if unknown := config.keys() - {"effort", "format"}:
+            raise Refusal(400, f"output_config has no field {brief(min(unknown))}", "output_config")
+        given["reasoning_effort"] = config.get("effort")
+        if (form := config.get("format")) is not None:
+            if not isinstance(form, dict) or form.get("type") != "json_schema":
+                raise Refusal(400, "output_config: format is {'type': 'json_schema', 'schema': ...}", "output_config")
+            given["response_format"] = {"type": "json_schema", "json_schema": {"name": "output", **_but(form, "type")}}
+        return parse(ChatBody, given)
+
+    @property
+    def functions(self) -> list[dict[str, Any]]:
+        """The tools that a model can call, as chats have them. Those that only Anthropic's know are left out."""
+        found = []
+        for tool in self.tools or []:
+            if tool.get("type") not in (None, "custom"):
+                continue
+            if not isinstance(tool.get("name"), str) or not isinstance(tool.get("input_schema"), dict):
+                raise Refusal(400, f"tools: a tool has a name and an input_schema, not {brief(tool)}", "tools")
+            about = {"description": tool["description"]} if tool.get("description") is not None else {}
+            function = {"name": tool["name"], **about, "parameters": tool["input_schema"]}
+            found.append({"type": "function", "function": function})
+        return found
+
+
+def _chosen(choice: Mapping[str, Any]) -> dict[str, Any]:
+    """A `tool_choice` as chats have it."""
+    kind, name = choice.get("type"), choice.get("name")
+    if kind == "tool" and isinstance(name, str):
+        chosen: Any = {"type": "function", "function": {"name": name}}
+    elif kind in CHOICES:
+        chosen = CHOICES[kind]
+    else:
+        raise Refusal(400, "tool_choice: type must be auto, any, none, or tool with a name", "tool_choice")
+    return {"tool_choice": chosen, "parallel_tool_calls": not choice.get("disable_parallel_tool_use")}
+
+
+def _messages(given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """A message as chats have it: results of tools are messages of their own, before what is said beside them."""
+    role, content = given.get("role"), given.get("content")
+    if role not in ("user", "assistant", "system"):
+        raise Refusal(400, f"messages: role must be user or assistant, not {brief(role)}", "messages")
+    if not isinstance(content, list):
+        yield {"role": role, "content": content}
+        return
+    said, calls, thoughts, results = list[Any](), list[Any](), list[str](), 0
+    for block in content:
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind == "text":
+            said.append(block)
+        elif kind == "tool_result" and role == "user":
+            results += 1
+            yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": _text(block.get("content"))}
+        elif kind == "tool_use" and role == "assistant" and isinstance(block.get("input"), dict):
+            function = {"name": block.get("name"), "arguments": json.dumps(block["input"], ensure_ascii=False)}
+            calls.append({"id": block.get("id"), "type": "function", "function": function})
+        elif kind == "thinking" and role == "assistant" and isinstance(block.get("thinking"), str):
+            thoughts.append(block["thinking"])
+        elif not (kind == "redacted_thinking" and role == "assistant"):
+            what = "text, tool_result" if role == "user" else "text, thinking, tool_use"
+            raise Refusal(400, f"messages: blocks of {role} are {what}, not {brief(block)}", "messages")
+    if said or calls or not results:
+        message = {"role": role, "content": _text(said) if said else None if calls else ""}
+        message |= {"tool_calls": calls} if calls else {}
+        yield message | ({"reasoning": "\n".join(thoughts)} if thoughts else {})
+
+
+def _text(given: Any, field: str = "messages") -> str:
+    """The text of blocks."""
+    if given is None or isinstance(given, str):
+        return given or ""
+    for block in given if isinstance(given, list) else [given]:
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind != "text" or not isinstance(block.get("text"), str):
+            raise Refusal(400, f"{field}: this model reads text, not {brief(block)}", field)
+    return "".join(block["text"] for block in given)
+
+
+def _but(given: Mapping[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if name != key}
+
+
+def in_its_words(error: Refusal) -> Refusal:
+    """A chat's refusal, with the names that fields have here."""
+    for here, there in AS_CHAT.items():
+        if error.param == there:
+            return error.under(here)
+    return error.under("max_tokens") if error.param == "max_completion_tokens" else error
+
+
+class Say(Chat):
+    """The answer as blocks: thinking, text, calls of tools; or as events that write them."""
+
+    def __init__(self, job: Job, how: Reading) -> None:
+        super().__init__(job, how)
+        self.blocks: list[Block] = []  # the last may still be written
+        self.inputs: list[str] = []  # of each block, the JSON of a call so far
+
+    async def whole(self) -> dict[str, Any]:
+        """The message."""
+        async for _ in self._told():
+            pass
+        return {**self.message, **self._metrics()}
+
+    async def frames(self) -> AsyncGenerator[bytes, None]:
+        """Server-sent events, each under its name."""
+        try:
+            async for event in self._told():
+                yield frame(event, event["type"])
+        except Exception as error:
+            yield frame(refusal(error).told, "error")
+
+    async def _told(self) -> AsyncGenerator[dict[str, Any], None]:
+        self.message: dict[str, Any] = {}
+        async for event in self._events():
+            if not self.message:  # by now it is known how much of the prompt was
+                self.message = self._message()
+                yield {"type": "message_start", "message": {**self.message, "usage": self._used(0)}}
+            for delta in self._shown(event):
+                for made in self._heard(delta):
+                    yield made
+            if event.finish_reason is not None:
+                self.message |= self._ended(event)
+        for made in self._end_block():
+            yield made
+        self.message |= {"content": self.blocks, "usage": self._used(self.count)}
+        end = {key: self.message[key] for key in ("stop_reason", "stop_sequence")}
+        yield {"type": "message_delta", "delta": end, "usage": self.message["usage"], **self._metrics()}
+        yield {"type": "message_stop"}
+
+    def _heard(self, delta: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        if thought := delta.get("reasoning"):
+            yield from self._go_on({"type": "thinking", "thinking": "", "signature": ""}, "thinking_delta", thought)
+        if text := delta.get("content"):
+            yield from self._go_on({"type": "text", "text": ""}, "text_delta", text)
+        for call in delta.get("tool_calls", ()):
+            block = {"type": "tool_use", "input": {}}
+            if "id" in call:
+                block |= {"id": call["id"], "name": call["function"]["name"]}
+            yield from self._go_on(block, "input_json_delta", call["function"]["arguments"], "id" in call)
+
+    def _go_on(self, block: Block, kind: str, text: str, new: bool = False) -> Iterator[dict[str, Any]]:
+        """More of a block, which begins if the last is of another type."""
+        if new or not self.blocks or self.blocks[-1]["type"] != block["type"]:
+            yield from self._end_block()
+            self.blocks.append(block)
+            self.inputs.append("")
+            yield {"type": "content_block_start", "index": len(self.blocks) - 1, "content_block": dict(block)}
+        key = {"thinking_delta": "thinking", "text_delta": "text"}.get(kind, "partial_json")
+        if key == "partial_json":
+            self.inputs[-1] += text
+        else:
+            self.blocks[-1][key] += text
+        if text:
+            delta = {"type": kind, key: text}
+            yield {"type": "content_block_delta", "index": len(self.blocks) - 1, "delta": delta}
+
+    def _end_block(self) -> Iterator[dict[str, Any]]:
+        if not self.blocks:
+            return
+        if self.blocks[-1]["type"] == "tool_use":
+            with suppress(ValueError):  # cut off: then it stays empty
+                if isinstance(given := json.loads(self.inputs[-1]), dict):
+                    self.blocks[-1]["input"] = given
+        yield {"type": "content_block_stop", "index": len(self.blocks) - 1}
+
+    def _ended(self, event: StepEvent) -> dict[str, Any]:
+        end = self._end(event)
+        reason = {"length": "max_tokens", "tool_calls": "tool_use"}.get(end["finish_reason"], "end_turn")
+        sequence = end["stop_reason"] if isinstance(end["stop_reason"], str) else None
+        if sequence is not None and reason == "end_turn":
+            reason = "stop_sequence"
+        return {"stop_reason": reason, "stop_sequence": sequence}
+
+    def _message(self) -> dict[str, Any]:
+        about = {"id": self.job.head["id"], "type": "message", "role": "assistant", "model": self.job.head["model"]}
+        return {**about, "content": [], "stop_reason": None, "stop_sequence": None}
+
+    def _used(self, count: int) -> dict[str, Any]:
+        usage = self.usage(count)
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        read = {"input_tokens": usage["prompt_tokens"] - cached, "cache_read_input_tokens": cached}
+        return {**read, "cache_creation_input_tokens": 0, "output_tokens": count}
