@@ -221,7 +221,7 @@ std::optional<Beliefs::Asked> Beliefs::worth(const std::vector<Text> &texts, int
   k = std::min(k, most());
   if (k < 1) return {};
   const int n = int(texts.size());
-  const double plain = seconds[0];
+  const double plain = seconds[0], trusted = faith();
   std::vector<const Own *> known;
   int drafted = 0;
   double had = 0, best = 0;
@@ -244,7 +244,7 @@ std::optional<Beliefs::Asked> Beliefs::worth(const std::vector<Text> &texts, int
       for (double hope : hopes(text.seq, model.source, deep, kHope)) {
         share *= hope;
         gain += share;
-        gains.push_back(std::max(0.0, gain - known[i]->worth));
+        gains.push_back(std::max(0.0, gain * trusted - known[i]->worth));
       }
       if (!model.tried && lag > kMostNodes) paid = plain * double(lag) / 512;  // a guess, until it was measured
       else if (lag > kMostNodes / 4) paid = model.reading * double(lag);

@@ -2,7 +2,7 @@
 
 A sanitizer writes to file descriptor 2 and ends the process: pytest must not keep that to itself (--capture=sys). No
 fork (-k): a child whose parent had another thread inside GCC's address sanitizer, which locks nothing for it, waits for
-ever.
+ever. Nor other processes, whose kernels are the installed ones, nor what takes the file apart.
 """
 
 import os

@@ -558,7 +558,7 @@ class Beliefs:
         plain = self.seconds[0]
         own = [self.own[seq] for seq, *_ in texts]
         may = [i for i, each in enumerate(own) if each.asks.credit >= 0 and each.steps > 1 and texts[i][3] > 1]
-        drafted, had = sum(each.nodes for each in own), n + sum(each.worth for each in own)
+        drafted, had, faith = sum(each.nodes for each in own), n + sum(each.worth for each in own), self.faith()
         best: tuple[float, int, list[int], int] | None = None
         for number, (source, most, least, tried, reading, riders, tree, rounds) in enumerate(models):
             deep, found = min(k, most) if most > 0 else k, list[tuple[float, float, list[float], int]]()
@@ -570,7 +570,7 @@ class Beliefs:
                 for hope in self.hopes(seq, source, deep, HOPE):
                     share *= hope
                     gain += share
-                    gains.append(max(0.0, gain - own[i].worth))
+                    gains.append(max(0.0, gain * faith - own[i].worth))
                 paid = 0.0
                 if not tried and lag > MOST_NODES:
                     paid = plain * lag / 512  # a guess, until it was measured

@@ -157,6 +157,9 @@ def test_calls(client):
     assert [m["role"] for m in as_chat.messages] == ["user", "assistant", "tool", "user"]
     assert as_chat.messages[2] == {"role": "tool", "tool_call_id": call["id"], "content": "rain"}
     assert json.loads(as_chat.messages[1]["tool_calls"][0]["function"]["arguments"]) == {"city": "Oslo"}
+    odd = CITY.replace('"Oslo"', "NaN")
+    odd = client.post(ROUTE, {**body, "structured_outputs": {"choice": [odd]}}).json()["content"]
+    assert all(block["type"] == "text" or block["input"] == {} for block in odd)
     choice = {"type": "tool", "name": "now", "disable_parallel_tool_use": True}
     again = client.post(
         ROUTE, {**BODY, "messages": back, "tools": FLAT, "tool_choice": choice, "max_tokens": 99}

@@ -148,6 +148,11 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def loads(text: str) -> Any:
+    """JSON to the letter. Raises ValueError, and RecursionError for what is nested too deeply."""
+    return json.loads(text, parse_constant=_no_number, parse_float=_finite, object_pairs_hook=_once)
+
+
 async def read(request: Request, kind: type[B]) -> B:
     """The body of a request. Raises Refusal 400, naming the field that is wrong."""
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -160,7 +165,7 @@ async def read(request: Request, kind: type[B]) -> B:
         body = (await request.body()).decode("utf-8")
         if (items := body.count(",")) > MOST_ITEMS:  # before they are made, for which all streams would wait
             raise Refusal(400, f"the body has {items} commas; at most {MOST_ITEMS}")
-        data = json.loads(body, parse_constant=_no_number, parse_float=_finite, object_pairs_hook=_once)
+        data = loads(body)
     except RecursionError:
         raise Refusal(400, "the body is nested too deeply") from None
     except ValueError as error:

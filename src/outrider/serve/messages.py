@@ -12,7 +12,7 @@ from pydantic import Field
 from outrider.errors import brief
 from outrider.outputs import StepEvent
 from outrider.serve.answers import Chat, Job
-from outrider.serve.http import Refusal, frame, parse, refusal
+from outrider.serve.http import Refusal, frame, loads, parse, refusal
 from outrider.serve.protocol import ChatBody, Common, Ignored
 from outrider.serve.reasoning import Reading
 
@@ -158,7 +158,7 @@ class Say(Chat):
     def __init__(self, job: Job, how: Reading) -> None:
         super().__init__(job, how)
         self.blocks: list[Block] = []  # the last may still be written
-        self.inputs: list[str] = []  # of each block, the JSON of a call so far
+        self.input = ""  # ... if it is a call, its JSON so far
 
     async def whole(self) -> dict[str, Any]:
         """The message."""
@@ -194,37 +194,38 @@ class Say(Chat):
 
     def _heard(self, delta: dict[str, Any]) -> Iterator[dict[str, Any]]:
         if thought := delta.get("reasoning"):
-            yield from self._go_on({"type": "thinking", "thinking": "", "signature": ""}, "thinking_delta", thought)
+            yield from self._go_on({"type": "thinking", "thinking": "", "signature": ""}, thought)
         if text := delta.get("content"):
-            yield from self._go_on({"type": "text", "text": ""}, "text_delta", text)
+            yield from self._go_on({"type": "text", "text": ""}, text)
         for call in delta.get("tool_calls", ()):
             block = {"type": "tool_use", "input": {}}
             if "id" in call:
                 block |= {"id": call["id"], "name": call["function"]["name"]}
-            yield from self._go_on(block, "input_json_delta", call["function"]["arguments"], "id" in call)
+            yield from self._go_on(block, call["function"]["arguments"], "id" in call)
 
-    def _go_on(self, block: Block, kind: str, text: str, new: bool = False) -> Iterator[dict[str, Any]]:
+    def _go_on(self, block: Block, text: str, new: bool = False) -> Iterator[dict[str, Any]]:
         """More of a block, which begins if the last is of another type."""
-        if new or not self.blocks or self.blocks[-1]["type"] != block["type"]:
+        kind = block["type"]
+        if new or not self.blocks or self.blocks[-1]["type"] != kind:
             yield from self._end_block()
             self.blocks.append(block)
-            self.inputs.append("")
+            self.input = ""
             yield {"type": "content_block_start", "index": len(self.blocks) - 1, "content_block": dict(block)}
-        key = {"thinking_delta": "thinking", "text_delta": "text"}.get(kind, "partial_json")
-        if key == "partial_json":
-            self.inputs[-1] += text
+        if kind == "tool_use":
+            self.input += text
+            delta = {"type": "input_json_delta", "partial_json": text}
         else:
-            self.blocks[-1][key] += text
+            self.blocks[-1][kind] += text
+            delta = {"type": f"{kind}_delta", kind: text}
         if text:
-            delta = {"type": kind, key: text}
             yield {"type": "content_block_delta", "index": len(self.blocks) - 1, "delta": delta}
 
     def _end_block(self) -> Iterator[dict[str, Any]]:
         if not self.blocks:
             return
         if self.blocks[-1]["type"] == "tool_use":
-            with suppress(ValueError):  # cut off: then it stays empty
-                if isinstance(given := json.loads(self.inputs[-1]), dict):
+            with suppress(ValueError, RecursionError):  # cut off, or no JSON: then it stays empty
+                if isinstance(given := loads(self.input), dict):
                     self.blocks[-1]["input"] = given
         yield {"type": "content_block_stop", "index": len(self.blocks) - 1}
 
