@@ -218,6 +218,18 @@ def test_the_reference_chooses_the_same():
     assert any(n > 6 for _, n in one.steps), "something was accepted"
 
 
+def test_a_model_s_promises_count_for_what_came_of_promises(monkeypatch):
+    """It is asked while that pays; not where a quarter of what drafts promise does not come."""
+    beliefs, texts = Beliefs(0b10), [(1, [1, 2, 3], 3, 99)]
+    beliefs.price([1 + 0.02 * n for n in range(9)])
+    for _ in range(2):
+        beliefs.choose(texts, [], {}, 0.0, 8, False, False, True)
+    model = 0b10, 3, 0, True, 0.0, 0.0, False, [0.45]
+    assert beliefs.worth(texts, 8, [model]) == (0, [0], 1)
+    monkeypatch.setattr(beliefs, "faith", lambda: 0.75)
+    assert beliefs.worth(texts, 8, [model]) is None
+
+
 # --- the drafter itself ---------------------------------------------------------------------------------------------
 
 

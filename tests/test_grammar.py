@@ -65,6 +65,7 @@ TAGS = {  # a format, what it takes, and what it does not
     "nested": (tag("<t>", several("sequence", A, ANY), "</t>"), ["<t><f=a>1</f>so</t>"], ["<t><f=a>1</f>so"]),
     "special": (several("sequence", ANY, tag("<|user|>", NUMBER, ENDS), const("!")), ["a<|user|>5<|end|>!"], ["a5!"]),
     "special end": (several("sequence", tag("<t>", ANY, ENDS + "\n"), NUMBER), ["<t>a<|end|>\n7"], ["<t>a<|end|>7"]),
+    "lines, special end": (several("sequence", tag("<t>", ANY, "\n" + ENDS), NUMBER), ["<t>a\nb\n<|end|>7"], ["<t>a7"]),
     "tokens": (several("sequence", ANY, tag(token(3), ANY, token(ENDS)), token(4)), ["a<|user|>b<|end|><|assistant|>"],
                ["a<|user|>b<|end|>", "a<|user|>b<|assistant|>"]),
     "calls": (CALLS, ["", "none", "a<f=a>1</f>b<f=b>x/y</f> <f=a>2</f>"], ["a<f=c>1</f>", "a<f=a>x</f>", "<f=a>1"]),
@@ -97,6 +98,7 @@ def test_what_a_format_takes(tiny_llm, name):
     assert [text for text in wrong if taken(text)] == []
 
 
+ENDINGS = tag("<t>", several("or", *[ANY] * 1500), [chr(19968 + i) for i in range(6000)])  # 9 million, if multiplied
 WRONG = {
     "number": (5, "must be a format"), "no type": ({}, "has a type: any_text"), "type": ({"type": "xml"}, "not 'xml'"),
     "missing": ({"type": "tag"}, "lacks begin and content and end"), "no elements": (several("or"), "elements"),
@@ -105,6 +107,9 @@ WRONG = {
     "style": ({**NUMBER, "style": "qwen_xml"}, "style must be json"), "token": (token("nope"), "no token of its own"),
     "syntax": ({"type": "grammar", "grammar": "x", "syntax": "abnf"}, "ebnf or lark"),
     "bounds": (of("repeat", const("a"), min=3, max=2), "at least min"), "begin": (tag(ANY, ANY, "x"), "not any_text"),
+    "an end": ({**LIST, "tags": [tag("<t>", ANY, "")]}, "needs an end"),
+    "ends": (tag("<x>", {**CALLS, "triggers": ["<"], "tags": [tag("<t>", ANY, [""])]}, "</x>"), "needs an end"),
+    "product": (ENDINGS, "rules have more than"),
     "flag": (of("repeat", const("a"), min=True, max=2), "whole number"), "id": (token(10**9), "too large"),
     "trigger": ({**CALLS, "triggers": ["x"]}, "no trigger begins '<f=a>'"), "lists": ({**CALLS, "tags": [5]}, "a list"),
     "no tags": ({**CALLS, "tags": [ANY]}, "of type tag"), "regex": ({"type": "regex", "pattern": "("}, "unclosed"),

@@ -484,10 +484,10 @@ def test_command(said, make_checkpoint, tmp_path):
     before = {path.name: path.read_bytes() for path in model.iterdir()}
     result = CliRunner().invoke(app, [*arguments, "--model", str(model), *options, "--export", str(model)])
     assert isinstance(result.exception, ConfigError) and "something else than a head" in str(result.exception)
-    for there, what in ((tmp_path / "run", "keeps what it needs"), (said, "is a file")):
+    arguments[2] = str(new := tmp_path / "new")
+    for there, what in ((new, "keeps what it needs"), (new / "states", "keeps what it needs"), (said, "is a file")):
         result = CliRunner().invoke(app, [*arguments, "--model", str(model), *options, "--export", str(there)])
-        assert isinstance(result.exception, ConfigError), result.output
-        assert what in str(result.exception) or there == tmp_path / "run"
+        assert isinstance(result.exception, ConfigError) and what in str(result.exception) and not new.exists()
     assert {path.name: path.read_bytes() for path in model.iterdir()} == before, "it is no head, and is let be"
 
 

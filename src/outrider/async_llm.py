@@ -71,7 +71,7 @@ class AsyncLLM:
 
     model: what LLM takes, with LLM's keywords; or an LLM, which goes on working beside this.
     max_queued_requests, max_queued_tokens: outputs, and tokens of their prompts, that may wait beyond those that run;
-        more are refused with QueueFull. None: any number.
+        more are refused with QueueFull, though a larger request is taken while fewer run than can. None: any number.
     event_interval: seconds between two events of an output, unless a step takes longer: what comes meanwhile joins the
         next one. First tokens and ends do not wait, and whose turn comes within half an interval is told along with
         others. Readers that run on the engine's own cores slow it down: each event costs some tenths of a

@@ -40,7 +40,8 @@ HELD: dict[str, tuple[str, tuple[type, ...]]] = {
     "json_schema": ("a schema", (dict, bool)), "schema": ("a schema", (dict, str)), "token": ("a token", (int, str)),
     "begin": ("a text or a token", (str, dict)), "end": ("a text, a list of texts or a token", (str, list, dict)),
 }  # fmt: skip
-Mark = str | dict[str, Any]  # what ends free text, or begins what follows it: a text, or a format of a token
+MOST_RULES = 2**17  # characters of a tag's rules: texts that stand in many of them add up
+Mark = str | int  # what ends free text, or begins what follows it: a text, or a token's id
 
 
 def written(library: Any, given: StructuredOutputsParams, text: str, added: Mapping[str, int]) -> str:
@@ -121,14 +122,11 @@ def literal(text: str, added: Mapping[str, int]) -> str:
 
 
 def pieces(text: str, added: Mapping[str, int]) -> list[str]:
-    """Text cut around what are tokens of their own."""
-    parts, marks = list[str](), sorted(filter(None, added), key=len, reverse=True)
-    while text:
-        own = next((len(mark) for mark in marks if text.startswith(mark)), 0)
-        size = next((i for i in range(1, len(text)) if any(text.startswith(m, i) for m in marks)), len(text))
-        parts.append(text[: own or size])
-        text = text[own or size :]
-    return parts
+    """Text cut around what are tokens of their own, the longest ones first."""
+    marks = sorted((mark for mark in added if mark and mark in text), key=len, reverse=True)
+    if not marks:
+        return [text] if text else []
+    return [part for part in re.split(f"({'|'.join(map(re.escape, marks))})", text) if part]
 
 
 def behind(marks: tuple[str, str, str], source: str, added: Mapping[str, int]) -> str:
@@ -171,6 +169,8 @@ class Tag:
     added: Mapping[str, int]
     rules: list[str] = field(default_factory=list)
     grammars: list[dict[str, Any]] = field(default_factory=list)  # those of the library, by name
+    known: dict[Any, str] = field(default_factory=dict)  # names of rules, by what they say or are for
+    size: int = 0
 
     def written(self, tag: Any) -> str:
         """A whole one: a `format`, or `structures` and `triggers`, as vLLM had it first."""
@@ -190,11 +190,11 @@ class Tag:
         own = "\n".join([f"start: {self._format(whole, ())}", *self.rules])
         return json.dumps({"grammars": [{"lark_grammar": own}, *self.grammars]})
 
-    def _format(self, given: Any, ends: Sequence[Mark]) -> str:
+    def _format(self, given: Any, ends: tuple[Mark, ...]) -> str:
         """A format, and then one of `ends`."""
         kind, has = _read(given)
         if kind == "any_text":
-            return self._text(has["excludes"] or (), ends)
+            return self._text(has, ends)
         if kind == "or":
             return _either(self._format(part, ends) for part in has["elements"])
         if kind == "sequence":
@@ -212,9 +212,11 @@ class Tag:
         if kind == "const_string":
             return self._mark(has["value"])
         if kind == "token":
-            return self._mark({"type": kind, **has})
+            return self._mark(self._id({"type": kind, **has}))
         if kind == "tags_with_separator":
-            one = _either(self._tag(tag, ()) for tag in _tags(has))
+            tags = _tags(has)
+            _end_by_themselves(kind, tags)
+            one = _either(self._tag(tag, ()) for tag in tags)
             more = "" if has["stop_after_first"] else f"({self._mark(has['separator'])} {one})*"
             return f"({one} {more}){'' if has['at_least_one'] else '?'}"
         if kind in ("optional", "plus", "star", "repeat"):
@@ -242,31 +244,32 @@ class Tag:
         self.grammars += _named(name, written(self.library, given, text, self.added))
         return f"@{name}"
 
-    def _sequence(self, parts: Sequence[Any], ends: Sequence[Mark]) -> str:
-        if not parts:
-            raise ValueError("sequence: there are no elements")
-        first, *more = parts
-        if not more:
-            return self._format(first, ends)
-        if not _open(first):
-            return f"{self._format(first, ())} {self._sequence(more, ends)}"
-        kind, has = _read(more[0])
-        key = {"const_string": "value", "tag": "begin"}.get(kind)
-        if key is None or not has[key]:
-            raise ValueError(f"sequence: free text ends where a const_string or a tag begins, not before {kind}")
-        begun = {**more[0], key: ""}
-        return f"{self._format(first, [has[key]])} {self._sequence([begun, *more[1:]], ends)}"
+    def _sequence(self, parts: Sequence[Any], ends: tuple[Mark, ...]) -> str:
+        found, parts = list[str](), [*parts]
+        for i in range(1, len(parts)):
+            if not _open(part := parts[i - 1]):
+                found.append(self._format(part, ()))
+                continue
+            kind, has = _read(parts[i])
+            key = {"const_string": "value", "tag": "begin"}.get(kind)
+            if key is None or not has[key]:
+                raise ValueError(f"sequence: free text ends where a const_string or a tag begins, not before {kind}")
+            found.append(self._format(part, (self._id(has[key]),)))
+            parts[i] = {**parts[i], key: ""}
+        return " ".join([*found, self._format(parts[-1], ends)])
 
-    def _tag(self, has: Mapping[str, Any], ends: Sequence[Mark]) -> str:
-        own = [end for end in _ends(has) if end]
-        if own:
-            return f"{self._mark(has['begin'])} {self._format(has['content'], own)} {self._one(ends)}"
-        return f"{self._mark(has['begin'])} {self._format(has['content'], ends)}"
+    def _tag(self, has: Mapping[str, Any], ends: tuple[Mark, ...]) -> str:
+        begin = self._mark(self._id(has["begin"]))
+        if own := tuple(map(self._id, _ends(has))):
+            return f"{begin} {self._format(has['content'], own)} {self._one(ends)}"
+        return f"{begin} {self._format(has['content'], ends)}"
 
-    def _triggered(self, has: Mapping[str, Any], ends: Sequence[Mark]) -> str:
+    def _triggered(self, has: Mapping[str, Any], ends: tuple[Mark, ...]) -> str:
         """Free text; where a trigger begins in it, one of the tags, and so on."""
-        at_once, later = list[str](), list[str]()
-        for tag in _tags(has):
+        at_once, later, tags = list[str](), list[str](), _tags(has)
+        if ends:
+            _end_by_themselves("triggered_tags", tags)
+        for tag in tags:
             begin = tag["begin"]
             trigger = next((t for t in has["triggers"] if isinstance(begin, str) and t and begin.startswith(t)), None)
             if trigger is None:
@@ -275,46 +278,62 @@ class Tag:
             head = first if first in self.added else trigger
             body = self._rule("tag", self._tag({**tag, "begin": begin[len(head) :]}, ()))
             at_once.append(f"{self._mark(head)} {body}")
-            later.append(f"{self._text(has['excludes'] or (), [head])} {body}")
-        end, text = self._one(ends), self._text(has["excludes"] or (), ends)
+            later.append(f"{self._text(has, (head,))} {body}")
+        end, text = self._one(ends), self._text(has, ends)
         if has["stop_after_first"]:
             return f"{_either(at_once)} {end}" if has["at_least_one"] else _either([f"{_either(later)} {end}", text])
         return f"{_either(at_once) if has['at_least_one'] else ''} {_either(later)}* {text}"
 
-    def _text(self, excludes: Sequence[str], ends: Sequence[Mark]) -> str:
+    def _text(self, has: Mapping[str, Any], ends: tuple[Mark, ...]) -> str:
         """Free text up to the first of `ends`."""
+        excludes = tuple(has["excludes"] or ())
+        if (known := self.known.get((excludes, ends))) is not None:
+            return known
         without = [*excludes, *(end for end in ends if isinstance(end, str) and end in self.added)]
         banned = " | ".join(json.dumps(text) for text in without)
         free = r"/(.|\n)*/" + (rf" & ~(/(.|\n)*/ ({banned}) /(.|\n)*/)" if banned else "")
         text, found = self._rule("TEXT", free), list[str]()
         for end in ends:
-            first, rest = (end, "") if isinstance(end, dict) else _first(end, self.added)
-            if isinstance(first, dict) or first in self.added:
+            first, rest = (end, "") if isinstance(end, int) else _first(end, self.added)
+            if isinstance(first, int) or first in self.added:
                 begun = f"{text} {self._mark(first)}"
             else:
-                begun = self._rule("text", f"{text} {json.dumps(first)}", "[lazy]")
+                begun = f"{text} {json.dumps(first)}"  # behind which a token comes, or else up to the first of them
+                begun = self._rule("TEXT", begun) if rest else self._rule("text", begun, "[lazy]")
             found.append(f"{begun} {self._mark(rest)}")
-        return _either(found) if ends else text
+        self.known[excludes, ends] = name = self._rule("until", _either(found)) if ends else text
+        return name
 
     def _mark(self, mark: Mark) -> str:
-        if isinstance(mark, str):
-            return literal(mark, self.added)
-        kind, has = _read(mark)
+        return literal(mark, self.added) if isinstance(mark, str) else f"<[{mark}]>"
+
+    def _id(self, given: Any) -> Mark:
+        """A text, or a token by its id."""
+        if isinstance(given, str):
+            return given
+        kind, has = _read(given)
         if kind != "token":
             raise ValueError(f"a tag begins and ends with a text or a token, not {kind}")
         token = has["token"]
         number = self.added.get(token) if isinstance(token, str) else token
         if number is None:
             raise ValueError(f"token: {brief(token)} is no token of its own in this vocabulary")
-        return f"<[{number}]>"
+        return int(number)
 
-    def _one(self, ends: Sequence[Mark]) -> str:
-        return _either(self._mark(end) for end in ends) if ends else ""
+    def _one(self, ends: tuple[Mark, ...]) -> str:
+        if ends and ends not in self.known:
+            self.known[ends] = self._rule("end", _either(map(self._mark, ends)))
+        return self.known[ends] if ends else ""
 
     def _rule(self, name: str, text: str, how: str = "") -> str:
-        name = f"{name}_{len(self.rules)}"
-        self.rules.append(f"{name}{how}: {text}")
-        return name
+        if (known := self.known.get(f"{name}{how}: {text}")) is not None:
+            return known
+        if (size := self.size + len(text)) > MOST_RULES:
+            raise ValueError(f"its rules have more than {MOST_RULES} characters")
+        own = self.known[f"{name}{how}: {text}"] = f"{name}_{len(self.rules)}"
+        self.size = size
+        self.rules.append(f"{own}{how}: {text}")
+        return own
 
 
 def _read(given: Any) -> tuple[str, dict[str, Any]]:
@@ -333,7 +352,7 @@ def _checked(kind: str, fields: str, given: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in given.items():
         if name not in known:
-            if value not in (None, False, []):  # what XGrammar's own classes write where nothing is asked
+            if not (value is None or value is False or value == []):  # as XGrammar's own classes write nothing
                 raise ValueError(f"{kind} has {' and '.join(known)}, not {brief(name)}")
             continue
         what, types = HELD[name]
@@ -361,9 +380,15 @@ def _tags(has: Mapping[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def _ends(has: Mapping[str, Any]) -> list[Mark]:
-    """What a tag may end with."""
-    return has["end"] if isinstance(has["end"], list) else [has["end"]]
+def _ends(has: Mapping[str, Any]) -> list[Any]:
+    """What a tag may end with; nothing, if it has no end of its own."""
+    return [end for end in (has["end"] if isinstance(has["end"], list) else [has["end"]]) if end != ""]
+
+
+def _end_by_themselves(kind: str, tags: Iterable[Mapping[str, Any]]) -> None:
+    """Raise ValueError for tags of free text without an end, behind which something must come."""
+    if any(not _ends(tag) and _open(tag["content"]) for tag in tags):
+        raise ValueError(f"{kind}: a tag of free text needs an end")
 
 
 def _open(given: Any) -> bool:
@@ -372,7 +397,7 @@ def _open(given: Any) -> bool:
     if kind == "sequence":
         return bool(has["elements"]) and _open(has["elements"][-1])
     if kind == "tag":
-        return not any(_ends(has)) and _open(has["content"])
+        return not _ends(has) and _open(has["content"])
     if kind == "or":
         return any(_open(part) for part in has["elements"])
     return kind in ("any_text", "triggered_tags") or (kind == "optional" and _open(has["content"]))

@@ -26,6 +26,10 @@ TALK = [{"role": "user", "content": "Tell me of the sea."}]
 BODY = {"messages": TALK, "max_tokens": 12, "seed": 3}
 
 
+def said(block: dict[str, Any], role: str = "user") -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": [block]}]}
+
+
 def text(said: str) -> dict[str, Any]:
     return {"type": "text", "text": said}
 
@@ -92,6 +96,8 @@ def test_text(client, tiny_llm, given):
     assert answer["usage"]["input_tokens"] + answer["usage"]["cache_read_input_tokens"] == len(prompt)
     assert answer["usage"]["output_tokens"] == len(expected.token_ids)
     assert client.post(f"{ROUTE}/count_tokens", given).json() == {"input_tokens": len(prompt)}
+    long = {"messages": [{"role": "user", "content": "word " * 140_000}]}
+    assert client.post(f"{ROUTE}/count_tokens", long).json()["input_tokens"] > tiny_llm.engine.max_len
     events = events_of(client, {**body, "speculative_config": False})
     assert alike(put_together(events), answer) and events[-1] == {"type": "message_stop"}
     assert [events[0]["type"], events[1]["type"]] == ["message_start", "content_block_start"]
@@ -144,8 +150,8 @@ def test_calls(client):
     }  # fmt: skip
     answer = client.post(ROUTE, body).json()
     Message.model_validate(answer)
-    text, call = answer["content"]
-    assert text["text"] == "See. " and call["name"] == "get_weather" and call["input"] == {"city": "Oslo"}
+    before, call = answer["content"]
+    assert before["text"] == "See. " and call["name"] == "get_weather" and call["input"] == {"city": "Oslo"}
     assert answer["stop_reason"] == "tool_use"
     events = events_of(client, {**body, "speculative_config": False})
     assert alike(put_together(events), answer)
@@ -169,6 +175,9 @@ def test_calls(client):
     assert some["content"][0]["type"] == "tool_use"
     cut = client.post(ROUTE, {**BODY, "tools": FLAT, "tool_choice": {"type": "tool", "name": "grow"}, "max_tokens": 12})
     assert cut.json()["stop_reason"] == "max_tokens"
+    alone = {"type": "tool_result", "tool_use_id": "a", "content": text("rain")}
+    as_chat = MessagesBody(messages=[{"role": "user", "content": [alone]}]).as_chat()
+    assert as_chat.messages == [{"role": "tool", "tool_call_id": "a", "content": "rain"}]
     without = client.post(f"{ROUTE}/count_tokens", {"messages": TALK}).json()["input_tokens"]
     assert client.post(f"{ROUTE}/count_tokens", {"messages": TALK, "tools": FLAT}).json()["input_tokens"] > without
 
@@ -179,18 +188,25 @@ def test_calls(client):
         ({"max_tokens": None}, "max_tokens is missing"), ({"max_tokens": 0}, "max_tokens must be at least 1"),
         ({"model": "other"}, "does not exist"), ({"temperature": -1}, "temperature"), ({"n": 2}, "'n'"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "role must be user or assistant"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "blocks of user"),
-        ({"messages": [{"role": "user", "content": [{"type": "tool_use", "name": "now", "input": {}}]}]}, "user"),
+        (said({"type": "image", "source": {}}), "blocks of user"),
+        (said({"type": "tool_use", "id": "a", "name": "now", "input": {}}), "user"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages"), ({"messages": []}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "tool_result", "content": [5]}]}]}, "reads text"),
+        (said({"type": "tool_result", "tool_use_id": "a", "content": [5]}), "reads text"),
         ({"system": [{"type": "image"}]}, "system: this model reads text"), ({"system": 5}, "system must be text"),
         ({"tools": FLAT}, "tools"), ({"tool_choice": {"type": "any"}}, "tool_choice"),
-        ({"tool_choice": {"type": "tool"}}, "tool_choice: type must"), ({"tools": [{"name": "now"}]}, "input_schema"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice: type must"), ({"tool_choice": {"type": []}}, "type must"),
+        ({"tools": [{"name": "now"}]}, "input_schema"),
         ({"thinking": {"type": "on"}}, "thinking: type must be"), ({"output_config": {"x": 1}}, "no field 'x'"),
         ({"output_config": {"format": {"type": "xml"}}}, "json_schema"), ({"stop_sequences": [5]}, "stop_sequences"),
         ({"output_config": {"format": {"type": "json_schema", "schema": 3}}}, "output_config"),
         ({"stop_sequences": ["a" * 1001]}, "stop_sequences has"), ({"mcp_servers": [{}]}, "mcp_servers"),
-        ({"max_token": 3}, "unknown field"), ({"output_config": {"effort": "huge"}}, "reasoning_effort"),
+        ({"max_token": 3}, "unknown field"), ({"output_config": {"effort": "huge"}}, "output_config"),
+        (said({"type": "thinking", "thinking": "a"}, role="system"), "system are text, not"),
+        (said({"type": "tool_result", "content": "x"}), "blocks of user"),
+        (said({"type": "tool_use", "name": "now", "input": {}}, role="assistant"), "blocks of"),
+        ({"stop_sequences": ["a"], "stop": "b"}, "both"),
+        ({"chat_template_kwargs": {"messages": 1}}, "template_kwargs"),
+        ({"tool_choice": {"type": "any", "disable_parallel_tool_use": "no"}}, "must be true or false"),
     ],
 )  # fmt: skip
 def test_what_cannot_be(client, fields, says):

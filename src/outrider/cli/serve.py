@@ -79,7 +79,7 @@ def serve(
         str | None, typer.Option(help="Defaults of sampling as JSON: '{\"temperature\": 0.7}'.")
     ] = None,
     max_queued_requests: Annotated[
-        int, typer.Option(help="Outputs that may wait; more are answered 503.", min=0)
+        int, typer.Option(help="Outputs that may wait; while as many run as can, more are answered 503.", min=0)
     ] = 256,
     max_queued_tokens: Annotated[
         int | None, typer.Option(help="Prompt tokens that may wait; more are answered 503.", min=1)

@@ -14,7 +14,7 @@ from outrider.outputs import GenerationOutput, Logprob, StepEvent
 from outrider.serve.http import DONE, frame, refusal
 from outrider.serve.protocol import ChatBody, CompletionBody, Sampled
 from outrider.serve.reasoning import Counter, Reader, Reading
-from outrider.serve.tools import Parser, regrouped
+from outrider.serve.tools import Harmony, Parser, regrouped
 from outrider.serve.vocabulary import Vocabulary
 
 FLOOR = -9999.0  # JSON has no -inf
@@ -278,6 +278,12 @@ class Chat(Reply):
         if self.body.parallel_tool_calls is False:
             found = [delta for delta in found if not any(call["index"] for call in delta.get("tool_calls", ()))]
         return found
+
+    def own(self, text: str, kind: str, made: list[dict[str, Any]]) -> str:
+        """The beginning of one of the parts that are `made` of an answer, without the line break that stands between
+        two messages of gpt-oss's in a chat."""
+        joined = isinstance(self._readers.get(0), Harmony) and any(part["type"] == kind for part in made)
+        return text.removeprefix("\n") if joined else text
 
     def _shown(self, event: StepEvent) -> list[dict[str, Any]]:
         hidden = self.body.include_reasoning is False

@@ -81,14 +81,14 @@ def create_app(llm: AsyncLLM, settings: Settings) -> FastAPI:
 
     def route(
         path: str, handler: Callable[..., Any], body: type[Body] | None, *gives: str, reply: str = "", method: str = "",
-        refusal: str = "Refusal",
+        refused: str = "Refusal",
     ) -> None:  # fmt: skip
         schema = None
         if body is not None:
             schema = {"requestBody": {"content": {JSON: {"schema": {"$ref": REF + body.__name__}}}, "required": True}}
         verb = method or ("GET" if body is None else "POST")
-        refused = {"description": "Refused", "content": {JSON: {"schema": {"$ref": REF + refusal}}}}
-        told: dict[int | str, Any] = {"4XX": refused, "5XX": refused}
+        no = {"description": "Refused", "content": {JSON: {"schema": {"$ref": REF + refused}}}}
+        told: dict[int | str, Any] = {"4XX": no, "5XX": no}
         if gives:
             named = {"schema": {"$ref": REF + reply}}
             told[200] = {"content": {kind: named if kind == JSON else {} for kind in gives}}
@@ -103,10 +103,10 @@ def create_app(llm: AsyncLLM, settings: Settings) -> FastAPI:
     route("/v1/responses", server.respond, ResponsesBody, JSON, EventStream.media_type, reply="ResponsesReply")
     route(
         MESSAGES, server.messages, MessagesBody, JSON, EventStream.media_type, reply="MessagesReply",
-        refusal="MessagesRefusal",
+        refused="MessagesRefusal",
     )  # fmt: skip
     route(
-        f"{MESSAGES}/count_tokens", server.count, MessagesBody, JSON, reply="Counted", refusal="MessagesRefusal"
+        f"{MESSAGES}/count_tokens", server.count, MessagesBody, JSON, reply="Counted", refused="MessagesRefusal"
     )  # fmt: skip
     route("/v1/models", server.models, None, JSON, reply="Models")
     route("/v1/models/{model:path}", server.model, None, JSON, reply="Model")
@@ -239,7 +239,8 @@ class Server:
             body = (await read(request, MessagesBody)).as_chat()
             self._check(body)
             await self._tools(body)
-            return json_response({"input_tokens": len(await self.llm.off_loop(lambda: self._rendered(body)))})
+            ids = await self.llm.off_loop(lambda: self._rendered(body, any_length=True))
+            return json_response({"input_tokens": len(ids)})
         except (Refusal, OutriderError) as error:
             raise in_anthropics_words(refusal(error)) from None
 
@@ -343,7 +344,7 @@ class Server:
             keep = max(1, self.llm.llm.engine.max_len - (self._asked(body) or 1))
         return ids[:keep] if body.truncation_side == "right" else ids[-keep:]
 
-    def _rendered(self, body: ChatBody | TokenizeBody) -> list[int]:
+    def _rendered(self, body: ChatBody | TokenizeBody, any_length: bool = False) -> list[int]:
         generate = body.add_generation_prompt
         if generate is None:
             generate = not body.continue_final_message
@@ -357,7 +358,7 @@ class Server:
             chat_template_kwargs=variables,
             add_generation_prompt=generate,
             continue_final_message=bool(body.continue_final_message),
-            any_length=isinstance(body, ChatBody) and _cut(body),
+            any_length=any_length or (isinstance(body, ChatBody) and _cut(body)),
         )
 
     def _template(self, body: ChatBody | TokenizeBody) -> Any:

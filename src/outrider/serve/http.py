@@ -1,4 +1,4 @@
-"""HTTP's own: JSON bodies within limits, errors in OpenAI's shape, server-sent events, the gate before all routes."""
+"""HTTP's own: JSON bodies within limits, errors in OpenAI's and Anthropic's shape, server-sent events, the gate."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Refusal(Exception):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.status}}
 
     @property
-    def told(self) -> dict[str, Any]:
+    def anthropics(self) -> dict[str, Any]:
         """In Anthropic's."""
         return {"type": "error", "error": {"type": ANTHROPICS.get(self.status, "api_error"), "message": str(self)}}
 
@@ -87,7 +87,7 @@ class Refusal(Exception):
     def response(self, scope: Scope) -> Response:
         """As an answer of its own, in the shape of the API that was asked."""
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        return json_response(self.told if path.startswith(MESSAGES) else self.body, self.status, self.headers)
+        return json_response(self.anthropics if path.startswith(MESSAGES) else self.body, self.status, self.headers)
 
 
 def refusal(error: BaseException) -> Refusal:

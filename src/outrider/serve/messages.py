@@ -16,7 +16,10 @@ from outrider.serve.http import Refusal, frame, loads, parse, refusal
 from outrider.serve.protocol import ChatBody, Common, Ignored
 from outrider.serve.reasoning import Reading
 
-AS_CHAT = {"stop_sequences": "stop", "output_config": "response_format", "thinking": "chat_template_kwargs"}
+HERE = {  # what fields of a chat are called here
+    "stop": "stop_sequences", "response_format": "output_config", "reasoning_effort": "output_config",
+    "max_completion_tokens": "max_tokens",
+}  # fmt: skip
 SAME = (*(Common.model_fields.keys() - Ignored.model_fields.keys()), "chat_template_kwargs", "include_reasoning")
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 Block = dict[str, Any]
@@ -52,6 +55,8 @@ class MessagesBody(Common):
         given = {name: getattr(self, name) for name in SAME}
         given |= {"messages": messages, "max_completion_tokens": self.max_tokens, "tools": self.functions}
         if self.stop_sequences is not None:
+            if self.stop is not None:
+                raise Refusal(400, "stop_sequences and stop cannot both be given", "stop_sequences")
             given["stop"] = self.stop_sequences
         if messages and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
             given["continue_final_message"] = True
@@ -69,7 +74,8 @@ class MessagesBody(Common):
         if (form := config.get("format")) is not None:
             if not isinstance(form, dict) or form.get("type") != "json_schema":
                 raise Refusal(400, "output_config: format is {'type': 'json_schema', 'schema': ...}", "output_config")
-            given["response_format"] = {"type": "json_schema", "json_schema": {"name": "output", **_but(form, "type")}}
+            about = {key: value for key, value in form.items() if key != "type"}
+            given["response_format"] = {"type": "json_schema", "json_schema": {"name": "output", **about}}
         return parse(ChatBody, given)
 
     @property
@@ -89,14 +95,17 @@ class MessagesBody(Common):
 
 def _chosen(choice: Mapping[str, Any]) -> dict[str, Any]:
     """A `tool_choice` as chats have it."""
-    kind, name = choice.get("type"), choice.get("name")
+    kind, name, alone = (choice.get(key) for key in ("type", "name", "disable_parallel_tool_use"))
     if kind == "tool" and isinstance(name, str):
         chosen: Any = {"type": "function", "function": {"name": name}}
-    elif kind in CHOICES:
+    elif isinstance(kind, str) and kind in CHOICES:
         chosen = CHOICES[kind]
     else:
         raise Refusal(400, "tool_choice: type must be auto, any, none, or tool with a name", "tool_choice")
-    return {"tool_choice": chosen, "parallel_tool_calls": not choice.get("disable_parallel_tool_use")}
+    if not (alone is None or isinstance(alone, bool)):
+        what = "disable_parallel_tool_use must be true or false"
+        raise Refusal(400, f"tool_choice: {what}, not {brief(alone)}", "tool_choice")
+    return {"tool_choice": chosen, "parallel_tool_calls": not alone}
 
 
 def _messages(given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -112,16 +121,20 @@ def _messages(given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "text":
             said.append(block)
-        elif kind == "tool_result" and role == "user":
+        elif kind == "tool_result" and role == "user" and isinstance(block.get("tool_use_id"), str):
             results += 1
             yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": _text(block.get("content"))}
-        elif kind == "tool_use" and role == "assistant" and isinstance(block.get("input"), dict):
-            function = {"name": block.get("name"), "arguments": json.dumps(block["input"], ensure_ascii=False)}
+        elif kind == "tool_use" and role == "assistant" and _called(block):
+            try:
+                arguments = json.dumps(block["input"], ensure_ascii=False)
+            except RecursionError:
+                raise Refusal(400, "messages: an input is nested too deeply", "messages") from None
+            function = {"name": block.get("name"), "arguments": arguments}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "thinking" and role == "assistant" and isinstance(block.get("thinking"), str):
             thoughts.append(block["thinking"])
         elif not (kind == "redacted_thinking" and role == "assistant"):
-            what = "text, tool_result" if role == "user" else "text, thinking, tool_use"
+            what = {"user": "text, tool_result", "assistant": "text, thinking, tool_use"}.get(str(role), "text")
             raise Refusal(400, f"messages: blocks of {role} are {what}, not {brief(block)}", "messages")
     if said or calls or not results:
         message = {"role": role, "content": _text(said) if said else None if calls else ""}
@@ -129,27 +142,26 @@ def _messages(given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield message | ({"reasoning": "\n".join(thoughts)} if thoughts else {})
 
 
+def _called(block: Block) -> bool:
+    """Whether a call has what belongs to one."""
+    return isinstance(block.get("input"), dict) and all(isinstance(block.get(key), str) for key in ("id", "name"))
+
+
 def _text(given: Any, field: str = "messages") -> str:
     """The text of blocks."""
     if given is None or isinstance(given, str):
         return given or ""
-    for block in given if isinstance(given, list) else [given]:
+    blocks = given if isinstance(given, list) else [given]
+    for block in blocks:
         kind = block.get("type") if isinstance(block, dict) else None
         if kind != "text" or not isinstance(block.get("text"), str):
             raise Refusal(400, f"{field}: this model reads text, not {brief(block)}", field)
-    return "".join(block["text"] for block in given)
-
-
-def _but(given: Mapping[str, Any], key: str) -> dict[str, Any]:
-    return {name: value for name, value in given.items() if name != key}
+    return "".join(block["text"] for block in blocks)
 
 
 def in_its_words(error: Refusal) -> Refusal:
     """A chat's refusal, with the names that fields have here."""
-    for here, there in AS_CHAT.items():
-        if error.param == there:
-            return error.under(here)
-    return error.under("max_tokens") if error.param == "max_completion_tokens" else error
+    return error.under(HERE[error.param]) if error.param in HERE else error
 
 
 class Say(Chat):
@@ -172,12 +184,12 @@ class Say(Chat):
             async for event in self._told():
                 yield frame(event, event["type"])
         except Exception as error:
-            yield frame(refusal(error).told, "error")
+            yield frame(refusal(error).anthropics, "error")
 
     async def _told(self) -> AsyncGenerator[dict[str, Any], None]:
         self.message: dict[str, Any] = {}
         async for event in self._events():
-            if not self.message:  # by now it is known how much of the prompt was
+            if not self.message:  # by now it is known how much of the prompt was cached
                 self.message = self._message()
                 yield {"type": "message_start", "message": {**self.message, "usage": self._used(0)}}
             for delta in self._shown(event):
@@ -208,6 +220,7 @@ class Say(Chat):
         kind = block["type"]
         if new or not self.blocks or self.blocks[-1]["type"] != kind:
             yield from self._end_block()
+            text = self.own(text, kind, self.blocks)
             self.blocks.append(block)
             self.input = ""
             yield {"type": "content_block_start", "index": len(self.blocks) - 1, "content_block": dict(block)}
@@ -224,7 +237,7 @@ class Say(Chat):
         if not self.blocks:
             return
         if self.blocks[-1]["type"] == "tool_use":
-            with suppress(ValueError, RecursionError):  # cut off, or no JSON: then it stays empty
+            with suppress(ValueError, RecursionError):  # cut off, or nothing that all read alike: then it stays empty
                 if isinstance(given := loads(self.input), dict):
                     self.blocks[-1]["input"] = given
         yield {"type": "content_block_stop", "index": len(self.blocks) - 1}
@@ -232,10 +245,9 @@ class Say(Chat):
     def _ended(self, event: StepEvent) -> dict[str, Any]:
         end = self._end(event)
         reason = {"length": "max_tokens", "tool_calls": "tool_use"}.get(end["finish_reason"], "end_turn")
-        sequence = end["stop_reason"] if isinstance(end["stop_reason"], str) else None
-        if sequence is not None and reason == "end_turn":
-            reason = "stop_sequence"
-        return {"stop_reason": reason, "stop_sequence": sequence}
+        if reason == "end_turn" and isinstance(end["stop_reason"], str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": end["stop_reason"]}
+        return {"stop_reason": reason, "stop_sequence": None}
 
     def _message(self) -> dict[str, Any]:
         about = {"id": self.job.head["id"], "type": "message", "role": "assistant", "model": self.job.head["model"]}

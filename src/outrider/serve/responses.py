@@ -16,7 +16,6 @@ from outrider.serve.answers import Chat, Job
 from outrider.serve.http import Refusal, frame, parse, refusal
 from outrider.serve.protocol import ChatBody, Choice, Common, Ignored
 from outrider.serve.reasoning import Reading
-from outrider.serve.tools import Harmony
 
 STATELESS = "this server keeps nothing of an answer; send the whole conversation as input"
 AS_CHAT = {
@@ -249,7 +248,7 @@ class Respond(Chat):
 
     def _say(self, text: str) -> Iterator[dict[str, Any]]:
         if not self.items or self.items[-1]["type"] != "message":
-            behind, text = bool(self.items) or self._marked(), self._own(text, "message")
+            behind, text = bool(self.items) or self._marked(), self.own(text, "message", self.items)
             yield from self._begin(self._message())
             if behind:  # reasoning, a call or a header, with tokens that are no text
                 self.spelt = _last(self.spelt, len(text))
@@ -264,15 +263,10 @@ class Respond(Chat):
             return
         if not self.items or self.items[-1]["type"] != "reasoning":
             about = {"type": "reasoning", "summary": [], "status": "in_progress"}
-            part, text = {"type": "reasoning_text", "text": ""}, self._own(text, "reasoning")
+            part, text = {"type": "reasoning_text", "text": ""}, self.own(text, "reasoning", self.items)
             yield from self._begin({"id": f"rs_{uuid.uuid4().hex}", **about, "content": [part]})
         self.items[-1]["content"][0]["text"] += text
         yield {"type": "response.reasoning_text.delta", **self._place(), "delta": text}
-
-    def _own(self, text: str, kind: str) -> str:
-        """The beginning of an item, without the line break that stands between two messages of gpt-oss's in a chat."""
-        joined = isinstance(self._readers.get(0), Harmony) and any(item["type"] == kind for item in self.items)
-        return text.removeprefix("\n") if joined else text
 
     def _marked(self) -> bool:
         """Whether tokens came before that are no content's."""

@@ -15,14 +15,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider import drafters
-from outrider.config import ModelConfig
 from outrider.errors import ConfigError
 from outrider.llm import LLM
 from outrider.model import Rotary, turned
@@ -165,13 +164,8 @@ class Head(heads.Head):
         self.fc = nn.Linear(len(self.taps) * c.hidden_size, c.hidden_size, bias=False)
         self.midlayer = Layer(c.hidden_size, self.heads, c.head_dim, c.intermediate_size, c.rms_norm_eps)
         self.norm = Norm(c.hidden_size, c.rms_norm_eps)
-        self._layer(Path("a head for this target"), self.described())  # which nobody could load is not to be trained
-
-    @staticmethod
-    def _layer(path: Path, about: dict[str, Any]) -> ModelConfig:
-        drafter: Any = drafters.find("eagle3")
-        layer: ModelConfig = drafter.layer(path, about)
-        return layer
+        self.drafter = cast(Any, drafters.find("eagle3"))
+        self.drafter.layer(Path("a head for this target"), self.described())  # what nobody could load is not trained
 
     def unroll(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
         """The normed states."""
@@ -204,10 +198,9 @@ class Head(heads.Head):
         """Also a published one, if each of its attention heads has its own keys."""
         if name := next((name for name in ("norm_before_residual", "norm_before_fc") if about.get(name)), None):
             raise ConfigError(f"{path}: {name} is nothing that heads are trained with here")
-        drafter: Any = drafters.find("eagle3")
-        if (seen := drafter.points(path, about, self.config.num_layers)) != self.taps:
+        if (seen := self.drafter.points(path, about, self.config.num_layers)) != self.taps:
             raise ConfigError(f"{path} sees layers {list(seen)}, not {list(self.taps)}; give them as taps")
-        theirs, ours = self._layer(path, about), self._layer(path, self.described())
+        theirs, ours = (self.drafter.layer(path, each) for each in (about, self.described()))
         for name in ("rope", "rms_norm_eps", "num_heads", "head_dim"):
             if (there := getattr(theirs, name)) != (here := getattr(ours, name)):
                 raise ConfigError(f"{path} has {name} {there}, and what is trained here {here}")

@@ -135,7 +135,10 @@ class Head(nn.Module):
 
     @torch.no_grad()
     def adopt(self, llm: LLM, path: Path, about: dict[str, Any], given: dict[str, Tensor]) -> None:
-        """Begin as the head in a folder, from its config.json and tensors. Raises ConfigError for another shape."""
+        """Begin as the head in a folder, from its config.json and tensors.
+
+        Raises ConfigError for another shape, CheckpointError for what no head can hold.
+        """
         given.pop("t2d", None)  # says no more than d2t
         own = {name: tensor for name, tensor in self.state_dict().items() if name != "t2d"}
         if odd := sorted((given.keys() ^ own.keys()) - {"lm_head.weight"}):
@@ -147,7 +150,7 @@ class Head(nn.Module):
                 there, here = (" x ".join(map(str, t.shape)) for t in (tensor, own[name]))
                 raise ConfigError(f"{path}: {name} is {there}, these settings make {here}; give those it was made with")
             if own[name].is_floating_point():
-                take_out({**given}, name, tuple(tensor.shape), path)
+                take_out({name: tensor}, name, tuple(tensor.shape), path)
         words = given["d2t"].long() + torch.arange(len(given["d2t"]))
         vocab = whole(about.get("vocab_size") or 1, 1, self.config.vocab_size)
         if vocab is None or int(words.min()) < 0 or int(words.max()) >= self.config.vocab_size:
