@@ -238,7 +238,7 @@ def test_what_lies_at_a_path_is_told(run, tmp_path):
         (["--speculate", f"rest:datastore={pipe}"], "cannot be read: it is no file"),
         (["--json-schema", str(broken)], "broken.json' is not JSON"),
         (["--json-schema", "nowhere.json"], "'nowhere.json' is neither a file nor a JSON object"),
-        (["--structural-tag", "{}"], "it has `triggers`"),
+        (["--structural-tag", "{}"], "structural_tag lacks format"),
     ):
         code, out, err = run("generate", "hi", *flags)
         assert code == 2 and out == "" and told in err and err.count("\n") == 1, err

@@ -397,7 +397,7 @@ def test_limits_of_the_engine(make_llm):
             make_llm(engine={"kv_memory": memory})
     llm = make_llm(engine={"kv_memory": block})
     assert len(llm.generate([1], max_tokens=31, ignore_eos=True)[0].token_ids) == 31
-    with refused(RequestTooLong, "kv_memory", f"over the {block / 2**20:.1f} MiB"):
+    with refused(RequestTooLong, "kv_memory", f"over the {block / 2**10:,.0f} KiB"):
         llm.generate([1], max_tokens=32)
     assert_released(llm)
 

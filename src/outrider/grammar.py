@@ -177,9 +177,7 @@ class Tag:
         if not isinstance(tag, dict):
             raise ValueError("it is an object with a format")
         tag = {key: value for key, value in tag.items() if key != "type"}
-        if "format" in tag:
-            whole = _checked("structural_tag", "format", tag)["format"]
-        else:
+        if tag.keys() & {"structures", "triggers"}:
             old = _checked("structural_tag", "triggers structures", tag)
             tags = [_checked("a structure", "begin schema end", part) for part in old["structures"]]
             for part in tags:
@@ -187,6 +185,8 @@ class Tag:
                 schema = json.loads(schema) if isinstance(schema, str) else schema
                 part["content"] = {"type": "json_schema", "json_schema": schema}
             whole = {"type": "triggered_tags", "triggers": old["triggers"], "tags": tags}
+        else:
+            whole = _checked("structural_tag", "format", tag)["format"]
         own = "\n".join([f"start: {self._format(whole, ())}", *self.rules])
         return json.dumps({"grammars": [{"lark_grammar": own}, *self.grammars]})
 
