@@ -52,7 +52,7 @@ sanitize: .venv/ready
 	build/thread/outrider/ops/stress
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
 		OUTRIDER_SANITIZED=build/address/outrider/ops OMP_NUM_THREADS=1 \
-		$(BIN)/python -m pytest -p tests.sanitized -n 2 --capture=sys -x -k "not fork and not environment and not processor and not outlives" $(addprefix tests/test_,native.py attention.py walk.py suffix.py recurrent.py)
+		$(BIN)/python -m pytest -p tests.sanitized -n 2 --capture=sys -x $(addprefix tests/test_,native.py attention.py walk.py suffix.py recurrent.py)
 
 docs: .venv/ready
 	$(BIN)/python -m tools docs
