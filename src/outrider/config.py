@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import secrets
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields
@@ -199,6 +200,11 @@ class ModelConfig:
     def border(self) -> int | None:
         """The length, in tokens, beyond which all of a sequence is rotated otherwise (LongRoPE), if there is one."""
         return int(self.rope["original_max_position_embeddings"]) if self.rope["rope_type"] == "longrope" else None
+
+
+def drawn_seed() -> int:
+    """A seed for who gives none, of 53 bits: answers tell it, and not all readers of JSON keep more."""
+    return secrets.randbits(53)
 
 
 LogitsProcessor = Callable[[list[int], Any], Any]

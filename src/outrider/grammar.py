@@ -129,20 +129,63 @@ def pieces(text: str, added: Mapping[str, int]) -> list[str]:
     return [part for part in re.split(f"({'|'.join(map(re.escape, marks))})", text) if part]
 
 
+@dataclass
+class Rules:
+    """Rules of a grammar of ours as they are written, each once, and free text up to what may end it."""
+
+    added: Mapping[str, int]
+    rules: list[str] = field(default_factory=list)
+    known: dict[Any, str] = field(default_factory=dict)  # their names, by what they say or are for
+    size: int = 0
+
+    def text(self, excludes: tuple[str, ...], ends: tuple[Mark, ...]) -> str:
+        """Free text up to the first of `ends`, and with it; no special tokens in it, nor marks by other tokens."""
+        if (known := self.known.get((excludes, ends))) is not None:
+            return known
+        without = [*excludes, *(end for end in ends if isinstance(end, str) and end in self.added)]
+        banned = " | ".join(json.dumps(text) for text in without)
+        free = r"/(.|\n)*/" + (rf" & ~(/(.|\n)*/ ({banned}) /(.|\n)*/)" if banned else "")
+        text, found = self.rule("TEXT", free), list[str]()
+        for end in ends:
+            first, rest = (end, "") if isinstance(end, int) else _first(end, self.added)
+            if isinstance(first, int) or first in self.added:
+                begun = f"{text} {self.mark(first)}"
+            else:
+                begun = f"{text} {json.dumps(first)}"  # behind which a token comes, or else up to the first of them
+                begun = self.rule("TEXT", begun) if rest else self.rule("text", begun, "[lazy]")
+            found.append(f"{begun} {self.mark(rest)}")
+        self.known[excludes, ends] = name = self.rule("until", _either(found)) if ends else text
+        return name
+
+    def mark(self, mark: Mark) -> str:
+        """A text or a token, as a grammar has it."""
+        return literal(mark, self.added) if isinstance(mark, str) else f"<[{mark}]>"
+
+    def one(self, ends: tuple[Mark, ...]) -> str:
+        """One of some marks, if there are any."""
+        if ends and ends not in self.known:
+            self.known[ends] = self.rule("end", _either(map(self.mark, ends)))
+        return self.known[ends] if ends else ""
+
+    def rule(self, name: str, text: str, how: str = "") -> str:
+        """The name of a rule that says so. Raises ValueError if all together are too long."""
+        if (known := self.known.get(f"{name}{how}: {text}")) is not None:
+            return known
+        if (size := self.size + len(text)) > MOST_RULES:
+            raise ValueError(f"its rules have more than {MOST_RULES} characters")
+        own = self.known[f"{name}{how}: {text}"] = f"{name}_{len(self.rules)}"
+        self.size = size
+        self.rules.append(f"{own}{how}: {text}")
+        return own
+
+
 def behind(marks: tuple[str, str, str], source: str, added: Mapping[str, int]) -> str:
     """A grammar behind what `after` means: no end before it, and of special tokens none but the marks'."""
     begin, end, lead = marks
-    mark, *more = pieces(end, added)
-    rest, said = literal("".join(more), added), json.dumps(mark)
-    if mark in added:  # nor the mark by other tokens
-        text = f"text: TEXT <[{added[mark]}]>\nTEXT: /(.|\\n)*/ & ~(/(.|\\n)*/ {said} /(.|\\n)*/)"
-    elif rest:
-        text = f"text: TEXT\nTEXT: /(.|\\n)*/ {said}"
-    else:
-        text = f"text[lazy]: /(.|\\n)*/ {said}"
-    whole = f"{literal(begin, added)} text {rest} {'' if lead else 'SPACE?'}"
-    start = f"{f'({whole})?' if begin else whole} {literal(lead, added)} @answer"
-    before = f"start: {start}\n{text}\nSPACE: /[ \\n\\r\\t]{{1,8}}/"
+    rules = Rules(added)
+    whole = f"{literal(begin, added)} {rules.text((), (end,))} {'' if lead else 'SPACE?'}"
+    start = f"start: {f'({whole})?' if begin else whole} {literal(lead, added)} @answer"
+    before = "\n".join([start, *rules.rules, r"SPACE: /[ \n\r\t]{1,8}/"])
     return json.dumps({"grammars": [{"lark_grammar": before}, *_named("answer", source)]})
 
 
@@ -155,7 +198,6 @@ def _named(name: str, source: str) -> list[dict[str, Any]]:
 # --- structural tags --------------------------------------------------------------------------------------------------
 
 
-@dataclass
 class Tag:
     """A structural tag, format by format.
 
@@ -164,13 +206,11 @@ class Tag:
     beginning away.
     """
 
-    library: Any
-    given: StructuredOutputsParams  # whose other options hold for the JSON in it
-    added: Mapping[str, int]
-    rules: list[str] = field(default_factory=list)
-    grammars: list[dict[str, Any]] = field(default_factory=list)  # those of the library, by name
-    known: dict[Any, str] = field(default_factory=dict)  # names of rules, by what they say or are for
-    size: int = 0
+    def __init__(self, library: Any, given: StructuredOutputsParams, added: Mapping[str, int]) -> None:
+        self.library, self.added = library, added
+        self.given = given  # whose other options hold for the JSON in it
+        self.own = Rules(added)
+        self.grammars: list[dict[str, Any]] = []  # those of the library, by name
 
     def written(self, tag: Any) -> str:
         """A whole one: a `format`, or `structures` and `triggers`, as vLLM had it first."""
@@ -187,14 +227,14 @@ class Tag:
             whole = {"type": "triggered_tags", "triggers": old["triggers"], "tags": tags}
         else:
             whole = _checked("structural_tag", "format", tag)["format"]
-        own = "\n".join([f"start: {self._format(whole, ())}", *self.rules])
-        return json.dumps({"grammars": [{"lark_grammar": own}, *self.grammars]})
+        start = f"start: {self._format(whole, ())}"
+        return json.dumps({"grammars": [{"lark_grammar": "\n".join([start, *self.own.rules])}, *self.grammars]})
 
     def _format(self, given: Any, ends: tuple[Mark, ...]) -> str:
         """A format, and then one of `ends`."""
         kind, has = _read(given)
         if kind == "any_text":
-            return self._text(has, ends)
+            return self.own.text(tuple(has["excludes"] or ()), ends)
         if kind == "or":
             return _either(self._format(part, ends) for part in has["elements"])
         if kind == "sequence":
@@ -204,20 +244,20 @@ class Tag:
         if kind == "triggered_tags":
             return self._triggered(has, ends)
         if kind == "optional" and _open(given):
-            return _either([self._format(has["content"], ends), self._one(ends)])
-        return f"{self._closed(kind, has)} {self._one(ends)}"
+            return _either([self._format(has["content"], ends), self.own.one(ends)])
+        return f"{self._closed(kind, has)} {self.own.one(ends)}"
 
     def _closed(self, kind: str, has: dict[str, Any]) -> str:
         """A format that ends by itself."""
         if kind == "const_string":
-            return self._mark(has["value"])
+            return self.own.mark(has["value"])
         if kind == "token":
-            return self._mark(self._id({"type": kind, **has}))
+            return self.own.mark(self._id({"type": kind, **has}))
         if kind == "tags_with_separator":
             tags = _tags(has)
             _end_by_themselves(kind, tags)
             one = _either(self._tag(tag, ()) for tag in tags)
-            more = "" if has["stop_after_first"] else f"({self._mark(has['separator'])} {one})*"
+            more = "" if has["stop_after_first"] else f"({self.own.mark(has['separator'])} {one})*"
             return f"({one} {more}){'' if has['at_least_one'] else '?'}"
         if kind in ("optional", "plus", "star", "repeat"):
             if _open(has["content"]):
@@ -259,14 +299,15 @@ class Tag:
         return " ".join([*found, self._format(parts[-1], ends)])
 
     def _tag(self, has: Mapping[str, Any], ends: tuple[Mark, ...]) -> str:
-        begin = self._mark(self._id(has["begin"]))
+        begin = self.own.mark(self._id(has["begin"]))
         if own := tuple(map(self._id, _ends(has))):
-            return f"{begin} {self._format(has['content'], own)} {self._one(ends)}"
+            return f"{begin} {self._format(has['content'], own)} {self.own.one(ends)}"
         return f"{begin} {self._format(has['content'], ends)}"
 
     def _triggered(self, has: Mapping[str, Any], ends: tuple[Mark, ...]) -> str:
         """Free text; where a trigger begins in it, one of the tags, and so on."""
         at_once, later, tags = list[str](), list[str](), _tags(has)
+        excludes = tuple(has["excludes"] or ())
         if ends:
             _end_by_themselves("triggered_tags", tags)
         for tag in tags:
@@ -276,36 +317,13 @@ class Tag:
                 raise ValueError(f"no trigger begins {brief(begin)}")
             first, _ = _first(begin, self.added)
             head = first if first in self.added else trigger
-            body = self._rule("tag", self._tag({**tag, "begin": begin[len(head) :]}, ()))
-            at_once.append(f"{self._mark(head)} {body}")
-            later.append(f"{self._text(has, (head,))} {body}")
-        end, text = self._one(ends), self._text(has, ends)
+            body = self.own.rule("tag", self._tag({**tag, "begin": begin[len(head) :]}, ()))
+            at_once.append(f"{self.own.mark(head)} {body}")
+            later.append(f"{self.own.text(excludes, (head,))} {body}")
+        end, text = self.own.one(ends), self.own.text(excludes, ends)
         if has["stop_after_first"]:
             return f"{_either(at_once)} {end}" if has["at_least_one"] else _either([f"{_either(later)} {end}", text])
         return f"{_either(at_once) if has['at_least_one'] else ''} {_either(later)}* {text}"
-
-    def _text(self, has: Mapping[str, Any], ends: tuple[Mark, ...]) -> str:
-        """Free text up to the first of `ends`."""
-        excludes = tuple(has["excludes"] or ())
-        if (known := self.known.get((excludes, ends))) is not None:
-            return known
-        without = [*excludes, *(end for end in ends if isinstance(end, str) and end in self.added)]
-        banned = " | ".join(json.dumps(text) for text in without)
-        free = r"/(.|\n)*/" + (rf" & ~(/(.|\n)*/ ({banned}) /(.|\n)*/)" if banned else "")
-        text, found = self._rule("TEXT", free), list[str]()
-        for end in ends:
-            first, rest = (end, "") if isinstance(end, int) else _first(end, self.added)
-            if isinstance(first, int) or first in self.added:
-                begun = f"{text} {self._mark(first)}"
-            else:
-                begun = f"{text} {json.dumps(first)}"  # behind which a token comes, or else up to the first of them
-                begun = self._rule("TEXT", begun) if rest else self._rule("text", begun, "[lazy]")
-            found.append(f"{begun} {self._mark(rest)}")
-        self.known[excludes, ends] = name = self._rule("until", _either(found)) if ends else text
-        return name
-
-    def _mark(self, mark: Mark) -> str:
-        return literal(mark, self.added) if isinstance(mark, str) else f"<[{mark}]>"
 
     def _id(self, given: Any) -> Mark:
         """A text, or a token by its id."""
@@ -319,21 +337,6 @@ class Tag:
         if number is None:
             raise ValueError(f"token: {brief(token)} is no token of its own in this vocabulary")
         return int(number)
-
-    def _one(self, ends: tuple[Mark, ...]) -> str:
-        if ends and ends not in self.known:
-            self.known[ends] = self._rule("end", _either(map(self._mark, ends)))
-        return self.known[ends] if ends else ""
-
-    def _rule(self, name: str, text: str, how: str = "") -> str:
-        if (known := self.known.get(f"{name}{how}: {text}")) is not None:
-            return known
-        if (size := self.size + len(text)) > MOST_RULES:
-            raise ValueError(f"its rules have more than {MOST_RULES} characters")
-        own = self.known[f"{name}{how}: {text}"] = f"{name}_{len(self.rules)}"
-        self.size = size
-        self.rules.append(f"{own}{how}: {text}")
-        return own
 
 
 def _read(given: Any) -> tuple[str, dict[str, Any]]:
@@ -369,8 +372,6 @@ def _checked(kind: str, fields: str, given: Any) -> dict[str, Any]:
 
 
 def _tags(has: Mapping[str, Any]) -> list[dict[str, Any]]:
-    if not has["tags"]:
-        raise ValueError("tags: there are none")
     found = []
     for tag in has["tags"]:
         kind, fields = _read({"type": "tag", **tag} if isinstance(tag, dict) else tag)
@@ -395,7 +396,7 @@ def _open(given: Any) -> bool:
     """Whether a format may end with free text."""
     kind, has = _read(given)
     if kind == "sequence":
-        return bool(has["elements"]) and _open(has["elements"][-1])
+        return _open(has["elements"][-1])
     if kind == "tag":
         return not _ends(has) and _open(has["content"])
     if kind == "or":

@@ -135,14 +135,13 @@ class Shape:
 
     def quantized(self, scheme: str) -> Shape:
         """The same under a scheme, which leaves the head more bits than the rest."""
-        head = self.hidden * self.vocab / (self.weights + self.experts * self.expert)
-        return replace(self, bits=STORED[scheme] + (STORED[HEAD] - STORED[scheme]) * head)
+        return self.stored(STORED[scheme], False, STORED[HEAD])
 
-    def stored(self, bits: float, experts: bool) -> Shape:
-        """The same in so many bits a weight, but for the head, which stays as it is; `experts`: theirs only."""
+    def stored(self, bits: float, experts: bool, head: float = 16.0) -> Shape:
+        """The same in so many bits a weight, but for the head; `experts`: all but theirs are as the head is."""
         every = self.weights + self.experts * self.expert
         rest = self.weights if experts else self.hidden * self.vocab
-        return replace(self, bits=bits + (16 - bits) * rest / every)
+        return replace(self, bits=bits + (head - bits) * rest / every)
 
     @property
     def weight_bytes(self) -> float:

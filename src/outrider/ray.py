@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import os
-import secrets
 import signal
 import socket
 import threading
@@ -30,7 +29,7 @@ from ray.serve.request_router import RequestRouter
 
 from outrider import drafters
 from outrider.async_llm import AsyncLLM, left
-from outrider.config import EngineConfig, SamplingParams, SpeculativeConfig
+from outrider.config import EngineConfig, SamplingParams, SpeculativeConfig, drawn_seed
 from outrider.errors import ConfigError, EngineError, QueueFull, told
 from outrider.llm import LLM
 from outrider.load import open_source
@@ -258,10 +257,7 @@ class Far:
 
     async def start(self, prompts: list[tuple[list[int], SamplingParams]], **options: Any) -> FarAnswer:
         """As AsyncLLM's. Seeds are drawn here, so that another engine would draw the same tokens."""
-        seeded = [
-            (ids, params.having(seed=secrets.randbits(53)) if params.seed is None else params)
-            for ids, params in prompts
-        ]
+        seeded = [(ids, params.having(seed=drawn_seed()) if params.seed is None else params) for ids, params in prompts]
         answer = FarAnswer(self._engines, seeded, options)
         await answer.open()
         return answer

@@ -76,6 +76,16 @@ class Client:
         return frames_of(answer.text)
 
 
+def fail(*_: Any, **__: Any) -> None:
+    raise RuntimeError("inside")
+
+
+def begins(*_: Any) -> Any:
+    """A part of an answer, and then no more."""
+    yield {"content": "a"}
+    fail()
+
+
 def frames_of(text: str) -> list[dict[str, Any]]:
     """Server-sent events, to the letter; [DONE] ends them."""
     assert text.endswith("\n\n")

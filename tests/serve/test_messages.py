@@ -11,7 +11,7 @@ import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 
 from outrider.serve.messages import MessagesBody, Say
-from tests.serve.conftest import Client
+from tests.serve.conftest import Client, begins, fail
 from tests.serve.test_reasoning import THINKS
 from tests.serve.test_tools import TOOLS
 from tests.serve.test_tools_served import CITY, hermes  # noqa: F401
@@ -218,13 +218,6 @@ def test_what_cannot_be(client, fields, says):
 
 
 def test_an_error_on_the_way(client, monkeypatch, tiny_llm):
-    def fail(*_: Any, **__: Any) -> None:
-        raise RuntimeError("inside")
-
-    def begins(*_: Any) -> Any:
-        yield {"content": "a"}
-        fail()
-
     with monkeypatch.context() as patch:
         patch.setattr(Say, "deltas", begins)
         events = events_of(client, BODY)

@@ -11,6 +11,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 
 from outrider.serve.responses import Respond
+from tests.serve.conftest import begins, fail
 from tests.serve.test_tools import TOOLS
 from tests.serve.test_tools_served import CITY, hermes  # noqa: F401
 
@@ -236,13 +237,6 @@ def test_what_cannot_be(client, fields, param):
 
 
 def test_an_error_on_the_way(client, monkeypatch, tiny_llm):
-    def fail(*_: Any, **__: Any) -> None:
-        raise RuntimeError("inside")
-
-    def begins(*_: Any) -> Any:
-        yield {"content": "a"}
-        fail()
-
     with monkeypatch.context() as patch:
         patch.setattr(Respond, "deltas", begins)
         broken = events_of(client, {"input": "x", "max_output_tokens": 4})[-1]

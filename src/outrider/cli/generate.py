@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import secrets
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,7 +31,7 @@ from outrider.cli.options import (
     summary,
 )
 from outrider.cli.output import LEGEND, TINT, as_line, put, put_json, tell, to_terminal
-from outrider.config import SpeculativeConfig
+from outrider.config import SpeculativeConfig, drawn_seed
 from outrider.errors import ConfigError, EmptyPrompt
 from outrider.outputs import GenerationOutput
 
@@ -156,7 +155,7 @@ def _compare(
     as_json: bool,
 ) -> None:
     if sampling["seed"] is None:
-        sampling = {**sampling, "seed": secrets.randbits(53)}  # both runs need the same
+        sampling = {**sampling, "seed": drawn_seed()}  # both runs need the same
     runs: list[list[GenerationOutput]] = []
     for each in (SpeculativeConfig(), config):
         llm.speculative_config = each

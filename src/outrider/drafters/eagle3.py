@@ -44,7 +44,7 @@ class Head:
         model = target.model
         about, tensors = Eagle3.read(path)
         self.dtype, self.device, self.embed = model.dtype, model.device, model.embed
-        c = self.config = _layer_config(path, about)
+        c = self.config = Eagle3.layer(path, about)
         hidden = c.hidden_size
         check_head(path, hidden, c.vocab_size, model.config)
         self.points = Eagle3.points(path, about, model.config.num_layers)
@@ -160,8 +160,12 @@ class Eagle3(Growing):
 
     @staticmethod
     def layer(path: Path, about: dict[str, Any]) -> ModelConfig:
-        """The shape of the layer that config.json speaks of."""
-        return _layer_config(path, about)
+        """The shape of the layer that config.json speaks of. Raises CheckpointError."""
+        shape = about.get("transformer_layer_config") or about
+        if not isinstance(shape, dict) or shape.get("num_hidden_layers", 1) != 1:
+            raise CheckpointError(f"{path}: an EAGLE-3 head has one layer, config.json says otherwise")
+        family = "Qwen3ForCausalLM" if shape.get("model_type") == "qwen3" else "LlamaForCausalLM"
+        return families.read({**shape, "architectures": [family], "quantization_config": None})
 
     @staticmethod
     def points(path: Path, about: dict[str, Any], layers: int) -> tuple[int, ...]:
@@ -250,12 +254,3 @@ class Eagle3(Growing):
             known += seq.tokens[at + 1 : at + 1 + len(rows)]
             self.rows.drop(seq.id, at + len(rows))
         return seen.after if seen.first + len(known) == end else None
-
-
-def _layer_config(path: Path, about: dict[str, Any]) -> ModelConfig:
-    """The shape of the layer."""
-    shape = about.get("transformer_layer_config") or about
-    if not isinstance(shape, dict) or shape.get("num_hidden_layers", 1) != 1:
-        raise CheckpointError(f"{path}: an EAGLE-3 head has one layer, config.json says otherwise")
-    family = "Qwen3ForCausalLM" if shape.get("model_type") == "qwen3" else "LlamaForCausalLM"
-    return families.read({**shape, "architectures": [family], "quantization_config": None})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import secrets
 import threading
 import time
 from bisect import bisect_right, insort
@@ -19,7 +18,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from outrider.config import EngineConfig, Rule, SamplingParams, promised, real, whole
+from outrider.config import EngineConfig, Rule, SamplingParams, drawn_seed, promised, real, whole
 from outrider.constraint import Constraint, read
 from outrider.draft import Verdict
 from outrider.engine.guard import Guard
@@ -217,7 +216,7 @@ class Engine:
         text = "" if k == 0 or self.guard.idle else params.prediction
         expected = tokens_of(text, self.tokenizer) if text else []
         scores: dict[int, Logprob] | None = None if params.prompt_logprobs is None else {}
-        seed = secrets.randbits(53) if params.seed is None else params.seed  # 53: what JSON's readers keep
+        seed = drawn_seed() if params.seed is None else params.seed
         requests: list[Request] = []
         for i in range(params.n):
             seq = Sequence(prompt, params, (seed + i) % 2**64, eos=config.eos, max_len=self.max_len)

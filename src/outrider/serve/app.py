@@ -197,24 +197,13 @@ class Server:
     async def chat(self, request: Request) -> Response:
         """`/v1/chat/completions`."""
         body = await read(request, ChatBody)
-        self._check(body)
-        how, more = await self._reading(body)
-        return await self._generate(
-            request, body, "chatcmpl-", lambda: [self._rendered(body)], body.alternatives,
-            lambda job: Chat(job, how), how, **more,
-        )  # fmt: skip
+        return await self._converse(request, body, "chatcmpl-", Chat)
 
     async def respond(self, request: Request) -> Response:
         """`/v1/responses`."""
         asked = await read(request, ResponsesBody)
         try:
-            body = asked.as_chat()
-            self._check(body)
-            how, more = await self._reading(body)
-            return await self._generate(
-                request, body, "resp_", lambda: [self._rendered(body)], body.alternatives,
-                lambda job: Respond(job, how, asked), how, **more,
-            )  # fmt: skip
+            return await self._converse(request, asked.as_chat(), "resp_", lambda job, how: Respond(job, how, asked))
         except (Refusal, OutriderError) as error:
             raise in_its_words(refusal(error)) from None
 
@@ -224,12 +213,7 @@ class Server:
             asked = await read(request, MessagesBody)
             if asked.max_tokens is None:
                 raise Refusal(400, "the field max_tokens is missing", "max_tokens")
-            body = asked.as_chat()
-            self._check(body)
-            how, more = await self._reading(body)
-            return await self._generate(
-                request, body, "msg_", lambda: [self._rendered(body)], None, lambda job: Say(job, how), how, **more
-            )
+            return await self._converse(request, asked.as_chat(), "msg_", Say)
         except (Refusal, OutriderError) as error:
             raise in_anthropics_words(refusal(error)) from None
 
@@ -243,6 +227,17 @@ class Server:
             return json_response({"input_tokens": len(ids)})
         except (Refusal, OutriderError) as error:
             raise in_anthropics_words(refusal(error)) from None
+
+    async def _converse(
+        self, request: Request, body: ChatBody, kind: str, reply: Callable[[Job, Reading], Reply]
+    ) -> Response:
+        """A chat, however it is asked and told."""
+        self._check(body)
+        how, more = await self._reading(body)
+        return await self._generate(
+            request, body, kind, lambda: [self._rendered(body)], body.alternatives, lambda job: reply(job, how), how,
+            **more,
+        )  # fmt: skip
 
     async def _generate(
         self,

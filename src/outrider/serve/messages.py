@@ -171,6 +171,7 @@ class Say(Chat):
         super().__init__(job, how)
         self.blocks: list[Block] = []  # the last may still be written
         self.input = ""  # ... if it is a call, its JSON so far
+        self.message: dict[str, Any] = {}  # once something has come
 
     async def whole(self) -> dict[str, Any]:
         """The message."""
@@ -187,7 +188,6 @@ class Say(Chat):
             yield frame(refusal(error).anthropics, "error")
 
     async def _told(self) -> AsyncGenerator[dict[str, Any], None]:
-        self.message: dict[str, Any] = {}
         async for event in self._events():
             if not self.message:  # by now it is known how much of the prompt was cached
                 self.message = self._message()
