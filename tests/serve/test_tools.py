@@ -17,11 +17,14 @@ from outrider.load import find, read_tokenizer
 from outrider.serve.tools import (
     CODER,
     FAMILIES,
+    GEMMA,
     GRANITE,
     HERMES,
     LLAMA,
     MINISTRAL,
     MISTRAL,
+    NEMOTRON,
+    OLMO,
     PHI,
     PYTHONIC,
     XLAM,
@@ -61,7 +64,17 @@ def written(family, calls: list[tuple[str, Any]]) -> str:
             return f"<function={name}>\n{''.join(parameters)}</function>"
         if family.shape == "python":
             return f"{name}({', '.join(f'{key}={value!r}' for key, value in args.items())})"
+        if family.shape == "escaped":
+            return f"call:{name}{escaped(args)}"
         return json.dumps({"name": name, family.arguments: args}, ensure_ascii=False)
+
+    def escaped(value: Any, top: bool = True) -> str:
+        if isinstance(value, dict):
+            keys = {key: key if top else f"<escape>{key}<escape>" for key in value}
+            return "{" + ",".join(f"{keys[key]}:{escaped(own, False)}" for key, own in value.items()) + "}"
+        if isinstance(value, list):
+            return "[" + ",".join(escaped(own, False) for own in value) + "]"
+        return f"<escape>{value}<escape>" if isinstance(value, str) else json.dumps(value)
 
     return family.begin + family.between.join(one(*call) for call in calls) + family.end
 
@@ -111,7 +124,7 @@ values = st.recursive(
 def test_calls_are_found_in_any_pieces(family, calls, before, sizes):
     before = "" if family.bare else before
     known = functions(family, *calls)
-    if family.shape in ("tagged", "python"):  # whose keys are not empty
+    if family.shape in ("tagged", "python", "escaped"):  # whose keys are not empty
         assume(all(args.keys() - {""} == args.keys() for _, args in calls))
     if family is CODER:  # whose values are told apart by the schema
         assume(
@@ -135,7 +148,7 @@ def test_calls_are_found_in_any_pieces(family, calls, before, sizes):
     assert len({c["id"] for c in found}) == len(calls)
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f.shape != "python"], ids=lambda f: f.name)
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f.shape not in ("python", "escaped")], ids=lambda f: f.name)
 def test_arguments_come_as_they_are_written(family):
     """The name first, then the arguments piece by piece: nobody waits for the end of a call."""
     call = "get_weather", {"city": "Paris", "note": "a" * 50}
@@ -339,6 +352,7 @@ def test_families_are_told_by_the_template():
     marks = {
         "<tool_call>": HERMES, "<tool_call><function=": CODER, "[TOOL_CALLS]": MISTRAL, "[TOOL_CALLS][ARGS]": MINISTRAL,
         '<|python_tag|> "parameters"': LLAMA, "<|tool_call|>": GRANITE, "<|tool_call|><|/tool_call|>": PHI,
+        "<TOOLCALL>": NEMOTRON, "<function_calls>": OLMO, "<start_function_call>": GEMMA,
     }  # fmt: skip
     assert [family_of("{% if tools %}" + mark) for mark in marks] == [*marks.values()]
     assert family_of("{{ messages }}") is None and family_of(None) is None and family_of("tools") is None
@@ -364,6 +378,15 @@ WAYS = {
     "phi": ('<|tool_call|>{"name": "%s", "arguments": %s}<|/tool_call|>', PHI),
     "pythonic": (f"[{NAMED}]", PYTHONIC),
     "pythonic, almost": ("[%s(%s)]", None),
+    "nemotron": ('<TOOLCALL>[{"name": "%s", "arguments": %s}]</TOOLCALL>', NEMOTRON),
+    "olmo": (f"<function_calls>{NAMED}</function_calls>", OLMO),
+    "olmo, almost": ("<function_calls>%s(%s)</function_calls>", None),
+    "functiongemma": (
+        "<start_function_call>call:%s{%% for k, v in c.function.arguments.items() %%}{{ '{' }}{{ k }}:<escape>{{ v }}"
+        "<escape>}%.0s{%% endfor %%}<end_function_call><start_function_response>",
+        GEMMA,
+    ),
+    "functiongemma, almost": ("<start_function_call>call:%s(%s)<end_function_call>", None),
     "a list": ('[{"name": "%s", "arguments": %s}]', XLAM),
     "not at all": ("%.0s%.0s", LLAMA),
 }
@@ -429,6 +452,28 @@ def test_calls_of_python(text):
         expected = PYTHON[text]
         assert [json.loads(call["arguments"]) for call in calls] == (expected or [])
         assert content.strip() == ("" if expected else text)
+
+
+ESCAPED: dict[str, list[Any] | None] = {
+    "call:now{}": [{}], "call:now{a:<escape>Oslo, {<escape>}": [{"a": "Oslo, {"}],
+    "call:now{a:1,b:-0.5e3,c:true,d:null}": [{"a": 1, "b": -500.0, "c": True, "d": None}],
+    "call:now{a:[<escape>x<escape>, 2],b:{c:<escape><escape>}}": [{"a": ["x", 2], "b": {"c": ""}}],
+    'call:now{"a": "b"}': [{"a": "b"}], "call:now{a:Oslo, b: None}": [{"a": "Oslo", "b": None}],
+    "call:now{a:NaN}": [{"a": "NaN"}], 'call:now{a:"b"}': None, 'call:now{"a": NaN}': None,
+    'call:now{"a": "\\ud800"}': None,
+    "call:now{a:<escape>1<escape>2}": None, "call:now{a:1": None, "call:now[1]": None, "call:{}": None, "now{}": None,
+    "call:other{a:1}": None, "call:now{" + "a:{" * 9999 + "}" * 10000: None, "call:now{a}": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ESCAPED, ids=lambda text: text[:24])
+def test_calls_of_functiongemma(text):
+    expected = ESCAPED[text]
+    whole = f"<start_function_call>{text}<end_function_call>"
+    for cut in ([whole], list(whole)):
+        content, calls = heard(parser_of(GEMMA, {"now": {}}), cut)
+        assert [json.loads(call["arguments"]) for call in calls] == (expected or [])
+        assert expected or content == whole
 
 
 BAD = [

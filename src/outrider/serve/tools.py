@@ -38,7 +38,7 @@ class Family:
     begin: str
     end: str
     between: str
-    shape: str = "json"  # of a call: an object that names the function; or "named", "tagged", "python": see SHAPES
+    shape: str = "json"  # of a call: an object that names the function; or another of SHAPES
     opening: str = "{"  # of a call; empty: a name
     bare: str = ""  # what calls without a mark begin with, at an answer's beginning
     closing: str = ""  # a mark behind calls
@@ -70,12 +70,24 @@ MINISTRAL = Family(
 )
 GRANITE = Family("granite", ("<|tool_call|>", "<tool_call>"), "<|tool_call|>[", "]", ", ")  # the second: 3.1
 PHI = replace(GRANITE, name="phi4_mini", end="]<|/tool_call|>", closing="<|/tool_call|>")
+NEMOTRON = Family(
+    "nemotron", ("<TOOLCALL>",), "<TOOLCALL>[", "]</TOOLCALL>", ", ", closing="</TOOLCALL>"
+)  # Llama-Nemotron's
+OLMO = Family(
+    "olmo3", ("<function_calls>",), "<function_calls>", "</function_calls>", "\n", "python", opening="",
+    closing="</function_calls>", listed="",
+)  # fmt: skip
+GEMMA = Family(
+    "functiongemma", ("<start_function_call>",), "<start_function_call>", "<end_function_call>",
+    "<end_function_call><start_function_call>", "escaped", opening="call:", closing="<end_function_call>", listed="",
+)  # fmt: skip
 TO = "<|channel|>commentary to=functions."
 HARMONY = Family(  # gpt-oss's, whose calls are messages (`Harmony`)
     "harmony", (TO,), TO, "", f"<|end|><|start|>assistant{TO}", "message", opening="",
     head=" <|constrain|>json<|message|>",
 )  # fmt: skip
-FAMILIES = HERMES, CODER, LLAMA, XLAM, PYTHONIC, MISTRAL, MINISTRAL, GRANITE, PHI, HARMONY
+MARKED = NEMOTRON, OLMO, GEMMA  # whose marks no other family's templates have
+FAMILIES = HERMES, CODER, LLAMA, XLAM, PYTHONIC, MISTRAL, MINISTRAL, GRANITE, PHI, HARMONY, *MARKED
 LOOK_UP: dict[str, Any] = {"name": "look_up", "arguments": {"city": "Oslo"}}
 
 
@@ -97,6 +109,8 @@ def family_of(template: Any, render: Render | None = None) -> Family | None:
         likely = [PHI] if PHI.closing in template else [GRANITE]
     elif "<|channel|>" in template and "functions." in template:
         likely = [HARMONY]
+    elif marked := [family for family in MARKED if family.marks[0] in template]:
+        likely = marked
     elif "parameters" in template and ("python_tag" in template or "ipython" in template):
         likely = [LLAMA]
     written = _written(template, render) if render and (likely or "tool_calls" in template) else []
@@ -151,7 +165,7 @@ class Tools:
 
     def written(self, family: Family) -> Family:
         """How calls are written that this asks for: those whose values are no JSON are forced as Hermes's."""
-        return HERMES if self.forced and family.shape in ("tagged", "python") else family
+        return HERMES if self.forced and family.shape in ("tagged", "python", "escaped") else family
 
 
 def check(tools: Any, tool_choice: Any = None, parallel_tool_calls: Any = None) -> Tools | None:
@@ -322,6 +336,7 @@ def _rooted(schema: Mapping[str, Any], key: str) -> Any:
 PARAMETER, END, ENDS = "<parameter=", "</parameter>", ("</function>", "</tool_call>")
 VALUE_ENDS = re.compile(rf"\n?{END}|\n(?={PARAMETER}|{ENDS[0]})")  # the second: its own is missing
 TEXT = {"string"}  # the types of a value that is taken as it stands
+ESCAPE, BARE = "<escape>", re.compile(r'([^\s{}\[\],:"]+)(\s*:)?')
 HEAD = re.compile(r"[A-Za-z0-9_.-]+(\[CALL_ID\][A-Za-z0-9_-]*)?(\[ARGS\])?\s*")
 HALF_A_HEAD = re.compile(r"[A-Za-z0-9_.-]*(\[[A-Z_]*|(\[CALL_ID\][A-Za-z0-9_-]*)?(\[[A-Z_]*|\[ARGS\])?\s*)")
 
@@ -542,6 +557,48 @@ class Python(Call):
             self.said = _arguments(self.raw[self.raw.index("(") : self.at + 1]) if self.done else ""
 
 
+@dataclass
+class Escaped(Call):
+    """FunctionGemma's `call:name{key:value}`, with bare keys and text between marks. It is known when it is whole."""
+
+    said: str = ""  # the arguments, as JSON
+
+    @property
+    def name(self) -> str:
+        return self.raw[len(GEMMA.opening) : self.raw.index("{")] if self.said else ""
+
+    @property
+    def arguments(self) -> str:
+        return self.said
+
+    def _step(self, c: str) -> None:
+        behind = self.at - len(GEMMA.opening)
+        if not self.depth:
+            self.depth = int(c == "{" and behind > 0)
+            self.done = not self.depth and behind >= 0 and (c not in NAMES or behind >= LONGEST_NAME)
+        elif c == ">" and self.raw.endswith(ESCAPE, 0, self.at + 1):
+            self.quoted = not self.quoted
+        elif not self.quoted:
+            self.depth += (c in "{[") - (c in "}]")
+            self.done = not self.depth
+            self.said = _unescaped(self.raw[self.raw.index("{") : self.at + 1]) if self.done else ""
+
+
+def _unescaped(text: str) -> str:
+    """An object of FunctionGemma's as JSON; empty if it is none. A word that is no JSON is text."""
+
+    def word(found: re.Match[str]) -> str:
+        return json.dumps(found[1]) + found[2] if found[2] else _literally(found[1], set())
+
+    value = _value(text)  # some write JSON
+    if value is None:
+        parts = text.split(ESCAPE)
+        parts[::2] = [BARE.sub(word, part) for part in parts[::2]]
+        parts[1::2] = [json.dumps(part) for part in parts[1::2]]
+        value = _value("".join(parts))
+    return _object(value)
+
+
 class _Words(ast.NodeTransformer):
     """JSON's words for Python's."""
 
@@ -559,9 +616,16 @@ def _arguments(text: str) -> str:
             found = dict[str, Any]()
             for part in call.keywords:  # what was said stands
                 found.setdefault(str(part.arg), ast.literal_eval(_Words().visit(part.value)))
-            said = json.dumps(found, ensure_ascii=False, allow_nan=False)
-            said.encode()  # no surrogates
-            return said
+            return _object(found)
+    return ""
+
+
+def _object(value: Any) -> str:
+    """A call's arguments as JSON; empty if they are no object, or one that JSON has no words for."""
+    with suppress(ValueError, TypeError, RecursionError):
+        said = json.dumps(value, ensure_ascii=False, allow_nan=False) if isinstance(value, dict) else ""
+        said.encode()  # no surrogates
+        return said
     return ""
 
 
@@ -608,7 +672,9 @@ HEADER = re.compile(rf"\s*({'|'.join(map(re.escape, HEADERS))})")
 CLOSINGS = "<|end|>", "<|call|>", "<|return|>", *HEADERS[:2]
 RECIPIENT, ANALYSIS = re.compile(r"\bto=functions\.([\w.-]+)"), re.compile(r"<\|channel\|>\s*analysis\b")
 LONGEST_HEADER = 4 * LONGEST_NAME
-SHAPES: dict[str, type[Call]] = {"json": Call, "named": Named, "tagged": Tagged, "python": Python}
+SHAPES: dict[str, type[Call]] = {
+    "json": Call, "named": Named, "tagged": Tagged, "python": Python, "escaped": Escaped,
+}  # fmt: skip
 
 
 def _value(text: str) -> Any:
