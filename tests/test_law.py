@@ -392,9 +392,9 @@ class Refuser:
 
 BANS = {i: -math.inf for i in range(128)}
 HOPELESS = [
-    (dict(logit_bias=BANS), "ban every token"),
-    (dict(logit_bias={i: -math.inf for i in range(127)}, stop_token_ids=[127], min_tokens=2), "ban every token"),
-    (dict(stop_token_ids=list(range(128)), min_tokens=1), "ban every token"),
+    (dict(logit_bias=BANS), "every token is banned"),
+    (dict(logit_bias={i: -math.inf for i in range(127)}, stop_token_ids=[127], min_tokens=2), "every token is banned"),
+    (dict(stop_token_ids=list(range(128)), min_tokens=1), "every token is banned"),
     (dict(logits_processors=[ban_all]), "ban_all leaves no token"),
     (dict(logits_processors=[to_nan]), "to_nan returned NaN"),
     (dict(logits_processors=[fail]), "fail raised KeyError: 'grammar'"),

@@ -19,13 +19,13 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
 from outrider.config import SamplingParams, real, whole
-from outrider.engine import Request, TextStream
+from outrider.engine import LONG, Request, TextStream
 from outrider.errors import ConfigError, EngineError, QueueFull, brief, told
 from outrider.llm import LLM, Message, Prompt, sampling_params_of
 from outrider.load import Checkpoint
@@ -107,8 +107,8 @@ class AsyncLLM:
         self._answers: set[Answer] = set()  # all that have not ended, also those whose prompts are still being read
         self._thread: threading.Thread | None = None
         self._turned = 0.0  # when the thread's loop came round last
-        # of grammars; a loop's own, since in a forked process the threads of its parent's are not there
-        self._makers = WeakKeyDictionary[asyncio.AbstractEventLoop, Executor]()
+        self._lanes = Lanes()
+        self.off_loop = self._lanes.run
         _open.add(self)
         if self.llm.ranks is not None:
             self.llm.ranks.on_end = _lose_all
@@ -141,18 +141,13 @@ class AsyncLLM:
         """
         params, began = sampling_params_of(sampling_params, sampling), time.perf_counter()
         template = {"chat_template": chat_template, "chat_template_kwargs": chat_template_kwargs}
-        self._check_room(params.n)
-        ids = await self.off_loop(lambda: self.llm.read(prompt, **template))
+        self.check_room(params.n)
+        ids = await self.off_loop(lambda: self.llm.read(prompt, **template), "text" if _is_long(prompt) else "")
         options: dict[str, Any] = {"k": k, "priority": priority, "cache_salt": cache_salt}
         answer = await self.start([(ids, params)], **options, deadline=left(deadline, began))
         async with aclosing(answer.events()) as events:
             async for event in events:
                 yield event
-
-    @staticmethod
-    async def off_loop(work: Callable[[], Any], executor: Executor | None = None) -> Any:
-        """What `work()` gives, in a thread: tokenizing and templating must not hold the event loop up."""
-        return await asyncio.get_running_loop().run_in_executor(executor, work)
 
     async def start(
         self,
@@ -174,25 +169,24 @@ class AsyncLLM:
         answer = Answer(self, loop)
         weight = sum(params.n for _, params in prompts)
         with self._changed:
-            self._check_room(weight)
+            self.check_room(weight)
             answer.weight = weight
             self._answers.add(answer)
-            maker = None
-            if any(params.structured_outputs is not None for _, params in prompts):  # some grammars take seconds:
-                maker = self._makers.get(loop) or self._makers.setdefault(loop, ThreadPoolExecutor(2))  # others go on
+        lane = "text" if any(_is_long(params.prediction) for _, params in prompts) else ""
+        if any(params.structured_outputs is not None for _, params in prompts):
+            lane = "grammar"
         try:
             options: dict[str, Any] = {"k": k, "priority": priority, "cache_salt": cache_salt}
             await self.off_loop(
-                lambda: self._add(answer, prompts, {**options, "deadline": left(deadline, began)}, begun), maker
+                lambda: self._add(answer, prompts, {**options, "deadline": left(deadline, began)}, begun), lane
             )
-        except BaseException as error:  # cancelled, too: then the thread may not have come to it yet
+        except BaseException:  # cancelled, too: then the thread may not have come to it yet
             answer.close()
-            if self.closed and "after shutdown" in str(error):  # of a maker, which was closed meanwhile
-                raise EngineError(CLOSED) from None
             raise
         return answer
 
-    def _check_room(self, weight: int) -> None:
+    def check_room(self, weight: int) -> None:
+        """Raise QueueFull if there is none for so many more outputs, EngineError if this is closed."""
         if self.closed:
             raise EngineError(CLOSED)
         if (limit := self.max_queued_requests) is None:
@@ -307,14 +301,13 @@ class AsyncLLM:
         with self._changed:
             self.closed = True
             self._changed.wait_for(lambda: not self._answers, drain)
-            rest, thread, makers = list(self._answers), self._thread, list(self._makers.values())
+            rest, thread = list(self._answers), self._thread
             self._changed.notify_all()
         for answer in rest:
             answer.fail(EngineError("the engine was closed before the answer was complete"))
         if thread is not None and thread is not threading.current_thread() and not self.lost:
             thread.join(LAST_STEP)
-        for maker in makers:
-            maker.shutdown(wait=False)
+        self._lanes.close()
 
     def lose(self, what: str) -> None:
         """End all requests without waiting for the engine, which will not come back: EngineError, that says `what`."""
@@ -328,6 +321,43 @@ class AsyncLLM:
     async def aclose(self, drain: float = 0.0) -> None:
         """`close`, while the event loop goes on."""
         await self.off_loop(lambda: self.close(drain))
+
+
+class Lanes:
+    """Threads for what would hold an event loop up. What may take seconds has a lane, where it waits for its like."""
+
+    THREADS: ClassVar[dict[str, int]] = {"text": 1, "template": 2, "grammar": 2}
+
+    def __init__(self) -> None:
+        # a loop's own, since in a forked process the threads of its parent's are not there
+        self._executors = WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Executor]]()
+
+    async def run(self, work: Callable[[], Any], lane: str = "") -> Any:
+        """What `work()` gives. Raises EngineError in a lane that is closed."""
+        loop = asyncio.get_running_loop()
+        known, executor = self._executors.setdefault(loop, {}), None
+        if lane:
+            executor = known.get(lane) or known.setdefault(lane, ThreadPoolExecutor(self.THREADS[lane]))
+        try:
+            done = loop.run_in_executor(executor, work)
+        except RuntimeError:  # it takes no more
+            raise EngineError(CLOSED) from None
+        return await done
+
+    def close(self) -> None:
+        """Let the threads of lanes end, once what they were given is done."""
+        for known in list(self._executors.values()):
+            for executor in known.values():
+                executor.shutdown(wait=False)
+
+
+def _is_long(prompt: Any) -> bool:
+    """Whether to tokenize a text, or the messages of a conversation, may take long."""
+    if isinstance(prompt, str):
+        return len(prompt) > LONG
+    if not isinstance(prompt, (list, tuple)) or not prompt or not isinstance(prompt[0], Mapping):
+        return False
+    return sum(len(str(part.get("content"))) for part in prompt if isinstance(part, Mapping)) > LONG
 
 
 def left(deadline: Any, began: float) -> Any:

@@ -412,7 +412,7 @@ class LLM:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(f"{what}: this is no UTF-8 text ({error.reason} at {error.start})") from None
-        with tokenizing:
+        with tokenizing(text, self.tokenizer):
             if len(text) > (TO_CUT if any_length else PIECE):
                 self._refuse_too_long(text)
             ids: list[int] = self.tokenizer(text, **options)["input_ids"]

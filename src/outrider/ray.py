@@ -28,7 +28,7 @@ from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.request_router import RequestRouter
 
 from outrider import drafters
-from outrider.async_llm import AsyncLLM, left
+from outrider.async_llm import AsyncLLM, Lanes, left
 from outrider.config import EngineConfig, SamplingParams, SpeculativeConfig, drawn_seed
 from outrider.errors import ConfigError, EngineError, QueueFull, told
 from outrider.llm import LLM
@@ -252,8 +252,11 @@ class Far:
     def __init__(self, llm: Words, engines: Any) -> None:
         self.llm, self._engines = llm, engines
         self.closed, self.stalled, self.watch = False, 0.0, None
+        self._lanes = Lanes()
+        self.off_loop = self._lanes.run
 
-    off_loop = staticmethod(AsyncLLM.off_loop)
+    def check_room(self, weight: int) -> None:
+        """Each engine says so itself."""
 
     async def start(self, prompts: list[tuple[list[int], SamplingParams]], **options: Any) -> FarAnswer:
         """As AsyncLLM's. Seeds are drawn here, so that another engine would draw the same tokens."""
@@ -263,8 +266,9 @@ class Far:
         return answer
 
     async def aclose(self) -> None:
-        """Nothing is held here."""
+        """Nothing else is held here."""
         self.closed = True
+        self._lanes.close()
 
 
 class FarAnswer:

@@ -113,6 +113,11 @@ def test_missing_and_damaged_data(data: Path, tmp_path: Path) -> None:
         load_suite("edit", 1, tmp_path)
     with pytest.raises(ConfigError, match="or the file itself with --file"):
         load_suite("spec-bench", 1, file=tmp_path / "none.jsonl")
+    with pytest.raises(ConfigError, match="is no file"):
+        load_suite("spec-bench", 1, file=tmp_path)
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(ConfigError, match=r"empty\.jsonl has no prompts"):
+        load_suite("spec-bench", 1, file=tmp_path / "empty.jsonl")
     with pytest.raises(ConfigError, match="is not a folder"):
         load_suite("stories", 1, tmp_path / "nowhere")
     files = {"code": "HumanEval.jsonl.gz", "edit": "books_eval.tar.xz", "stories": "tinystories.txt.xz"}
@@ -143,6 +148,7 @@ def test_missing_and_damaged_data(data: Path, tmp_path: Path) -> None:
         ({"peer": "vllm"}, "peer 'vllm' is unknown; valid: transformers, outrider"),
         ({"suites": []}, "a suite without a name"),
         ({"peer": "transformers", "batch": 2}, "--temperature 0 and --batch 1"),
+        ({"peer": "outrider", "suites": ["edit", "mixed"]}, "mixed is a stream"),
         ({"file": Path("x")}, "--file is for --suite spec-bench"),
     ],
 )
@@ -353,6 +359,12 @@ def test_transformers_as_a_peer() -> None:
         assert r.identical and r.exactness is None and r.draft_share is None and "twice" in r.notes[0]
         assert r.tokens_per_second > 0 and r.time_to_first_token > 0
     assert results[0].acceptance_length == 1 < results[2].acceptance_length <= 2
+
+
+def test_ourselves_as_a_peer() -> None:
+    """Whose samples do not say where the time went."""
+    *_, other = run(Settings(prompts=1, max_tokens=8, repeats=1, peer="outrider"))
+    assert other.identical and other.draft_share is other.target_share is other.rest_share is None
 
 
 # --- the command line ----------------------------------------------------------------------------------------------

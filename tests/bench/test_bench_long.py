@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from outrider import LLM
 from outrider.bench import long
 from outrider.config import SpeculativeConfig
 from outrider.errors import ConfigError, OutOfMemory
@@ -115,3 +116,14 @@ def test_a_sequence_that_ends_in_the_first_step(settings: long.Settings) -> None
     methods = [SpeculativeConfig("suffix", 40)]
     rows = list(long.run(replace(settings, file=tiresome, methods=methods, batches=[1], max_tokens=16, temperature=0)))
     assert rows[0].tokens_per_second > 0 == rows[1].tokens_per_second and rows[1].identical
+    assert long.cells(rows[1])[3:5] == ["-", "-"] and long.remarks(rows)[-1].endswith("give more --max-tokens.")
+    assert "-" not in long.cells(rows[0]) and "more --max-tokens" not in long.remarks(rows[:1])[-1]
+    (ended, timed), (once, *_) = (
+        [long.Pass([], 0.1, seconds, emitted=3) for seconds in own] for own in ((0, 1.5), (1,))
+    )
+    row = long._row(
+        replace(settings, methods=[]), LLM("tiny"), SpeculativeConfig(), [ended, timed], [once], 300, 1, 1.0, {}, ""
+    )
+    assert row.tokens_per_second == 2.0 and row.repeats == [0.0, 2.0], (
+        "one that is not known says nothing of the others"
+    )

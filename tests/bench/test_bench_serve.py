@@ -263,6 +263,8 @@ def test_prompts_from_a_file(tmp_path: Path) -> None:
         ({"timeout": 0.0}, "timeout must be over 0"),
         ({"timeout": math.inf}, "timeout must be over 0 seconds and finite"),
         ({"body": {"stream": False, "top_p": 1}}, "--body must not set stream"),
+        ({"body": {"seed": 1, "max_tokens": 5}}, "--body must not set max_tokens, seed"),
+        ({"suite": "json"}, "json is constrained"),
     ],
 )
 def test_what_cannot_be_is_refused(settings: dict[str, Any], message: str) -> None:
@@ -448,7 +450,7 @@ def test_a_server_that_does_not_start_says_why():
 @pytest.mark.parametrize(
     "wrong",
     [{"max_tokens": 1}, {"long": 0}, {"shared": 1}, {"repeats": 0}, {"against": ("vllm",)}, {"against": ("v=serve",)},
-     {"against": ("v='serve {port}",)}],
+     {"against": ("v='serve {port}",)}, {"suite": "json"}],
 )  # fmt: skip
 def test_what_cannot_be_measured_of_a_server(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):

@@ -91,6 +91,28 @@ def test_what_another_engine_changes(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert (tmp_path / "exact.png").stat().st_size > 1000
 
 
+def test_each_row_states_its_own_exactness() -> None:
+    """Whatever came before or after."""
+    lossy = SpeculativeConfig.parse("draft_model:model=tiny-draft,acceptance_method=typical")
+    rows = list(run(settings(methods=[lossy, *METHODS], temperatures=[0.8], prompts=2)))
+    stated = {r.drafts.split()[0]: r.exactness for r in rows}
+    assert stated == {"draft_model": "lossy", "ngram": "bitwise", "none": "bitwise"}
+    assert any("exactness lossy, bitwise," in line for line in exact.remarks(rows))
+
+
+def test_answers_that_are_constrained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Suite json asks for JSON of a schema, which is compared then."""
+    asked, true = list[Any](), LLM.generate
+
+    def generate(llm: LLM, prompts: Any, params: Any) -> Any:
+        asked.append(params.structured_outputs)
+        return true(llm, prompts, params)
+
+    monkeypatch.setattr(LLM, "generate", generate)
+    rows = list(run(settings(suite="json", prompts=1, temperatures=[0.0], max_tokens=8)))
+    assert [r.changed for r in rows] == [[]] and asked and all(asked)
+
+
 def test_answers_are_compared_up_to_their_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """What an engine writes behind the end of an answer is no part of it."""
     monkeypatch.setattr(Fickle, "end", LLM("tiny").runner.model.config.eos[0])
@@ -108,6 +130,7 @@ def test_answers_are_compared_up_to_their_end(monkeypatch: pytest.MonkeyPatch) -
         ({"peers": ["nobody"]}, "peer 'nobody' is unknown"),
         ({"methods": METHODS * 2}, "given twice"),
         ({"file": Path("x.jsonl")}, "--file is for --suite spec-bench"),
+        ({"suite": "json", "peers": ["transformers"]}, "json is constrained"),
     ],
 )
 def test_what_cannot_be_counted(own: dict[str, Any], message: str) -> None:
@@ -121,3 +144,5 @@ def test_the_command(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "0 of 2" in result.output and (tmp_path / "table.md").exists()
     assert isinstance(CliRunner().invoke(bench_app, [*args, "--temperature", "warm"]).exception, ConfigError)
+    result = CliRunner().invoke(bench_app, [*args, "--temperature", "0", "--speculate", "none"])
+    assert result.exit_code == 0 and result.output.count("0 of 2") == 1, "plain decoding in company, and nothing else"

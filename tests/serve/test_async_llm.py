@@ -18,7 +18,7 @@ import torch
 
 from outrider import LLM, AsyncLLM, SamplingParams
 from outrider.async_llm import Answer, Progress
-from outrider.engine import engine
+from outrider.engine import LONG, engine
 from outrider.errors import ConfigError, EmptyPrompt, EngineError, QueueFull, RequestError, RequestTooLong
 from outrider.outputs import StepEvent
 from tests.helpers import assert_released
@@ -422,6 +422,40 @@ def test_a_forked_process_makes_grammars_of_its_own(tiny_llm):
     llm.close()
 
 
+def test_nobody_waits_for_a_long_text_of_another(tiny_llm, monkeypatch):
+    """However many there are, wherever in a request they stand, and whoever else waits for them."""
+    real, may = tiny_llm.tokenizer, threading.Event()
+
+    class Slow:
+        def __call__(self, text: str, **options: Any) -> Any:
+            if len(text) > LONG:
+                may.wait(30)
+            return real(text[:40] if len(text) > LONG else text, **options)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(real, name)
+
+    short, long = {"max_tokens": 3, "temperature": 0}, "word " * (LONG // 5 + 1)
+
+    async def main() -> None:
+        async with AsyncLLM(tiny_llm) as llm:
+            expected = await collect(llm, PROMPT, **short)
+            monkeypatch.setattr(tiny_llm, "tokenizer", Slow())
+            monkeypatch.setattr(tiny_llm.engine, "tokenizer", tiny_llm.tokenizer)
+            said = [[{"role": "user", "content": long}], long]
+            others = [asyncio.ensure_future(collect(llm, prompt, **short)) for prompt in said * 4]
+            others += [asyncio.ensure_future(collect(llm, PROMPT, prediction=long, **short)) for _ in range(4)]
+            again = await asyncio.wait_for(collect(llm, PROMPT, **short), 20)
+            assert again[0][-1].output.token_ids == expected[0][-1].output.token_ids
+            grammar = {"structured_outputs": {"regex": "[a-z]{3}"}}
+            assert await asyncio.wait_for(collect(llm, PROMPT, **short, **grammar), 20)
+            may.set()
+            assert all([one[0][-1].output.finish_reason == "length" for one in await asyncio.gather(*others)])
+
+    tiny_llm.speculative_config = {"method": "ngram"}  # who drafts nothing does not read what is expected
+    run(main())
+
+
 def test_closing_leaves_no_threads(tiny_llm, monkeypatch):
     """Nor those that make grammars; who comes meanwhile hears that it is closed."""
     asked = {"structured_outputs": {"regex": "[a-z]{3}"}, "temperature": 0, "max_tokens": 8}
@@ -430,7 +464,7 @@ def test_closing_leaves_no_threads(tiny_llm, monkeypatch):
     async def main() -> None:
         async with AsyncLLM(tiny_llm) as llm:
             assert [event async for event in llm.generate(PROMPT, **asked)]
-        monkeypatch.setattr(llm, "_check_room", lambda weight: None)  # it had passed before the end
+        monkeypatch.setattr(llm, "check_room", lambda weight: None)  # it had passed before the end
         with pytest.raises(EngineError, match="closed"):
             await collect(llm, PROMPT, **asked)
         deadline = time.monotonic() + 10

@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from outrider.errors import QueueFull
 from outrider.serve.protocol import ChatBody, CompletionBody, DetokenizeBody
 from outrider.serve.responses import ResponsesBody
 from outrider.serve.server import JsonLines, Lines
-from tests.serve.conftest import Client
+from tests.serve.conftest import Client, fail
 
 PROMPT = "Once upon a time"
 TALK = [{"role": "user", "content": "hi"}]
@@ -362,6 +363,16 @@ def test_a_full_queue_says_when_to_come_again(tiny_llm):
     for answer in full:
         assert refused(answer, 503)["type"] == "ServiceUnavailableError" and int(answer.headers["retry-after"]) > 0
     client.llm.close()
+
+
+def test_what_a_full_queue_refuses_is_not_even_read(client, monkeypatch, tiny_llm):
+    def full(weight: int) -> None:
+        raise QueueFull(f"no room for {weight}")
+
+    monkeypatch.setattr(client.llm, "check_room", full)
+    monkeypatch.setattr(tiny_llm, "encode", fail)
+    answer = client.post("/v1/completions", {"prompt": [PROMPT, PROMPT], "n": 2, "truncate_prompt_tokens": 5})
+    assert refused(answer, 503)["message"] == "no room for 4"
 
 
 def test_keys(tiny_llm):

@@ -103,6 +103,22 @@ def test_text(client, tiny_llm, given):
     assert [events[0]["type"], events[1]["type"]] == ["message_start", "content_block_start"]
 
 
+def test_an_empty_system_prompt_is_none(client, monkeypatch, tiny_llm):
+    """Clients that fill in all fields keep the one that the template has."""
+    own = "{% if messages[0].role != 'system' %}I am a model.{% endif %}"
+    own += "{% for m in messages %}{{ m.content }}{% endfor %}"
+    monkeypatch.setattr(tiny_llm.tokenizer, "chat_template", own)
+    said = {"messages": [{"role": "user", "content": "Hello."}]}
+    counts = [
+        client.post(f"{ROUTE}/count_tokens", {**said, **more}).json()["input_tokens"]
+        for more in ({}, {"system": ""}, {"system": []}, {"system": "x"})
+    ]
+    assert counts[0] == counts[1] == counts[2] > counts[3]
+    asked = [{"input": "Hello.", "max_output_tokens": 1, **more} for more in ({}, {"instructions": ""})]
+    used = [client.post("/v1/responses", body).json()["usage"]["input_tokens"] for body in asked]
+    assert used == counts[:2]
+
+
 def test_where_it_stops(client):
     answer = client.post(
         ROUTE, {**BODY, "structured_outputs": {"choice": ["one two three"]}, "stop_sequences": ["two"]}
@@ -182,6 +198,9 @@ def test_calls(client):
     assert client.post(f"{ROUTE}/count_tokens", {"messages": TALK, "tools": FLAT}).json()["input_tokens"] > without
 
 
+OTHERS = [{"type": "bash_20250124", "name": "bash"}]
+
+
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
@@ -204,7 +223,13 @@ def test_calls(client):
         (said({"type": "thinking", "thinking": "a"}, role="system"), "system are text, not"),
         (said({"type": "tool_result", "content": "x"}), "blocks of user"),
         (said({"type": "tool_use", "name": "now", "input": {}}, role="assistant"), "blocks of"),
-        ({"stop_sequences": ["a"], "stop": "b"}, "both"),
+        ({"stop_sequences": ["a"], "stop": "b"}, "both"), ({"stop": 5}, "stop must be"),
+        ({"max_completion_tokens": 5}, "unknown field 'max_completion_tokens'; did you mean 'max_tokens'"),
+        ({"reasoning_effort": "low"}, "unknown field 'reasoning_effort'; did you mean 'output_config'"),
+        ({"stop": ["a"] * 99}, "stop has"),
+        ({"response_format": {"type": "json_object"}}, "unknown field 'response_format'"),
+        ({"tools": OTHERS, "tool_choice": {"type": "any"}}, "Anthropic's own types are left out"),
+        ({"tools": OTHERS, "tool_choice": {"type": "tool", "name": "bash"}}, "Anthropic's own types are left out"),
         ({"chat_template_kwargs": {"messages": 1}}, "template_kwargs"),
         ({"tool_choice": {"type": "any", "disable_parallel_tool_use": "no"}}, "must be true or false"),
     ],

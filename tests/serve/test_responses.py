@@ -240,6 +240,12 @@ def test_an_error_on_the_way(client, monkeypatch, tiny_llm):
     with monkeypatch.context() as patch:
         patch.setattr(Respond, "deltas", begins)
         broken = events_of(client, {"input": "x", "max_output_tokens": 4})[-1]
+    form = {"type": "json_schema", "name": "x", "schema": {"enum": ["one"]}}
+    own = {"input": "x", "min_tokens": 40, "max_output_tokens": 60, "text": {"format": form}}
+    told = events_of(client, own)[-1]["response"]["error"]
+    assert told["code"] == "invalid_prompt" and told["message"].startswith("every token that structured_outputs allow")
+    refused = client.post(ROUTE, own)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] is None
     (item,) = broken["response"]["output"]
     assert broken["type"] == "response.failed" and item["status"] == "incomplete" and item["content"][0]["text"] == "a"
     monkeypatch.setattr(tiny_llm.runner.model, "forward", fail)

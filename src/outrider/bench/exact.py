@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -56,6 +56,8 @@ class Settings:
             raise ConfigError("temperatures: give at least one, such as 0")
         if self.file and self.suite != "spec-bench":
             raise ConfigError("--file is for --suite spec-bench; pass both")
+        if self.peers and self.suite == "json":
+            raise ConfigError("--suite json is constrained, which peers are not asked to be; leave out --peer")
         for temperature in self.temperatures:
             assert self.params(temperature)  # what it refuses, it refuses now
         for peer in self.peers:
@@ -77,7 +79,7 @@ class Row:
     prompts: int
     changed: list[int] | None  # first token that differs, of each answer that changed; None: the engine failed
     accepted: int | None  # draft tokens in all answers; None = not known
-    tokens: int  # of all plain answers
+    tokens: int  # of all these answers
     failed: str | None
     suite: str
     source: str
@@ -110,7 +112,8 @@ def run(settings: Settings, progress: Progress | None = None, warn: Callable[[st
     def ours(method: str, together: int, temperature: float) -> Answers:
         llm.speculative_config = methods.get(method, PLAIN)
         groups = [prompts[at : at + together] for at in range(0, len(prompts), together)]
-        outputs = [output for group in groups for output in llm.generate(group, s.params(temperature))]
+        params = replace(s.params(temperature), structured_outputs=suite.structured)  # type: ignore[arg-type]
+        outputs = [output for group in groups for output in llm.generate(group, params)]
         accepted = sum(output.metrics["speculative_decoding"]["num_accepted_draft_tokens"] for output in outputs)
         return [output.token_ids for output in outputs], accepted
 
@@ -118,7 +121,7 @@ def run(settings: Settings, progress: Progress | None = None, warn: Callable[[st
         engine: str,
         ways: list[tuple[str, int]],
         answer: Callable[[str, int, float], Answers],
-        exactness: str | None,
+        exactness: Callable[[], str | None],
         notes: Callable[[], list[str]],
     ) -> Iterator[Row]:
         for i, temperature in enumerate(s.temperatures):
@@ -126,7 +129,7 @@ def run(settings: Settings, progress: Progress | None = None, warn: Callable[[st
             for done, (drafts, together) in enumerate([("none", 1), *ways]):
                 tell(f"{engine}, {drafts}, {together} at a time, T = {temperature:g}",
                      i * (1 + len(ways)) + done, len(s.temperatures) * (1 + len(ways)))  # fmt: skip
-                changed, accepted, failed = None, None, None
+                changed, accepted, found, failed = None, None, list[list[int]](), None
                 try:
                     tokens, accepted = answer(drafts, together, temperature)
                     found = [cut(each) for each in tokens]
@@ -140,9 +143,9 @@ def run(settings: Settings, progress: Progress | None = None, warn: Callable[[st
                 if together > 1 or drafts != "none" or failed:
                     yield Row(
                         engine=engine, drafts=drafts, together=together, temperature=temperature, prompts=len(prompts),
-                        changed=changed, accepted=accepted, tokens=sum(map(len, base or ())), failed=failed,
+                        changed=changed, accepted=accepted, tokens=sum(map(len, found)), failed=failed,
                         suite=suite.name, source=suite.source, max_tokens=s.max_tokens, seed=s.seed, model=s.model,
-                        dtype=str(llm.runner.model.dtype).removeprefix("torch."), exactness=exactness, notes=notes(),
+                        dtype=str(llm.runner.model.dtype).removeprefix("torch."), exactness=exactness(), notes=notes(),
                         **provenance(llm.runner.model.device),
                     )  # fmt: skip
                 if base is None:  # nothing to compare with
@@ -151,7 +154,7 @@ def run(settings: Settings, progress: Progress | None = None, warn: Callable[[st
     together = min(s.together, len(prompts))  # more are not there
     company = [(name, together) for name in ("none", *methods)] if together > 1 else []
     own = [*((name, 1) for name in methods), *company]
-    yield from rows("outrider", own, ours, llm.exactness, list)
+    yield from rows("outrider", own, ours, lambda: llm.exactness, list)
     context = max(map(len, prompts)) + s.max_tokens
     for spec in s.peers:
         with closing(peers.make(spec, llm, s.methods, context)) as peer:
@@ -167,7 +170,7 @@ def run(settings: Settings, progress: Progress | None = None, warn: Callable[[st
             def notes(peer: peers.Peer = peer) -> list[str]:
                 return [note] if (note := getattr(peer, "note", "")) else []
 
-            yield from rows(spec, ways, theirs, None, notes)
+            yield from rows(spec, ways, theirs, lambda: None, notes)
 
 
 def differs(a: list[int], b: list[int]) -> int | None:
@@ -179,7 +182,7 @@ def differs(a: list[int], b: list[int]) -> int | None:
 
 # --- how it is shown --------------------------------------------------------------------------------------------------
 
-HEADER = ("engine", "drafts", "together", "T", "answers that change", "first at token", "draft tokens kept")
+HEADER = ("engine", "drafts", "together", "T", "answers that change", "first at token", "tokens that were drafted")
 
 
 def cells(row: Row) -> list[str]:
@@ -198,11 +201,12 @@ def remarks(rows: list[Row]) -> list[str]:
     r, h = rows[0], rows[0].hardware
     others = dict.fromkeys((x.commit, x.date[:10]) for x in rows if x.commit != r.commit)  # of lines put together
     more = "".join(f"; ({commit}), {date}" for commit, date in others)
+    stated = ", ".join(dict.fromkeys(x.exactness for x in rows if x.exactness))
     lines = [
         f"{r.model}, {r.dtype}; {r.prompts} requests of suite {r.suite} ({r.source}), answers of at most "
         f"{r.max_tokens} tokens, seed {r.seed}. Each engine is compared with its own plain answers, given alone.",
         f"{h['gpu'] or h['cpu']}, {h['threads']} threads; outrider {r.versions['outrider']} ({r.commit})"
-        f"{f', exactness {r.exactness}' if r.exactness else ''}, {r.date[:10]}{more}.",
+        f"{f', exactness {stated}' if stated else ''}, {r.date[:10]}{more}.",
     ]
     failures = [f"{x.engine}, {x.drafts}, T = {x.temperature:g} failed: {x.failed}" for x in rows if x.failed]
     return lines + list(dict.fromkeys([*failures, *(note for x in rows for note in x.notes)]))

@@ -76,7 +76,7 @@ class Pass:
 
     @property
     def rate(self) -> float:
-        """Tokens a second; 0 where some sequence ended in the first step."""
+        """Tokens a second; 0 where some sequence ended in the first step, of which nothing can be said."""
         return self.emitted / self.seconds if self.seconds else 0.0
 
     def __add__(self, other: Pass) -> Pass:
@@ -101,7 +101,7 @@ class Row:
     temperature: float
     top_p: float
     seed: int
-    tokens_per_second: float  # over all sequences, median of the repeats
+    tokens_per_second: float  # over all sequences, median of the repeats; 0 if none could be timed (Pass.rate)
     repeats: list[float]
     speedup: float  # ratio of medians against plain in the same rounds
     predicted: float | None  # by MagicDec's formula from measured times and acceptance
@@ -249,6 +249,7 @@ def _row(
     context: int, batch: int, prefill: float, curve: dict[int, float], source: str,
 ) -> Row:  # fmt: skip
     rates, base = [p.rate for p in passes], [p.rate for p in plain]
+    rate = median(list(filter(None, rates)) or [0.0])
     total = sum(passes[1:], passes[0])
     seconds = total.seconds or math.inf
     predicted = None
@@ -264,7 +265,7 @@ def _row(
         dtype=str(model.dtype).removeprefix("torch."), quantization=s.quantization, device=str(model.device),
         context=context, batch=batch,
         max_tokens=s.max_tokens, temperature=s.temperature, top_p=s.top_p, seed=s.seed,
-        tokens_per_second=median(rates), repeats=rates, speedup=median(rates) / median(base), predicted=predicted,
+        tokens_per_second=rate, repeats=rates, speedup=rate / median(base), predicted=predicted,
         acceptance_length=total.emitted / max(1, total.forwards),
         draft_acceptance_rate=total.accepted / total.drafted if total.drafted else None,
         inner_rates=[median(rates) for rates in zip(*(p.inner for p in passes), strict=True)],
@@ -319,11 +320,12 @@ def cells(r: Row) -> list[str]:
     """One line of the table."""
     kept = "" if r.draft_acceptance_rate is None else f"{r.draft_acceptance_rate:.0%}"
     kept += "".join(f", inner {rate:.0%}" for rate in r.inner_rates)
+    timed = [f"{r.tokens_per_second:,.1f}", f"{r.speedup:.2f}", f"{r.acceptance_length:.2f}", f"{r.draft_share:.0%}"]
+    rate, speedup, length, share = timed if r.tokens_per_second else "-" * 4
     return [
-        f"{r.context:,}", str(r.batch), r.method, f"{r.tokens_per_second:,.1f}", f"{r.speedup:.2f}",
-        "" if r.predicted is None else f"{r.predicted:.2f}", f"{r.acceptance_length:.2f}", kept, f"{r.draft_share:.0%}",
-        f"{r.kv_bytes_context / 1e6:,.0f}", f"{r.kv_bytes_drafter / 1e6:,.1f}", f"{r.first_step_seconds:.2f}",
-        f"yes ({r.exactness})" if r.identical else f"no ({r.exactness})",
+        f"{r.context:,}", str(r.batch), r.method, rate, speedup, "" if r.predicted is None else f"{r.predicted:.2f}",
+        length, kept, share, f"{r.kv_bytes_context / 1e6:,.0f}", f"{r.kv_bytes_drafter / 1e6:,.1f}",
+        f"{r.first_step_seconds:.2f}", f"yes ({r.exactness})" if r.identical else f"no ({r.exactness})",
     ]  # fmt: skip
 
 
@@ -345,6 +347,8 @@ def remarks(rows: list[Row]) -> list[str]:
             f"Context {context:,}, batch {batch}: prompts read in {x.prefill_seconds:.1f} s; a forward of one "
             f"token takes {1000 * one:.1f} ms; of n tokens, times that: {curve}. {circles(x.repeated)}"
         )
+    if not all([x.tokens_per_second for x in rows]):
+        lines.append("-: an answer ended in the first step, which is not timed; give more --max-tokens.")
     return lines
 
 

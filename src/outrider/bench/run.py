@@ -126,6 +126,9 @@ class Settings(Conditions):
                 raise ConfigError("--peer compares greedy decoding of one prompt: use --temperature 0 and --batch 1")
             if "json" in self.suites:
                 raise ConfigError("--suite json is constrained, which peers are not asked to be; leave out --peer")
+            if "mixed" in self.suites:
+                what = "a stream, whose time holds the reading of later prompts, and peers' does not"
+                raise ConfigError(f"--suite mixed is {what}; leave out --peer")
         if self.file and "spec-bench" not in self.suites:
             raise ConfigError("--file is for --suite spec-bench; pass both")
         if not self.suites or not all(self.suites):
@@ -376,7 +379,7 @@ def result(
     drafted, seconds = sum(x.drafted for x in samples), sum(x.seconds for x in samples)
     lengths = sum((x.lengths for x in samples), Counter())
     shares: list[float | None] = [None] * 3
-    if seconds and own["engine"] == "outrider":
+    if seconds and own["exactness"] is not None:  # a peer says nothing of that
         draft, target = sum(x.draft for x in samples) / seconds, sum(x.target for x in samples) / seconds
         shares = [draft, target, 1 - draft - target]
     differences = compare(llm, prompts, plain[0].tokens, samples)

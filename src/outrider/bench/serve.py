@@ -46,6 +46,12 @@ class Level:
         return f"{self.rate:g}/s" if self.rate else f"{self.concurrency} at a time"
 
 
+OWN = {
+    "model", "messages", "prompt", "stream", "stream_options", "max_tokens", "max_completion_tokens", "seed",
+    "ignore_eos",
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Settings:
     """One run: levels one after the other. Raises ConfigError for what cannot be."""
@@ -83,8 +89,14 @@ class Settings:
                 raise ConfigError(f"rate must be over 0 requests per second and finite, not {level.rate:g}")
         if not self.levels or len(set(self.levels)) < len(self.levels):
             raise ConfigError(f"each load runs once, and there must be one; given: {', '.join(map(str, self.levels))}")
-        if own := sorted(set(self.body) & {"model", "messages", "prompt", "stream", "stream_options"}):
+        if own := sorted(set(self.body) & OWN):
             raise ConfigError(f"--body must not set {', '.join(own)}: the benchmark does")
+        if (
+            self.suite == "json"
+            and self.file is None
+            and not {"structured_outputs", "response_format"} & set(self.body)
+        ):
+            raise ConfigError("--suite json is constrained; say by what, in --body as structured_outputs")
         if find_spec("aiohttp") is None:
             raise ConfigError("`bench serve` needs aiohttp, which is missing; pip install 'outrider[bench]'")
 

@@ -69,6 +69,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         at_least(self, {"max_tokens": 2, "long": 2, "shared": 33, "repeats": 1})
+        if self.suite == "json":
+            raise ConfigError("--suite json is constrained, which requests here are not; name another")
         for each in self.against:
             name, _, command = each.partition("=")
             if not name.strip() or "{port}" not in command:

@@ -188,11 +188,13 @@ def load_suite(name: str, count: int | None, data: Path | None = None, file: Pat
     elif kind.own and not data:
         source, texts = "built-in", kind.own
     else:
-        missing = f"{path} is not there" if path else "no data folder is given"
+        missing = f"{path} is {'no file' if path.exists() else 'not there'}" if path else "no data folder is given"
         also = ", or the file itself with --file" if name == "spec-bench" else ""
         raise ConfigError(
             f"suite {name} needs {kind.file}, but {missing}; pass its folder with --data or OUTRIDER_DATA{also}"
         )
+    if not texts:
+        raise ConfigError(f"suite {name}: {source} has no prompts")
     count = len(texts) if count is None else count
     if not 1 <= count <= len(texts):
         raise ConfigError(f"suite {name} has {len(texts)} prompts ({source}); prompts must be 1 to that, not {count}")

@@ -62,9 +62,12 @@ def bar() -> Iterator[Callable[[str, int, int], None]]:
         yield show
 
 
-def _methods(short: list[str] | None, json: list[str] | None) -> list[SpeculativeConfig]:
-    methods = [SpeculativeConfig.parse(text) for text in short or ()]
-    return methods + [SpeculativeConfig.of(read_json(text, "--speculative-config")) for text in json or ()]
+def _methods(short: list[str] | None, json: list[str] | None, *usual: str) -> list[SpeculativeConfig]:
+    """What is measured beside plain decoding, which always is: `none` alone is nothing more."""
+    given = [SpeculativeConfig.parse(text) for text in short or ()]
+    given += [SpeculativeConfig.of(read_json(text, "--speculative-config")) for text in json or ()]
+    given = given or [SpeculativeConfig(name) for name in usual]
+    return [config for config in given if config.method != "none"]
 
 
 class Output:
@@ -155,10 +158,9 @@ def bench(
         return
     from outrider.bench import run
 
-    given = _methods(speculate, speculative_config) or [SpeculativeConfig("ngram")]
-    methods = [config for config in given if config.method != run.PLAIN.method]
     settings = run.Settings(
-        model=model, dtype=dtype, quantization=quantization, activations=activations, device=device, methods=methods,
+        model=model, dtype=dtype, quantization=quantization, activations=activations, device=device,
+        methods=_methods(speculate, speculative_config, "ngram"),
         suites=[name.strip() for text in suite or ["stories"] for name in text.split(",")],
         prompts=prompts, max_tokens=max_tokens, repeats=repeats, temperature=temperature, top_p=top_p, seed=seed,
         batch=batch, peer=peer, data=data, file=file, threads=threads,
@@ -274,7 +276,7 @@ def exact(
     settings = counting.Settings(
         model=model, dtype=dtype, quantization=quantization, activations=activations, device=device, suite=suite,
         prompts=prompts, max_tokens=max_tokens,
-        methods=_methods(speculate, speculative_config) or [SpeculativeConfig("ngram"), SpeculativeConfig("suffix")],
+        methods=_methods(speculate, speculative_config, "ngram", "suffix"),
         temperatures=read_floats(temperature, "--temperature"), together=together, seed=seed,
         peers=peer or [], data=data, file=file, threads=threads,
     )  # fmt: skip

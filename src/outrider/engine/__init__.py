@@ -1,6 +1,6 @@
 """The engine: requests in, tokens out."""
 
 from outrider.engine.engine import Engine, Request, free_memory
-from outrider.engine.text import TextStream
+from outrider.engine.text import LONG, TextStream
 
-__all__ = ["Engine", "Request", "TextStream", "free_memory"]
+__all__ = ["LONG", "Engine", "Request", "TextStream", "free_memory"]

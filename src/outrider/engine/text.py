@@ -13,7 +13,16 @@ WINDOW = 16  # tokens that are decoded together: some decoders let the first one
 PATIENCE = 64  # tokens without a whole character; more are not waited for
 
 
-tokenizing = threading.Lock()  # tokenizers are not made for several threads at once
+LONG = 2**16  # characters: to tokenize more takes a tenth of a second and longer
+_one, _long = threading.Lock(), threading.Lock()
+
+
+def tokenizing(text: str, tokenizer: Any) -> threading.Lock:
+    """Held while a text is tokenized, since tokenizers are not made for several threads at once.
+
+    Those in Rust are, as long as nothing is set: with them nobody waits for a long text but other long ones.
+    """
+    return _long if len(text) > LONG and getattr(tokenizer, "is_fast", False) else _one
 
 
 def spelt(words: Sequence[str], tokenizer: Any) -> list[list[int]]:
@@ -26,7 +35,7 @@ def spelt(words: Sequence[str], tokenizer: Any) -> list[list[int]]:
 
 def tokens_of(text: str, tokenizer: Any) -> list[int]:
     """Token ids of a text by itself."""
-    with tokenizing:
+    with tokenizing(text, tokenizer):
         ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids
 

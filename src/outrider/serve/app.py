@@ -13,6 +13,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -38,7 +39,6 @@ from outrider.serve.http import (
     while_connected,
 )
 from outrider.serve.messages import MessagesBody, Say
-from outrider.serve.messages import in_its_words as in_anthropics_words
 from outrider.serve.metrics import Metrics
 from outrider.serve.page import page
 from outrider.serve.protocol import (
@@ -64,6 +64,7 @@ KEYS = {  # how an API key is given
     "header": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
     "basic": {"type": "http", "scheme": "basic", "description": "The key is the password."},
 }
+OURS = re.compile(r"^.*?cannot be used: (at \d+\(\d+\): )?| 1 \| start: .*", re.S)  # where, in a grammar that is ours
 READS = re.compile(r"""[.'"]reasoning(_content)?\b""")  # in a template that has its own place for it
 
 
@@ -209,24 +210,27 @@ class Server:
 
     async def messages(self, request: Request) -> Response:
         """`/v1/messages`."""
+        asked = await read(request, MessagesBody)
+        if asked.max_tokens is None:
+            raise Refusal(400, "the field max_tokens is missing", "max_tokens")
         try:
-            asked = await read(request, MessagesBody)
-            if asked.max_tokens is None:
-                raise Refusal(400, "the field max_tokens is missing", "max_tokens")
             return await self._converse(request, asked.as_chat(), "msg_", Say)
         except (Refusal, OutriderError) as error:
-            raise in_anthropics_words(refusal(error)) from None
+            raise asked.in_its_words(refusal(error)) from None
 
     async def count(self, request: Request) -> Response:
         """`/v1/messages/count_tokens`."""
+        asked = await read(request, MessagesBody)
         try:
-            body = (await read(request, MessagesBody)).as_chat()
+            body = asked.as_chat()
             self._check(body)
             await self._tools(body)
-            ids = await self.llm.off_loop(lambda: self._rendered(body, any_length=True))
+            ids = await self.llm.off_loop(
+                lambda: self._rendered(body, any_length=True), _lane(body, request.state.long)
+            )
             return json_response({"input_tokens": len(ids)})
         except (Refusal, OutriderError) as error:
-            raise in_anthropics_words(refusal(error)) from None
+            raise asked.in_its_words(refusal(error)) from None
 
     async def _converse(
         self, request: Request, body: ChatBody, kind: str, reply: Callable[[Job, Reading], Reply]
@@ -262,7 +266,8 @@ class Server:
 
         async def queue() -> Job:
             try:
-                made = await self.llm.off_loop(asked)
+                self.llm.check_room(body.outputs)  # before the work of reading is done
+                made = await self.llm.off_loop(asked, _lane(body, request.state.long))
                 answer = await self.llm.start(
                     made, k=k, priority=body.priority or 0, deadline=left(body.deadline, arrived),
                     cache_salt=body.cache_salt,
@@ -273,8 +278,9 @@ class Server:
                 raise Refusal(400, told if field in told else f"{field}: {told}", field) from None
             except ConfigError as error:
                 wrong = refusal(error)
-                if wrong.param == "structured_outputs" and wrong.param in more:
-                    raise wrong.under("tools") from None
+                if wrong.param == "structured_outputs" and wrong.param in more:  # a grammar that nobody here wrote
+                    why = OURS.sub("", str(wrong))
+                    raise Refusal(400, f"tools: these parameters cannot be used: {why}", "tools") from None
                 if wrong.param == "structured_outputs" and body.structured_outputs is None:
                     raise wrong.under("response_format") from None
                 raise
@@ -375,10 +381,10 @@ class Server:
             more = {"skip_special_tokens": False, **more}
         return how, more
 
-    async def _family(self, template: Any) -> Family | None:
+    async def _family(self, template: Any, lane: str) -> Family | None:
         """How calls are written by models of a template."""
         if template not in self.families:
-            found = await self.llm.off_loop(lambda: family_of(template, self.llm.llm.render_text))
+            found = await self.llm.off_loop(lambda: family_of(template, self.llm.llm.render_text), lane)
             if len(self.families) >= 64:
                 self.families.clear()
             self.families[template] = found
@@ -389,7 +395,7 @@ class Server:
         asked = check(body.tools, body.tool_choice, body.parallel_tool_calls)
         if asked is None:
             return None, {}
-        family = await self._family(self._template(body))
+        family = await self._family(self._template(body), _lane(body))
         if family is None:
             raise Refusal(
                 400, "tools: the chat template has none, or its models write calls in an unknown way", "tools"
@@ -424,7 +430,7 @@ class Server:
                 return self._rendered(body)
             return self.llm.llm.encode(body.prompt, add_special_tokens=special) if body.prompt else []
 
-        tokens = await self.llm.off_loop(work)
+        tokens = await self.llm.off_loop(work, _lane(body, request.state.long))
         strings: list[str] | None = [] if body.return_token_strs else None
         if body.return_token_strs and tokens:  # without a tokenizer there are none
             strings = self.llm.llm.tokenizer.convert_ids_to_tokens(tokens)
@@ -438,7 +444,8 @@ class Server:
         vocab = self.llm.llm.runner.model.config.vocab_size
         if bad := [token for token in body.tokens if not 0 <= token < vocab]:
             raise Refusal(400, f"tokens: {bad[0]} is not a token id below {vocab}", "tokens")
-        return json_response({"prompt": await self.llm.off_loop(lambda: self._decode(body.tokens))})
+        lane = _lane(body, request.state.long)
+        return json_response({"prompt": await self.llm.off_loop(lambda: self._decode(body.tokens), lane)})
 
     async def tokenizer_info(self) -> Response:
         """`/tokenizer_info`, as vLLM's: by it clients write and split prompts that have no tokenizer of their own."""
@@ -494,6 +501,11 @@ class Server:
         """The chat page."""
         body, headers = page()
         return Response(body, headers=headers)
+
+
+def _lane(body: BaseModel, long: bool = False) -> str:
+    """Where a body is read, so that others do not wait for a template that it brings, or a long text."""
+    return "template" if getattr(body, "chat_template", None) else "text" if long else ""
 
 
 def _cut(body: Sampled) -> bool:

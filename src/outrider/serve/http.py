@@ -26,6 +26,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.config import SamplingParams
+from outrider.engine import LONG
 from outrider.errors import ConfigError, DeadlineExceeded, EngineError, OutOfMemory, QueueFull, RequestError, brief
 
 log = logging.getLogger(__name__)
@@ -163,6 +164,7 @@ async def read(request: Request, kind: type[B]) -> B:
         raise Refusal(400, f"the body must come as it is, not with content-encoding {brief(coding)}")
     try:
         body = (await request.body()).decode("utf-8")
+        request.state.long = len(body) > LONG
         if (items := body.count(",")) > MOST_ITEMS:  # before they are made, for which all streams would wait
             raise Refusal(400, f"the body has {items} commas; at most {MOST_ITEMS}")
         data = loads(body)
@@ -208,7 +210,8 @@ def _instead(key: str, kind: type[BaseModel]) -> str:
 
     if key.startswith("guided_"):
         return "; it was removed, use 'structured_outputs'"
-    near = difflib.get_close_matches(key[:64], kind.model_fields, 1)
+    here = getattr(kind, "here", {})  # by names that fields have elsewhere
+    near = [here[key]] if key in here else difflib.get_close_matches(key[:64], kind.model_fields, 1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 

@@ -30,6 +30,8 @@ class MessagesBody(Common):
 
     pointless: ClassVar[dict[str, Any]] = Common.pointless | {"mcp_servers": [], "container": {}, "best_of": 1}
 
+    here: ClassVar[dict[str, str]] = HERE
+
     messages: list[dict[str, Any]]
     max_tokens: int | None = None  # must be given, where something is to be written
     system: Annotated[str | list[dict[str, Any]] | None, Field(description="text, or a list of text blocks")] = None
@@ -50,7 +52,7 @@ class MessagesBody(Common):
     def as_chat(self) -> ChatBody:
         """The same, asked of `/v1/chat/completions`. Raises Refusal."""
         messages = [each for message in self.messages for each in _messages(message)]
-        if self.system is not None:
+        if self.system:  # an empty one, as some clients send, is none, and the template's own stands
             messages.insert(0, {"role": "system", "content": _text(self.system, "system")})
         given = {name: getattr(self, name) for name in SAME}
         given |= {"messages": messages, "max_completion_tokens": self.max_tokens, "tools": self.functions}
@@ -62,6 +64,9 @@ class MessagesBody(Common):
             given["continue_final_message"] = True
         if self.tool_choice is not None:
             given |= _chosen(self.tool_choice)
+            if self.tool_choice["type"] in ("any", "tool") and not self.functions:
+                left = "; those of Anthropic's own types are left out" if self.tools else ""
+                raise Refusal(400, f"tool_choice needs tools that a model can call{left}", "tool_choice")
         if self.thinking is not None:
             if (how := self.thinking.get("type")) not in ("enabled", "adaptive", "disabled"):
                 what = "type must be enabled, adaptive or disabled"
@@ -77,6 +82,11 @@ class MessagesBody(Common):
             about = {key: value for key, value in form.items() if key != "type"}
             given["response_format"] = {"type": "json_schema", "json_schema": {"name": "output", **about}}
         return parse(ChatBody, given)
+
+    def in_its_words(self, error: Refusal) -> Refusal:
+        """A chat's refusal, with the names that fields have here."""
+        here = error.param in HERE and not (error.param == "stop" and self.stop is not None)
+        return error.under(HERE[error.param]) if here and error.param else error
 
     @property
     def functions(self) -> list[dict[str, Any]]:
@@ -157,11 +167,6 @@ def _text(given: Any, field: str = "messages") -> str:
         if kind != "text" or not isinstance(block.get("text"), str):
             raise Refusal(400, f"{field}: this model reads text, not {brief(block)}", field)
     return "".join(block["text"] for block in blocks)
-
-
-def in_its_words(error: Refusal) -> Refusal:
-    """A chat's refusal, with the names that fields have here."""
-    return error.under(HERE[error.param]) if error.param in HERE else error
 
 
 class Say(Chat):

@@ -159,6 +159,11 @@ class Sampled(Common):
         str | Prediction | None, Field(description="a text, or {'type': 'content', 'content': text or text parts}")
     ] = None
 
+    @property
+    def outputs(self) -> int:
+        """How many are asked for."""
+        return self.n or 1
+
     def check(self, settings: Settings) -> None:
         """Refuse what the server's limits or the fields' relations do not allow."""
         if self.stream_options is not None and not self.stream:
@@ -283,8 +288,13 @@ class CompletionBody(Sampled):
             raise Refusal(400, "suffix is not supported: the model does not fill in the middle", "suffix")
         if self.max_tokens is not None and self.max_tokens < (0 if self.echo else 1):
             raise Refusal(400, f"max_tokens must be at least 1, not {self.max_tokens}", "max_tokens")
-        if len(self.prompts) * (self.n or 1) > settings.max_prompts:
+        if self.outputs > settings.max_prompts:
             raise Refusal(400, f"prompt and n ask for more than {settings.max_prompts} outputs", "prompt")
+
+    @property
+    def outputs(self) -> int:
+        """Of all prompts."""
+        return len(self.prompts) * (self.n or 1)
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:

@@ -74,7 +74,7 @@ class ResponsesBody(Common):
                 raise Refusal(400, f"{name} is not supported: {STATELESS}", name)
         given = {name: getattr(self, name) for name in SAME}
         messages = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else _messages(self.input)
-        if self.instructions is not None:
+        if self.instructions:  # empty ones are none, and the template's own stand
             messages.insert(0, {"role": "system", "content": self.instructions})
         choice: Any = self.tool_choice
         if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
@@ -199,7 +199,8 @@ class Respond(Chat):
                 yield frame({**event, "sequence_number": count}, event["type"])
                 count += 1
         except Exception as error:
-            said = {"code": "server_error", "message": str(refusal(error))}
+            told = refusal(error)
+            said = {"code": "server_error" if told.status >= 500 else "invalid_prompt", "message": str(told)}
             if self.items:
                 self.items[-1]["status"] = "incomplete"
             event = {"type": "response.failed", "response": self._response("failed", error=said)}

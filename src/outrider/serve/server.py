@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 
 from outrider.async_llm import AsyncLLM
 
+KEEP = 75  # seconds that an idle connection stays open: longer than clients keep theirs, 5 as a rule
 LAST_WORDS = 5  # seconds for answers to end once their requests have been aborted, ...
 AT_ONCE = 2  # ... and once somebody is in a hurry
 
@@ -49,7 +50,7 @@ def server(app: ASGIApp, llm: AsyncLLM, drain: float, **options: Any) -> Uvicorn
     config = uvicorn.Config(
         app, log_config=None, access_log=False, server_header=False, ws="none",
         http="h11",  # whatever else is installed: it bounds a request's head, which httptools does not
-        timeout_graceful_shutdown=int(drain) + LAST_WORDS, **options,
+        timeout_keep_alive=KEEP, timeout_graceful_shutdown=int(drain) + LAST_WORDS, **options,
     )  # fmt: skip
     return Uvicorn(config, llm, drain)
 
