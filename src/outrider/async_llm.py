@@ -17,9 +17,8 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -56,8 +55,7 @@ def _lose_all(what: str) -> None:
             llm.lose(what)
 
 
-@dataclass(frozen=True)
-class Progress:
+class Progress(NamedTuple):
     """What a step brought to a request, as `AsyncLLM.watch` is told."""
 
     request: Request
@@ -234,19 +232,22 @@ class AsyncLLM:
     def _drive(self, threads: int) -> None:
         if torch.get_num_threads() != threads:  # lowered for everybody who begins just now, by another's sampling
             torch.set_num_threads(threads)
+        engine = self.llm.engine
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self.closed or any(a.requests for a in self._answers), LINGER)
-                if not any(answer.requests for answer in self._answers):
-                    self._thread = None
-                    return
-                if not self.llm.engine.running:
-                    self._changed.wait_for(lambda: self.closed or all(a.requests for a in self._answers), GATHER)
                 answers = [answer for answer in self._answers if answer.requests]
+                if not answers or not engine.running:
+                    self._changed.wait_for(lambda: self.closed or any(a.requests for a in self._answers), LINGER)
+                    if not any(answer.requests for answer in self._answers):
+                        self._thread = None
+                        return
+                    if not engine.running:
+                        self._changed.wait_for(lambda: self.closed or all(a.requests for a in self._answers), GATHER)
+                    answers = [answer for answer in self._answers if answer.requests]
             self._turned, began = time.monotonic(), time.perf_counter()
             try:
-                # another thread may be stepping, for an LLM's own caller; what it brings to ours is news, too
-                self.llm.engine.step_within(lambda among=answers: any(a.has_news() for a in among))  # type: ignore[misc]
+                # another thread may step, for an LLM's own caller; what it brings to ours is news, too
+                engine.step_within(lambda seen=engine.steps: engine.steps != seen)  # type: ignore[misc]
             except BaseException as error:  # a bug, or what a request calls would end this thread: nobody shall wait
                 log.exception("a step of the engine failed")
                 for answer in answers:
@@ -256,21 +257,23 @@ class AsyncLLM:
     def _hand_over(self, answers: list[Answer], began: float) -> None:
         now = time.perf_counter()
         interval = self.event_interval * min(max(1.0, len(answers) / FEW), SLOWEST)
-        readers: dict[asyncio.AbstractEventLoop, list[Answer]] = defaultdict(list)
+        late, due = now + (now - began) - interval, False  # the next step may take as long
         for answer in answers:
             self._news.setdefault(answer.loop, []).extend(answer.note(now))
-        late = now + (now - began) - interval  # the next step may take as long
-        if any([answer.due(late) for answer in answers]):
-            late += interval / 2  # whose turn comes soon is told along, and from then on: a wake-up serves all
-            for answer in answers:
-                if answer.due(late):
-                    answer.show(now)
-                    readers[answer.loop].append(answer)
-        for loop, due in readers.items():
+            due = due or answer.due(late)
+        if not due:  # nor has one ended
+            return
+        late += interval / 2  # whose turn comes soon is told along, and from then on: a wake-up serves all
+        readers: dict[asyncio.AbstractEventLoop, list[Answer]] = defaultdict(list)
+        for answer in answers:
+            if answer.due(late):
+                answer.show(now)
+                readers[answer.loop].append(answer)
+        for loop, own in readers.items():
             try:
-                loop.call_soon_threadsafe(self._deliver, due, self._news.pop(loop))
+                loop.call_soon_threadsafe(self._deliver, own, self._news.pop(loop))
             except RuntimeError:  # the loop is closed, and with it all that read there
-                for answer in due:
+                for answer in own:
                     answer.close()
         for answer in answers:
             if answer.ended:
@@ -386,21 +389,14 @@ class Answer:
         if self._closed:
             self.close()
 
-    def _state(self, i: int) -> tuple[int, bool]:
-        """How many tokens of a request may be read, and whether they are all."""
-        return self.requests[i].readable(self._noted[i][0])
-
-    def has_news(self) -> bool:
-        """Whether there is anything that was not noted."""
-        return any(self._state(i) != known for i, known in enumerate(self._noted))
-
     def note(self, now: float) -> list[Progress]:
         """What has come since this was last asked."""
-        found = []
-        for i, (request, known) in enumerate(zip(self.requests, self._noted, strict=True)):
-            if (state := self._state(i)) != known:
+        found, noted = [], self._noted
+        for i, request in enumerate(self.requests):
+            known = noted[i]
+            noted[i] = state = request.readable(known[0])
+            if state != known:
                 found.append(Progress(request, state[0] - known[0], state[1], now))
-                self._noted[i] = state
         return found
 
     @property
@@ -410,8 +406,10 @@ class Answer:
 
     def due(self, before: float) -> bool:
         """Whether there are news that cannot wait: ends, first tokens, or the last ones were shown `before`."""
-        news = [(now, then) for now, then in zip(self._noted, self._shown, strict=True) if now != then]
-        return any(self._shown_at <= before or ended or not read for (_, ended), (read, _) in news)
+        for now, then in zip(self._noted, self._shown, strict=True):
+            if now != then and (self._shown_at <= before or now[1] or not then[0]):
+                return True
+        return False
 
     def show(self, now: float) -> None:
         """Let the reader have what was noted."""

@@ -321,7 +321,7 @@ def cells(r: Row) -> list[str]:
     kept = "" if r.draft_acceptance_rate is None else f"{r.draft_acceptance_rate:.0%}"
     kept += "".join(f", inner {rate:.0%}" for rate in r.inner_rates)
     timed = [f"{r.tokens_per_second:,.1f}", f"{r.speedup:.2f}", f"{r.acceptance_length:.2f}", f"{r.draft_share:.0%}"]
-    rate, speedup, length, share = timed if r.tokens_per_second else "-" * 4
+    rate, speedup, length, share = timed if r.tokens_per_second else ["-"] * 4
     return [
         f"{r.context:,}", str(r.batch), r.method, rate, speedup, "" if r.predicted is None else f"{r.predicted:.2f}",
         length, kept, share, f"{r.kv_bytes_context / 1e6:,.0f}", f"{r.kv_bytes_drafter / 1e6:,.1f}",

@@ -136,7 +136,7 @@ class Engine:
             raise ConfigError(f"an engine needs a runner with a paged cache, not {type(runner.kv).__name__}")
         self.kv = runner.kv
         self._block_bytes = self.kv.nbytes(BLOCK)
-        self.preemptions = 0  # so far; and tokens of prompts, and those of them that others had read
+        self.steps = self.preemptions = 0  # so far; and tokens of prompts, and those of them that others had read
         self.prefix_queries = self.prefix_hits = 0
         self._turn = Turn()
         self._doomed: deque[Request] = deque()  # aborted; taken away between two steps
@@ -427,6 +427,7 @@ class Engine:
             raise request.error
 
     def _advance(self) -> list[tuple[Request, list[int]]]:
+        self.steps += 1
         self._sweep()
         self._expire()
         if self.waiting:
