@@ -232,7 +232,7 @@ class AsyncLLM:
     def _drive(self, threads: int) -> None:
         if torch.get_num_threads() != threads:  # lowered for everybody who begins just now, by another's sampling
             torch.set_num_threads(threads)
-        engine = self.llm.engine
+        engine, seen = self.llm.engine, self.llm.engine.turns
         while True:
             with self._changed:
                 answers = [answer for answer in self._answers if answer.requests]
@@ -247,11 +247,12 @@ class AsyncLLM:
             self._turned, began = time.monotonic(), time.perf_counter()
             try:
                 # another thread may step, for an LLM's own caller; what it brings to ours is news, too
-                engine.step_within(lambda seen=engine.steps: engine.steps != seen)  # type: ignore[misc]
+                engine.step_within(lambda seen=seen: engine.turns != seen)  # type: ignore[misc]
             except BaseException as error:  # a bug, or what a request calls would end this thread: nobody shall wait
                 log.exception("a step of the engine failed")
                 for answer in answers:
                     answer.fail(EngineError(f"a step of the engine failed: {told(error)}"))
+            seen = engine.turns  # before it is looked what they have brought
             self._hand_over(answers, began)
 
     def _hand_over(self, answers: list[Answer], began: float) -> None:

@@ -456,6 +456,36 @@ def test_nobody_waits_for_a_long_text_of_another(tiny_llm, monkeypatch):
     run(main())
 
 
+def test_what_another_thread_brings_is_told_before_the_next_step(make_llm, monkeypatch):
+    """An LLM's own caller may step for all: nobody's tokens wait for one step more."""
+    inner, log = make_llm(), list[str]()
+    advance, note = inner.engine._advance, Answer.note
+
+    def stepped() -> Any:
+        own = threading.current_thread().name == "outrider-engine"
+        log.extend(["ours"] * own)
+        try:
+            return advance()
+        finally:
+            log.extend(["another's"] * (not own))
+
+    monkeypatch.setattr(inner.engine, "_advance", stepped)
+    monkeypatch.setattr(Answer, "note", lambda self, now: (log.append("note"), note(self, now))[1])
+    llm = AsyncLLM(inner)
+
+    async def main() -> None:
+        asked = asyncio.ensure_future(collect(llm, [5, 6, 7], max_tokens=150, ignore_eos=True))
+        while "ours" not in log:
+            await asyncio.sleep(0.001)
+        await asyncio.to_thread(lambda: [inner.engine.step() for _ in range(40)])
+        await asked
+
+    run(main())
+    assert log.count("another's") == 40 and "note" in log[: len(log) // 2]
+    assert ("another's", "ours") not in itertools.pairwise(log)
+    llm.close()
+
+
 def test_closing_leaves_no_threads(tiny_llm, monkeypatch):
     """Nor those that make grammars; who comes meanwhile hears that it is closed."""
     asked = {"structured_outputs": {"regex": "[a-z]{3}"}, "temperature": 0, "max_tokens": 8}

@@ -231,6 +231,14 @@ def test_what_cannot_be(client, hermes, fields, param):
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
 
 
+def test_parameters_that_cannot_be_forced(client, hermes):
+    """Nobody is shown the grammar that is made of them."""
+    odd = {"type": "function", "function": {"name": "a", "parameters": {"type": "thing"}}}
+    answer = client.post(ROUTE, {"messages": TALK, "max_tokens": 1, "tools": [odd], "tool_choice": "required"})
+    told = answer.json()["error"]["message"]
+    assert told.startswith("tools: these parameters cannot be used: ") and "thing" in told and "start:" not in told
+
+
 def test_a_template_without_tools_says_so(client):
     answer = client.post(ROUTE, {"messages": TALK, "tools": TOOLS, "max_tokens": 1})
     assert answer.status_code == 400 and "template" in answer.json()["error"]["message"]

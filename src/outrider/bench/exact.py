@@ -56,12 +56,10 @@ class Settings:
             raise ConfigError("temperatures: give at least one, such as 0")
         if self.file and self.suite != "spec-bench":
             raise ConfigError("--file is for --suite spec-bench; pass both")
-        if self.peers and self.suite == "json":
-            raise ConfigError("--suite json is constrained, which peers are not asked to be; leave out --peer")
         for temperature in self.temperatures:
             assert self.params(temperature)  # what it refuses, it refuses now
         for peer in self.peers:
-            peers.check(peer)
+            peers.check(peer, [self.suite])
 
     def params(self, temperature: float) -> SamplingParams:
         """Of every request: the seed is the same for all, on and off."""

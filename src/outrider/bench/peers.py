@@ -213,8 +213,10 @@ PEERS = {"transformers": Kind(Transformers), "outrider": Kind(Ourselves, ("int8"
 """By name. tools/peers.py, in a clone, has more."""
 
 
-def check(spec: str) -> None:
-    """Raises ConfigError if `NAME` or `NAME:WEIGHTS` cannot run."""
+def check(spec: str, suites: list[str]) -> None:
+    """Raises ConfigError if `NAME` or `NAME:WEIGHTS` cannot run, or not on these suites."""
+    if "json" in suites:
+        raise ConfigError("--suite json is constrained, which peers are not asked to be; leave out --peer")
     name, _, weights = spec.partition(":")
     if (kind := PEERS.get(name)) is None:
         more = "; a clone has more, with `python -m tools bench`" * (len(PEERS) == 2)

@@ -121,11 +121,9 @@ class Settings(Conditions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.peer is not None:
-            peers.check(self.peer)
+            peers.check(self.peer, self.suites)
             if self.temperature > 0 or self.batch > 1:
                 raise ConfigError("--peer compares greedy decoding of one prompt: use --temperature 0 and --batch 1")
-            if "json" in self.suites:
-                raise ConfigError("--suite json is constrained, which peers are not asked to be; leave out --peer")
             if "mixed" in self.suites:
                 what = "a stream, whose time holds the reading of later prompts, and peers' does not"
                 raise ConfigError(f"--suite mixed is {what}; leave out --peer")

@@ -136,7 +136,7 @@ class Engine:
             raise ConfigError(f"an engine needs a runner with a paged cache, not {type(runner.kv).__name__}")
         self.kv = runner.kv
         self._block_bytes = self.kv.nbytes(BLOCK)
-        self.steps = self.preemptions = 0  # so far; and tokens of prompts, and those of them that others had read
+        self.preemptions = 0  # so far; and tokens of prompts, and those of them that others had read
         self.prefix_queries = self.prefix_hits = 0
         self._turn = Turn()
         self._doomed: deque[Request] = deque()  # aborted; taken away between two steps
@@ -358,6 +358,11 @@ class Engine:
         """Blocks of the cache that are neither free nor cached though nothing runs: 0, or something is broken."""
         return 0 if self.running else self.kv.pool.used
 
+    @property
+    def turns(self) -> int:
+        """How many have ended, of whatever thread: where it is as it was, nobody has stepped meanwhile."""
+        return self._turn.given
+
     # --- stepping -----------------------------------------------------------------------------------------------------
 
     def step(self) -> list[tuple[Request, list[int]]]:
@@ -427,7 +432,6 @@ class Engine:
             raise request.error
 
     def _advance(self) -> list[tuple[Request, list[int]]]:
-        self.steps += 1
         self._sweep()
         self._expire()
         if self.waiting:

@@ -20,6 +20,7 @@ class Turn:
         self._holder: int | None = None
         self._process = 0  # the holder's: a forked process has no other thread than the one that forked
         self._waiting = 0
+        self.given = 0  # how many have ended
 
     def refuse_nested(self) -> None:
         """Raise RequestError if this thread has the turn already."""
@@ -60,6 +61,7 @@ class Turn:
     def give(self) -> None:
         """Give the turn back, if this thread has it, and tell the others."""
         if self._holder == threading.get_ident():
+            self.given += 1
             self._holder = None
             with self._lock:
                 if self._waiting:

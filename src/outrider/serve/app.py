@@ -52,7 +52,7 @@ from outrider.serve.protocol import (
 )
 from outrider.serve.reasoning import BRACKETS, Reading, way_of
 from outrider.serve.replies import REF, REPLIES
-from outrider.serve.responses import Respond, ResponsesBody, in_its_words
+from outrider.serve.responses import Respond, ResponsesBody
 from outrider.serve.settings import Settings
 from outrider.serve.tools import Family, Parser, check, constraint, conversation, family_of, parser_of, spelt_out
 from outrider.serve.vocabulary import Vocabulary
@@ -64,7 +64,7 @@ KEYS = {  # how an API key is given
     "header": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
     "basic": {"type": "http", "scheme": "basic", "description": "The key is the password."},
 }
-OURS = re.compile(r"^.*?cannot be used: (at \d+\(\d+\): )?| 1 \| start: .*", re.S)  # where, in a grammar that is ours
+OURS = re.compile(r"\w+: grammar cannot be used: (?:at \d+\(\d+\): )?(.*?)(?: 1 \| start: .*)?", re.S)  # of calls
 READS = re.compile(r"""[.'"]reasoning(_content)?\b""")  # in a template that has its own place for it
 
 
@@ -206,7 +206,7 @@ class Server:
         try:
             return await self._converse(request, asked.as_chat(), "resp_", lambda job, how: Respond(job, how, asked))
         except (Refusal, OutriderError) as error:
-            raise in_its_words(refusal(error)) from None
+            raise asked.in_its_words(refusal(error)) from None
 
     async def messages(self, request: Request) -> Response:
         """`/v1/messages`."""
@@ -278,9 +278,10 @@ class Server:
                 raise Refusal(400, told if field in told else f"{field}: {told}", field) from None
             except ConfigError as error:
                 wrong = refusal(error)
-                if wrong.param == "structured_outputs" and wrong.param in more:  # a grammar that nobody here wrote
-                    why = OURS.sub("", str(wrong))
-                    raise Refusal(400, f"tools: these parameters cannot be used: {why}", "tools") from None
+                if wrong.param == "structured_outputs" and wrong.param in more:
+                    if why := OURS.fullmatch(str(wrong)):  # without a grammar that its client did not write
+                        wrong = Refusal(400, f"{wrong.param}: these parameters cannot be used: {why[1]}", wrong.param)
+                    raise wrong.under("tools") from None
                 if wrong.param == "structured_outputs" and body.structured_outputs is None:
                     raise wrong.under("response_format") from None
                 raise

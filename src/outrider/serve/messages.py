@@ -16,10 +16,6 @@ from outrider.serve.http import Refusal, frame, loads, parse, refusal
 from outrider.serve.protocol import ChatBody, Common, Ignored
 from outrider.serve.reasoning import Reading
 
-HERE = {  # what fields of a chat are called here
-    "stop": "stop_sequences", "response_format": "output_config", "reasoning_effort": "output_config",
-    "max_completion_tokens": "max_tokens",
-}  # fmt: skip
 SAME = (*(Common.model_fields.keys() - Ignored.model_fields.keys()), "chat_template_kwargs", "include_reasoning")
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 Block = dict[str, Any]
@@ -29,8 +25,10 @@ class MessagesBody(Common):
     """`/v1/messages`, and what of it counts for `/v1/messages/count_tokens`."""
 
     pointless: ClassVar[dict[str, Any]] = Common.pointless | {"mcp_servers": [], "container": {}, "best_of": 1}
-
-    here: ClassVar[dict[str, str]] = HERE
+    here: ClassVar[dict[str, str]] = {
+        "stop": "stop_sequences", "response_format": "output_config", "reasoning_effort": "output_config",
+        "max_completion_tokens": "max_tokens",
+    }  # fmt: skip
 
     messages: list[dict[str, Any]]
     max_tokens: int | None = None  # must be given, where something is to be written
@@ -82,11 +80,6 @@ class MessagesBody(Common):
             about = {key: value for key, value in form.items() if key != "type"}
             given["response_format"] = {"type": "json_schema", "json_schema": {"name": "output", **about}}
         return parse(ChatBody, given)
-
-    def in_its_words(self, error: Refusal) -> Refusal:
-        """A chat's refusal, with the names that fields have here."""
-        here = error.param in HERE and not (error.param == "stop" and self.stop is not None)
-        return error.under(HERE[error.param]) if here and error.param else error
 
     @property
     def functions(self) -> list[dict[str, Any]]:

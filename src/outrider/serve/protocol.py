@@ -51,6 +51,12 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
     pointless: ClassVar[dict[str, Any]] = {}
+    here: ClassVar[dict[str, str]] = {}  # what fields of a chat are called, in a body that is answered as one
+
+    def in_its_words(self, error: Refusal) -> Refusal:
+        """A chat's refusal, with the names that fields have here; one that was given under the chat's keeps it."""
+        name, given = error.param or "", getattr(self, error.param or "", None)
+        return error.under(self.here[name]) if name in self.here and given is None else error
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> Any:

@@ -18,9 +18,6 @@ from outrider.serve.protocol import ChatBody, Choice, Common, Ignored
 from outrider.serve.reasoning import Reading
 
 STATELESS = "this server keeps nothing of an answer; send the whole conversation as input"
-AS_CHAT = {
-    "max_output_tokens": "max_tokens", "text": "response_format", "input": "messages", "reasoning": "reasoning_effort",
-}  # fmt: skip
 LOGPROBS = "message.output_text.logprobs"  # what `include` calls them
 SAME = (
     *(Common.model_fields.keys() - Ignored.model_fields.keys()), "parallel_tool_calls", "chat_template_kwargs",
@@ -40,6 +37,10 @@ class ResponsesBody(Common):
         "moderation": {}, "access_programs": [], "background_options": {}, "context_management": [],
         "image": {}, "mm_processor_kwargs": {}, "media_io_kwargs": {}, "enable_response_messages": False,
         "previous_input_messages": [], "best_of": 1, "suffix": None,
+    }  # fmt: skip
+    here: ClassVar[dict[str, str]] = {
+        "max_tokens": "max_output_tokens", "max_completion_tokens": "max_output_tokens", "response_format": "text",
+        "messages": "input", "reasoning_effort": "reasoning",
     }  # fmt: skip
 
     input: Annotated[str | list[dict[str, Any]], Field(description="text, or a list of items")]
@@ -164,14 +165,6 @@ def _content(given: Any) -> Any:
             raise Refusal(400, f"input: the parts of a content must be text, not {brief(part)}", "input")
         parts.append(part if kind == "refusal" else {"type": "text", "text": part.get("text")})
     return parts
-
-
-def in_its_words(error: Refusal) -> Refusal:
-    """A chat's refusal, with the names that fields have here."""
-    for here, there in AS_CHAT.items():
-        if error.param in (there, "max_completion_tokens" if there == "max_tokens" else there):
-            return error.under(here)
-    return error
 
 
 class Respond(Chat):
