@@ -14,9 +14,9 @@ import math
 import threading
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import aclosing, suppress
+from contextlib import aclosing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
@@ -103,6 +103,7 @@ class AsyncLLM:
         self.closed, self.lost = False, False  # lost: with a rank, and this process is about to end
         self._changed = threading.Condition()  # guards what follows
         self._answers: set[Answer] = set()  # all that have not ended, also those whose prompts are still being read
+        self._reading = 0  # outputs whose prompts are being read for `start`
         self._thread: threading.Thread | None = None
         self._turned = 0.0  # when the thread's loop came round last
         self._lanes = Lanes()
@@ -139,8 +140,8 @@ class AsyncLLM:
         """
         params, began = sampling_params_of(sampling_params, sampling), time.perf_counter()
         template = {"chat_template": chat_template, "chat_template_kwargs": chat_template_kwargs}
-        self.check_room(params.n)
-        ids = await self.off_loop(lambda: self.llm.read(prompt, **template), "text" if _is_long(prompt) else "")
+        with self.reading(params.n):
+            ids = await self.off_loop(lambda: self.llm.read(prompt, **template), "text" if _is_long(prompt) else "")
         options: dict[str, Any] = {"k": k, "priority": priority, "cache_salt": cache_salt}
         answer = await self.start([(ids, params)], **options, deadline=left(deadline, began))
         async with aclosing(answer.events()) as events:
@@ -167,7 +168,7 @@ class AsyncLLM:
         answer = Answer(self, loop)
         weight = sum(params.n for _, params in prompts)
         with self._changed:
-            self.check_room(weight)
+            self._check_room(weight)
             answer.weight = weight
             self._answers.add(answer)
         lane = "text" if any(_is_long(params.prediction) for _, params in prompts) else ""
@@ -183,14 +184,27 @@ class AsyncLLM:
             raise
         return answer
 
-    def check_room(self, weight: int) -> None:
-        """Raise QueueFull if there is none for so many more outputs, EngineError if this is closed."""
+    @contextmanager
+    def reading(self, weight: int) -> Iterator[None]:
+        """While the prompts of so many outputs are read for `start`: they count as waiting.
+
+        Raises QueueFull if there is no room for them, EngineError if this is closed, before anything is read.
+        """
+        with self._changed:
+            self._check_room(weight)
+            self._reading += weight
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._reading -= weight
+
+    def _check_room(self, weight: int) -> None:
         if self.closed:
             raise EngineError(CLOSED)
         if (limit := self.max_queued_requests) is None:
             return
-        with self._changed:
-            there = sum(answer.weight for answer in self._answers)
+        there = self._reading + sum(answer.weight for answer in self._answers)
         most = self.llm.engine_config.max_num_seqs  # of a larger request some run at once while there are fewer
         if there >= most and there + weight > limit + most:
             told = f"{there} outputs are running or waiting, and with {weight} more they would be more than"

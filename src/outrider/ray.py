@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
 from types import SimpleNamespace
 from typing import Any
@@ -255,8 +255,9 @@ class Far:
         self._lanes = Lanes()
         self.off_loop = self._lanes.run
 
-    def check_room(self, weight: int) -> None:
-        """Each engine says so itself."""
+    def reading(self, weight: int) -> nullcontext[None]:
+        """Each engine says itself whether it has room."""
+        return nullcontext()
 
     async def start(self, prompts: list[tuple[list[int], SamplingParams]], **options: Any) -> FarAnswer:
         """As AsyncLLM's. Seeds are drawn here, so that another engine would draw the same tokens."""

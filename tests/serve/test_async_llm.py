@@ -381,6 +381,28 @@ def test_a_full_queue_refuses(tiny_llm):
     tight.close()
 
 
+def test_prompts_that_are_being_read_have_a_place_in_the_queue(tiny_llm, monkeypatch):
+    read, until = tiny_llm.read, threading.Event()
+
+    def slow(*args: Any, **how: Any) -> Any:
+        assert until.wait(60)
+        return read(*args, **how)
+
+    monkeypatch.setattr(tiny_llm, "read", slow)
+    llm, room = AsyncLLM(tiny_llm, max_queued_requests=2), tiny_llm.engine_config.max_num_seqs + 2
+
+    async def flood() -> list[Any]:
+        calls = [asyncio.ensure_future(collect(llm, PROMPT, max_tokens=4, seed=i)) for i in range(room + 5)]
+        done, _ = await asyncio.wait(calls, timeout=60, return_when=asyncio.FIRST_EXCEPTION)
+        assert 0 < len(done) <= 5 and not until.is_set()
+        until.set()
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    assert sum(isinstance(answer, QueueFull) for answer in run(flood())) == 5
+    assert run(collect(llm, PROMPT, max_tokens=4, n=room))[0], "all have given their places back"
+    llm.close()
+
+
 def test_grammars_that_take_long_hold_nobody_up(tiny_llm, monkeypatch):
     """More of them than there are threads to tokenize in."""
     make, until = engine.read, threading.Event()

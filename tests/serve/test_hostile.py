@@ -369,7 +369,7 @@ def test_what_a_full_queue_refuses_is_not_even_read(client, monkeypatch, tiny_ll
     def full(weight: int) -> None:
         raise QueueFull(f"no room for {weight}")
 
-    monkeypatch.setattr(client.llm, "check_room", full)
+    monkeypatch.setattr(client.llm, "reading", full)
     monkeypatch.setattr(tiny_llm, "encode", fail)
     answer = client.post("/v1/completions", {"prompt": [PROMPT, PROMPT], "n": 2, "truncate_prompt_tokens": 5})
     assert refused(answer, 503)["message"] == "no room for 4"

@@ -266,8 +266,8 @@ class Server:
 
         async def queue() -> Job:
             try:
-                self.llm.check_room(body.outputs)  # before the work of reading is done
-                made = await self.llm.off_loop(asked, _lane(body, request.state.long))
+                with self.llm.reading(body.outputs):
+                    made = await self.llm.off_loop(asked, _lane(body, request.state.long))
                 answer = await self.llm.start(
                     made, k=k, priority=body.priority or 0, deadline=left(body.deadline, arrived),
                     cache_salt=body.cache_salt,
