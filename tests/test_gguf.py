@@ -16,7 +16,7 @@ import pytest
 import torch
 from helpers import logits_after
 from safetensors.torch import load_file
-from test_families import EXPERTS, GROWING, LONG, YARN
+from test_families import EXPERTS, FULL, GROWING, LONG, YARN
 from test_truth import LLAMA3, check, prompt_of, reference, rope
 from torch.testing import assert_close
 
@@ -42,7 +42,7 @@ def write(
     """
     c = read_config(source)
     arch = {hf: own for own, hf in ARCHITECTURES.items()}.get(c.architecture, "olmo2")
-    arch = "llama" if c.architecture == "MixtralForCausalLM" else arch
+    arch = "llama" if c.architecture in ("MixtralForCausalLM", "InternLM3ForCausalLM") else arch
     w = gguf.GGUFWriter(target, arch, split_max_tensors=splits)
     w.add_block_count(c.num_layers)
     w.add_context_length(c.max_positions)
@@ -134,6 +134,8 @@ def _add_switches(w: gguf.GGUFWriter, c) -> None:
     """What only some families have."""
     if window := next((window for window in c.windows if window), None):
         w.add_sliding_window(window)
+        if "Exaone" in c.architecture:
+            w.add_sliding_window_pattern([bool(window) for window in c.windows])
     if c.logit_softcap:
         w.add_final_logit_softcapping(c.logit_softcap)
     if c.attention_softcap:
@@ -203,6 +205,13 @@ FAMILIES = {
     "olmo3-yarn": ("olmo3", OLMO3),
     "granite": ("granite", {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1,
                             "logits_scaling": 8.0}),
+    "exaone4": ("exaone4", {"sliding_window": None, "layer_types": [FULL, FULL], **rope("llama3", **LLAMA3)}),
+    "exaone4-windows": ("exaone4", {"num_hidden_layers": 4, "sliding_window": 8}),
+    "ernie4_5": ("ernie4_5", {"tie_word_embeddings": True}),
+    "ernie4_5-biases": ("ernie4_5", {"use_bias": True}),
+    "seed-oss": ("seed_oss", {}),
+    "seed-oss-biases": ("seed_oss", {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True}),
+    "internlm3-biases": ("internlm3", {"attention_bias": True, "mlp_bias": True}),
     "glm4": ("glm4", {"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}}),
     "mixtral": ("mixtral", {"num_local_experts": 4}),
     "qwen2-moe": ("qwen2_moe", EXPERTS | {"shared_expert_intermediate_size": 48}),

@@ -92,10 +92,34 @@ def llama(hf: Hf) -> dict[str, Any]:
     return {"o_bias": bool(hf.get("attention_bias"))}
 
 
+@family("InternLM3ForCausalLM", "internlm3", "InternLM3")
+def internlm3(hf: Hf) -> dict[str, Any]:
+    """As Llama."""
+    return llama(hf)
+
+
+@family("SeedOssForCausalLM", "seed_oss", "Seed-OSS 36B")
+def seed_oss(hf: Hf) -> dict[str, Any]:
+    """Biases of queries, keys and values."""
+    return {"qkv_bias": bool(hf.get("attention_bias", True)), "o_bias": bool(hf.get("attention_out_bias"))}
+
+
+@family("Ernie4_5ForCausalLM", "ernie4_5", "ERNIE 4.5 dense (0.3B)")
+def ernie4_5(hf: Hf) -> dict[str, Any]:
+    """Rope that turns neighbours."""
+    return {"interleaved": True, **dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), bool(hf.get("use_bias")))}
+
+
 @family("MistralForCausalLM", "mistral", "Mistral 7B, Nemo, Small; Mistral Small 3's text part")
 def mistral(hf: Hf) -> dict[str, Any]:
     """A window, in early ones."""
     return {"windows": _windows(hf, lambda i: SLIDING)}
+
+
+@family("MinistralForCausalLM", "ministral", "Ministral 8B")
+def ministral(hf: Hf) -> dict[str, Any]:
+    """Windows in some layers or all, if given."""
+    return {"qkv_bias": False, "windows": _windows(hf, lambda i: SLIDING)}
 
 
 @family("Ministral3ForCausalLM", "ministral3", "Ministral 3 (text part)")
@@ -255,6 +279,17 @@ def olmo3(hf: Hf) -> dict[str, Any]:
     return {**olmo2(hf), **_local_rope(hf, _number(hf, "rope_theta", 500000.0)), "windows": windows}
 
 
+@family("Exaone4ForCausalLM", "exaone4", "EXAONE 4.0, 1.2B and 32B")
+def exaone4(hf: Hf) -> dict[str, Any]:
+    """Norms after attention and MLP only, and of each query and key; in the 32B, windows in three of four layers and no
+    rope in the others."""
+    windows = _windows(hf, lambda i: SLIDING if (i + 1) % _whole(hf, "sliding_window_pattern", 4) else FULL)
+    full = tuple(i for i, window in enumerate(windows) if window is None)
+    biases = dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), False)
+    turned = hf.get("sliding_window") is None
+    return {**olmo2(hf), **biases, "qk_norm": "head", "windows": windows, "unrotated": () if turned else full}
+
+
 @family("GraniteForCausalLM", "granite", "Granite 3 dense")
 def granite(hf: Hf) -> dict[str, Any]:
     """Multipliers of embedding, branches, attention and logits."""
@@ -296,16 +331,17 @@ def granite4(hf: Hf) -> dict[str, Any]:
     }
 
 
+@family("GlmForCausalLM", "glm", "GLM-4 9B (-hf), GLM-Edge")
+def glm(hf: Hf) -> dict[str, Any]:
+    """Rope that turns neighbours, of half a head; biases of queries, keys and values."""
+    return {"rope": _rope(hf, partial=True), "interleaved": True, "names": Names(gate_up=("gate_up_proj",))}
+
+
 @family("Glm4ForCausalLM", "glm4", "GLM-4-0414, 9B and 32B")
 def glm4(hf: Hf) -> dict[str, Any]:
-    """Norms before and after; rope that turns neighbours, of half a head; biases of queries, keys and values."""
-    return {
-        "rope": _rope(hf, partial=True),
-        "interleaved": True,
-        "names": Names(
-            after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm", gate_up=("gate_up_proj",)
-        ),
-    }
+    """As GLM, with norms before and after."""
+    names = Names(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm", gate_up=("gate_up_proj",))
+    return {**glm(hf), "names": names}
 
 
 def text_part(hf: Hf) -> Hf:

@@ -43,7 +43,8 @@ ARCHITECTURES = {
     "smollm3": "SmolLM3ForCausalLM", "olmo2": "Olmo2ForCausalLM", "granite": "GraniteForCausalLM",
     "glm4": "Glm4ForCausalLM", "qwen2moe": "Qwen2MoeForCausalLM", "qwen3moe": "Qwen3MoeForCausalLM",
     "olmoe": "OlmoeForCausalLM", "granitemoe": "GraniteMoeForCausalLM", "gpt-oss": "GptOssForCausalLM",
-    "mistral3": "Ministral3ForCausalLM",
+    "mistral3": "Ministral3ForCausalLM", "exaone4": "Exaone4ForCausalLM", "ernie4_5": "Ernie4_5ForCausalLM",
+    "seed_oss": "SeedOssForCausalLM",
 }  # fmt: skip
 PAIRED = ("llama", "granite", "granitemoe", "smollm3", "mistral3")  # queries and keys as llama.cpp turns Llama's
 PARTIAL = ("phi3", "glm4")  # whose rope may turn part of a head
@@ -63,7 +64,8 @@ SANDWICH = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }  # fmt: skip
 OWN = {  # of one architecture
-    "gemma2": SANDWICH, "gemma3": SANDWICH, "olmo2": SANDWICH,
+    "gemma2": SANDWICH, "gemma3": SANDWICH, "olmo2": SANDWICH, "exaone4": SANDWICH,
+    "seed_oss": {"post_attention_norm": "post_attention_layernorm"},
     "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
     "glm4": {
         "ffn_up": "mlp.gate_up_proj", "post_attention_norm": "post_self_attn_layernorm",
@@ -188,6 +190,8 @@ class File:
             "rms_norm_eps": epsilon,
             "rope_parameters": self._rope(),
             "attention_bias": "blk.0.attn_q.bias" in self.tensors,
+            "attention_out_bias": "blk.0.attn_output.bias" in self.tensors,
+            "use_bias": "blk.0.attn_q.bias" in self.tensors,
             "mlp_bias": "blk.0.ffn_up.bias" in self.tensors,
             "tie_word_embeddings": "output.weight" not in self.tensors,
             "dtype": {"F32": "float32", "F16": "float16"}.get(kind, "bfloat16"),
@@ -230,6 +234,8 @@ class File:
             said["rope_local_base_freq"] = self._get("rope.freq_base_swa")
         if self.family == "gpt-oss" and said["sliding_window"] is None:
             raise CheckpointError(f"{self.path}: gpt-oss.attention.sliding_window is missing")
+        if isinstance(slides := self._get("attention.sliding_window_pattern"), list):
+            said["layer_types"] = [families.SLIDING if each else families.FULL for each in slides]
         if self.family == "phi3":  # transformers looks for it here, and has 4,096 where it is missing
             said["original_max_position_embeddings"] = self._get("rope.scaling.original_context_length")
         if self._number("expert_count", 0, least=0):

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from outrider import SamplingParams
 from outrider.grammar import literal
 from outrider.serve import app
-from outrider.serve.reasoning import BRACKETS, CHANNELS, THINK, Reader, Way, opened, way_of
+from outrider.serve.reasoning import BRACKETS, CHANNELS, SEED, THINK, Reader, Way, opened, way_of
 from outrider.serve.tools import HARMONY, HERMES, TO, Harmony, Parser, check, constraint, family_of, parse
 from tests.serve.conftest import Client
 from tests.serve.test_responses import FLAT, events_of, without_ids
@@ -57,7 +57,7 @@ def heard(reader: Any, pieces: list[str]) -> tuple[str, str, list[tuple[str, str
 
 def test_ways_are_told_by_the_template():
     marks = {"<think>": THINK, "split('</think>')": THINK, "[THINK]": BRACKETS, "think": None, "<|channel|>": None,
-             "<|channel|>analysis<|message|> <think>": CHANNELS}  # fmt: skip
+             "<seed:think>": SEED, "<|channel|>analysis<|message|> <think>": CHANNELS}  # fmt: skip
     assert [way_of(mark) for mark in marks] == [*marks.values()]
     assert way_of(None) is None and way_of({"default": "<think>"}) is None
 
@@ -93,11 +93,12 @@ READ = [  # opened, text, reasoning, content
 
 
 @pytest.mark.parametrize(("begun", "text", "reasoning", "content"), READ)
-@pytest.mark.parametrize("way", [THINK, BRACKETS])
+@pytest.mark.parametrize("way", [THINK, BRACKETS, SEED])
 def test_reasoning_is_told_apart_in_any_pieces(way, begun, text, reasoning, content):
     def own(said: str) -> str:
         for mark in (THINK.begin, THINK.end, "<thi", "</th"):
-            said = said.replace(mark, (way.end if "/" in mark else way.begin)[: len(mark)])
+            its = way.end if "/" in mark else way.begin
+            said = said.replace(mark, its if mark.endswith(">") else its[: len(mark)])
         return said
 
     text = own(text)

@@ -27,6 +27,7 @@ from outrider.serve.tools import (
     OLMO,
     PHI,
     PYTHONIC,
+    SEED,
     XLAM,
     Parser,
     check,
@@ -126,7 +127,7 @@ def test_calls_are_found_in_any_pieces(family, calls, before, sizes):
     known = functions(family, *calls)
     if family.shape in ("tagged", "python", "escaped"):  # whose keys are not empty
         assume(all(args.keys() - {""} == args.keys() for _, args in calls))
-    if family is CODER:  # whose values are told apart by the schema
+    if family in (CODER, SEED):  # whose values are told apart by the schema
         assume(
             all(
                 functions(family, call)[call[0]]["properties"].items() <= known[call[0]]["properties"].items()
@@ -156,7 +157,7 @@ def test_arguments_come_as_they_are_written(family):
     parser, seen = parser_of(family, functions(family, call)), []
     for c in text:
         seen.append(len(parser.feed(c)))
-    assert sum(seen) > 50 and sum(seen[: text.index("Paris")]) > (2 if family is CODER else 3)
+    assert sum(seen) > 50 and sum(seen[: text.index("Paris")]) > (2 if family.shape == "tagged" else 3)
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
@@ -269,6 +270,7 @@ def test_space_around_calls(text, content, calls):
             "",
             2,
         ),
+        (SEED, "<seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>", "", 1),
         (CODER, "<function=" + "a" * 999, "<function=" + "a" * 999, 0),
         (CODER, "a <function of> b", "a <function of> b", 0),
         (MINISTRAL, "[TOOL_CALLS]" + "a" * 999, "[TOOL_CALLS]" + "a" * 999, 0),
@@ -352,7 +354,7 @@ def test_families_are_told_by_the_template():
     marks = {
         "<tool_call>": HERMES, "<tool_call><function=": CODER, "[TOOL_CALLS]": MISTRAL, "[TOOL_CALLS][ARGS]": MINISTRAL,
         '<|python_tag|> "parameters"': LLAMA, "<|tool_call|>": GRANITE, "<|tool_call|><|/tool_call|>": PHI,
-        "<TOOLCALL>": NEMOTRON, "<function_calls>": OLMO, "<start_function_call>": GEMMA,
+        "<seed:tool_call>": SEED, "<TOOLCALL>": NEMOTRON, "<function_calls>": OLMO, "<start_function_call>": GEMMA,
     }  # fmt: skip
     assert [family_of("{% if tools %}" + mark) for mark in marks] == [*marks.values()]
     assert family_of("{{ messages }}") is None and family_of(None) is None and family_of("tools") is None
@@ -368,6 +370,11 @@ WAYS = {
         "<tool_call>\n<function=%s>\n{%% for k, v in c.function.arguments.items() %%}<parameter={{ k }}>\n{{ v }}\n"
         "</parameter>\n{%% endfor %%}%.0s</function>\n</tool_call>",
         CODER,
+    ),
+    "seed": (
+        "<seed:tool_call>\n<function=%s>\n{%% for k, v in c.function.arguments.items() %%}<parameter={{ k }}>{{ v }}"
+        "</parameter>\n{%% endfor %%}%.0s</function>\n</seed:tool_call>",
+        SEED,
     ),
     "qwen3-coder, almost": ("<tool_call>\n<function=%s>\n%s\n</function>\n</tool_call>", None),
     "another xml": ("<tool_call>\n<call name=%s>\n%s\n</call>\n</tool_call>", None),

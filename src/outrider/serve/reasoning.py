@@ -24,6 +24,7 @@ class Way:
 
 
 THINK, BRACKETS = Way("<think>", "</think>"), Way("[THINK]", "[/THINK]")
+SEED = Way("<seed:think>", "</seed:think>")
 CHANNELS = Way("<|channel|>analysis<|message|>", "<|end|>")  # gpt-oss's, among other messages (`Harmony`)
 START, FINAL = "<|start|>assistant", "<|channel|>final<|message|>"
 
@@ -34,7 +35,7 @@ def way_of(template: Any) -> Way | None:
         return None
     if all(mark in template for mark in ("<|channel|>", "<|message|>", "analysis")):
         return CHANNELS
-    return next((way for way in (THINK, BRACKETS) if way.begin in template or way.end in template), None)
+    return next((way for way in (THINK, BRACKETS, SEED) if way.begin in template or way.end in template), None)
 
 
 def opened(way: Way, prompt: str, said: str = "") -> bool | None:

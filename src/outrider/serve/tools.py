@@ -61,6 +61,10 @@ FUNCTION = "<function="
 CODER = replace(  # whose models leave out the first mark now and then
     HERMES, name="qwen3_coder", marks=("<tool_call>", FUNCTION), shape="tagged", opening=FUNCTION
 )
+SEED = replace(
+    CODER, name="seed_oss", marks=("<seed:tool_call>", FUNCTION), begin="<seed:tool_call>\n",
+    end="\n</seed:tool_call>", between="\n</seed:tool_call>\n<seed:tool_call>\n", closing="</seed:tool_call>",
+)  # fmt: skip
 LLAMA = Family("llama3_json", ("<|python_tag|>",), "", "", "; ", bare="{", arguments="parameters")
 XLAM = replace(LLAMA, name="xlam", begin="[", end="]", between=", ", bare="[", arguments="arguments")
 PYTHONIC = replace(XLAM, name="pythonic", shape="python", opening="")  # Llama 4's, ToolACE's
@@ -86,7 +90,7 @@ HARMONY = Family(  # gpt-oss's, whose calls are messages (`Harmony`)
     "harmony", (TO,), TO, "", f"<|end|><|start|>assistant{TO}", "message", opening="",
     head=" <|constrain|>json<|message|>",
 )  # fmt: skip
-MARKED = NEMOTRON, OLMO, GEMMA  # whose marks no other family's templates have
+MARKED = NEMOTRON, OLMO, GEMMA, SEED  # whose marks no other family's templates have
 FAMILIES = HERMES, CODER, LLAMA, XLAM, PYTHONIC, MISTRAL, MINISTRAL, GRANITE, PHI, HARMONY, *MARKED
 LOOK_UP: dict[str, Any] = {"name": "look_up", "arguments": {"city": "Oslo"}}
 
