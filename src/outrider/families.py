@@ -15,6 +15,7 @@ from outrider.config import ACTIVATIONS, DTYPES, Mixture, ModelConfig, Names, re
 from outrider.errors import CheckpointError, UnsupportedArchitecture, brief
 
 Hf = Mapping[str, Any]
+Read = Callable[[Hf], dict[str, Any]]
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 ROPE_NUMBERS = (  # of any type, where they are given
     "factor", "original_max_position_embeddings", "attention_factor", "mscale", "mscale_all_dim", "beta_fast",
@@ -64,7 +65,7 @@ class Family:
 
     model_type: str
     title: str
-    read: Callable[[Hf], dict[str, Any]]
+    read: Read
 
     @property
     def differs(self) -> str:
@@ -76,10 +77,10 @@ FAMILIES: dict[str, Family] = {}
 """By architecture, as config.json names it."""
 
 
-def family(architecture: str, model_type: str, title: str) -> Callable[[Callable[[Hf], dict[str, Any]]], Any]:
+def family(architecture: str, model_type: str, title: str) -> Callable[[Read], Read]:
     """Register a function as the one that reads this architecture."""
 
-    def enter(function: Callable[[Hf], dict[str, Any]]) -> Callable[[Hf], dict[str, Any]]:
+    def enter(function: Read) -> Read:
         FAMILIES[architecture] = Family(model_type, title, function)
         return function
 
