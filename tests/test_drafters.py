@@ -6,7 +6,7 @@ import json
 import random
 import shutil
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from outrider import LLM, SamplingParams, SpeculativeConfig, drafters
+from outrider import LLM, Drafter, SamplingParams, SpeculativeConfig, drafters
 from outrider.drafters.ngram import Index
 from outrider.errors import ConfigError
 from outrider.load import embedded
@@ -203,6 +203,32 @@ def test_third_party_drafter(installed, random_llm):
             drafters.options(method)
     with pytest.raises(ConfigError, match="'parrot' does not accept these options: ValueError: too loud"):
         random_llm.speculative_config = {"method": "parrot", "word": -1}
+
+
+def test_a_drafter_of_others_that_is_wrong_says_so_in_one_line(monkeypatch, random_llm, caplog):
+    @dataclass
+    class Loud(Drafter):
+        num_speculative_tokens: int = 2
+
+        def attach(self, target, load):
+            target.tap("x")
+
+    @dataclass
+    class Vague(Drafter):
+        num_speculative_tokens: str = "a few"
+
+    @dataclass
+    class Idle(Drafter):
+        num_speculative_tokens: int = 2
+
+    monkeypatch.setattr(drafters, "find", {"loud": Loud, "vague": Vague, "idle": Idle}.__getitem__)
+    with pytest.raises(ConfigError, match="method 'loud' cannot be attached: TypeError: "):
+        random_llm.speculative_config = {"method": "loud"}
+    with pytest.raises(ConfigError, match="'vague': num_speculative_tokens must be a whole number, not 'a few'"):
+        random_llm.speculative_config = {"method": "vague"}
+    random_llm.speculative_config = {"method": "idle"}
+    random_llm.generate([7], max_tokens=4)
+    assert "NotImplementedError: Idle does not define propose" in caplog.text
 
 
 @pytest.mark.parametrize("method", drafters.methods())

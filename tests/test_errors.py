@@ -292,7 +292,7 @@ BAD_SAMPLING = {
     "repetition_penalty": (0, -1, NAN, INF, "x", None), "presence_penalty": (-2.1, 2.1, NAN, "x", None),
     "frequency_penalty": (-2.1, 2.1, NAN, "x", None), "seed": (1.5, "x", 2**64, -(2**63) - 1, True),
     "max_tokens": (0, -1, 1.5, "9", None, True), "min_tokens": (-1, 257, 1.5, "9", None, True),
-    "stop": (5, "", [""], ["a", 5], b"x", {"a"}), "stop_token_ids": (5, [-1], ["a"], [1.5], [True], "12"),
+    "stop": (5, "", [""], ["a", 5], b"x", {"a"}, "\ud800"), "stop_token_ids": (5, [-1], ["a"], [1.5], [True], "12"),
     "logit_bias": (5, [1], {"a": 1}, {-1: 1}, {1: NAN}, {1: "x"}, {1: None}, {True: 1}, {1.5: 1}, {1: 10**400}),
     "logprobs": (-1, 1.5, "x", True), "prompt_logprobs": (-1, 1.5, "x", True, 10**9),
     "bad_words": ("x", [""], [" "], [5], 5, ["\ud800"], ["a"] * 1025),

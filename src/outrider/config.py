@@ -362,8 +362,8 @@ class SamplingParams:
             value = getattr(self, name)
             if not (value is None or isinstance(value, (list, tuple)) or (name == "stop" and isinstance(value, str))):
                 raise ConfigError(f"{name} must be a list, not {brief(value)}")
-        if any(not isinstance(s, str) or not s for s in self.stops):
-            raise ConfigError("stop must be a non-empty string or a list of them")
+        if any(not isinstance(s, str) or not s or not is_unicode(s) for s in self.stops):
+            raise ConfigError("stop must be a non-empty string of Unicode or a list of them")
         if any(not isinstance(word, str) or not word.strip() or not is_unicode(word) for word in self.bad_words or ()):
             raise ConfigError(f"bad_words must be words, not {brief(self.bad_words)}")
         if len(self.bad_words or ()) > MOST_WORDS:
@@ -442,7 +442,7 @@ class SpeculativeConfig:
 
     `options` holds the keys that the method itself defines; `drafters.create` refuses those it does not know.
     `acceptance_method` is one of ACCEPTANCE_METHODS: `coupled` gives plain decoding's tokens; `rejection` and `block`
-    give tokens of the same distribution, and the same ones again for the same seed and drafter; `typical` is LOSSY. At
+    give tokens of the same distribution, and the same ones again for the same seed and drafts; `typical` is LOSSY. At
     temperature 0 all of them give the greedy tokens. The two `posterior` keys (Medusa's and vLLM's names) are epsilon
     and alpha of `typical`, and of no other rule. Raises ConfigError, as `of` and `parse` do, for what cannot be.
     """

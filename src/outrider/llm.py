@@ -21,7 +21,16 @@ from outrider import drafters
 from outrider.config import EngineConfig, SamplingParams, SpeculativeConfig, promised
 from outrider.engine import Engine, Request, TextStream, free_memory
 from outrider.engine.text import tokenizing
-from outrider.errors import ConfigError, EmptyPrompt, RequestError, RequestTooLong, brief, interrupts_wait
+from outrider.errors import (
+    ConfigError,
+    EmptyPrompt,
+    OutriderError,
+    RequestError,
+    RequestTooLong,
+    brief,
+    interrupts_wait,
+    told,
+)
 from outrider.follow import LeadingRunner, follow, guarantee
 from outrider.kv import OffloadKV, PagedKV
 from outrider.kv.paged import MODEST
@@ -202,8 +211,10 @@ class LLM:
             try:
                 drafter.attach(self.runner, self._load_draft)
                 self._draft_with(drafter, config)
-            except BaseException:  # the drafter that was there stays
+            except BaseException as error:  # the drafter that was there stays
                 self.runner.watched = before
+                if isinstance(error, Exception) and not isinstance(error, OutriderError):  # of another package's code
+                    raise ConfigError(f"method {config.method!r} cannot be attached: {told(error)}") from error
                 raise
 
     def _draft_with(self, drafter: Drafter, config: SpeculativeConfig) -> None:
@@ -473,6 +484,8 @@ def _integral(array: Any) -> bool:
 
 def _no_prompt(given: Any) -> ConfigError:
     kind = type(given).__name__
+    if _is_list(given) and (odd := [each for each in given if not isinstance(each, int)]):
+        kind = f"one with {brief(odd[0])}"
     if isinstance(given, (Tensor, np.ndarray)):
         kind = f"{kind} of {given.ndim} dimensions and {given.dtype}"
     return ConfigError(f"a prompt is text or a list (or a one-dimensional tensor) of token ids, not {kind}")

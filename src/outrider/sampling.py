@@ -242,7 +242,7 @@ def refusal(logits: Tensor, row: Row) -> OutriderError:
     most = float(logits.max())
     if math.isfinite(most):
         if row.seq.constraint:
-            return ConstraintError(f"every token that structured_outputs allow is banned, by {BANS} or a processor")
+            return ConstraintError(f"every token that structured_outputs allow is banned, by {BANS}, or by a processor")
         return RequestError(f"every token is banned, by {BANS}; leave at least one")
     what = "NaN" if math.isnan(most) else "infinite" if most > 0 else "all -inf"
     return RequestError(f"the model's logits after {row.position} tokens are {what}; no token can be chosen")

@@ -55,7 +55,7 @@ class Drafter:
 
         The sequences may only be read; a `fork()` of one may be extended. `seq.rule` is what will verify the draft.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not define propose")
 
     def observe(self, seqs: list[Sequence], verdicts: list[Verdict], output: Output) -> None:
         """See what became of the drafts. The sequences have grown by the verdicts' tokens.

@@ -107,11 +107,14 @@ def create(config: SpeculativeConfig) -> Drafter:
                     f"option {key!r} of method {config.method!r} must be {types[key]}, not {brief(value)}"
                 )
     try:
-        return kind(**given)
+        made = kind(**given)
     except OutriderError:
         raise
     except Exception as error:  # another package's code
         raise ConfigError(f"method {config.method!r} does not accept these options: {told(error)}") from error
+    if READERS["int"](k := made.num_speculative_tokens) is None:
+        raise ConfigError(f"method {config.method!r}: num_speculative_tokens must be a whole number, not {brief(k)}")
+    return made
 
 
 def inner(owner: str, config: Any) -> Drafter:

@@ -203,7 +203,9 @@ class Engine:
         if k is not None and whole(k, 0) is None:
             raise ConfigError(f"k must be a whole number of draft nodes, at least 0, or None, not {brief(k)}")
         if whole(priority, -(2**62)) is None:
-            raise ConfigError(f"priority must be a whole number (lower is first), not {brief(priority)}")
+            raise ConfigError(
+                f"priority must be a whole number within 2**62 of 0 (lower is first), not {brief(priority)}"
+            )
         if deadline is not None and not real(deadline, 0, math.inf):
             raise ConfigError(f"deadline must be a number of seconds above 0, or None, not {brief(deadline)}")
         due = math.inf if deadline is None else time.perf_counter() + deadline

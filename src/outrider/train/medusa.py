@@ -189,6 +189,8 @@ def read_windows(llm: LLM, data: list[Path], settings: Settings, progress: Progr
     s, dice = settings, random.Random(settings.seed)
     if llm.tokenizer is None:
         raise ConfigError(f"{s.model} has no tokenizer, without which texts cannot be read")
+    if not data:
+        raise ConfigError("Medusa heads learn from texts, and none are given: name files or folders of them")
     pieces = []
     for text in corpus.texts(corpus.files(data), progress=progress):
         for document in filter(str.strip, text.split(SEPARATOR)):
