@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from outrider import LLM, SamplingParams
-from outrider.errors import ConfigError, EngineError
+from outrider.errors import ConfigError, EngineError, RequestError
 from outrider.outputs import GenerationOutput, StepEvent
 
 ray = pytest.importorskip("ray", reason="the extra 'ray' is not installed")
@@ -219,7 +219,8 @@ def marked(mark: str) -> dict[int, str]:
 class Command:
     """`outrider serve --replicas 2`, and what it says; at the end no process of its own is left."""
 
-    def __init__(self, path: Path, *args: str) -> None:
+    def __init__(self, path: Path, *args: str, group: bool = False) -> None:
+        self.code = 0
         with socket.socket() as some:
             some.bind(("127.0.0.1", 0))
             self.port = some.getsockname()[1]
@@ -230,6 +231,7 @@ class Command:
             self.process = subprocess.Popen(
                 [*command, "--dtype", "float32", "--device", "cpu", *args],
                 env=env | {"OUTRIDER_TEST": self.mark}, stdout=subprocess.DEVNULL, stderr=said,
+                start_new_session=group,
             )  # fmt: skip
 
     def engines(self, seconds: float = 300) -> list[int]:
@@ -256,7 +258,9 @@ class Command:
         try:
             if failed is None:
                 code, said = self.process.wait(120), self.said.read_text()
-                assert code == 0 and "\nTraceback" not in said, said  # Serve's own lines begin with who says them
+                assert code == self.code and "\nTraceback" not in said, (
+                    said
+                )  # Serve's own lines begin with who says them
                 until = time.monotonic() + 60
                 while rest := marked(self.mark):
                     assert time.monotonic() < until, rest
@@ -397,6 +401,39 @@ def test_a_stuck_engine_is_not_well(monkeypatch):
     asyncio.run(main())
 
 
+def test_a_fault_of_the_request_is_handed_over_and_not_raised(monkeypatch):
+    """Serve would log it with its trace, and what the request says with it."""
+    engine = Engine(Replicas.of({"model": "tiny", "llm": SMALL["llm"]}))
+    monkeypatch.delattr(Engine, "__del__")  # which only Serve awaits
+
+    async def main() -> None:
+        (found,) = [item async for item in engine.generate("", [([99999], SamplingParams(max_tokens=4))], {}, [[]])]
+        assert isinstance(found, RequestError) and "99999" in str(found)
+
+        async def replies():
+            yield found
+
+        with pytest.raises(RequestError, match="99999"):
+            await anext(outrider.ray._typed(replies()))
+        await engine.llm.aclose()
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_could_not_be_loaded_ends_in_silence():
+    asyncio.run(Engine.__del__(object.__new__(type("Half", (), {}))))
+
+
+def test_ended_with_its_whole_group(tmp_path):
+    """As by `timeout` or a service manager: Ray goes, too, and nobody waits a minute for it."""
+    with Command(tmp_path, group=True) as command:
+        command.wait_for("Ctrl-C ends it")
+        os.killpg(command.process.pid, signal.SIGTERM)
+        assert command.process.wait(30) == 143
+        assert "Ray was ended, too, and with it all answers" in command.said.read_text()
+        command.code = 143
+
+
 def test_options():
     with pytest.raises(ConfigError, match="unknown key 'modell'; valid: model, replicas"):
         app({"modell": "tiny"})
@@ -408,6 +445,8 @@ def test_options():
         app({"model": "tiny", "replicas": 2, "max_replicas": 1})
     with pytest.raises(ConfigError, match="llm: unknown key 'temperature'"):
         app({"model": "tiny", "llm": {"temperature": 0}})
+    with pytest.raises(ConfigError, match="max_model_len must be a whole number of at least 1, not -4"):
+        app({"model": "tiny", "llm": {"max_model_len": -4}})
     with pytest.raises(ConfigError, match="server: unknown key 'port'"):
         app({"model": "tiny", "server": {"port": 1}})
     assert Replicas.of({"model": "tiny", "server": {"names": ["a", "b"]}}).settings.names == ("a", "b")

@@ -30,7 +30,7 @@ from ray.serve.request_router import RequestRouter
 from outrider import drafters
 from outrider.async_llm import AsyncLLM, Lanes, left
 from outrider.config import EngineConfig, SamplingParams, SpeculativeConfig, drawn_seed
-from outrider.errors import ConfigError, EngineError, QueueFull, told
+from outrider.errors import ConfigError, EngineError, OutriderError, QueueFull, RequestError, told
 from outrider.llm import LLM
 from outrider.load import open_source
 from outrider.outputs import StepEvent
@@ -86,6 +86,7 @@ class Replicas:
         if bad := sorted(found.server.keys() - set(limits)):
             raise ConfigError(f"server: unknown key {bad[0]!r}; valid: {', '.join(limits)}")
         drafters.create(SpeculativeConfig.of(found.llm.get("speculative_config")))
+        EngineConfig(**{item.name: found.llm[item.name] for item in fields(EngineConfig) if item.name in found.llm})
         return found
 
     @property
@@ -167,15 +168,22 @@ class Engine:
     ) -> AsyncGenerator[Any, None]:
         """First None, once the requests are accepted; then each event, and with an output's first what it says of the
         prompt: how much was known, and logprobs."""
-        answer, seen = await self.llm.start(prompts, **options, begun=begun), set[int]()
+        answer, seen = None, set[int]()
         try:
+            answer = await self.llm.start(prompts, **options, begun=begun)
             yield None
             async for event in answer.events():
                 request = answer.requests[event.index]
                 yield event, None if event.index in seen else (request.cached, request.prompt_logprobs)
                 seen.add(event.index)
+        except (
+            ConfigError,
+            RequestError,
+        ) as error:  # the request's own fault: Serve logs what is raised, trace and all
+            yield error
         finally:
-            answer.close()
+            if answer is not None:
+                answer.close()
 
     def check_health(self) -> None:
         """Asked by Serve every few seconds; what raises here is replaced."""
@@ -183,7 +191,8 @@ class Engine:
             raise EngineError(f"the engine has not come to the end of a step for {stalled:.0f} seconds")
 
     async def __del__(self) -> None:
-        await self.llm.aclose()
+        if hasattr(self, "llm"):  # else it could not even be loaded
+            await self.llm.aclose()
 
 
 def _gather_ranks(plan: Replicas) -> None:
@@ -345,6 +354,8 @@ async def _typed(stream: Any) -> AsyncGenerator[Any, None]:
             raise error.cause from None
         except (RayError, RayServeException) as error:
             raise Lost from error
+        if isinstance(item, OutriderError):
+            raise item
         yield item
 
 
@@ -379,6 +390,9 @@ def run(
         tell(f"{plan.settings.names[0]} at http://{host}:{port}{root_path} (replicas: {plan.replicas}); Ctrl-C ends it")
         threading.Event().wait()
     except _Ended:
+        if own and _gone():
+            tell("Ray was ended, too, and with it all answers: send SIGTERM to this process alone")
+            os._exit(128 + signal.SIGTERM)  # all else would wait a minute for it
         if deployed:
             _drained(plan.settings.drain, alone=bool(own))
     except Exception as error:  # Ray raises what it likes: no machine at the address, a port that is taken, no start
@@ -399,6 +413,17 @@ def _end(*_: Any) -> None:
     for number in ENDINGS:  # once is enough
         signal.signal(number, signal.SIG_IGN)
     raise _Ended
+
+
+def _gone() -> bool:
+    """Whether the Ray that we started is ending, as when a signal went to all processes of a group."""
+    host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+    time.sleep(1)  # it takes a moment
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except OSError:
+        return True
+    return False
 
 
 def _drained(seconds: float, alone: bool) -> None:

@@ -308,7 +308,7 @@ def overhead(
     from outrider.llm import LLM
 
     methods = [SpeculativeConfig.parse(spoken) for spoken in speculate or ("ngram", "suffix", "lookahead", "auto")]
-    histories = read_ints(history, "--history")
+    histories = list(dict.fromkeys(read_ints(history, "--history")))
     rounded: dict[str, Any] = {"quantization": quantization, "activations": activations}
     llm = LLM(model, dtype=dtype, device=device, enable_prefix_caching=False, **rounded)
     found = list(costs(llm, methods, text, histories))

@@ -211,6 +211,9 @@ def serve(
             "tensor_parallel_size": tensor_parallel_size or 1, "num_gpus": float(device.startswith("cuda")),
             "llm": given, "server": about,
         }  # fmt: skip
+        if "RAY_ADDRESS" not in os.environ:  # else others listen, on other machines
+            with _listen(host, port) as free:
+                port = free.getsockname()[1]
         run(args, host, port, root_path, tell)
         return
     if max_replicas is not None:
@@ -284,6 +287,8 @@ def _listen_at(path: Path) -> socket.socket:
                 path.unlink()
             else:
                 raise ConfigError(f"--uds {path}: another server listens there; give another path")
+        elif path.exists():
+            raise ConfigError(f"--uds {path} is no socket, and is left as it is; give another path")
         listening.bind(str(path))
         path.chmod(0o666)  # as TCP: who may reach it is its folder's business
         listening.listen(BACKLOG)  # from now on: what nobody listens at is taken for left behind
