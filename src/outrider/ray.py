@@ -176,11 +176,8 @@ class Engine:
                 request = answer.requests[event.index]
                 yield event, None if event.index in seen else (request.cached, request.prompt_logprobs)
                 seen.add(event.index)
-        except (
-            ConfigError,
-            RequestError,
-        ) as error:  # the request's own fault: Serve logs what is raised, trace and all
-            yield error
+        except (ConfigError, RequestError) as error:
+            yield error  # the request's own fault; what is raised Serve would log, trace and all
         finally:
             if answer is not None:
                 answer.close()
