@@ -516,7 +516,7 @@ def test_closing_leaves_no_threads(tiny_llm, monkeypatch):
     async def main() -> None:
         async with AsyncLLM(tiny_llm) as llm:
             assert [event async for event in llm.generate(PROMPT, **asked)]
-        monkeypatch.setattr(llm, "check_room", lambda weight: None)  # it had passed before the end
+        monkeypatch.setattr(llm, "_check_room", lambda weight: None)  # it had passed before the end
         with pytest.raises(EngineError, match="closed"):
             await collect(llm, PROMPT, **asked)
         deadline = time.monotonic() + 10

@@ -218,7 +218,7 @@ def test_a_second_interrupt_ends_at_once(tmp_path):
         (["--max-logprobs", "5000"], "1024"), (["--served-model-name", " "], "--served-model-name is empty"),
         (["--cors-origin", ""], "--cors-origin is empty"),
         (["--uds", "/nowhere/at"], "--uds /nowhere/at cannot be a socket"),
-        (["--uds", __file__], "cannot be a socket"), (["--uds", "x" * 200], "too long"),
+        (["--uds", __file__], "is no socket, and is left as it is"), (["--uds", "x" * 200], "too long"),
         (["--ssl-keyfile", __file__, "--ssl-certfile", __file__], "PEM"),
         (["--ssl-ca-certs", __file__], "--ssl-ca-certs needs --ssl-keyfile"),  # nobody would be asked for one
         (["--api-key", " "], "--api-key is empty"), (["--api-key", "\udcff"], "--api-key is not UTF-8"),
