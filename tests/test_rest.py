@@ -236,7 +236,7 @@ def test_missing_input_and_output(tmp_path, tokenizer):
     (tmp_path / "a.txt").write_text(STORY)
     with pytest.raises(ConfigError, match="--field body is for JSON lines"):
         build([tmp_path / "a.txt"], tokenizer, tmp_path / "out", field="body")
-    with pytest.raises(ConfigError, match=r"no file in .* ends with \.py; name files that end otherwise"):
+    with pytest.raises(ConfigError, match=r"no file in .* ends with \.py;.*--suffix"):
         build([tmp_path], tokenizer, tmp_path / "out", suffixes=[".py"])
     with pytest.raises(ConfigError, match="cannot be written"):
         write([[1]], tmp_path, 9)
