@@ -44,7 +44,8 @@ def files(paths: Iterable[str | Path], suffixes: Iterable[str] | None = None) ->
             inside = sorted(p for p in path.rglob("*") if p.is_file() and p.name.endswith(endings))
             inside = [p for p in inside if not any(part.startswith(".") for part in p.relative_to(path).parts)]
             if not inside:
-                raise ConfigError(f"no file in {path} ends with {', '.join(named)}; name files, or for a datastore other ends (--suffix)")
+                ends = ", ".join(named)
+                raise ConfigError(f"no file in {path} ends with {ends}; name files or, for a datastore, a --suffix")
             found += inside
         elif os.path.isfile(path):
             found.append(path)
