@@ -272,7 +272,8 @@ static void bind_beliefs(nb::module_ &m) {
       .def("price", &Beliefs::price)
       .def("ask", &Beliefs::ask, nb::arg(), nb::arg(), nb::arg(), nb::arg("poor") = true)
       .def("choose", [](Beliefs &beliefs, const std::vector<Given> &given, const std::vector<nb::tuple> &looks,
-                        const nb::dict &guesses, double drafted, int k, bool chains, bool again, bool poor, int threads) {
+                        const nb::dict &guesses, double drafted, int k, bool chains, bool again, bool poor, int threads,
+                        const std::vector<Model> &known) {
         k = std::min(k, beliefs.most());
         std::vector<Beliefs::Text> texts;
         std::vector<std::pair<size_t, LookUp>> lookups;
@@ -301,17 +302,13 @@ static void bind_beliefs(nb::module_ &m) {
           text.guesses.push_back(found[i]);
           beliefs.looked(text.seq).push_back(std::move(found[i]));
         }
-        return beliefs.choose(texts, drafted, k, chains);
-      }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("again") = false,
-         nb::arg("poor") = true, nb::arg("threads") = 1)
-      .def("worth", [](Beliefs &beliefs, const std::vector<Given> &given, int k, const std::vector<Model> &known) {
-        std::vector<Beliefs::Text> texts;
+        auto [picked, rate] = beliefs.choose(texts, drafted, k, chains);
         std::vector<Beliefs::Model> models;
-        for (const auto &[seq, tokens, settled, room] : given) texts.push_back({seq, int64_t(tokens.size()), room, {}});
         for (const auto &[source, most, least, tried, reading, riders, tree, rounds] : known)
           models.push_back({source, most, least, tried, reading, riders, tree, rounds});
-        return beliefs.worth(texts, k, models);
-      })
+        return std::make_tuple(std::move(picked), rate, beliefs.worth(texts, k, models));
+      }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("again") = false,
+         nb::arg("poor") = true, nb::arg("threads") = 1, nb::arg("models") = std::vector<Model>())
       .def("ran", &Beliefs::ran)
       .def("standing", &Beliefs::standing)
       .def("settle", [](Beliefs &beliefs, const std::vector<std::tuple<int64_t, nb::list, int>> &given, int rows,

@@ -231,9 +231,10 @@ std::optional<Beliefs::Asked> Beliefs::worth(const std::vector<Text> &texts, int
   }
   had += n;
   std::optional<Asked> asked;
-  for (size_t number = 0; number < models.size(); number++) {
-    const Model &model = models[number];
+  for (size_t which = 0; which < models.size(); which++) {
+    const Model &model = models[which];
     const int deep = model.most > 0 ? std::min(k, model.most) : k;
+    const int kinds[] = {number({model.source, 0, kAny, false}), number({model.source, 0, kAny, true})};
     std::vector<Found> found;
     for (int i = 0; i < n; i++) {
       const Text &text = texts[i];
@@ -241,8 +242,9 @@ std::optional<Beliefs::Asked> Beliefs::worth(const std::vector<Text> &texts, int
       const int64_t lag = text.length - known[i]->last(model.source).tokens;
       double gain = 0, share = 1, paid = 0;
       Reals gains;
-      for (double hope : hopes(text.seq, model.source, deep, kHope)) {
-        share *= hope;
+      const double hopes[] = {of(*known[i], kinds[0], kHope), of(*known[i], kinds[1], kHope)};
+      for (int depth = 1; depth <= deep; depth++) {
+        share *= hopes[depth >= kDeep];
         gain += share;
         gains.push_back(std::max(0.0, gain * trusted - known[i]->worth));
       }
@@ -267,16 +269,16 @@ std::optional<Beliefs::Asked> Beliefs::worth(const std::vector<Text> &texts, int
         if (!(gained > 1.02 * rate) || (asked && gained <= best)) continue;
         std::vector<int> who;
         for (int j = 0; j < many; j++) who.push_back(found[j].i);
-        best = gained, asked = {int(number), std::move(who), length};
+        best = gained, asked = {int(which), std::move(who), length};
       }
     }
     if (asked) continue;
-    int late = -1, waits = kAgain;  // things may have changed
+    int late = -1, waits = kAgain * n;  // things may have changed; a try costs all of them time
     for (const Found &each : found)
       if (const int since = known[each.i]->steps - known[each.i]->last(model.source).step; since > waits)
         waits = since, late = each.i;
     const double cost = model.rounds.at(0) * (model.tree ? 1 : deep);
-    if (late >= 0 && known[late]->asks.credit > cost * n / plain) best = rate, asked = {int(number), {late}, deep};
+    if (late >= 0 && known[late]->asks.credit > cost * n / plain) best = rate, asked = {int(which), {late}, deep};
   }
   if (asked) std::sort(std::get<1>(*asked).begin(), std::get<1>(*asked).end());
   return asked;

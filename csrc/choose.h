@@ -52,7 +52,7 @@ class Beliefs {
   bool ask(int64_t seq, int64_t room, uint64_t source, bool poor);
   // Per sequence which of its guesses to verify, at most k (k <= most()), and the tokens a second expected with them.
   std::tuple<std::vector<Picked>, double> choose(std::vector<Text> &texts, double drafted, int k, bool chains);
-  // Which model to run beside what was just chosen; the texts' guesses do not matter.
+  // Which model to run beside what was just chosen, if any pays; the texts' guesses do not matter.
   std::optional<Asked> worth(const std::vector<Text> &texts, int k, const std::vector<Model> &models);
   // A model was run for a sequence in the step under way, and its draft has riders. The tokens it had not read.
   int64_t ran(int64_t seq, uint64_t source, int riders, int64_t length);

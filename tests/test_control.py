@@ -261,7 +261,7 @@ def choose(beliefs, texts: dict[int, int], guesses: list[list[Guess]], seconds: 
     """Of a step with sequences of such lengths that have a thousand tokens to come."""
     beliefs.price(seconds)
     given = [(seq, [0] * length, length, 1000) for seq, length in texts.items()]
-    return beliefs.choose(given, [], dict(enumerate(guesses)), 0.0, k, chains, **more)
+    return beliefs.choose(given, [], dict(enumerate(guesses)), 0.0, k, chains, **more)[:2]
 
 
 def came(beliefs, seq: int, text: list[int], accepted: int = 0) -> None:
@@ -448,19 +448,16 @@ def test_both_choose_the_same(seed):
         for own in both:
             own.price(seconds)
         cheap = {i: [guess(1)] for i in range(len(some)) if dice.random() < 0.7}
-        poor = dice.random() < 0.5
+        poor, models = dice.random() < 0.5, []
+        for source in (4, 8):
+            how = dice.choice((-1, 0, 2, 9)), dice.choice((0, 0, 5)), dice.random() < 0.6, dice.choice((0.0, 1e-3))
+            rounds = [0.1 * dice.random() * (1 + j) for j in range(len(some))]
+            models.append((source, *how, dice.choice((0.0, 2.0)), dice.random() < 0.3, rounds))
         one, other = (
-            own.choose(some, [*look], cheap, 0.0, k, chains, False, poor) for own, look in zip(both, looks, strict=True)
+            own.choose(some, [*look], cheap, 0.0, k, chains, False, poor, 1, models)
+            for own, look in zip(both, looks, strict=True)
         )
         assert one == other
-        if one[1]:
-            models = []
-            for source in (4, 8):
-                how = dice.choice((-1, 0, 2, 9)), dice.choice((0, 0, 5)), dice.random() < 0.6, dice.choice((0.0, 1e-3))
-                rounds = [0.1 * dice.random() * (1 + j) for j in range(len(some))]
-                models.append((source, *how, dice.choice((0.0, 2.0)), dice.random() < 0.3, rounds))
-            one, other = (own.worth(some, k, models) for own in both)
-            assert one == other
         if dice.random() < 0.5:  # a model is asked for some
             model = dice.choice((4, 8))
             dear = {i: [*cheap.get(i, ()), guess(model)] for i in range(len(some)) if dice.random() < 0.5}
@@ -579,5 +576,5 @@ def test_nothing_is_guessed_beyond_the_end(beliefs):
     beliefs.price([1.0, *[1.001] * 8])
     chain_of_4 = {0: [(1, [1, 2, 3, 4], [-1, 0, 1, 2], [0.9] * 4)]}
     for room in (1, 2, 4, 9):
-        ((tokens, *_),), _ = beliefs.choose([(room, [0], 1, room)], [], chain_of_4, 0.0, 8, False)
+        ((tokens, *_),), *_ = beliefs.choose([(room, [0], 1, room)], [], chain_of_4, 0.0, 8, False)
         assert tokens == [1, 2, 3, 4][: room - 1]

@@ -399,7 +399,7 @@ def test_auto_asks_a_store_as_others_do(tmp_path, kind):
     beliefs = kind(0)
     beliefs.price([1.0] * 20)
     text = [8, 1, 2]
-    ((tokens, parents, *_),), _ = beliefs.choose([(0, text, 3, 50)], [rest.look(1)], {}, 0.0, 8, False)
+    ((tokens, parents, *_),), *_ = beliefs.choose([(0, text, 3, 50)], [rest.look(1)], {}, 0.0, 8, False)
     own = rest._guess(text, 8)
     assert own.tokens == [3, 4, 900, 5] and (tokens, parents) == ([3, 4], [-1, 0])
 

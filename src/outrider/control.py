@@ -55,7 +55,7 @@ MEMORY, OWN_MEMORY = 0.995, 0.97  # weight of the past, of all requests and of o
 ENDED, LEAST_SHARE = 0.8, 0.1  # weight of the past in how requests' looks ended; of what looks may lose, at least
 HOPES, LEAST_FAITH = 16.0, 0.75  # tokens of drafts taken to have come true at first; of what drafts promise
 HOPE = 0.65  # what a source that runs a model is believed to be right with, before it was asked
-AGAIN = 24  # steps after which such a source may be asked again, if the account covers it
+AGAIN = 24  # steps, for each sequence, after which such a source may be asked again, if the account covers it
 HORIZON = 64  # tokens over which reading a text must pay
 PRIOR_WEIGHT, OWN_WEIGHT = 2.0, 8.0  # guesses that the prior, and all requests against one, count for
 LOTS = 64  # more than there are octaves of keys
@@ -345,6 +345,7 @@ Look = tuple[Any, ...]
 # whether it was tried; seconds to read a token of a text; riders; whether its drafts are trees, whose size is its own
 # affair; and seconds of a round for one sequence, for two and so on, for each token of a chain or a whole tree.
 Model = tuple[int, int, int, bool, float, float, bool, list[float]]
+Asked = tuple[int, list[int], int]  # a model, by its number, for which sequences, by their places, and how many tokens
 
 
 def kind(who: int, otherwise: int, trust: float | None, depth: int) -> Kind:
@@ -502,9 +503,9 @@ class Beliefs:
 
     def choose(
         self, texts: list[Text], looks: list[Look], guesses: dict[int, list[Guess]], drafted: float, k: int,
-        chains: bool, again: bool = False, poor: bool = True, threads: int = 1,
-    ) -> tuple[list[Picked], float]:  # fmt: skip
-        """Per sequence which guesses to verify, at most k, and the tokens a second that are expected with them.
+        chains: bool, again: bool = False, poor: bool = True, threads: int = 1, models: Seq[Model] = (),
+    ) -> tuple[list[Picked], float, Asked | None]:  # fmt: skip
+        """Per sequence which guesses to verify, at most k; the tokens a second expected with them; what `worth` says.
 
         Guesses are those of `looks`, where they are to be asked, and those given, by the sequence's place; cheap ones
         come first, each kind in the order of the bits. Fewer are taken where the account is overdrawn that pays, or
@@ -517,7 +518,7 @@ class Beliefs:
             known.steps, known.nodes, known.ran, known.promised = known.steps + 1, 0, 0, {}
             known.worth = known.hoped = 0.0
         if k < 1:
-            return [([], [], [], 0.0) for _ in texts], 0.0
+            return [([], [], [], 0.0) for _ in texts], 0.0, None
         bushes, every, most = list[Bush](), list[list[float]](), list[int]()
         for i, (seq, text, settled, room) in enumerate(texts):
             bush, known, given = Bush(), self.own[seq], [*guesses.get(i, ())]
@@ -547,11 +548,10 @@ class Beliefs:
             for node in nodes:
                 known.promised.setdefault(bush.who[node] & -bush.who[node], []).append(chances[node])
             picked.append((*bush.drafted(nodes), worth))
-        return picked, self.rate
+        return picked, self.rate, self.worth(texts, k, models)
 
-    def worth(self, texts: list[Text], k: int, models: list[Model]) -> tuple[int, list[int], int] | None:
-        """Which model to run, by its number, beside what was just chosen, for which sequences, by their places, and for
-        how many tokens; None if none pays."""
+    def worth(self, texts: list[Text], k: int, models: Seq[Model]) -> Asked | None:
+        """Which model to run beside what was just chosen; None if none pays."""
         n, k = len(texts), min(k, len(self.seconds) - 1)
         if k < 1:
             return None
@@ -592,10 +592,10 @@ class Beliefs:
                     spent += rounds[many - 1] * (1 if tree else length) + read
                     if (gained := (had + more) / spent) > 1.02 * self.rate and (best is None or gained > best[0]):
                         best = gained, number, [i for *_, i in found[:many]], length
-            if best is None:  # things may have changed
+            if best is None:  # things may have changed; a try costs all of them time
                 waits = {i: own[i].steps - own[i].read.get(source, (0, 0))[0] for *_, i in found}
                 late, cost = max(waits, key=lambda i: waits[i]), rounds[0] * (1 if tree else deep)
-                if waits[late] > AGAIN and own[late].asks.credit > cost * n / plain:
+                if waits[late] > AGAIN * n and own[late].asks.credit > cost * n / plain:
                     best = self.rate, number, [late], deep
         return None if best is None else (best[1], sorted(best[2]), best[3])
 

@@ -24,6 +24,7 @@ from outrider.sequence import Sequence
 from outrider.verify import COUPLED, verify
 
 Guess = tuple[int, float, Tensor | None]  # a token, how sure its drafter is of it, the law it was drawn from
+NOTHING = Draft()  # what most guesses are where little is guessed
 LATE = 64  # tokens that a draft model lacks of a text, before others stop waiting for it to read them
 
 
@@ -194,6 +195,8 @@ def _fault(guess: Any, vocab: int, rule: Rule) -> str | None:
     """What is wrong with what should be a Draft; None if nothing is."""
     if not isinstance(guess, Draft):
         return f"{brief(guess)} is none"
+    if guess == NOTHING:
+        return None
     tokens, parents, trust, by, q = guess.tokens, guess.parents, guess.trust, guess.by, guess.q
     lists = isinstance(tokens, list) and isinstance(parents, list)
     if not lists or {*map(type, tokens), *map(type, parents), type(guess.riders)} != {int}:

@@ -34,7 +34,7 @@ import torch
 
 from outrider import drafters
 from outrider.config import MOST_NODES, SamplingParams, option
-from outrider.control import Beliefs, Costs, Guess, Learnt, Look, Model, Picked, Text, cache_file
+from outrider.control import Asked, Beliefs, Costs, Guess, Learnt, Look, Model, Picked, Text, cache_file
 from outrider.draft import Draft, Verdict
 from outrider.errors import ConfigError, OutriderError
 from outrider.load import ASSETS, companions, heads, kind_of, stores
@@ -197,13 +197,12 @@ class Auto(Drafter):
             self.beliefs.price(seconds)
         texts = [(seq.id, seq.tokens, seq.settled, seq.room) for seq in seqs]
         guesses, riders = self._cheap(seqs, min(k, len(seconds) - 1)) if self.others else ({}, {})
-        picked, rate = self.beliefs.choose(
-            texts, self.looks, guesses, 0.0, k, self.chains, False, self._poor, self.threads
+        models = [source.model(n) for source in self.dear]
+        picked, _, asked = self.beliefs.choose(
+            texts, self.looks, guesses, 0.0, k, self.chains, False, self._poor, self.threads, models
         )
-        if rate and max(lengths) >= self.least:  # else no model fits, as a rule
-            asked = self.beliefs.worth(texts, k, [source.model(n) for source in self.dear])
-            if asked is not None:
-                picked = self._dear(seqs, texts, asked, k, guesses, riders)
+        if asked is not None:
+            picked = self._dear(seqs, texts, asked, k, guesses, riders)
         drafts = [self._draft(own, riders.get(i)) for i, own in enumerate(picked)]
         self.sent, self.made = self.clock(), Graphs.made
         self.spent = self.sent - began
@@ -220,7 +219,7 @@ class Auto(Drafter):
         return guesses, riders
 
     def _dear(
-        self, seqs: list[Sequence], texts: list[Text], asked: tuple[int, list[int], int], k: int,
+        self, seqs: list[Sequence], texts: list[Text], asked: Asked, k: int,
         guesses: dict[int, list[Guess]], riders: dict[int, Draft],
     ) -> list[Picked]:  # fmt: skip
         """What to verify, once a source that runs a model was asked."""
