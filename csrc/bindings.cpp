@@ -11,6 +11,7 @@
 #include "blocks.h"
 #include "choose.h"
 #include "dispatch.h"
+#include "experts.h"
 #include "grow.h"
 #include "lookups.h"
 #include "pool.h"
@@ -89,6 +90,19 @@ static void bind_elementwise(nb::module_ &m) {
   m.def("add", [](uintptr_t x, uintptr_t y, int64_t count, float factor, int type, int threads) {
     kernels().elementwise.add(to(x), at(y), count, factor, Type(type), threads);
   }, release);
+  m.def("route", [](uintptr_t scores, int rows, int all, int chosen, bool normalised, bool shared, uintptr_t experts,
+                    uintptr_t weights) {
+    for (int r = 0; r < rows; r++)
+      route(static_cast<const float *>(at(scores)) + size_t(r) * all, all, chosen, normalised, shared,
+            static_cast<int *>(to(experts)) + size_t(r) * (chosen + shared),
+            static_cast<float *>(to(weights)) + size_t(r) * (chosen + shared));
+  }, "Which experts rows of scores take, and their weights.");
+  m.def("combine", [](uintptr_t parts, uintptr_t places, uintptr_t weights, int rows, int each, int width, uintptr_t y,
+                      int threads) {
+    kernels().elementwise.combine(static_cast<const float *>(at(parts)), static_cast<const int *>(at(places)),
+                                  static_cast<const float *>(at(weights)), rows, each, width, nullptr, to(y), Type::f32,
+                                  threads);
+  }, release, "What a row's experts give, weighed and summed.");
   m.def("argmax", [](uintptr_t x, int rows, int width, int threads) {
     std::vector<int> best(rows);
     {

@@ -12,29 +12,6 @@ namespace {
 constexpr int kSlot = 9;  // of scratch memory
 constexpr int kTaskBytes = 1 << 19;
 
-// The experts of a row, ascending, and their weights. Of equal scores the first wins.
-void choose(const Mixture &m, const float *scores, int *experts, float *weights) {
-  const int count = int(m.experts.size()) - m.shared;
-  for (int j = 0; j < m.chosen; j++) {
-    int best = -1;
-    for (int e = 0; e < count; e++)
-      if (std::find(experts, experts + j, e) == experts + j && (best < 0 || scores[e] > scores[best])) best = e;
-    experts[j] = best;
-  }
-  const float top = scores[experts[0]];
-  std::sort(experts, experts + m.chosen);
-  float total = 0;
-  if (m.normalised)
-    for (int j = 0; j < m.chosen; j++) total += std::exp(scores[experts[j]] - top);
-  else
-    for (int e = 0; e < count; e++) total += std::exp(scores[e] - top);
-  for (int j = 0; j < m.chosen; j++) weights[j] = std::exp(scores[experts[j]] - top) / total;
-  if (m.shared) {
-    experts[m.chosen] = count;
-    weights[m.chosen] = 1 / (1 + std::exp(-scores[count]));
-  }
-}
-
 struct Task {
   const Weights *weights;
   int first, last;  // panels
@@ -95,7 +72,8 @@ class Step {
     std::vector<int> experts(all_), next(m_.experts.size() + 1);
     weights_.resize(all_), places_.resize(all_);
     for (int r = 0; r < rows_; r++)
-      choose(m_, reinterpret_cast<float *>(scores_) + size_t(r) * scores_count_, &experts[r * each_], &weights_[r * each_]);
+      ::route(reinterpret_cast<float *>(scores_) + size_t(r) * scores_count_, scores_count_, m_.chosen, m_.normalised,
+              m_.shared, &experts[r * each_], &weights_[r * each_]);
     for (int e : experts) next[e + 1]++;
     for (size_t e = 0; e < m_.experts.size(); e++) {
       if (next[e + 1]) taken_.push_back({int(e), next[e], next[e + 1]});
@@ -147,6 +125,28 @@ class Step {
 };
 
 }  // namespace
+
+void route(const float *scores, int all, int chosen, bool normalised, bool shared, int *experts, float *weights) {
+  const int count = all - shared;
+  for (int j = 0; j < chosen; j++) {
+    int best = -1;
+    for (int e = 0; e < count; e++)
+      if (std::find(experts, experts + j, e) == experts + j && (best < 0 || scores[e] > scores[best])) best = e;
+    experts[j] = best;
+  }
+  const float top = scores[experts[0]];
+  std::sort(experts, experts + chosen);
+  float total = 0;
+  if (normalised)
+    for (int j = 0; j < chosen; j++) total += std::exp(scores[experts[j]] - top);
+  else
+    for (int e = 0; e < count; e++) total += std::exp(scores[e] - top);
+  for (int j = 0; j < chosen; j++) weights[j] = std::exp(scores[experts[j]] - top) / total;
+  if (shared) {
+    experts[chosen] = count;
+    weights[chosen] = 1 / (1 + std::exp(-scores[count]));
+  }
+}
 
 void mix(const Mixture &m, const void *x, int rows, const void *norm, float eps, const void *residual, void *y, int threads) {
   if (rows) Step(m, rows, threads).run(x, norm, eps, residual, y);

@@ -27,6 +27,10 @@ struct Mixture {
   mutable std::atomic<int64_t> read{0};  // bytes of experts so far
 };
 
+// Which experts (`chosen`, and the shared one) a row of `all` scores takes, ascending, and their weights. Of equal scores
+// the first wins.
+void route(const float *scores, int all, int chosen, bool normalised, bool shared, int *experts, float *weights);
+
 // y (rows, hidden) = residual + what the experts give for norm(x); residual may be null, and y may be x. Throws
 // std::bad_alloc.
 void mix(const Mixture &m, const void *x, int rows, const void *norm, float eps, const void *residual, void *y, int threads);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from outrider import LLM, SamplingParams
 from outrider.engine import Engine
 from outrider.errors import OutriderError
+from outrider.sequence import Sequence
 
 
 def run_case(case: dict[str, Any], **ranks: Any) -> dict[str, Any]:
@@ -25,6 +27,9 @@ def run_case(case: dict[str, Any], **ranks: Any) -> dict[str, Any]:
         found[name] = [request.seq.output for request in requests]
         assert not any(request.drafter_error for request in requests), requests[0].drafter_error
     about = {"exactness": llm.exactness, "preemptions": llm.engine.preemptions, "parallelism": llm.parallelism}
+    seq = Sequence(case["requests"][0][0], SamplingParams(), 0)
+    about["bits"] = hashlib.sha256(llm.runner.extend([seq]).flat.numpy().tobytes()).hexdigest()
+    llm.runner.free(seq)
     about["weights"] = sum(linear.nbytes for layer in llm.runner.model.layers for linear in layer.linears)
     return {"tokens": found, "leaked": llm.engine.leaked, **about}
 

@@ -180,6 +180,7 @@ def test_tokens(ranks, cases, alone):
                 assert tokens == found["tokens"]["none"], f"{name}, {mode}: {method} changes tokens"
             if mode == "gather" or name in FAMILIES:  # float32, whose last bits no token here hangs on
                 assert found["tokens"]["none"] == expected["tokens"]["none"], f"{name}: not what one rank gives"
+            assert mode != "gather" or found["bits"] == expected["bits"], f"{name}: other bits than one rank's"
             held = found["weights"] / expected["weights"]
             uneven = name in ("nine heads", "experts", "experts in bfloat16")  # and each has the routers
             assert held <= (0.67 if size == 2 or uneven else 0.51), f"{name}: rank 0 holds {held:.2f}"
@@ -383,7 +384,62 @@ def test_port_clash_is_named():
         finally:
             second.kill()
             second.communicate()
-    assert first.returncode and f"another program listens at 127.0.0.1, port {port}; choose another MASTER_PORT" in said
+    assert first.returncode
+    assert f"another program, or another rank 0, listens at 127.0.0.1, port {port}; choose another MASTER_PORT" in said
+
+
+RANK = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29512"}
+
+
+@pytest.mark.parametrize("name, value, told", [
+    ("WORLD_SIZE", "0", "is '0'; torchrun sets it, to a whole number of at least 1"),
+    ("WORLD_SIZE", "two", "is 'two'"),
+    ("RANK", "2", "is '2'; torchrun sets it, to a whole number from 0 to 1"), ("RANK", "-1", "is '-1'"),
+    ("RANK", None, "is not set"), ("LOCAL_RANK", "x", "is 'x'"), ("MASTER_ADDR", None, "is not set"),
+    ("MASTER_PORT", None, "is not set"), ("MASTER_PORT", "99999", "is '99999'"),
+])  # fmt: skip
+def test_variables_that_cannot_be(monkeypatch, name, value, told):
+    for key, given in {**RANK, name: value}.items():
+        monkeypatch.delenv(key, raising=False) if given is None else monkeypatch.setenv(key, given)
+    with pytest.raises(ConfigError, match=f"{name} {told}"):
+        ranks_for(None, "cpu")
+
+
+JOINS = """
+import os, sys
+from datetime import timedelta
+from outrider.parallel import ranks
+ranks.JOINING = timedelta(seconds=5)
+if os.environ["RANK"] == "1":
+    ranks.rendezvous().get(ranks.LEADS)
+    os._exit(9)
+try:
+    ranks.ranks_for(None, "cpu")
+except ranks.EngineError as error:
+    sys.exit(str(error))
+"""
+
+
+def test_one_that_ends_while_it_joins():
+    codes, said = end(launch(2, "-c", JOINS), 120)
+    assert codes == [1, 9] and "rank 0 of 2 cannot join the others" in said
+
+
+WAITS = """
+import os, signal, sys
+from outrider.parallel import ranks_for
+if os.environ["RANK"] == "0":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+    print("waits", flush=True)
+    ranks_for(None, "cpu")
+"""
+
+
+def test_signals_are_heard_while_it_waits_for_others():
+    waits, gone = launch(2, "-c", WAITS)
+    assert waits.stdout.readline() == "waits\n"
+    waits.send_signal(signal.SIGTERM)
+    assert end([waits, gone], 60) == ([3, 0], "")
 
 
 def test_sizes(monkeypatch):
@@ -394,6 +450,7 @@ def test_sizes(monkeypatch):
         with pytest.raises(ConfigError, match="tensor_parallel_size must be a whole number"):
             ranks_for(wrong, "cpu")
     monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", "0")
     with pytest.raises(ConfigError, match="tensor_parallel_size=2, but 3 processes were started"):
         ranks_for(2, "cpu")
     with pytest.raises(ConfigError, match="draft_tensor_parallel_size must be a whole number"):

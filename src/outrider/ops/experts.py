@@ -11,7 +11,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.ops import native
@@ -168,7 +167,7 @@ class Experts:
             shared = last.down(last.inner(x), dtype=torch.float32) if self.shared else None
             return self.triton(x, self.router(x, dtype=torch.float32), shared, residual, real)
         if self.native is None:
-            y = self._each(x if norm is None else F.rms_norm(x, norm.shape, norm, eps))
+            y = self._each(x if norm is None else rms_norm(x, norm, eps))
             return (y if residual is None else residual.float() + y).to(x.dtype)
         x = native.fitting("x", x, (len(x), self.hidden), self.dtype, x.device)
         norm = None if norm is None else native.fitting("norm", norm, (self.hidden,), *kind)
@@ -182,6 +181,12 @@ class Experts:
 
         Of equal scores the first wins.
         """
+        if native.runs(scores.dtype, scores.device):
+            n, scores = self.chosen + self.shared, scores.contiguous()
+            at = torch.empty(len(scores), n, dtype=torch.int32)
+            weights, how = torch.empty(len(scores), n), (self.chosen, self.normalised, self.shared)
+            native.kernels.route(scores.data_ptr(), *scores.shape, *how, at.data_ptr(), weights.data_ptr())
+            return at.long(), weights
         own = scores[:, : len(self.experts) - self.shared]
         at = own.sort(dim=-1, descending=True, stable=True).indices[:, : self.chosen].sort(-1).values
         weights = own.gather(1, at).softmax(-1) if self.normalised else own.softmax(-1).gather(1, at)
@@ -201,6 +206,13 @@ class Experts:
             parts[place] = self.experts[i].down(own, dtype=torch.float32)
             self._read += self.experts[i].nbytes
         total = torch.zeros_like(parts[:, 0])
+        if native.runs(parts.dtype, parts.device):
+            order = torch.arange(at.numel(), dtype=torch.int32)
+            native.kernels.combine(
+                parts.data_ptr(), order.data_ptr(), weights.data_ptr(), *parts.shape, total.data_ptr(),
+                torch.get_num_threads(),
+            )  # fmt: skip
+            return total
         for j in range(at.shape[1]):
             total = total + weights[:, j, None] * parts[:, j]
         return total

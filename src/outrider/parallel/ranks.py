@@ -23,6 +23,7 @@ from outrider.errors import ConfigError, EngineError, told
 from outrider.parallel.group import Group
 
 JOINING = timedelta(seconds=120)  # for all ranks to come together
+LONG = timedelta(days=30)  # for what rank 0 may do before it needs the others
 COLLECTIVE = timedelta(minutes=10)  # between ranks that are alive: one may still be loading
 HELLO = 10.0  # seconds in which who connects says who it is
 LAST_WORDS = 1.5  # seconds in which rank 0 may report, in its own words, what the others have reported, too
@@ -33,10 +34,19 @@ Op = list[Any]
 
 def launched() -> tuple[int, int]:
     """This process's rank and how many there are, as torchrun (or who sets the same variables) says; (0, 1) if none."""
-    try:
-        return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    except ValueError:
-        raise ConfigError("RANK and WORLD_SIZE are whole numbers that torchrun sets; unset them") from None
+    size = _variable("WORLD_SIZE", 1, 1)
+    return _variable("RANK", 0 if size == 1 else None, 0, size - 1), size
+
+
+def _variable(name: str, default: int | None, least: int, most: int = 2**31) -> int:
+    """One that torchrun sets. Raises ConfigError."""
+    found = os.environ.get(name, default)
+    with suppress(TypeError, ValueError):
+        if least <= int(found) <= most:  # type: ignore[arg-type]
+            return int(found)  # type: ignore[arg-type]
+    bounds = f"from {least} to {most}" if most < 2**31 else f"of at least {least}"
+    lacks = "is not set" if found is None else f"is {found!r}"
+    raise ConfigError(f"{name} {lacks}; torchrun sets it, to a whole number {bounds}")
 
 
 def ranks_for(size: int | None, device: str) -> Ranks | None:
@@ -62,25 +72,46 @@ _started: list[Ranks] = []  # the one of this process
 
 
 def _start(device: str) -> Ranks:
-    rank, size = launched()
-    local = int(os.environ.get("LOCAL_RANK", rank))
+    rank, _ = launched()
+    local = _variable("LOCAL_RANK", rank, 0)
     cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
     if cuda and local >= torch.cuda.device_count():
         raise ConfigError(f"rank {rank} wants CUDA device {local}, and there are {torch.cuda.device_count()}")
     where = torch.device("cuda", local) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(where)
+    found: list[Ranks | BaseException] = []
+
+    def join() -> None:
+        try:
+            found.append(_join(where))
+        except BaseException as error:
+            found.append(error)
+
+    joining = threading.Thread(target=join, daemon=True)
+    joining.start()
+    joining.join()  # torch waits where no signal is heard; here it is
+    if isinstance(found[0], BaseException):
+        raise found[0]
+    _started.append(found[0])
+    return found[0]
+
+
+def _join(where: torch.device) -> Ranks:
+    rank, size = launched()
     store = rendezvous()
     if rank == 0:
         store.set(LEADS, "1")
     elif store.get(LEADS) != b"1":  # waits; rank 0 may have much to do before, or nothing for us
         sys.exit(0)
+    store.set_timeout(JOINING)  # one may have ended meanwhile
     try:
-        dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=size, timeout=COLLECTIVE)
+        kind = "nccl" if where.type == "cuda" else "gloo"
+        dist.init_process_group(kind, store=store, rank=rank, world_size=size, timeout=JOINING)
         ranks = Ranks(rank, size, where, store)
     except (RuntimeError, OSError) as error:
         raise EngineError(f"rank {rank} of {size} cannot join the others: {told(error)}") from None
-    _started.append(ranks)
+    store.set_timeout(LONG)
     return ranks
 
 
@@ -91,14 +122,21 @@ def rendezvous() -> Any:
     """The store where the ranks meet. Raises EngineError, naming the address, if another program listens there."""
     from torch.distributed.rendezvous import rendezvous as meet
 
-    at = f"{os.environ.get('MASTER_ADDR', '?')}, port {os.environ.get('MASTER_PORT', '?')}"
+    (rank, size), began = launched(), time.monotonic()
+    if not os.environ.get("MASTER_ADDR"):
+        raise ConfigError("MASTER_ADDR is not set; torchrun sets it, to the address of rank 0's machine")
+    at = f"{os.environ['MASTER_ADDR']}, port {_variable('MASTER_PORT', None, 1, 65535)}"
     try:
         store, _, _ = next(iter(meet("env://", timeout=JOINING)))
     except Exception as error:
         if "EADDRINUSE" in str(error) or "in use" in str(error):
-            raise EngineError(f"another program listens at {at}; choose another MASTER_PORT (--master-port)") from None
-        raise EngineError(f"the ranks do not meet at {at} within {JOINING.seconds} s: {told(error)}") from None
-    store.set_timeout(timedelta(days=30))
+            raise EngineError(
+                f"another program, or another rank 0, listens at {at}; choose another MASTER_PORT (--master-port)"
+            ) from None
+        raise EngineError(
+            f"rank {rank} of {size} has not met the others at {at} in {time.monotonic() - began:.0f} s: {told(error)}"
+        ) from None
+    store.set_timeout(LONG)
     return store
 
 
@@ -118,7 +156,7 @@ class Ranks:
 
     def __init__(self, rank: int, size: int, device: torch.device, store: Any) -> None:
         self.rank, self.size, self.device = rank, size, device
-        self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        self.local_size = _variable("LOCAL_WORLD_SIZE", size, 1, size)
         self.numbers: dict[int, int] = {}  # of caches, by their ids
         self._count, self._waiting, self._closing = 0, list[Op](), False
         self._groups: dict[tuple[int, str], Group] = {}
