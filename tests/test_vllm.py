@@ -16,7 +16,7 @@ from outrider.drafters.ngram import Ngram
 from outrider.drafters.suffix import Suffix
 from outrider.errors import ConfigError, OutriderError
 from outrider.load import find
-from outrider.vllm import DEFAULT, PATIENCE, VARIABLE, Proposer
+from outrider.vllm import DEFAULT, PATIENCE, VARIABLE, Proposer, chosen
 
 VOCAB, LONGEST = 50, 64
 
@@ -166,6 +166,20 @@ def test_odd_batches(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     for odd in (None, 3, [None], {}):
         assert not any(proposer.propose(odd, lengths, tokens))
     assert proposer.propose(sampled, None, None) == proposer.propose(sampled, lengths, tokens.tolist()) == [[]] * 3
+
+
+@pytest.mark.parametrize("text, told", [
+    ("{}", "^speculative_config needs a 'method'"), ('{"method": ', "^OUTRIDER_VLLM is not JSON"),
+    ("suffix:k=2", "is vLLM's"), ("suffix:acceptance_method=typical", "is vLLM's"),
+    ('{"method": "suffix", "draft_tensor_parallel_size": 4}', "is vLLM's"),
+])  # fmt: skip
+def test_what_cannot_be_said(text: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        chosen(text)
+
+
+def test_nothing_said_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [part.name for part in make(monkeypatch, method="").parts] == [DEFAULT]
 
 
 @pytest.mark.parametrize(

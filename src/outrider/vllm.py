@@ -71,15 +71,7 @@ class Proposer:
         self.k = int(vllm_config.speculative_config.num_speculative_tokens)
         model = vllm_config.model_config
         self.vocab, self.longest = int(model.get_vocab_size()), int(model.max_model_len)
-        text = os.environ.get(VARIABLE, DEFAULT)
-        if text.lstrip().startswith("{"):
-            try:
-                config = SpeculativeConfig.of(json.loads(text))
-            except ValueError as error:
-                raise ConfigError(f"{VARIABLE} is not JSON: {error}") from None
-        else:
-            config = SpeculativeConfig.parse(text)
-        drafter = drafters.create(config)
+        drafter = drafters.create(chosen(os.environ.get(VARIABLE) or DEFAULT))
         self.parts = look_ups(drafter)
         shape = SimpleNamespace(vocab_size=self.vocab)
         target: Any = SimpleNamespace(model=SimpleNamespace(config=shape), tokenizer=None, follows_paths=True)
@@ -160,6 +152,23 @@ class Proposer:
         if path and (min(path) < 0 or max(path) >= self.vocab):
             path = list(itertools.takewhile(lambda token: 0 <= token < self.vocab, path))
         return path
+
+
+def chosen(text: str) -> SpeculativeConfig:
+    """How drafts are made. Raises ConfigError for what cannot be, and for what is vLLM's to say."""
+    if text.lstrip().startswith("{"):
+        try:
+            given = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"{VARIABLE} is not JSON: {error}") from None
+        config = SpeculativeConfig.of(given)
+    else:
+        config = SpeculativeConfig.parse(text)
+    if config != SpeculativeConfig(config.method, options=config.options):
+        raise ConfigError(
+            f"{VARIABLE} says what drafts are made of; how many tokens, and how they are verified, is vLLM's"
+        )
+    return config
 
 
 def expected(draft: Draft) -> tuple[float, Seq[int]]:
