@@ -284,14 +284,25 @@ def sentencepiece() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
 
 
-@pytest.mark.parametrize("make", [letters, sentencepiece])
+def unigram() -> PreTrainedTokenizerFast:
+    """One as T5 and some Gemmas have, with likelihoods, and bytes for what has no piece."""
+    pieces = ["<unk>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", *"abcdef0123456789", "ab"]
+    backend = Tokenizer(models.Unigram([(piece, -float(i)) for i, piece in enumerate(pieces)], 0, byte_fallback=True))
+    backend.pre_tokenizer, backend.decoder = (
+        sentencepiece().backend_tokenizer.pre_tokenizer,
+        decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]),
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
+
+
+@pytest.mark.parametrize("make", [letters, sentencepiece, unigram])
 def test_tokenizers(make_llm, make, make_checkpoint):
     """Of other kinds, on a random model without an end of text: every output is what was asked for."""
     tok = make()
     llm = make_llm(vocab_size=len(tok) + 9)
     llm.tokenizer = llm.engine.tokenizer = tok
     pattern = "[ab]{3}(c d|7)+e"
-    for given_ in ({"regex": pattern}, {"choice": ["abc a", "bad\ncafe"]}):
+    for given_ in ({"regex": pattern}, {"choice": ["abc a", "bad\ncafe"]}, {"choice": ["a</s>b <unk>", "</s>a"]}):
         params = asked(**given_, temperature=1.0, seed=2, max_tokens=200)
         llm.speculative_config = None
         plain = run(llm, [([3, 4], replace(params, seed=i)) for i in range(6)])
@@ -350,6 +361,54 @@ def test_any_regex(tiny_llm, pattern, seed):
     tiny_llm.speculative_config = {"method": "draft_model", "model": "tiny-draft"}
     assert alike(tiny_llm.generate(PROMPTS[0], params)[0], plain)
     assert plain.finish_reason == "length" or re.fullmatch(pattern, plain.text)
+
+
+SPECIAL = "<|user|>"  # a token of its own in the vocabulary
+
+
+@pytest.mark.parametrize("given_", [
+    {"choice": [f"cp {SPECIAL} x", "rm <|end|>"]}, {"choice": [SPECIAL]}, {"regex": r"(ls|cat) <\|user\|>( -l)?"},
+    {"json": {"enum": [f"{SPECIAL}"]}}, {"json": {"type": "string", "pattern": r"^<\|user\|>[a-c]$"}},
+    {"json": {"type": "object", "properties": {SPECIAL: {"const": f"a {SPECIAL} b"}}, "required": [SPECIAL],
+              "additionalProperties": False}, "disable_any_whitespace": True},
+    {"grammar": f'start: "{SPECIAL}" /<\\|user\\|>/ # {SPECIAL}'},
+])  # fmt: skip
+def test_text_that_looks_like_a_special_token_is_text(tiny_llm, given_):
+    """It is written by other tokens; nothing is free behind it."""
+    special = tiny_llm.tokenizer.convert_tokens_to_ids(SPECIAL)
+    for method in (None, {"method": "ngram"}):
+        tiny_llm.speculative_config = method
+        for seed in range(4):
+            (output,) = tiny_llm.generate(PROMPTS[0], asked(**given_, temperature=1.0, seed=seed, max_tokens=80))
+            assert output.finish_reason == "stop" and special not in output.token_ids
+            assert SPECIAL in output.text or "choice" in given_
+            if "json" in given_:
+                jsonschema.validate(json.loads(output.text), given_["json"])
+            elif "grammar" in given_:
+                assert output.text == 2 * SPECIAL
+            else:
+                assert valid(output.text, given_)
+
+
+def test_tokens_of_their_own_in_lark(tiny_llm):
+    """By their names, where these are neither text nor regex nor comment."""
+    tok = tiny_llm.tokenizer
+    grammar = f'start: "{SPECIAL}\\"" {SPECIAL} /<x/ // {SPECIAL}\n'
+    (output,) = tiny_llm.generate(PROMPTS[0], asked(grammar=grammar, max_tokens=40))
+    first, second = tok.decode(output.token_ids[:-1]).split(SPECIAL)[1:]
+    assert (first, second) == ('"', "<x") and output.token_ids.count(tok.convert_tokens_to_ids(SPECIAL)) == 1
+    with pytest.raises(ConfigError, match=r"'<\|nobody\|>' is no token of its own"):
+        tiny_llm.generate(PROMPTS[0], asked(grammar="start: <|nobody|>"))
+
+
+def test_what_was_chosen_and_does_not_fit_is_an_error(tiny_llm):
+    """Behind a draft that cannot be nothing is asked; an output that cannot be ends."""
+    seq, constraint = followed(tiny_llm, ASKED["choice"])
+    (token,) = tiny_llm.tokenizer("x", add_special_tokens=False)["input_ids"][:1]
+    assert constraint.mask(seq, [token]) is None
+    seq.tokens.append(token)
+    with pytest.raises(ConstraintError, match="not what it must be"):
+        constraint.mask(seq, [])
 
 
 @given(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import secrets
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -209,7 +210,9 @@ class Constraint:
             del self.read[self.known + same :]
         fresh = wanted[same:]
         if fresh:
-            if self.matcher.validate_tokens(fresh) < len(fresh):
+            if (valid := self.matcher.validate_tokens(fresh)) < len(fresh):
+                if self.known + same + valid < seq.settled - seq.prompt_len:  # chosen by the masks
+                    raise ConstraintError("structured_outputs: the output cannot go on: it is not what it must be")
                 return False
             self.matcher.consume_tokens(fresh)
             self.read += fresh
@@ -294,7 +297,10 @@ def _library() -> Any:
 
 
 def _bind(library: Any, tokenizer: Any, vocab: int) -> Binding:
-    """The end of the output is a token of its own, which nobody writes: which tokens end a text is the request's."""
+    """The end of the output is a token of its own, which nobody writes: which tokens end a text is the request's.
+
+    So are all special tokens: where a text that looks like one is forced, it is written by others.
+    """
     try:
         backend = type(tokenizer.backend_tokenizer).from_str(tokenizer.backend_tokenizer.to_str())
         backend.no_padding()
@@ -304,9 +310,26 @@ def _bind(library: Any, tokenizer: Any, vocab: int) -> Binding:
         if end in known:
             raise ValueError("its ids are not consecutive")
         size = max(vocab, end + 1, *known)
-        return Binding(library.LLTokenizer(backend.to_str(), n_vocab=size, eos_token=end), end)
+        text = _nameless(json.loads(backend.to_str()))
+        return Binding(library.LLTokenizer(text, n_vocab=size, eos_token=end), end)
     except Exception as error:  # whatever a tokenizer lacks
         raise ConfigError(f"structured_outputs cannot be used with this model's tokenizer: {told(error)}") from None
+
+
+def _nameless(tokenizer: dict[str, Any]) -> str:
+    """A tokenizer (as `tokenizers` keeps it) that finds its special tokens in no text: their names are drawn."""
+    names = dict[str, str]()
+    for token in tokenizer["added_tokens"]:
+        if token["special"]:
+            names[token["content"]] = token["content"] = secrets.token_hex(16)
+    model = tokenizer["model"]
+    if isinstance(vocab := model["vocab"], dict):
+        model["vocab"] = {names.get(piece, piece): number for piece, number in vocab.items()}
+    else:
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocab]
+    if "unk_token" in model:
+        model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+    return json.dumps(tokenizer)
 
 
 def _text(given: StructuredOutputsParams) -> str:

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from outrider.config import StructuredOutputsParams
@@ -22,6 +23,8 @@ FORMATS = "date-time", "time", "date", "duration", "email", "hostname", "ipv4", 
 PARTS = "properties", "patternProperties", "dependentSchemas", "$defs", "definitions"  # of a schema: schemas by name
 DATA = "const", "enum", "default", "examples"  # and what is none, whatever it looks like
 ESCAPED = re.compile(r"(\\[^uU])|\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}))")  # in GBNF; the first are left
+# of Lark: texts, regexes and comments; and tokens of their own by their names
+LARK = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?!/)(?:\\.|[^/\\\n])+/|//.*|#.*|(<(?!\[)[^<>\s]+>)')
 # A structural tag's formats with their fields, those with a question mark may be left out, and what these hold.
 TAGS = {
     "any_text": "excludes?", "const_string": "value", "grammar": "grammar syntax?", "json_schema": "json_schema style?",
@@ -68,7 +71,7 @@ def written(library: Any, given: StructuredOutputsParams, text: str, added: Mapp
     if kind == "grammar":
         if re.search(r"(?m)^\s*[\w-]+\s*::=", text):
             return str(library.grammar_from("gbnf", ESCAPED.sub(_character, text)))
-        return str(library.grammar_from("lark", text))
+        return str(library.grammar_from("lark", LARK.sub(partial(_numbered, added), text)))
     return Tag(library, given, added).written(json.loads(text))
 
 
@@ -91,6 +94,13 @@ def without_annotations(schema: Any) -> Any:
         ):
             found[key] = without_annotations(value)
     return found
+
+
+def _numbered(added: Mapping[str, int], found: re.Match[str]) -> str:
+    """A token of its own by its number: its name is one that no text holds (constraint.py)."""
+    if found[1] and found[1] not in added:
+        raise ValueError(f"{brief(found[1])} is no token of its own in the vocabulary")
+    return f"<[{added[found[1]]}]>" if found[1] else found[0]
 
 
 def _character(found: re.Match[str]) -> str:
