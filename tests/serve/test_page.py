@@ -112,6 +112,10 @@ def script(body: dict[str, Any]) -> Iterator[Any]:
         yield 400
         yield {"error": {"message": "max_tokens is 9999, and must be at most 4096", "type": "invalid_request_error"}}
         return
+    if asked == "moved" and body["model"] == "fake":
+        yield 404
+        yield {"error": {"message": "the model 'fake' does not exist", "type": "invalid_request_error"}}
+        return
     pieces = re.findall(r"\s*\S+|\s+", words(body))
     plain = (body.get("speculative_config") or {}).get("method") == "none"
     if plain and asked == "unfaithful":
@@ -398,6 +402,46 @@ def test_settings_reach_the_server(tab, server):
     tab.get_by_role("button", name="Regenerate").click()
     done(tab)
     assert "temperature" not in server.bodies[-1] and server.bodies[-1]["seed"] == 7
+
+
+@pytest.mark.slow
+def test_two_tabs_lose_nothing(tab, server):
+    """Each writes whole chats, and all settings; so each takes in what the other has written."""
+    ask(tab, "one")
+    other = tab.context.new_page()
+    other.goto(server.url + "/")
+    for asking, text, articles in ((tab, "two", 4), (tab, "three", 6), (other, "four", 8)):
+        ask(asking, text)
+        for each in (tab, other):
+            until(each, f"document.querySelectorAll('article').length === {articles}")
+    ask(tab, "long", wait=False)
+    tab.wait_for_selector("#stop:not([hidden])")
+    ask(other, "five")
+    done(tab)
+    whole = "chat => JSON.stringify(chat).match(/Answer to \\w+/g).toSorted().join()"
+    for each in (tab, other):
+        each.reload()
+        found = each.evaluate(f"({whole})(chats[0])")
+        assert found == ",".join(f"Answer to {text}" for text in ("five", "four", "long", "one", "three", "two"))
+
+    tab.click("#tune")
+    tab.fill("#settings [name=max_tokens]", "40")
+    tab.keyboard.press("Escape")
+    other.uncheck("#speculate")
+    until(tab, "!document.querySelector('#speculate').checked")
+    assert tab.evaluate("[kept.get('settings').max_tokens, settings.speculate]") == [40, False]
+
+
+@pytest.mark.slow
+def test_another_model_is_met(tab, server):
+    """The server was started again with another."""
+    server.pages["/v1/models"] = {"data": [{"id": "other"}]}
+    ask(tab, "moved")
+    assert "does not exist" in tab.locator(".error").inner_text()
+    until(tab, "document.querySelector('#model').textContent === 'other'")
+    tab.get_by_role("button", name="Try again").click()
+    done(tab)
+    assert server.bodies[-1]["model"] == "other" and last(tab).startswith("Answer to moved")
 
 
 @pytest.mark.slow
