@@ -492,7 +492,9 @@ def test_annotations_demand_nothing(tiny_llm):
         "type": "object", "properties": {**names, "of": {"const": {"format": "zip", "uniqueItems": False}}, "path": {
             "type": "string", "format": "path", "maxLength": 3}, "day": {"type": "string", "format": "date"}, "list": {
             "type": "array", "items": {"type": "integer", "maximum": 9, "minimum": 0, "format": "int32"}, "maxItems": 2,
-            "uniqueItems": False}}, "additionalProperties": False}  # fmt: skip
+            "uniqueItems": False}, "record": {"type": "object", "propertyNames": {"type": "string"},
+            "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}},
+        "additionalProperties": False}  # fmt: skip
     schema["required"] = [*schema["properties"]]
     given = {"json": schema, "disable_any_whitespace": True}
     (output,) = tiny_llm.generate("Hi", max_tokens=200, seed=1, structured_outputs=given)

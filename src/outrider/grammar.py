@@ -77,7 +77,7 @@ def written(library: Any, given: StructuredOutputsParams, text: str, added: Mapp
 
 def without_annotations(schema: Any) -> Any:
     """A schema without what only tells of values, and llguidance takes for demands: formats that it does not know, and
-    `uniqueItems` that asks for nothing."""
+    `uniqueItems` and `propertyNames` (Zod's of a record) that ask for nothing."""
     if isinstance(schema, (list, tuple)):
         return [without_annotations(part) for part in schema]
     if not isinstance(schema, Mapping):
@@ -90,6 +90,7 @@ def without_annotations(schema: Any) -> Any:
             found[key] = value
         elif not (
             (key == "uniqueItems" and value is False)
+            or (key == "propertyNames" and value in ({"type": "string"}, {}, True))
             or (key == "format" and isinstance(value, str) and value not in FORMATS)
         ):
             found[key] = without_annotations(value)

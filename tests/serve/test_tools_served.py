@@ -233,7 +233,8 @@ def test_what_cannot_be(client, hermes, fields, param):
 
 def test_parameters_that_cannot_be_forced(client, hermes):
     """Nobody is shown the grammar that is made of them."""
-    odd = {"type": "function", "function": {"name": "a", "parameters": {"type": "thing"}}}
+    schema = {"type": "object", "properties": {"x": {"type": "thing"}}}
+    odd = {"type": "function", "function": {"name": "a", "parameters": schema}}
     answer = client.post(ROUTE, {"messages": TALK, "max_tokens": 1, "tools": [odd], "tool_choice": "required"})
     told = answer.json()["error"]["message"]
     assert told.startswith("tools: these parameters cannot be used: ") and "thing" in told and "start:" not in told

@@ -197,6 +197,8 @@ def check(tools: Any, tool_choice: Any = None, parallel_tool_calls: Any = None) 
         schema = function.get("parameters")
         if not (schema is None or isinstance(schema, Mapping)):
             raise ConfigError(f"tools: parameters of {name!r} must be a JSON schema, not {brief(schema)}")
+        if schema and "object" not in (kinds if isinstance(kinds := schema.get("type", "object"), list) else [kinds]):
+            raise ConfigError(f"tools: parameters of {name!r} must be an object's schema, not one of {brief(kinds)}")
         functions[name] = schema or NO_PARAMETERS
     if not (parallel_tool_calls is None or isinstance(parallel_tool_calls, bool)):
         raise ConfigError(f"parallel_tool_calls must be true or false, not {brief(parallel_tool_calls)}")
