@@ -411,6 +411,91 @@ def test_what_was_chosen_and_does_not_fit_is_an_error(tiny_llm):
         constraint.mask(seq, [])
 
 
+@pytest.mark.parametrize("given_", [
+    {"grammar": 'start: /a*/ "ab"'}, {"grammar": 'start: A "ab"\nA: "a"*'},
+    {"grammar": 'root ::= ws " x"\nws ::= [ ]*'},
+    {"json": {"type": "array", "items": {"const": 11}, "minItems": 2}, "whitespace_pattern": "1*"},
+    {"structural_tag": {"format": {
+        "type": "tag", "begin": "[", "content": {"type": "regex", "pattern": " *"}, "end": " ]"}}},
+])  # fmt: skip
+def test_a_word_that_never_ends_holds_nobody_up(tiny_llm, given_):
+    """llguidance reads the longest word: what begins as it goes on is more of it, for ever."""
+    (output,) = tiny_llm.generate("Hi", asked(**given_, temperature=0, max_tokens=30))
+    assert len(output.token_ids) == 30 or output.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("given_, told", [
+    ({"json": {"type": "integer", "multipleOf": 999983}}, "multipleOf is at most 20000"),
+    ({"json": {"allOf": [{"pattern": f"a.{{{i}}}b"} for i in range(30)]}}, "at most 12 regexes at once"),
+    ({"grammar": "start: X\nX: " + " & ".join(f"/(.|\\n)*a.{{{i}}}b(.|\\n)*/" for i in range(30))}, "at most 12"),
+    ({"grammar": "start: a b\na[max_tokens=3]: /[a-z ]*/\nb: /[0-9]{3}/"}, "rollback"),
+    ({"json": {"type": "array", "x-guidance": {"whitespace_pattern": "1*"}}}, "x-guidance is not taken"),
+])  # fmt: skip
+def test_what_would_take_too_long_or_cannot_be_drafted_for(tiny_llm, given_, told):
+    with pytest.raises(ConfigError, match=told):
+        tiny_llm.generate("Hi", asked(**given_))
+
+
+def test_round_multiples_are_taken(tiny_llm):
+    followed(tiny_llm, {"json": {"type": "integer", "multipleOf": 1_000_000}})
+    schema = {"type": "number", "multipleOf": 0.05, "maximum": 9, "minimum": 1}
+    (output,) = tiny_llm.generate("Hi", asked(json=schema, max_tokens=40))
+    assert abs(float(output.text) * 20 % 1) < 1e-6
+
+
+def test_text_that_ends_texts_ends_none_where_more_must_come(tiny_llm):
+    (quote,) = tiny_llm.tokenizer('"', add_special_tokens=False)["input_ids"]
+    params = asked(json={"enum": ["ab", "cd"]}, max_tokens=20, stop_token_ids=[quote])
+    request = next(iter(tiny_llm.engine.add(tiny_llm.encode("Hi"), params)))
+    for _ in tiny_llm.engine.run():
+        pass
+    assert isinstance(request.error, ConstraintError)  # it is the only token that could begin it
+    (output,) = tiny_llm.generate("Hi", replace(params, structured_outputs=StructuredOutputsParams(regex="[a-f]{9}")))
+    assert re.fullmatch("[a-f]{9}", output.text)
+
+
+def test_names_without_properties_are_closed_where_they_are_schemas(tiny_llm):
+    data = {"properties": {"a": 1}}
+    given_ = {"json": {"enum": [data]}, "disable_additional_properties": True, "disable_any_whitespace": True}
+    (output,) = tiny_llm.generate("Hi", asked(**given_, max_tokens=60))
+    assert json.loads(output.text) == data
+
+
+@pytest.mark.parametrize(
+    "text, inside, outside", [("[^a&&b]", "c", "a&"), ("[%--]", "%-", "."), ("[a~~z]", "az~", "b")]
+)
+def test_classes_of_gbnf_are_characters(tiny_llm, text, inside, outside):
+    seq, constraint = followed(tiny_llm, {"grammar": f'root ::= {text} "!"'})
+    mask = constraint.mask(seq, [])
+    assert mask is not None
+    legal = unpacked(mask, tiny_llm.runner.model.config.vocab_size)
+    for letters, there in ((inside, True), (outside, False)):
+        for letter in letters:
+            (token,) = tiny_llm.tokenizer(letter, add_special_tokens=False)["input_ids"][-1:]
+            assert bool(legal[token]) is there, letter
+
+
+def test_tokens_of_their_own_that_are_not_special(make_llm):
+    """Text that reads like one is text; one that the model has no logits for is no draft."""
+    tok = letters(256)
+    tok.add_tokens([AddedToken("<tool>", special=False), AddedToken("foo", special=False)])
+    llm = make_llm(vocab_size=len(tok) - 1)
+    llm.tokenizer = llm.engine.tokenizer = tok
+    for given_ in ({"choice": ["<tool>abc"]}, {"regex": "(a|b)<tool>[ab]{3}"}, {"grammar": "start: /a\n<tool>b/"}):
+        for method in (None, {"method": "ngram"}):
+            llm.speculative_config = method
+            (output,) = llm.generate([[3, 4]], asked(**given_, max_tokens=40, seed=1))
+            assert "<tool>" in output.text and len(output.token_ids) > 7 and output.finish_reason == "stop"
+    told = []
+    for method in (None, {"method": "ngram"}):
+        llm.speculative_config = method
+        (request,) = llm.engine.add([3, 4], asked(choice=["foo"], max_tokens=40))
+        for _ in llm.engine.run():
+            pass
+        told.append((type(request.error), str(request.error)))
+    assert told[0] == told[1] and told[0][0] is ConstraintError
+
+
 @given(
     st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=8), min_size=1, max_size=5), st.integers(0, 9)
 )

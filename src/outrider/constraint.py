@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice, takewhile
 from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -60,6 +61,7 @@ class Grammar:
     matcher: Any  # at the beginning; copied for each sequence
     end: int  # the token that stands for the end of the output
     guess: int | None  # the token that the tokenizer ends texts with
+    vocab: int  # the model's logits
 
 
 @dataclass
@@ -104,13 +106,14 @@ class Constraint:
             at, bit = divmod(self.grammar.end, 8)
             ends = bool(bits[at] >> bit & 1)
             bits[at] &= ~np.uint8(1 << bit)
+            bits &= np.packbits(np.arange(8 * len(bits)) < self.grammar.vocab, bitorder="little")
             place.complete = not bits.any()
             if np.count_nonzero(bits) == 1:  # it may be forced, and without end
                 self._forced()
-            if ends:
-                for token in self.ends:
-                    bits[token // 8] |= np.uint8(1 << token % 8)
-            elif place.complete:
+            for token in self.ends:  # of a text's own some may be, such as a quote
+                bits[token // 8] &= ~np.uint8(1 << token % 8)
+                bits[token // 8] |= np.uint8(ends << token % 8)
+            if not ends and not bits.any():
                 raise ConstraintError("structured_outputs: nothing may follow what the output has come to")
             place.mask = bits
         return None if place.complete and self.silent else place.mask
@@ -126,7 +129,8 @@ class Constraint:
             place.forced = []
             try:
                 if self._go(seq, path):
-                    found = self._forced()[:MOST_FORCED]
+                    known = takewhile(self.grammar.vocab.__gt__, self._forced())
+                    found = list(islice(known, MOST_FORCED))
                     if self._go(seq, path + found) and self.matcher.is_stopped() and not self.silent:
                         guess = self.grammar.guess
                         found.append(guess if guess in self.ends else min(self.ends))
@@ -282,7 +286,7 @@ def read(given: StructuredOutputsParams, tokenizer: Any, vocab: int) -> Grammar:
             if piece in added and added[piece] in (eos, binding.end):
                 raise ConfigError(f"structured_outputs: after {piece!r} nothing comes: it ends a text")
         matcher = _deeply(partial(_compile, library, binding, given, text, added))
-        grammar = Grammar(matcher, binding.end, eos if isinstance(eos, int) else None)
+        grammar = Grammar(matcher, binding.end, eos if isinstance(eos, int) else None, vocab)
     binding.grammars[key] = grammar
     while len(binding.grammars) > KEPT:
         binding.grammars.pop(next(iter(binding.grammars)), None)
@@ -320,8 +324,9 @@ def _nameless(tokenizer: dict[str, Any]) -> str:
     """A tokenizer (as `tokenizers` keeps it) that finds its special tokens in no text: their names are drawn."""
     names = dict[str, str]()
     for token in tokenizer["added_tokens"]:
-        if token["special"]:
-            names[token["content"]] = token["content"] = secrets.token_hex(16)
+        name = token["content"]
+        if token["special"] or (name.startswith("<") and name.endswith(">")):  # which llguidance takes for special
+            token["special"], token["content"] = True, names.setdefault(name, secrets.token_hex(16))
     model = tokenizer["model"]
     if isinstance(vocab := model["vocab"], dict):
         model["vocab"] = {names.get(piece, piece): number for piece, number in vocab.items()}
@@ -361,11 +366,18 @@ def _compile(
         raise ConfigError(f"structured_outputs: {kind} cannot be used: {_line(str(error))}") from None
     probe = matcher.deep_copy()  # what goes wrong at the beginning is told before anything runs
     for _ in range(3):
-        some = not probe.is_error() and np.frombuffer(probe.compute_bitmask(), np.uint8).any()
-        if probe.is_error() or not some:
+        bits = np.frombuffer(b"" if probe.is_error() else probe.compute_bitmask(), np.uint8)
+        some = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+        if probe.is_error() or not len(some):
             too_much = probe.is_error() and "NoExtension" not in probe.get_error()
             why = _line(probe.get_error()) if too_much else "no text can satisfy it"
             raise ConfigError(f"structured_outputs: {kind} cannot be used: {why}")
+        if some[0] != binding.end:  # what drafts need
+            other = probe.deep_copy()
+            other.consume_tokens([int(some[0])])
+            other.rollback(1)
+            if other.is_error():
+                raise ConfigError(f"structured_outputs: {kind} cannot be used: {_line(other.get_error())}")
         forced = probe.compute_ff_tokens()
         if len(forced) > LONGEST_FORCED:
             raise ConfigError(f"structured_outputs: {kind} forces more than {LONGEST_FORCED} tokens in a row")

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,14 @@ PARTS = "properties", "patternProperties", "dependentSchemas", "$defs", "definit
 DATA = "const", "enum", "default", "examples"  # and what is none, whatever it looks like
 ESCAPED = re.compile(r"(\\[^uU])|\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}))")  # in GBNF; the first are left
 # of Lark: texts, regexes and comments; and tokens of their own by their names
-LARK = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?!/)(?:\\.|[^/\\\n])+/|//.*|#.*|(<(?!\[)[^<>\s]+>)')
+LARK = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?!/)(?:\\.|[^/\\])+/|//.*|#.*|(<(?!\[)[^<>\s]+>)|(&)')
+REGEX = re.compile("/[^/]")
+GBNF = re.compile(r'"(?:\\.|[^"\\])*"|#.*|(\[(?:\\.|[^\]\\])*\])')  # texts, comments and classes of characters
+MOST_AT_ONCE = 12  # regexes that a text fits at the same time: each doubles what is to be looked at
+MOST_MULTIPLE = 20_000  # a regex of multiples has as many states
+# Where somebody's regex goes on as what stands behind it begins (`/a*/ "ab"`), all that may come is more of it, without
+# end; llguidance would look for that end. So nothing is forced there.
+UNFORCED = '%llguidance {"no_forcing": true}'
 # A structural tag's formats with their fields, those with a question mark may be left out, and what these hold.
 TAGS = {
     "any_text": "excludes?", "const_string": "value", "grammar": "grammar syntax?", "json_schema": "json_schema style?",
@@ -54,15 +62,14 @@ def written(library: Any, given: StructuredOutputsParams, text: str, added: Mapp
     """
     (kind,) = given.asked
     if kind in ("json", "json_object"):
-        schema = without_annotations(json.loads(text))
-        if given.disable_additional_properties:
-            _close(schema)
+        schema = understood(json.loads(text), bool(given.disable_additional_properties))
         spaces: dict[str, Any] = {"whitespace_pattern": given.whitespace_pattern or WHITESPACE}
         if given.disable_any_whitespace:
             spaces = {"whitespace_flexible": False}
         asked = given.disable_any_whitespace or given.whitespace_pattern
         spaces = {"overrides" if asked else "defaults": spaces}
-        return str(library.LLMatcher.grammar_from_json_schema(json.dumps(schema), **spaces))
+        source = str(library.LLMatcher.grammar_from_json_schema(json.dumps(schema), **spaces))
+        return _unforced(source) if given.whitespace_pattern else source
     if kind == "choice":
         words = ("".join("\\" * (c in SPECIAL) + c for c in word) for word in given.choice or ())
         return str(library.LLMatcher.grammar_from_regex("|".join(words)))
@@ -70,22 +77,45 @@ def written(library: Any, given: StructuredOutputsParams, text: str, added: Mapp
         return str(library.LLMatcher.grammar_from_regex(text))
     if kind == "grammar":
         if re.search(r"(?m)^\s*[\w-]+\s*::=", text):
-            return str(library.grammar_from("gbnf", ESCAPED.sub(_character, text)))
-        return str(library.grammar_from("lark", LARK.sub(partial(_numbered, added), text)))
+            source = str(library.grammar_from("gbnf", ESCAPED.sub(_character, GBNF.sub(_plain, text))))
+            return _unforced(source) if _endless(source) else source
+        _bounded(text.count('"pattern"') + sum(bool(found[2]) for found in LARK.finditer(text)))
+        source = str(library.grammar_from("lark", LARK.sub(partial(_numbered, added), text)))
+        return source if isinstance(text, Ours) or not _endless(text) else _unforced(source)
     return Tag(library, given, added).written(json.loads(text))
 
 
-def without_annotations(schema: Any) -> Any:
+class Ours(str):
+    """A grammar in Lark that we have written, without regexes: what it forces comes to an end."""
+
+
+def understood(schema: Any, close: bool = False) -> Any:
     """A schema without what only tells of values, and llguidance takes for demands: formats that it does not know, and
-    `uniqueItems` and `propertyNames` (Zod's of a record) that ask for nothing."""
+    `uniqueItems` and `propertyNames` (Zod's of a record) that ask for nothing.
+
+    close: without properties that it does not name, wherever it says nothing about them. Raises ValueError for what
+    would take llguidance too long, and for what only llguidance knows.
+    """
+    schema = _understood(schema, close)
+    _bounded(json.dumps(schema).count('"pattern"'), sum(_conjuncts(schema)))
+    return schema
+
+
+def _understood(schema: Any, close: bool) -> Any:
     if isinstance(schema, (list, tuple)):
-        return [without_annotations(part) for part in schema]
+        return [_understood(part, close) for part in schema]
     if not isinstance(schema, Mapping):
         return schema
     found = dict[str, Any]()
+    if close and "properties" in schema and not {"additionalProperties", "patternProperties"} & schema.keys():
+        found["additionalProperties"] = False
     for key, value in schema.items():
+        if key == "x-guidance":
+            raise ValueError("x-guidance is not taken; whitespace_pattern says what lies between the parts of JSON")
+        if key == "multipleOf" and _digits(value) > MOST_MULTIPLE:
+            raise ValueError(f"multipleOf is at most {MOST_MULTIPLE}, zeros at its end aside, not {brief(value)}")
         if key in PARTS and isinstance(value, Mapping):
-            found[key] = {name: without_annotations(part) for name, part in value.items()}
+            found[key] = {name: _understood(part, close) for name, part in value.items()}
         elif key in DATA:
             found[key] = value
         elif not (
@@ -93,7 +123,7 @@ def without_annotations(schema: Any) -> Any:
             or (key == "propertyNames" and value in ({"type": "string"}, {}, True))
             or (key == "format" and isinstance(value, str) and value not in FORMATS)
         ):
-            found[key] = without_annotations(value)
+            found[key] = _understood(value, close)
     return found
 
 
@@ -114,17 +144,49 @@ def _character(found: re.Match[str]) -> str:
     return chr(number) if number < 0x110000 and not 0xD800 <= number < 0xE000 else found[0]
 
 
-def _close(schema: Any) -> None:
-    """Refuse properties that a schema does not name, wherever it says nothing about them."""
-    parts = [schema]
-    while parts:
-        part = parts.pop()
-        if isinstance(part, dict):
-            if "properties" in part and "additionalProperties" not in part and "patternProperties" not in part:
-                part["additionalProperties"] = False
-            parts += part.values()
-        elif isinstance(part, list):
-            parts += part
+def _digits(value: Any) -> int:
+    """A number's, as a whole number without zeros at its end."""
+    number = Decimal(str(value)).normalize() if isinstance(value, (int, float)) else Decimal(0)
+    return int("".join(map(str, number.as_tuple().digits))) if number.is_finite() else 0
+
+
+def _conjuncts(schema: Any) -> Iterator[int]:
+    """How many more than one schema hold at once, wherever some do."""
+    if isinstance(schema, Mapping):
+        if isinstance(every := schema.get("allOf"), list):
+            yield len(every) - ("pattern" not in schema)
+        schema = list(schema.values())
+    for part in schema if isinstance(schema, list) else ():
+        yield from _conjuncts(part)
+
+
+def _bounded(*counts: int) -> None:
+    if min(counts) > MOST_AT_ONCE:
+        raise ValueError(f"a text can be asked to fit at most {MOST_AT_ONCE} regexes at once")
+
+
+def _endless(text: str) -> bool:
+    """Whether one of the words of a grammar in Lark may be of any length, as far as that can be seen."""
+    regexes = (
+        re.sub(r"\\.|\[(\\.|[^\]\\])*\]", "", found[0]) for found in LARK.finditer(text) if REGEX.match(found[0])
+    )
+    rest = LARK.sub("", text)
+    words = re.search(r"(?m)^\s*[A-Z_]", rest) and re.search("[*+~]", rest)
+    others = re.search(r"%(?!json\b|llguidance\b)", rest) or '"x-guidance"' in text
+    return bool(words or others or any(re.search(r"[*+]|\{\d*,\}", regex) for regex in regexes))
+
+
+def _unforced(source: str) -> str:
+    first, *more = _named("answer", source)
+    text = first.get("lark_grammar") or f"start: %json {json.dumps(first['json_schema'])}"
+    return json.dumps({"grammars": [{"name": "answer", "lark_grammar": f"{UNFORCED}\n{text}"}, *more]})
+
+
+def _plain(found: re.Match[str]) -> str:
+    """A class of characters without what Rust's regexes take for operations on sets."""
+    if not found[1]:
+        return found[0]
+    return found[1].replace("&", r"\x26").replace("~", r"\x7e").replace("--", r"-\x2d")
 
 
 def literal(text: str, added: Mapping[str, int]) -> str:
@@ -292,7 +354,8 @@ class Tag:
         """What the library writes, as a grammar of its own."""
         asked: dict[str, Any] = {kind: text}
         name, given = f"part_{len(self.grammars)}", replace(self.given, structural_tag=None, after=None, **asked)
-        self.grammars += _named(name, written(self.library, given, text, self.added))
+        source = written(self.library, given, text, self.added)
+        self.grammars += _named(name, _unforced(source) if kind == "regex" else source)
         return f"@{name}"
 
     def _sequence(self, parts: Sequence[Any], ends: tuple[Mark, ...]) -> str:

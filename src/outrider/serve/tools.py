@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from outrider.config import StructuredOutputsParams
 from outrider.errors import ConfigError, OutriderError, brief
-from outrider.grammar import DATA, PARTS, literal, without_annotations
+from outrider.grammar import DATA, PARTS, Ours, literal, understood
 
 NAMES = set(string.ascii_letters + string.digits + "_-.")  # in names of functions; OpenAI's, and the dot
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -293,14 +293,17 @@ def constraint(tools: Tools, family: Family, tokenizer: Any) -> StructuredOutput
     added = tokenizer.get_added_vocab()
     several = tools.parallel and not tools.choice.startswith("=")
     try:
-        calls = [_call(name, without_annotations(schema), family, added) for name, schema in tools.callable.items()]
+        calls = [_call(name, understood(schema), family, added) for name, schema in tools.callable.items()]
     except RecursionError:
         raise ConfigError("tools: parameters are nested too deeply") from None
+    except ValueError as error:
+        raise ConfigError(f"tools: these parameters cannot be used: {error}") from None
     begin, end, between = (literal(text, added) for text in (family.begin, family.end, family.between))
     more = f"({between} call)*" if several else ""
     rules = [f"call_{i}: {call}" for i, call in enumerate(calls)]
     choice = " | ".join(f"call_{i}" for i in range(len(calls)))
-    return StructuredOutputsParams(grammar="\n".join([f"start: {begin} call {more} {end}", f"call: {choice}", *rules]))
+    text = "\n".join([f"start: {begin} call {more} {end}", f"call: {choice}", *rules])
+    return StructuredOutputsParams(grammar=Ours(text))
 
 
 def _call(name: str, schema: Mapping[str, Any], family: Family, added: Mapping[str, int]) -> str:
