@@ -146,7 +146,7 @@ def _character(found: re.Match[str]) -> str:
 
 def _digits(value: Any) -> int:
     """A number's, as a whole number without zeros at its end."""
-    number = Decimal(str(value)).normalize() if isinstance(value, (int, float)) else Decimal(0)
+    number = Decimal(str(value)).normalize() if type(value) in (int, float) else Decimal(0)
     return int("".join(map(str, number.as_tuple().digits))) if number.is_finite() else 0
 
 
