@@ -284,6 +284,16 @@ def sentencepiece() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
 
 
+def merged() -> PreTrainedTokenizerFast:
+    """One whose merges make a token that is also one of its own."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {piece: i for i, piece in enumerate([*alphabet, "<i", "<i>", "ab"])}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[("<", "i"), ("<i", ">"), ("a", "b")]))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.add_tokens([AddedToken("<i>", special=False)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
 def unigram() -> PreTrainedTokenizerFast:
     """One as T5 and some Gemmas have, with likelihoods, and bytes for what has no piece."""
     pieces = ["<unk>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", *"abcdef0123456789", "ab"]
@@ -295,7 +305,7 @@ def unigram() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
 
 
-@pytest.mark.parametrize("make", [letters, sentencepiece, unigram])
+@pytest.mark.parametrize("make", [letters, sentencepiece, unigram, merged])
 def test_tokenizers(make_llm, make, make_checkpoint):
     """Of other kinds, on a random model without an end of text: every output is what was asked for."""
     tok = make()
@@ -414,6 +424,13 @@ def test_what_was_chosen_and_does_not_fit_is_an_error(tiny_llm):
 @pytest.mark.parametrize("given_", [
     {"grammar": 'start: /a*/ "ab"'}, {"grammar": 'start: A "ab"\nA: "a"*'},
     {"grammar": 'root ::= ws " x"\nws ::= [ ]*'},
+    {"grammar": '%llguidance {"no_forcing": false}\nstart: /a*/ "ab"'}, {"grammar": 'start: A "ab"\nA: "a"{0,}'},
+    {"grammar": 'start: a "ab"\na[temperature=0.5]: "a"{0,}'}, {"grammar": 'start: /a{0 ,}/ "ab"'},
+    {"grammar": 'start: /(?x)#[\na*#]\n/ "ab"'}, {"grammar": 'start: /#[\na*#]\n/x "ab"'},
+    {"grammar": 'start: %json {"type":"array","items":{"const":11},"minItems":2,'
+                '"x-gu\\u0069dance":{"whitespace_pattern":"1*"}}'},
+    {"structural_tag": {"format": {"type": "tag", "begin": "[", "end": "ab", "content": {
+        "type": "grammar", "grammar": '%llguidance {"no_forcing": false}\nstart: /a*/'}}}},
     {"json": {"type": "array", "items": {"const": 11}, "minItems": 2}, "whitespace_pattern": "1*"},
     {"structural_tag": {"format": {
         "type": "tag", "begin": "[", "content": {"type": "regex", "pattern": " *"}, "end": " ]"}}},
@@ -424,9 +441,29 @@ def test_a_word_that_never_ends_holds_nobody_up(tiny_llm, given_):
     assert len(output.token_ids) == 30 or output.finish_reason == "stop"
 
 
+MANY = {"allOf": [{"pattern": f"a.{{{i}}}b"} for i in range(30)]}
+
+
+def nested(n: int) -> dict:
+    return {"pattern": f"a.{{{n}}}b"} | ({"anyOf": [nested(n - 1)]} if n else {})
+
+
+def test_many_patterns_that_never_meet_are_fine(tiny_llm):
+    part = {"type": "string", "pattern": "^[ab]{1,3}$"}
+    names = {f"p{i}": {"allOf": [part, {"maxLength": 3}]} for i in range(15)}
+    followed(tiny_llm, {"json": {"type": "object", "properties": names, "required": [*names]}})
+
+
 @pytest.mark.parametrize("given_, told", [
     ({"json": {"type": "integer", "multipleOf": 999983}}, "multipleOf is at most 20000"),
-    ({"json": {"allOf": [{"pattern": f"a.{{{i}}}b"} for i in range(30)]}}, "at most 12 regexes at once"),
+    ({"json": {"allOf": [{"type": "integer", "multipleOf": 1009}, {"multipleOf": 1013}]}}, "multipleOf is at most"),
+    ({"json": {"$ref": "#/examples/0", "examples": [{"type": "integer", "multipleOf": 999983}]}}, "multipleOf is at"),
+    ({"grammar": 'start: %json {"type": "integer", "multipleOf": 999983}'}, "multipleOf is at most"),
+    ({"grammar": "start: %json " + json.dumps(MANY).replace('"pa', '"p\\u0061')}, "at most 12 regexes at once"),
+    ({"json": MANY}, "at most 12 regexes at once"),
+    ({"json": {"$ref": "#/$defs/0", "$defs": {
+        str(i): {"pattern": f"a.{{{i}}}b", "$ref": f"#/$defs/{i + 1}"} for i in range(30)}}}, "at most 12 regexes"),
+    ({"json": nested(30)}, "at most 12 regexes at once"),
     ({"grammar": "start: X\nX: " + " & ".join(f"/(.|\\n)*a.{{{i}}}b(.|\\n)*/" for i in range(30))}, "at most 12"),
     ({"grammar": "start: a b\na[max_tokens=3]: /[a-z ]*/\nb: /[0-9]{3}/"}, "rollback"),
     ({"json": {"type": "array", "x-guidance": {"whitespace_pattern": "1*"}}}, "x-guidance is not taken"),
@@ -486,7 +523,7 @@ def test_tokens_of_their_own_that_are_not_special(make_llm):
             llm.speculative_config = method
             (output,) = llm.generate([[3, 4]], asked(**given_, max_tokens=40, seed=1))
             assert "<tool>" in output.text and len(output.token_ids) > 7 and output.finish_reason == "stop"
-    told = []
+    told = list[tuple]()
     for method in (None, {"method": "ngram"}):
         llm.speculative_config = method
         (request,) = llm.engine.add([3, 4], asked(choice=["foo"], max_tokens=40))

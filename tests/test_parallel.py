@@ -454,6 +454,8 @@ def test_sizes(monkeypatch):
     for wrong in (0, True, "2"):
         with pytest.raises(ConfigError, match="tensor_parallel_size must be a whole number"):
             ranks_for(wrong, "cpu")
+    monkeypatch.setenv("RANK", "5")  # as some clusters say of their jobs
+    assert ranks_for(None, "cpu") is None
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ConfigError, match="tensor_parallel_size=2, but 3 processes were started"):

@@ -106,7 +106,9 @@ class Constraint:
             at, bit = divmod(self.grammar.end, 8)
             ends = bool(bits[at] >> bit & 1)
             bits[at] &= ~np.uint8(1 << bit)
-            bits &= np.packbits(np.arange(8 * len(bits)) < self.grammar.vocab, bitorder="little")
+            whole, rest = divmod(self.grammar.vocab, 8)  # the model's own
+            bits[whole + 1 :] = 0
+            bits[whole : whole + 1] &= np.uint8((1 << rest) - 1)
             place.complete = not bits.any()
             if np.count_nonzero(bits) == 1:  # it may be forced, and without end
                 self._forced()
@@ -332,6 +334,9 @@ def _nameless(tokenizer: dict[str, Any]) -> str:
         model["vocab"] = {names.get(piece, piece): number for piece, number in vocab.items()}
     else:
         model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocab]
+    if "merges" in model:  # none may make what is not there
+        pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
+        model["merges"] = [pair for pair in pairs if not {*pair, "".join(pair)} & names.keys()]
     if "unk_token" in model:
         model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
     return json.dumps(tokenizer)

@@ -7,8 +7,10 @@ which put formats into formats as XGrammar describes them, are ours.
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from functools import partial
@@ -26,7 +28,7 @@ DATA = "const", "enum", "default", "examples"  # and what is none, whatever it l
 ESCAPED = re.compile(r"(\\[^uU])|\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}))")  # in GBNF; the first are left
 # of Lark: texts, regexes and comments; and tokens of their own by their names
 LARK = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?!/)(?:\\.|[^/\\])+/|//.*|#.*|(<(?!\[)[^<>\s]+>)|(&)')
-REGEX = re.compile("/[^/]")
+SHORT = re.compile(r"/(?:\[[\w-]+\](?:\{\d+(?:,\d+)?\})?|[\w ])+/")  # regexes of bounded length, as plain as can be
 GBNF = re.compile(r'"(?:\\.|[^"\\])*"|#.*|(\[(?:\\.|[^\]\\])*\])')  # texts, comments and classes of characters
 MOST_AT_ONCE = 12  # regexes that a text fits at the same time: each doubles what is to be looked at
 MOST_MULTIPLE = 20_000  # a regex of multiples has as many states
@@ -78,10 +80,12 @@ def written(library: Any, given: StructuredOutputsParams, text: str, added: Mapp
     if kind == "grammar":
         if re.search(r"(?m)^\s*[\w-]+\s*::=", text):
             source = str(library.grammar_from("gbnf", ESCAPED.sub(_character, GBNF.sub(_plain, text))))
-            return _unforced(source) if _endless(source) else source
-        _bounded(text.count('"pattern"') + sum(bool(found[2]) for found in LARK.finditer(text)))
+            return source if _forces(source) else _unforced(source)
+        ours = isinstance(text, Ours)
+        if not ours:
+            _checked_lark(text)
         source = str(library.grammar_from("lark", LARK.sub(partial(_numbered, added), text)))
-        return source if isinstance(text, Ours) or not _endless(text) else _unforced(source)
+        return source if ours or _forces(text) else _unforced(source)
     return Tag(library, given, added).written(json.loads(text))
 
 
@@ -96,9 +100,8 @@ def understood(schema: Any, close: bool = False) -> Any:
     close: without properties that it does not name, wherever it says nothing about them. Raises ValueError for what
     would take llguidance too long, and for what only llguidance knows.
     """
-    schema = _understood(schema, close)
-    _bounded(json.dumps(schema).count('"pattern"'), sum(_conjuncts(schema)))
-    return schema
+    _bounded(schema)
+    return _understood(schema, close)
 
 
 def _understood(schema: Any, close: bool) -> Any:
@@ -112,8 +115,6 @@ def _understood(schema: Any, close: bool) -> Any:
     for key, value in schema.items():
         if key == "x-guidance":
             raise ValueError("x-guidance is not taken; whitespace_pattern says what lies between the parts of JSON")
-        if key == "multipleOf" and _digits(value) > MOST_MULTIPLE:
-            raise ValueError(f"multipleOf is at most {MOST_MULTIPLE}, zeros at its end aside, not {brief(value)}")
         if key in PARTS and isinstance(value, Mapping):
             found[key] = {name: _understood(part, close) for name, part in value.items()}
         elif key in DATA:
@@ -145,41 +146,76 @@ def _character(found: re.Match[str]) -> str:
 
 
 def _digits(value: Any) -> int:
-    """A number's, as a whole number without zeros at its end."""
-    number = Decimal(str(value)).normalize() if type(value) in (int, float) else Decimal(0)
-    return int("".join(map(str, number.as_tuple().digits))) if number.is_finite() else 0
+    """A number's, as a whole number without zeros at its end; 1 for what is none."""
+    number = Decimal(str(value)).normalize() if type(value) in (int, float) else Decimal(1)
+    return int("".join(map(str, number.as_tuple().digits))) or 1 if number.is_finite() else 1
 
 
-def _conjuncts(schema: Any) -> Iterator[int]:
-    """How many more than one schema hold at once, wherever some do."""
-    if isinstance(schema, Mapping):
-        if isinstance(every := schema.get("allOf"), list):
-            yield len(every) - ("pattern" not in schema)
-        schema = list(schema.values())
-    for part in schema if isinstance(schema, list) else ():
-        yield from _conjuncts(part)
+def _bounded(schema: Any) -> None:
+    """Raise ValueError for a schema that would take llguidance too long to read, wherever its references lead."""
+    known = dict[str, int]()
+
+    def at_once(part: Any) -> int:  # patterns that one text may have to fit
+        if not isinstance(part, Mapping):
+            return 0
+        every, some = ([p for key in keys for p in _listed(part.get(key))] for keys in (("allOf",), ("anyOf", "oneOf")))
+        ref = part.get("$ref")
+        if isinstance(ref, str) and ref not in known:
+            known[ref] = 0  # while it is looked at: it may lead back here
+            known[ref] = at_once(_referred(schema, ref)) if ref[:1] == "#" else json.dumps(schema).count('"pattern"')
+        own = ("pattern" in part) + (known[ref] if isinstance(ref, str) else 0)
+        return own + sum(map(at_once, every)) + max(map(at_once, some), default=0)
+
+    multiple, parts = 1, [schema]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, Mapping):
+            multiple = math.lcm(multiple, _digits(part.get("multipleOf")))
+            if multiple > MOST_MULTIPLE:
+                raise ValueError(f"multipleOf is at most {MOST_MULTIPLE}, all of them together, zeros at the end aside")
+            if at_once(part) > MOST_AT_ONCE:
+                raise ValueError(f"a text can be asked to fit at most {MOST_AT_ONCE} regexes at once")
+        parts += part.values() if isinstance(part, Mapping) else _listed(part)
 
 
-def _bounded(*counts: int) -> None:
-    if min(counts) > MOST_AT_ONCE:
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else []
+
+
+def _referred(schema: Any, ref: str) -> Any:
+    """What a reference within a schema leads to; None if nothing is there."""
+    for name in ref.removeprefix("#").split("/")[1:]:
+        name = name.replace("~1", "/").replace("~0", "~")
+        if isinstance(schema, Mapping):
+            schema = schema.get(name)
+        else:
+            schema = dict(enumerate(_listed(schema))).get(int(name) if name.isdecimal() else -1)
+    return schema
+
+
+def _checked_lark(text: str) -> None:
+    """Raise ValueError for what llguidance would read too long."""
+    if sum(bool(found[2]) for found in LARK.finditer(text)) > MOST_AT_ONCE:
         raise ValueError(f"a text can be asked to fit at most {MOST_AT_ONCE} regexes at once")
+    for found in re.finditer(r"%json\s*", text):
+        with suppress(json.JSONDecodeError):  # llguidance says what is wrong
+            _bounded(json.JSONDecoder().raw_decode(text, found.end())[0])
 
 
-def _endless(text: str) -> bool:
-    """Whether one of the words of a grammar in Lark may be of any length, as far as that can be seen."""
-    regexes = (
-        re.sub(r"\\.|\[(\\.|[^\]\\])*\]", "", found[0]) for found in LARK.finditer(text) if REGEX.match(found[0])
-    )
-    rest = LARK.sub("", text)
-    words = re.search(r"(?m)^\s*[A-Z_]", rest) and re.search("[*+~]", rest)
-    others = re.search(r"%(?!json\b|llguidance\b)", rest) or '"x-guidance"' in text
-    return bool(words or others or any(re.search(r"[*+]|\{\d*,\}", regex) for regex in regexes))
+def _forces(text: str) -> bool:
+    """Whether what a grammar in Lark forces comes to an end: it has nothing but texts, rules and short regexes."""
+    for found in LARK.finditer(text):
+        if re.match("/[^/]", found[0]) and not (SHORT.fullmatch(found[0]) and not text[found.end() :][:1].isalpha()):
+            return False
+    return not re.search(r"(?m)[%\[{~]|^\s*[A-Z_]", LARK.sub(" ", text.replace("%llguidance {}", "")))
 
 
 def _unforced(source: str) -> str:
     first, *more = _named("answer", source)
     text = first.get("lark_grammar") or f"start: %json {json.dumps(first['json_schema'])}"
-    return json.dumps({"grammars": [{"name": "answer", "lark_grammar": f"{UNFORCED}\n{text}"}, *more]})
+    return json.dumps(
+        {"grammars": [{"name": "answer", "lark_grammar": f"{text}\n{UNFORCED}"}, *more]}
+    )  # the last counts
 
 
 def _plain(found: re.Match[str]) -> str:

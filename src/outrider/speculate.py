@@ -195,10 +195,10 @@ def _fault(guess: Any, vocab: int, rule: Rule) -> str | None:
     """What is wrong with what should be a Draft; None if nothing is."""
     if not isinstance(guess, Draft):
         return f"{brief(guess)} is none"
-    if guess == NOTHING:
-        return None
     tokens, parents, trust, by, q = guess.tokens, guess.parents, guess.trust, guess.by, guess.q
     lists = isinstance(tokens, list) and isinstance(parents, list)
+    if lists and not tokens and guess == NOTHING:
+        return None
     if not lists or {*map(type, tokens), *map(type, parents), type(guess.riders)} != {int}:
         return "tokens and parents are lists of int, riders is one"
     try:

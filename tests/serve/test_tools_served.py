@@ -240,6 +240,13 @@ def test_parameters_that_cannot_be_forced(client, hermes):
     assert told.startswith("tools: these parameters cannot be used: ") and "thing" in told and "start:" not in told
 
 
+def test_parameters_may_be_named_as_keywords_are(client, hermes):
+    parameters = {"type": "object", "properties": {"pattern": {"const": "a"}}, "required": ["pattern"]}
+    tools = [{"type": "function", "function": {"name": f"grep{i}", "parameters": parameters}} for i in range(20)]
+    answer = client.post(ROUTE, {"messages": TALK, "max_tokens": 1, "tools": tools, "tool_choice": "required"})
+    assert answer.status_code == 200, answer.text
+
+
 def test_a_template_without_tools_says_so(client):
     answer = client.post(ROUTE, {"messages": TALK, "tools": TOOLS, "max_tokens": 1})
     assert answer.status_code == 400 and "template" in answer.json()["error"]["message"]

@@ -34,8 +34,12 @@ Op = list[Any]
 
 def launched() -> tuple[int, int]:
     """This process's rank and how many there are, as torchrun (or who sets the same variables) says; (0, 1) if none."""
-    size = _variable("WORLD_SIZE", 1, 1)
-    return _variable("RANK", 0 if size == 1 else None, 0, size - 1), size
+    size = _size()
+    return (_variable("RANK", None, 0, size - 1) if size > 1 else 0), size
+
+
+def _size() -> int:
+    return _variable("WORLD_SIZE", 1, 1)
 
 
 def _variable(name: str, default: int | None, least: int, most: int = 2**31) -> int:
@@ -54,7 +58,7 @@ def ranks_for(size: int | None, device: str) -> Ranks | None:
 
     `size` None means all that were started.
     """
-    _, there = launched()
+    there = _size()
     if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
         raise ConfigError(f"tensor_parallel_size must be a whole number of at least 1, not {size!r}")
     if size == 1 or (size is None and there == 1):
@@ -99,13 +103,15 @@ def _start(device: str) -> Ranks:
 
 def _join(where: torch.device) -> Ranks:
     rank, size = launched()
+    if where.type == "cuda":
+        torch.cuda.set_device(where)  # which is a thread's
     store = rendezvous()
-    if rank == 0:
-        store.set(LEADS, "1")
-    elif store.get(LEADS) != b"1":  # waits; rank 0 may have much to do before, or nothing for us
-        sys.exit(0)
-    store.set_timeout(JOINING)  # one may have ended meanwhile
     try:
+        if rank == 0:
+            store.set(LEADS, "1")
+        elif store.get(LEADS) != b"1":  # waits; rank 0 may have much to do before, or nothing for us
+            sys.exit(0)
+        store.set_timeout(JOINING)  # one may have ended meanwhile
         kind = "nccl" if where.type == "cuda" else "gloo"
         dist.init_process_group(kind, store=store, rank=rank, world_size=size, timeout=JOINING)
         ranks = Ranks(rank, size, where, store)
