@@ -207,7 +207,8 @@ def _forces(text: str) -> bool:
     for found in LARK.finditer(text):
         if re.match("/[^/]", found[0]) and not (SHORT.fullmatch(found[0]) and not text[found.end() :][:1].isalpha()):
             return False
-    return not re.search(r"(?m)[%\[{~]|^\s*[A-Z_]", LARK.sub(" ", text.replace("%llguidance {}", "")))
+    rest = re.sub(r"%llguidance \{\}|<\[[\d,^* -]*\]>", "", LARK.sub(" ", text))  # of tokens by number each is a word
+    return not re.search(r"(?m)[%\[{~]|^\s*[A-Z_]", rest)
 
 
 def _unforced(source: str) -> str:
