@@ -464,6 +464,8 @@ def test_many_patterns_that_never_meet_are_fine(tiny_llm):
     ({"json": {"$ref": "#/$defs/0", "$defs": {
         str(i): {"pattern": f"a.{{{i}}}b", "$ref": f"#/$defs/{i + 1}"} for i in range(30)}}}, "at most 12 regexes"),
     ({"json": nested(30)}, "at most 12 regexes at once"),
+    ({"json": {"$ref": "#/%24defs/all", "$defs": {"all": MANY}}}, "at most 12 regexes at once"),
+    ({"json": {"$ref": "#all", "$defs": {"all": {"$anchor": "all", **MANY}}}}, "at most 12 regexes at once"),
     ({"grammar": "start: X\nX: " + " & ".join(f"/(.|\\n)*a.{{{i}}}b(.|\\n)*/" for i in range(30))}, "at most 12"),
     ({"grammar": "start: a b\na[max_tokens=3]: /[a-z ]*/\nb: /[0-9]{3}/"}, "rollback"),
     ({"json": {"type": "array", "x-guidance": {"whitespace_pattern": "1*"}}}, "x-guidance is not taken"),

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from functools import partial
 from typing import Any
+from urllib.parse import unquote
 
 from outrider.config import StructuredOutputsParams
 from outrider.errors import brief
@@ -31,6 +32,7 @@ LARK = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?!/)(?:\\.|[^/\\])+/|//.*|#.*|(<(?!\[)
 SHORT = re.compile(r"/(?:\[[\w-]+\](?:\{\d+(?:,\d+)?\})?|[\w ])+/")  # regexes of bounded length, as plain as can be
 GBNF = re.compile(r'"(?:\\.|[^"\\])*"|#.*|(\[(?:\\.|[^\]\\])*\])')  # texts, comments and classes of characters
 MOST_AT_ONCE = 12  # regexes that a text fits at the same time: each doubles what is to be looked at
+TOO_MANY = f"a text can be asked to fit at most {MOST_AT_ONCE} regexes at once"
 MOST_MULTIPLE = 20_000  # a regex of multiples has as many states
 # Where somebody's regex goes on as what stands behind it begins (`/a*/ "ab"`), all that may come is more of it, without
 # end; llguidance would look for that end. So nothing is forced there.
@@ -162,7 +164,8 @@ def _bounded(schema: Any) -> None:
         ref = part.get("$ref")
         if isinstance(ref, str) and ref not in known:
             known[ref] = 0  # while it is looked at: it may lead back here
-            known[ref] = at_once(_referred(schema, ref)) if ref[:1] == "#" else json.dumps(schema).count('"pattern"')
+            target = _referred(schema, ref)  # whatever cannot be followed here may lead to all of them
+            known[ref] = json.dumps(schema).count('"pattern"') if target is None else at_once(target)
         own = ("pattern" in part) + (known[ref] if isinstance(ref, str) else 0)
         return own + sum(map(at_once, every)) + max(map(at_once, some), default=0)
 
@@ -174,7 +177,7 @@ def _bounded(schema: Any) -> None:
             if multiple > MOST_MULTIPLE:
                 raise ValueError(f"multipleOf is at most {MOST_MULTIPLE}, all of them together, zeros at the end aside")
             if at_once(part) > MOST_AT_ONCE:
-                raise ValueError(f"a text can be asked to fit at most {MOST_AT_ONCE} regexes at once")
+                raise ValueError(TOO_MANY)
         parts += part.values() if isinstance(part, Mapping) else _listed(part)
 
 
@@ -183,9 +186,11 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _referred(schema: Any, ref: str) -> Any:
-    """What a reference within a schema leads to; None if nothing is there."""
-    for name in ref.removeprefix("#").split("/")[1:]:
-        name = name.replace("~1", "/").replace("~0", "~")
+    """What a reference by places within a schema leads to; None if it is another kind, or nothing is there."""
+    if ref != "#" and not ref.startswith("#/"):
+        return None
+    for name in ref.split("/")[1:]:
+        name = unquote(name).replace("~1", "/").replace("~0", "~")
         if isinstance(schema, Mapping):
             schema = schema.get(name)
         else:
@@ -196,7 +201,7 @@ def _referred(schema: Any, ref: str) -> Any:
 def _checked_lark(text: str) -> None:
     """Raise ValueError for what llguidance would read too long."""
     if sum(bool(found[2]) for found in LARK.finditer(text)) > MOST_AT_ONCE:
-        raise ValueError(f"a text can be asked to fit at most {MOST_AT_ONCE} regexes at once")
+        raise ValueError(TOO_MANY)
     for found in re.finditer(r"%json\s*", text):
         with suppress(json.JSONDecodeError):  # llguidance says what is wrong
             _bounded(json.JSONDecoder().raw_decode(text, found.end())[0])
@@ -208,15 +213,14 @@ def _forces(text: str) -> bool:
         if re.match("/[^/]", found[0]) and not (SHORT.fullmatch(found[0]) and not text[found.end() :][:1].isalpha()):
             return False
     rest = re.sub(r"%llguidance \{\}|<\[[\d,^* -]*\]>", "", LARK.sub(" ", text))  # of tokens by number each is a word
-    return not re.search(r"(?m)[%\[{~]|^\s*[A-Z_]", rest)
+    return not re.search(r"[%\[{~A-Z]|\b_", rest)  # what is left are rules, which have small letters
 
 
 def _unforced(source: str) -> str:
+    """A grammar without forcing, whatever it says of that itself: the last directive counts."""
     first, *more = _named("answer", source)
     text = first.get("lark_grammar") or f"start: %json {json.dumps(first['json_schema'])}"
-    return json.dumps(
-        {"grammars": [{"name": "answer", "lark_grammar": f"{text}\n{UNFORCED}"}, *more]}
-    )  # the last counts
+    return json.dumps({"grammars": [{"name": "answer", "lark_grammar": f"{text}\n{UNFORCED}"}, *more]})
 
 
 def _plain(found: re.Match[str]) -> str:
