@@ -136,12 +136,6 @@ struct Paired {
   static vf units(const bf16 *p, int left) {
     return (vf)_mm512_maskz_loadu_epi32(left >= 16 ? 0xffff : (1u << left) - 1, p);
   }
-  static vf units(const int8_t *p, int left) {  // eight bits are exact in bf16
-    const __m256i bytes = _mm256_maskz_loadu_epi8(left >= 16 ? 0xffffffff : (1u << (2 * left)) - 1, p);
-    const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(bytes)));
-    const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(bytes, 1)));
-    return (vf)_mm512_cvtne2ps_pbh(high, low);
-  }
 
   // Rows of two keys as pairs of their elements, 16 and 16 of them.
   static void interleave(vf even_key, vf odd_key, void *to, void *behind) {
@@ -381,14 +375,14 @@ void finish(const AttentionShape &shape, const State &total, int64_t row, int he
     weight = weight * keep + (sink > top ? 1 : exp2(sink - top));
   }
   const vf share = splat(keep / weight);
-  with_type(shape.q_type, [&](auto *to) {
+  with_type(shape.type, [&](auto *to) {
     to = static_cast<decltype(to)>(out);
     for (int d = 0; d < shape.dim; d += W) store_n(to + d, load(sums + d) * share, shape.dim - d);
   });
 }
 
 void *out_of(const AttentionShape &shape, const AttentionJob &job, int64_t row, int head) {
-  return static_cast<char *>(job.out) + (row * shape.heads + head) * shape.dim * size_of(shape.q_type);
+  return static_cast<char *>(job.out) + (row * shape.heads + head) * shape.dim * size_of(shape.type);
 }
 
 // The rows of a piece, and which keys they see.
@@ -436,7 +430,6 @@ template <class S>
 struct Block {
   int64_t at;
   const S *keys, *values;
-  const float *key_scales, *value_scales;  // of int8
   Sides<S> later;
   int64_t first, last;
 };
@@ -449,16 +442,12 @@ INLINE void cap(const AttentionShape &shape, float *scores, int64_t count) {
     store(scores + i, out * (1.0f - 2.0f / (1.0f + exp(load(scores + i) * in))));
 }
 
-// What else makes scores: the scales of 8-bit keys, a cap, and which keys a row sees. A line for each row.
-template <class S>
-void complete(const Rows &rows, const Block<S> &block, bool whole, int64_t row, int64_t count, float *scores) {
-  if (sizeof(S) == 1)
-    for (int64_t i = 0; i < count * kBlock; i += W)
-      store(scores + i, load(scores + i) * load(block.key_scales + i % kBlock));
+// What else makes scores: a cap, and which keys a row sees. A line for each row.
+void complete(const Rows &rows, int64_t at, bool whole, int64_t row, int64_t count, float *scores) {
   if (rows.shape.softcap != 0) cap(rows.shape, scores, count * kBlock);
   for (int64_t r = 0; !whole && r < count; r++) {
     const int64_t token = rows.piece.first + (row + r) / rows.group;
-    const float from = float(rows.low(token, block.at)), to = float(rows.high(token, block.at));
+    const float from = float(rows.low(token, at)), to = float(rows.high(token, at));
     for (int j = 0; j < kBlock; j += W) {
       const vf lane = load(kLanes.at + j), score = load(scores + r * kBlock + j);
       store(scores + r * kBlock + j, ((lane >= from) & (lane < to)) ? score : splat(kNone));
@@ -502,7 +491,7 @@ class Vectors {
       if constexpr (M::kPer == 2) {
         memcpy(to, rows_.query<bf16>(row), shape_.dim * sizeof(bf16));
       } else {
-        with_type(shape_.q_type, [&](auto *type) {
+        with_type(shape_.type, [&](auto *type) {
           const auto *from = rows_.template query<std::remove_pointer_t<decltype(type)>>(row);
           for (int d = 0; d < shape_.dim; d += W) store_n(to + d, load_n(from + d, shape_.dim - d), shape_.dim - d);
         });
@@ -532,8 +521,8 @@ class Vectors {
     alignas(64) float scores[kPanel * kBlock];
     alignas(64) Unit weights[kPanel * kBlock / M::kPer];
     multiply(count, queries_ + row * depth_, depth_, keys_, kBlock, scores, true, later_values);
-    complete(rows_, block, whole, row, count, scores);
-    weigh(scores, row, count, block.value_scales, state, weights);
+    complete(rows_, block.at, whole, row, count, scores);
+    weigh(scores, row, count, state, weights);
     multiply(count, weights, kBlock / M::kPer, values_, width_, state.sums + row * width_, false, later_keys);
     later_keys.step = later_values.step = 0;
   }
@@ -563,8 +552,7 @@ class Vectors {
   }
 
   // Scores of a block become weights, relative to about the largest score so far; none if no key was seen as yet.
-  void weigh(const float *scores, int64_t row, int64_t count, const float *value_scales, const State &state,
-             Unit *to) const {
+  void weigh(const float *scores, int64_t row, int64_t count, const State &state, Unit *to) const {
     constexpr int kVectors = kBlock / W;
     float *tops = state.top + row, *sums = state.weights + row * W;
     const vf factor = splat(factor_);
@@ -580,7 +568,6 @@ class Vectors {
       for (int j = 0; j < kVectors; j++) {
         v[j] = exp2<M::kRough>(v[j] - top);
         sum += v[j];
-        if (sizeof(S) == 1) v[j] *= load(value_scales + j * W);
       }
       store(sums + r * W, sum);
       M::weights(v, to + r * kBlock / M::kPer);
@@ -651,8 +638,8 @@ class Tiles {
     }
     if (few) {
       score_rows(keys, values);
-      complete(rows_, block, whole, row_, end_ - row_, scores_);
-      weigh_rows(block, state);
+      complete(rows_, block.at, whole, row_, end_ - row_, scores_);
+      weigh_rows(state);
     } else {
       score(block, 0);
       for (int i = 0; i < parts(); i++) {
@@ -713,7 +700,7 @@ class Tiles {
   void score(const Block<S> &block, int part) {
     const void *keys = block.keys;
     size_t line = shape_.dim * sizeof(S);
-    if (sizeof(S) == 1 || shape_.dim % 32) {
+    if (shape_.dim % 32) {
       for (int j = 0; !part && j < kBlock; j++)
         for (int d = 0; d < depth_; d += 16)
           store(keys_ + j * depth_ + d, Paired::units(block.keys + j * shape_.dim + 2 * d, shape_.dim / 2 - d));
@@ -733,10 +720,9 @@ class Tiles {
     y = fma(r, y, splat(0.99992523f + 0x1p-8f));
     return (vf)((vu)(vf)_mm512_scalef_ps((__m512)y, (__m512)x) & 0xffff0000u);
   }
-  static vf rounded(vf x) { return (vf)(((vu)x + 0x8000) & 0xffff0000u); }
 
   // Scores become weights, relative to about the largest score so far, and are summed by halves: keys 16 apart, then 8 ...
-  void weigh_rows(const Block<S> &block, const State &state) {
+  void weigh_rows(const State &state) {
     alignas(64) static constexpr struct Upper {
       uint16_t at[32];
       constexpr Upper() : at() {
@@ -755,7 +741,6 @@ class Tiles {
       const vf shift = splat(state.top[row] == kNone ? 0.f : -state.top[row]);
       for (int j = 0; j < 2; j++) v[j] = power(fma(v[j], factor, shift));
       state.weights[row] += sum(v[0] + v[1]);
-      for (int j = 0; sizeof(S) == 1 && j < 2; j++) v[j] = rounded(v[j] * load(block.value_scales + j * W));
       const __m512i both = _mm512_permutex2var_epi16((__m512i)v[0], _mm512_load_si512(kUpper.at), (__m512i)v[1]);
       _mm512_store_si512(weights_ + row * kLine + count_ * 16, both);
     }
@@ -765,8 +750,6 @@ class Tiles {
   template <bool ahead>
   void weigh(const Block<S> &block, int part, bool whole, const State &state, Ahead &keys_ahead, Ahead &values_ahead) {
     float *scores = scores_ + part % 2 * kBlock * 16;
-    if (sizeof(S) == 1)
-      for (int j = 0; j < kBlock; j++) store(scores + j * 16, load(scores + j * 16) * splat(block.key_scales[j]));
     if (shape_.softcap != 0) cap(shape_, scores, kBlock * 16);
     const int64_t row = (row_ / 16 + part) * 16;
     const __mmask16 lanes = __mmask16((1u << (to(part) - row)) - (1u << (from(part) - row)));
@@ -802,12 +785,7 @@ class Tiles {
       for (; n >> level & 1; level++) sum[0] = sums[level][0] + sum[0], sum[1] = sums[level][1] + sum[1];
       sums[level][0] = sum[0], sums[level][1] = sum[1];
 #pragma GCC unroll 2
-      for (int h = 0; h < 2; h++) {
-        if (sizeof(S) == 1)
-          for (int odd = 0; odd < 2; odd++)
-            weights[h][odd] = rounded(weights[h][odd] * splat(block.value_scales[2 * i + 16 * h + odd]));
-        pairs[i + 8 * h] = (vf)(((vu)weights[h][0] >> 16) | (vu)weights[h][1]);
-      }
+      for (int h = 0; h < 2; h++) pairs[i + 8 * h] = (vf)(((vu)weights[h][0] >> 16) | (vu)weights[h][1]);
     }
     keys_ahead = keys, values_ahead = values;
     const __m512 before = _mm512_maskz_loadu_ps(lanes, state.weights + row);
@@ -911,9 +889,7 @@ class Worker {
       const int64_t straight = run_.straight();
       if (at + kBlock <= straight) {
         const Sides<S> here = lies(piece_, at);
-        const float *scales = sizeof(S) == 1 ? job_.scales + piece_.head * job_.capacity + at : nullptr;
-        const float *value_scales = sizeof(S) == 1 ? scales + shape_.kv_heads * job_.capacity : nullptr;
-        block({at, here.keys, here.values, scales, value_scales, later(at), first, last}, state);
+        block({at, here.keys, here.values, later(at), first, last}, state);
         continue;
       }
       for (int j = 0; j < kBlock; j++) slots[j] = at + j < straight ? at + j : -1;
@@ -957,20 +933,16 @@ class Worker {
 
   // A block whose keys lie in these slots; -1: there is none.
   void gather(int64_t at, const int64_t *slots, int64_t first, int64_t last, const State &state) {
-    float scales[2][kBlock];
     for (int side = 0; side < 2; side++)
       for (int j = 0; j < kBlock; j++) {
-        const int64_t to_side = side * shape_.kv_heads * job_.capacity;
         S *to = gathered_ + (side * kBlock + j) * shape_.dim;
         if (slots[j] < 0)
           memset(to, 0, shape_.dim * sizeof(S));
         else
           memcpy(to, side ? lies(piece_, slots[j]).values : lies(piece_, slots[j]).keys, shape_.dim * sizeof(S));
-        if (sizeof(S) == 1)
-          scales[side][j] = slots[j] < 0 ? 0 : job_.scales[to_side + piece_.head * job_.capacity + slots[j]];
       }
     const Sides<S> own{gathered_, gathered_ + kBlock * shape_.dim};
-    block({at, own.keys, own.values, scales[0], scales[1], run_.tree() ? own : later(at), first, last}, state);
+    block({at, own.keys, own.values, run_.tree() ? own : later(at), first, last}, state);
   }
 
   void block(const Block<S> &block, const State &state) {
@@ -988,9 +960,8 @@ class Worker {
     }
   }
 
-  // Whether a block of values is; integers are. A sum of its numbers' own width is what a compiler makes vectors of.
+  // Whether a block of values is. A sum of its numbers' own width is what a compiler makes vectors of.
   bool finite(const S *values) const {
-    if constexpr (sizeof(S) == 1) return true;
     using Bits = std::conditional_t<sizeof(S) == 2, uint16_t, uint32_t>;
     constexpr Bits kExponent = std::is_same_v<S, f16> ? 0x7c00u : sizeof(S) == 2 ? 0x7f80u : Bits(0x7f800000u);
     const int size = shape_.dim * int(sizeof(S) / sizeof(Bits));
@@ -1014,13 +985,8 @@ class Worker {
 };
 
 void work(const AttentionShape &shape, const Piece &piece) {
-  const bool bytes = shape.store_type == Type::int8;
-  if (shape.q_type == Type::bf16) {
-    if (bytes) return Worker<Bf16<int8_t>, int8_t>(shape, piece).work();
-    return Worker<Bf16<bf16>, bf16>(shape, piece).work();
-  }
-  if (bytes) return Worker<Vectors<Single, int8_t>, int8_t>(shape, piece).work();
-  if (shape.q_type == Type::f16) return Worker<Vectors<Single, f16>, f16>(shape, piece).work();
+  if (shape.type == Type::bf16) return Worker<Bf16<bf16>, bf16>(shape, piece).work();
+  if (shape.type == Type::f16) return Worker<Vectors<Single, f16>, f16>(shape, piece).work();
   return Worker<Vectors<Single, float>, float>(shape, piece).work();
 }
 
@@ -1028,7 +994,7 @@ void work(const AttentionShape &shape, const Piece &piece) {
 
 // Puts the new keys and values where they belong.
 void write(const AttentionShape &shape, const AttentionJob &job) {
-  const size_t size = size_of(shape.q_type);
+  const size_t size = size_of(shape.type);
   for (int side = 0; side < 2; side++)
     for (int64_t i = 0; i < job.n; i++) {
       const AttentionJob::Place place = job.place(job.start + i);
@@ -1148,7 +1114,7 @@ void attend(const AttentionShape &shape, const AttentionJob *jobs, int count) {
     const Piece &piece = shares[i].piece;
     const int64_t rows = (piece.last - piece.first) * group;
     Memory memory(kTaskSlot, Memory::room<float>(State::floats(1, width)));
-    const int lanes = shape.q_type == Type::bf16 ? Bf16<bf16>::kSums : Vectors<Single, float>::kSums;
+    const int lanes = shape.type == Type::bf16 ? Bf16<bf16>::kSums : Vectors<Single, float>::kSums;
     const State total(memory.take<float>(State::floats(1, width)), 1, width, lanes);
     for (int64_t row = 0; row < rows; row++) {
       total.clear(1);

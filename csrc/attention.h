@@ -14,11 +14,10 @@ struct AttentionJob {
   const void *keys, *values;   // (n, kv_heads, dim), to be stored first; null if they are there already
   void *out;                   // (n, heads, dim)
   void *store;                 // (2, kv_heads, capacity, dim): keys, values; null if there is a table
-  const float *scales;         // (2, kv_heads, capacity) if the store is int8
   int64_t capacity, start, n;
   const int32_t *parents;  // null for a run of tokens; else per row the row before it, -1 = the prefix
   void *const *slabs;      // each as the store in one piece; their capacity is a multiple of kPage
-  const int32_t *table;    // null if there are no pages; not for int8
+  const int32_t *table;    // null if there are no pages
 
   struct Place {
     char *store;
@@ -38,7 +37,7 @@ struct AttentionShape {
   float scale;
   float softcap;      // c: scores become c * tanh(score / c); 0 = none
   const float *sinks; // (heads): of each, the score of a key without a value that all rows see; null = none
-  Type q_type, store_type;  // q f32, bf16 or f16; the store the same, or int8
+  Type type;  // f32, bf16 or f16
   int threads;
 };
 

@@ -145,8 +145,8 @@ void attention(int caller) {
     const Type type = round % 2 ? Type::f16 : Type::bf16;
     const int64_t start = 700 * round + 13 * caller;
     AttentionShape shape{kHeads, kKvHeads, kDim, kHeads * kDim, kKvHeads * kDim, kKvHeads * kDim, 0, 0.125f, 0, nullptr,
-                         type, type, 1};
-    AttentionJob job{q.data(), fresh.data(), fresh.data() + fresh.size() / 2, alone.data(), store.data(), nullptr,
+                         type, 1};
+    AttentionJob job{q.data(), fresh.data(), fresh.data() + fresh.size() / 2, alone.data(), store.data(),
                      kCapacity, start, kNew, nullptr, nullptr, nullptr};
     kernels().attention.attend(shape, &job, 1);
     shape.threads = 4, job.out = out.data();

@@ -4,9 +4,9 @@
 #include <cstddef>
 #include <cstdint>
 
-enum class Type : int { f32, bf16, int8, f16 };
+enum class Type : int { f32, bf16, f16 };
 
-static inline size_t size_of(Type type) { return type == Type::f32 ? 4 : type == Type::int8 ? 1 : 2; }
+static inline size_t size_of(Type type) { return type == Type::f32 ? 4 : 2; }
 
 using bf16 = uint16_t;
 struct f16 {
@@ -20,7 +20,6 @@ auto with_type(Type type, F f) {
     case Type::f32: return f(static_cast<float *>(nullptr));
     case Type::f16: return f(static_cast<f16 *>(nullptr));
     case Type::bf16: return f(static_cast<bf16 *>(nullptr));
-    case Type::int8: break;
   }
   __builtin_trap();
 }

@@ -108,7 +108,7 @@ class Step {
       for (int r = 0; r < plan_.rows; r++) memcpy(to + r * q_bytes, qkv_ + r * size_ * width_, q_bytes);
     }
     const AttentionShape shape{w_.heads,     w_.kv_heads, w_.dim,  width_,  width_,       width_,
-                               layer.window, w_.scale,    w_.softcap, layer.sinks, w_.type, w_.type, plan_.threads};
+                               layer.window, w_.scale,    w_.softcap, layer.sinks, w_.type, plan_.threads};
     jobs_.clear();
     for (const WalkRun &run : plan_.runs) jobs_.push_back(job(run, i));
     kernels().attention.attend(shape, jobs_.data(), int(jobs_.size()));
@@ -137,7 +137,7 @@ class Step {
   AttentionJob job(const WalkRun &run, int layer) const {
     char *q = qkv_ + run.row * size_ * width_, *keys = q + size_ * w_.heads * w_.dim;
     return {q, keys, keys + size_ * w_.kv_heads * w_.dim, seen_ + run.row * size_ * w_.heads * w_.dim,
-            run.table ? nullptr : reinterpret_cast<void *>(run.stores[layer]), nullptr, run.capacity, run.start, run.n,
+            run.table ? nullptr : reinterpret_cast<void *>(run.stores[layer]), run.capacity, run.start, run.n,
             run.tree ? run.parents.data() : nullptr, plan_.slabs + layer * plan_.slab_count, run.table};
   }
 

@@ -147,26 +147,6 @@ def test_a_branch_is_plain_decoding(isa, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_int8(isa, dtype):
-    """Scaled int8 keys and values: what their numbers stand for, and the same bits in any company."""
-    start, n = 1030, 20
-    q, store = make(n, 6, 2, 64, start, dtype)
-    store = store.nan_to_num(7.0)
-    scales = store.float().abs().amax(-1) / 127
-    scales[:, :, : start + n] += 1e-6
-    codes = (store.float() / scales[..., None].clamp(min=1e-9)).round().to(torch.int8)
-    meant = codes.double() * scales[..., None].double()
-    for parents in (None, some_tree(n, 1)):
-        full = run(q, codes, start, parents, scales=scales)
-        expected = exact(q, meant, start, parents, None)
-        assert (full.double() - expected).abs().max() < max(TOLERANCE[dtype], 2e-4)
-    if isa != native.REFERENCE:
-        full = run(q, codes, start, scales=scales)
-        for i in range(n):
-            assert torch.equal(run(q[i : i + 1], codes, start + i, scales=scales)[0], full[i])
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("window", [None, 3, 40])
 @pytest.mark.parametrize(("heads", "dim"), [(4, 64), (6, 40)])
@@ -245,10 +225,6 @@ def test_wrong_stores_are_refused():
     for start in (KEY_BLOCK - 1, -1):
         with pytest.raises(ValueError, match="rows"):
             run(q, store, start)
-    codes = store.to(torch.int8)
-    for bad in (codes[..., 0].double(), codes[..., 1:, 0].float(), codes[0, ..., 0].float()):
-        with pytest.raises(ValueError, match="scales is"):
-            run(q, codes, 5, scales=bad)
     with pytest.raises(ValueError, match="evenly"):
         run(q[:, :3], store, 5)
     for parents in ([0, 0], [-1], [-1, 1], [-2, 0]):

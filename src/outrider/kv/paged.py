@@ -305,6 +305,6 @@ class PagedKV:
             self.write(e.seq, layer, e.start, k[rows], v[rows])
             whole = q.new_zeros(2, k.shape[1], -(-(e.start + e.n) // KEY_BLOCK) * KEY_BLOCK, k.shape[2])
             whole[:, :, : e.start + e.n] = self.span(e.seq, layer, 0, e.start + e.n)
-            how = window, self.scale, plan.scratch, None, sinks, self.softcap
+            how = window, self.scale, plan.scratch, sinks, self.softcap
             outs.append(attend(q[rows], whole, e.start, e.parents, *how))
         return outs[0] if len(outs) == 1 else torch.cat(outs)

@@ -475,6 +475,6 @@ class QuantizedView(View):
                 at += piece.code.shape[2]
             whole[:, :, at:end] = own[:, :, : end - at]
             window = self.config.windows[layer]
-            how = window, self.slab.scale, plan.scratch, None, sinks, self.slab.softcap
+            how = window, self.slab.scale, plan.scratch, sinks, self.slab.softcap
             outs.append(attend(q[rows], whole, e.start, e.parents, *how))
         return torch.cat(outs)

@@ -54,7 +54,6 @@ def attend(
     window: int | None,
     scale: float,
     scratch: dict[Any, Any] | None = None,
-    scales: Tensor | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
@@ -64,17 +63,14 @@ def attend(
     the prefix, in order, and [start, start + n) are the new rows', written before the call. Row i sees the prefix,
     itself and the rows before it: all earlier ones if `parents` is None, else those on its path through the tree, where
     parents[i] is the index of the row before row i and -1 the prefix. No row sees farther back than `window` positions.
-    A store of int8 has `scales` (2, kv_heads, capacity) float32, by which its numbers are multiplied. `scratch`, a dict
-    that lives as long as one forward, keeps what its layers share. `sinks` (heads,) float32 are, for each head, the
-    score of a key without a value that all rows see; by `softcap` c scores become c * tanh(score / c).
+    `scratch`, a dict that lives as long as one forward, keeps what its layers share. `sinks` (heads,) float32 are, for
+    each head, the score of a key without a value that all rows see; by `softcap` c scores become c * tanh(score / c).
     """
     n, heads, dim = q.shape
     if dim % 8 == 0 and native.runs(q.dtype, q.device):
         out = torch.empty(n, heads * dim, dtype=q.dtype)
-        _run(q, out, [(0, 0, 0, store, start, n, parents, scales)], 0, 0, window, scale, sinks, softcap)
+        _run(q, out, [(0, 0, 0, store, start, n, parents)], 0, 0, window, scale, sinks, softcap)
         return out
-    if scales is not None:
-        store = store.to(q.dtype) * scales[..., None].to(q.dtype)
     group = heads // store.shape[1]
     key = (n, start, parents and tuple(parents), window, group)
     first, last = 0, -(-(start + n) // KEY_BLOCK) * KEY_BLOCK
@@ -128,7 +124,7 @@ def attend_all(
     for r, store in zip(rows, stores, strict=True):
         own = slice(r.row, r.row + r.n)
         write(store, r.start, k[own], v[own])
-        outs.append(attend(q[own], store, r.start, r.parents, window, scale, scratch, None, sinks, softcap))
+        outs.append(attend(q[own], store, r.start, r.parents, window, scale, scratch, sinks, softcap))
     return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
@@ -200,7 +196,7 @@ def _attend_all(
     k, v = _dense_rows(k), _dense_rows(v)
     keys, values, k_row, v_row = k.data_ptr(), v.data_ptr(), _row_bytes(k), _row_bytes(v)
     jobs = [
-        (r.row, keys + r.row * k_row, values + r.row * v_row, store, r.start, r.n, r.parents, None)
+        (r.row, keys + r.row * k_row, values + r.row * v_row, store, r.start, r.n, r.parents)
         for r, store in zip(rows, stores, strict=True)
     ]
     _run(q, out, jobs, k.stride(0), v.stride(0), window, scale, sinks, softcap, pages, k.shape[1])
@@ -235,7 +231,7 @@ def _run(
     pages: Pages | None = None,
     kv_heads: int = 0,
 ) -> None:
-    """Jobs are (row, address of new keys or 0, of new values or 0, store, start, n, parents, scales).
+    """Jobs are (row, address of new keys or 0, of new values or 0, store, start, n, parents).
 
     If there are pages, a table takes the place of each store.
     """
@@ -246,8 +242,8 @@ def _run(
     kv_heads = kv_heads or jobs[0][3].shape[1]
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads do not share {kv_heads} key-value heads evenly")
-    known, kept = [], []
-    for row, new_keys, new_values, store, start, n, parents, scales in jobs:
+    known = []
+    for row, new_keys, new_values, store, start, n, parents in jobs:
         if pages:
             capacity = room = len(store) * PAGE
         else:
@@ -255,22 +251,19 @@ def _run(
             if store.shape != (2, kv_heads, capacity, dim) or store.dtype != kind or not store.is_contiguous():
                 want = f"(2, {kv_heads}, capacity, {dim}) {kind}"
                 raise ValueError(f"store {tuple(store.shape)} {store.dtype}, want {want}")
-        if not 0 <= start <= room - n or (kind != q.dtype and (kind != torch.int8 or scales is None)):
+        if not 0 <= start <= room - n or kind != q.dtype:
             raise ValueError(f"a store of {room} x {kind} takes no rows {start} ... {start + n - 1} of {q.dtype}")
         if not 0 <= row <= rows - n:
             raise ValueError(f"{rows} rows of queries hold no rows {row} ... {row + n - 1}")
-        if scales is not None:
-            scales = native.fitting("scales", scales, store.shape[:3], torch.float32, q.device)
-            kept.append(scales)
         rows_at = (at + row * q_row, new_keys, new_values, to + row * out_row)
         own, table = (0, store.data_ptr()) if pages else (store.data_ptr(), 0)
         capacity = pages.capacity if pages else capacity
-        known.append((*rows_at, own, native.address(scales), capacity, start, n, parents, table))
-    strides, types = (q.stride(0), k_stride, v_stride), (native.TYPES[q.dtype], native.TYPES[kind])
+        known.append((*rows_at, own, capacity, start, n, parents, table))
+    strides, kind = (q.stride(0), k_stride, v_stride), native.TYPES[q.dtype]
     slabs, threads = pages.slabs.data_ptr() if pages else 0, torch.get_num_threads()
     sinks = None if sinks is None else native.fitting("sinks", sinks, (heads,), torch.float32, q.device)
     native.kernels.attend(
-        known, slabs, heads, kv_heads, dim, strides, window or 0, scale, softcap or 0.0, native.address(sinks), types,
+        known, slabs, heads, kv_heads, dim, strides, window or 0, scale, softcap or 0.0, native.address(sinks), kind,
         threads,
     )  # fmt: skip
 

@@ -28,7 +28,7 @@ SUPER = 256  # inputs that share a coarse factor
 HUGE = 2**21  # bytes of a large page
 SHELF = 16 * HUGE  # bytes of a shelf's block
 FORMATS = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16}
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float16: 3}  # as csrc/type.h has them
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as csrc/type.h has them
 Draw = tuple[float, int, float, float, int]  # temperature (0: the argmax), top-k, top-p, floor, key of the noise
 
 kernels: Any = None
