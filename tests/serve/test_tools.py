@@ -444,6 +444,7 @@ def test_what_is_forced_is_never_content(family):
 PYTHON: dict[str, list[Any] | None] = {
     "[now()]": [{}], "[now(a='it\\'s', b=\"(\")]": [{"a": "it's", "b": "("}],
     " [now(a=-1.5), now(a=None)]\n": [{"a": -1.5}, {"a": None}], "[now(\n  a = (1, 2),\n)]": [{"a": [1, 2]}],
+    "[now(from='a', to=\"b, from=3\", class=1)]": [{"from": "a", "to": "b, from=3", "class": 1}],
     "[now(a=true, b=[null, {'c': false}])]": [{"a": True, "b": [None, {"c": False}]}],
     "[now(a=1, a=2)]": [{"a": 1}], "[now(1)]": None, "[now(**{})]": None, "[now(a=b)]": None, "[now(a=now())]": None,
     "[now(a={1})]": None, "[other(a=1)]": None, "[now(a=b'x')]": None, "[now(a=1": None, "[see](http://x)": None,

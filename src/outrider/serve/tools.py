@@ -15,7 +15,10 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import product
+from io import StringIO
+from itertools import pairwise, product
+from token import NAME
+from tokenize import TokenError, generate_tokens, untokenize
 from typing import Any, ClassVar
 
 from outrider.config import StructuredOutputsParams
@@ -618,13 +621,16 @@ class _Words(ast.NodeTransformer):
 
 
 def _arguments(text: str) -> str:
-    """Named arguments in brackets as a JSON object; empty if they are none."""
-    with suppress(SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
-        call = ast.parse(f"f{text}", mode="eval").body
+    """Named arguments in brackets as a JSON object; empty if they are none. Names may be words of Python's: `from`."""
+    with suppress(SyntaxError, TokenError, ValueError, TypeError, MemoryError, RecursionError):
+        words = [(kind, word) for kind, word, *_ in generate_tokens(StringIO(f"f{text}").readline)]
+        named = [(kind, f"_{word}" if (kind, then) == (NAME, "=") else word)
+                 for (kind, word), (_, then) in pairwise([*words, (0, "")])]  # fmt: skip
+        call = ast.parse(untokenize(named), mode="eval").body
         if isinstance(call, ast.Call) and not call.args and all(part.arg for part in call.keywords):
             found = dict[str, Any]()
             for part in call.keywords:  # what was said stands
-                found.setdefault(str(part.arg), ast.literal_eval(_Words().visit(part.value)))
+                found.setdefault(str(part.arg)[1:], ast.literal_eval(_Words().visit(part.value)))
             return _object(found)
     return ""
 
