@@ -628,6 +628,16 @@ def test_annotations_demand_nothing(tiny_llm):
         tiny_llm.generate("Hi", structured_outputs={"json": {"type": "array", "uniqueItems": True}})
 
 
+@pytest.mark.parametrize("pattern", ["^a$", "^(a|b)$", "^(?:b|a)$"])
+def test_patterns_of_named_properties_alone(tiny_llm, pattern):
+    """They ask something more of these, and no other property is waited for."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 999}, "b": {"const": 7}},
+              "required": ["a"], "patternProperties": {pattern: {"minimum": 5}}, "additionalProperties": False}  # fmt: skip
+    given = {"json": schema, "disable_any_whitespace": True}
+    for output in tiny_llm.generate("Hi", max_tokens=60, n=8, seed=1, structured_outputs=given):
+        jsonschema.validate(json.loads(output.text), schema)
+
+
 def test_behind_a_token(monkeypatch):
     """One of its own in the vocabulary: nothing that is spelt like it, no other special one, and no end before it."""
     tokenizer = read_tokenizer(find("tiny"))

@@ -317,8 +317,6 @@ def test_every_sampling_parameter_is_tried():
 def test_contradictory_sampling(random_llm):
     with refused(ConfigError, "min_tokens (9)", "max_tokens (8)"):
         SamplingParams(min_tokens=9, max_tokens=8)
-    with refused(ConfigError, "n=2", "temperature 0", "n=1"):
-        SamplingParams(n=2, temperature=0)
     with refused(ConfigError, "'top_q'", "top_p", "temperature"):
         random_llm.generate([1], top_q=1)
     with refused(ConfigError, "sampling_params", "not both"):

@@ -400,6 +400,8 @@ def test_n_outputs_are_n_seeds(random_llm, make_checkpoint):
         together = random_llm.generate([[1, 2, 3], [4]], replace(params, n=3))
         assert [o.token_ids for o in together[:3]] == alone
         assert [(o.index, o.seed) for o in together] == [(0, 40), (1, 41), (2, 42)] * 2
+    one, same = random_llm.generate([1, 2, 3], max_tokens=12, temperature=0, n=2)
+    assert one.token_ids == same.token_ids and same.index == 1
 
 
 def test_reported_seed_repeats_the_output(random_llm):

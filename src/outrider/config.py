@@ -353,8 +353,6 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 count(name, 0, MOST_LOGPROBS, f"a whole number of at least 0 and at most {MOST_LOGPROBS}, or None")
-        if self.temperature == 0 and self.n > 1:
-            raise ConfigError(f"n={self.n} at temperature 0 would give the same output {self.n} times; use n=1")
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, not {brief(getattr(self, name))}")

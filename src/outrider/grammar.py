@@ -24,6 +24,7 @@ WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"  # between the parts of JSON: without a
 SPECIAL = r"\.+*?()|[]{}^$#&-~"  # what a regex reads as more than itself
 # of a schema's texts, those that llguidance keeps to
 FORMATS = "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"
+NAMES = re.compile(r"\^(?:\((?:\?:)?([\w|-]+)\)|([\w-]+))\$")  # a pattern of one name, or of some
 PARTS = "properties", "patternProperties", "dependentSchemas", "$defs", "definitions"  # of a schema: schemas by name
 DATA = "const", "enum", "default", "examples"  # and what is none, whatever it looks like
 ESCAPED = re.compile(r"(\\[^uU])|\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}))")  # in GBNF; the first are left
@@ -111,6 +112,8 @@ def _understood(schema: Any, close: bool) -> Any:
         return [_understood(part, close) for part in schema]
     if not isinstance(schema, Mapping):
         return schema
+    if isinstance(schema.get("properties"), Mapping) and isinstance(schema.get("patternProperties"), Mapping):
+        schema = _apart(schema)
     found = dict[str, Any]()
     if close and "properties" in schema and not {"additionalProperties", "patternProperties"} & schema.keys():
         found["additionalProperties"] = False
@@ -128,6 +131,17 @@ def _understood(schema: Any, close: bool) -> Any:
         ):
             found[key] = _understood(value, close)
     return found
+
+
+def _apart(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Without patterns for names alone that stand among the properties: llguidance waits for one more of that kind."""
+    named, left = dict(schema["properties"]), dict(schema["patternProperties"])
+    for pattern, part in schema["patternProperties"].items():
+        words = (found[1] or found[2]).split("|") if (found := NAMES.fullmatch(pattern)) else []
+        if words and named.keys() >= {*words}:
+            named |= {word: {"allOf": [named[word], part]} for word in words}
+            del left[pattern]
+    return {**schema, "properties": named, "patternProperties": left}
 
 
 def _numbered(added: Mapping[str, int], found: re.Match[str]) -> str:

@@ -110,7 +110,6 @@ def test_a_wrong_field_of_a_chat(client, field, value):
         ("responses", "input", 5, "text, or a list of items"), ("responses", "tool_choice", [], "none, auto, required"),
         ("completions", "temperature", 1e300, "between 0 (greedy) and 1000000"), ("completions", "n", 0, "1 to 128"),
         ("completions", "logit_bias", {"5": 1, "05": 2}, "'05' is no token id"),
-        ("greedy", "n", 2, "n=2 at temperature 0"),
         ("completions", "logit_bias", {"\u0663": 1}, "is no token id"),
         ("completions", "prompt", "", "the prompt is empty"), ("completions", "prompt", ["a", ""], "is empty"),
         ("completions", "prompt", [5] * 2**18, "context length"),
@@ -134,8 +133,7 @@ def test_a_wrong_field_of_a_chat(client, field, value):
 def test_what_a_field_may_be_is_told(client, path, field, value, told):
     """All that it may be, not the first of it, and under its own name."""
     start = {"completions": {"prompt": PROMPT}, "chat/completions": {"messages": TALK}, "responses": {"input": "x"}}
-    body = {"prompt": PROMPT, "temperature": 0} if path == "greedy" else start[path]
-    path = "completions" if path == "greedy" else path
+    body = start[path]
     error = refused(client.post(f"/v1/{path}", {**body, field: value}), param=field)
     assert told in error["message"]
 
