@@ -499,10 +499,10 @@ def test_same_tokens_fewer_forwards(tmp_path, tiny_llm, tokenizer, tree, tempera
 
 
 def test_cli(run, tmp_path):  # noqa: F811
-    text, store = tmp_path / "t.txt", str(tmp_path / "s")
+    text, store = tmp_path / "t.txt", str(tmp_path / "[s]")
     text.write_text(STORY)
     code, out, _ = run("datastore", "build", store, str(text), "--model", "tiny")
-    assert code == 0 and "1 documents" in out and "rest:datastore=" in out
+    assert code == 0 and "1 documents" in out and f"rest:datastore={store}" in out
     code, out, _ = run("datastore", "info", store, "--model", "tiny")
     assert code == 0 and all(word in out for word in ("documents", "tokens", "bytes", "8192", "fits"))
     flags = ["generate", STORY[:40], "--max-tokens", "20", "--compare", "--speculate", f"rest:datastore={store}"]

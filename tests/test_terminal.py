@@ -13,11 +13,12 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
+from rich.table import Table
 
 import outrider
 from outrider import drafters
 from outrider.cli import main
-from outrider.cli.output import as_line, put_json, tell, visible
+from outrider.cli.output import as_line, new_console, put_json, tell, visible
 from outrider.drafters import Option
 from outrider.errors import ConfigError, OutOfMemory
 from outrider.llm import LLM
@@ -50,6 +51,18 @@ def say(monkeypatch, run):
         return run("chat", "--max-tokens", "6", *flags)
 
     return call
+
+
+def test_strings_are_no_markup():
+    table = Table("[b]", title="[red]")
+    table.add_row("runs/[test] [/INST] :smile:")
+    console = new_console(file=io.StringIO())
+    console.print(table)
+    console.print("[/INST] runs/[test] :smile:")
+    said = console.file.getvalue()
+    assert all(
+        text in said for text in ("[red]", " [b] ", " runs/[test] [/INST] :smile: ", "[/INST] runs/[test] :smile:\n")
+    )
 
 
 def python(code: str, **options) -> subprocess.CompletedProcess[str]:

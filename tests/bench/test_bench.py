@@ -236,12 +236,13 @@ def test_the_spread_over_prompts_is_told(done: Path) -> None:
 @pytest.fixture(scope="module")
 def done(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small run through the command line; returns its output folder."""
-    folder = tmp_path_factory.mktemp("out") / "new"
+    folder = tmp_path_factory.mktemp("out") / "[new]"
     args = ["--suite", "stories,edit", "--speculate", "ngram:k=4", "--speculative-config"]
     args += [json.dumps({"method": "draft_model", "model": "tiny-draft", "num_speculative_tokens": 3})]
     args += ["--prompts", "2", "--max-tokens", "24", "--repeats", "2", "--output", str(folder)]
     outcome = CliRunner(env={"OUTRIDER_DATA": str(data)}).invoke(bench_app, args, catch_exceptions=False)
     assert outcome.exit_code == 0 and "draft_model" in outcome.output and "speedup" in outcome.output
+    assert f"written to {folder}: " in outcome.output
     return folder
 
 

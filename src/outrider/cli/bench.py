@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -37,6 +36,7 @@ from outrider.cli.options import (
     read_ints,
     read_json,
 )  # fmt: skip
+from outrider.cli.output import new_console, to_terminal
 from outrider.config import SpeculativeConfig
 from outrider.errors import ConfigError
 from outrider.files import make_folder, replacing
@@ -50,8 +50,8 @@ bench_app = typer.Typer(invoke_without_command=True)
 @contextmanager
 def bar() -> Iterator[Callable[[str, int, int], None]]:
     """What runs now, on standard error. Drawn only when told: a thread that refreshes it would share the cores."""
-    console = Console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    console = new_console(stderr=True)
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn()
     hidden = not console.is_terminal
     with Progress(*columns, console=console, transient=True, auto_refresh=False, disable=hidden) as drawn:
         task = drawn.add_task("")
@@ -108,7 +108,7 @@ class Output:
         except Exception as error:  # whatever it is, the figures are there
             made.pop()
             _complain(f"{self.picture} is not drawn: {' '.join(str(error).split()) or type(error).__name__}")
-        Console(highlight=False).print(f"written to {self.folder}: {', '.join(made)}", soft_wrap=True)
+        new_console().print(f"written to {self.folder}: {', '.join(made)}")
 
 
 def _complain(line: str) -> None:
@@ -173,7 +173,7 @@ def bench(
                 results.append(result)
                 files.write(results)  # as they come: an interrupted run keeps what it has
     finally:
-        console = Console(highlight=False)
+        console = new_console(soft_wrap=False)
         if not console.is_terminal:
             console.width = 160
         for item in report.tables(results):
@@ -192,7 +192,7 @@ def _measure(
                 rows.append(row)
                 files.write(rows)
     finally:
-        console = Console(highlight=False, width=None if Console().is_terminal else width)
+        console = new_console(soft_wrap=False, width=None if to_terminal() else width)
         table = Table(box=SIMPLE, padding=0)
         for title in kind.HEADER:
             table.add_column(title)
@@ -397,23 +397,7 @@ def serve(
         **({"levels": levels} if levels else {}),
     )  # fmt: skip
     files = Output(output, load.write, load.plot, "serve.png")
-    rows: list[load.Row] = []
-    try:
-        with bar() as show:
-            for row in load.run(settings, show):
-                rows.append(row)
-                files.write(rows)
-    finally:
-        console = Console(highlight=False, width=None if Console().is_terminal else 200)
-        table = Table(box=SIMPLE, padding=0)
-        for title in load.HEADER:
-            table.add_column(title)
-        for row in rows:
-            table.add_row(*load.cells(row), style="yellow" if row.errors else "")
-        if rows:
-            console.print(table)
-            console.print("\n".join(load.remarks(rows)), markup=False)
-    files.close(rows)
+    _measure(files, lambda show: load.run(settings, show), load, lambda row: bool(row.errors), 200)
 
 
 @bench_app.command()
@@ -447,9 +431,9 @@ def server(
     make_folder(output, "--output")  # before anything is measured
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the servers end with this
     rows: list[measured.Row] = []
-    console = Console(highlight=False, soft_wrap=True)
+    console = new_console()
     with bar() as show:
         for row in measured.run(settings, show):
             rows.append(row)
             measured.write(rows, output)
-            console.print("  ".join(measured.cells(row)), markup=False)
+            console.print("  ".join(measured.cells(row)))

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -34,7 +33,7 @@ from outrider.cli.options import (
     speculative,
     summary,
 )
-from outrider.cli.output import LEGEND, TINT, as_line, put, visible
+from outrider.cli.output import LEGEND, TINT, as_line, new_console, put, visible
 from outrider.config import SamplingParams, SpeculativeConfig
 from outrider.errors import ConfigError, OutriderError, RequestTooLong
 
@@ -98,7 +97,7 @@ class Conversation:
 
     def __init__(self, llm: outrider.LLM, sampling: dict[str, Any], system: str | None, reporter: Reporter) -> None:
         self.llm, self.sampling, self.reporter = llm, sampling, reporter
-        self.console = Console(highlight=False, soft_wrap=True)
+        self.console = new_console()
         self.messages: list[dict[str, str]] = []
         self.reset(system)
 

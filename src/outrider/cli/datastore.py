@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from outrider.cli.options import Model, Reporter
+from outrider.cli.output import new_console
 from outrider.errors import ConfigError
 
 datastore_app = typer.Typer(no_args_is_help=True, help="Build and inspect the stores that method rest copies from.")
@@ -44,7 +44,7 @@ def build(
         )  # fmt: skip
     header = store.header
     size = f"{header['documents']} documents, {header['tokens']} tokens, {store.nbytes / 2**20:.1f} MiB"
-    Console(highlight=False, soft_wrap=True).print(f"{output}: {size}; use it with --speculate rest:datastore={output}")
+    new_console().print(f"{output}: {size}; use it with --speculate rest:datastore={output}")
 
 
 @datastore_app.command()
@@ -67,4 +67,4 @@ def info(
         source = open_source(model)
         opened.check(source.tokenizer(), source.config.vocab_size)
         table.add_row("fits", model)
-    Console(highlight=False, soft_wrap=True).print(table)
+    new_console().print(table)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 import outrider
@@ -30,7 +29,7 @@ from outrider.cli.options import (
     speculative,
     summary,
 )
-from outrider.cli.output import LEGEND, TINT, as_line, put, put_json, tell, to_terminal
+from outrider.cli.output import LEGEND, TINT, as_line, new_console, put, put_json, tell, to_terminal
 from outrider.config import SpeculativeConfig, drawn_seed
 from outrider.errors import ConfigError, EmptyPrompt
 from outrider.outputs import GenerationOutput
@@ -139,7 +138,7 @@ def _show(lead: str, output: GenerationOutput) -> None:
 
 
 def _tell_summary(output: GenerationOutput, sampling: dict[str, Any], legend: bool = False) -> None:
-    console = Console(stderr=True)
+    console = new_console(stderr=True)
     seed = output.seed if sampling["temperature"] else None
     tell(summary(output.metrics, len(output.token_ids), seed, console.width if console.is_terminal else None))
     if legend:
@@ -181,7 +180,7 @@ def _compare(
         )
     for lead, output in zip(leads, plain, strict=True):
         _show(lead, output)
-    console = Console(highlight=False, soft_wrap=True)
+    console = new_console()
     console.print(table)
     agree, seed = "yes" if identical else "no", plain[0].seed if sampling["temperature"] else "any"
     console.print(

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 import outrider
 from outrider.cli.options import Activations, Device, Dtype, Quantization, Reporter, check_model, load_llm
-from outrider.cli.output import put_json, visible
+from outrider.cli.output import new_console, put_json, visible
 from outrider.config import ModelConfig
 from outrider.errors import ConfigError, OutriderError
 from outrider.families import FAMILIES
@@ -83,7 +82,7 @@ def info(
             _row(table, name, f"{value}: {EXACTNESS[value]}")
         else:
             _row(table, name.replace("_", " "), ", ".join(value) if isinstance(value, list) else value)
-    Console(highlight=False, soft_wrap=True).print(table)
+    new_console().print(table)
 
 
 def _row(table: Table, name: str, value: object) -> None:

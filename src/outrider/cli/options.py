@@ -12,10 +12,10 @@ from types import TracebackType
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import outrider
+from outrider.cli.output import new_console
 from outrider.config import SamplingParams, SpeculativeConfig, StructuredOutputsParams
 from outrider.errors import ConfigError, brief
 
@@ -265,7 +265,7 @@ class Reporter:
 
     def __init__(self) -> None:
         self.bar: Progress | None = None
-        self.console = Console(stderr=True)
+        self.console = new_console(stderr=True)
 
     def __enter__(self) -> Reporter:
         return self
@@ -277,7 +277,12 @@ class Reporter:
         if not self.console.is_terminal:
             return
         if self.bar is None:
-            columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+            columns = (
+                TextColumn("{task.description}", markup=False),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+            )
             self.bar = Progress(*columns, console=self.console, transient=True)
             self.bar.start()
             self.bar.add_task(what, total=total)

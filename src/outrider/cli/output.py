@@ -30,6 +30,11 @@ def as_line(text: object, most: int = 1000) -> str:
     return line if len(line) <= most else f"{line[: most // 2]} ... {line[-most // 2 :]}"
 
 
+def new_console(soft_wrap: bool = True, **options: Any) -> Console:
+    """A console that prints strings as they are, cells of tables too: paths and messages are no markup."""
+    return Console(highlight=False, markup=False, emoji=False, soft_wrap=soft_wrap, **options)
+
+
 def to_terminal() -> bool:
     """Whether standard output is a terminal, for people, and not a file or a program, for which text is data."""
     return Console().is_terminal
@@ -37,7 +42,7 @@ def to_terminal() -> bool:
 
 def put(text: str, style: str = "", end: str = "") -> None:
     """Text on standard output: visible and styled on a terminal; elsewhere as it is, to the byte."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = new_console()
     if console.is_terminal:
         console.print(Text(visible(text), style), end=end)
     else:
@@ -54,4 +59,4 @@ def put_json(data: Any) -> None:
 def tell(text: object) -> None:
     """One line on standard error, dim; lost where nothing can be written there."""
     with suppress(OSError):
-        Console(stderr=True, highlight=False, soft_wrap=True).print(Text(as_line(text), "dim"))
+        new_console(stderr=True).print(Text(as_line(text), "dim"))

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.cli.options import Model, Quantization, read_ints
-from outrider.cli.output import as_line, put_json, tell
+from outrider.cli.output import as_line, new_console, put_json, tell
 from outrider.config import STORED
 from outrider.errors import ConfigError
 from outrider.plan import (
@@ -188,7 +188,7 @@ def _traffic(model: str, ranks: list[int], as_json: bool) -> None:
 
 
 def _console() -> Console:
-    console = Console(highlight=False, soft_wrap=True)
+    console = new_console()
     console.width = max(console.width, 120)  # piped, it would be 80
     return console
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from outrider.cli.options import Device, Dtype, Model, Reporter
+from outrider.cli.output import new_console
 from outrider.errors import ConfigError
 from outrider.train.settings import ConversationSettings as Said
 from outrider.train.settings import Eagle3Settings as Eagle
@@ -51,7 +51,7 @@ def medusa(
         windows=windows, length=length,
         generated=generated, steps=steps, batch=batch, lr=lr, seed=seed, dtype=dtype, device=device,
     )  # fmt: skip
-    console = Console(highlight=False, soft_wrap=True)
+    console = new_console()
     with Reporter() as reporter:
 
         def report(step: int, loss: float, accuracies: list[float]) -> None:
@@ -90,7 +90,7 @@ def data(
     given = read_prompts(prompts or [])
     with Reporter() as reporter:
         count = write(output, tokens, settings, given, lambda done, _: reporter("writing", min(done, tokens), tokens))
-    Console(highlight=False).print(f"{count} conversations in {output}")
+    new_console().print(f"{count} conversations in {output}")
 
 
 @train_app.command()
@@ -173,7 +173,7 @@ def _run(
         raise ConfigError(f"--export {folder} is where the run keeps what it needs; give another folder")
     with Reporter() as reporter:
         trainer = kind(conversations, output, settings, reporter)
-    console, line = Console(highlight=False, soft_wrap=True), None
+    console, line = new_console(), None
     for line in trainer.run(minutes, every):
         if line["loss"] is None:
             console.print(f"{line['minutes']} min: it guesses much worse; back to the last state, at half the rate")
