@@ -273,8 +273,10 @@ def test_a_run_writes_lines_table_and_plot(done: Path) -> None:
     assert (done / "speedup.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_the_table_can_be_made_again_from_the_lines(done: Path) -> None:
+def test_the_table_can_be_made_again_from_the_lines(done: Path, tmp_path: Path) -> None:
     results = report.read(done / "results.jsonl")
+    report.write(odd := [replace(results[0], source="a file\u2028with\x85breaks")], tmp_path)
+    assert report.read(tmp_path / "results.jsonl") == odd
     table = (done / "table.md").read_text()
     assert report.markdown(results) == table
     assert table.count("\n| plain | ") == 2 and table.count("| yes | ") == 6 and "## edit" in table

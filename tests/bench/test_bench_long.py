@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from outrider import LLM
-from outrider.bench import long
+from outrider.bench import long, report
 from outrider.config import SpeculativeConfig
 from outrider.errors import ConfigError, OutOfMemory
 
@@ -36,7 +36,7 @@ def test_rows(settings: long.Settings, tmp_path: Path) -> None:
         assert r.kv_bytes_context == r.batch * rows[0].kv_bytes_context
     assert rows[0].acceptance_length == 1 and rows[0].kv_bytes_drafter == 0
     assert rows[2].acceptance_length > 1 and rows[2].kv_bytes_drafter > 0
-    long.write(rows, tmp_path)
+    report.save(rows, tmp_path, long)
     long.plot(rows, tmp_path / "long.png")
     lines = (tmp_path / "results.jsonl").read_text().splitlines()
     assert [json.loads(line)["method"] for line in lines] == [r.method for r in rows]

@@ -20,7 +20,7 @@ import pytest
 from fake_openai import CUT, Fake
 from typer.testing import CliRunner
 
-from outrider.bench import serve, server
+from outrider.bench import report, serve, server
 from outrider.bench.serve import Level, Settings
 from outrider.cli import app
 from outrider.errors import ConfigError
@@ -358,7 +358,7 @@ def test_our_server_against_the_engine_and_another_server(tmp_path):
     assert [row.against for row in rows[:4]] == ["the engine called directly", "again"] * 2
     assert [row.unit for row in rows] == ["tokens/s"] * 4 + ["ms"] * 2
     assert all(row.server > 0 and row.other > 0 and row.ratio == row.server / row.other for row in rows)
-    server.write(rows, tmp_path)
+    report.save(rows, tmp_path, server)
     assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 6
     table = (tmp_path / "table.md").read_text()
     assert "| 2 streams |" in table and "| again |" in table and "suite chat, greedy, 4 tokens each" in table

@@ -1,5 +1,6 @@
 """`outrider bench exact` counts the answers that change, of ours and of other engines."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from outrider import LLM, SpeculativeConfig
-from outrider.bench import exact, peers
+from outrider.bench import exact, peers, report
 from outrider.bench.exact import Settings, differs, run
 from outrider.cli.bench import bench_app
 from outrider.errors import ConfigError
@@ -83,7 +84,8 @@ def test_what_another_engine_changes(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert made[0].closed
     assert exact.cells(alone) == ["fickle", "prompt lookup k=4", "1", "0", "1 of 3", "3, median 3", "18 of 36"]
     assert exact.cells(sampled)[4] == "failed"
-    exact.write(rows, tmp_path)
+    rows[0] = replace(alone, source="a file\u2028with\x85breaks")  # which are no ends of lines
+    report.save(rows, tmp_path, exact)
     assert exact.read(tmp_path / "results.jsonl") == rows
     assert "| fickle | prompt lookup k=4 | 1 | 0 | 1 of 3 |" in (tmp_path / "table.md").read_text()
     pytest.importorskip("matplotlib")

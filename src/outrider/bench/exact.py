@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,7 +20,6 @@ from outrider.bench.run import PLAIN, at_least, check_threads, complain, label, 
 from outrider.bench.suites import load_suite
 from outrider.config import SamplingParams, SpeculativeConfig
 from outrider.errors import ConfigError
-from outrider.files import write_text
 from outrider.load import Progress
 
 Answers = tuple[list[list[int]], int | None]  # tokens per prompt, and how many of them were drafted, if that is known
@@ -213,13 +212,6 @@ def remarks(rows: list[Row]) -> list[str]:
 def read(path: Path) -> list[Row]:
     """Rows from JSON lines."""
     return [Row(**json.loads(line)) for line in path.read_text("utf-8").splitlines()]
-
-
-def write(rows: list[Row], folder: Path) -> None:
-    """results.jsonl and table.md, replacing those of an earlier run. Raises ConfigError if they cannot be written."""
-    write_text(folder / "results.jsonl", "".join(json.dumps(asdict(row), ensure_ascii=False) + "\n" for row in rows))
-    parts = [f"`{rows[0].command}`", report.markdown_table(HEADER, map(cells, rows)), *remarks(rows)]
-    write_text(folder / "table.md", "\n\n".join(parts) + "\n")
 
 
 def plot(rows: list[Row], path: Path) -> None:

@@ -14,19 +14,18 @@ import math
 import re
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, ClassVar
 
-from outrider.bench.report import circles, markdown_table, repeated
+from outrider.bench.report import circles, repeated
 from outrider.bench.run import PLAIN, Conditions, label, provenance
 from outrider.bench.suites import DAMAGED
 from outrider.config import SpeculativeConfig
 from outrider.corpus import archived
 from outrider.draft import Draft
 from outrider.errors import ConfigError, OutOfMemory
-from outrider.files import write_text
 from outrider.llm import LLM
 from outrider.load import Progress
 from outrider.outputs import SpecMetrics
@@ -350,13 +349,6 @@ def remarks(rows: list[Row]) -> list[str]:
     if not all([x.tokens_per_second for x in rows]):
         lines.append("-: an answer ended in the first step, which is not timed; give more --max-tokens.")
     return lines
-
-
-def write(rows: list[Row], folder: Path) -> None:
-    """results.jsonl and table.md, replacing those of an earlier run. Raises ConfigError if they cannot be written."""
-    write_text(folder / "results.jsonl", "".join(json.dumps(asdict(r)) + "\n" for r in rows))
-    table = markdown_table(HEADER, map(cells, rows))
-    write_text(folder / "table.md", "\n\n".join([f"`{rows[0].command}`", table, *remarks(rows)]) + "\n")
 
 
 def read(path: Path) -> list[Row]:

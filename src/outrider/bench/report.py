@@ -137,7 +137,7 @@ class Result:
 
     def line(self) -> str:
         """As JSON."""
-        return json.dumps(asdict(self), ensure_ascii=False)
+        return json.dumps(asdict(self))
 
 
 def read(path: Path) -> list[Result]:
@@ -150,6 +150,13 @@ def write(results: list[Result], folder: Path) -> None:
     """results.jsonl and table.md, replacing those of an earlier run. Raises ConfigError if they cannot be written."""
     write_text(folder / "results.jsonl", "".join(r.line() + "\n" for r in results))
     write_text(folder / "table.md", markdown(results))
+
+
+def save(rows: list[Any], folder: Path, kind: Any) -> None:
+    """The same for rows of another `kind` of run, in one table: with its HEADER, cells and remarks."""
+    write_text(folder / "results.jsonl", "".join(json.dumps(asdict(row)) + "\n" for row in rows))
+    table = markdown_table(kind.HEADER, map(kind.cells, rows))
+    write_text(folder / "table.md", "\n\n".join([f"`{rows[0].command}`", table, *kind.remarks(rows)]) + "\n")
 
 
 def repeated(outputs: Iterable[list[int]]) -> float:

@@ -14,19 +14,18 @@ import shlex
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from outrider.bench.report import markdown_table, require_matplotlib
+from outrider.bench.report import require_matplotlib
 from outrider.bench.run import at_least, provenance
 from outrider.bench.suites import load_suite
 from outrider.config import whole
 from outrider.errors import ConfigError, brief
-from outrider.files import write_text
 
 ENDPOINTS = {"chat": "/chat/completions", "completions": "/completions"}
 TEXTS = ("content", "reasoning_content", "reasoning", "tool_calls")  # of a delta, what a reader sees
@@ -521,13 +520,6 @@ def remarks(rows: list[Row]) -> list[str]:
         if x.late > 0.05:
             lines.append(f"{x.load}: the client sent requests up to {1000 * x.late:.0f} ms late: it is at its limit.")
     return lines
-
-
-def write(rows: list[Row], folder: Path) -> None:
-    """results.jsonl and table.md, replacing those of an earlier run. Raises ConfigError if they cannot be written."""
-    write_text(folder / "results.jsonl", "".join(json.dumps(asdict(r), ensure_ascii=False) + "\n" for r in rows))
-    table = markdown_table(HEADER, map(cells, rows))
-    write_text(folder / "table.md", "\n\n".join([f"`{rows[0].command}`", table, *remarks(rows)]) + "\n")
 
 
 def read(path: Path) -> list[Row]:

@@ -35,12 +35,10 @@ import numpy as np
 import torch
 
 from outrider.bench import serve as load
-from outrider.bench.report import markdown_table
 from outrider.bench.run import at_least, provenance
 from outrider.bench.suites import load_suite
 from outrider.config import SamplingParams, SpeculativeConfig
 from outrider.errors import ConfigError, brief
-from outrider.files import write_text
 from outrider.llm import LLM
 
 READY = 600  # seconds that a server may take to load
@@ -330,20 +328,13 @@ def cells(r: Row) -> list[str]:
     return [r.what, f"{r.server:,.1f} {r.unit}", r.against, f"{r.other:,.1f} {r.unit}", f"{r.ratio:.2f}"]
 
 
-def write(rows: list[Row], folder: Path) -> None:
-    """results.jsonl and table.md, replacing those of an earlier run. Raises ConfigError if they cannot be written."""
-    write_text(folder / "results.jsonl", "".join(json.dumps(asdict(r), ensure_ascii=False) + "\n" for r in rows))
-    table = markdown_table(HEADER, map(cells, rows))
-    write_text(folder / "table.md", "\n\n".join([f"`{rows[0].command}`", table, remark(rows[0])]) + "\n")
-
-
-def remark(r: Row) -> str:
+def remarks(rows: list[Row]) -> list[str]:
     """What stands below the table."""
-    s, about = r.settings, r.hardware
+    s, about = rows[0].settings, rows[0].hardware
     law = "greedy" if s["temperature"] == 0 else f"temperature {s['temperature']:g}"
     rounded = [f"{name} {s[name]}" for name in ("quantization", "activations") if s.get(name)]
     own = [s["model"], *rounded, s["speculate"]]
-    return (
+    return [
         f"{', '.join(own)}; prompts of suite {s['suite']}, {law}, {s['max_tokens']} tokens each; "
         f"medians of {s['repeats']}; {about['cpu']}, {about['cores']} cores, load {about['load']:.1f}."
-    )
+    ]

@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -240,7 +241,7 @@ def long(
         repeats=repeats, temperature=temperature, top_p=top_p, seed=seed, data=data, file=file, threads=threads,
         engine={"kv_offload": kv_offload, "on_chip_layers": on_chip_layers},
     )  # fmt: skip
-    files = Output(output, longer.write, longer.plot, "long.png")
+    files = Output(output, partial(report.save, kind=longer), longer.plot, "long.png")
     _measure(files, lambda show: longer.run(settings, show), longer, lambda row: not row.identical, 200)
 
 
@@ -280,7 +281,7 @@ def exact(
         temperatures=read_floats(temperature, "--temperature"), together=together, seed=seed,
         peers=peer or [], data=data, file=file, threads=threads,
     )  # fmt: skip
-    files = Output(output, counting.write, counting.plot, "exact.png")
+    files = Output(output, partial(report.save, kind=counting), counting.plot, "exact.png")
     _measure(files, lambda show: counting.run(settings, show), counting, lambda row: bool(row.changed), 160)
 
 
@@ -396,7 +397,7 @@ def serve(
         ignore_eos=ignore_eos, body=read_json(body, "--body", '{"top_p": 0.9}'), timeout=timeout,
         **({"levels": levels} if levels else {}),
     )  # fmt: skip
-    files = Output(output, load.write, load.plot, "serve.png")
+    files = Output(output, partial(report.save, kind=load), load.plot, "serve.png")
     _measure(files, lambda show: load.run(settings, show), load, lambda row: bool(row.errors), 200)
 
 
@@ -435,5 +436,5 @@ def server(
     with bar() as show:
         for row in measured.run(settings, show):
             rows.append(row)
-            measured.write(rows, output)
+            report.save(rows, output, measured)
             console.print("  ".join(measured.cells(row)))
