@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -155,6 +156,7 @@ def test_ends(make):
         {"eos_token_id": eos, "min_new_tokens": 5}, {"eos_token_id": eos, "min_length": 12}, {"max_length": 15},
         {"eos_token_id": eos, "pad_token_id": 9, "attention_mask": None},
         {"eos_token_id": None, "max_new_tokens": None}, {"num_beams": 1, "use_cache": True, "typical_p": 1.0},
+        {"max_new_tokens": np.int64(3)},
     ):  # fmt: skip
         first, second = both(model, IDS, **({"attention_mask": MASK, "max_length": 20} | options))
         assert torch.equal(first, second), options
@@ -256,7 +258,8 @@ def test_refusals(make):
                 model.generate(IDS, **{name: value})
         for match, options in {
             "below|at least 1|no room": {"max_new_tokens": 0}, "no room": {"max_length": 8},
-            "max_new_tokens must": {"max_new_tokens": 2.5}, "do_sample": {"num_return_sequences": 2},
+            "max_new_tokens must": {"max_new_tokens": 2.5}, "not True": {"max_new_tokens": True},
+            "do_sample": {"num_return_sequences": 2},
             "do_sample=False": {"do_sample": True, "temperature": 0.0}, "top_p": {"do_sample": True, "top_p": 2.0},
             "need a tokenizer": {"stop_strings": "a"}, "padding on the left|left": {"attention_mask": MASK.flip(1)},
             "shape": {"attention_mask": MASK[:1]}, "pad_token_id": {"stopping_criteria": [lambda ids, scores: True]},

@@ -252,7 +252,7 @@ def _sampling(asked: dict[str, Any], width: int, eos: list[int], context: int) -
     """One row's parameters; `width` is the prompts' length with padding, by which transformers counts lengths."""
     for name in ("max_new_tokens", "max_length", "min_new_tokens", "min_length", "num_return_sequences"):
         value, least = asked[name], int(name.startswith("num"))
-        if value is not None and (not isinstance(value, int) or value < least):
+        if value is not None and whole(value, least) is None:
             raise ConfigError(f"{name} must be a whole number of at least {least}, not {value!r}")
     most, longest = asked["max_new_tokens"], asked["max_length"]
     if most is None:
