@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -135,6 +135,12 @@ class StepEvent:
     def text(self) -> str:
         """What is new of the output's text."""
         return "".join(self.texts) + self.rest
+
+    def part(self, some: slice) -> StepEvent:
+        """The same of some of its tokens."""
+        logprobs = self.logprobs and self.logprobs[some]
+        tokens, texts, by = self.token_ids[some], self.texts[some], self.drafted_by[some]
+        return replace(self, token_ids=tokens, texts=texts, drafted_by=by, logprobs=logprobs)
 
 
 @dataclass(frozen=True)

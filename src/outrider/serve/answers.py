@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from codecs import getincrementaldecoder
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from outrider.async_llm import Answer
@@ -311,7 +311,7 @@ class Chat(Reply):
         found, deltas = [of({"role": "assistant", "content": ""})] if first else [], self._shown(event)
         behind, end = event, dict[str, Any]()
         if event.token_ids and event.finish_reason == "stop" and not event.texts[-1]:  # what ended it is no content
-            behind, last = _cut(event, slice(0, -1)), _cut(event, slice(-1, None))
+            behind, last = event.part(slice(-1)), event.part(slice(-1, None))
             end = self._about(last)
         if not deltas and behind.token_ids and (self.body.return_token_ids or event.logprobs is not None):
             deltas = [{"content": ""}]
@@ -370,14 +370,6 @@ def _joined(events: list[StepEvent]) -> StepEvent:
         last.output,
         last.rest,
     )
-
-
-def _cut(event: StepEvent, part: slice) -> StepEvent:
-    """An event of some of its tokens."""
-    return replace(
-        event, token_ids=event.token_ids[part], texts=event.texts[part], drafted_by=event.drafted_by[part],
-        logprobs=event.logprobs and event.logprobs[part],
-    )  # fmt: skip
 
 
 def metrics_of(output: GenerationOutput) -> dict[str, Any]:

@@ -66,24 +66,8 @@ async def resumed(begin: Callable[[list[list[int]]], Any], outputs: int) -> Asyn
                     known[at] += event.token_ids[skip:]
                     if event.output is not None:
                         ended.add(at)
-                    yield behind(event, skip)
+                    yield event.part(slice(skip, None))
                     if len(ended) == outputs:
                         return
             return
     raise EngineError(f"{MOST} engines have gone while they wrote this answer")
-
-
-def behind(event: StepEvent, skip: int) -> StepEvent:
-    """An event without its first tokens."""
-    if not skip:
-        return event
-    return StepEvent(
-        event.index,
-        event.token_ids[skip:],
-        event.texts[skip:],
-        event.drafted_by[skip:],
-        None if event.logprobs is None else event.logprobs[skip:],
-        event.finish_reason,
-        event.output,
-        event.rest,
-    )
