@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, reason_of
 from outrider.files import expand
 from outrider.load import Progress
 
@@ -131,7 +131,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _unreadable(path: Path, error: BaseException) -> ConfigError:
-    return ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}")
+    return ConfigError(f"{path} cannot be read: {reason_of(error)}")
 
 
 def archived(path: Path) -> Iterator[str]:

@@ -45,6 +45,16 @@ def told(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
+def message_of(error: BaseException, most: int = 200) -> str:
+    """Its message on one line; of an error without one, its kind."""
+    return " ".join(str(error).split())[:most] or type(error).__name__
+
+
+def reason_of(error: BaseException) -> str:
+    """Why the system refused, without the number and the path; of any other error, its message."""
+    return str(getattr(error, "strerror", None) or error)
+
+
 def ends_one(error: BaseException) -> bool:
     """Whether what another's code raised is the affair of the one request it was called for: all but an interrupt is.
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from outrider.errors import CheckpointError, ConfigError, told
+from outrider.errors import CheckpointError, ConfigError, reason_of, told
 
 OURS = ".outrider-partial"  # an empty file in a folder that is not whole
 
@@ -142,8 +142,9 @@ def make_folder(path: Path, what: str) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{what} {path} cannot be a folder: {reason}; give one that can be written") from None
+        raise ConfigError(
+            f"{what} {path} cannot be a folder: {reason_of(error)}; give one that can be written"
+        ) from None
     if not os.access(path, os.W_OK | os.X_OK):
         raise ConfigError(f"{what} {path} is a folder that cannot be written; give another one")
 
@@ -177,10 +178,8 @@ def expand(path: str | Path) -> Path:
 
 
 def _unwritten(path: Path, error: Exception) -> ConfigError:
-    reason = getattr(error, "strerror", None) or error
-    return ConfigError(
-        f"{path} cannot be written: {'the disk may be full' if isinstance(error, RuntimeError) else reason}"
-    )
+    reason = "the disk may be full" if isinstance(error, RuntimeError) else reason_of(error)
+    return ConfigError(f"{path} cannot be written: {reason}")
 
 
 def _forget(path: Path) -> None:

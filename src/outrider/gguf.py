@@ -23,7 +23,7 @@ from torch import Tensor
 
 from outrider import families, quantize
 from outrider.config import ModelConfig, Names
-from outrider.errors import CheckpointError, UnsupportedArchitecture, brief
+from outrider.errors import CheckpointError, UnsupportedArchitecture, brief, message_of, reason_of
 from outrider.files import check_regular
 from outrider.ops import Quantized
 
@@ -134,8 +134,7 @@ class File:
             except UnsupportedArchitecture as error:
                 raise UnsupportedArchitecture(f"{part}: {error}") from None
             except (OSError, ValueError, IndexError, OverflowError, struct.error) as error:
-                reason = getattr(error, "strerror", None) or error
-                raise CheckpointError(f"{part} is no GGUF file, truncated or damaged: {reason}") from None
+                raise CheckpointError(f"{part} is no GGUF file, truncated or damaged: {reason_of(error)}") from None
             own, first = (each.get("general.alignment", 32) for each in (metadata, self.metadata or metadata))
             if own != first:  # some writers tell the first file alone, and pad all by it
                 raise CheckpointError(
@@ -353,8 +352,7 @@ class File:
         except CheckpointError:
             raise
         except Exception as error:  # whatever a damaged vocabulary makes the libraries raise
-            reason = " ".join(str(error).split())[:200]
-            raise CheckpointError(f"{self.path}: the tokenizer cannot be read: {reason}") from None
+            raise CheckpointError(f"{self.path}: the tokenizer cannot be read: {message_of(error)}") from None
 
     def _backend(self, pre: Any) -> Any:
         """The `tokenizers` tokenizer of the metadata."""

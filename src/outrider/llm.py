@@ -29,6 +29,7 @@ from outrider.errors import (
     RequestTooLong,
     brief,
     interrupts_wait,
+    message_of,
     told,
 )
 from outrider.follow import LeadingRunner, follow, guarantee
@@ -415,8 +416,7 @@ class LLM:
         except Late:
             raise ConfigError(f"the chat template does not come to an end within {RENDERING:g} seconds") from None
         except Exception as error:  # templates raise what they like for conversations they refuse
-            reason = " ".join(str(error).split())[:200]
-            raise ConfigError(f"messages: the chat template refuses this conversation: {reason}") from None
+            raise ConfigError(f"messages: the chat template refuses this conversation: {message_of(error)}") from None
 
     def _tokenize(self, text: str, what: str, any_length: bool, **options: Any) -> list[int]:
         try:

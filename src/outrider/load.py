@@ -32,6 +32,7 @@ from outrider.errors import (
     UnsupportedArchitecture,
     VocabularyMismatch,
     brief,
+    message_of,
     told,
 )
 from outrider.files import OURS, check_regular
@@ -417,7 +418,7 @@ def _reason(error: BaseException) -> str:
     """What transformers says, in one line; never that one should run the checkpoint's own code."""
     if "trust_remote_code" in str(error):
         return "it asks to run Python code of its own, which is never done; convert it to a known family's format"
-    return " ".join(str(error).split())[:200]
+    return message_of(error)
 
 
 def _json(path: Path) -> dict[str, Any]:

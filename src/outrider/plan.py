@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from outrider.config import HEAD, STORED, ModelConfig, real, whole
 from outrider.control import Curve
-from outrider.errors import ConfigError, brief
+from outrider.errors import ConfigError, brief, reason_of
 
 
 @dataclass(frozen=True)
@@ -471,7 +471,7 @@ def numbered(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
         texts = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise ConfigError(f"{path} cannot be read: {reason_of(error)}") from None
     for number, text in enumerate(texts, start=1):
         try:
             data = json.loads(text)

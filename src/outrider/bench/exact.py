@@ -19,7 +19,7 @@ from outrider.bench import peers, report
 from outrider.bench.run import PLAIN, at_least, check_threads, complain, label, load_llm, provenance, unique
 from outrider.bench.suites import load_suite
 from outrider.config import SamplingParams, SpeculativeConfig
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, message_of
 from outrider.load import Progress
 
 Answers = tuple[list[list[int]], int | None]  # tokens per prompt, and how many of them were drafted, if that is known
@@ -135,7 +135,7 @@ def run(settings: Settings, progress: Progress | None = None, warn: Callable[[st
                 except Exception as error:
                     if engine == "outrider":
                         raise
-                    failed = " ".join(str(error).split())[:300] or type(error).__name__
+                    failed = message_of(error, 300)
                     warn(f"{engine}, {drafts}, {together} at a time, T = {temperature:g}: {failed}")
                 if together > 1 or drafts != "none" or failed:
                     yield Row(

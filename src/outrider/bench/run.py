@@ -33,7 +33,7 @@ from outrider.bench import peers
 from outrider.bench.report import Difference, Result, Sample, repeated
 from outrider.bench.suites import SUITES, Suite, load_suite
 from outrider.config import MOST_LOGPROBS, SamplingParams, SpeculativeConfig
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, message_of
 from outrider.llm import LLM, Drafting
 from outrider.load import Progress
 from outrider.model import Model
@@ -252,8 +252,7 @@ def run(
                     peer.measure(method, ids[:1], [WARM_UP_TOKENS])
                 return peer.measure(method, ids, lengths)
             except Exception as error:  # another's code: it raises what it likes
-                reason = " ".join(str(error).split())[:300]
-                raise PeerFailed(f"{method}: {reason or type(error).__name__}") from error
+                raise PeerFailed(f"{method}: {message_of(error, 300)}") from error
 
         for suite in suites:
             names = ["plain", *peer.methods]

@@ -38,7 +38,7 @@ from outrider.bench import serve as load
 from outrider.bench.run import at_least, provenance
 from outrider.bench.suites import load_suite
 from outrider.config import SamplingParams, SpeculativeConfig
-from outrider.errors import ConfigError, brief
+from outrider.errors import ConfigError, brief, reason_of
 from outrider.llm import LLM
 
 READY = 600  # seconds that a server may take to load
@@ -190,7 +190,7 @@ def _serving(name: str, command: list[str]) -> Iterator[tuple[str, int]]:
         try:
             process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         except OSError as error:
-            raise ConfigError(f"{name}: {command[0]} cannot be started: {error.strerror or error}") from None
+            raise ConfigError(f"{name}: {command[0]} cannot be started: {reason_of(error)}") from None
         try:
             for _ in range(10 * READY):
                 if process.poll() is not None:

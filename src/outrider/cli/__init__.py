@@ -26,7 +26,7 @@ from outrider.cli.output import as_line
 from outrider.cli.plan import plan
 from outrider.cli.serve import serve
 from outrider.cli.train import train_app
-from outrider.errors import ConfigError, OutriderError
+from outrider.errors import ConfigError, OutriderError, reason_of
 
 UsageError: Any = typer.BadParameter.__mro__[1]  # typer has its own copy of click, and does not show this class
 
@@ -114,7 +114,7 @@ def main(command: typer.Typer = app) -> None:
     except BrokenPipeError:  # the reader of our output has gone
         code = 1
     except OSError as error:  # a full disk, no permission, a name too long: what the machine refuses is no bug of ours
-        _say(f"outrider: {as_line(error.filename or 'the output')}: {error.strerror or error}")
+        _say(f"outrider: {as_line(error.filename or 'the output')}: {reason_of(error)}")
     if os.environ.get("WORLD_SIZE", "1") != "1":
         from outrider.parallel import dismiss
 

@@ -39,7 +39,7 @@ from outrider.cli.options import (
 )  # fmt: skip
 from outrider.cli.output import new_console, to_terminal
 from outrider.config import SpeculativeConfig
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, message_of
 from outrider.files import make_folder, replacing
 
 FILES = ", ".join(dict.fromkeys(kind.file for kind in SUITES.values()))
@@ -108,7 +108,7 @@ class Output:
                 self._plot(rows, partial)
         except Exception as error:  # whatever it is, the figures are there
             made.pop()
-            _complain(f"{self.picture} is not drawn: {' '.join(str(error).split()) or type(error).__name__}")
+            _complain(f"{self.picture} is not drawn: {message_of(error)}")
         new_console().print(f"written to {self.folder}: {', '.join(made)}")
 
 

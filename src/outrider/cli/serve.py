@@ -30,7 +30,7 @@ from outrider.cli.options import (
 )
 from outrider.cli.output import tell
 from outrider.config import MOST_LOGPROBS, is_unicode
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, reason_of
 
 LEVELS = ("debug", "info", "warning", "error")
 BACKLOG = 2048  # connections that wait to be taken
@@ -272,7 +272,7 @@ def _listen(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except (OSError, UnicodeError) as error:
-        reason = str(getattr(error, "strerror", None) or error).partition(" (while")[0]
+        reason = reason_of(error).partition(" (while")[0]
         raise ConfigError(f"cannot listen at {host or 'nothing'}, port {port}: {reason}; give another") from None
 
 
@@ -295,7 +295,7 @@ def _listen_at(path: Path) -> socket.socket:
     except OSError as error:
         listening.close()
         raise ConfigError(
-            f"--uds {path} cannot be a socket: {error.strerror or error}; give a new name where you can write"
+            f"--uds {path} cannot be a socket: {reason_of(error)}; give a new name where you can write"
         ) from None
     return listening
 

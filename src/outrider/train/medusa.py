@@ -29,7 +29,7 @@ from torch import Tensor
 from outrider import corpus
 from outrider.config import SamplingParams
 from outrider.draft import Draft
-from outrider.errors import CheckpointError, ConfigError
+from outrider.errors import CheckpointError, ConfigError, message_of
 from outrider.files import check_zip, locked, make_folder, replacing, write_text
 from outrider.llm import LLM
 from outrider.load import Progress
@@ -174,8 +174,7 @@ def restore(
                 raise ValueError("windows.safetensors is not the one that it was")
             return done, [ids.tolist() for ids in load_file(keep / "windows.safetensors").values()]
     except Exception as error:  # a damaged file is unpacked, unpickled and applied by others, who raise what they like
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise damaged(keep, reason) from None
+        raise damaged(keep, message_of(error)) from None
     differs = next(key for key, value in asdict(settings).items() if was.get(key) != value)
     raise ConfigError(f"{keep} was begun with {differs} {was.get(differs)}; resume with the same")
 
