@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.config import whole
 from outrider.corpus import PIECE, files, fingerprint, is_said, said, texts
 from outrider.errors import ConfigError
 from outrider.files import expand, make_folder, replacing
@@ -133,7 +134,7 @@ def _header(raw: bytes) -> dict[str, Any] | None:
     """The header, if it is one: of another version, or with all KEYS, of their types and in keeping with each other."""
     try:
         header: dict[str, Any] = json.loads(raw)
-        if not _whole(version := header["outrider_datastore"]):
+        if not whole(version := header["outrider_datastore"], 1):
             return None
         if version != VERSION:
             return header
@@ -141,16 +142,12 @@ def _header(raw: bytes) -> dict[str, Any] | None:
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
     named = (fingerprint is None or isinstance(fingerprint, str)) and isinstance(model, str)
-    counted = all(map(_whole, (documents, tokens, vocab))) and vocab <= SEPARATOR
-    if not (named and counted and isinstance(shards, list) and all(_whole(n) and n <= SEPARATOR for n in shards)):
+    counted = whole(documents, 1) and whole(tokens, 1) and whole(vocab, 1, SEPARATOR)
+    if not (named and counted and isinstance(shards, list) and all(whole(n, 1, SEPARATOR) for n in shards)):
         return None
     return (
         header if 0 <= sum(shards) - tokens <= documents <= sum(shards) else None
     )  # the rest are separators, one for a document
-
-
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def build(

@@ -22,7 +22,7 @@ from gguf import dequantize as expand
 from torch import Tensor
 
 from outrider import families, quantize
-from outrider.config import ModelConfig, Names
+from outrider.config import ModelConfig, Names, whole
 from outrider.errors import CheckpointError, UnsupportedArchitecture, brief, message_of, reason_of
 from outrider.files import check_regular
 from outrider.ops import Quantized
@@ -260,10 +260,10 @@ class File:
         value = self._get(key)
         if isinstance(value, list) and value and value.count(value[0]) == len(value):
             value = value[0]
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        number = whole(default if value is None else value, least)
+        if number is None:
             raise CheckpointError(f"{self.path}: {self.family}.{key} should be one whole number, not {str(value)[:80]}")
-        return value
+        return number
 
     def _rope(self) -> dict[str, Any]:
         factor = self._get("rope.scaling.factor", self._get("rope.scale_linear"))  # the name that old files have

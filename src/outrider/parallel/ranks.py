@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from outrider.config import whole
 from outrider.errors import ConfigError, EngineError, told
 from outrider.parallel.group import Group
 
@@ -59,7 +60,7 @@ def ranks_for(size: int | None, device: str) -> Ranks | None:
     `size` None means all that were started.
     """
     there = _size()
-    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+    if size is not None and not whole(size, 1):
         raise ConfigError(f"tensor_parallel_size must be a whole number of at least 1, not {size!r}")
     if size == 1 or (size is None and there == 1):
         return None
