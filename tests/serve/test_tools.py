@@ -32,8 +32,8 @@ from outrider.serve.tools import (
     Parser,
     check,
     constraint,
-    conversation,
     family_of,
+    for_templates,
     parse,
     parser_of,
     spelt_out,
@@ -510,20 +510,17 @@ def test_conversations_for_templates():
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c", "content": "5"},
     ]
-    shown = conversation(said)
+    shown = [for_templates(message) for message in said]
     assert shown[0]["content"] == "" and shown[0]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
     assert call["function"]["arguments"] == '{"a": 1}' and shown[1] == said[1]
     for broken in ("{", "", " ", "[]", "null", '"Oslo"', "42", "[" * 10**5, None, [1]):  # we may have handed it out
-        (said,) = conversation(
-            [{"role": "assistant", "tool_calls": [{"function": {"name": "now", "arguments": broken}}]}]
-        )
-        assert said["tool_calls"][0]["function"]["arguments"] == {}
-    assert conversation([{"role": "assistant", "content": "", "tool_calls": []}]) == [
-        {"role": "assistant", "content": ""}
-    ]
+        message = {"role": "assistant", "tool_calls": [{"function": {"name": "now", "arguments": broken}}]}
+        assert for_templates(message)["tool_calls"][0]["function"]["arguments"] == {}
+    empty = {"role": "assistant", "content": ""}
+    assert for_templates(empty | {"tool_calls": []}) == empty
     for wrong in ({"function": 1}, 5):
         with pytest.raises(ConfigError, match="messages"):
-            conversation([{"role": "assistant", "tool_calls": [wrong]}])
+            for_templates({"role": "assistant", "tool_calls": [wrong]})
 
 
 @pytest.fixture(scope="module")

@@ -54,7 +54,7 @@ from outrider.serve.reasoning import BRACKETS, Reading, way_of
 from outrider.serve.replies import REF, REPLIES
 from outrider.serve.responses import Respond, ResponsesBody
 from outrider.serve.settings import Settings
-from outrider.serve.tools import Family, Parser, check, constraint, conversation, family_of, parser_of, spelt_out
+from outrider.serve.tools import Family, Parser, check, constraint, family_of, for_templates, parser_of, spelt_out
 from outrider.serve.vocabulary import Vocabulary
 
 JSON, PROMETHEUS = "application/json", "text/plain; version=0.0.4; charset=utf-8"
@@ -523,7 +523,7 @@ def _schemas() -> dict[str, Any]:
 def _as_known(message: dict[str, Any], template: Any) -> dict[str, Any]:
     """As templates know it: no developer, OpenAI's newer name for who writes the system message; calls as objects."""
     if message.get("role") in ("assistant", "tool"):
-        (known,) = conversation([message])
+        known = for_templates(message)
         said = known.get("reasoning")
         if said and way_of(template) is BRACKETS and isinstance(known["content"], str) and not READS.search(template):
             known["content"] = f"{BRACKETS.begin}{said}{BRACKETS.end}{known['content']}"  # as Mistral's have parts

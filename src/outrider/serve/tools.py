@@ -185,9 +185,9 @@ def check(tools: Any, tool_choice: Any = None, parallel_tool_calls: Any = None) 
         raise ConfigError(f"tools must be a list of at most {MOST_TOOLS} functions, not {brief(tools)}")
     functions = dict[str, Mapping[str, Any]]()
     for tool in tools:
-        function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
-        name = function.get("name") if isinstance(function, Mapping) else None
-        if not isinstance(name, str):
+        function = _function(tool)
+        name = function.get("name")
+        if not isinstance(name, str) or tool.get("type") != "function":
             raise ConfigError(
                 f"tools: {{'type': 'function', 'function': {{'name': ..., 'parameters': ...}}}}, not {brief(tool)}"
             )
@@ -196,7 +196,6 @@ def check(tools: Any, tool_choice: Any = None, parallel_tool_calls: Any = None) 
             raise ConfigError(f"tools: a function's name has 1 to {LONGEST_NAME} {signs}, not {brief(name)}")
         if name in functions:
             raise ConfigError(f"tools: function {name!r} is there twice")
-        assert isinstance(function, Mapping)
         schema = function.get("parameters")
         if not (schema is None or isinstance(schema, Mapping)):
             raise ConfigError(f"tools: parameters of {name!r} must be a JSON schema, not {brief(schema)}")
@@ -209,8 +208,7 @@ def check(tools: Any, tool_choice: Any = None, parallel_tool_calls: Any = None) 
     if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
         choice, functions = _allowed(choice.get("allowed_tools"), functions)
     elif isinstance(choice, Mapping):
-        function = choice.get("function") if choice.get("type") == "function" else None
-        named = function.get("name") if isinstance(function, Mapping) else None
+        named = _function(choice).get("name") if choice.get("type") == "function" else None
         if not isinstance(named, str) or named not in functions:
             raise ConfigError(f"tool_choice names {brief(named)}; there are {', '.join(functions)}")
         choice = f"={named}"
@@ -238,51 +236,51 @@ def _allowed(given: Any, functions: dict[str, Mapping[str, Any]]) -> tuple[str, 
         raise ConfigError(f"tool_choice: allowed_tools has a mode, auto or required, and tools, not {brief(given)}")
     found = dict[str, Mapping[str, Any]]()
     for tool in tools:
-        function = tool.get("function") if isinstance(tool, Mapping) else None
-        name = function.get("name") if isinstance(function, Mapping) else None
+        name = _function(tool).get("name")
         if not isinstance(name, str) or name not in functions:
             raise ConfigError(f"tool_choice allows {brief(tool)}; there are {', '.join(functions)}")
         found[name] = functions[name]
     return mode, found
 
 
-def conversation(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """OpenAI's messages as templates take them: text everywhere, the arguments of earlier calls as objects, and
-    reasoning under each of the names that templates have for it.
+def for_templates(message: Mapping[str, Any]) -> dict[str, Any]:
+    """OpenAI's message as templates take it: text everywhere, the arguments of earlier calls as objects, and reasoning
+    under each of the names that templates have for it.
 
     Arguments that are none, as of a call that was cut off, count as no arguments: the conversation is to go on. Raises
     ConfigError for calls that are none.
     """
-    shown = []
-    for message in messages:
-        own = dict(message)
-        if calls := own.get("tool_calls"):
-            own["tool_calls"] = (
-                [_shown(call) for call in calls] if isinstance(calls, (list, tuple)) else [_shown(calls)]
-            )
-        else:
-            own.pop("tool_calls", None)  # some templates take an empty list for calls
-        if own.get("content") is None:
-            own["content"] = ""
-        said = own.get("reasoning") or own.get("reasoning_content")
-        if not (said is None or isinstance(said, str)):
-            raise ConfigError(f"messages: reasoning is text, not {brief(said)}")
-        if said:
-            both = own["content"] and own.get("tool_calls")  # gpt-oss's template then refuses the reasoning
-            own |= {"reasoning": said, "reasoning_content": said, "thinking": "" if both else said}
-        shown.append(own)
-    return shown
+    own = dict(message)
+    if calls := own.get("tool_calls"):
+        own["tool_calls"] = [_shown(call) for call in (calls if isinstance(calls, (list, tuple)) else [calls])]
+    else:
+        own.pop("tool_calls", None)  # some templates take an empty list for calls
+    if own.get("content") is None:
+        own["content"] = ""
+    said = own.get("reasoning") or own.get("reasoning_content")
+    if not (said is None or isinstance(said, str)):
+        raise ConfigError(f"messages: reasoning is text, not {brief(said)}")
+    if said:
+        both = own["content"] and own.get("tool_calls")  # gpt-oss's template then refuses the reasoning
+        own |= {"reasoning": said, "reasoning_content": said, "thinking": "" if both else said}
+    return own
 
 
 def _shown(call: Any) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    given = function.get("arguments") if isinstance(function, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+    function = _function(call)
+    if not isinstance(function.get("name"), str):
         raise ConfigError(f"messages: tool_calls hold {{'id', 'type', 'function': {{...}}}}, not {brief(call)}")
+    given = function.get("arguments")
     arguments = _value(given) if isinstance(given, str) else given
     if not isinstance(arguments, Mapping):
         arguments = {}
     return {**call, "type": "function", "function": {**function, "arguments": arguments}}
+
+
+def _function(given: Any) -> Mapping[str, Any]:
+    """That of a tool, a call or a choice; empty where there is none."""
+    function = given.get("function") if isinstance(given, Mapping) else None
+    return function if isinstance(function, Mapping) else {}
 
 
 def constraint(tools: Tools, family: Family, tokenizer: Any) -> StructuredOutputsParams | None:
