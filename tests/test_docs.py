@@ -16,7 +16,7 @@ import typer
 from outrider import LLM, Drafter
 from outrider.cli import app
 from outrider.config import SpeculativeConfig
-from outrider.drafters import create, methods, options
+from outrider.drafters import create, describe, methods
 from outrider.errors import ConfigError
 from tools import docs
 from tools.__main__ import app as tools_app
@@ -127,7 +127,7 @@ def test_options_are_the_dataclasses():
     assert re.search(r"\| `snapkv` \| `budget` \| `4096` \| .*\w.* \|", table)
     everything = docs.table("options")
     for method in methods():
-        assert all(f"`{option}`" in everything for option in options(method)), method
+        assert all(f"`{option.name}`" in everything for option in describe(method)), method
 
 
 @pytest.mark.parametrize(

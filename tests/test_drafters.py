@@ -178,7 +178,7 @@ def installed(tmp_path, monkeypatch):
 
 def test_third_party_drafter(installed, random_llm):
     assert drafters.methods()[-4:] == ["gone", "parrot", "quits", "wrong"]
-    assert drafters.options("parrot") == ["num_speculative_tokens", "word"]
+    assert [option.name for option in drafters.describe("parrot")] == ["num_speculative_tokens", "word"]
     params = SamplingParams(temperature=0, max_tokens=9)
     plain = random_llm.generate([7], params)[0]
     guess = max(set(plain.token_ids), key=plain.token_ids.count)
@@ -200,7 +200,7 @@ def test_third_party_drafter(installed, random_llm):
         with pytest.raises(ConfigError, match=rf"(parrot|quitting)_drafter.*{why}"):
             random_llm.speculative_config = {"method": method}
         with pytest.raises(ConfigError, match=why):  # who lists the methods can say so, and go on with the others
-            drafters.options(method)
+            drafters.describe(method)
     with pytest.raises(ConfigError, match="'parrot' does not accept these options: ValueError: too loud"):
         random_llm.speculative_config = {"method": "parrot", "word": -1}
 
@@ -235,4 +235,4 @@ def test_a_drafter_of_others_that_is_wrong_says_so_in_one_line(monkeypatch, rand
 def test_every_drafter_is_small_and_says_what_it_is(method):
     kind = drafters.find(method)
     assert kind.name == method and kind.__doc__ and sys.modules[kind.__module__].__doc__
-    assert "num_speculative_tokens" in drafters.options(method)
+    assert "num_speculative_tokens" in [option.name for option in drafters.describe(method)]

@@ -71,9 +71,9 @@ def test_find(tmp_path_factory, documents, context, shortest, length, shard):
     """Longest suffix first, all occurrences in all shards, never across a document's border."""
     path = tmp_path_factory.getbasetemp() / "found.store"
     store = write(documents, path, vocab=4, shard_tokens=shard)
-    rows = store.find(context, 5, shortest, length, 10**6)
+    rows = store.match(context, 5, shortest, length, 10**6)[1]
     assert Counter(map(tuple, rows)) == brute(documents, context, 5, shortest, length)
-    few = store.find(context, 5, shortest, length, 2)
+    few = store.match(context, 5, shortest, length, 2)[1]
     assert len(few) == min(2, len(rows)) and not Counter(map(tuple, few)) - Counter(map(tuple, rows))
 
 
@@ -107,17 +107,17 @@ def test_compiled_reads_what_is_there(tmp_path):
 
 def test_find_by_hand(tmp_path):
     store = write([[1, 2, 3, 4], [9, 2, 3, 5, 6], [1, 2, 3]], tmp_path / "s", vocab=10)
-    assert store.find([0, 1, 2, 3], 16, 2, 8, 99) == [[4]]  # longest suffix first; the last document ends there
-    assert sorted(store.find([8, 2, 3], 16, 2, 8, 99)) == [[4], [5, 6]]
-    assert store.find([9, 2, 3, 5, 6], 16, 2, 8, 99) == []  # occurs only where a document ends
-    assert store.find([3, 4], 16, 2, 8, 99) == store.find([7, 3], 16, 2, 8, 99) == store.find([3], 16, 2, 8, 99) == []
-    assert store.find([], 16, 1, 8, 99) == store.find([1, 2], 16, 2, 8, 0) == []
+    assert store.match([0, 1, 2, 3], 16, 2, 8, 99)[1] == [[4]]  # longest suffix first; the last document ends there
+    assert sorted(store.match([8, 2, 3], 16, 2, 8, 99)[1]) == [[4], [5, 6]]
+    assert store.match([9, 2, 3, 5, 6], 16, 2, 8, 99)[1] == []  # occurs only where a document ends
+    assert not any(store.match(each, 16, 2, 8, 99)[1] for each in ([3, 4], [7, 3], [3]))
+    assert store.match([], 16, 1, 8, 99)[1] == store.match([1, 2], 16, 2, 8, 0)[1] == []
     assert (store.header["documents"], store.header["tokens"]) == (3, 12)
 
 
 def test_a_few_hits_are_a_fair_sample(tmp_path):
     documents = [[1, 2, 3]] * 900 + [[1, 2, 4]] * 100
-    rows = write(documents, tmp_path / "s", vocab=10, shard_tokens=1000).find([1, 2], 16, 2, 8, 50)
+    rows = write(documents, tmp_path / "s", vocab=10, shard_tokens=1000).match([1, 2], 16, 2, 8, 50)[1]
     assert Counter(map(tuple, rows)) == {(3,): 45, (4,): 5}
 
 
@@ -140,8 +140,8 @@ def test_a_store_larger_than_memory(tmp_path):
 
     before = resident()
     store = Store(path)
-    assert store.find([3, 1, 2], 16, 2, 8, 99) == []
-    assert len(store.find([0] * 16, 16, 2, 8, 99)) == 99
+    assert store.match([3, 1, 2], 16, 2, 8, 99)[1] == []
+    assert len(store.match([0] * 16, 16, 2, 8, 99)[1]) == 99
     assert resident() - before < 2**23
 
 
@@ -189,7 +189,7 @@ def test_long_texts_and_shards(tmp_path, tokenizer, monkeypatch):
     store = build([tmp_path / "long.txt"], tokenizer, tmp_path / "out", shard_tokens=200)
     assert len(store.shards) > 1 and "".join(texts_of(store, tokenizer)) == STORY * 30
     context = tokenizer(" loved to play")["input_ids"]
-    rows = store.find(context, 16, 2, 3, 10**6)
+    rows = store.match(context, 16, 2, 3, 10**6)[1]
     assert len(rows) > 20 and tokenizer.decode(Counter(map(tuple, rows)).most_common(1)[0][0]).startswith(" outside")
 
 
@@ -321,7 +321,7 @@ def test_no_header_makes_a_traceback(tmp_path_factory, flips, noise):
             raw[at] = value
         path.write_bytes(raw)
         try:
-            assert len(Store(path).find([1, 2], 16, 2, 4, 9)) <= 9
+            assert len(Store(path).match([1, 2], 16, 2, 4, 9)[1]) <= 9
         except ConfigError as error:
             assert "\n" not in str(error)
 
@@ -350,7 +350,7 @@ def test_flipped_bits_are_harmless(tmp_path):
         good[HEADER:] = rng.integers(0, 256, len(good) - HEADER, np.uint8).tobytes()
         path.write_bytes(good)
         for context in ([1, 2], [3, 1, 2, 4]):
-            assert len(Store(path).find(context, 16, 2, 4, 9)) <= 9
+            assert len(Store(path).match(context, 16, 2, 4, 9)[1]) <= 9
 
 
 def test_a_file_that_cannot_be_opened(tmp_path, tokenizer, monkeypatch):
@@ -374,13 +374,13 @@ def test_what_a_model_said(tmp_path, tokenizer):
     text.write_text(STORY)
     store = build([path, text], tokenizer, tmp_path / "s", model="tiny")
     assert store.header["documents"] == 3
-    assert store.find([9, 8], 4, 2, 9, 9) == [] and store.find([8, 7], 4, 1, 9, 9) == [[6, 5, 1, 2]]
-    assert store.find([4], 4, 1, 9, 9) == [[3]]
+    assert store.match([9, 8], 4, 2, 9, 9)[1] == [] and store.match([8, 7], 4, 1, 9, 9)[1] == [[6, 5, 1, 2]]
+    assert store.match([4], 4, 1, 9, 9)[1] == [[3]]
     packed = tmp_path / "packed"
     packed.mkdir()
     (packed / "said.jsonl.gz").write_bytes(gzip.compress(path.read_bytes()))
     for where in (packed, packed / "said.jsonl.gz"):
-        assert build([where, text], tokenizer, tmp_path / "p", model="tiny").find([4], 4, 1, 9, 9) == [[3]]
+        assert build([where, text], tokenizer, tmp_path / "p", model="tiny").match([4], 4, 1, 9, 9)[1] == [[3]]
     path.write_text(json.dumps({"p": [1], "o": [2], "by": speller(tokenizer)}) + "\n")
     assert build([path], tokenizer, tmp_path / "o").header["documents"] == 1
     for wrong in ({"p": [1], "o": [8192]}, {"p": [1], "o": ["a"]}, {"p": [1]}, {"o": [1], "by": "another"}):

@@ -232,7 +232,7 @@ class AsyncLLM:
                 engine.abort(request)
             raise
         with self._changed:
-            answer.take(engine, requests)
+            answer.take(requests)
             if self._thread is None or not self._thread.is_alive():  # a forked process has none
                 self._turned = time.monotonic()
                 threads = (torch.get_num_threads(),)
@@ -397,10 +397,10 @@ class Answer:
         self._shown: list[tuple[int, bool]] = []  # ... and the one that was handed over last
         self._shown_at = -math.inf
 
-    def take(self, engine: Any, requests: list[Request]) -> None:
+    def take(self, requests: list[Request]) -> None:
         """The requests are there, in a thread; the answer may have been closed meanwhile."""
         self._noted, self._shown = ([(0, False)] * len(requests) for _ in range(2))
-        self._engine, self.requests = engine, requests
+        self.requests = requests
         if self._closed:
             self.close()
 
@@ -457,7 +457,7 @@ class Answer:
                         pieces.append(texts[i].take(final=finished and at == ready - 1))
                     if finished and not tokens:
                         texts[i].feed([], final=True)
-                    output = self._engine.output(request, texts[i]) if finished else None
+                    output = llm.engine.output(request, texts[i]) if finished else None
                     if output is not None:
                         output.index = i
                         alive.discard(i)
@@ -487,6 +487,6 @@ class Answer:
         """Stop what still runs, at the next step; from any thread. Closing twice does nothing."""
         self._closed = True
         for request in self.requests:
-            self._engine.abort(request)
+            self._llm.llm.engine.abort(request)
         if self.ended:  # else the engine's thread forgets it, once it has told of the end
             self._llm._forget(self)

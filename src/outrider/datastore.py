@@ -81,18 +81,15 @@ class Store:
             sizes = f"{self.header['vocab']} tokens, {own[:12]}; this model's: {len(tokenizer)}, {theirs[:12]}"
             raise ConfigError(f"{built} with another tokenizer ({sizes}); build a store with this model's")
 
-    def find(self, context: list[int], longest: int, shortest: int, length: int, hits: int) -> list[list[int]]:
-        """What followed the longest suffix of `context` that occurs before something, of `shortest..longest` tokens.
+    def match(
+        self, context: list[int], longest: int, shortest: int, length: int, hits: int
+    ) -> tuple[int, list[list[int]]]:
+        """The longest suffix of `context` that occurs before something, of `shortest..longest` tokens: how many it has,
+        and what followed it.
 
         Up to `length` tokens of each occurrence, within its document; of at most `hits` occurrences, evenly spread
         over the sorted ones, which makes them a fair sample of the continuations.
         """
-        return self.match(context, longest, shortest, length, hits)[1]
-
-    def match(
-        self, context: list[int], longest: int, shortest: int, length: int, hits: int
-    ) -> tuple[int, list[list[int]]]:
-        """As `find`, with how many tokens that suffix has."""
         found: list[tuple[int, int]] = []
         low, high = shortest - 1, min(longest, len(context))
         while low < high:  # if a suffix stands before something, so do the shorter ones

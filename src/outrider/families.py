@@ -244,7 +244,7 @@ def phi3(hf: Hf) -> dict[str, Any]:
 @family("SmolLM3ForCausalLM", "smollm3", "SmolLM3")
 def smollm3(hf: Hf) -> dict[str, Any]:
     """No rope in every fourth layer."""
-    layers, every = _whole(hf, "num_hidden_layers"), _whole(hf, "no_rope_layer_interval", 4)
+    layers, every = _layers(hf), _whole(hf, "no_rope_layer_interval", 4)
     turned = hf.get("no_rope_layers")
     turned = [(i + 1) % every for i in range(layers)] if turned is None else turned
     if not isinstance(turned, list) or len(turned) != layers:
@@ -318,7 +318,7 @@ def granite_moe(hf: Hf) -> dict[str, Any]:
 @family("GraniteMoeHybridForCausalLM", "granitemoehybrid", "Granite 4 dense (micro, 350M, 1B)")
 def granite4(hf: Hf) -> dict[str, Any]:
     """As Granite 3, with a fused gate and up in the checkpoint, and rope if asked for; no experts, no Mamba layers."""
-    layers, kinds = _whole(hf, "num_hidden_layers"), hf.get("layer_types")
+    layers, kinds = _layers(hf), hf.get("layer_types")
     if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (FULL, "attention") for kind in kinds):
         raise UnsupportedArchitecture("GraniteMoeHybridForCausalLM with Mamba-2 layers is not supported; without is")
     if hf.get("num_local_experts", 8):
@@ -399,7 +399,7 @@ def read(hf: Hf, eos: tuple[int, ...] = ()) -> ModelConfig:
     if hf.get("is_causal") is False or hf.get("use_bidirectional_attention"):
         odd = "is_causal false" if hf.get("is_causal") is False else "use_bidirectional_attention"
         raise UnsupportedArchitecture(f"{odd} is not supported: tokens see what is before them")
-    heads, layers = _whole(hf, "num_attention_heads"), _whole(hf, "num_hidden_layers")
+    heads, layers = _whole(hf, "num_attention_heads"), _layers(hf)
     sizes = {key: _whole(hf, key) for key in ("vocab_size", "hidden_size", "intermediate_size")}
     kv_heads, dim = _whole(hf, "num_key_value_heads", heads), _whole(hf, "head_dim", sizes["hidden_size"] // heads)
     if heads % kv_heads:
@@ -564,7 +564,7 @@ def _checked_rope(rope: dict[str, Any], hf: Hf) -> dict[str, Any]:
 
 def _windows(hf: Hf, kind: Callable[[int], str]) -> tuple[int | None, ...]:
     """Per layer; `kind(layer)` where the config does not name the layers' kinds."""
-    layers = _whole(hf, "num_hidden_layers")
+    layers = _layers(hf)
     if not hf.get("sliding_window"):
         return (None,) * layers
     window, kinds = _whole(hf, "sliding_window"), hf.get("layer_types") or [kind(i) for i in range(layers)]

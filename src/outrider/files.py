@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import platform
 import shutil
 import zipfile
 from collections.abc import Iterator
@@ -165,6 +166,14 @@ def check_zip(path: Path) -> None:
     with zipfile.ZipFile(path) as archive:
         if bad := archive.testzip():
             raise ValueError(f"{bad} in it has another checksum")
+
+
+def processor() -> str:
+    """The name of this machine's CPU."""
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return platform.processor() or platform.machine()
 
 
 def expand(path: str | Path) -> Path:

@@ -320,24 +320,24 @@ class LLM:
         ids = self.read(prompt, chat_template=chat_template, chat_template_kwargs=chat_template_kwargs)
         with interrupts_wait():
             (request,) = self.engine.add(ids, params)
-            events = self._events(self.engine, request)
+            events = self._events(request)
             next(events)  # enters its `try`: closing the iterator stops the request even if nothing was read from it
         return events
 
-    def _events(self, engine: Engine, request: Request) -> Iterator[Any]:
+    def _events(self, request: Request) -> Iterator[Any]:
         text, at = TextStream(self.tokenizer, request.seq.params, request.seq.tokens[: request.seq.prompt_len]), 0
         try:
             yield None
-            for tokens in engine.follow(request):
+            for tokens in self.engine.follow(request):
                 for token in tokens:
                     by, at = request.drafted_by[at], at + 1
                     last = request.finished and not request.error and at == request.ready
                     text.feed([token] if at <= request.spoken else [], final=last)
-                    output = engine.output(request) if last else None
+                    output = self.engine.output(request) if last else None
                     reason = output.finish_reason if output else None
                     yield TokenEvent(token, text.take(final=last), by, reason, output)
         finally:
-            engine.abort(request)
+            self.engine.abort(request)
 
     def read(self, prompt: Prompt | Sequence[Message], **template: Any) -> list[int]:
         """Token ids of text, token ids or a conversation, for which `render` explains the keywords.

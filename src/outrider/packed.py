@@ -547,8 +547,8 @@ def stored_bits(config: Mapping[str, Any]) -> float | None:
 def from_mxfp4(blocks: Tensor, exponents: Tensor) -> Quantized:
     """MXFP4 of the OCP's specification: blocks (out, in / 2) uint8, the lower nibble first; exponents (out, in / 32)
     uint8, of which none is 255: that is NaN."""
-    table = torch.tensor([*E2M1, *(-n for n in E2M1)], dtype=torch.int8)
-    values = table[torch.stack([blocks & 15, blocks >> 4], -1).view(len(blocks), -1).int()]
+    codes = torch.stack([blocks & 15, blocks >> 4], -1).view(len(blocks), -1)
+    values = torch.tensor(E2M1, dtype=torch.int8)[codes.int()]
     return Quantized(4, 32, values, powers(exponents, 128), floats=True)
 
 

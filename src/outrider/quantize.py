@@ -25,7 +25,7 @@ GGUF = {  # bytes of a block, weights in it
     "Q8_0": (34, 32), "Q4_0": (18, 32), "Q4_1": (20, 32), "Q4_K": (144, 256), "Q5_K": (176, 256), "Q6_K": (210, 256),
     "MXFP4": (17, 32),
 }  # fmt: skip
-E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the numbers that a code of MXFP4 has
+E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # by code of MXFP4: twice its number
 BLOCK = 2**22  # weights rounded at a time: bounds the float copies
 FITTED = 2**18  # those whose scales are searched, again and again: they stay in the cache
 FITS = [-1 + 0.5 * i for i in range(7)]  # steps more than a group's range has, tried for its scale
@@ -245,7 +245,7 @@ def _apart(b: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
 
     match kind:
         case "MXFP4":
-            codes = torch.tensor([*E2M1, *(-n for n in E2M1)], dtype=torch.int8, device=b.device)
+            codes = torch.tensor(E2M1, dtype=torch.int8, device=b.device)
             return codes[bits(b[..., 1:], 4, 16).int()], none, none
         case "Q8_0":
             return b[..., 2:].contiguous().view(torch.int8).view(rows, -1), none, none

@@ -40,7 +40,6 @@ BANS = "logit_bias, stop_token_ids, min_tokens, bad_words or allowed_token_ids"
 LARGEST = torch.finfo(torch.float32).max
 SMALLEST = torch.finfo(torch.float32).tiny
 GREEDY: native.Draw = (0.0, 0, 1.0, -math.inf, 0)
-Wish = tuple[int, float, int, float, float, int]  # address of logits, and a native.Draw
 
 
 @dataclass
@@ -90,7 +89,7 @@ def _settled(logits: Tensor, rows: list[Row], stream: str = "", at: Seq[int] | N
     vocab, lies = logits.shape[1], logits.data_ptr()
     kept: list[Tensor] = []
     drawn: list[int] = []
-    wishes: list[Wish] = []
+    wishes: list[native.Wish] = []
     for i, (row, place) in enumerate(zip(rows, range(len(rows)) if at is None else at, strict=True)):
         p = row.seq.params
         if not p.temperature:
@@ -108,7 +107,7 @@ def _settled(logits: Tensor, rows: list[Row], stream: str = "", at: Seq[int] | N
     return {i: token for i, token in zip(drawn, tokens, strict=True) if token >= 0}
 
 
-def _wish(at: int, row: Row, vocab: int, stream: str) -> Wish:
+def _wish(at: int, row: Row, vocab: int, stream: str) -> native.Wish:
     p, (temperature, key) = row.seq.params, _heat(row, stream)
     least = _log(p.min_p) if p.min_p > 0 else -math.inf
     return at, temperature, p.top_k if 0 < p.top_k < vocab else 0, _single(p.top_p), least, key % 2**64
@@ -158,7 +157,7 @@ def guess(
     return list(zip(known[best.indices].tolist(), best.values.tolist(), strict=True))
 
 
-def ahead(seq: Sequence, levels: int, size: int) -> tuple[Wish, list[int]] | None:
+def ahead(seq: Sequence, levels: int, size: int) -> tuple[native.Wish, list[int]] | None:
     """How `guess` shapes logits of `size` tokens behind a sequence, natively: its wish, and each level's key of noise.
 
     None where it would not do that natively.

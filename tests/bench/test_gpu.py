@@ -11,8 +11,11 @@ import torch
 
 from outrider import families
 from outrider.bench import gpu
+from outrider.bench.report import markdown_table
+from outrider.config import STORED
 from outrider.errors import ConfigError
 from outrider.ops.triton import launch
+from outrider.plan import DEVICES, Shape
 
 SMALL = families.read({
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 32,
@@ -121,10 +124,16 @@ def test_seeds(tmp_path):
 
 
 def test_predictions():
-    """The page shows the roofline's figures: a larger model is slower, a newer machine faster, and so are few bits."""
-    page = (Path(__file__).parents[2] / "docs/gpu.md").read_text()
-    assert gpu.predictions() in page
-    rows = [line.split(" | ") for line in gpu.predictions().splitlines()[2:]]
-    speeds = [[float(x.strip(" |")) for x in row[2:]] for row in rows]
+    """The page shows what the planner's roofline expects of plain decoding behind 1024 tokens: a larger model is
+    slower, a newer machine faster, and so are few bits."""
+    machines, rows = ("a100", "h100", "h200", "b200"), []
+    for name, config in gpu.shapes().items():
+        for label in ("bf16", *STORED):
+            shape = Shape.of(config) if label == "bf16" else Shape.of(config).quantized(label)
+            seconds = [shape.forward(DEVICES[kind], batch=1, rows=1, context=1024) for kind in machines]
+            rows.append([name, label, *(f"{1 / each:.0f}" for each in seconds)])
+    table = markdown_table(["model", "weights", *(kind.upper() for kind in machines)], rows)
+    assert table in (Path(__file__).parents[2] / "docs/gpu.md").read_text()
+    speeds = [[float(x) for x in row[2:]] for row in rows]
     assert all(row == sorted(row) for row in speeds)
     assert all(speeds[i] > speeds[i // 3 * 3] for i in range(len(speeds)) if i % 3)

@@ -343,7 +343,7 @@ def test_a_thread_that_is_gone_is_replaced(random_llm):
 def test_a_loop_that_is_left_before_its_news_are_told_is_not_kept(random_llm):
     llm, loop = AsyncLLM(random_llm), asyncio.new_event_loop()
     answer, kept = Answer(llm, loop), weakref.ref(loop)
-    answer.take(random_llm.engine, random_llm.engine.add([1, 2], SamplingParams(max_tokens=9)))
+    answer.take(random_llm.engine.add([1, 2], SamplingParams(max_tokens=9)))
     llm._hand_over([answer], time.perf_counter())
     answer.close()
     loop.close()

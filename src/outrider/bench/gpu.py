@@ -26,7 +26,7 @@ from outrider import families
 from outrider.bench.forwards import filled
 from outrider.bench.report import markdown_table
 from outrider.bench.run import provenance
-from outrider.config import STORED, ModelConfig, SamplingParams, SpeculativeConfig
+from outrider.config import ModelConfig, SamplingParams, SpeculativeConfig
 from outrider.draft import Draft
 from outrider.drafters import create
 from outrider.errors import ConfigError, OutriderError, brief
@@ -40,7 +40,7 @@ from outrider.ops.native import PAGE
 from outrider.ops.triton import launch
 from outrider.ops.triton.graph import cuda_capture
 from outrider.ops.triton.plan import make, queries_tile
-from outrider.plan import DEVICES, Shape, expected
+from outrider.plan import DEVICES, expected
 from outrider.quantize import quantize
 from outrider.runner import Runner, check_exactness
 from outrider.sampling import gumbel, noise_key
@@ -573,17 +573,6 @@ PARTS: dict[str, Callable[[Settings], Iterator[Line]]] = {
     "attention": attention, "decode": decode, "speculation": speculation, "offload": offload, "seeds": seeds,
     "peers": peers,
 }  # fmt: skip
-
-
-def predictions() -> str:
-    """What the planner's roofline expects of plain decoding behind 1024 tokens, as a table: no measurement."""
-    machines, body = ("a100", "h100", "h200", "b200"), []
-    for name, config in shapes().items():
-        for label in ("bf16", *STORED):
-            shape = Shape.of(config) if label == "bf16" else Shape.of(config).quantized(label)
-            forward = partial(shape.forward, batch=1, context=1024)
-            body.append([name, label, *(f"{1 / forward(device=DEVICES[kind], rows=1):.0f}" for kind in machines)])
-    return markdown_table(["model", "weights", *(kind.upper() for kind in machines)], body)
 
 
 # --- what they measure ------------------------------------------------------------------------------------------------

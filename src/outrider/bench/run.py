@@ -34,6 +34,7 @@ from outrider.bench.report import Difference, Result, Sample, repeated
 from outrider.bench.suites import SUITES, Suite, load_suite
 from outrider.config import MOST_LOGPROBS, SamplingParams, SpeculativeConfig
 from outrider.errors import ConfigError, message_of
+from outrider.files import processor
 from outrider.llm import LLM, Drafting
 from outrider.load import Progress
 from outrider.model import Model
@@ -431,14 +432,9 @@ def versions() -> dict[str, str]:
 
 def hardware(device: torch.device) -> dict[str, Any]:
     """What a result was measured on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
-        cpu = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        cpu = platform.processor() or platform.machine()
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     load = os.getloadavg()[0]  # of the last minute, our own threads included: shows a machine that others use
-    return {"cpu": cpu, "cores": os.cpu_count(), "threads": torch.get_num_threads(), "load": load, "gpu": gpu}
+    return {"cpu": processor(), "cores": os.cpu_count(), "threads": torch.get_num_threads(), "load": load, "gpu": gpu}
 
 
 def commit() -> str:

@@ -249,32 +249,34 @@ async def ask(session: Any, s: Settings, body: dict[str, Any], due: float) -> An
     try:
         async with session.post(s.root + ENDPOINTS[s.endpoint], json=body) as response:
             if response.status != 200:
-                _fail(answer, f"status {response.status}", _message(await response.text()))
+                fail(answer, f"status {response.status}", message_in(await response.text()))
             else:
                 frames = list[tuple[str, float]]()  # read at the end: a server's cores may be ours
                 async for data in _events(response):
                     frames.append((data, time.perf_counter() - due))
                     if data == "[DONE]" or data.startswith('{"error"'):
                         break
-                if not any([_read(answer, data, now) for data, now in frames]) and answer.finish is None:
-                    _fail(answer, "disconnected", "the stream ended before the answer did")
+                if not any([hear(answer, data, now) for data, now in frames]) and answer.finish is None:
+                    fail(answer, "disconnected", "the stream ended before the answer did")
     except (TimeoutError, asyncio.TimeoutError):
-        _fail(answer, "timeout", f"no byte for {s.timeout:g} s")
+        fail(answer, "timeout", f"no byte for {s.timeout:g} s")
     except aiohttp.ClientConnectorError as error:
-        _fail(answer, "no connection", str(error))
+        fail(answer, "no connection", str(error))
     except (aiohttp.ClientError, OSError) as error:
-        _fail(answer, "disconnected", str(error) or type(error).__name__)
+        fail(answer, "disconnected", str(error) or type(error).__name__)
     except STRANGE as error:
-        _fail(answer, "not the protocol", f"{type(error).__name__}: {error}")
+        fail(answer, "not the protocol", f"{type(error).__name__}: {error}")
     answer.total = time.perf_counter() - due
     return answer
 
 
-def _fail(answer: Answer, kind: str, said: str) -> None:
+def fail(answer: Answer, kind: str, said: str) -> None:
+    """Say of an answer why it failed."""
     answer.error, answer.said = kind, " ".join(said.split())[:300]
 
 
-def _message(text: str) -> str:
+def message_in(text: str) -> str:
+    """Of the text of an error, what it tells people."""
     try:
         error = json.loads(text)["error"]
         return str(error["message"] if isinstance(error, dict) else error)
@@ -292,13 +294,13 @@ async def _events(response: Any) -> AsyncIterator[str]:
                 yield line[5:].strip().decode()
 
 
-def _read(answer: Answer, data: str, now: float) -> bool:
+def hear(answer: Answer, data: str, now: float) -> bool:
     """One frame, which came `now`. True at the end."""
     if data == "[DONE]" or not data:
         return bool(data)
     frame = json.loads(data)
     if error := frame.get("error"):
-        _fail(answer, "error frame", str(error.get("message", error) if isinstance(error, dict) else error))
+        fail(answer, "error frame", str(error.get("message", error) if isinstance(error, dict) else error))
         return True
     for choice in frame.get("choices") or ():
         delta = choice.get("delta") or {}
@@ -368,14 +370,15 @@ async def _level(
         return time.perf_counter() - began, answers
 
 
-async def _model(s: Settings) -> str:
+async def first_model(s: Settings) -> str:
+    """The first that the server lists. Raises ConfigError."""
     import aiohttp
 
     try:
         async with _session(s) as session, session.get(s.root + "/models") as response:
             text = await response.text()
             if response.status != 200:
-                said = " ".join(_message(text).split())[:200]
+                said = " ".join(message_in(text).split())[:200]
                 raise ConfigError(f"{s.root}/models answered {response.status}: {said}")
             return str(json.loads(text)["data"][0]["id"])
     except ConfigError:
@@ -392,7 +395,7 @@ def run(s: Settings, show: Show = lambda *_: None) -> Iterator[Row]:
     Raises ConfigError if the server answers none of the warm-up; at the end, if it has answered nothing.
     """
     source, asked = prompts(s)
-    model = s.model or asyncio.run(_model(s))
+    model = s.model or asyncio.run(first_model(s))
 
     def measure(level: Level, begin: int, count: int, what: str) -> tuple[float, list[Answer]]:
         finished = 0

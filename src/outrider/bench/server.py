@@ -138,7 +138,7 @@ def run(s: Settings, show: load.Show = lambda *_: None) -> Iterator[Row]:
             show("starting", i, 1 + len(s.against))
             name, _, command = each.partition("=")
             other, group = running.enter_context(_serving(name, shlex.split(command)))
-            there = replace(s, model=asyncio.run(load._model(load.Settings(other))))
+            there = replace(s, model=asyncio.run(load.first_model(load.Settings(other))))
             sides[name] = group, lambda ids, s=there, url=other: _over_http(s, url, ids)[0]  # type: ignore[misc]
         groups = [own, *(group for group, _ in sides.values() if group)]
         for n in s.streams:
@@ -281,15 +281,15 @@ def _answer(heard: list[tuple[float, bytes]]) -> load.Answer:
                     *lines, rest = (rest + event.data).split(b"\n")
                     for line in lines:
                         if line.startswith(b"data:"):
-                            load._read(answer, line[5:].strip().decode(), now)
+                            load.hear(answer, line[5:].strip().decode(), now)
                             answer.total = now
     except (h11.RemoteProtocolError, *load.STRANGE) as error:
-        load._fail(answer, "not the protocol", f"{type(error).__name__}: {error}")
+        load.fail(answer, "not the protocol", f"{type(error).__name__}: {error}")
         return answer
     if status != 200:
-        load._fail(answer, f"status {status}", load._message(rest.decode("utf-8", "replace")))
+        load.fail(answer, f"status {status}", load.message_in(rest.decode("utf-8", "replace")))
     elif answer.finish is None and answer.error is None:
-        load._fail(answer, "disconnected", "the stream ended before the answer did")
+        load.fail(answer, "disconnected", "the stream ended before the answer did")
     return answer
 
 

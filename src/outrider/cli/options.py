@@ -141,7 +141,7 @@ def sampling_flags(*without: str, **defaults: Any) -> Callable[[Callable[..., No
                     item.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
                 )
             )
-        for item in fields(StructuredOutputsParams) if "structured_outputs" not in without else ():
+        for item in fields(StructuredOutputsParams):
             flag, meaning = STRUCTURED[item.name]
             switch = item.default is False or item.name == "json_object"
             kind = bool if switch else list[str] | None if item.name in ("choice", "after") else str | None
@@ -157,7 +157,7 @@ def sampling_flags(*without: str, **defaults: Any) -> Callable[[Callable[..., No
         @functools.wraps(command)
         def run(**given: Any) -> None:
             sampling = {item.name: given.pop(item.name) for item in extra}
-            sampling["structured_outputs"] = structured({name: sampling.pop(name, None) for name in STRUCTURED})
+            sampling["structured_outputs"] = structured({name: sampling.pop(name) for name in STRUCTURED})
             SamplingParams(**clean(sampling))
             command(sampling=sampling, **given)
 

@@ -99,8 +99,7 @@ def plan(
     if ranks is not None:
         _traffic(model, read_ints(ranks, "--ranks"), as_json)
         return
-    if output is not None:
-        _plottable(output)
+    drawn = "" if output is None else _plottable(output)
     asked_of = [
         (name, how) for name, how in ((model, quantization), (draft, None)) if name
     ]  # a draft model stays as it is
@@ -136,7 +135,7 @@ def plan(
             console.print(_table(name, [p for p in found if p.suite == name], planner))
         console.print(f"!: more than the {machine.memory / 1e9:.1f} GB there are")
     if output is not None:
-        _plot(found, output)
+        _plot(found, output, drawn)
 
 
 def _alone(asked: typer.Context, flag: str, *besides: str) -> None:
@@ -281,11 +280,10 @@ def _plottable(path: Path) -> str:
     return kind
 
 
-def _plot(found: list[Prediction], path: Path) -> None:
-    from outrider.files import replacing
-
-    kind = _plottable(path)
+def _plot(found: list[Prediction], path: Path, kind: str) -> None:
     import matplotlib
+
+    from outrider.files import replacing
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt

@@ -78,11 +78,6 @@ def describe(method: str) -> list[Option]:
     return found
 
 
-def options(method: str) -> list[str]:
-    """The option names of a method."""
-    return [option.name for option in describe(method)]
-
-
 def create(config: SpeculativeConfig) -> Drafter:
     """A drafter with its options set. Raises ConfigError for an unknown method, key or value type."""
     _bound(config)

@@ -20,7 +20,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-import platform
 import random
 import time
 from collections.abc import Callable
@@ -37,6 +36,7 @@ from outrider.config import MOST_NODES, SamplingParams, option
 from outrider.control import Asked, Beliefs, Costs, Guess, Learnt, Look, Model, Picked, Text, cache_file
 from outrider.draft import Draft, Verdict
 from outrider.errors import ConfigError, OutriderError
+from outrider.files import processor
 from outrider.load import ASSETS, companions, heads, kind_of, stores
 from outrider.ops import Graphs, native
 from outrider.runner import Output, Runner
@@ -344,15 +344,8 @@ def _forwards(target: Runner) -> dict[int, float]:
 def _machine(target: Runner) -> str:
     """What the costs depend on: the machine, the model's shape and the bytes of its weights, in a few characters."""
     model = target.model
-    where = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else _processor()
+    where = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else processor()
     what = repr(
         ("by texts", where, torch.get_num_threads(), torch.__version__, model.config, model.dtype, model.nbytes)
     )
     return hashlib.sha256(what.encode()).hexdigest()[:16]
-
-
-def _processor() -> str:
-    with suppress(OSError, StopIteration):
-        lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
-        return next(line for line in lines if line.startswith("model name"))
-    return platform.processor()

@@ -690,16 +690,15 @@ _claiming = threading.Lock()  # held while a cache changes its engine
 
 def _typed(error: BaseException) -> Exception:
     """Memory that ran out by whatever name, and a library's panic, as our error; all else as it is."""
+    words = ("can't allocate memory", "not enough memory", "out of memory")
     if not isinstance(error, Exception):
         typed: Exception = EngineError(f"what the request calls ended in {told(error)}")
-        typed.__cause__ = error
-        return typed
-    words = ("can't allocate memory", "not enough memory", "out of memory")
-    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(w in str(error) for w in words)):
+    elif isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(w in str(error) for w in words)):
         typed = OutOfMemory("memory ran out under this request; lower max_num_batched_tokens, max_num_seqs or the load")
-        typed.__cause__ = error
-        return typed
-    return error
+    else:
+        return error
+    typed.__cause__ = error
+    return typed
 
 
 def free_memory(device: torch.device) -> int:

@@ -10,8 +10,7 @@ from torch import Tensor
 from outrider.ops import native
 from outrider.ops.linear import CPU, Linear
 
-Wish = tuple[int, float, int, float, float, int]
-Root = tuple[int, int, Wish, list[int]]
+Root = tuple[int, int, native.Wish, list[int]]
 """Address of a state (hidden,), the token chosen from it, how guesses are shaped, and the noise's key of each level."""
 
 

@@ -30,6 +30,7 @@ SHELF = 16 * HUGE  # bytes of a shelf's block
 FORMATS = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16}
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as csrc/type.h has them
 Draw = tuple[float, int, float, float, int]  # temperature (0: the argmax), top-k, top-p, floor, key of the noise
+Wish = tuple[int, float, int, float, float, int]  # address of logits, and a Draw
 
 kernels: Any = None
 unloaded = "are missing"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import hashlib
 import hmac
 import json
@@ -391,7 +390,7 @@ class Gate:
         kind, _, given = headers.get(b"authorization", b"").partition(b" ")
         key = given.strip() if kind.lower() == b"bearer" else headers.get(b"x-api-key", b"")
         if kind.lower() == b"basic":
-            with suppress(binascii.Error, ValueError):
+            with suppress(ValueError):
                 key = base64.b64decode(given.strip(), validate=True).partition(b":")[2]
         digest = hashlib.sha256(key).digest()
         return any([hmac.compare_digest(digest, each) for each in self.keys])  # all of them, in constant time

@@ -35,7 +35,7 @@ from outrider.llm import LLM
 from outrider.load import Progress
 from outrider.ops import native
 from outrider.sequence import Sequence
-from outrider.train.heads import damaged
+from outrider.train.heads import damaged, own_head
 from outrider.train.settings import Settings
 
 RANKS = 10  # whose accuracy is measured
@@ -245,10 +245,7 @@ class Heads(torch.nn.ModuleList):
     def __init__(self, llm: LLM, settings: Settings) -> None:
         s, model = settings, llm.runner.model
         size = model.config.hidden_size
-        with torch.inference_mode():  # the target's weights may be packed, but its products with unit vectors are they
-            projection = model.head(torch.eye(size, device=model.device, dtype=model.dtype)).T
-        dtype = native.product_dtype(model.dtype, model.device)
-        self.shared = projection.to(dtype, memory_format=torch.contiguous_format, copy=True)
+        self.shared = own_head(llm).to(native.product_dtype(model.dtype, model.device))
         heads = []
         for _ in range(s.heads):
             own = [torch.nn.Linear(size, len(self.shared), bias=False)] if s.own_projection else []
