@@ -50,9 +50,8 @@ def files(paths: Iterable[str | Path], suffixes: Iterable[str] | None = None) ->
         elif os.path.isfile(path):
             found.append(path)
         else:
-            raise ConfigError(
-                f"{path} is neither a file nor a folder" if os.path.exists(path) else f"no file or folder at {path}"
-            )
+            there = os.path.exists(path)
+            raise ConfigError(f"{path} is neither a file nor a folder" if there else f"no file or folder at {path}")
     return found
 
 

@@ -142,9 +142,8 @@ def _header(raw: bytes) -> dict[str, Any] | None:
     counted = whole(documents, 1) and whole(tokens, 1) and whole(vocab, 1, SEPARATOR)
     if not (named and counted and isinstance(shards, list) and all(whole(n, 1, SEPARATOR) for n in shards)):
         return None
-    return (
-        header if 0 <= sum(shards) - tokens <= documents <= sum(shards) else None
-    )  # the rest are separators, one for a document
+    # What shards hold beside tokens are separators, one for a document.
+    return header if 0 <= sum(shards) - tokens <= documents <= sum(shards) else None
 
 
 def build(

@@ -373,7 +373,7 @@ def text_name(name: str) -> str | None:
 
 
 def check(hf: Hf) -> Family:
-    """The family of a config. Raises UnsupportedArchitecture for another one, and for quantised weights."""
+    """The family of a config. Raises UnsupportedArchitecture for another one."""
     if (name := _architecture(hf)) == "?":
         given = brief(hf.get("architectures"))
         raise CheckpointError(f"config.json: architectures should be a list such as ['LlamaForCausalLM'], not {given}")

@@ -464,6 +464,8 @@ class _Weights:
 
     quantised = False  # whether some may be
     rounds: str | None = None  # to what the activations of its linears are rounded
+    parts: Mapping[str, tuple[str, int]] = {}  # tensors that lie in another one: its name, and where in it
+    transposed = False  # whether these are matrices (in, out)
 
     def __init__(self, path: Path, rename: Callable[[str], str | None] | None = None) -> None:
         """`rename`: what the model calls a tensor of the files; None if it has no use for it."""
@@ -509,9 +511,6 @@ class _Weights:
             others = f"{index.name} names {names[0]}"
             raise CheckpointError(f"{path} has {SINGLE}, and {others}: which is the model is not said; leave one")
         self.unused = set(self.files)
-
-    parts: Mapping[str, tuple[str, int]] = {}  # tensors that lie in another one: its name, and where in it
-    transposed = False  # whether these are matrices (in, out)
 
     def split(self, config: ModelConfig) -> None:
         """Give each expert its part of the tensors of all experts."""

@@ -230,7 +230,7 @@ def traffic(config: ModelConfig, ranks: int, mode: str, rows: int, wanted: int, 
     elif mode == "ordered":
         dense = sparse = [4 * (ranks - 1) * hidden] * 2
     else:  # a ring: each part goes around twice
-        dense = sparse = [8 * rows * hidden * (ranks - 1) // ranks // max(1, rows)] * 2
+        dense = sparse = [8 * hidden * (ranks - 1) // ranks] * 2
     also, mixed = list[int](), len(m.layers) if m else 0
     if config.qk_norm == "full":
         keys = [range(kv.start * config.head_dim, kv.stop * config.head_dim) for _, kv in cut.heads]

@@ -1,1 +1,1 @@
-"""Training: the reference models that come with the package."""
+"""Training: heads that draft for a model, and the conversations that they learn from."""
