@@ -316,11 +316,11 @@ static void bind_beliefs(nb::module_ &m) {
           text.guesses.push_back(found[i]);
           beliefs.looked(text.seq).push_back(std::move(found[i]));
         }
-        auto [picked, rate] = beliefs.choose(texts, drafted, k, chains);
+        std::vector<Beliefs::Picked> picked = beliefs.choose(texts, drafted, k, chains);
         std::vector<Beliefs::Model> models;
         for (const auto &[source, most, least, tried, reading, riders, tree, rounds] : known)
           models.push_back({source, most, least, tried, reading, riders, tree, rounds});
-        return std::make_tuple(std::move(picked), rate, beliefs.worth(texts, k, models));
+        return std::make_tuple(std::move(picked), beliefs.worth(texts, k, models));
       }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("again") = false,
          nb::arg("poor") = true, nb::arg("threads") = 1, nb::arg("models") = std::vector<Model>())
       .def("ran", &Beliefs::ran)

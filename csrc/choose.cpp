@@ -84,11 +84,10 @@ void Beliefs::enter(Bush &bush, const Guess &guess, int64_t deepest, std::vector
   }
 }
 
-std::tuple<std::vector<Beliefs::Picked>, double> Beliefs::choose(std::vector<Text> &texts, double drafted, int k,
-                                                                 bool chains) {
+std::vector<Beliefs::Picked> Beliefs::choose(std::vector<Text> &texts, double drafted, int k, bool chains) {
   const int n = int(texts.size());
   rate = 0;
-  if (k < 1) return {std::vector<Picked>(n), 0};
+  if (k < 1) return std::vector<Picked>(n);
   struct Way {
     double chance;
     int i, node;
@@ -209,7 +208,7 @@ std::tuple<std::vector<Beliefs::Picked>, double> Beliefs::choose(std::vector<Tex
     }
     known.bush = std::move(bushes[i]);
   }
-  return {std::move(picked), rate};
+  return picked;
 }
 
 std::optional<Beliefs::Asked> Beliefs::worth(const std::vector<Text> &texts, int k, const std::vector<Model> &models) {

@@ -50,8 +50,8 @@ class Beliefs {
   void begin(int64_t seq, int64_t room);
   // Whether to ask a cheap source (a bit) for a sequence, or a `poor` one too; if so, this step's time is its to pay.
   bool ask(int64_t seq, int64_t room, uint64_t source, bool poor);
-  // Per sequence which of its guesses to verify, at most k (k <= most()), and the tokens a second expected with them.
-  std::tuple<std::vector<Picked>, double> choose(std::vector<Text> &texts, double drafted, int k, bool chains);
+  // Per sequence which of its guesses to verify, at most k (k <= most()).
+  std::vector<Picked> choose(std::vector<Text> &texts, double drafted, int k, bool chains);
   // Which model to run beside what was just chosen, if any pays; the texts' guesses do not matter.
   std::optional<Asked> worth(const std::vector<Text> &texts, int k, const std::vector<Model> &models);
   // A model was run for a sequence in the step under way, and its draft has riders. The tokens it had not read.

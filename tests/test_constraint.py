@@ -631,8 +631,9 @@ def test_annotations_demand_nothing(tiny_llm):
 @pytest.mark.parametrize("pattern", ["^a$", "^(a|b)$", "^(?:b|a)$"])
 def test_patterns_of_named_properties_alone(tiny_llm, pattern):
     """They ask something more of these, and no other property is waited for."""
-    schema = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 999}, "b": {"const": 7}},
-              "required": ["a"], "patternProperties": {pattern: {"minimum": 5}}, "additionalProperties": False}  # fmt: skip
+    named = {"a": {"type": "integer", "maximum": 999}, "b": {"const": 7}}
+    schema = {"type": "object", "properties": named, "required": ["a"], "additionalProperties": False}
+    schema["patternProperties"] = {pattern: {"minimum": 5}}
     given = {"json": schema, "disable_any_whitespace": True}
     for output in tiny_llm.generate("Hi", max_tokens=60, n=8, seed=1, structured_outputs=given):
         jsonschema.validate(json.loads(output.text), schema)

@@ -261,7 +261,7 @@ def choose(beliefs, texts: dict[int, int], guesses: list[list[Guess]], seconds: 
     """Of a step with sequences of such lengths that have a thousand tokens to come."""
     beliefs.price(seconds)
     given = [(seq, [0] * length, length, 1000) for seq, length in texts.items()]
-    return beliefs.choose(given, [], dict(enumerate(guesses)), 0.0, k, chains, **more)[:2]
+    return beliefs.choose(given, [], dict(enumerate(guesses)), 0.0, k, chains, **more)
 
 
 def came(beliefs, seq: int, text: list[int], accepted: int = 0) -> None:
@@ -381,8 +381,8 @@ def test_a_batch_that_begins_slowly_is_not_believed():
 
 def picked(beliefs, *guesses: Guess, seconds: list[float], k: int = 8, chains: bool = False):
     """Tokens for each of new sequences with one guess each."""
-    trees, rate = choose(beliefs, dict.fromkeys(range(len(guesses)), 9), [[g] for g in guesses], seconds, k, chains)
-    return [tokens for tokens, *_ in trees], rate
+    trees, _ = choose(beliefs, dict.fromkeys(range(len(guesses)), 9), [[g] for g in guesses], seconds, k, chains)
+    return [tokens for tokens, *_ in trees]
 
 
 def chain(*survives: float) -> Guess:
@@ -393,21 +393,21 @@ def chain(*survives: float) -> Guess:
 
 @pytest.mark.parametrize(("row", "taken"), [(0.01, 4), (0.15, 3), (0.3, 2), (0.6, 1), (2.0, 0)])
 def test_as_many_rows_as_pay(beliefs, row, taken):
-    chosen, rate = picked(beliefs, chain(0.9, 0.7, 0.4, 0.05), seconds=[1 + row * i for i in range(9)])
-    assert chosen == [list(range(taken))] and rate >= 1
+    chosen = picked(beliefs, chain(0.9, 0.7, 0.4, 0.05), seconds=[1 + row * i for i in range(9)])
+    assert chosen == [list(range(taken))]
 
 
 def test_sequences_compete_for_rows(beliefs):
     good, bad = chain(0.95, 0.9, 0.85), chain(0.3, 0.1)
-    assert picked(beliefs, good, bad, seconds=[1, 1.1, 1.2, 1.3, 9, 9])[0] == [[0, 1, 2], []]
-    most = picked(beliefs, good, bad, seconds=[1 + 0.01 * i for i in range(9)], k=2)[0]
+    assert picked(beliefs, good, bad, seconds=[1, 1.1, 1.2, 1.3, 9, 9]) == [[0, 1, 2], []]
+    most = picked(beliefs, good, bad, seconds=[1 + 0.01 * i for i in range(9)], k=2)
     assert most == [[0, 1], [0, 1]], "at most k each"
 
 
 def test_chains_have_no_branches(beliefs):
     tree, seconds = (1, [1, 2, 3], [-1, -1, 1], [0.6, 0.4, 0.9]), [1 + 0.001 * i for i in range(9)]
-    assert picked(beliefs, tree, seconds=seconds)[0] == [[1, 2, 3]]
-    assert picked(beliefs, tree, seconds=seconds, chains=True)[0] == [[1]]
+    assert picked(beliefs, tree, seconds=seconds) == [[1, 2, 3]]
+    assert picked(beliefs, tree, seconds=seconds, chains=True) == [[1]]
 
 
 def test_the_likelier_child_follows_its_parent(beliefs):

@@ -504,8 +504,8 @@ class Beliefs:
     def choose(
         self, texts: list[Text], looks: list[Look], guesses: dict[int, list[Guess]], drafted: float, k: int,
         chains: bool, again: bool = False, poor: bool = True, threads: int = 1, models: Seq[Model] = (),
-    ) -> tuple[list[Picked], float, Asked | None]:  # fmt: skip
-        """Per sequence which guesses to verify, at most k; the tokens a second expected with them; what `worth` says.
+    ) -> tuple[list[Picked], Asked | None]:  # fmt: skip
+        """Per sequence which guesses to verify, at most k, and what `worth` says.
 
         Guesses are those of `looks`, where they are to be asked, and those given, by the sequence's place; cheap ones
         come first, each kind in the order of the bits. Fewer are taken where the account is overdrawn that pays, or
@@ -518,7 +518,7 @@ class Beliefs:
             known.steps, known.nodes, known.ran, known.promised = known.steps + 1, 0, 0, {}
             known.worth = known.hoped = 0.0
         if k < 1:
-            return [([], [], [], 0.0) for _ in texts], 0.0, None
+            return [([], [], [], 0.0) for _ in texts], None
         bushes, every, most = list[Bush](), list[list[float]](), list[int]()
         for i, (seq, text, settled, room) in enumerate(texts):
             bush, known, given = Bush(), self.own[seq], [*guesses.get(i, ())]
@@ -548,7 +548,7 @@ class Beliefs:
             for node in nodes:
                 known.promised.setdefault(bush.who[node] & -bush.who[node], []).append(chances[node])
             picked.append((*bush.drafted(nodes), worth))
-        return picked, self.rate, self.worth(texts, k, models)
+        return picked, self.worth(texts, k, models)
 
     def worth(self, texts: list[Text], k: int, models: Seq[Model]) -> Asked | None:
         """Which model to run beside what was just chosen; None if none pays."""

@@ -198,7 +198,7 @@ class Auto(Drafter):
         texts = [(seq.id, seq.tokens, seq.settled, seq.room) for seq in seqs]
         guesses, riders = self._cheap(seqs, min(k, len(seconds) - 1)) if self.others else ({}, {})
         models = [source.model(n) for source in self.dear]
-        picked, _, asked = self.beliefs.choose(
+        picked, asked = self.beliefs.choose(
             texts, self.looks, guesses, 0.0, k, self.chains, False, self._poor, self.threads, models
         )
         if asked is not None:
