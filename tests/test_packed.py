@@ -727,6 +727,18 @@ def test_refused_with_the_reason(write, tmp_path, layout, change, error, message
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("layout", ["gptq", "awq", "w4a16", "w8a8", "fp8 block", "fp8 tensor"])
+def test_quantised_weights_of_a_config_that_does_not_say_so(write, tmp_path, layout):
+    """It lies in another file, as `quantize_config.json`: what is missing is that, and no tensor."""
+    folder = edited(write, layout, tmp_path, lambda *_: None)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    del config["quantization_config"]
+    path.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"of quantised weights, and config\.json has no quantization_config"):
+        load(folder, device="cpu")
+
+
 @pytest.mark.parametrize("layout", ["gptq", "gptq v2"])
 def test_the_two_names_of_gptqs_format(write, tmp_path, layout):
     """`format`, which new writers have, says what `checkpoint_format` said, in any case."""

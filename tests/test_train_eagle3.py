@@ -259,6 +259,12 @@ def test_a_damaged_state_is_seen(trained, llm, said):
             path.write_bytes(bad)
             with pytest.raises(CheckpointError, match="is damaged"):
                 Trainer([said], path.parent, SMALL, llm=llm)
+        path.write_bytes(good)
+        state = torch.load(path, weights_only=True)
+        for wrong in ({"counts": {}}, {"visits": "x"}, {"counts": {"steps": "many", "tokens": 0, "read": 0}}):
+            torch.save({**state, **wrong}, path)
+            with pytest.raises(CheckpointError, match=r"state\.pt is damaged"):
+                Trainer([said], path.parent, SMALL, llm=llm)
     finally:
         path.write_bytes(good)
 
@@ -287,6 +293,10 @@ def test_numbers_that_do_not_fit_are_damage(trained, llm, said, tmp_path):
     for name, wrong, says in [("ids", good["ids"] + 999, "not below 128"), ("lengths", good["lengths"] + 1, "rows")]:
         save_file({**good, name: wrong}, path)
         with pytest.raises(CheckpointError, match=f"batch-00000.safetensors is damaged .*{says}"):
+            Trainer([said], folder, SMALL, llm=llm)._load(path)
+    for name in ("taps", "last"):
+        save_file({**good, name: good[name][:, :-8].contiguous()}, path)
+        with pytest.raises(CheckpointError, match=r"is damaged .*wide"):
             Trainer([said], folder, SMALL, llm=llm)._load(path)
     save_file({**good, "starts": good["lengths"].clone()}, path)
     with pytest.raises(CheckpointError, match="is damaged"):

@@ -192,8 +192,8 @@ class LLM:
     def speculative_config(self) -> SpeculativeConfig:
         """How drafts are made. Assigning keeps the target and loads at most a draft model.
 
-        Raises ConfigError while requests run (an open stream is one until it is read to its end or closed), and what
-        loading a draft model or heads raises: ModelError's kinds. Then all stays as it was.
+        Raises ConfigError while requests run (an open stream is one until its last token is written, or it is closed),
+        and what loading a draft model or heads raises: ModelError's kinds. Then all stays as it was.
         """
         return self._speculative
 

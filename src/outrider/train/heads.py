@@ -420,9 +420,12 @@ class Trainer:
         return self._load(path)
 
     def _load(self, path: Path) -> Batch:
-        batch, vocab = Batch.load(path, self.device), self.head.config.vocab_size
+        batch, vocab, hidden = Batch.load(path, self.device), self.head.config.vocab_size, self.head.config.hidden_size
         if not bool(((batch.ids >= 0) & (batch.ids < vocab)).all()):
             raise damaged(path, f"some of its ids are not below {vocab}")
+        found, wanted = (*batch.taps.shape[1:], *batch.last.shape[1:]), (len(self.head.taps) * hidden, hidden)
+        if found != wanted:
+            raise damaged(path, f"its rows are {found} wide, this target's {wanted}")
         return batch
 
     def _save(self, found: list[tuple[list[int], int, int]], path: Path) -> None:
@@ -539,9 +542,10 @@ class Trainer:
             keys = [key for key in now if key != "device"]
             if not (differs := [key for key in keys if tuple_less(now[key]) != tuple_less(begun.get(key, now[key]))]):
                 self._restore(state)
-                self.counts, self.seconds = state["counts"], state["seconds"]
+                self.counts = {name: int(state["counts"][name]) for name in self.counts}
+                self.seconds = float(state["seconds"])
                 self.rate, self.best = float(state["rate"]), float(state["best"])
-                self.visits = state["visits"]
+                self.visits = {str(name): int(times) for name, times in state["visits"].items()}
                 self.taken = {str(Path(path).resolve()): (n, at) for path, (n, at) in state["taken"].items()}
                 batches = int(state["batches"])
         except Exception as error:  # what is in it is applied by others
