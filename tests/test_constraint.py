@@ -23,6 +23,7 @@ from outrider import LLM, Draft, SamplingParams, StructuredOutputsParams, drafte
 from outrider.config import Rule
 from outrider.constraint import END, Constraint, read, unpacked
 from outrider.errors import ConfigError, ConstraintError
+from outrider.grammar import understood
 from outrider.load import find, read_tokenizer
 from outrider.sampling import Row, distribution
 from outrider.sequence import Sequence
@@ -475,6 +476,24 @@ def test_what_would_take_too_long_or_cannot_be_drafted_for(tiny_llm, given_, tol
         tiny_llm.generate("Hi", asked(**given_))
 
 
+def test_what_stands_twice_is_written_once(tiny_llm):
+    """Formats in formats, and patterns of named properties in patterns: copies of copies would double with each."""
+    schema: dict = {}
+    for _ in range(40):
+        schema = {"properties": {"a": {}, "b": {}}, "patternProperties": {"^(a|b)$": schema}}
+    assert len(json.dumps(understood(schema))) < 4 * len(json.dumps(schema))
+    followed(tiny_llm, {"structural_tag": {"format": tags(40)}})
+
+
+def test_no_request_has_what_another_left(tiny_llm):
+    """Those of one grammar share a lexer, which ends when it has grown too far: it is made anew then."""
+    words = "|".join(f".*{chr(97 + i)}.{{{i + 3}}}x" for i in range(14))
+    params = asked(regex=f"({words})", temperature=1.2, ignore_eos=True, max_tokens=40)
+    seeds = [*range(20), 0, 1]
+    outputs = [tiny_llm.generate("Once upon a time", replace(params, seed=seed))[0].token_ids for seed in seeds]
+    assert outputs[-2:] == outputs[:2] and all(len(output) == 40 for output in outputs)
+
+
 def test_round_multiples_are_taken(tiny_llm):
     followed(tiny_llm, {"json": {"type": "integer", "multipleOf": 1_000_000}})
     schema = {"type": "number", "multipleOf": 0.05, "maximum": 9, "minimum": 1}
@@ -725,6 +744,12 @@ def deep(n: int) -> dict:
                                             for i in range(n)} | {f"d{n}": {"type": "string"}}}  # fmt: skip
 
 
+def tags(n: int) -> dict:
+    content = tags(n - 1) if n else {"type": "const_string", "value": "a" * 4000}
+    return {"type": "tags_with_separator", "separator": ",", "tags": [
+        {"type": "tag", "begin": f"{n}", "content": content, "end": ">"}]}  # fmt: skip
+
+
 HOSTILE = {
     "look-around": {"regex": "(?=a)ab"}, "reference": {"regex": r"(a)\1"}, "unclosed": {"regex": "(a"},
     "never": {"regex": r"[^\s\S]"}, "repeats": {"regex": "(a{1000}){1000}"},
@@ -738,6 +763,12 @@ HOSTILE = {
     "cycle": {"json": {"$ref": "#"}}, "object": {"json": {"type": object}}, "deep json": {"json": '{"items":' * 9999},
     "product": {"json": {"allOf": [{"anyOf": [{"properties": {f"p{i}{j}": {"type": "null"}}} for j in range(6)]}
                                    for i in range(8)]}},
+    "stars": {"regex": "a*" * 5000}, "stars in json": {"json": {"type": "string", "pattern": "a*" * 5000}},
+    "names in json": {"json": {"type": "object", "patternProperties": {"a*" * 5000: {}}}},
+    "stars in lark": {"grammar": "start: /" + "a*" * 5000 + "/"}, "lines": {"grammar": "\n" * 60000},
+    "open text": {"grammar": '"' + '\\"' * 30000}, "open regex": {"grammar": "/" + "\\/" * 30000},
+    "open classes": {"grammar": "root ::= " + "[" * 60000}, "open texts": {"grammar": 'root ::= "' + '\\"' * 30000},
+    "references": {"json": {"properties": {f"p{i}": {"$ref": f"#/$defs/{i}"} for i in range(2000)}}},
     "tag": {"structural_tag": {"structures": []}}, "tags": {"structural_tag": {"structures": [{"begin": "<a>"}],
                                                                              "triggers": ["<b"]}},
 }  # fmt: skip

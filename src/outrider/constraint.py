@@ -30,9 +30,8 @@ from torch import Tensor
 from outrider.config import MOST_NODES, StructuredOutputsParams
 from outrider.draft import Draft
 from outrider.errors import ConfigError, ConstraintError, told
-from outrider.grammar import behind, pieces, written
+from outrider.grammar import MOST_TEXT, behind, pieces, written
 
-MOST_TEXT = 2**16  # characters of a schema or grammar: by these the time to read it is bounded
 MOST_FORCED = 64  # tokens that are drafted behind one node
 LONGEST_FORCED = 4096  # tokens that a grammar may force in a row: some would go on for ever
 KEPT = 64  # grammars for which a tokenizer keeps what was read
@@ -59,6 +58,7 @@ class Grammar:
     """What was read of a request's constraint, for a tokenizer."""
 
     matcher: Any  # at the beginning; copied for each sequence
+    make: Callable[[], Any]  # another one, which shares nothing with it
     end: int  # the token that stands for the end of the output
     guess: int | None  # the token that the tokenizer ends texts with
     vocab: int  # the model's logits
@@ -99,10 +99,10 @@ class Constraint:
         """
         place = self._place(seq, path)
         if place.mask is None:
-            if not self._go(seq, path):
+            found = self._ask(seq, path, lambda: self.matcher.compute_bitmask())
+            if found is None:
                 return None
-            bits = np.frombuffer(self.matcher.compute_bitmask(), np.uint8).copy()
-            self._look()
+            bits = np.frombuffer(found, np.uint8).copy()
             at, bit = divmod(self.grammar.end, 8)
             ends = bool(bits[at] >> bit & 1)
             bits[at] &= ~np.uint8(1 << bit)
@@ -111,7 +111,7 @@ class Constraint:
             bits[whole : whole + 1] &= np.uint8((1 << rest) - 1)
             place.complete = not bits.any()
             if np.count_nonzero(bits) == 1:  # it may be forced, and without end
-                self._forced()
+                self._forced(seq, path)
             for token in self.ends:  # of a text's own some may be, such as a quote
                 bits[token // 8] &= ~np.uint8(1 << token % 8)
                 bits[token // 8] |= np.uint8(ends << token % 8)
@@ -130,13 +130,12 @@ class Constraint:
         if place.forced is None:
             place.forced = []
             try:
-                if self._go(seq, path):
-                    known = takewhile(self.grammar.vocab.__gt__, self._forced())
-                    found = list(islice(known, MOST_FORCED))
-                    if self._go(seq, path + found) and self.matcher.is_stopped() and not self.silent:
-                        guess = self.grammar.guess
-                        found.append(guess if guess in self.ends else min(self.ends))
-                    place.forced = found
+                known = takewhile(self.grammar.vocab.__gt__, self._forced(seq, path))
+                found = list(islice(known, MOST_FORCED))
+                if not self.silent and self._ask(seq, path + found, lambda: self.matcher.is_stopped()):
+                    guess = self.grammar.guess
+                    found.append(guess if guess in self.ends else min(self.ends))
+                place.forced = found
             except ConstraintError:
                 pass  # `mask` says so where it matters
         return place.forced
@@ -185,7 +184,7 @@ class Constraint:
                 return mask is not None and bool(mask[token // 8] >> token % 8 & 1)
             if forced := self.forced(seq, path):
                 return token == forced[0]
-            return self._go(seq, path) and self.matcher.validate_tokens([token]) == 1
+            return self._ask(seq, path, lambda: self.matcher.validate_tokens([token])) == 1
         except ConstraintError:
             return False
 
@@ -202,8 +201,33 @@ class Constraint:
         key = (*seq.tokens[seq.settled :], *path)
         return self.places.setdefault(key, Place())
 
+    def _ask(self, seq: Text, path: list[int], ask: Callable[[], T]) -> T | None:
+        """What the matcher says behind the output and `path`; None if the output cannot go on like this.
+
+        Matchers of a grammar share a lexer, which grows with all that is asked of it and has an end. What is beyond
+        that is asked once more of one that has read nothing else: an answer depends on the tokens alone.
+        """
+        for fresh in (False, True):
+            if self.matcher.is_error():
+                self._begin()
+            found = ask() if self._go(seq, path) else None
+            if not self.matcher.is_error():
+                return found
+            if not fresh:
+                self.grammar.matcher = self.grammar.make()
+        error = _line(self.matcher.get_error())
+        self._begin()
+        raise ConstraintError(f"structured_outputs: the output cannot go on: {error}")
+
+    def _begin(self) -> None:
+        self.matcher, self.known = self.grammar.matcher.deep_copy(), 0
+        self.read.clear()
+
     def _go(self, seq: Text, path: list[int]) -> bool:
-        """Bring the matcher behind the output and `path`. False, where it was, if the output cannot go on like this."""
+        """Bring the matcher behind the output and `path`.
+
+        False, where it was, if the output cannot go on like this; and if something went wrong with the matcher.
+        """
         self.known = min(self.known, len(seq.tokens) - seq.prompt_len)
         wanted = seq.tokens[seq.prompt_len + self.known :] + path
         read = self.read[self.known :]
@@ -217,29 +241,24 @@ class Constraint:
         fresh = wanted[same:]
         if fresh:
             if (valid := self.matcher.validate_tokens(fresh)) < len(fresh):
+                self.matcher.consume_tokens(fresh[:valid])
+                self.matcher.compute_bitmask()  # a lexer that is full says so here alone
+                self.matcher.rollback(valid)
+                if self.matcher.is_error():
+                    return False
                 if self.known + same + valid < seq.settled - seq.prompt_len:  # chosen by the masks
                     raise ConstraintError("structured_outputs: the output cannot go on: it is not what it must be")
                 return False
             self.matcher.consume_tokens(fresh)
             self.read += fresh
-        self._look()
         self.known = min(seq.settled, len(seq.tokens)) - seq.prompt_len
-        return True
+        return not self.matcher.is_error()
 
-    def _forced(self) -> list[int]:
-        found: list[int] = self.matcher.compute_ff_tokens()
-        self._look()
+    def _forced(self, seq: Text, path: list[int]) -> list[int]:
+        found: list[int] = self._ask(seq, path, lambda: self.matcher.compute_ff_tokens()) or []
         if len(found) > LONGEST_FORCED:
             raise ConstraintError(f"structured_outputs: more than {LONGEST_FORCED} tokens in a row can only be these")
         return found
-
-    def _look(self) -> None:
-        """Raise ConstraintError if something went wrong with the matcher, which then begins again."""
-        if self.matcher.is_error():
-            error = _line(self.matcher.get_error())
-            self.matcher, self.known = self.grammar.matcher.deep_copy(), 0
-            self.read.clear()
-            raise ConstraintError(f"structured_outputs: the output cannot go on: {error}")
 
 
 def unpacked(mask: Bits, vocab: int) -> Tensor:
@@ -278,7 +297,7 @@ def read(given: StructuredOutputsParams, tokenizer: Any, vocab: int) -> Grammar:
         if vocab not in own:
             own[vocab] = _bind(library, tokenizer, vocab)
         binding = own[vocab]
-    key = repr(given)
+    key = repr((given, [type(value) for value in given.asked.values()]))  # of what is forced a text of ours says more
     if (grammar := binding.grammars.pop(key, None)) is None:
         text = _text(given)
         if len(text) > MOST_TEXT:
@@ -287,11 +306,12 @@ def read(given: StructuredOutputsParams, tokenizer: Any, vocab: int) -> Grammar:
         for piece in [piece for mark in given.marks for piece in pieces(mark, added)]:
             if piece in added and added[piece] in (eos, binding.end):
                 raise ConfigError(f"structured_outputs: after {piece!r} nothing comes: it ends a text")
-        matcher = _deeply(partial(_compile, library, binding, given, text, added))
-        grammar = Grammar(matcher, binding.end, eos if isinstance(eos, int) else None, vocab)
-    binding.grammars[key] = grammar
-    while len(binding.grammars) > KEPT:
-        binding.grammars.pop(next(iter(binding.grammars)), None)
+        make = partial(_deeply, partial(_compile, library, binding, given, text, added))
+        grammar = Grammar(make(), make, binding.end, eos if isinstance(eos, int) else None, vocab)
+    with _binding:
+        binding.grammars[key] = grammar
+        while len(binding.grammars) > KEPT:
+            del binding.grammars[next(iter(binding.grammars))]
     return grammar
 
 
@@ -381,7 +401,10 @@ def _compile(
             other = probe.deep_copy()
             other.consume_tokens([int(some[0])])
             other.rollback(1)
-            if other.is_error():
+            if not other.is_error():
+                other.consume_tokens([int(some[0])])
+                other.compute_bitmask()  # for which some regexes take more than there is
+            if other.is_error() and "NoExtension" not in other.get_error():
                 raise ConfigError(f"structured_outputs: {kind} cannot be used: {_line(other.get_error())}")
         forced = probe.compute_ff_tokens()
         if len(forced) > LONGEST_FORCED:

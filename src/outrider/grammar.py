@@ -20,6 +20,7 @@ from urllib.parse import unquote
 from outrider.config import StructuredOutputsParams
 from outrider.errors import brief
 
+MOST_TEXT = 2**16  # characters of a schema or grammar: by these the time to read it is bounded
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"  # between the parts of JSON: without a bound some models write nothing else
 SPECIAL = r"\.+*?()|[]{}^$#&-~"  # what a regex reads as more than itself
 # of a schema's texts, those that llguidance keeps to
@@ -28,12 +29,13 @@ NAMES = re.compile(r"\^(?:\((?:\?:)?([\w|-]+)\)|([\w-]+))\$")  # a pattern of on
 PARTS = "properties", "patternProperties", "dependentSchemas", "$defs", "definitions"  # of a schema: schemas by name
 DATA = "const", "enum", "default", "examples"  # and what is none, whatever it looks like
 ESCAPED = re.compile(r"(\\[^uU])|\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}))")  # in GBNF; the first are left
-# of Lark: texts, regexes and comments; and tokens of their own by their names
-LARK = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?!/)(?:\\.|[^/\\])+/|//.*|#.*|(<(?!\[)[^<>\s]+>)|(&)')
+# of Lark: texts, regexes and comments; and tokens of their own by their names. What has no end is not looked at twice.
+LARK = re.compile(r'"(?:\\.|[^"\\\n])*"?|/(?!/)(?:\\.|[^/\\])+/?|//.*|#.*|(<(?!\[)[^<>\s]+>)|(&)')
 SHORT = re.compile(r"/(?:\[[\w-]+\](?:\{\d+(?:,\d+)?\})?|[\w ])+/")  # regexes of bounded length, as plain as can be
-GBNF = re.compile(r'"(?:\\.|[^"\\])*"|#.*|(\[(?:\\.|[^\]\\])*\])')  # texts, comments and classes of characters
+GBNF = re.compile(r'"(?:\\.|[^"\\])*"?|#.*|(\[(?:\\.|[^\]\\])*\]?)')  # texts, comments and classes of characters
 MOST_AT_ONCE = 12  # regexes that a text fits at the same time: each doubles what is to be looked at
 TOO_MANY = f"a text can be asked to fit at most {MOST_AT_ONCE} regexes at once"
+MOST_TIMES = 4096  # repetitions in regexes
 MOST_MULTIPLE = 20_000  # a regex of multiples has as many states
 # Where somebody's regex goes on as what stands behind it begins (`/a*/ "ab"`), all that may come is more of it, without
 # end; llguidance would look for that end. So nothing is forced there.
@@ -79,9 +81,10 @@ def written(library: Any, given: StructuredOutputsParams, text: str, added: Mapp
         words = ("".join("\\" * (c in SPECIAL) + c for c in word) for word in given.choice or ())
         return str(library.LLMatcher.grammar_from_regex("|".join(words)))
     if kind == "regex":
+        _countable(text)
         return str(library.LLMatcher.grammar_from_regex(text))
     if kind == "grammar":
-        if re.search(r"(?m)^\s*[\w-]+\s*::=", text):
+        if re.search(r"(?m)^[^\S\n]*[\w-]+\s*::=", text):
             source = str(library.grammar_from("gbnf", ESCAPED.sub(_character, GBNF.sub(_plain, text))))
             return source if _forces(source) else _unforced(source)
         ours = isinstance(text, Ours)
@@ -138,7 +141,8 @@ def _apart(schema: Mapping[str, Any]) -> dict[str, Any]:
     named, left = dict(schema["properties"]), dict(schema["patternProperties"])
     for pattern, part in schema["patternProperties"].items():
         words = (found[1] or found[2]).split("|") if (found := NAMES.fullmatch(pattern)) else []
-        if words and named.keys() >= {*words}:
+        flat = not isinstance(part, Mapping) or not any(isinstance(value, (Mapping, list)) for value in part.values())
+        if words and flat and named.keys() >= {*words}:  # copies of copies would be too many
             named |= {word: {"allOf": [named[word], part]} for word in words}
             del left[pattern]
     return {**schema, "properties": named, "patternProperties": left}
@@ -169,17 +173,24 @@ def _digits(value: Any) -> int:
 
 def _bounded(schema: Any) -> None:
     """Raise ValueError for a schema that would take llguidance too long to read, wherever its references lead."""
-    known = dict[str, int]()
+    known, seen = dict[str, int](), dict[int, int]()
+    patterns = list[str]()
+    everywhere = json.dumps(schema).count('"pattern"')
 
     def at_once(part: Any) -> int:  # patterns that one text may have to fit
         if not isinstance(part, Mapping):
             return 0
+        if id(part) not in seen:
+            seen[id(part)] = counted(part)
+        return seen[id(part)]
+
+    def counted(part: Mapping[str, Any]) -> int:
         every, some = ([p for key in keys for p in _listed(part.get(key))] for keys in (("allOf",), ("anyOf", "oneOf")))
         ref = part.get("$ref")
         if isinstance(ref, str) and ref not in known:
             known[ref] = 0  # while it is looked at: it may lead back here
             target = _referred(schema, ref)  # whatever cannot be followed here may lead to all of them
-            known[ref] = json.dumps(schema).count('"pattern"') if target is None else at_once(target)
+            known[ref] = everywhere if target is None else at_once(target)
         own = ("pattern" in part) + (known[ref] if isinstance(ref, str) else 0)
         return own + sum(map(at_once, every)) + max(map(at_once, some), default=0)
 
@@ -192,7 +203,13 @@ def _bounded(schema: Any) -> None:
                 raise ValueError(f"multipleOf is at most {MOST_MULTIPLE}, all of them together, zeros at the end aside")
             if at_once(part) > MOST_AT_ONCE:
                 raise ValueError(TOO_MANY)
+            patterns += [own for own in (part.get("pattern"), *_named_by(part)) if isinstance(own, str)]
         parts += part.values() if isinstance(part, Mapping) else _listed(part)
+    _countable("".join(patterns))
+
+
+def _named_by(part: Mapping[str, Any]) -> list[Any]:
+    return [*names] if isinstance(names := part.get("patternProperties"), Mapping) else []
 
 
 def _listed(value: Any) -> list[Any]:
@@ -212,8 +229,15 @@ def _referred(schema: Any, ref: str) -> Any:
     return schema
 
 
+def _countable(regexes: str) -> None:
+    """Raise ValueError for regexes that repeat too often: the time to read them grows with the square of that."""
+    if (times := len(re.findall(r"[*+?{]", regexes))) > MOST_TIMES:
+        raise ValueError(f"regexes may repeat something at most {MOST_TIMES} times, all of them together, not {times}")
+
+
 def _checked_lark(text: str) -> None:
     """Raise ValueError for what llguidance would read too long."""
+    _countable("".join(found[0] for found in LARK.finditer(text) if found[0][0] == "/"))
     if sum(bool(found[2]) for found in LARK.finditer(text)) > MOST_AT_ONCE:
         raise ValueError(TOO_MANY)
     for found in re.finditer(r"%json\s*", text):
@@ -384,7 +408,7 @@ class Tag:
         if kind == "tags_with_separator":
             tags = _tags(has)
             _end_by_themselves(kind, tags)
-            one = _either(self._tag(tag, ()) for tag in tags)
+            one = self.own.rule("tag", _either(self._tag(tag, ()) for tag in tags))  # which stands twice
             more = "" if has["stop_after_first"] else f"({self.own.mark(has['separator'])} {one})*"
             return f"({one} {more}){'' if has['at_least_one'] else '?'}"
         if kind in ("optional", "plus", "star", "repeat"):

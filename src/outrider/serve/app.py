@@ -405,7 +405,10 @@ class Server:
             return None, {}
         written = asked.written(family)
         more: dict[str, Any] = {"skip_special_tokens": False}  # in some vocabularies, what marks a call is special
-        if forced := constraint(asked, written, self.llm.llm.tokenizer):
+        tokenizer = self.llm.llm.tokenizer
+        if asked.forced and (
+            forced := await self.llm.off_loop(lambda: constraint(asked, written, tokenizer), "grammar")
+        ):
             if body.structured_outputs is not None:
                 said = "tool_choice and structured_outputs cannot both say what the output is"
                 raise Refusal(400, said, "tool_choice")

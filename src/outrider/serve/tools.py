@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 
 from outrider.config import StructuredOutputsParams
 from outrider.errors import ConfigError, OutriderError, brief
-from outrider.grammar import DATA, PARTS, Ours, literal, understood
+from outrider.grammar import DATA, MOST_TEXT, PARTS, Ours, literal, understood
 
 NAMES = set(string.ascii_letters + string.digits + "_-.")  # in names of functions; OpenAI's, and the dot
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -294,6 +294,8 @@ def constraint(tools: Tools, family: Family, tokenizer: Any) -> StructuredOutput
     added = tokenizer.get_added_vocab()
     several = tools.parallel and not tools.choice.startswith("=")
     try:
+        if (size := len(json.dumps([*tools.callable.values()]))) > MOST_TEXT:
+            raise ConfigError(f"tools: their parameters have {size} characters; at most {MOST_TEXT} can be asked for")
         calls = [_call(name, understood(schema), family, added) for name, schema in tools.callable.items()]
     except RecursionError:
         raise ConfigError("tools: parameters are nested too deeply") from None
