@@ -23,7 +23,7 @@ from torch.testing import assert_close
 from outrider import LLM, quantize
 from outrider.errors import CheckpointError, ModelNotFound, OutriderError, UnsupportedArchitecture
 from outrider.gguf import ARCHITECTURES, INSIDE, OWN, PAIRED, File, Stored, _byte_level, _hf_name
-from outrider.load import embedded, find, read_config, read_tokenizer
+from outrider.load import embedded, find, open_source, read_config, read_tokenizer
 
 Kind = gguf.GGMLQuantizationType
 
@@ -256,6 +256,14 @@ def test_what_only_some_files_say(make_checkpoint, tmp_path, arch, config, keys)
     llm = LLM(write(folder, tmp_path / "model.gguf", **keys), device="cpu")
     expected = reference(folder)(torch.tensor([prompt_of(40)])).logits[0, -1].float().detach()
     assert_close(logits_after(llm, prompt_of(40)), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("period, windows", [(2, (8, None, 8, None)), (1, (None,) * 4), (0, (8,) * 4)])
+def test_windows_by_a_period(make_checkpoint, tmp_path, period, windows):
+    """As llama.cpp has it: all but the last of a period have one."""
+    folder = make_checkpoint("exaone4", num_hidden_layers=4, sliding_window=8)
+    path = write(folder, tmp_path / "model.gguf", **{"exaone4.attention.sliding_window_pattern": period})
+    assert open_source(path).config.windows == windows
 
 
 @pytest.mark.parametrize("kind", [k for k in Kind if k.name in (

@@ -233,7 +233,10 @@ class File:
             said["rope_local_base_freq"] = self._get("rope.freq_base_swa")
         if self.family == "gpt-oss" and said["sliding_window"] is None:
             raise CheckpointError(f"{self.path}: gpt-oss.attention.sliding_window is missing")
-        if isinstance(slides := self._get("attention.sliding_window_pattern"), list):
+        if (slides := self._get(key := "attention.sliding_window_pattern")) is not None:
+            if not isinstance(slides, list):  # a period, of which the last has none; 0: all have
+                period = self._number(key, least=0)
+                slides = [not period or i % period < period - 1 for i in range(layers)]
             said["layer_types"] = [families.SLIDING if each else families.FULL for each in slides]
         if self.family == "phi3":  # transformers looks for it here, and has 4,096 where it is missing
             said["original_max_position_embeddings"] = self._get("rope.scaling.original_context_length")
