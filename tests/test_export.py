@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from dataclasses import replace
 from functools import partial
 from shutil import copytree
 
@@ -12,14 +13,14 @@ import pytest
 import torch
 from helpers import logits_after
 from safetensors.torch import load_file, save_file
-from test_families import GROWING
+from test_families import FULL, GROWING
 from test_gguf import OLMO3, PHI4, Kind, write
 from test_truth import LLAMA3, check, prompt_of, reference, rope
 
 from outrider import LLM, export
 from outrider.cli import main
 from outrider.errors import CheckpointError, ConfigError, ModelNotFound, UnsupportedArchitecture
-from outrider.load import embedded, read_tokenizer
+from outrider.load import embedded, open_source, read_config, read_tokenizer
 
 EIGHT, FOUR = partial(export.quantize, bits=8), partial(export.quantize, calibration="none")
 
@@ -41,6 +42,30 @@ def test_gguf_to_a_folder(make_checkpoint, tmp_path, arch, config):
     target = export.export(path, tmp_path / "out")
     check(LLM(target, device="cpu"), reference(folder), [prompt_of(30)], 16, rtol=1e-4, atol=1e-4)
     check(LLM(path, device="cpu"), reference(target), [prompt_of(30)], 16, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "arch, config, unsaid",
+    [
+        ("exaone4", {"sliding_window": None, "layer_types": [FULL, FULL]}, ()),
+        ("smollm3", {"num_hidden_layers": 5, **rope("default")}, ["smollm3.rope.freq_base"]),
+        ("ernie4_5", rope("default"), ["ernie4_5.rope.freq_base"]),
+    ],
+)
+def test_what_a_file_does_not_say_is_no_default(make_checkpoint, tmp_path, arch, config, unsaid):
+    """Transformers' classes have another window, another base and a token that ends texts."""
+    path = write(make_checkpoint(arch, **config), tmp_path / "model.gguf", **dict.fromkeys(unsaid))
+    target = export.export(path, tmp_path / "out")
+    assert read_config(target) == open_source(path).config and not read_config(target).eos
+    ours, theirs = LLM(path, device="cpu"), LLM(target, device="cpu")
+    assert torch.equal(logits_after(ours, prompt_of(30)), logits_after(theirs, prompt_of(30)))
+
+
+def test_a_config_that_would_be_read_as_another_is_not_written(make_checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(export, "read_config", lambda folder: replace(read_config(folder), rms_norm_eps=0.5))
+    with pytest.raises(UnsupportedArchitecture, match=r"its rms_norm_eps of 1e-06 would be read as 0.5"):
+        export.export(make_checkpoint(), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_rope_that_changes_behind_the_original_context(make_checkpoint, tmp_path):

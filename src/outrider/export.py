@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from outrider.config import DTYPES, ModelConfig, Names
 from outrider.errors import ConfigError, UnsupportedArchitecture, brief
 from outrider.families import FAMILIES
 from outrider.files import expand, new_folder, replacing, write_text
-from outrider.load import Builder, Progress, Source, finite, open_source
+from outrider.load import Builder, Progress, Source, finite, open_source, read_config
 from outrider.model import Rotary
 from outrider.quantize import Rounded, rounded
 
@@ -133,7 +133,24 @@ def _config(source: Source) -> dict[str, Any]:
     rope = dict(config["rope_parameters"])
     if rope.pop("freq_factors", None) is not None:
         rope |= _llama3(source.config)
-    return config | {"model_type": FAMILIES[source.config.architecture].model_type, "rope_parameters": rope}
+    for own in [rope[kind] for kind in (families.FULL, families.SLIDING) if kind in rope] or [rope]:
+        own.setdefault("rope_theta", source.config.rope["rope_theta"])
+    kinds = [families.SLIDING if window else families.FULL for window in source.config.windows]
+    unsaid = {"sliding_window": None, "layer_types": kinds, "eos_token_id": None}  # of which classes have defaults
+    kind = FAMILIES[source.config.architecture].model_type
+    return unsaid | config | {"model_type": kind, "rope_parameters": rope}
+
+
+def _same_config(source: Source, folder: Path) -> None:
+    """Raises UnsupportedArchitecture where the config that was written is read as another model's."""
+    ours, theirs = source.config, read_config(folder)
+    rope = ours.rope if "freq_factors" in ours.rope else theirs.rope  # of these, `_llama3` has seen to it
+    theirs = replace(theirs, dtype=ours.dtype, rope=rope)
+    if odd := [field.name for field in fields(ours) if getattr(ours, field.name) != getattr(theirs, field.name)]:
+        own, read = (brief(getattr(config, odd[0])) for config in (ours, theirs))
+        raise UnsupportedArchitecture(
+            f"{source.path}: as config.json, its {odd[0]} of {own} would be read as {read}, and is not written"
+        )
 
 
 def _llama3(config: ModelConfig) -> dict[str, Any]:
@@ -157,13 +174,13 @@ def _describe(source: Source, folder: Path, says: dict[str, Any]) -> None:
             for file in source.path.glob(pattern):
                 if file.is_file() and not file.name.endswith(".index.json"):
                     shutil.copyfile(file, folder / file.name)
-        write_text(folder / "config.json", config)
-        return
+    else:
+        if (tokenizer := source.tokenizer()) is not None:
+            tokenizer.save_pretrained(folder)
+        if ends := list(source.config.eos):
+            write_text(folder / "generation_config.json", json.dumps({"eos_token_id": ends}) + "\n")
     write_text(folder / "config.json", config)
-    if (tokenizer := source.tokenizer()) is not None:
-        tokenizer.save_pretrained(folder)
-    if ends := list(source.config.eos):
-        write_text(folder / "generation_config.json", json.dumps({"eos_token_id": ends}) + "\n")
+    _same_config(source, folder)
 
 
 def _place(name: str) -> tuple[int, str]:
