@@ -616,7 +616,9 @@ def test_zero_biases_of_gptq_are_none(write, tmp_path):
     def zeros(tensors, _):
         tensors[Q + "bias"] = torch.zeros(64, dtype=torch.float16)
 
-    load(edited(write, "gptq", tmp_path, zeros), device="cpu")
+    folder = edited(write, "gptq", tmp_path, zeros)
+    load(folder, device="cpu")
+    load(export(folder, tmp_path / "dense"), device="cpu")
 
     def ones(tensors, _):
         tensors[Q + "bias"] = torch.ones(64, dtype=torch.float16)

@@ -625,6 +625,7 @@ class _Packed(_Weights):
         for name in [name for name in self.unused if name.endswith(".bias")]:
             if f"{name[:-5]}.weight" in self.reader.packed and not self._read(name).any():
                 self.unused.discard(name)  # GPTQ's tools have written biases of zeros where there are none
+                del self.shapes[name]  # nor does an export write them
         super().check_unused()
         if (rounded := self.reader.rounded) and rounded != self.rounds:
             logger.warning(
