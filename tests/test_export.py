@@ -96,6 +96,19 @@ def test_a_head_that_is_there_is_written_as_one(make_checkpoint, tmp_path):
     assert "lm_head.weight" in load_file(written / "model.safetensors")
 
 
+def test_a_head_that_is_the_embedding_is_said_to_be(make_checkpoint, tmp_path):
+    """Around a text part, saying nothing may mean that it is; of the part alone, it does not."""
+    folder = copytree(make_checkpoint("mistral", tie_word_embeddings=True), tmp_path / "model")
+    inner = json.loads((folder / "config.json").read_text())
+    del inner["tie_word_embeddings"]
+    outer = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "text_config": inner}
+    (folder / "config.json").write_text(json.dumps(outer))
+    written = export.export(folder, tmp_path / "out")
+    assert json.loads((written / "config.json").read_text())["tie_word_embeddings"] is True
+    ours, theirs = LLM(folder, device="cpu"), LLM(written, device="cpu")
+    assert torch.equal(logits_after(ours, prompt_of(30)), logits_after(theirs, prompt_of(30)))
+
+
 def test_tokenizer_and_shards(tmp_path, monkeypatch):
     own = read_tokenizer(embedded()["tiny"])
     path = write(embedded()["tiny"], tmp_path / "tiny.gguf", Kind.BF16, tokenizer=own)

@@ -126,8 +126,7 @@ def _config(source: Source) -> dict[str, Any]:
     """What config.json says."""
     left = ("torch_dtype", "quantization_config")
     config = {key: value for key, value in source.hf.items() if key not in left and value != []}
-    if not source.config.tied:
-        config["tie_word_embeddings"] = False  # the files hold a head, whatever their config says
+    config["tie_word_embeddings"] = source.config.tied  # as the files hold a head or none, whatever their config says
     if source.path.is_dir():
         return config
     rope = dict(config["rope_parameters"])
