@@ -333,6 +333,24 @@ def test_tokenizer_and_template_come_from_the_file(tmp_path):
     assert ours.generate(prompt, **options)[0].text == theirs.generate(prompt, **options)[0].text
 
 
+@pytest.mark.parametrize("arch", ["llama", "phi3"])
+@pytest.mark.parametrize("prefix", [None, True, False])
+def test_a_space_before_the_text_of_sentencepiece(make_checkpoint, tmp_path, arch, prefix):
+    """By transformers' conversion, of which each has a rule of its own; the file may say that there is none."""
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(100)), "\u2581", "a", "b", "\u2581a", "\u2581b"]
+    given = {
+        "model": "llama", "tokens": words, "scores": [-float(i) for i in range(len(words))],
+        "token_type": [2, 3, 3, *[6] * 100, *[1] * 5], "bos_token_id": 1, "add_bos_token": False, "unknown_token_id": 0,
+        **({} if prefix is None else {"add_space_prefix": prefix}),
+    }  # fmt: skip
+    keys = {f"tokenizer.ggml.{key}": value for key, value in given.items()}
+    tokenizer = File(write(make_checkpoint(arch), tmp_path / "model.gguf", **keys)).tokenizer()
+    begins = "a" if prefix is False else "\u2581a"
+    assert tokenizer.tokenize("a b") == [begins, "\u2581b"]
+    assert tokenizer.decode(tokenizer("a b")["input_ids"]) == "a b"
+    assert tokenizer.decode(words.index("\u2581b")) == (" b" if prefix is False else "b")  # no space is stripped
+
+
 def test_digits_of_smollm_stand_alone(tmp_path):
     own = read_tokenizer(embedded()["tiny"])
     read = File(write(embedded()["tiny"], tmp_path / "tiny.gguf", tokenizer=own, pre="smollm")).tokenizer()

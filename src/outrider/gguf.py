@@ -7,6 +7,7 @@ and trusts what it reads. Block types, their sizes and what they stand for are t
 from __future__ import annotations
 
 import importlib
+import json
 import math
 import mmap
 import re
@@ -387,7 +388,20 @@ class File:
                 f"{self.path}: the conversion of its tokenizer makes {size} tokens of {len(given['tokens'])}; put the "
                 "model's tokenizer.json beside the file"
             )
-        return backend
+        return _unprefixed(backend) if given.get("add_space_prefix") is False else backend
+
+
+def _unprefixed(backend: Any) -> Any:
+    """A SentencePiece tokenizer that puts no space before a text, which transformers' conversion always does."""
+    from tokenizers import Tokenizer
+
+    said = json.loads(backend.to_str())
+    for part, inside, prefixes in (("normalizer", "normalizers", "Prepend"), ("decoder", "decoders", "Strip")):
+        if inside in (said[part] or {}):
+            said[part][inside] = [rule for rule in said[part][inside] if rule["type"] != prefixes]
+    if (said["pre_tokenizer"] or {}).get("type") == "Metaspace":
+        said["pre_tokenizer"]["prepend_scheme"] = "never"
+    return Tokenizer.from_str(json.dumps(said))
 
 
 def _byte_level(given: dict[str, Any], pre: str | None, split: str | None) -> Any:
