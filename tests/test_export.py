@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from shutil import copytree
@@ -121,6 +122,17 @@ def test_tokenizer_and_shards(tmp_path, monkeypatch):
         options = {"temperature": 0, "max_tokens": 24}
         assert ours.generate("The dog", **options)[0].text == theirs.generate("The dog", **options)[0].text
         assert json.loads((target / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_tokenizer_that_would_be_read_as_another_is_not_written(make_checkpoint, tmp_path):
+    """Transformers has its own for Qwen2, whatever is in the folder."""
+    tokenizer = read_tokenizer(embedded()["tiny"])
+    folder = make_checkpoint("qwen2", vocab_size=len(tokenizer))
+    for pre, fits in (("qwen2", True), ("gpt-2", False)):
+        path = write(folder, tmp_path / f"{pre}.gguf", tokenizer=tokenizer, pre=pre)
+        with nullcontext() if fits else pytest.raises(UnsupportedArchitecture, match="from a folder as Qwen2Tokenizer"):
+            export.export(path, tmp_path / pre)
+        assert (tmp_path / pre).exists() == fits
 
 
 def test_a_tokenizer_of_vocabulary_and_merges(make_checkpoint, tmp_path):

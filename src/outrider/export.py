@@ -19,12 +19,17 @@ from outrider.config import DTYPES, ModelConfig, Names
 from outrider.errors import ConfigError, UnsupportedArchitecture, brief
 from outrider.families import FAMILIES
 from outrider.files import expand, new_folder, replacing, write_text
-from outrider.load import Builder, Progress, Source, finite, open_source, read_config
+from outrider.load import Builder, Progress, Source, finite, open_source, read_config, read_tokenizer
 from outrider.model import Rotary
 from outrider.quantize import Rounded, rounded
 
 SHARD = 2**31  # bytes of a file
 CPU = torch.device("cpu")
+TELLING = (
+    "Hello world 123456, don't!",
+    "  two\n\n spaces\t 日本 e\u0301 ",
+    "x=[1.5];\r\n\n  return HE'S",
+)  # of tokenizers
 
 
 def export(name: str | Path, target: str | Path, dtype: str = "auto", progress: Progress | None = None) -> Path:
@@ -152,6 +157,19 @@ def _same_config(source: Source, folder: Path) -> None:
         )
 
 
+def _same_tokenizer(tokenizer: Any, source: Source, folder: Path) -> None:
+    """Raises UnsupportedArchitecture where transformers takes another tokenizer for such a model than was written."""
+    special = " a".join(tokenizer.get_added_vocab())
+    found: Any = read_tokenizer(folder)
+    for text in ("", *TELLING, special):
+        ids = tokenizer(text)["input_ids"]
+        if found(text)["input_ids"] != ids or found.decode(ids) != tokenizer.decode(ids):
+            raise UnsupportedArchitecture(
+                f"{source.path}: transformers would read its tokenizer from a folder as {type(found).__name__}, by "
+                f"which {brief(text)} is other tokens, and it is not written; export the checkpoint it was made of"
+            )
+
+
 def _llama3(config: ModelConfig) -> dict[str, Any]:
     """Llama 3's parameters, of which a GGUF holds only what they come to. Raises UnsupportedArchitecture."""
     factor = round(max(config.rope["freq_factors"]), 4)
@@ -173,13 +191,13 @@ def _describe(source: Source, folder: Path, says: dict[str, Any]) -> None:
             for file in source.path.glob(pattern):
                 if file.is_file() and not file.name.endswith(".index.json"):
                     shutil.copyfile(file, folder / file.name)
-    else:
-        if (tokenizer := source.tokenizer()) is not None:
-            tokenizer.save_pretrained(folder)
-        if ends := list(source.config.eos):
-            write_text(folder / "generation_config.json", json.dumps({"eos_token_id": ends}) + "\n")
+    elif ends := list(source.config.eos):
+        write_text(folder / "generation_config.json", json.dumps({"eos_token_id": ends}) + "\n")
     write_text(folder / "config.json", config)
     _same_config(source, folder)
+    if not source.path.is_dir() and (tokenizer := source.tokenizer()) is not None:
+        tokenizer.save_pretrained(folder)
+        _same_tokenizer(tokenizer, source, folder)
 
 
 def _place(name: str) -> tuple[int, str]:
