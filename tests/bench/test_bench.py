@@ -5,6 +5,7 @@ import gzip
 import io
 import json
 import lzma
+import math
 import subprocess
 import sys
 import tarfile
@@ -221,6 +222,26 @@ def test_what_takes_no_time_has_no_ratio() -> None:
     for samples, plain in (([at_once], [at_once]), ([at_once], [timed]), ([timed], [at_once])):
         with pytest.raises(ConfigError, match="suite short: every answer ended in its first forward"):
             module.result(none, llm, suite, [], samples, plain)
+
+
+def test_a_batch_that_took_no_time_in_one_round_has_the_ratios_of_others(llm: LLM) -> None:
+    """And one of no round has none."""
+    suite, settings = load_suite("chat", 3), Settings(model="tiny", suites=["chat"], prompts=3)
+
+    def passed(*rates: float) -> Sample:
+        one = [[5], [6], [7]]
+        return Sample(tokens=one, first=[0.1], seconds=1.0, timed=3, emitted=4, steps=3, rates=list(rates))
+
+    plain, ours = [passed(2.0, 2.0, 1.0), passed(2.0, 2.0, 1.0)], [passed(0.0, 5.0, 0.0), passed(4.0, 3.0, 0.0)]
+    about = {"method": "a", "engine": "b", "speculative_config": {}, "exactness": None, "kv_bytes": None, "notes": []}
+    found = module.result(settings, llm, suite, [[1]] * 3, ours, plain, weight_bytes=1, new_tokens=None, **about)
+    assert found.by_batch == [2.0, 2.0]
+
+
+def test_an_answer_that_ends_within_another_differs_there(llm: LLM) -> None:
+    for ours, theirs in (([5, 6, 7], [5, 6]), ([5, 6], [5, 6, 7])):
+        (found,) = module.compare(llm, [[1]], [ours], [Sample(tokens=[theirs])])
+        assert (found.position, {found.plain_token, found.token}, found.gap) == (2, {7, None}, math.inf)
 
 
 def test_the_spread_over_prompts_is_told(done: Path) -> None:

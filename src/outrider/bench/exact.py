@@ -16,6 +16,7 @@ from statistics import median
 from typing import Any
 
 from outrider.bench import peers, report
+from outrider.bench.report import differs
 from outrider.bench.run import PLAIN, at_least, check_threads, complain, label, load_llm, provenance, unique
 from outrider.bench.suites import load_suite
 from outrider.config import SamplingParams, SpeculativeConfig
@@ -168,13 +169,6 @@ def run(settings: Settings, progress: Progress | None = None, warn: Callable[[st
                 return [note] if (note := getattr(peer, "note", "")) else []
 
             yield from rows(spec, ways, theirs, lambda: None, notes)
-
-
-def differs(a: list[int], b: list[int]) -> int | None:
-    """The first place where two answers have different tokens, or one of them none; None if they are the same."""
-    if a == b:
-        return None
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 # --- how it is shown --------------------------------------------------------------------------------------------------

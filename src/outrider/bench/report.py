@@ -62,14 +62,21 @@ class Sample:
         return self.timed / self.seconds if self.timed else 0.0
 
 
+def differs(a: list[int], b: list[int]) -> int | None:
+    """The first place where two answers have different tokens, or one of them none; None if they are the same."""
+    if a == b:
+        return None
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
 @dataclass(frozen=True)
 class Difference:
     """The first place where a prompt's tokens are not those of plain decoding."""
 
     prompt: int
     position: int  # in the output
-    plain_token: int
-    token: int
+    plain_token: int | None  # None: there the answer has ended
+    token: int | None
     gap: float  # log p(plain_token) - log p(token) in nats, of the raw logits of plain decoding at temperature 1
 
 

@@ -30,7 +30,7 @@ import torch
 import outrider
 from outrider import drafters
 from outrider.bench import peers
-from outrider.bench.report import Difference, Result, Sample, repeated
+from outrider.bench.report import Difference, Result, Sample, differs, repeated
 from outrider.bench.suites import SUITES, Suite, load_suite
 from outrider.config import MOST_LOGPROBS, SamplingParams, SpeculativeConfig
 from outrider.errors import ConfigError, message_of
@@ -344,7 +344,12 @@ def compare(llm: LLM, prompts: list[list[int]], plain: list[list[int]], samples:
         got = next((s.tokens[i] for s in samples if s.tokens[i] != expected), None)
         if got is None:
             continue
-        at = next(t for t, (ours, theirs) in enumerate(zip(expected, got, strict=False)) if ours != theirs)
+        at = differs(expected, got)
+        assert at is not None
+        ours, theirs = (answer[at] if at < len(answer) else None for answer in (expected, got))
+        if ours is None or theirs is None:
+            differences.append(Difference(i, at, ours, theirs, math.inf))
+            continue
         llm.speculative_config = PLAIN
         (output,) = llm.generate(
             prompt + expected[:at], max_tokens=1, temperature=0, logprobs=MOST_LOGPROBS, ignore_eos=True
@@ -352,8 +357,8 @@ def compare(llm: LLM, prompts: list[list[int]], plain: list[list[int]], samples:
         assert output.logprobs is not None
         odds = output.logprobs[0].top
         least = min(odds.values())  # of those that were asked for
-        gap = odds.get(expected[at], least) - odds.get(got[at], -math.inf)  # a peer may have tokens of its own
-        differences.append(Difference(i, at, expected[at], got[at], gap))
+        gap = odds.get(ours, least) - odds.get(theirs, -math.inf)  # a peer may have tokens of its own
+        differences.append(Difference(i, at, ours, theirs, gap))
     return differences
 
 
@@ -373,7 +378,8 @@ def result(
         raise ConfigError(f"suite {suite.name}: every answer ended in its first forward; give more tokens, or prompts")
     ratios = [rate / of for rate, of in zip(rates, base, strict=True)]
     pairs = [zip(x.rates, y.rates, strict=False) for x, y in zip(samples, plain, strict=True)]
-    each = [[rate / of for rate, of in pair if rate and of] for pair in pairs]
+    each = [[rate / of if rate and of else None for rate, of in pair] for pair in pairs]
+    batches = [[ratio for ratio in batch if ratio] for batch in zip(*each, strict=True)]  # None: no time, that round
     drafted, seconds = sum(x.drafted for x in samples), sum(x.seconds for x in samples)
     lengths = sum((x.lengths for x in samples), Counter())
     shares: list[float | None] = [None] * 3
@@ -393,7 +399,7 @@ def result(
         max_tokens=s.max_tokens,
         tokens_per_second=median(rates), repeats=rates, speedup=median(ratios),
         speedup_min=min(ratios), speedup_max=max(ratios),
-        by_batch=[median(rounds) for rounds in zip(*each, strict=True)] or None,
+        by_batch=[median(batch) for batch in batches if batch] or None,
         acceptance_length=sum(x.emitted for x in samples) / sum(x.steps for x in samples),
         draft_acceptance_rate=sum(x.accepted for x in samples) / drafted if drafted else None,
         draft_lengths=[lengths[n] for n in range(max(lengths) + 1)] if drafted else None,
