@@ -9,6 +9,7 @@ from dataclasses import replace
 from shutil import copyfile
 
 import pytest
+from test_gguf import write
 from typer.testing import CliRunner
 
 from outrider.bench.forwards import EACH, ROWS, measure
@@ -245,8 +246,19 @@ def test_forwards_are_measured(tiny_llm):
     assert not tiny_llm.runner.slots
 
 
-def test_what_does_not_fit_is_not_loaded():
+@pytest.mark.parametrize("context", [32, 64])
+def test_forwards_of_few_positions_are_measured(make_llm, context):
+    assert {*measure(make_llm(max_position_embeddings=context)).rows} == {*ROWS}
+
+
+def test_what_does_not_fit_is_not_loaded(make_checkpoint, tmp_path):
+    """All splits of a GGUF count."""
     assert _timed("tiny", None, Device(1e9, 1e9, memory=1e6)) is None
+    write(make_checkpoint(), tmp_path / "model.gguf", splits=8)
+    first, *others = sorted(tmp_path.glob("model-*.gguf"))
+    assert (
+        _timed(str(first), None, Device(1e9, 1e9, memory=2.0 * first.stat().st_size + others[0].stat().st_size)) is None
+    )
 
 
 @pytest.mark.parametrize("text", ["x", "[]", "{}", line(batch="a"), line(speedup=None), "[" * 9999])

@@ -127,7 +127,7 @@ class File:
         self.path = path
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, Stored] = {}
-        for part in _parts(path):
+        for part in parts(path):
             check_regular(part)
             try:
                 reader = _Reader(part)
@@ -439,16 +439,16 @@ def _byte_level(given: dict[str, Any], pre: str | None, split: str | None) -> An
     return backend
 
 
-def _parts(path: Path) -> list[Path]:
-    """All splits of a model, of which `path` is one."""
+def parts(path: Path) -> list[Path]:
+    """All splits of a model, of which `path` is one. Raises CheckpointError if some are missing."""
     match = SPLIT.fullmatch(path.name)
     if match is None:
         return [path]
     count = int(match[3])
-    parts = [path.with_name(f"{match[1]}-{i:05}-of-{match[3]}.gguf") for i in range(1, count + 1)]
-    if missing := [part.name for part in parts if not part.is_file()]:
+    found = [path.with_name(f"{match[1]}-{i:05}-of-{match[3]}.gguf") for i in range(1, count + 1)]
+    if missing := [part.name for part in found if not part.is_file()]:
         raise CheckpointError(f"{path}: {len(missing)} of {count} splits are missing beside it, such as {missing[0]}")
-    return parts
+    return found
 
 
 def _hf_name(name: str, family: str = "llama") -> str | None:

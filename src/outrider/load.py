@@ -340,11 +340,15 @@ def companions(path: Path) -> list[str]:
         inside = [own for own in sorted(folder.iterdir()) if (own / "config.json").is_file()]
     except OSError:
         return []
-    own = sum(file.stat().st_size for file in (folder.glob("*.safetensors") if path.is_dir() else [path]))
+    own = stored_bytes(path)
     beside = [each for each in embedded().values() if each.name.startswith(f"{folder.name}-")]
     found = inside + (beside if embedded().get(folder.name) == folder else [])
-    sizes = {each: sum(file.stat().st_size for file in each.glob("*.safetensors")) for each in found}
-    return [str(each) for each in found if kind_of(each) != "draft_model" or 0 < sizes[each] <= own / 2]
+    return [str(each) for each in found if kind_of(each) != "draft_model" or 0 < stored_bytes(each) <= own / 2]
+
+
+def stored_bytes(path: Path) -> int:
+    """What the weights of a folder or a GGUF, all its splits, take where they lie. Raises CheckpointError."""
+    return sum(file.stat().st_size for file in (path.glob("*.safetensors") if path.is_dir() else gguf.parts(path)))
 
 
 def heads(hidden: int, vocab: int) -> list[str]:

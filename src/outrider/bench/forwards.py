@@ -32,16 +32,17 @@ def measure(llm: LLM) -> Timed:
     runner = Runner(model, PagedKV(model.config, model.dtype, model.device), llm.runner.max_len)
     rows = Curve(_seconds(runner, SHORT, ROWS))
     keys = {n: Curve() for n in EACH}
-    for length in dict.fromkeys(min(n, runner.max_len - max(EACH) - 1) for n in KEYS):
+    for length in dict.fromkeys(max(1, min(n, runner.max_len - max(EACH) - 1)) for n in KEYS):
         for n, seconds in _seconds(runner, length, EACH).items():
             keys[n][length] = max(1e-9, seconds - rows[n])
             keys[n].setdefault(1, keys[n][length] / length)
-    prompt = torch.randint(model.config.vocab_size, (SHORT,)).tolist()
-    (plain,) = overhead.plain(llm, prompt, [1])
+    prompt = torch.randint(model.config.vocab_size, (min(SHORT, runner.max_len // 2),)).tolist()
+    most = min(overhead.STEPS + 2, runner.max_len - len(prompt))  # tokens
+    (plain,) = overhead.plain(llm, prompt, [1], max_tokens=most)
     llm.engine.draft_with(_Wrong(), WRONG)
-    (drafted,) = overhead.steps(llm, prompt, [1])
+    (drafted,) = overhead.steps(llm, prompt, [1], max_tokens=most)
     llm.speculative_config = {"method": "self", "num_speculative_tokens": WRONG}
-    (itself,) = overhead.steps(llm, prompt, [1])
+    (itself,) = overhead.steps(llm, prompt, [1], max_tokens=most)
     llm.speculative_config = None
     rest = [
         step.outside if step.outside is not None else max(0.0, step.step - passes * rows[1] - rows[n])

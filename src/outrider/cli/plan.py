@@ -222,11 +222,9 @@ def _timed(name: str, quantization: str | None, machine: Device) -> Timed | None
     """The model's forwards on this machine; None without its weights, or if they take more than half of its memory."""
     from outrider.bench.forwards import measure
     from outrider.llm import LLM
-    from outrider.load import find
+    from outrider.load import find, stored_bytes
 
-    path = find(name, weights=False)
-    size = sum(file.stat().st_size for file in ([path] if path.is_file() else path.glob("*.safetensors")))
-    if not 0 < size <= machine.memory / 2:
+    if not 0 < stored_bytes(find(name, weights=False)) <= machine.memory / 2:
         return None
     return measure(LLM(name, quantization=quantization, enable_prefix_caching=False))
 
