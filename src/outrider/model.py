@@ -212,7 +212,7 @@ class Model:
         hidden, logits, best = self._walk(given, turns, sines, at, rows, states, True, wanted.room, None, wanted.draws)
         wanted.logits, wanted.best = logits, best
         if self.finishes:
-            wanted.logits, wanted.best = self._finish(logits), None
+            wanted.logits, wanted.best = self.finish(logits), None
         return hidden
 
     def _replayed(
@@ -384,10 +384,10 @@ class Model:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(n, vocab) float32 from final hidden states (n, hidden)."""
-        return self._finish(self.head(hidden, dtype=torch.float32))
+        return self.finish(self.head(hidden, dtype=torch.float32))
 
-    def _finish(self, logits: Tensor) -> Tensor:
-        """The logits of the head's products (n, vocab) float32."""
+    def finish(self, logits: Tensor) -> Tensor:
+        """The logits of the head's products (n, vocab) float32, or of those with another projection."""
         c = self.config
         logits = logits if c.logit_scale == 1 else logits * c.logit_scale
         return logits if c.logit_softcap is None else softcap(logits, c.logit_softcap)

@@ -43,7 +43,7 @@ class Head:
     def __init__(self, path: Path, target: Runner) -> None:
         model = target.model
         about, tensors = Eagle3.read(path)
-        self.dtype, self.device, self.embed = model.dtype, model.device, model.embed
+        self.dtype, self.device, self.embed, self.finish = model.dtype, model.device, model.embed, model.finish
         c = self.config = Eagle3.layer(path, about)
         hidden = c.hidden_size
         check_head(path, hidden, c.vocab_size, model.config)
@@ -125,7 +125,7 @@ class Head:
             stores = self.kv.stores(plan)
             assert stores is not None
             _, logits, _ = self.walk(states, turns, sines, stores, wanted, after, beside=token)
-            return after[1], logits
+            return after[1], self.finish(logits)
         normed = rms_norm(states, self.hidden_norm, eps)
         qkv = self.qkv(torch.cat([rms_norm(token, self.input_norm, eps), normed], -1))
         cos, sin = self.rotary(positions, positions)
@@ -134,7 +134,7 @@ class Head:
         residual = normed if self.norm_before_residual else states
         x = self.o(self.kv.attend(0, q, k, v, plan), residual=residual)
         out = self.down(self.gate_up(x, self.post_norm, eps), residual=x)
-        return out, self.head(out[wanted], self.norm, eps, dtype=torch.float32)
+        return out, self.finish(self.head(out[wanted], self.norm, eps, dtype=torch.float32))
 
 
 @dataclass

@@ -42,7 +42,7 @@ class Head:
 
     def __init__(self, path: Path, target: Runner) -> None:
         model, (about, tensors) = target.model, Recurrent.read(path)
-        c, self.device, self.embed = model.config, model.device, model.embed
+        c, self.device, self.embed, self.finish = model.config, model.device, model.embed, model.finish
         hidden, self.eps = c.hidden_size, c.rms_norm_eps
         vocab, wide = whole(about.get("draft_vocab_size"), 1, c.vocab_size), whole(about.get("intermediate_size"), 1)
         check_head(path, about.get("hidden_size"), about.get("vocab_size"), c)
@@ -72,7 +72,8 @@ class Head:
         if tensors:
             raise CheckpointError(f"{path}: tensor {min(tensors)} has no place in a recurrent head")
         self.recurrence: Recurrence | None = None
-        if (table := model.embeddings) is not None and self.projection.native:
+        finished = c.logit_scale != 1 or c.logit_softcap is not None  # which the native call is not
+        if (table := model.embeddings) is not None and self.projection.native and not finished:
             linears = self.gate_up, self.down, self.projection
             self.recurrence = Recurrence(*linears, self.norm, self.eps, c.vocab_size, table, self.words)
 
@@ -80,7 +81,7 @@ class Head:
         """The states (n, hidden) behind tokens that were chosen from others, and their logits (n, draft vocabulary)."""
         token = rms_norm(self.embed(torch.tensor(ids, device=self.device)), self.norm, self.eps)
         out = self.down(self.gate_up(torch.cat([token, states], -1)), residual=states)
-        return out, self.projection(out, dtype=torch.float32)
+        return out, self.finish(self.projection(out, dtype=torch.float32))
 
 
 @dataclass

@@ -32,7 +32,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from outrider import drafters
-from outrider.config import SamplingParams, whole
+from outrider.config import ModelConfig, SamplingParams, whole
 from outrider.corpus import speller
 from outrider.errors import CheckpointError, ConfigError, told
 from outrider.files import append, check_zip, locked, make_folder, replacing, write_text
@@ -223,20 +223,27 @@ def autocast(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=fast)
 
 
+def finished(products: Tensor, c: ModelConfig) -> Tensor:
+    """The logits of products (n, vocab) with a projection, as `Model.finish` has them, for gradients, too."""
+    logits = products if c.logit_scale == 1 else products * c.logit_scale
+    return logits if c.logit_softcap is None else torch.tanh(logits / c.logit_softcap) * c.logit_softcap
+
+
 class CrossEntropy(torch.autograd.Function):
-    """Summed cross-entropy of x @ weight.T against laws, some rows at a time; the gradients are made on the way."""
+    """Summed cross-entropy of finished x @ weight.T against laws, some rows at a time, and its gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, wanted: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, wanted: Tensor, c: ModelConfig) -> Tensor:
         """x (n, hidden), weight (vocab, hidden), wanted (n, vocab), in whose dtype it multiplies."""
         x, w, loss = x.to(wanted.dtype), weight.to(wanted.dtype), weight.new_zeros(())
         dx, dw = torch.empty_like(x), torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for at in range(0, len(x), ROWS):
             rows = slice(at, at + ROWS)
-            logits, law = F.linear(x[rows], w).float(), wanted[rows].float()
+            logits, law = finished(F.linear(x[rows], w).float(), c), wanted[rows].float()
             whole = logits.logsumexp(-1, keepdim=True)
             loss += whole.sum() - (law * logits).sum()
-            slope = (logits.sub_(whole).exp_() - law).to(wanted.dtype)
+            bent = c.logit_scale * (1 if c.logit_softcap is None else 1 - (logits / c.logit_softcap).square())
+            slope = logits.sub_(whole).exp_().sub_(law).mul_(bent).to(wanted.dtype)
             dx[rows] = slope @ w
             if dw is not None:
                 dw += slope.T @ x[rows]
@@ -247,7 +254,7 @@ class CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         """What `forward` made."""
         dx, dw = ctx.saved_tensors
-        return dx.float() * grad, None if dw is None else dw * grad, None
+        return dx.float() * grad, None if dw is None else dw * grad, None, None
 
 
 class Trainer:
@@ -346,11 +353,12 @@ class Trainer:
 
     def learn(self, batch: Batch) -> float:
         """One step; returns the mean loss of the first guess, in nats."""
-        law = F.linear(batch.last.to(self.dtype), self.own).float().softmax(-1).to(self.dtype)
+        c, weight = self.head.config, self.head.lm_head.weight
+        law = finished(F.linear(batch.last.to(self.dtype), self.own).float(), c).softmax(-1).to(self.dtype)
         total = first = torch.zeros((), device=self.device)
         with autocast(self.device):
             for s, (states, about) in enumerate(self.head.unroll(batch)):
-                loss = CrossEntropy.apply(states, self.head.lm_head.weight, law[about]) / max(1, len(about))  # type: ignore[no-untyped-call]
+                loss = CrossEntropy.apply(states, weight, law[about], c) / max(1, len(about))  # type: ignore[no-untyped-call]
                 first = first if s else loss.detach()
                 total = total + DECAY**s * loss
         total.backward()  # type: ignore[no-untyped-call]

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +35,7 @@ from outrider.llm import LLM
 from outrider.load import Progress
 from outrider.ops import native
 from outrider.sequence import Sequence
-from outrider.train.heads import damaged, own_head
+from outrider.train.heads import damaged, finished, own_head
 from outrider.train.settings import Settings
 
 RANKS = 10  # whose accuracy is measured
@@ -244,18 +244,18 @@ class Heads(torch.nn.ModuleList):
 
     def __init__(self, llm: LLM, settings: Settings) -> None:
         s, model = settings, llm.runner.model
-        size = model.config.hidden_size
+        c, size = model.config, model.config.hidden_size
         self.shared = own_head(llm).to(native.product_dtype(model.dtype, model.device))
         heads = []
         for _ in range(s.heads):
             own = [torch.nn.Linear(size, len(self.shared), bias=False)] if s.own_projection else []
             for linear in own:
-                linear.weight.data.copy_(self.shared)
+                linear.weight.data.copy_(self.shared * c.logit_scale)
             blocks = [Block(size, 2 if j == 0 and s.sees_token else 1) for j in range(s.layers)]
             heads.append(torch.nn.ModuleList([*blocks, *own]))
         super().__init__(heads)
         self.to(model.device)
-        self.embed, self.settings = model.embed, s
+        self.embed, self.settings, self.config = model.embed, s, c
 
     def logits(self, i: int, hidden: Tensor, last: Tensor) -> Tensor:
         """(rows, vocab) float32 of head i for hidden states (rows, hidden) and the tokens chosen from them (rows,)."""
@@ -264,7 +264,9 @@ class Heads(torch.nn.ModuleList):
         token = TOKEN_NORM * F.normalize(self.embed(last).float())
         for j in range(s.layers):
             state = head[j](state, *[token] * (j == 0 and s.sees_token))
-        return head[-1](state) if s.own_projection else F.linear(state.to(self.shared.dtype), self.shared).float()
+        if s.own_projection:
+            return cast(Tensor, head[-1](state))
+        return finished(F.linear(state.to(self.shared.dtype), self.shared).float(), self.config)
 
     def ahead(self, i: int, seen: list[Window]) -> tuple[Tensor, Tensor]:
         """Head i's logits at each place of the windows, and what the target says of the token they are about."""
