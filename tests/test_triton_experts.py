@@ -191,3 +191,25 @@ def test_experts_that_are_not_alike_are_taken_one_by_one():
         assert ours.triton is None
         x = rand(3, HIDDEN, dtype=BF16)
         assert near(ours(x, None, 0.0), exact(x, torch.zeros(3, HIDDEN, device=HERE)))
+
+
+def test_more_entries_than_a_grid_is_high(monkeypatch):
+    """A device takes 65,535 programs in any direction but the first."""
+    ours, _ = make(plain)
+    assert ours.triton is not None
+    grids = dict[str, tuple[int, ...]]()
+
+    class Recorded:
+        def __getattr__(self, name):
+            return Kernel(name)
+
+    class Kernel(str):
+        def __getitem__(self, grid):
+            grids[self] = grid
+            return lambda *_, **__: None
+
+    monkeypatch.setattr(launch, "load", Recorded)
+    rows = 70_000
+    ours.triton(torch.zeros(rows, HIDDEN, dtype=BF16, device=HERE), torch.zeros(rows, COUNT, device=HERE))
+    assert grids["mix"][0] == rows and grids["activate"][0] == CHOSEN * rows
+    assert max(size for grid in grids.values() for size in grid[1:]) < 2**16

@@ -462,9 +462,12 @@ def gather(
     GATED: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, SHARES: tl.constexpr, BN: tl.constexpr,
     EMULATE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The shares of a product, added in order, and what stands behind it. Grid: tiles of outputs, rows."""
+    """The shares of a product, added in order, and what stands behind it. Grid: rows, tiles of outputs.
+
+    Rows come first, here and below: of the second there are at most 65,535.
+    """
     await_turn(EARLY)
-    n, r = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1).to(tl.int64)
+    n, r = tl.program_id(1) * BN + tl.arange(0, BN), tl.program_id(0).to(tl.int64)
     inside, wide = n < outs, outs * 2 if GATED else outs
     gate = tl.load(parts + r * wide + n, inside, 0.0)
     up = tl.load(parts + r * wide + outs + n, inside, 0.0) if GATED else gate
@@ -653,10 +656,10 @@ def activate(
     parts, places, bias, experts, y, count, width, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     SHARES: tl.constexpr, BIAS: tl.constexpr, BN: tl.constexpr, EMULATE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """y (count, width) of gates and ups, as ops.gated has it: silu, GELU by the tanh formula, clamped. Grid: tiles of
-    outputs, entries."""
+    """y (count, width) of gates and ups, as ops.gated has it: silu, GELU by the tanh formula, clamped. Grid: entries,
+    tiles of outputs."""
     await_turn(EARLY)
-    n, entry = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1).to(tl.int64)
+    n, entry = tl.program_id(1) * BN + tl.arange(0, BN), tl.program_id(0).to(tl.int64)
     inside, expert = n < width, tl.load(experts + entry)
     if expert >= 0:
         gate = added(parts, places, bias, expert, entry, n, count, 2 * width, inside, SHARES, BIAS)
@@ -678,10 +681,10 @@ def mix(
     SHARED: tl.constexpr, ADD: tl.constexpr, SHARES: tl.constexpr, BIAS: tl.constexpr, BN: tl.constexpr,
     EMULATE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """y = what a row's experts give, times their weights, summed in their order, + residual. Grid: tiles of outputs,
-    rows."""
+    """y = what a row's experts give, times their weights, summed in their order, + residual. Grid: rows,
+    tiles of outputs."""
     await_turn(EARLY)
-    n, row = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1).to(tl.int64)
+    n, row = tl.program_id(1) * BN + tl.arange(0, BN), tl.program_id(0).to(tl.int64)
     inside, total = n < outs, tl.zeros((BN,), tl.float32)
     EACH: tl.constexpr = CHOSEN + 1 if SHARED else CHOSEN
     for j in range(CHOSEN):

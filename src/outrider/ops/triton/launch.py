@@ -346,7 +346,7 @@ def product(
         **_how(x.device, not w.halves),  # few large programs: those that come early share a processor with others
     )  # fmt: skip
     if apart:
-        kernels.gather[-(-outs // 1024), rows](
+        kernels.gather[rows, -(-outs // 1024)](
             parts, _or(bias, x), _or(residual, x), y, rows, outs, y.stride(0), *behind, o.shares, 1024, _emulates(x),
             num_warps=4, **_how(x.device),
         )  # fmt: skip
@@ -485,12 +485,12 @@ class Experts:
         inner = x.new_empty(count, self.down.weights.inputs)
         parts, behind = self._products(self.gate_up, x, self.chosen, tiles, line, tile, count)
         bias = self.gate_up.bias
-        kernels.activate[-(-inner.shape[1] // 1024), count](
+        kernels.activate[count, -(-inner.shape[1] // 1024)](
             parts, self.gate_up.places, _or(bias, x), experts, inner, count, inner.shape[1], self.kind, *self.clamp,
             *behind, 1024, emulates, num_warps=4, **_how(x.device),
         )  # fmt: skip
         parts, behind = self._products(self.down, inner, 1, tiles, line, tile, count)
-        kernels.mix[-(-x.shape[1] // 1024), rows](
+        kernels.mix[rows, -(-x.shape[1] // 1024)](
             parts, self.down.places, _or(self.down.bias, x), experts, weights, _or(shared, parts), _or(residual, x), y,
             count, x.shape[1], self.chosen, shared is not None, residual is not None, *behind, 1024, emulates,
             num_warps=4, **_how(x.device),
