@@ -273,6 +273,24 @@ def test_a_long_output_is_read_in_linear_time():
             assert counted.most < 160 and counted.seen < 160 * 1000
 
 
+def test_a_prompt_without_text_is_not_read_to_its_beginning(tokenizer):
+    """Nor kept, to be decoded again with each token that has no text."""
+
+    class Counted:
+        most = 0
+
+        def decode(self, tokens, **options):
+            self.most = max(self.most, len(tokens))
+            return tokenizer.decode(tokens, **options)
+
+    counted, end = Counted(), tokenizer.eos_token_id
+    stream = TextStream(counted, SamplingParams(), [*ids(tokenizer, "Hi"), *[end] * 5000])
+    for _ in range(100):
+        stream.feed([end])
+    stream.feed(ids(tokenizer, "Hi"), final=True)
+    assert stream.text == "Hi" and counted.most < 300
+
+
 def test_bad_words_in_tokens(tiny_llm):
     """At the beginning of a text, and behind a space; a word of several tokens may begin, but not end."""
     space = tiny_llm.encode(" dog", add_special_tokens=False)

@@ -335,12 +335,19 @@ def test_strange_texts(client, path, more):
 
 
 def test_limits(tiny_llm):
-    client = Client(tiny_llm, max_body=2000, max_n=2, max_stop_strings=1, max_logprobs=1, max_prompts=3)
+    client = Client(
+        tiny_llm, max_body=2000, max_n=2, max_stop_strings=1, max_logprobs=1, max_prompts=3, max_prompt_tokens=8
+    )
     refused(client.post("/v1/completions", {"prompt": "x" * 3000}), 413)
     refused(client.post("/v1/completions", {"prompt": "x", "n": 3}), param="n")
     refused(client.post("/v1/completions", {"prompt": "x", "stop": ["a", "b"]}), param="stop")
     refused(client.post("/v1/completions", {"prompt": "x", "logprobs": 2}), param="logprobs")
     refused(client.post("/v1/completions", {"prompt": ["x", "y"], "n": 2}))
+    ids = [[5, 6, 7], [8, 9]]
+    assert client.post("/v1/completions", {"prompt": ids, "max_tokens": 1}).status_code == 200
+    told = refused(client.post("/v1/completions", {"prompt": [*ids, [5] * 4]}), param="prompt")["message"]
+    assert "9 tokens" in told and "the 8 of a request" in told
+    refused(client.post("/v1/completions", {"prompt": [5] * 5, "n": 2}), param="n")
 
     async def endless():
         for _ in range(100):

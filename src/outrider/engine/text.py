@@ -11,7 +11,7 @@ from outrider.config import SamplingParams
 BROKEN = "\ufffd"  # stands where bytes make no character, or not yet
 WINDOW = 16  # tokens that are decoded together: some decoders let the first one's space go, others join neighbours
 PATIENCE = 64  # tokens without a whole character; more are not waited for
-
+FAR = 200  # tokens at a prompt's end, among which some text is looked for
 
 LONG = 2**16  # characters: to tokenize more takes a tenth of a second and longer
 _one, _long = threading.Lock(), threading.Lock()
@@ -129,16 +129,16 @@ class TextStream:
         self._tail = "" if self.stopped else self._tail[safe:]
 
     def _context(self, prompt: Sequence[int]) -> list[int]:
-        """The end of the prompt, from a character's beginning and with some text where there is any."""
+        """The end of the prompt, from a character's beginning and with some text, unless that is too far back."""
         if self.tokenizer is None:
             return []
         n = 6
-        while n < 2 * len(prompt):
+        while n < min(2 * len(prompt), FAR):
             text = self._decode(context := list(prompt[-n:]))
             if text.strip(BROKEN) and not text.startswith(BROKEN):
                 return context
             n *= 2
-        return list(prompt)
+        return list(prompt[-FAR:])
 
     def _decode(self, tokens: list[int]) -> str:
         text: str = self.tokenizer.decode(tokens, skip_special_tokens=self.skip_special)

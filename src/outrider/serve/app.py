@@ -260,9 +260,15 @@ class Server:
             """In a thread, and once for all prompts that may get as much: a bias of each token takes a while."""
             prompts = [self._truncated(ids, body) for ids in read_prompts()]
             most = [self._most(ids, body) for ids in prompts]
+            n, limit = body.n or 1, self.settings.max_prompt_tokens
+            if (tokens := n * sum(map(len, prompts))) > limit:
+                told = (
+                    f"prompts of {tokens} tokens, counted for each of n outputs, are more than the {limit} of a request"
+                )
+                raise Refusal(400, f"{told}; ask for them in several", "n" if n > 1 else "prompt")
             after = how.after(how.end(prompts[0])) if how else None
-            known = {n: body.sampling(self.settings, n, logprobs, after, **more) for n in dict.fromkeys(most)}
-            return [(ids, known[n]) for ids, n in zip(prompts, most, strict=True)]
+            known = {m: body.sampling(self.settings, m, logprobs, after, **more) for m in dict.fromkeys(most)}
+            return [(ids, known[m]) for ids, m in zip(prompts, most, strict=True)]
 
         async def queue() -> Job:
             try:

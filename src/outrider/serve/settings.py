@@ -24,6 +24,7 @@ class Settings:
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of sampling, where a request says nothing
     max_body: int = 16 * 2**20  # bytes
     max_prompts: int = 1024  # of one request
+    max_prompt_tokens: int = 2**24  # ... as often as each prompt has outputs, which keep it: 128 of 131,072
     max_n: int = 128
     max_stop_strings: int = 16
     max_logprobs: int = 20
