@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import json
 import logging
+import threading
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from outrider.engine import LONG
 from outrider.errors import QueueFull
+from outrider.serve.app import Server
 from outrider.serve.protocol import ChatBody, CompletionBody, DetokenizeBody
 from outrider.serve.responses import ResponsesBody
 from outrider.serve.server import JsonLines, Lines
@@ -487,33 +490,38 @@ def test_log_lines(client, caplog):
     assert "\n" not in Lines().format(two) and "\n" not in JsonLines().format(two)
 
 
+async def asked(client: Any, gone: asyncio.Event, **more: Any) -> list[Any]:
+    """What is sent to a client that goes sooner or later."""
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 5000, "ignore_eos": True, **more}).encode()
+    messages, sent = [{"type": "http.request", "body": body, "more_body": False}], list[Any]()
+
+    async def receive() -> Any:
+        if messages:
+            return messages.pop()
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "raw_path": b"/v1/completions"}
+    scope |= {"headers": headers, "query_string": b"", "asgi": {"version": "3.0"}, "http_version": "1.1"}
+    scope |= {"scheme": "http", "server": ("test", 80), "client": ("test", 1), "root_path": ""}
+    await client.app(scope, receive, send)
+    return sent
+
+
 def test_clients_that_go_are_not_waited_for(client):
     """A handler that awaits is cancelled when its client disconnects, whole answer or stream."""
 
     async def leave(stream: bool) -> list[Any]:
-        body = json.dumps({"prompt": PROMPT, "max_tokens": 5000, "ignore_eos": True, "stream": stream}).encode()
-        sent: list[Any] = []
         gone = asyncio.Event()
-        messages = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def receive() -> Any:
-            if messages:
-                return messages.pop()
-            await gone.wait()
-            return {"type": "http.disconnect"}
-
-        async def send(message: Any) -> None:
-            sent.append(message)
-
-        headers = [(b"content-type", b"application/json")]
-        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "raw_path": b"/v1/completions"}
-        scope |= {"headers": headers, "query_string": b"", "asgi": {"version": "3.0"}, "http_version": "1.1"}
-        scope |= {"scheme": "http", "server": ("test", 80), "client": ("test", 1), "root_path": ""}
-        call = asyncio.ensure_future(client.app(scope, receive, send))
+        call = asyncio.ensure_future(asked(client, gone, stream=stream))
         while not client.llm.llm.engine.running:
             await asyncio.sleep(0.001)
         gone.set()
-        await asyncio.wait_for(call, 5)
+        sent = await asyncio.wait_for(call, 5)
         while client.llm.llm.engine.running:
             await asyncio.sleep(0.001)
         return sent
@@ -522,3 +530,61 @@ def test_clients_that_go_are_not_waited_for(client):
     stream = asyncio.run(leave(True))
     assert not any(b"[DONE]" in message.get("body", b"") for message in stream)
     assert 'status="499"' in client.get("/metrics").text
+
+
+def ended(client: Any, monkeypatch: Any, turns: int | None, stream: bool) -> str | None:
+    """How the request ends whose client goes so many turns of the loop before it is known to be queued, or never."""
+    engine, add, off_loop, requests = client.llm.llm.engine, client.llm.llm.engine.add, client.llm.off_loop, list[Any]()
+
+    def noted(*args: Any, **options: Any) -> Any:
+        requests.extend(made := add(*args, **options))
+        return made
+
+    async def call() -> None:
+        gone = asyncio.Event()
+
+        async def slowly(*args: Any) -> Any:
+            found = await off_loop(*args)
+            if requests and turns is not None:
+                gone.set()
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+            return found
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "add", noted)
+            patch.setattr(client.llm, "off_loop", slowly)
+            await asked(client, gone, stream=stream, deadline=60)
+        while engine.running or engine.waiting:  # in this loop, with which all would end
+            await asyncio.sleep(0.001)
+
+    asyncio.run(call())
+    (request,) = requests
+    return request.seq.finish_reason
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_clients_that_go_just_when_they_are_queued(client, monkeypatch, stream):
+    """`wait_for` of older Pythons gave the answer to nobody."""
+    for turns in range(6):
+        assert ended(client, monkeypatch, turns, stream) == "abort"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_cannot_be_written_is_not_gone_on_with(client, monkeypatch, stream):
+    monkeypatch.setattr("outrider.serve.app.Completion", fail)
+    assert ended(client, monkeypatch, None, stream) == "abort"
+
+
+def test_the_echo_of_a_long_body_is_decoded_off_the_loop(client, monkeypatch):
+    decode, threads = Server._decode, list[threading.Thread]()
+
+    def noted(*args: Any) -> Any:
+        threads.append(threading.current_thread())
+        return decode(*args)
+
+    monkeypatch.setattr(Server, "_decode", noted)
+    body = {"prompt": [300, 301], "echo": True, "max_tokens": 1, "user": "x" * LONG}
+    for stream in (False, True):
+        assert client.post("/v1/completions", {**body, "stream": stream}).status_code == 200
+    assert len(threads) == 2 and threading.main_thread() not in threads

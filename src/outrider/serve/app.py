@@ -22,7 +22,7 @@ from starlette.responses import Response
 from starlette.routing import Match
 
 import outrider
-from outrider.async_llm import AsyncLLM, left
+from outrider.async_llm import Answer, AsyncLLM, left
 from outrider.config import SamplingParams, real
 from outrider.errors import ConfigError, DeadlineExceeded, EmptyPrompt, OutriderError, RequestTooLong, brief
 from outrider.llm import as_text
@@ -255,6 +255,8 @@ class Server:
         **more: Any,
     ) -> Response:
         k, arrived = bound_of_drafts(body.speculative_config, self.llm.llm), time.perf_counter()
+        begun: list[Answer] = []  # closed if this ends early, also where nobody holds it yet
+        lane = _lane(body, request.state.long)
 
         def asked() -> list[tuple[list[int], SamplingParams]]:
             """In a thread, and once for all prompts that may get as much: a bias of each token takes a while."""
@@ -273,11 +275,12 @@ class Server:
         async def queue() -> Job:
             try:
                 with self.llm.reading(body.outputs):
-                    made = await self.llm.off_loop(asked, _lane(body, request.state.long))
+                    made = await self.llm.off_loop(asked, lane)
                 answer = await self.llm.start(
                     made, k=k, priority=body.priority or 0, deadline=left(body.deadline, arrived),
                     cache_salt=body.cache_salt,
                 )  # fmt: skip
+                begun.append(answer)
             except (EmptyPrompt, RequestTooLong) as error:
                 told = str(error)
                 field = "max_tokens" if "max_tokens" in told else "messages" if isinstance(body, ChatBody) else "prompt"
@@ -301,23 +304,30 @@ class Server:
             }
             return Job(body, answer, head, self.vocabulary, prompts, state["log"])
 
-        async def begin() -> Job:
-            try:
-                return await asyncio.wait_for(queue(), real(body.deadline, 0, math.inf) or None)
-            except asyncio.TimeoutError:
-                raise DeadlineExceeded("the request could not even be queued within its deadline") from None
+        async def begin() -> Reply:
+            queued = asyncio.ensure_future(queue())
+            try:  # before Python 3.12, `wait_for` may give what has come instead of being cancelled
+                await asyncio.wait({queued}, timeout=real(body.deadline, 0, math.inf) or None)
+                if not queued.done():
+                    raise DeadlineExceeded("the request could not even be queued within its deadline")
+            finally:
+                queued.cancel()
+                await asyncio.gather(queued, return_exceptions=True)
+            job = queued.result()  # of which an echo may have to be decoded
+            return await self.llm.off_loop(lambda: reply(job), lane) if request.state.long else reply(job)
 
         async def whole() -> dict[str, Any]:
-            job = await begin()
-            try:
-                return await reply(job).whole()
-            finally:
-                job.answer.close()
+            return await (await begin()).whole()
 
-        if not body.stream:
-            return json_response(await while_connected(request.receive, whole()))
-        job = await while_connected(request.receive, begin())
-        return EventStream(reply(job).frames(), self.settings.keep_alive, job.answer.close)
+        try:
+            if not body.stream:
+                return json_response(await while_connected(request.receive, whole()))
+            found = await while_connected(request.receive, begin())
+            return EventStream(found.frames(), self.settings.keep_alive, found.job.answer.close)
+        except BaseException:
+            for answer in begun:
+                answer.close()
+            raise
 
     def _check(self, body: Sampled) -> None:
         self._known(body.model)
