@@ -14,6 +14,7 @@ from tokenizers import AddedToken
 from outrider import LLM, SamplingParams
 from outrider.errors import ConfigError
 from outrider.load import find, read_tokenizer
+from outrider.serve import tools as module
 from outrider.serve.tools import (
     CODER,
     FAMILIES,
@@ -147,6 +148,40 @@ def test_calls_are_found_in_any_pieces(family, calls, before, sizes):
         a for _, a in calls
     ]
     assert len({c["id"] for c in found}) == len(calls)
+
+
+def test_a_value_that_is_long_is_not_searched_again_with_each_piece(monkeypatch):
+    searched = []
+
+    class Noted:
+        def search(self, text: str, at: int = 0) -> Any:
+            searched.append(len(text) - at)
+            return ends.search(text, at)
+
+    ends = module.VALUE_ENDS
+    monkeypatch.setattr(module, "VALUE_ENDS", Noted())
+    call = "get_weather", {"days": 10**3000 - 1}
+    text = written(CODER, [call])
+    _, (found,) = heard(parser_of(CODER, functions(CODER, call)), [text[at : at + 4] for at in range(0, len(text), 4)])
+    assert json.loads(found["arguments"]) == call[1]
+    assert len(searched) > 700 and max(searched) < 20
+
+
+@pytest.mark.parametrize("family", [HERMES, LLAMA, CODER, OLMO, MINISTRAL], ids=lambda f: f.name)
+def test_what_is_behind_a_call_is_not_read_with_each(family, monkeypatch):
+    """A whole answer of many calls took time as the square of their number."""
+    kind, given = module.SHAPES[family.shape], []
+
+    class Noted(kind):
+        def feed(self, text: str) -> str:
+            given.append(len(text))
+            return super().feed(text)
+
+    monkeypatch.setitem(module.SHAPES, family.shape, Noted)
+    calls = [("now", {"a": str(i)}) for i in range(500)]
+    _, found = parse(written(family, calls), family, functions(family, calls[0]))
+    assert [json.loads(call["function"]["arguments"]) for call in found] == [args for _, args in calls]
+    assert len(given) >= 500 and max(given) <= module.PIECE
 
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f.shape not in ("python", "escaped")], ids=lambda f: f.name)

@@ -28,6 +28,7 @@ from outrider.grammar import DATA, MOST_TEXT, PARTS, Ours, literal, understood
 NAMES = set(string.ascii_letters + string.digits + "_-.")  # in names of functions; OpenAI's, and the dot
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 LONGEST_NAME, MOST_TOOLS = 128, 256
+PIECE = 4096  # characters read at a time, since what is behind each call is copied
 Delta = dict[str, Any]
 Render = Callable[[list[Any], dict[str, Any]], str]
 
@@ -518,8 +519,9 @@ class Tagged(Call):
 
     def _more(self, text: str) -> str:
         """More of a value, which lies between line breaks; what stands behind it is given back."""
+        known = len(self.part)
         self.part += text
-        end = VALUE_ENDS.search(self.part)
+        end = VALUE_ENDS.search(self.part, max(0, known - len(END)))  # which may have begun before
         if end:
             value, behind, self.part = self.part[: end.start()], self.part[end.end() :], ""
         else:  # what may be its end waits, and what is no text
@@ -731,6 +733,10 @@ class Parser:
 
     def feed(self, text: str) -> list[Delta]:
         """More of the answer."""
+        pieces = (text[at : at + PIECE] for at in range(0, len(text), PIECE))
+        return [delta for piece in pieces for delta in self._read(piece)]
+
+    def _read(self, text: str) -> list[Delta]:
         self._held += text
         deltas = list[Delta]()
         while self._held:
@@ -748,7 +754,7 @@ class Parser:
 
     def finish(self) -> list[Delta]:
         """The answer has ended: what was held back, and is no call, is content."""
-        deltas = self.feed("")
+        deltas = self._read("")
         held = ""
         if self._call is not None and self._call.index < 0:
             held = "" if self.calls else self._lead + self._call.text  # behind calls: another, which was cut off
@@ -856,8 +862,7 @@ class Harmony(Parser):
     def thinking(self) -> bool:
         return self._kind == "reasoning"
 
-    def feed(self, text: str) -> list[Delta]:
-        """More of the answer."""
+    def _read(self, text: str) -> list[Delta]:
         self._held += text
         deltas = list[Delta]()
         while self._held:
@@ -869,7 +874,7 @@ class Harmony(Parser):
 
     def finish(self) -> list[Delta]:
         """The answer has ended: a header that was cut off is nobody's."""
-        deltas = self.feed("")
+        deltas = self._read("")
         if not self._kind and not HEADER.match(self._held):
             self._kind = "content"
         if self._kind:
