@@ -296,6 +296,33 @@ def test_biases_of_a_whole_vocabulary_are_added_at_once():
     assert all(torch.equal(each, expected) for each in found) and count < 30
 
 
+def test_banned_words_are_found_among_many():
+    """Of those whose last but one token was not written none is looked at, in any row."""
+    looked = []
+
+    class Noted(tuple):
+        __hash__ = tuple.__hash__
+
+        def __eq__(self, other):
+            looked.append(self)
+            return tuple.__eq__(self, other)
+
+    dice = random.Random(0)
+    words = {tuple(dice.choices(range(4), k=dice.randint(0, 3))): tuple(dice.choices(range(9), k=2)) for _ in range(60)}
+    many = tuple((Noted([*range(300), i]), (3,)) for i in range(10, 2000))
+    for _ in range(100):
+        tokens = dice.choices(range(4), k=dice.randint(1, 6))
+        seq = Sequence(tokens[:1], SamplingParams(max_tokens=9), 0)
+        seq.banned = (*words.items(), *many)
+        seq.tokens += tokens[1:3]
+        row = Row(seq, tokens[3:])
+        found = {i for i, x in enumerate(process(torch.zeros(12), row).tolist()) if x < 0}
+        output = tuple(tokens[1:])
+        spelt = [(before, t) for before, ends in words.items() for t in ends]
+        assert found == {t for before, t in spelt if output[max(0, len(output) - len(before)) :] == before}
+    assert not looked
+
+
 def test_processors_see_the_supposed_prefix_and_run_last():
     calls = []
 

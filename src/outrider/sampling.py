@@ -16,6 +16,7 @@ import math
 import struct
 import threading
 from array import array
+from collections import defaultdict
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
@@ -369,16 +370,27 @@ def process(logits: Tensor, row: Row) -> Tensor:
     if p.allowed_token_ids is not None:
         logits = torch.full_like(logits, float("-inf")).index_copy_(0, *_allowed(seq, logits))
     if seq.banned:
-        tail = (*seq.tokens[max(seq.prompt_len, len(seq.tokens) - max(map(len, seq.banned))) :], *row.path)
-        for word in seq.banned:
-            if (n := len(word) - 1) <= len(tail) and tail[len(tail) - n :] == word[:n]:
-                logits[word[n]] = float("-inf")
+        longest, known = _banned(seq)
+        tail = (*seq.tokens[max(seq.prompt_len, len(seq.tokens) - longest) :], *row.path)
+        for before, tokens in (*known.get((), ()), *known.get(tail[-1:], ())):
+            if tail[len(tail) - len(before) :] == before:
+                logits[tokens] = float("-inf")
     if p.logits_processors and math.isfinite(float(logits.max())):  # else it is the model's fault, or the bans'
         for processor in p.logits_processors:
             logits = _custom(processor, seq.tokens + row.path, logits)
     if seq.constraint and (mask := seq.constraint.mask(seq, row.path)) is not None:
         logits = torch.where(unpacked(mask, len(logits)).to(logits.device), logits, float("-inf"))
     return logits
+
+
+def _banned(seq: Sequence) -> tuple[int, dict[tuple[int, ...], list[tuple[tuple[int, ...], list[int]]]]]:
+    """How far back its banned words reach, and they by the token before their last one: few are looked at each time."""
+    if "banned" not in seq.memory:
+        known = defaultdict(list)
+        for before, tokens in seq.banned:
+            known[before[-1:]].append((before, list(tokens)))
+        seq.memory["banned"] = max(len(before) for before, _ in seq.banned), dict(known)
+    return seq.memory["banned"]  # type: ignore[no-any-return]
 
 
 def _allowed(seq: Sequence, logits: Tensor) -> tuple[Tensor, Tensor]:

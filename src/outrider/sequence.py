@@ -12,6 +12,8 @@ from outrider.constraint import Constraint
 from outrider.outputs import SpecMetrics
 
 _ids = itertools.count()
+Banned = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+"""`bad_words`, as tokens: behind these none of those may follow."""
 
 
 def _refuse(*_: Any) -> NoReturn:
@@ -52,7 +54,7 @@ class Sequence:
         self.error: Exception | None = None  # what ended it, if its finish_reason is "error"
         self.stop_check: Callable[[], bool] | None = None  # asked behind each appended token; True = it ends here
         self.constraint: Constraint | None = None  # what the output must be; forks ask the same one
-        self.banned: tuple[tuple[int, ...], ...] = ()  # `bad_words`: where all but the last stand, that must not follow
+        self.banned: Banned = ()
         self.parent: Sequence | None = None
         self.branched = False  # whether a branch was accepted whose keys lay, and were summed, in another order
         self.metrics = SpecMetrics()

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from bisect import bisect_right, insort
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -214,7 +214,11 @@ class Engine:
         asked, config = params.structured_outputs, self.runner.model.config
         grammar = None if asked is None else read(asked, self.tokenizer, config.vocab_size)
         spellings = spelt(params.bad_words or (), self.tokenizer)
-        banned = tuple([tuple(ids) for ids in spellings if max(ids) < config.vocab_size])
+        last: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for ids in spellings:
+            if max(ids) < config.vocab_size:
+                last[tuple(ids[:-1])].append(ids[-1])
+        banned = tuple([(before, tuple(tokens)) for before, tokens in last.items()])
         text = "" if k == 0 or self.guard.idle else params.prediction
         expected = tokens_of(text, self.tokenizer) if text else []
         scores: dict[int, Logprob] | None = None if params.prompt_logprobs is None else {}
