@@ -47,7 +47,7 @@ constexpr int kColumns = W == 16 || (W == 8 && R <= 3) ? 4 : 2;
 template <bool rough>
 INLINE vf exp2(vf x) {
   const vf magic = splat(12583039.f);  // 1.5 * 2^23 + 127: adding it rounds to an integer, whose last bits are the
-  x = max(x, splat(-127.f));           // exponent as a float has it
+  x = max(splat(-127.f), x);           // exponent as a float has it; NaN stays
   const vf t = x + magic;
   const vf r = x - (t - magic);
   vf y;
@@ -356,11 +356,16 @@ struct State {
 
 // Adds the part of one span to the total.
 void combine(const State &total, int64_t to, const State &part, int64_t from) {
-  if (part.top[from] == kNone) return;
+  float *weights = total.weights + to * total.lanes;
+  const float *heavier = part.weights + from * part.lanes;
+  if (part.top[from] == kNone) {  // no key was seen, or no score was a number: 0, or NaN
+    for (int i = 0; i < total.lanes; i++) weights[i] += heavier[i];
+    return;
+  }
   const float top = total.top[to] > part.top[from] ? total.top[to] : part.top[from];
   const vf keep = splat(exp2(total.top[to] - top)), add = splat(exp2(part.top[from] - top));
-  float *sums = total.sums + to * total.width, *weights = total.weights + to * total.lanes;
-  const float *more = part.sums + from * part.width, *heavier = part.weights + from * part.lanes;
+  float *sums = total.sums + to * total.width;
+  const float *more = part.sums + from * part.width;
   for (int d = 0; d < total.width; d += W) store(sums + d, load(sums + d) * keep + load(more + d) * add);
   for (int i = 0; i < total.lanes; i++) weights[i] = weights[i] * keep[0] + heavier[i] * add[0];
   total.top[to] = top;

@@ -28,6 +28,45 @@ inline void relax() {
 #endif
 }
 
+// Floats as the standard has them, for as long as it lasts: a thread may have been told to flush what is small to zero,
+// and another not, and who takes a task is chance.
+class Usual {
+ public:
+  Usual() {
+    if (unusual(before_)) set(usual());
+  }
+  ~Usual() {
+    if (unusual(before_)) set(before_);
+  }
+
+ private:
+#if defined(__x86_64__)
+  using Word = unsigned;
+  static constexpr Word kFlags = 0x3f;  // what has happened, not what is to
+  static Word usual() { return 0x1f80; }
+  static Word get() { return __builtin_ia32_stmxcsr(); }
+  static void set(Word word) { __builtin_ia32_ldmxcsr(word); }
+#elif defined(__aarch64__)
+  using Word = uint64_t;
+  static constexpr Word kFlags = 0;
+  static Word usual() { return 0; }
+  static Word get() {
+    Word word;
+    asm volatile("mrs %0, fpcr" : "=r"(word));
+    return word;
+  }
+  static void set(Word word) { asm volatile("msr fpcr, %0" ::"r"(word)); }
+#else
+  using Word = int;
+  static constexpr Word kFlags = 0;
+  static Word usual() { return 0; }
+  static Word get() { return 0; }
+  static void set(Word) {}
+#endif
+  static bool unusual(Word word) { return (word & ~kFlags) != usual(); }
+  const Word before_ = get();
+};
+
 // Workers wait for a round that counts them in, then take tasks while there are any. It is over when its caller has closed
 // it and no worker is inside: one that another process keeps from its core is not waited for. With many threads a round
 // costs what goes between cores. So all spin on one line, which the caller alone writes, and each worker writes its own: a
@@ -35,6 +74,7 @@ inline void relax() {
 class Pool {
  public:
   void run(int tasks, int threads, Task task, void *context) {
+    const Usual usual;
     threads = std::min({threads, tasks, kMost});
     if (threads <= 1 || busy_.exchange(true, std::memory_order_acquire)) {
       for (int i = 0; i < tasks; i++) task(context, i);
@@ -114,6 +154,7 @@ class Pool {
   }
 
   void work(Worker &worker, int own) {
+    const Usual usual;
     for (uint64_t round = 0;;) {
       worker.wait([&, seen = round] { return (round = round_.load()) != seen && own <= int(round % kMost); });
       worker.inside.store(true);  // sequentially consistent with run(): there who is inside is seen, or here the closing

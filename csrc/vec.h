@@ -198,7 +198,7 @@ INLINE int32_t max(vi x) {
   return most;
 }
 
-// e^x to 1 ulp or so; 0 below -87.3, the largest finite power above 88.3; NaN for NaN. Cody and Waite's reduction,
+// e^x to 1 ulp or so; 0 below -87.3, infinite above 88.3; NaN for NaN. Cody and Waite's reduction,
 // then the polynomial of Cephes' expf.
 INLINE vf exp(vf x) {
   const vf clamped = min(max(x, splat(-87.33654f)), splat(88.37626f));
@@ -214,7 +214,7 @@ INLINE vf exp(vf x) {
   p = fma(p, r * r, r + 1.0f);
   const vi power = (__builtin_convertvector(n, vi) + 127) << 23;
   const vf y = p * (vf)power;
-  return x < -87.33654f ? splat(0.0f) : x != x ? x : y;
+  return x < -87.33654f ? splat(0.0f) : x > 88.37626f ? splat(__builtin_inff()) : x != x ? x : y;
 }
 
 INLINE vf silu(vf x) { return x / (1.0f + exp(-x)); }

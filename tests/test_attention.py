@@ -68,6 +68,18 @@ def run(q, store, start, parents=None, window=None, threads=1, **options):
     return attend(q, store, start, parents, window, q.shape[2] ** -0.5, **options)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scores_that_are_no_numbers_are_seen(isa, dtype):
+    """In any lane, and where a whole span has no other: a sound output would hide what is wrong with the model."""
+    q, store = make(2, 6, 2, 64, 1500, dtype)
+    for keys in (slice(0, 1), slice(30, 31), slice(63, 64), slice(1499, 1500), slice(0, 1024)):
+        bad = store.clone()
+        bad[0, :, keys] = torch.nan
+        for threads in (1, 2):
+            assert run(q, bad, 1500, threads=threads).isnan().all()
+            assert run(q[:1], bad, 1500, threads=threads).isnan().all()
+
+
 def test_no_rows(isa):
     q, store = make(0, 4, 2, 64, 5, torch.float32)
     assert run(q, store, 5).shape == (0, 256)

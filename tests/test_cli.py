@@ -203,7 +203,6 @@ BAD = {
     "top_p of zero": ["--top-p", "0"],
     "no tokens": ["--max-tokens", "0"],
     "contradiction": ["--min-tokens", "9", "--max-tokens", "3"],
-    "n greedy outputs": ["--n", "2"],
     "bias that is none": ["--logit-bias", '{"a": 1}'],
     "bias given twice": ["--logit-bias", '{"1": 1, "01": 2}'],
     "bias beyond the vocabulary": ["--logit-bias", '{"999999": 1}'],

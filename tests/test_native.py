@@ -592,3 +592,17 @@ def test_what_pytorch_multiplies_in(monkeypatch):
         assert native.product_dtype(half, cpu) == (half if fast else torch.float32)
         assert native.product_dtype(torch.float16, cpu) == native.product_dtype(torch.float32, cpu) == torch.float32
         assert native.product_dtype(half, torch.device("cuda")) == half
+
+
+def test_small_numbers_are_what_they_are_on_every_thread(isa):
+    """Whether a thread flushes them to zero is its own affair, and who takes a part of a product is chance."""
+    linear, x = Linear(rand(4096, 64, seed=1)), rand(3, 64, seed=2) * 1e-39
+    torch.set_num_threads(4)
+    try:
+        expected = linear(x)
+        torch.set_flush_denormal(True)
+        assert all(torch.equal(linear(x).view(torch.int32), expected.view(torch.int32)) for _ in range(20))
+    finally:
+        torch.set_flush_denormal(False)
+        torch.set_num_threads(1)
+    assert (expected != 0).any()

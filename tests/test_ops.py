@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from outrider import families
 from outrider.model import Rotary
 from outrider.ops import Linear, argmax, rotate, swiglu
+from outrider.ops.elementwise import gated
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
@@ -37,6 +38,15 @@ def test_linear(dtype, n, k):
     assert torch.allclose(full.double(), exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * 10)
     for rows in (1, 2, 3, 8, 17, 33):
         assert torch.equal(linear(x[3 : 3 + rows]), full[3 : 3 + rows])
+
+
+@DTYPES
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_a_gate_far_below_zero_is_shut(dtype, activation):
+    gates = torch.tensor([-89.0, -1e4, -1e30, -1e38, -torch.inf], dtype=dtype).repeat(20)
+    out = gated(torch.cat([gates, torch.ones_like(gates)])[None], activation)[0].float()
+    shut = gates.isfinite()
+    assert out[shut].abs().max() < 1e-35 and out[~shut].isnan().all()
 
 
 @DTYPES

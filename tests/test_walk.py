@@ -333,3 +333,10 @@ def test_memory_runs_out():
     here = str(Path(__file__).parent)
     done = subprocess.run([sys.executable, "-c", STARVED, here], env=env, capture_output=True, text=True)
     assert done.stdout.strip() == "refused", done.stderr
+
+
+def test_experts_whose_parts_would_have_another_s_bias_are_refused():
+    """The bias of a gated product lies in two halves, which a part of it does not find."""
+    up, down = Linear(rand(2 * WIDE, HIDDEN), rand(2 * WIDE), gated=True), Linear(rand(HIDDEN, WIDE))
+    with pytest.raises(ValueError, match="bias only where they are clamped"):
+        Experts(Linear(rand(2, HIDDEN)), [MLP(up, down)] * 2, 1, normalised=True)

@@ -90,6 +90,8 @@ class Experts:
         sizes, wide = (up.in_features, e.down.out_features), inner if up.gated else 2 * inner
         if sizes != (self.hidden, self.hidden) or up.out_features != wide or self.dtype != e.down.dtype:
             raise ValueError(f"an expert of {sizes[0]} -> {up.out_features}, {inner} -> {sizes[1]} does not fit")
+        if up.gated and up.bias is not None:  # of which a part would have another's
+            raise ValueError("experts' gate and up can have a bias only where they are clamped")
 
     @property
     def linears(self) -> list[Linear]:
