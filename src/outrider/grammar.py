@@ -35,7 +35,7 @@ SHORT = re.compile(r"/(?:\[[\w-]+\](?:\{\d+(?:,\d+)?\})?|[\w ])+/")  # regexes o
 GBNF = re.compile(r'"(?:\\.|[^"\\])*"?|#.*|(\[(?:\\.|[^\]\\])*\]?)')  # texts, comments and classes of characters
 MOST_AT_ONCE = 12  # regexes that a text fits at the same time: each doubles what is to be looked at
 TOO_MANY = f"a text can be asked to fit at most {MOST_AT_ONCE} regexes at once"
-MOST_TIMES = 4096  # repetitions in regexes
+MOST_TIMES = 4096  # repetitions in a regex
 MOST_MULTIPLE = 20_000  # a regex of multiples has as many states
 # Where somebody's regex goes on as what stands behind it begins (`/a*/ "ab"`), all that may come is more of it, without
 # end; llguidance would look for that end. So nothing is forced there.
@@ -174,7 +174,6 @@ def _digits(value: Any) -> int:
 def _bounded(schema: Any) -> None:
     """Raise ValueError for a schema that would take llguidance too long to read, wherever its references lead."""
     known, seen = dict[str, int](), dict[int, int]()
-    patterns = list[str]()
     everywhere = json.dumps(schema).count('"pattern"')
 
     def at_once(part: Any) -> int:  # patterns that one text may have to fit
@@ -203,9 +202,9 @@ def _bounded(schema: Any) -> None:
                 raise ValueError(f"multipleOf is at most {MOST_MULTIPLE}, all of them together, zeros at the end aside")
             if at_once(part) > MOST_AT_ONCE:
                 raise ValueError(TOO_MANY)
-            patterns += [own for own in (part.get("pattern"), *_named_by(part)) if isinstance(own, str)]
+            for own in (part.get("pattern"), *_named_by(part)):
+                _countable(own if isinstance(own, str) else "")
         parts += part.values() if isinstance(part, Mapping) else _listed(part)
-    _countable("".join(patterns))
 
 
 def _named_by(part: Mapping[str, Any]) -> list[Any]:
@@ -229,15 +228,16 @@ def _referred(schema: Any, ref: str) -> Any:
     return schema
 
 
-def _countable(regexes: str) -> None:
-    """Raise ValueError for regexes that repeat too often: the time to read them grows with the square of that."""
-    if (times := len(re.findall(r"[*+?{]", regexes))) > MOST_TIMES:
-        raise ValueError(f"regexes may repeat something at most {MOST_TIMES} times, all of them together, not {times}")
+def _countable(regex: str) -> None:
+    """Raise ValueError for a regex that repeats too often: the time to read it grows with the square of that."""
+    if (times := len(re.findall(r"[*+?{]", regex))) > MOST_TIMES:
+        raise ValueError(f"a regex may repeat something at most {MOST_TIMES} times, not {times}")
 
 
 def _checked_lark(text: str) -> None:
     """Raise ValueError for what llguidance would read too long."""
-    _countable("".join(found[0] for found in LARK.finditer(text) if found[0][0] == "/"))
+    for found in LARK.finditer(text):
+        _countable(found[0] if found[0][0] == "/" else "")
     if sum(bool(found[2]) for found in LARK.finditer(text)) > MOST_AT_ONCE:
         raise ValueError(TOO_MANY)
     for found in re.finditer(r"%json\s*", text):
