@@ -29,8 +29,8 @@ from ray.serve.request_router import RequestRouter
 
 from outrider import drafters
 from outrider.async_llm import AsyncLLM, Lanes, left
-from outrider.config import EngineConfig, SamplingParams, SpeculativeConfig, drawn_seed
-from outrider.errors import ConfigError, EngineError, OutriderError, QueueFull, RequestError, told
+from outrider.config import EngineConfig, SamplingParams, SpeculativeConfig, drawn_seed, real, whole
+from outrider.errors import ConfigError, EngineError, OutriderError, QueueFull, RequestError, brief, told
 from outrider.llm import LLM
 from outrider.load import open_source
 from outrider.outputs import StepEvent
@@ -73,9 +73,16 @@ class Replicas:
         if "model" not in given:
             raise ConfigError("args need a 'model', such as model: tiny")
         found = Replicas(**given)
-        for name in ("replicas", "max_ongoing_requests", "tensor_parallel_size", "ingresses"):
-            if type(value := getattr(found, name)) is not int or value < 1:
-                raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}")
+        for name in ("replicas", "max_ongoing_requests", "tensor_parallel_size", "ingresses", "max_replicas"):
+            value = getattr(found, name)
+            if whole(value, 1) is None and not (name == "max_replicas" and value is None):
+                raise ConfigError(f"{name} must be a whole number of at least 1, not {brief(value)}")
+        for item in fields(Replicas):
+            value, kind = getattr(found, item.name), item.type
+            if (kind == "int" and whole(value, 0) is None) or (kind == "float" and real(value, 0, math.inf) is None):
+                raise ConfigError(f"{item.name} must be a number of at least 0, not {brief(value)}")
+            if item.name in ("llm", "server") and not isinstance(value, dict):
+                raise ConfigError(f"{item.name} must be an object, not {brief(value)}")
         if found.max_replicas is not None and found.max_replicas < found.replicas:
             raise ConfigError(f"max_replicas ({found.max_replicas}) is below replicas ({found.replicas})")
         own = {item.name for item in fields(EngineConfig)}
@@ -87,6 +94,7 @@ class Replicas:
             raise ConfigError(f"server: unknown key {bad[0]!r}; valid: {', '.join(limits)}")
         drafters.create(SpeculativeConfig.of(found.llm.get("speculative_config")))
         EngineConfig(**{item.name: found.llm[item.name] for item in fields(EngineConfig) if item.name in found.llm})
+        _ = found.settings  # which says what is wrong with them
         return found
 
     @property
@@ -169,6 +177,10 @@ class Engine:
         """First None, once the requests are accepted; then each event, and with an output's first what it says of the
         prompt: how much was known, and logprobs."""
         answer, seen = None, set[int]()
+        engine = self.llm.llm.engine
+        for i, (ids, params) in enumerate(prompts):  # who asks for all that may come gets what there is memory for
+            if params.max_tokens >= engine.max_len - len(ids):
+                prompts[i] = ids, params.having(max_tokens=max(1, min(params.max_tokens, engine.longest - len(ids))))
         try:
             answer = await self.llm.start(prompts, **options, begun=begun)
             yield None

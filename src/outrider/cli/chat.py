@@ -223,7 +223,7 @@ class Conversation:
         if name not in self.sampling:
             raise ConfigError(f"/set knows speculate, {', '.join(self.sampling)}; not {name!r}")
         parsed: Any = value or None
-        if value and name not in ("stop", "logit_bias"):
+        if value and name not in ("stop", "logit_bias", "prediction"):
             with contextlib.suppress(ValueError, RecursionError):  # SamplingParams says what it should be
                 parsed = json.loads(value)
         changed = clean(self.sampling | {name: parsed}, "/set logit_bias")

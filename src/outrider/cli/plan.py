@@ -89,7 +89,7 @@ def plan(
         _alone(asked, "against", "model", "device", "context", "draft", "quantization")
         list(numbered(against))  # what cannot be read is told before anything is measured
     contexts, batches = (list(dict.fromkeys(read_ints(*each))) for each in ((context, "--context"), (batch, "--batch")))
-    suites = [name.strip() for name in suite.split(",")]
+    suites = list(dict.fromkeys(name.strip() for name in suite.split(",")))
     if bad := [name for name in suites if name not in SUITES]:
         raise ConfigError(f"--suite {bad[0]!r} is unknown; valid: {', '.join(SUITES)}")
     if device != "here" and device not in DEVICES:

@@ -204,11 +204,14 @@ def serve(
         except ModuleNotFoundError as error:
             raise ConfigError(f"--replicas needs {error.name}; pip install 'outrider[ray]'") from None
         about["defaults"] = sampled(open_source(model).path)
+        import torch
+
+        on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())  # Ray hides others
         given = {"dtype": dtype, "device": device, "speculative_config": config, **limits}
         args = {
             "model": model, "replicas": replicas, "max_replicas": max_replicas,
             "max_queued_requests": max_queued_requests,
-            "tensor_parallel_size": tensor_parallel_size or 1, "num_gpus": float(device.startswith("cuda")),
+            "tensor_parallel_size": tensor_parallel_size or 1, "num_gpus": float(on_gpu),
             "llm": given, "server": about,
         }  # fmt: skip
         if "RAY_ADDRESS" not in os.environ:  # else others listen, on other machines

@@ -176,6 +176,9 @@ class Sampled(Common):
             raise Refusal(400, "stream_options belongs to a stream; set stream to true", "stream_options")
         if self.n is not None and not 1 <= self.n <= settings.max_n:
             raise Refusal(400, f"n must be 1 to {settings.max_n}, not {brief(self.n)}", "n")
+        if self.outputs > settings.max_prompts:
+            asked = ("prompt and n ask", "prompt") if "prompt" in type(self).model_fields else ("n asks", "n")
+            raise Refusal(400, f"{asked[0]} for more than {settings.max_prompts} outputs", asked[1])
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(stops) > settings.max_stop_strings:
             raise Refusal(400, f"stop has {len(stops)} strings; at most {settings.max_stop_strings}", "stop")
@@ -294,8 +297,6 @@ class CompletionBody(Sampled):
             raise Refusal(400, "suffix is not supported: the model does not fill in the middle", "suffix")
         if self.max_tokens is not None and self.max_tokens < (0 if self.echo else 1):
             raise Refusal(400, f"max_tokens must be at least 1, not {self.max_tokens}", "max_tokens")
-        if self.outputs > settings.max_prompts:
-            raise Refusal(400, f"prompt and n ask for more than {settings.max_prompts} outputs", "prompt")
 
     @property
     def outputs(self) -> int:

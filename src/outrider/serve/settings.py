@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from outrider.config import SamplingParams
-from outrider.errors import CheckpointError, ConfigError
+from outrider.config import SamplingParams, real, whole
+from outrider.errors import CheckpointError, ConfigError, brief
 from outrider.files import expand
 
 SAMPLED_BY = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -36,6 +37,24 @@ class Settings:
     chat_template: str = ""  # in place of the model's
     reasoning: bool = True  # whether it is told apart from the answer
     trust_chat_template: bool = False  # whether a request may bring its own
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for what a YAML file, say, has otherwise: each character of a text would be a key."""
+        for name in ("names", "api_keys", "cors_origins"):
+            given = getattr(self, name)
+            listed = isinstance(given, (list, tuple)) and all(isinstance(own, str) and own.strip() for own in given)
+            if not listed or not (given or name != "names"):
+                raise ConfigError(f"{name} must be a list of texts, none of them empty")
+            object.__setattr__(self, name, tuple([own.strip() for own in given]))
+        for item in fields(self):
+            value, kind = getattr(self, item.name), item.type
+            if (kind == "int" and whole(value, 0) is None) or (kind == "float" and real(value, 0, math.inf) is None):
+                raise ConfigError(f"{item.name} must be a number of at least 0, not {brief(value)}")
+            if (kind == "bool" and not isinstance(value, bool)) or (kind == "str" and not isinstance(value, str)):
+                raise ConfigError(
+                    f"{item.name} must be {'true or false' if kind == 'bool' else 'a text'}, not {brief(value)}"
+                )
+        checked(self.defaults if isinstance(self.defaults, Mapping) else {"": self.defaults}, "defaults")
 
 
 def generation_defaults(source: str, model: Path) -> dict[str, Any]:
