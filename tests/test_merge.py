@@ -214,3 +214,10 @@ def test_parents_in_a_ring_switch_the_drafter_off(random_llm):
     (output,) = random_llm.generate([1, 2, 3], GREEDY)
     assert output.token_ids == expected and "before their children" in output.metrics["drafter_error"]
     assert_released(random_llm)
+
+
+def test_riders_that_are_too_many_together_stay_behind():
+    """One draft's ride, whole; the other's would be more than a forward takes."""
+    one, other = (Draft([n] * 200, [*range(-1, 199)], riders=200) for n in (1, 2))
+    merged, where = Draft.merge([one, other], 8)
+    assert merged.riders == 200 and set(merged.tokens) == {1} and where[1] == [-1] * 200

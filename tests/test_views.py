@@ -340,7 +340,10 @@ def test_the_log_holds_the_last_queries():
     log.truncate(0, 5)
     assert log.last(0, 0).numel() == 0
     log.add(0, 0, 5, torch.arange(1000.0).view(-1, 1, 1))  # a prompt: only its end is kept
-    assert log.last(0, 0).flatten().tolist() == [997, 998, 999] and log.held[0].rows.numel() < 300
+    assert log.last(0, 0).flatten().tolist() == [997, 998, 999] and log.held[0].rows.numel() < 600
+    log.add(0, 0, 1005, torch.arange(1 + 2 * 256.0).view(-1, 1, 1))  # the largest draft, riders and all
+    log.keep(0, 1006, [3, 5, 200])
+    assert log.last(0, 0).flatten().tolist() == [4, 6, 201]
 
 
 def test_nothing_is_kept_for_a_drafter_that_is_gone(random_llm):

@@ -190,7 +190,10 @@ class Constraint:
 
     def _given(self, seq: Text, path: list[int], law: Tensor) -> Tensor:
         """A distribution (vocab,), given that the token may stand here."""
-        mask = self.mask(seq, path)
+        try:
+            mask = self.mask(seq, path)
+        except ConstraintError:  # which is the target's to meet
+            return law
         law = law * unpacked(mask, len(law)).to(law.device) if mask is not None else law
         return law / law.sum().clamp(min=torch.finfo(law.dtype).tiny)
 

@@ -11,6 +11,7 @@ from operator import lt
 
 from torch import Tensor
 
+from outrider.config import MOST_NODES
 from outrider.errors import OutriderError
 from outrider.outputs import Logprob
 
@@ -100,8 +101,9 @@ class Draft:
         """One tree of several, where the same prefix is the same node; and per draft where its nodes went, -1 = cut.
 
         Depth by depth, at each depth the earlier drafts' nodes first, until there are `budget` that can be accepted.
-        Riders come last, are neither shared nor counted, and go only with their parent. A `q` outlives the merge only
-        if the other drafts are empty: which nodes are shared depends on what was drawn. Without it all is exact.
+        Riders come last, are neither shared nor counted, and go only with their parent; a draft's that are too many
+        beside others' stay behind. A `q` outlives the merge only if the other drafts are empty: which nodes are shared
+        depends on what was drawn. Without it all is exact.
         """
         alone = [draft for draft in drafts if draft.tokens]
         if len(alone) == 1 and alone[0].verifiable <= budget:
@@ -110,7 +112,11 @@ class Draft:
         merged = Draft.of_paths(sorted(itertools.chain(*paths), key=len), budget)
         index = {merged.words(node): node for node in range(len(merged))}
         where = [[index.get(p, -1) for p in own] + [-1] * d.riders for own, d in zip(paths, drafts, strict=True)]
-        riders = [(at, i, n) for i, d in enumerate(drafts) for n, at in enumerate(d.depths()) if n >= d.verifiable]
+        riders, room = list[tuple[int, int, int]](), MOST_NODES
+        for i, d in enumerate(drafts):
+            if d.riders <= room:
+                room -= d.riders
+                riders += [(at, i, n) for n, at in enumerate(d.depths()) if n >= d.verifiable]
         for _, i, n in sorted(riders):
             parent = drafts[i].parents[n]
             root = where[i][parent] if parent >= 0 else -1

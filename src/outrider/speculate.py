@@ -336,6 +336,7 @@ class Autoregressive(Forking):
     def _late(self, forks: list[Sequence]) -> tuple[list[Sequence], list[tuple[Sequence, int]]]:
         """Those to draft for; and, if there are any, the others, with new and long texts, and what to read of these."""
         if not isinstance(self.runner.kv, View):  # which takes over, or skips, most of a text
+            forks = [fork for fork in forks if fork.room > 1 and len(fork.tokens) < self.runner.max_len]
             ready = [fork for fork in forks if self.runner.pending(fork) <= LATE]
             if ready and (late := [fork for fork in forks if fork not in ready]):
                 readable = self.runner.model.config.vocab_size

@@ -136,7 +136,7 @@ class QueryLog:
 
     def add(self, seq: int, layer: int | slice, start: int, q: Tensor) -> None:
         """Queries (n, heads, dim) of the tokens in slots [start, start + n); of all layers, (layers, n, heads, dim)."""
-        if (spare := q.shape[-3] - self.size - MOST_NODES) > 0:  # of a prompt, the last: no draft takes more back
+        if (spare := q.shape[-3] - self.size - 2 * MOST_NODES) > 0:  # of a prompt, the last: no draft takes more back
             start, q = start + spare, q[..., spare:, :, :]
         n, log = q.shape[-3], self.held.get(seq)
         if log is None or not log.first <= start <= log.end or start + n - log.first > log.rows.shape[1]:
