@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import json
 import logging
+import math
 import threading
 from typing import Any
 
@@ -15,11 +16,12 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from outrider.engine import LONG
-from outrider.errors import QueueFull
+from outrider.errors import ConfigError, QueueFull
 from outrider.serve.app import Server
 from outrider.serve.protocol import ChatBody, CompletionBody, DetokenizeBody
 from outrider.serve.responses import ResponsesBody
 from outrider.serve.server import JsonLines, Lines
+from outrider.serve.settings import Settings
 from tests.serve.conftest import Client, fail
 
 PROMPT = "Once upon a time"
@@ -337,6 +339,23 @@ def test_strange_texts(client, path, more):
 # --- limits -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "given_",
+    [
+        {"api_keys": "secret"}, {"api_keys": [""]}, {"api_keys": [5]}, {"names": "tiny"}, {"names": []},
+        {"cors_origins": "http://x"}, {"max_n": "5"}, {"max_body": -1}, {"max_n": True}, {"drain": "x"},
+        {"drain": math.nan}, {"reasoning": 1}, {"chat_template": None}, {"defaults": {"temperature": -5}},
+        {"defaults": {"nonsense": 5}}, {"defaults": None},
+    ],
+)  # fmt: skip
+def test_settings_of_a_file_are_checked(given_):
+    """A text where a list belongs would make each of its characters a key; an empty one would let everybody in."""
+    with pytest.raises(ConfigError, match=next(iter(given_))) as caught:
+        Settings(**{"names": ["tiny"], **given_})
+    assert "secret" not in str(caught.value)
+    assert Settings(["tiny"], [" a "]).api_keys == ("a",)
+
+
 def test_limits(tiny_llm):
     client = Client(
         tiny_llm, max_body=2000, max_n=2, max_stop_strings=1, max_logprobs=1, max_prompts=3, max_prompt_tokens=8
@@ -346,6 +365,8 @@ def test_limits(tiny_llm):
     refused(client.post("/v1/completions", {"prompt": "x", "stop": ["a", "b"]}), param="stop")
     refused(client.post("/v1/completions", {"prompt": "x", "logprobs": 2}), param="logprobs")
     refused(client.post("/v1/completions", {"prompt": ["x", "y"], "n": 2}))
+    many = Client(tiny_llm, max_n=2000)
+    refused(many.post("/v1/chat/completions", {"messages": TALK, "n": 1100}), param="n")
     ids = [[5, 6, 7], [8, 9]]
     assert client.post("/v1/completions", {"prompt": ids, "max_tokens": 1}).status_code == 200
     told = refused(client.post("/v1/completions", {"prompt": [*ids, [5] * 4]}), param="prompt")["message"]
