@@ -35,6 +35,7 @@ SHORT = re.compile(r"/(?:\[[\w-]+\](?:\{\d+(?:,\d+)?\})?|[\w ])+/")  # regexes o
 GBNF = re.compile(r'"(?:\\.|[^"\\])*"?|#.*|(\[(?:\\.|[^\]\\])*\]?)')  # texts, comments and classes of characters
 MOST_AT_ONCE = 12  # regexes that a text fits at the same time: each doubles what is to be looked at
 TOO_MANY = f"a text can be asked to fit at most {MOST_AT_ONCE} regexes at once"
+MOST_COPIED = 300  # characters of a schema that is written for several names: copies of copies would be too many
 MOST_TIMES = 4096  # repetitions in a regex
 MOST_MULTIPLE = 20_000  # a regex of multiples has as many states
 # Where somebody's regex goes on as what stands behind it begins (`/a*/ "ab"`), all that may come is more of it, without
@@ -141,8 +142,8 @@ def _apart(schema: Mapping[str, Any]) -> dict[str, Any]:
     named, left = dict(schema["properties"]), dict(schema["patternProperties"])
     for pattern, part in schema["patternProperties"].items():
         words = (found[1] or found[2]).split("|") if (found := NAMES.fullmatch(pattern)) else []
-        flat = not isinstance(part, Mapping) or not any(isinstance(value, (Mapping, list)) for value in part.values())
-        if words and flat and named.keys() >= {*words}:  # copies of copies would be too many
+        deep = isinstance(part, Mapping) and any(isinstance(value, (Mapping, list)) for value in part.values())
+        if words and named.keys() >= {*words} and not deep and len(repr(part)) <= MOST_COPIED:
             named |= {word: {"allOf": [named[word], part]} for word in words}
             del left[pattern]
     return {**schema, "properties": named, "patternProperties": left}
