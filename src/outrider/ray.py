@@ -29,14 +29,14 @@ from ray.serve.request_router import RequestRouter
 
 from outrider import drafters
 from outrider.async_llm import AsyncLLM, Lanes, left
-from outrider.config import EngineConfig, SamplingParams, SpeculativeConfig, drawn_seed, real, whole
+from outrider.config import EngineConfig, SamplingParams, SpeculativeConfig, drawn_seed, whole
 from outrider.errors import ConfigError, EngineError, OutriderError, QueueFull, RequestError, brief, told
 from outrider.llm import LLM
 from outrider.load import open_source
 from outrider.outputs import StepEvent
 from outrider.serve.app import create_app
 from outrider.serve.replicas import Lost, beginning, ranked, resumed
-from outrider.serve.settings import Settings, generation_defaults
+from outrider.serve.settings import Settings, check_numbers, generation_defaults
 
 NAME, ENGINE = "outrider", "Engine"
 LAST_WORDS = 10.0  # seconds for engines to end once they have drained
@@ -77,12 +77,10 @@ class Replicas:
             value = getattr(found, name)
             if whole(value, 1) is None and not (name == "max_replicas" and value is None):
                 raise ConfigError(f"{name} must be a whole number of at least 1, not {brief(value)}")
-        for item in fields(Replicas):
-            value, kind = getattr(found, item.name), item.type
-            if (kind == "int" and whole(value, 0) is None) or (kind == "float" and real(value, 0, math.inf) is None):
-                raise ConfigError(f"{item.name} must be a number of at least 0, not {brief(value)}")
-            if item.name in ("llm", "server") and not isinstance(value, dict):
-                raise ConfigError(f"{item.name} must be an object, not {brief(value)}")
+        check_numbers(found)
+        for name in ("llm", "server"):
+            if not isinstance(value := getattr(found, name), dict):
+                raise ConfigError(f"{name} must be an object, not {brief(value)}")
         if found.max_replicas is not None and found.max_replicas < found.replicas:
             raise ConfigError(f"max_replicas ({found.max_replicas}) is below replicas ({found.replicas})")
         own = {item.name for item in fields(EngineConfig)}

@@ -46,15 +46,22 @@ class Settings:
             if not listed or not (given or name != "names"):
                 raise ConfigError(f"{name} must be a list of texts, none of them empty")
             object.__setattr__(self, name, tuple([own.strip() for own in given]))
+        check_numbers(self)
         for item in fields(self):
             value, kind = getattr(self, item.name), item.type
-            if (kind == "int" and whole(value, 0) is None) or (kind == "float" and real(value, 0, math.inf) is None):
-                raise ConfigError(f"{item.name} must be a number of at least 0, not {brief(value)}")
             if (kind == "bool" and not isinstance(value, bool)) or (kind == "str" and not isinstance(value, str)):
                 raise ConfigError(
                     f"{item.name} must be {'true or false' if kind == 'bool' else 'a text'}, not {brief(value)}"
                 )
         checked(self.defaults if isinstance(self.defaults, Mapping) else {"": self.defaults}, "defaults")
+
+
+def check_numbers(given: Any) -> None:
+    """Raise ConfigError for a field of a dataclass that is no number of at least 0 where it should be one."""
+    for item in fields(given):
+        value, kind = getattr(given, item.name), item.type
+        if (kind == "int" and whole(value, 0) is None) or (kind == "float" and real(value, 0, math.inf) is None):
+            raise ConfigError(f"{item.name} must be a number of at least 0, not {brief(value)}")
 
 
 def generation_defaults(source: str, model: Path) -> dict[str, Any]:
