@@ -88,6 +88,31 @@ def test_preempted_sequences_are_read_again(llm):
     llm.runner.free(seq)
 
 
+def test_nothing_is_kept_for_nobody(random_llm, monkeypatch):
+    """Of a sequence that no drafter hears of, from its first token or since the drafter was switched off."""
+    kept, told = list[int](), list[int]()
+
+    def fail(seq: Sequence, k: int) -> Draft:
+        told.append(len(kept))
+        if len(told) == 3:
+            raise RuntimeError("broken")
+        return Draft()
+
+    use(random_llm, ScriptedDrafter(fail))
+    rows = random_llm.runner.tap((1,))
+    monkeypatch.setattr(type(rows), "add", lambda self, *given: kept.append(len(told)))
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    random_llm.generate([1, 2, 3], params)
+    assert kept == [1, 2, 3]
+    use(random_llm, ScriptedDrafter(lambda seq, k: Draft()))
+    kept.clear()
+    engine = random_llm.engine
+    requests = engine.add([1, 2, 3], params) + engine.add([4, 5], params, k=0)
+    while not all(request.finished for request in requests):
+        engine.step()
+    assert len(kept) == 12
+
+
 @pytest.mark.parametrize("spec", ["streaming:budget=16", "retrieval:budget=24,chunk=4,recent=4,rebuild=8"])
 def test_views_take_over_their_base_s_rows(random_llm, spec):
     """What the base has verified is the base's; what is drafted through the view is the view's."""

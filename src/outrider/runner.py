@@ -417,9 +417,12 @@ class Runner:
         hidden = self.model.forward(given, positions, lengths, self.kv, plan, states or None, wanted)
         if scored:
             self._score(scored, states[NORMED])
-        for rows in self.taps if self._tapped else ():
-            for e in entries:
-                rows.add(e.seq, e.start, states, slice(e.row, e.row + e.n))
+        if self._tapped:
+            unheard = {seq.id for seq in seqs if seq.k == 0}  # of which no drafter hears
+            for rows in self.taps:
+                for e in entries:
+                    if e.seq not in unheard:
+                        rows.add(e.seq, e.start, states, slice(e.row, e.row + e.n))
         return hidden
 
     def _lengths(self, seqs: list[Sequence], entries: list[Entry]) -> list[int]:

@@ -342,7 +342,8 @@ class Engine:
 
     def _bound(self, requests: list[Request]) -> None:
         """Let the cache have what the drafter's do not take of the memory."""
-        drafts = 0 if self.guard.idle else sum([self.guard.kv_bytes(len(r.seq.tokens)) for r in requests])
+        told_of = [] if self.guard.idle else [r.seq for r in requests if r.seq.k != 0]
+        drafts = sum([self.guard.kv_bytes(len(seq.tokens)) for seq in told_of])
         self.kv.most = max(0, self.kv_memory - drafts) // self._block_bytes
 
     def _preempt(self, request: Request) -> None:
@@ -471,8 +472,12 @@ class Engine:
     ) -> list[tuple[Request, Verdict]] | None:
         """One step, without drafts if there is no room for them; None if it has to be another one for want of room."""
         self._bound(self.running)
+        if self.guard.failure:
+            k = 0
+            for request in self.running:  # nothing is to be kept for it any more
+                request.seq.k = 0
         try:
-            return self._forward(through, reading, 0 if self.guard.failure else k, times)
+            return self._forward(through, reading, k, times)
         except PoolFull:
             self.guard.quiet = True
             try:

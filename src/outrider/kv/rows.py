@@ -8,10 +8,35 @@ rows that it has not consumed yet, and need not know why they are there.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 NORMED = -1  # the point behind the final norm: what logits are computed from
+
+
+@dataclass
+class Kept:
+    """Of one sequence the rows of places [first, first + n): the first n of `rows`, which has room for more."""
+
+    first: int
+    rows: Tensor
+    n: int
+
+    @property
+    def end(self) -> int:
+        return self.first + self.n
+
+    def append(self, new: Tensor) -> None:
+        """More of them, behind these."""
+        end = self.n + len(new)
+        if end > len(self.rows):
+            room = self.rows.new_empty(max(end, 2 * self.n), self.rows.shape[1])
+            room[: self.n] = self.rows[: self.n]
+            self.rows = room
+        self.rows[self.n : end] = new
+        self.n = end
 
 
 class Rows:
@@ -25,7 +50,7 @@ class Rows:
     def __init__(self, points: tuple[int, ...], width: int, itemsize: int, base: Rows | None = None) -> None:
         self.points, self.base = points, base
         self.row_bytes = len(points) * width * itemsize
-        self.held: dict[int, tuple[int, Tensor]] = {}
+        self.held: dict[int, Kept] = {}
         self.synced: dict[int, int] = {}  # of a view: places whose rows are the base's
 
     def add(self, seq: int, start: int, states: dict[int, Tensor], own: slice) -> None:
@@ -33,52 +58,51 @@ class Rows:
         self._append(seq, start, torch.cat([states[point][own] for point in self.points], -1))
 
     def _append(self, seq: int, start: int, new: Tensor) -> None:
-        first, rows = self.held.get(seq, (start, new[:0]))
-        if first + len(rows) != start:  # tokens between were never read here, such as a prefix from elsewhere
-            first, rows = start, rows[:0]
-        self.held[seq] = first, torch.cat([rows, new]) if len(rows) else new
+        kept = self.held.get(seq)
+        if kept is None or kept.end != start:  # tokens between were never read here, such as a prefix from elsewhere
+            self.held[seq] = Kept(start, new, len(new))
+        else:
+            kept.append(new)
 
     def read(self, seq: int, start: int, end: int) -> tuple[int, Tensor] | None:
-        """The rows of places [start, end) that are there, and the first of these places. None if there are none."""
-        if seq not in self.held:
+        """The rows of places [start, end) that are there, and the first of these places. None if there are none.
+
+        They are good until the next forward.
+        """
+        if (kept := self.held.get(seq)) is None:
             return None
-        first, rows = self.held[seq]
-        begin = max(start, first)
-        found = rows[begin - first : max(0, end - first)]
+        begin = max(start, kept.first)
+        found = kept.rows[begin - kept.first : max(0, min(end, kept.end) - kept.first)]
         return (begin, found) if len(found) else None
 
     def drop(self, seq: int, before: int) -> None:
         """Forget the rows of places before `before`: they were consumed."""
-        if seq in self.held:
-            first, rows = self.held[seq]
-            if before > first:
-                self.held[seq] = min(before, first + len(rows)), rows[before - first :].clone()
+        if (kept := self.held.get(seq)) and before > kept.first:
+            gone = min(before - kept.first, kept.n)
+            self.held[seq] = Kept(kept.first + gone, kept.rows[gone : kept.n].clone(), kept.n - gone)
         if self.base:
             self.base.drop(seq, before)
 
     def keep(self, seq: int, start: int, path: list[int]) -> None:
         """As KVCache.keep: of the nodes stored from place `start`, those of `path`, and nothing behind them."""
-        if seq in self.held:
-            first, rows = self.held[seq]
-            at = start - first
-            self.held[seq] = first, torch.cat([rows[:at], rows[[at + node for node in path]]])
+        if kept := self.held.get(seq):
+            at = start - kept.first
+            kept.rows[at : at + len(path)] = kept.rows[[at + node for node in path]]
+            kept.n = at + len(path)
 
     def catch_up(self, seq: int, length: int, taken: int) -> None:
         """Forget all but the first `length` tokens' rows; a view's of the first `taken` become its base's."""
-        tail = self.read(seq, taken, length)
+        tail = self.read(seq, taken, length) if self.base else None
         synced = self.synced.get(seq, 0) if self.base else length
-        self._truncate(seq, min(length, synced))
+        if kept := self.held.get(seq):
+            kept.first = min(kept.first, min(length, synced))
+            kept.n = max(0, min(kept.n, min(length, synced) - kept.first))
         if self.base:
             if found := self.base.read(seq, synced, taken):
-                self._append(seq, *found)
+                self._append(seq, found[0], found[1].clone())
             if tail:
-                self._append(seq, *tail)
+                self._append(seq, tail[0], tail[1].clone())
             self.synced[seq] = max(synced, taken)
-
-    def _truncate(self, seq: int, length: int) -> None:
-        if seq in self.held:
-            first, rows = self.held[seq]
-            self.held[seq] = min(first, length), rows[: max(0, length - first)]
 
     def free(self, seq: int) -> None:
         """Forget a sequence."""
