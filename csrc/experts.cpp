@@ -124,6 +124,9 @@ class Step {
   std::vector<Task> tasks_;
 };
 
+// NaN is the largest, so that it is not passed over.
+bool above(float score, float other) { return score > other || (std::isnan(score) && !std::isnan(other)); }
+
 }  // namespace
 
 void route(const float *scores, int all, int chosen, bool normalised, bool shared, int *experts, float *weights) {
@@ -131,7 +134,7 @@ void route(const float *scores, int all, int chosen, bool normalised, bool share
   for (int j = 0; j < chosen; j++) {
     int best = -1;
     for (int e = 0; e < count; e++)
-      if (std::find(experts, experts + j, e) == experts + j && (best < 0 || scores[e] > scores[best])) best = e;
+      if (std::find(experts, experts + j, e) == experts + j && (best < 0 || above(scores[e], scores[best]))) best = e;
     experts[j] = best;
   }
   const float top = scores[experts[0]];

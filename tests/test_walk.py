@@ -340,3 +340,15 @@ def test_experts_whose_parts_would_have_another_s_bias_are_refused():
     up, down = Linear(rand(2 * WIDE, HIDDEN), rand(2 * WIDE), gated=True), Linear(rand(HIDDEN, WIDE))
     with pytest.raises(ValueError, match="bias only where they are clamped"):
         Experts(Linear(rand(2, HIDDEN)), [MLP(up, down)] * 2, 1, normalised=True)
+
+
+def test_a_score_that_is_no_number_is_not_passed_over():
+    """It is the largest, the first of several, and nothing of what its row gives is a number."""
+    linear = Linear(rand(4, HIDDEN))
+    scores = torch.tensor([[1.0, 3.0, torch.nan, 2.0], [torch.nan, torch.inf, torch.nan, torch.nan]])
+    for normalised in (True, False):
+        experts = Experts(
+            linear, [MLP(Linear(rand(2 * WIDE, HIDDEN), gated=True), Linear(rand(HIDDEN, WIDE)))] * 4, 2, normalised
+        )
+        at, weights = experts.route(scores)
+        assert at.tolist() == [[1, 2], [0, 2]] and weights.isnan().all()
