@@ -16,8 +16,8 @@ from outrider.control import Costs
 from outrider.draft import Verdict
 from outrider.drafters.auto import ROWS, Auto
 from outrider.engine import Engine
+from outrider.find import find
 from outrider.kv import PagedKV
-from outrider.load import find
 from outrider.runner import Output
 from outrider.sequence import Sequence
 from outrider.verify import COUPLED

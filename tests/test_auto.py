@@ -20,7 +20,7 @@ from outrider.datastore import write
 from outrider.drafters import create
 from outrider.drafters.auto import EVERY, ROWS, Auto, _machine
 from outrider.errors import ConfigError, OutriderError
-from outrider.load import find
+from outrider.find import find
 from outrider.sequence import Sequence
 
 MACHINES = {
@@ -275,7 +275,7 @@ def test_stores_that_fit_are_found(tiny_llm, make_checkpoint, tmp_path, monkeypa
     embedded = str(write([text], assets / "some" / "said.store", vocab, fingerprint(tokenizer), "tiny").path)
     other = str(write([text], assets / "some" / "other.store", vocab, "0" * 64, "other").path)
     with_store = shutil.copytree(find("tiny"), tmp_path / "model")
-    monkeypatch.setattr("outrider.load.ASSETS", assets)
+    monkeypatch.setattr("outrider.find.ASSETS", assets)
     monkeypatch.setattr("outrider.drafters.auto.companions", lambda path: [])
     beside = str(write([text], with_store / "mine.store", vocab, fingerprint(tokenizer), "tiny").path)
 

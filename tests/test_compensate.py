@@ -13,8 +13,9 @@ from outrider import LLM, compensate
 from outrider.compensate import FEW, compensated, layers, read, said
 from outrider.errors import CheckpointError, ConfigError
 from outrider.export import quantize
+from outrider.find import embedded
 from outrider.kv import DenseKV, Entry, Plan
-from outrider.load import embedded, open_source, read_tokenizer
+from outrider.load import open_source, read_tokenizer
 from outrider.quantize import ranges, rounded
 from outrider.train.conversations import Template
 

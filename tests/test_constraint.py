@@ -23,8 +23,9 @@ from outrider import LLM, Draft, SamplingParams, StructuredOutputsParams, drafte
 from outrider.config import Rule
 from outrider.constraint import END, Constraint, read, unpacked
 from outrider.errors import ConfigError, ConstraintError
+from outrider.find import find
 from outrider.grammar import understood
-from outrider.load import find, read_tokenizer
+from outrider.load import read_tokenizer
 from outrider.sampling import Row, distribution
 from outrider.sequence import Sequence
 from outrider.verify import rejection

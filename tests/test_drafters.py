@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from outrider import LLM, Drafter, SamplingParams, SpeculativeConfig, drafters
 from outrider.drafters.ngram import Index
 from outrider.errors import ConfigError
-from outrider.load import embedded
+from outrider.find import embedded
 from outrider.ops import native
 from outrider.sequence import Sequence
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from outrider import LLM, SamplingParams
 from outrider.drafters.eagle3 import Eagle3
 from outrider.errors import CheckpointError, ConfigError, ModelNotFound, VocabularyMismatch
-from outrider.load import find, kind_of
+from outrider.find import find, kind_of
 from outrider.ops import native
 from outrider.sampling import Row, guess
 from outrider.sequence import Sequence

@@ -31,7 +31,7 @@ from outrider.errors import (
     VocabularyMismatch,
 )
 from outrider.files import OURS
-from outrider.load import embedded
+from outrider.find import embedded
 
 
 @contextmanager

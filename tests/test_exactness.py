@@ -31,8 +31,9 @@ from outrider.corpus import fingerprint
 from outrider.datastore import write
 from outrider.errors import OutriderError
 from outrider.export import quantize
+from outrider.find import find
 from outrider.kv import PagedKV
-from outrider.load import find, read_tokenizer
+from outrider.load import read_tokenizer
 from outrider.model import Model
 from outrider.ops import native
 from outrider.quantize import ACTIVATIONS

@@ -21,7 +21,8 @@ from test_truth import LLAMA3, check, prompt_of, reference, rope
 from outrider import LLM, export
 from outrider.cli import main
 from outrider.errors import CheckpointError, ConfigError, ModelNotFound, UnsupportedArchitecture
-from outrider.load import embedded, open_source, read_config, read_tokenizer
+from outrider.find import embedded
+from outrider.load import open_source, read_config, read_tokenizer
 
 EIGHT, FOUR = partial(export.quantize, bits=8), partial(export.quantize, calibration="none")
 

@@ -22,8 +22,9 @@ from torch.testing import assert_close
 
 from outrider import LLM, quantize
 from outrider.errors import CheckpointError, ModelNotFound, OutriderError, UnsupportedArchitecture
+from outrider.find import embedded, find
 from outrider.gguf import ARCHITECTURES, INSIDE, OWN, PAIRED, File, Stored, _byte_level, _hf_name
-from outrider.load import embedded, find, open_source, read_config, read_tokenizer
+from outrider.load import open_source, read_config, read_tokenizer
 
 Kind = gguf.GGMLQuantizationType
 

@@ -20,7 +20,8 @@ from transformers import (
 
 import outrider.hf
 from outrider.errors import ConfigError, EmptyPrompt, RequestTooLong, UnsupportedArchitecture
-from outrider.load import embedded, read_tokenizer
+from outrider.find import embedded
+from outrider.load import read_tokenizer
 
 ARCHS = {
     "llama": {},

@@ -19,8 +19,9 @@ from outrider.config import STORED
 from outrider.control import Curve
 from outrider.errors import ConfigError
 from outrider.export import quantize
+from outrider.find import embedded
 from outrider.llm import LLM
-from outrider.load import embedded, open_source, read_config, sizes
+from outrider.load import open_source, read_config, sizes
 from outrider.plan import (
     ACCEPTANCE,
     DEVICES,

@@ -18,7 +18,7 @@ from outrider import LLM, SamplingParams
 from outrider.cli import app
 from outrider.drafters.recurrent import Recurrent
 from outrider.errors import CheckpointError, ConfigError, ModelNotFound, OutriderError, VocabularyMismatch
-from outrider.load import companions, find, kind_of
+from outrider.find import companions, find, kind_of
 from outrider.ops import native
 from outrider.sequence import Sequence
 from outrider.train.recurrent import Trainer
@@ -202,7 +202,7 @@ def test_auto_finds_an_embedded_head_that_fits(make_checkpoint, tmp_path, monkey
     """Of its width and vocabulary; the given one's name is not asked twice, and named drafters have the say."""
     target, other = make_checkpoint(seed=6), make_checkpoint(seed=6, hidden_size=48, vocab_size=160)
     embedded = random_recurrent(target, tmp_path)
-    monkeypatch.setattr("outrider.load.ASSETS", tmp_path)
+    monkeypatch.setattr("outrider.find.ASSETS", tmp_path)
 
     def heads(target: Path, **options) -> list[str]:
         llm = LLM(target, device="cpu", dtype="float32", speculative_config={"method": "auto", **options})

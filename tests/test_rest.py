@@ -22,7 +22,8 @@ from outrider.corpus import fingerprint, speller
 from outrider.datastore import HEADER, SEPARATOR, Store, build, suffix_array, write
 from outrider.drafters.rest import Rest, follow, grow, guess
 from outrider.errors import ConfigError
-from outrider.load import find, read_tokenizer
+from outrider.find import find
+from outrider.load import read_tokenizer
 from outrider.ops import native
 from outrider.sequence import Sequence
 

@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerFast
 from outrider import SamplingParams
 from outrider.engine import TextStream
 from outrider.engine.text import spelt
-from outrider.load import embedded, read_tokenizer
+from outrider.find import embedded
+from outrider.load import read_tokenizer
 
 TEXT = "Once upon a time, naïve café: 🙂👩‍👩‍👧 日本語 — “quoted”.\n\n  indented\tand so on.\n"
 

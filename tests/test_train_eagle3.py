@@ -21,7 +21,7 @@ from outrider.drafters.eagle3 import Eagle3
 from outrider.engine import engine
 from outrider.errors import CheckpointError, ConfigError, OutOfMemory
 from outrider.files import locked
-from outrider.load import find
+from outrider.find import find
 from outrider.sequence import Sequence
 from outrider.train.conversations import Template, read_prompts, write
 from outrider.train.eagle3 import Batch, Trainer

@@ -12,7 +12,7 @@ from helpers import logits_after, run
 from torch.testing import assert_close
 
 from outrider import LLM, SamplingParams
-from outrider.load import embedded
+from outrider.find import embedded
 
 
 def rope(kind: str, **parameters) -> dict:

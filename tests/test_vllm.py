@@ -15,7 +15,7 @@ from outrider.draft import Draft
 from outrider.drafters.ngram import Ngram
 from outrider.drafters.suffix import Suffix
 from outrider.errors import ConfigError, OutriderError
-from outrider.load import find
+from outrider.find import find
 from outrider.vllm import DEFAULT, PATIENCE, VARIABLE, Proposer, chosen
 
 VOCAB, LONGEST = 50, 64

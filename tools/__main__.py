@@ -13,7 +13,8 @@ from outrider import cli
 from outrider.bench import run
 from outrider.cli.bench import Output, bar, bench, exact
 from outrider.cli.options import Device, Reporter, Threads, read_ints
-from outrider.load import find, read_tokenizer
+from outrider.find import find
+from outrider.load import read_tokenizer
 from tools import docs as pages
 from tools import kernels as speed
 from tools import mixture as experts

@@ -27,7 +27,8 @@ from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
 from outrider.errors import CheckpointError, ConfigError
 from outrider.files import check_zip, make_folder, replacing
-from outrider.load import Progress, find
+from outrider.find import find
+from outrider.load import Progress
 from outrider.train.heads import autocast
 from tools.data import END, Corpus, read_corpus
 from tools.distill import write_samples

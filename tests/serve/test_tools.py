@@ -13,7 +13,8 @@ from tokenizers import AddedToken
 
 from outrider import LLM, SamplingParams
 from outrider.errors import ConfigError
-from outrider.load import find, read_tokenizer
+from outrider.find import find
+from outrider.load import read_tokenizer
 from outrider.serve import tools as module
 from outrider.serve.tools import (
     CODER,

@@ -11,7 +11,8 @@ import tarfile
 import numpy as np
 import pytest
 
-from outrider.load import find, read_tokenizer
+from outrider.find import find
+from outrider.load import read_tokenizer
 from tools import data
 
 ASKED = "How many lanterns does the keeper of the old tower light when every ship of the harbour is out at sea?"

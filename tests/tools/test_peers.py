@@ -21,7 +21,7 @@ from outrider.bench.run import Settings, run
 from outrider.bench.suites import OPENINGS
 from outrider.cli.bench import bench_app
 from outrider.errors import ConfigError
-from outrider.load import find
+from outrider.find import find
 from tools import peer_worker, peers
 from tools.__main__ import app
 

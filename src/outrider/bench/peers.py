@@ -22,8 +22,8 @@ from outrider.bench.report import Sample
 from outrider.config import SpeculativeConfig
 from outrider.errors import ConfigError
 from outrider.export import export
+from outrider.find import find
 from outrider.llm import LLM
-from outrider.load import find
 
 
 class Peer(ABC):

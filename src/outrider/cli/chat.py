@@ -87,7 +87,7 @@ def chat(
 
 def _default() -> str:
     """The model that talks best of those that are there without a download."""
-    from outrider.load import PACKAGED, packaged
+    from outrider.find import PACKAGED, packaged
 
     return PACKAGED if packaged() else "tiny"
 

@@ -98,7 +98,7 @@ def _installation() -> dict[str, Any]:
     import torch
 
     from outrider import drafters
-    from outrider.load import embedded
+    from outrider.find import embedded
 
     methods: dict[str, Any] = {}
     for method in drafters.methods():
@@ -139,7 +139,8 @@ def _drafters(llm: outrider.LLM) -> dict[str, str]:
     """Which methods would fit a model, and with what."""
     from outrider import drafters
     from outrider.datastore import Store
-    from outrider.load import embedded, kind_of, read_tokenizer, stores
+    from outrider.find import embedded, kind_of, stores
+    from outrider.load import read_tokenizer
 
     config, path, mine = llm.runner.model.config, llm.checkpoint.path, llm.tokenizer
     words, models = mine.get_vocab() if mine else None, list[str]()

@@ -221,8 +221,8 @@ def _measured() -> Device:
 def _timed(name: str, quantization: str | None, machine: Device) -> Timed | None:
     """The model's forwards on this machine; None without its weights, or if they take more than half of its memory."""
     from outrider.bench.forwards import measure
+    from outrider.find import find, stored_bytes
     from outrider.llm import LLM
-    from outrider.load import find, stored_bytes
 
     if not 0 < stored_bytes(find(name, weights=False)) <= machine.memory / 2:
         return None

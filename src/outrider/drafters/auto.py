@@ -37,7 +37,7 @@ from outrider.control import Asked, Beliefs, Costs, Guess, Learnt, Look, Model, 
 from outrider.draft import Draft, Verdict
 from outrider.errors import ConfigError, OutriderError
 from outrider.files import processor
-from outrider.load import ASSETS, companions, heads, kind_of, stores
+from outrider.find import ASSETS, companions, heads, kind_of, stores
 from outrider.ops import Graphs, native
 from outrider.runner import Output, Runner
 from outrider.sequence import Sequence

@@ -27,8 +27,9 @@ from torch import Tensor
 from outrider import families
 from outrider.config import ModelConfig, whole
 from outrider.errors import CheckpointError, brief
+from outrider.find import find
+from outrider.heads import check_head, draft_tokens, read_head, take_out
 from outrider.kv import DenseKV, Entry, Plan
-from outrider.load import check_head, draft_tokens, find, read_head, take_out
 from outrider.model import Rotary
 from outrider.ops import MLP, Block, Linear, Switches, Walk, native, rms_norm, rope
 from outrider.quantize import quantize

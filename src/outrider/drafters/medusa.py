@@ -31,7 +31,8 @@ from torch import Tensor
 from outrider.config import MOST_NODES, option, real, whole
 from outrider.draft import Draft
 from outrider.errors import CheckpointError, ConfigError, VocabularyMismatch, brief, told
-from outrider.load import find, read_head, take_out
+from outrider.find import find
+from outrider.heads import read_head, take_out
 from outrider.ops import Linear
 from outrider.runner import Runner
 from outrider.sampling import Row, few_threads, scores

@@ -28,7 +28,8 @@ from torch import Tensor
 from outrider.config import option, whole
 from outrider.draft import Draft
 from outrider.errors import CheckpointError
-from outrider.load import check_head, draft_tokens, find, read_head, take_out
+from outrider.find import find
+from outrider.heads import check_head, draft_tokens, read_head, take_out
 from outrider.ops import Linear, Recurrence, native, rms_norm
 from outrider.quantize import quantize
 from outrider.runner import Runner

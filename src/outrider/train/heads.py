@@ -36,9 +36,11 @@ from outrider.config import ModelConfig, SamplingParams, whole
 from outrider.corpus import speller
 from outrider.errors import CheckpointError, ConfigError, told
 from outrider.files import append, check_zip, locked, make_folder, replacing, write_text
+from outrider.find import find, kind_of
+from outrider.heads import take_out
 from outrider.kv.rows import NORMED
 from outrider.llm import LLM
-from outrider.load import Progress, find, kind_of, take_out
+from outrider.load import Progress
 from outrider.ops import native
 from outrider.sequence import Sequence
 from outrider.train.settings import HeadSettings

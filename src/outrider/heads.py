@@ -1,0 +1,59 @@
+"""The files of a draft head: its config.json, and tensors that fit the target it was made for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from outrider.config import ModelConfig
+from outrider.errors import CheckpointError, VocabularyMismatch, brief, told
+from outrider.files import read_json
+
+
+def read_head(path: Path, *files: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A draft head's config.json, and the tensors of the first of the files that is there. Raises CheckpointError."""
+    file = next((path / name for name in files if (path / name).is_file()), None)
+    if file is None:
+        raise CheckpointError(f"{path} holds no head: none of {', '.join(files)}")
+    about = read_json(path / "config.json")
+    try:
+        loaded = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
+        tensors = {str(name): tensor for name, tensor in loaded.items()}
+    except Exception as error:  # unpickling raises what it likes
+        raise CheckpointError(f"{path}: the head cannot be read: {told(error)}") from None
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta:
+            raise CheckpointError(f"{file}: {name} should be a tensor, not {brief(tensor)}")
+    return about, tensors
+
+
+def take_out(tensors: dict[str, Tensor], name: str, shape: tuple[int, ...], path: Path) -> Tensor:
+    """A tensor of a head, of those that its checkpoint holds. Raises CheckpointError if it is not what a head needs."""
+    found = tensors.pop(name, None)
+    if found is None or tuple(found.shape) != shape:
+        what = "missing" if found is None else f"of shape {tuple(found.shape)}"
+        raise CheckpointError(f"{path}: tensor {name} is {what}; a head for this target has {shape}")
+    if not found.is_floating_point() or found.itemsize < 2 or not found.isfinite().all():
+        raise CheckpointError(f"{path}: tensor {name} should hold finite floats of 16 bits or more")
+    return found
+
+
+def check_head(path: Path, width: Any, vocab: Any, target: ModelConfig) -> None:
+    """Raise CheckpointError for a head of another width than the target, VocabularyMismatch for other tokens."""
+    if width != target.hidden_size:
+        raise CheckpointError(f"{path}: a head of width {width}; this target's is {target.hidden_size}")
+    if vocab != target.vocab_size:
+        raise VocabularyMismatch(f"{path}: a head for {vocab} tokens, the target has {target.vocab_size}; use its own")
+
+
+def draft_tokens(tensors: dict[str, Tensor], count: int, vocab: int, path: Path) -> Tensor:
+    """The target's ids (count,) of a head's tokens: `d2t` says how far each is off. Raises VocabularyMismatch."""
+    offsets = tensors.pop("d2t", torch.zeros(0))
+    tokens = torch.arange(count) + offsets.long() if offsets.shape == (count,) else torch.empty(0)
+    if len(tokens) != count or int(tokens.min()) < 0 or int(tokens.max()) >= vocab:
+        raise VocabularyMismatch(f"{path}: d2t should lead {count} draft tokens to ids below {vocab}")
+    return tokens
