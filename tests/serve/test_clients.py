@@ -12,7 +12,7 @@ import pydantic
 import pytest
 
 from outrider import LLM
-from outrider.serve.tools import HERMES
+from outrider.serve.calls import HERMES
 from tests.serve.test_tools_served import TEMPLATE
 
 TALK: Any = [{"role": "user", "content": "Tell me of the sea."}]

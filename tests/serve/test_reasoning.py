@@ -18,8 +18,10 @@ from transformers import PreTrainedTokenizerFast
 from outrider import SamplingParams
 from outrider.grammar import literal
 from outrider.serve import app
+from outrider.serve.calls import HARMONY, HERMES, TO
+from outrider.serve.parser import Harmony, Parser, parse
 from outrider.serve.reasoning import BRACKETS, CHANNELS, SEED, THINK, Reader, Way, opened, way_of
-from outrider.serve.tools import HARMONY, HERMES, TO, Harmony, Parser, check, constraint, family_of, parse
+from outrider.serve.tools import check, constraint, family_of
 from tests.serve.conftest import Client
 from tests.serve.test_responses import FLAT, events_of, without_ids
 from tests.serve.test_tools import TOOLS

@@ -15,8 +15,7 @@ from outrider import LLM, SamplingParams
 from outrider.errors import ConfigError
 from outrider.find import find
 from outrider.load import read_tokenizer
-from outrider.serve import tools as module
-from outrider.serve.tools import (
+from outrider.serve.calls import (
     CODER,
     FAMILIES,
     GEMMA,
@@ -30,16 +29,12 @@ from outrider.serve.tools import (
     PHI,
     PYTHONIC,
     SEED,
+    SHAPES,
+    VALUE_ENDS,
     XLAM,
-    Parser,
-    check,
-    constraint,
-    family_of,
-    for_templates,
-    parse,
-    parser_of,
-    spelt_out,
 )
+from outrider.serve.parser import PIECE, Parser, parse, parser_of
+from outrider.serve.tools import check, constraint, family_of, for_templates, spelt_out
 
 CITY, DAYS = {"enum": ["Paris", "Oslo"]}, {"type": "integer", "maximum": 9}
 WEATHER = {"type": "object", "properties": {"city": CITY, "days": DAYS},
@@ -159,8 +154,8 @@ def test_a_value_that_is_long_is_not_searched_again_with_each_piece(monkeypatch)
             searched.append(len(text) - at)
             return ends.search(text, at)
 
-    ends = module.VALUE_ENDS
-    monkeypatch.setattr(module, "VALUE_ENDS", Noted())
+    ends = VALUE_ENDS
+    monkeypatch.setattr("outrider.serve.calls.VALUE_ENDS", Noted())
     call = "get_weather", {"days": 10**3000 - 1}
     text = written(CODER, [call])
     _, (found,) = heard(parser_of(CODER, functions(CODER, call)), [text[at : at + 4] for at in range(0, len(text), 4)])
@@ -171,18 +166,18 @@ def test_a_value_that_is_long_is_not_searched_again_with_each_piece(monkeypatch)
 @pytest.mark.parametrize("family", [HERMES, LLAMA, CODER, OLMO, MINISTRAL], ids=lambda f: f.name)
 def test_what_is_behind_a_call_is_not_read_with_each(family, monkeypatch):
     """A whole answer of many calls took time as the square of their number."""
-    kind, given = module.SHAPES[family.shape], []
+    kind, given = SHAPES[family.shape], []
 
     class Noted(kind):
         def feed(self, text: str) -> str:
             given.append(len(text))
             return super().feed(text)
 
-    monkeypatch.setitem(module.SHAPES, family.shape, Noted)
+    monkeypatch.setitem(SHAPES, family.shape, Noted)
     calls = [("now", {"a": str(i)}) for i in range(500)]
     _, found = parse(written(family, calls), family, functions(family, calls[0]))
     assert [json.loads(call["function"]["arguments"]) for call in found] == [args for _, args in calls]
-    assert len(given) >= 500 and max(given) <= module.PIECE
+    assert len(given) >= 500 and max(given) <= PIECE
 
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f.shape not in ("python", "escaped")], ids=lambda f: f.name)

@@ -10,7 +10,8 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from outrider import SamplingParams
-from outrider.serve.tools import HERMES, LLAMA, MISTRAL, XLAM, check, constraint
+from outrider.serve.calls import HERMES, LLAMA, MISTRAL, XLAM
+from outrider.serve.tools import check, constraint
 from tests.serve.test_tools import TOOLS
 
 TEMPLATE = """{%% if tools %%}<|python_tag|>{%% for t in tools %%}{{ t.function.name }}{%% endfor %%}{%% endif %%}

@@ -12,9 +12,9 @@ from outrider.async_llm import Answer
 from outrider.errors import EngineError
 from outrider.outputs import GenerationOutput, Logprob, StepEvent
 from outrider.serve.http import DONE, frame, refusal
+from outrider.serve.parser import Harmony, Parser, regrouped
 from outrider.serve.protocol import ChatBody, CompletionBody, Sampled
 from outrider.serve.reasoning import Counter, Reader, Reading
-from outrider.serve.tools import Harmony, Parser, regrouped
 from outrider.serve.vocabulary import Vocabulary
 
 FLOOR = -9999.0  # JSON has no -inf

@@ -27,6 +27,7 @@ from outrider.config import SamplingParams, real
 from outrider.errors import ConfigError, DeadlineExceeded, EmptyPrompt, OutriderError, RequestTooLong, brief
 from outrider.llm import as_text
 from outrider.serve.answers import Chat, Completion, Job, Reply
+from outrider.serve.calls import Family
 from outrider.serve.http import (
     MESSAGES,
     OPEN,
@@ -41,6 +42,7 @@ from outrider.serve.http import (
 from outrider.serve.messages import MessagesBody, Say
 from outrider.serve.metrics import Metrics
 from outrider.serve.page import page
+from outrider.serve.parser import Parser, parser_of
 from outrider.serve.protocol import (
     Body,
     ChatBody,
@@ -54,7 +56,7 @@ from outrider.serve.reasoning import BRACKETS, Reading, way_of
 from outrider.serve.replies import REF, REPLIES
 from outrider.serve.responses import Respond, ResponsesBody
 from outrider.serve.settings import Settings
-from outrider.serve.tools import Family, Parser, check, constraint, family_of, for_templates, parser_of, spelt_out
+from outrider.serve.tools import check, constraint, family_of, for_templates, spelt_out
 from outrider.serve.vocabulary import Vocabulary
 
 JSON, PROMETHEUS = "application/json", "text/plain; version=0.0.4; charset=utf-8"

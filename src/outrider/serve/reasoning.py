@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from outrider.serve.tools import Delta, Harmony, Parser, until
+from outrider.serve.parser import Delta, Harmony, Parser, until
 
 TAIL = 32  # tokens at a prompt's end that can hold a mark
 
