@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from outrider import LLM, Draft, Drafter, GenerationOutput, SamplingParams
 from outrider.config import Rule
-from outrider.control import Costs
+from outrider.costs import Costs
 from outrider.draft import Verdict
 from outrider.drafters.auto import ROWS, Auto
 from outrider.engine import Engine

@@ -183,7 +183,7 @@ def test_it_rests_where_no_look_pays():
 
 def test_what_a_grammar_forces_is_drafted_though_the_drafter_rests(tiny_llm, monkeypatch):
     seconds = [1 + i / 1000 for i in range(33)]  # a busy machine's own may leave no draft worth its row
-    monkeypatch.setattr("outrider.control.Costs.ladder", lambda *_: seconds)
+    monkeypatch.setattr("outrider.costs.Costs.ladder", lambda *_: seconds)
     tiny_llm.speculative_config = "auto"
     choice = {"structured_outputs": {"choice": ["a very long answer that is the only one"]}}
 

@@ -13,21 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.control import (
-    CREDIT,
-    KEPT,
-    OWN_KEYS,
-    START,
-    Account,
-    Beliefs,
-    Bush,
-    Costs,
-    Curve,
-    Guess,
-    Learnt,
-    cache_file,
-    kind,
-)
+from outrider.control import CREDIT, START, Account, Beliefs, Bush, Guess, kind
+from outrider.costs import KEPT, OWN_KEYS, Costs, Curve, Learnt, cache_file
 from outrider.drafters.auto import ROWS
 from outrider.ops import native
 

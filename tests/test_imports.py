@@ -15,8 +15,8 @@ ROOT = Path(outrider.__file__).parent
 ORDER = (
     "errors, files, config, families, outputs -> draft, grammar -> constraint -> sequence -> ops, sampling, verify -> "
     "kv | model -> parallel -> quantize, gguf, packed -> find, heads, weights -> load -> corpus -> datastore -> "
-    "runner -> speculate -> trees, control -> drafters -> plan -> engine -> follow -> llm -> async_llm, hf, vllm -> "
-    "serve, train -> compensate -> export -> bench -> ray -> cli"
+    "runner -> speculate -> trees, costs, control -> drafters -> plan -> engine -> follow -> llm -> "
+    "async_llm, hf, vllm -> serve, train -> compensate -> export -> bench -> ray -> cli"
 )
 TIERS = ORDER.replace(",", " -> ").replace("|", " -> ").replace(" ", "").split("->")
 APART = {("kv", "model"), ("model", "kv")}

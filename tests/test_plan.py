@@ -16,7 +16,7 @@ from outrider.bench.forwards import EACH, ROWS, measure
 from outrider.cli import app, main
 from outrider.cli.plan import _timed
 from outrider.config import STORED
-from outrider.control import Curve
+from outrider.costs import Curve
 from outrider.errors import ConfigError
 from outrider.export import quantize
 from outrider.find import embedded

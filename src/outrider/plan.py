@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from outrider.config import HEAD, STORED, ModelConfig, real, whole
-from outrider.control import Curve
+from outrider.costs import Curve
 from outrider.errors import ConfigError, brief, reason_of
 
 

@@ -10,7 +10,7 @@ import torch
 
 from outrider.bench import overhead
 from outrider.config import SamplingParams
-from outrider.control import Curve
+from outrider.costs import Curve
 from outrider.draft import Draft
 from outrider.kv import Entry, PagedKV, Plan
 from outrider.llm import LLM

@@ -33,7 +33,8 @@ import torch
 
 from outrider import drafters
 from outrider.config import MOST_NODES, SamplingParams, option
-from outrider.control import Asked, Beliefs, Costs, Guess, Learnt, Look, Model, Picked, Text, cache_file
+from outrider.control import Asked, Beliefs, Guess, Look, Model, Picked, Text
+from outrider.costs import Costs, Learnt, cache_file
 from outrider.draft import Draft, Verdict
 from outrider.errors import ConfigError, OutriderError
 from outrider.files import processor
