@@ -105,7 +105,7 @@ DAMAGE = {
                         "low_freq_factor"),
     "dtype": (lambda f: edit(f, dtype="int8"), CheckpointError, "int8", "bfloat16"),
     "uneven heads": (lambda f: edit(f, num_key_value_heads=3), CheckpointError, "4", "3"),
-    "no heads": (lambda f: edit(f, num_attention_heads="delete"), CheckpointError, "num_attention_heads"),
+    "no heads": (lambda f: edit(f, num_attention_heads="delete"), CheckpointError, "config.json asks for"),
     "only pickled": (pickled, CheckpointError, "safetensors", "convert"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), CheckpointError, "no safetensors"),
     "truncated": (lambda f: truncate(f, "model.safetensors"), CheckpointError, "truncated", "model.safetensors"),

@@ -396,8 +396,8 @@ def read(hf: Hf, eos: tuple[int, ...] = ()) -> ModelConfig:
     """
     hf = text_part(hf)
     found = check(hf)
-    if hf.get("is_causal") is False or hf.get("use_bidirectional_attention"):
-        odd = "is_causal false" if hf.get("is_causal") is False else "use_bidirectional_attention"
+    if not (causal := hf.get("is_causal", True)) or hf.get("use_bidirectional_attention"):
+        odd = "use_bidirectional_attention" if causal else "is_causal false"
         raise UnsupportedArchitecture(f"{odd} is not supported: tokens see what is before them")
     heads, layers = _whole(hf, "num_attention_heads"), _layers(hf)
     sizes = {key: _whole(hf, key) for key in ("vocab_size", "hidden_size", "intermediate_size")}
@@ -450,6 +450,12 @@ def _activation(hf: Hf, key: str, default: str) -> str:
     if act not in ACTIVATIONS:
         raise UnsupportedArchitecture(f"{key} {brief(act)} is not supported; supported: {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[act]
+
+
+def _listed(hf: Hf, key: str) -> list[Any]:
+    if not isinstance(given := hf.get(key) or [], list):
+        raise CheckpointError(f"config.json: {key} must be a list, not {brief(given)}")
+    return given
 
 
 def _whole(hf: Hf, key: str, default: int | None = None) -> int:
@@ -521,6 +527,7 @@ def _local_rope(hf: Hf, theta: float) -> dict[str, Any]:
 
 
 def _checked_rope(rope: dict[str, Any], hf: Hf) -> dict[str, Any]:
+    rope = {key: value for key, value in rope.items() if value is not None}
     given = rope.pop("type", None)
     kind = str(rope.get("rope_type") or given or "default")
     rope["rope_type"] = kind = "longrope" if kind == "su" else kind
@@ -567,8 +574,8 @@ def _windows(hf: Hf, kind: Callable[[int], str]) -> tuple[int | None, ...]:
     layers = _layers(hf)
     if not hf.get("sliding_window"):
         return (None,) * layers
-    window, kinds = _whole(hf, "sliding_window"), hf.get("layer_types") or [kind(i) for i in range(layers)]
-    if not isinstance(kinds, list) or len(kinds) != layers or any(k not in (FULL, SLIDING) for k in kinds):
+    window, kinds = _whole(hf, "sliding_window"), _listed(hf, "layer_types") or [kind(i) for i in range(layers)]
+    if len(kinds) != layers or any(k not in (FULL, SLIDING) for k in kinds):
         raise UnsupportedArchitecture(f"layer_types {brief(kinds)} for {layers} layers are not supported")
     return tuple(window if k == SLIDING else None for k in kinds)
 
@@ -577,7 +584,7 @@ def _everywhere(hf: Hf) -> tuple[int | None, ...]:
     """A window in all layers if it is given, whatever kind the config names: as transformers has it."""
     if not hf.get("sliding_window"):
         return (None,) * _layers(hf)
-    if len(set(map(str, hf.get("layer_types") or ()))) > 1:  # its caches fail, too
+    if len(set(map(str, _listed(hf, "layer_types")))) > 1:  # its caches fail, too
         raise UnsupportedArchitecture(
             "layer_types of two kinds: this architecture has a window in all layers or in none"
         )

@@ -49,6 +49,11 @@ ARCHITECTURES = {
 }  # fmt: skip
 PAIRED = ("llama", "granite", "granitemoe", "smollm3", "mistral3")  # queries and keys as llama.cpp turns Llama's
 PARTIAL = ("phi3", "glm4")  # whose rope may turn part of a head
+ENDS = {
+    "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>",
+    "<|eot_id|>", "<|eom_id|>", "<EOT>", "_<EOT>", "<end_of_utterance>",
+}  # fmt: skip
+"""Tokens that end a text wherever a vocabulary has them, as llama.cpp has it: files name one or two of theirs."""
 OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 INSIDE = {
     "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
@@ -177,6 +182,11 @@ class File:
         ends = [special.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
         if odd := [end for end in ends if end is not None and type(end) is not int]:
             raise CheckpointError(f"{self.path}: tokens that end a text are numbers, not {brief(odd[0])}")
+        texts = special.get("tokenizer.ggml.tokens")
+        named = {text: i for i, text in enumerate(texts) if text in ENDS} if isinstance(texts, list) else {}
+        if "<|return|>" in named and "<|call|>" in named:  # gpt-oss's, whose <|end|> is a message's alone
+            named.pop("<|end|>", None)
+        ends += named.values()
         return {
             "architectures": [self.architecture],
             "vocab_size": vocab,
@@ -225,7 +235,7 @@ class File:
             "final_logit_softcapping": self._get("final_logit_softcapping", unsaid[2]),
             "embedding_multiplier": self._get("embedding_scale"),
             "residual_multiplier": self._get("residual_scale"),
-            "attention_multiplier": self._get("attention.scale"),
+            "attention_multiplier": self._get("attention.scale", size**-0.5 if "granite" in self.family else None),
             "logits_scaling": self._get("logit_scale"),
         }
         if self.family in ("gemma2", "gemma3"):  # the 27B models divide by another root; llama.cpp knows them so, too

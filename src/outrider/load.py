@@ -36,6 +36,7 @@ from outrider.weights import IN_MEMORY, GGUFWeights, HeldWeights, PackedWeights,
 
 logger = logging.getLogger(__name__)
 LARGE = 1e35  # scales and offsets from which weights may be too large for bfloat16
+KINDS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # dtypes, as safetensors names them
 NEEDS_INTEGERS = "need weights of 4 to 8 bits that are integers; give quantization='int8', or a checkpoint of such"
 Progress = Callable[[str, int, int], None]
 """`progress(what, done, total)`, called as long work advances."""
@@ -110,6 +111,9 @@ def open_source(name: str | Path) -> Source:
         inner = families.text_part(hf)
         weights = Weights(path, None if inner is hf else families.text_name)
         weights.split(config)
+        if not (inner.get("dtype") or inner.get("torch_dtype")):  # then, as in transformers, what the weights are
+            own = weights.kinds.get("model.embed_tokens.weight", "")
+            config = replace(config, dtype=KINDS.get(own, config.dtype))
         if inner.get("quantization_config"):
             weights = PackedWeights(weights, inner)
             if weights.reader.packed:
@@ -191,7 +195,7 @@ def read_config(path: Path) -> ModelConfig:
         raise CheckpointError(f"{path / 'config.json'} names neither model_type nor architectures")
     inner = families.text_part(raw)  # our own words for an unknown architecture, before transformers tries
     try:
-        families.read(raw) if inner is raw else families.check(inner)
+        family = families.check(inner)
     except UnsupportedArchitecture:
         if (kind := kind_of(path)) == "draft_model":
             raise
@@ -199,10 +203,16 @@ def read_config(path: Path) -> ModelConfig:
     if not isinstance(inner.get("quantization_config") or {}, Mapping):
         raise CheckpointError(f"{path / 'config.json'}: quantization_config must be an object")
     from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+    meant = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind := str(inner.get("model_type")))  # by this transformers goes
+    if kind != family.model_type and families.FAMILIES.get(str(meant), family) is not family:
+        said = f"its architectures mean {family.model_type}, its model_type is {kind}"
+        raise CheckpointError(f"{path / 'config.json'} contradicts itself: {said}; make them agree")
     try:
         hf = AutoConfig.from_pretrained(path, trust_remote_code=False).to_dict()
     except Exception as error:
+        families.read(raw)  # which may say it in our words
         raise CheckpointError(f"{path / 'config.json'}: {_reason(error)}") from None
     generation = read_json(path / "generation_config.json") if (path / "generation_config.json").exists() else {}
     eos = generation.get("eos_token_id", families.text_part(hf).get("eos_token_id"))

@@ -27,7 +27,7 @@ FORMATS = (
     "mixed-precision",
 )  # fmt: skip
 EXTRA = ("input_scale", "input_zero_point", "activation_scale", "output_scale", "k_scale", "v_scale", "q_scale",
-         "k_zero_point", "v_zero_point")  # fmt: skip
+         "kv_scale", "k_zero_point", "v_zero_point")  # fmt: skip
 """Of activations and caches, which stay as they are here."""
 OWN = ("qweight", "qzeros", "scales", "g_idx", "weight", "weight_packed", "weight_shape", "weight_scale",
        "weight_scale_inv", "weight_zero_point", "weight_g_idx", "blocks")  # fmt: skip
