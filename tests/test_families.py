@@ -123,6 +123,49 @@ def test_as_transformers(make_checkpoint, name):
         assert output.token_ids == text[0, len(prompt) :].tolist()
 
 
+HEADS = ["num_attention_heads", "num_key_value_heads"]
+
+
+@pytest.mark.parametrize(
+    ("arch", "made", "left"),
+    [
+        ("llama", dict.fromkeys(HEADS, 32), HEADS),
+        ("gemma3_text", {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}},
+         ["query_pre_attn_scalar", "rms_norm_eps", "hidden_activation"]),
+        ("phi3", {"rope_parameters": {**LONG, "original_max_position_embeddings": 4096}},
+         ["original_max_position_embeddings"]),
+    ],
+)  # fmt: skip
+def test_what_a_config_leaves_out_is_what_transformers_has(make_checkpoint, tmp_path, arch, made, left):
+    folder = copytree(make_checkpoint(arch, **made), tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    rope = {key: value for key, value in config["rope_parameters"].items() if key not in left}
+    kept = {key: value for key, value in config.items() if key not in left} | {"rope_parameters": rope}
+    (folder / "config.json").write_text(json.dumps(kept))
+    llm, model = LLM(folder, device="cpu", dtype="float32"), AutoModelForCausalLM.from_pretrained(folder).eval()
+    for prompt in PROMPTS:
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt])).logits[0, -1]
+        assert_close(logits_after(llm, prompt), logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_dtype_that_nobody_says_is_the_weights_own(make_checkpoint, tmp_path):
+    folder = copytree(make_checkpoint(dtype=torch.bfloat16), tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "dtype"}))
+    assert LLM(folder, device="cpu").runner.model.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("arch", "kind"), [("LlamaForCausalLM", "mistral"), ("Olmo2ForCausalLM", "olmo3")])
+def test_a_config_that_contradicts_itself(make_checkpoint, tmp_path, arch, kind):
+    """One would be loaded here, and the other in transformers: the tensors have the same names."""
+    folder = copytree(make_checkpoint(kind), tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": [arch]}))
+    with pytest.raises(OutriderError, match=f"contradicts itself.*model_type is {kind}"):
+        LLM(folder, device="cpu")
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_caps_without_kernels(make_checkpoint, dtype):
     """Both soft-caps of Gemma 2 as PyTorch computes them."""
@@ -246,6 +289,19 @@ def test_text_part_of_a_model_of_pictures(tmp_path, outer, inner, tied, new_name
         ("phi3", {"sliding_window": 8, "layer_types": [FULL, SLIDES]}, "a window in all layers or in none"),
         ("mixtral", {"sliding_window": 8, "layer_types": [SLIDES, FULL]}, "a window in all layers or in none"),
         ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers"),
+        ("phi3", {"sliding_window": 8, "layer_types": "sliding_attention"}, "layer_types must be a list"),
+        (
+            "gpt_oss",
+            {
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "rope_theta": 1e4,
+                    "original_max_position_embeddings": None,
+                }
+            },
+            "validate_rope",
+        ),
         ("smollm3", {"hidden_act": "relu"}, "relu"),
         ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 1e-30, "rope_theta": 1e4}}, "no position"),
     ],

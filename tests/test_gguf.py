@@ -367,6 +367,18 @@ def test_merges_of_unknown_tokens_are_named(merge, why, capfd):
     assert not capfd.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("texts", "ends"),
+    [(["<|end|>", "b"], [0]), (["<|end|>", "<|return|>", "<|call|>"], [1, 2]), (["<|im_end|>", "</s>"], [0])],
+)
+def test_tokens_that_end_a_text_wherever_they_are(make_checkpoint, tmp_path, texts, ends):
+    """As llama.cpp has it: files name one of theirs, and answers would go on behind the others."""
+    words = [*texts, *(f"w{i}" for i in range(128 - len(texts)))]
+    named = {"tokenizer.ggml.tokens": words, "tokenizer.ggml.eos_token_id": 7}
+    file = File(write(make_checkpoint(), tmp_path / "model.gguf", **named))
+    assert file.config()["eos_token_id"] == sorted([*ends, 7])
+
+
 def test_a_special_token_below_zero_is_none(tmp_path):
     none = {"tokenizer.ggml.eos_token_id": -1, "tokenizer.ggml.padding_token_id": -1}
     own = read_tokenizer(embedded()["tiny"])

@@ -600,6 +600,16 @@ def test_a_quantised_head_is_meant_though_the_config_ties_it(write, tmp_path):
     assert torch.equal(model.head(x), case.dense.T)
 
 
+@pytest.mark.parametrize("name", ["kv_scale", "k_scale", "attn.k_scale"])
+def test_scales_of_caches_are_not_used(write, tmp_path, name):
+    """By whatever name they lie beside the linears: keys stay as they are."""
+
+    def change(tensors, config):
+        tensors[f"model.layers.0.self_attn.{name}"] = torch.tensor(0.5)
+
+    load(edited(write, "fp8 tensor", tmp_path, change), device="cpu")
+
+
 def test_static_scales_of_transformers_fp8(write, tmp_path):
     """They are of activations, which stay as they are, by transformers' name."""
 
