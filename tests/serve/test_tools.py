@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 from outrider import LLM, SamplingParams
+from outrider.constraint import read
 from outrider.errors import ConfigError
 from outrider.find import find
 from outrider.load import read_tokenizer
@@ -276,6 +277,10 @@ def test_space_around_calls(text, content, calls):
         (LLAMA, '<|python_tag|>{"name": "now", "parameters": {}}; {"name": "now", "parameters": {"x": "{"}}', "", 2),
         (LLAMA, '{"name": "now", "arguments": {}}', "", 1),
         (LLAMA, '{"answer": 42}', '{"answer": 42}', 0),
+        (LLAMA, '{"name": "now", "born": 1970}', '{"name": "now", "born": 1970}', 0),
+        (XLAM, '[{"name": "now"}]', '[{"name": "now"}]', 0),
+        (HERMES, '<tool_call>{"name": "now", "arguments": {}}</tool_call>\nNote: 3 <', "\nNote: 3 <", 1),
+        (MISTRAL, '[TOOL_CALLS][{"name":"now","arguments":{}}] see [', "see [", 1),
         (LLAMA, 'Well: {"name": "now", "parameters": {}}', 'Well: {"name": "now", "parameters": {}}', 0),
         (MISTRAL, '[TOOL_CALLS][{"name":"now","arguments":"{\\"a\\": 1}"}]', "", 1),
         (MISTRAL, '[TOOL_CALLS][{"name":"now","arguments":"text"}]', "", 1),
@@ -635,3 +640,18 @@ def test_marks_that_are_tokens_are_forced_as_such():
     tokenizer.add_tokens([AddedToken("<tool_call>", normalized=False)])
     asked = constraint(check([tool("now")], "required"), HERMES, tokenizer)
     assert asked is not None and f"<[{len(tokenizer) - 1}]>" in str(asked.grammar)
+
+
+@pytest.mark.parametrize("kind", [{}, {"type": ["object", "null"]}])
+@pytest.mark.parametrize("family", [HERMES, LLAMA, MINISTRAL], ids=lambda family: family.name)
+def test_forced_arguments_are_an_object(family, kind):
+    """Also where a function's parameters do not say so: no client could read others."""
+    tokenizer = read_tokenizer(find("tiny"))
+    known = {"name": "f", "parameters": {"properties": {"city": {"type": "string"}}, "required": ["city"], **kind}}
+    asked = constraint(check([{"type": "function", "function": known}], "required"), family, tokenizer)
+    matcher = read(asked, tokenizer, len(tokenizer)).matcher.deep_copy()
+    for arguments, fits in (("5", False), ("null", False), ("[{}]", False), ("{}", False), ('{"city": "Oslo"}', True)):
+        call = f'{{"name": "f", "{family.arguments}": {arguments}}}'
+        call = f"f{family.head}{arguments}" if family.head else call
+        ids = tokenizer(family.begin + call, add_special_tokens=False)["input_ids"]
+        assert (matcher.validate_tokens(ids) == len(ids)) == fits, arguments

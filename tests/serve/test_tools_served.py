@@ -176,6 +176,17 @@ def test_calls_that_must_be_go_before_the_form_of_content(client, hermes):
     assert calls[0] == calls[1] and calls[0]["name"] == "get_weather"
 
 
+def test_a_form_beside_auto_calls_nothing(client, family, tiny_llm):
+    """It is about the whole answer, also where that reads like a call."""
+    said = {"name": "now", family.arguments: {}}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": said}}}
+    blank = {i: -100 for text, i in tiny_llm.tokenizer.get_vocab().items() if not text.strip("\u0120\u010a\u0109")}
+    body = {"messages": TALK, "tools": TOOLS, "response_format": form, "logit_bias": blank}
+    (answer,) = client.chat({**body, "max_tokens": 60, "seed": 1})
+    message = answer["choices"][0]["message"]
+    assert json.loads(message["content"]) == said and not message.get("tool_calls")
+
+
 @pytest.mark.parametrize("mode", ["auto", "required"])
 def test_allowed_tools(client, hermes, mode):
     """All functions are in the prompt, and only those that are allowed are called."""

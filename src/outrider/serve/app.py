@@ -419,7 +419,8 @@ class Server:
             raise Refusal(
                 400, "tools: the chat template has none, or its models write calls in an unknown way", "tools"
             )
-        if asked.choice == "none":
+        whole = (body.response_format or {}).get("type") in ("json_object", "json_schema")
+        if asked.choice == "none" or (asked.choice == "auto" and whole):
             return None, {}
         written = asked.written(family)
         more: dict[str, Any] = {"skip_special_tokens": False}  # in some vocabularies, what marks a call is special

@@ -75,8 +75,8 @@ class Parser:
             self.broken = True
         elif not (self._inside and self.calls):
             held = self._lead + self._held
-            if self.calls and any(mark.startswith(held.strip()) for mark in self.family.marks):  # of another one
-                held = ""
+            if self.calls and self._fresh and any(mark.startswith(held.strip()) for mark in self.family.marks):
+                held = ""  # of another one
         self._held, self._lead, self._call = "", "", None
         return deltas + ([{"content": held}] if held and not self.forced else [])
 
@@ -130,7 +130,8 @@ class Parser:
     def _heard(self, call: Call) -> list[Delta]:
         """What a call's text so far has to say."""
         deltas = list[Delta]()
-        if call.index < 0 and (name := call.name) in self.functions:
+        says = call.arguments or not self.family.bare  # without a mark, an object with a name may be anything
+        if call.index < 0 and says and (name := call.name) in self.functions:
             call.index, self.calls, self._lead, self._fresh = self.calls, self.calls + 1, "", True
             self._behind = True
             function = {"name": name, "arguments": ""}

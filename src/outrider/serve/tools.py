@@ -257,7 +257,7 @@ def _call(name: str, schema: Mapping[str, Any], family: Family, added: Mapping[s
     if family.head:
         call = {**schema, "type": "object", "x-guidance": style}
         return f"{literal(name + family.head, added)} %json {json.dumps(call)}"
-    own = {"name": {"const": name}, family.arguments: _rooted(schema, family.arguments)}
+    own = {"name": {"const": name}, family.arguments: _rooted({**schema, "type": "object"}, family.arguments)}
     call = {
         "x-guidance": style, "type": "object", "properties": own, "required": [*own], "additionalProperties": False,
     }  # fmt: skip
