@@ -29,6 +29,7 @@ from outrider.errors import (
     OutriderError,
     PoolFull,
     RequestError,
+    interrupts_wait,
 )
 from outrider.kv import OffloadKV
 from outrider.kv.paged import Table
@@ -320,6 +321,133 @@ def test_a_processor_that_exits_ends_no_other_request(random_llm):
                        [lambda p=p: random_llm.generate(p, SAMPLED)[0].token_ids for p in PROMPTS])  # fmt: skip
     assert isinstance(results[0], RequestError) and "SystemExit: 3" in str(results[0]) and results[1:] == expected
     assert_released(random_llm)
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), type("PanicException", (BaseException,), {})("out of bounds")])
+def test_a_criterion_that_exits_ends_no_other_request(random_llm, error):
+    """Others have their tokens of that step already."""
+    expected = alone(random_llm)
+
+    def ends(tokens):
+        if len(tokens) > 8:
+            raise error
+        return False
+
+    engine = random_llm.engine
+    requests = [engine.add(prompt, SAMPLED, ends if i == 1 else None)[0] for i, prompt in enumerate(PROMPTS)]
+    for _ in engine.run():
+        pass
+    assert isinstance(requests[1].error, EngineError) and str(error) in str(requests[1].error)
+    found = [engine.output(request).token_ids for request in requests]
+    assert found[:1] + found[2:] == expected[:1] + expected[2:]
+    assert_released(random_llm)
+
+
+def test_a_draft_that_fails_later_switches_its_drafter_off(random_llm):
+    """One that looks like a Draft until it is cut to what a request may take."""
+    expected = alone(random_llm)
+
+    class Own(Draft):
+        def clip(self, *given):
+            raise ValueError("a subclass of somebody else's")
+
+    shape = 9, random_llm.runner.model.config.vocab_size
+    sparse = torch.sparse_coo_tensor(torch.tensor([[0], [1]]), torch.ones(1), shape)
+    for draft in (Own.chain([1] * 9), Own([1], [-1]), Draft([1] * 9, list(range(-1, 8)), q=sparse)):
+        use(random_llm, ScriptedDrafter(lambda seq, k, draft=draft: draft), 9)
+        outputs = random_llm.generate(PROMPTS, replace(SAMPLED, max_tokens=4))
+        assert [o.token_ids for o in outputs] == [tokens[:4] for tokens in expected]
+        assert (random_llm.engine.guard.failure is None) == (type(draft) is Draft and draft.q is None)
+    assert_released(random_llm)
+
+
+def test_a_drafter_that_gives_too_much_is_cut(random_llm, monkeypatch):
+    """To what it was asked for, however much others may give: rows of a forward are everybody's."""
+    expected, rows = alone(random_llm), list[int]()
+    use(random_llm, ScriptedDrafter(lambda seq, k: Draft.chain([5] * 200)), 3)
+    model = random_llm.runner.model
+    real = model.forward
+    monkeypatch.setattr(model, "forward", lambda tokens, *more: rows.append(len(tokens)) or real(tokens, *more))
+    assert [o.token_ids for o in random_llm.generate(PROMPTS, SAMPLED)] == expected
+    assert max(rows) <= sum(map(len, PROMPTS)) + 4 * len(PROMPTS)
+
+
+def test_what_is_begun_is_looked_at(random_llm):
+    """Tokens that another engine has written: fewer than are asked for, and none behind the end."""
+    (expected,) = (output.token_ids for output in random_llm.generate(PROMPTS[1], GREEDY))
+    engine, params = random_llm.engine, replace(GREEDY, stop_token_ids=[expected[6]])
+    for begun, words in (
+        ([expected], "lists of less than 24 tokens"), ([], "1 lists"), ([[1], [2]], "1 lists"),
+        ([[1, 999]], "token 999"), ([[True]], "token True"),
+    ):  # fmt: skip
+        with pytest.raises(RequestError, match=words):
+            engine.add(PROMPTS[1], GREEDY, begun=begun)
+    (request,) = engine.add(PROMPTS[1], params, begun=[expected[:9]])
+    engine.finish([request])
+    first = expected.index(expected[6])
+    assert engine.output(request).token_ids == expected[: first + 1]
+    assert_released(random_llm)
+
+
+def test_the_default_device_of_a_drafter_is_its_own(random_llm):
+    """It may set one in a step: the next forward, and others' requests, go on where the model lies."""
+    expected = alone(random_llm)
+
+    def script(seq, k):
+        torch.set_default_device("meta")
+        return Draft()
+
+    use(random_llm, ScriptedDrafter(script))
+    try:
+        assert random_llm.generate(PROMPTS[1], SAMPLED)[0].token_ids == expected[1]
+    finally:
+        torch.set_default_device(None)
+    assert_released(random_llm)
+
+
+def test_a_preempted_prompt_is_not_cached_by_itself(make_llm):
+    """What a request finds of its own when it comes back, nobody else had read."""
+    llm = make_llm()
+    memory = llm.runner.kv.nbytes(12 * 32)
+    llm = make_llm(engine={"max_num_batched_tokens": 3, "kv_memory": memory})
+    assert llm.runner.prefixes
+    first, late = [5] * 20, [i % 128 for i in range(230)]
+    requests = [llm.engine.add(p, replace(GREEDY, max_tokens=n))[0] for p, n in ((first, 125), (late, 2))]
+    for _ in llm.engine.run():
+        pass
+    assert llm.engine.preemptions and [request.cached for request in requests] == [0, 0]
+    assert (llm.engine.prefix_queries, llm.engine.prefix_hits) == (250, 0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_at_the_seam_leaves_the_handlers_as_they_were(monkeypatch, number):
+    """It is heard, and no other signal is deaf from then on."""
+    heard, real, left = list[int](), signal.signal, []
+    handlers = {n: (lambda n, _: heard.append(n)) for n in (signal.SIGINT, signal.SIGTERM)}
+
+    def pressed(n, handler):
+        before = real(n, handler)
+        if left == [n]:
+            left.clear()
+            raise KeyboardInterrupt
+        return before
+
+    before = {n: real(n, handler) for n, handler in handlers.items()}
+    monkeypatch.setattr("outrider.errors.signal.signal", pressed)
+    try:
+        left.append(number)
+        with pytest.raises(KeyboardInterrupt), interrupts_wait():
+            pytest.fail("it came before")
+        assert all(signal.getsignal(n) is handler for n, handler in handlers.items())
+        with pytest.raises(KeyboardInterrupt), interrupts_wait():
+            signal.raise_signal(signal.SIGTERM)
+            left.append(number)
+        assert all(signal.getsignal(n) is handler for n, handler in handlers.items()) and heard == [signal.SIGTERM]
+        with interrupts_wait() as late:
+            assert not late
+    finally:
+        for n, handler in before.items():
+            real(n, handler)
 
 
 def test_a_stream_gives_what_it_has_and_then_its_error(random_llm):
@@ -627,7 +755,7 @@ def test_an_interrupt_is_its_callers_alone(random_llm, where):
     script = oracle(dict(zip(map(tuple, PROMPTS), expected, strict=True)))
     use(random_llm, Broken(where, KeyboardInterrupt(), script), 5)
     engine = random_llm.engine
-    (other,) = engine.add(PROMPTS[1], SAMPLED, ends if where == "criterion" else None)
+    (other,) = engine.add(PROMPTS[1], replace(SAMPLED, logprobs=0), ends if where == "criterion" else None)
     with pytest.raises(KeyboardInterrupt):
         random_llm.generate([PROMPTS[0], PROMPTS[2]], SAMPLED)
     assert engine.running == [other] and list(random_llm.runner.slots) == [other.seq.id]
@@ -635,6 +763,7 @@ def test_an_interrupt_is_its_callers_alone(random_llm, where):
     engine.finish([other])
     output = engine.output(other)
     assert output.token_ids == expected[1] and len(output.drafted_by) == len(expected[1])
+    assert [known.token_id for known in output.logprobs] == expected[1]
     assert_released(random_llm)
 
 

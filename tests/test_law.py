@@ -342,7 +342,7 @@ def test_processors_see_the_supposed_prefix_and_run_last():
 
 def test_speculated_text_follows_the_model(make_llm):
     """Pairs of tokens sampled under a draft that is often right have the model's joint law."""
-    llm = make_llm(vocab_size=VOCAB, engine={"max_num_seqs": 512})
+    llm = make_llm(vocab_size=VOCAB, engine={"max_num_seqs": 512, "max_num_batched_tokens": 4096})
     prompt, n, params = [1, 2, 3], 3000, SamplingParams(temperature=1.5, top_k=7, max_tokens=3)
     first = torch.tensor(law(logits_after(llm, prompt).tolist(), params))
     second = torch.stack([torch.tensor(law(logits_after(llm, [*prompt, a]).tolist(), params)) for a in range(VOCAB)])

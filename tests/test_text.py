@@ -69,6 +69,16 @@ def test_stop_strings_across_tokens(tokenizer):
             assert all(TEXT.startswith("".join(taken[:i])) for i in range(len(taken)))
 
 
+def test_only_what_a_stop_string_may_begin_with_is_held(tokenizer):
+    """Text that cannot become one is handed out with its token, however long the strings are."""
+    tokens = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+    plain, _ = pieces(tokenizer, tokens)
+    assert pieces(tokenizer, tokens, stop=["@" * 99, "#"])[0] == plain
+    begins = TEXT[9] + "@" * 9  # as one character of the text does, and all others like it
+    for own, held in zip(plain, pieces(tokenizer, tokens, stop=begins)[0], strict=True):
+        assert own == held or TEXT[9] in own + held
+
+
 def test_the_first_of_several_stops_counts(tokenizer):
     taken, _ = pieces(tokenizer, tokenizer("One two three four")["input_ids"], stop=["four", "three", "wo th"])
     assert "".join(taken) == "One t"

@@ -63,6 +63,19 @@ def ends_one(error: BaseException) -> bool:
     return not isinstance(error, KeyboardInterrupt)
 
 
+def typed(error: BaseException) -> Exception:
+    """Memory that ran out by whatever name, and a library's panic, as our error; all else as it is."""
+    words = ("can't allocate memory", "not enough memory", "out of memory")
+    if not isinstance(error, Exception):
+        ours: Exception = EngineError(f"what the request calls ended in {told(error)}")
+    elif isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(w in str(error) for w in words)):
+        ours = OutOfMemory("memory ran out under this request; lower max_num_batched_tokens, max_num_seqs or the load")
+    else:
+        return error
+    ours.__cause__ = error
+    return ours
+
+
 class OutriderError(Exception):
     """Base of all errors that a user can cause."""
 
@@ -141,6 +154,16 @@ class PoolFull(OutOfMemory):
 _late: list[int] | None = None  # what came while the main thread is in such a block; None outside
 
 
+def _restore(handlers: list[tuple[int, Any]]) -> None:
+    """Give signals their handlers back, also behind one that was heard at once and raised."""
+    if handlers:
+        (number, handler), *others = handlers
+        try:
+            signal.signal(number, handler)
+        finally:
+            _restore(others)
+
+
 def _tell(waiting: list[tuple[Any, int]]) -> None:
     """Call handlers with their signals, also behind one that raises; not raised again, as asyncio has heard of them."""
     if waiting:
@@ -167,13 +190,14 @@ def interrupts_wait() -> Iterator[list[int]]:
         return
     late: list[int] = []
     handlers = {n: handler for n in (signal.SIGINT, signal.SIGTERM) if callable(handler := signal.getsignal(n))}
-    for number in handlers:
-        signal.signal(number, lambda number, _: late.append(number))
-    _late = late
-    try:
+    try:  # a signal may come between any two of these lines, too
+        _late = late
+        for number in handlers:
+            signal.signal(number, lambda number, _: late.append(number))
         yield late
     finally:
         _late = None
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        _tell([(handlers[signal.Signals(waited)], waited) for waited in dict.fromkeys(late)])
+        try:
+            _restore([*handlers.items()])
+        finally:
+            _tell([(handlers[signal.Signals(waited)], waited) for waited in dict.fromkeys(late)])

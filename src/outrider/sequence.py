@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from outrider.config import Rule, SamplingParams
 from outrider.constraint import Constraint
+from outrider.errors import ends_one, typed
 from outrider.outputs import SpecMetrics
 
 _ids = itertools.count()
@@ -146,8 +147,10 @@ class Sequence:
                 self.finish_reason = "stop"
             elif len(self.tokens) >= self.max_len:
                 self.finish_reason = "length"
-        except Exception as error:  # a caller's criterion, say: it raises what it likes, and ends its own request
-            self.fail(error)
+        except BaseException as error:  # a caller's criterion, say: it raises what it likes, and ends its own request
+            if not ends_one(error):
+                raise
+            self.fail(typed(error))
 
     def fail(self, error: Exception) -> None:
         """End the sequence with an error."""

@@ -168,16 +168,17 @@ def _drafts(
     drafts: list[Draft] = []
     border = config.border
     for seq, seen, guess in zip(asked, shown, guesses, strict=True):
+        deepest, nodes = seq.room - 1, k if seq.k is None else min(k, seq.k)
+        if border is not None and len(seq.tokens) <= border:
+            deepest = min(deepest, border - len(seq.tokens))  # what lies beyond sees all keys rotated otherwise
         try:
-            fault = _fault(guess, config.vocab_size, rule)
+            if (fault := _fault(guess, config.vocab_size, rule)) is None:
+                draft = guess.clip(deepest, config.vocab_size, None if guess.verifiable <= nodes else nodes)
         except Exception as error:  # a tensor that cannot be looked at
             fault = told(error)
         if fault:
             raise DrafterError(f"drafter {_name(drafter)}: propose must return Drafts; {fault}")
-        seq.metrics.inner, deepest = seen.metrics.inner, seq.room - 1
-        if border is not None and len(seq.tokens) <= border:
-            deepest = min(deepest, border - len(seq.tokens))  # what lies beyond sees all keys rotated otherwise
-        draft = guess.clip(deepest, config.vocab_size, seq.k)
+        seq.metrics.inner = seen.metrics.inner
         if seq.constraint is not None and k:  # if anything is drafted at all
             draft = seq.constraint.fit(seq, draft, deepest, rule.flips_coins)
         drafts.append(draft)
@@ -193,7 +194,7 @@ def _name(drafter: Drafter) -> str:
 
 def _fault(guess: Any, vocab: int, rule: Rule) -> str | None:
     """What is wrong with what should be a Draft; None if nothing is."""
-    if not isinstance(guess, Draft):
+    if type(guess) is not Draft:
         return f"{brief(guess)} is none"
     tokens, parents, trust, by, q = guess.tokens, guess.parents, guess.trust, guess.by, guess.q
     lists = isinstance(tokens, list) and isinstance(parents, list)

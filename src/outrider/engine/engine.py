@@ -30,15 +30,13 @@ from outrider.errors import (
     DeadlineExceeded,
     DrafterError,
     EmptyPrompt,
-    EngineError,
-    OutOfMemory,
     PoolFull,
     RequestError,
     RequestTooLong,
     brief,
     ends_one,
     interrupts_wait,
-    told,
+    typed,
 )
 from outrider.kv import PagedKV
 from outrider.kv.blocks import BLOCK
@@ -223,6 +221,8 @@ class Engine:
         expected = tokens_of(text, self.tokenizer) if text else []
         scores: dict[int, Logprob] | None = None if params.prompt_logprobs is None else {}
         seed = drawn_seed() if params.seed is None else params.seed
+        if begun is not None:
+            self._check_begun(begun, params)
         requests: list[Request] = []
         for i in range(params.n):
             seq = Sequence(prompt, params, (seed + i) % 2**64, eos=config.eos, max_len=self.max_len)
@@ -233,8 +233,8 @@ class Engine:
             requests.append(Request(seq, index=i, priority=priority, due=due, first=first, scores=scores))
             self._name(requests[-1])
             if begun is not None and params.logprobs is None and params.prompt_logprobs is None:
-                seq.tokens += begun[i]
-                requests[-1].drafted_by += [None] * len(begun[i])
+                seq.tokens += begun[i][: next((at for at, token in enumerate(begun[i]) if token in seq.eos), None)]
+                requests[-1].drafted_by += [None] * (len(seq.tokens) - len(prompt))
         if expected:
             requests[0].expected = prompt[-SEAM:] + expected
         with _claiming, self._queue:
@@ -299,6 +299,13 @@ class Engine:
                 "or raise kv_memory"
             )
 
+    def _check_begun(self, begun: list[list[int]], params: SamplingParams) -> None:
+        vocab = self.runner.model.config.vocab_size
+        if len(begun) != params.n or any(len(own) >= params.max_tokens for own in begun):
+            raise RequestError(f"begun holds {params.n} lists of less than {params.max_tokens} tokens, one an output")
+        if bad := [t for own in begun for t in own if type(t) is not int or not 0 <= t < vocab]:
+            raise RequestError(f"begun token {bad[0]!r} is not a token id below {vocab}")
+
     @property
     def longest(self) -> int:
         """The most tokens of prompt and output of a request: those of the context, if there is memory for them."""
@@ -329,8 +336,8 @@ class Engine:
                 insort(self.running, request, key=_rank)
             self._backlog += self.runner.pending(request.seq)
             timing = request.timing
-            timing.queued = timing.queued or time.perf_counter() - timing.started
-            if not timing.first_token:
+            if not timing.queued:  # else it was preempted, and what is found may be its own
+                timing.queued = time.perf_counter() - timing.started
                 request.cached = min(found, request.seq.prompt_len)
                 self.prefix_queries += request.seq.prompt_len
                 self.prefix_hits += request.cached
@@ -577,6 +584,8 @@ class Engine:
         ready = len(seq.tokens) - seq.prompt_len
         if unaccounted := ready - len(request.drafted_by):  # the step was interrupted behind these
             request.drafted_by += [None] * unaccounted
+            if seq.params.logprobs is not None:
+                request.logprobs += [Logprob(token, math.nan) for token in seq.tokens[-unaccounted:]]
             if not seq.finish_reason:
                 seq.look_for_end()
         request.ready = ready
@@ -629,7 +638,7 @@ class Engine:
             self._next_due = min([r.due for r in (*self.waiting, *self.running)], default=math.inf)
 
     def _fail(self, request: Request, error: BaseException) -> None:
-        request.seq.fail(_typed(error))
+        request.seq.fail(typed(error))
         self._publish(request)
 
     def _end(self, request: Request, reason: str) -> None:
@@ -695,19 +704,6 @@ def _ready(request: Request) -> bool:
 
 _owners: WeakValueDictionary[int, Engine] = WeakValueDictionary()  # by id of the cache, which outlives its engine
 _claiming = threading.Lock()  # held while a cache changes its engine
-
-
-def _typed(error: BaseException) -> Exception:
-    """Memory that ran out by whatever name, and a library's panic, as our error; all else as it is."""
-    words = ("can't allocate memory", "not enough memory", "out of memory")
-    if not isinstance(error, Exception):
-        typed: Exception = EngineError(f"what the request calls ended in {told(error)}")
-    elif isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(w in str(error) for w in words)):
-        typed = OutOfMemory("memory ran out under this request; lower max_num_batched_tokens, max_num_seqs or the load")
-    else:
-        return error
-    typed.__cause__ = error
-    return typed
 
 
 def free_memory(device: torch.device) -> int:

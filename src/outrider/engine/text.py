@@ -50,7 +50,6 @@ class TextStream:
     def __init__(self, tokenizer: Any, params: SamplingParams, prompt: Sequence[int] = ()) -> None:
         self.tokenizer, self.stops = tokenizer, params.stops
         self.include, self.skip_special = params.include_stop_str_in_output, params.skip_special_tokens
-        self.hold = max((len(s) for s in self.stops), default=1) - 1
         self.min_tokens = params.min_tokens  # stop strings count only behind these
         self.count = 0  # tokens fed
         self.stop_reason: str | None = None  # the stop string that has ended it
@@ -124,9 +123,12 @@ class TextStream:
             at, stop = min(found)
             safe, self.stop_reason = at + len(stop) * self.include, stop
         else:
-            safe = max(0, len(self._tail) - self.hold)
+            safe = next((at for at in range(len(self._tail)) if self._begins(self._tail[at:])), len(self._tail))
         self._parts.append(self._tail[:safe])
         self._tail = "" if self.stopped else self._tail[safe:]
+
+    def _begins(self, text: str) -> bool:
+        return any(stop.startswith(text) for stop in self.stops)
 
     def _context(self, prompt: Sequence[int]) -> list[int]:
         """The end of the prompt, from a character's beginning and with some text, unless that is too far back."""

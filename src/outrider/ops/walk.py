@@ -169,11 +169,15 @@ class Walk:
         if stores.dtype != self.dtype:
             raise ValueError(f"keys are stored in {stores.dtype}, and computed in {self.dtype}")
         for point in states:
-            states[point] = torch.empty(rows, self.hidden, dtype=self.dtype)
-        queries = torch.empty(self.layers, rows, self.heads, self.dim, dtype=self.dtype) if stores.queries else None
+            states[point] = torch.empty(rows, self.hidden, dtype=self.dtype, device=CPU)
+        queries = (
+            torch.empty(self.layers, rows, self.heads, self.dim, dtype=self.dtype, device=CPU)
+            if stores.queries
+            else None
+        )
         if room is None:
-            out = torch.empty(len(wanted), self.hidden, dtype=self.dtype)
-            logits = torch.empty(len(wanted) if head else 0, self.vocab, dtype=torch.float32)
+            out = torch.empty(len(wanted), self.hidden, dtype=self.dtype, device=CPU)
+            logits = torch.empty(len(wanted) if head else 0, self.vocab, dtype=torch.float32, device=CPU)
         else:
             out, logits = room
         began = time.perf_counter()
