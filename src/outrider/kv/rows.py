@@ -95,8 +95,9 @@ class Rows:
         tail = self.read(seq, taken, length) if self.base else None
         synced = self.synced.get(seq, 0) if self.base else length
         if kept := self.held.get(seq):
-            kept.first = min(kept.first, min(length, synced))
-            kept.n = max(0, min(kept.n, min(length, synced) - kept.first))
+            end = min(kept.end, length, synced)
+            kept.first = min(kept.first, end)
+            kept.n = end - kept.first
         if self.base:
             if found := self.base.read(seq, synced, taken):
                 self._append(seq, found[0], found[1].clone())
