@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import shutil
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from outrider.find import find
 from outrider.sequence import Sequence
 from outrider.train.conversations import Template, read_prompts, write
 from outrider.train.eagle3 import Batch, Trainer
+from outrider.train.heads import HELD_OUT
 from outrider.train.recurrent import Trainer as Other
 from outrider.train.settings import ConversationSettings, Eagle3Settings, RecurrentSettings
 from outrider.verify import COUPLED
@@ -430,6 +432,32 @@ def test_conversations_are_the_target_s(chatty, tmp_path):
         Trainer([output], tmp_path / "run", settings, llm=chatty)
     assert output.read_text() == before
     assert all(json.loads(line)["o"] for line in output.read_text().splitlines())
+
+
+@pytest.mark.parametrize("said_before", ["", "<system>You are a fox that answers in rhymes. " * 20])
+def test_what_is_held_out_is_told_by_the_first_words_of_a_user(chatty, tmp_path, said_before):
+    """Not by what a template gives all; turns of a conversation are held out together. Older runs keep their rule."""
+    chatty.tokenizer.chat_template = said_before + TEMPLATE
+    template, lines = Template(chatty.tokenizer), list[str]()
+    for name in range(60):
+        first = template.ids(f"{template.before}Who is {name}?{template.answer}")
+        answer, *more = (template.ids(text) for text in ("A big fox. " * 3, template.next, "Why?", template.answer))
+        lines += [json.dumps({"p": p, "o": answer}) for p in (first, sum(more, first + answer))]
+    (file := tmp_path / "said.jsonl").write_text("\n".join(lines) + "\n")
+    settings = Eagle3Settings(model="tiny", vocab=96, depth=2, length=40, batch=100, first=200)
+    trainer = Trainer([file], tmp_path / "run", settings, llm=chatty)
+    held = [held for held, *_ in trainer._lines({})]
+    assert held[::2] == held[1::2] and 0 < sum(held) < 20
+    assert not list(trainer.run(1e-9))
+    again = Trainer([file], tmp_path / "run", settings, llm=chatty)
+    assert [held for held, *_ in again._lines({})] == held
+    state = torch.load(tmp_path / "run" / "state.pt", weights_only=True)
+    del state["by_turn"]
+    torch.save(state, tmp_path / "run" / "state.pt")
+    older = Trainer([file], tmp_path / "run", settings, llm=chatty)
+    assert [held for held, *_ in older._lines({})] == [
+        zlib.crc32(str(json.loads(line)["p"][:64]).encode()) % HELD_OUT == 0 for line in lines
+    ]
 
 
 def test_templates_are_taken_apart(chatty):

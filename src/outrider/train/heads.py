@@ -3,10 +3,10 @@
 What a head learns from are conversations of the target's own (`outrider train data`): JSON lines with a prompt `p` and
 the output `o`, as token ids. The target reads each once; its states are kept in the folder `states` of the run, batch
 by batch, and learnt from again, at least `replay` times, before the next new ones. Lines that come meanwhile are taken
-up. One conversation in `HELD_OUT` is never learnt from. A head guesses over a draft vocabulary of the target's most
-frequent tokens, `depth` of them in a row, going on from its own output as when it drafts (the training-time test of
-2503.01840), and is moved towards the target's law at each place. Matrices learn by Muon, which needs fewer tokens than
-AdamW.
+up. One conversation in `HELD_OUT`, with all its turns, is never learnt from. A head guesses over a draft vocabulary of
+the target's most frequent tokens, `depth` of them in a row, going on from its own output as when it drafts (the
+training-time test of 2503.01840), and is moved towards the target's law at each place. Matrices learn by Muon, which
+needs fewer tokens than AdamW.
 
 `state.pt` is written every few minutes, whole or not at all, and a run that is there goes on. `log.jsonl` is the curve.
 Weights that guess much worse than before go back to the state, and learn at half the rate from then on.
@@ -43,6 +43,7 @@ from outrider.llm import LLM
 from outrider.load import Progress
 from outrider.ops import native
 from outrider.sequence import Sequence
+from outrider.train.conversations import Template
 from outrider.train.settings import HeadSettings
 
 HELD_OUT = 24  # one conversation in so many
@@ -295,6 +296,11 @@ class Trainer:
         )
         self.highest = [group["lr"] for group in self._groups()]
         self.spells = speller(self.llm.tokenizer) if self.llm.tokenizer is not None else None
+        self.by_turn = True  # what is held out; runs that were begun earlier go by the first 64 tokens
+        self.lead, self.answer = 0, list[int]()  # tokens before a user's first words, and those behind them
+        with suppress(Exception):  # there is no template, or it raises what it likes
+            template = Template(self.llm.tokenizer)
+            self.lead, self.answer = len(template.ids(template.before)), template.ids(template.answer)
         self.counts = {"steps": 0, "tokens": 0, "read": 0}  # tokens learnt from, and of these for the first time
         self.seconds = 0.0
         self.rate, self.best = 1.0, 0.0  # of the settings' learning rate; the most tokens a forward so far
@@ -489,7 +495,13 @@ class Trainer:
                         raise ConfigError(f"{path}:{number} has {size} tokens, more than this model reads")
                     taken[name] = number, at
                     if len(o) > self.settings.depth + 1:  # else no guess of so many in a row can be judged
-                        yield zlib.crc32(str(p[:64]).encode()) % HELD_OUT == 0, p, o
+                        key = self._first_turn(p) if self.by_turn else p[:64]
+                        yield zlib.crc32(str(key).encode()) % HELD_OUT == 0, p, o
+
+    def _first_turn(self, p: list[int]) -> list[int]:
+        """A prompt up to the first answer, the same in all turns of a conversation; without a template, all of it."""
+        starts = range(self.lead, len(p)) if self.answer else ()
+        return next((p[:at] for at in starts if p[at : at + len(self.answer)] == self.answer), p)
 
     def _begin(self) -> None:
         if self.settings.start:
@@ -532,6 +544,7 @@ class Trainer:
             "settings": self._settings(), "head": self.head.state_dict(), "muon": self.muon.state_dict(),
             "adam": self.adam.state_dict(), "counts": self.counts, "seconds": self.seconds, "visits": self.visits,
             "taken": self.taken, "batches": len(self._batches()), "rate": self.rate, "best": self.best,
+            "by_turn": self.by_turn,
         }  # fmt: skip
         with replacing(self.output / "state.pt") as partial:
             torch.save(state, partial)
@@ -555,6 +568,7 @@ class Trainer:
                 self.counts = {name: int(state["counts"][name]) for name in self.counts}
                 self.seconds = float(state["seconds"])
                 self.rate, self.best = float(state["rate"]), float(state["best"])
+                self.by_turn = bool(state.get("by_turn"))
                 self.visits = {str(name): int(times) for name, times in state["visits"].items()}
                 self.taken = {str(Path(path).resolve()): (n, at) for path, (n, at) in state["taken"].items()}
                 batches = int(state["batches"])
