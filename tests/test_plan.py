@@ -6,7 +6,7 @@ import json
 import math
 import sys
 from dataclasses import replace
-from shutil import copyfile
+from shutil import copyfile, copytree
 
 import pytest
 from test_gguf import write
@@ -37,6 +37,7 @@ from outrider.plan import (
     expected,
     published,
     share_within,
+    traffic,
 )
 
 LLAMA_8B = Shape(7_504_924_672, 32, 32, 8, 128, 4096, 128256)  # Llama 3.1 8B, less the embedding
@@ -51,6 +52,22 @@ def test_a_shape_is_the_checkpoints():
         held = LLM("tiny", quantization=scheme).runner.model.expected_bytes(1)
         assert shape.quantized(scheme).weight_bytes == pytest.approx(held, rel=1e-3), "the head keeps 8 bits"
     assert LLAMA_8B.kv_bytes(1) == 131072, "as is well known"
+
+
+def test_float32_takes_twice_the_bytes(make_checkpoint, tmp_path):
+    """A checkpoint's dtype is what it runs in: of weights and of keys, but for weights that are rounded."""
+    path = make_checkpoint(seed=4)
+    shape, model = Shape.of(sizes(path).config), LLM(path).runner
+    half = Shape.of(replace(sizes(path).config, dtype="bfloat16"))
+    assert shape.weight_bytes == 2 * half.weight_bytes == pytest.approx(model.model.expected_bytes(1), rel=0.01)
+    assert shape.kv_bytes(64) == 2 * half.kv_bytes(64) == model.kv.nbytes(64)
+    assert shape.quantized("int8") == half.quantized("int8") and shape.stored(4, False) == half.stored(4, False)
+    copytree(path, tmp_path / "silent")
+    about = json.loads((path / "config.json").read_text())
+    (tmp_path / "silent" / "config.json").write_text(json.dumps({**about, "dtype": None}))
+    assert Shape.of(sizes(tmp_path / "silent").config) == shape, "by its weights, as it is loaded"
+    (tmp_path / "silent" / "model.safetensors").unlink()
+    assert Shape.of(sizes(tmp_path / "silent").config) == half
 
 
 def test_windows_bound_what_is_read_and_not_what_is_held(make_checkpoint):
@@ -364,3 +381,10 @@ def test_what_goes_between_gpus(capsys, monkeypatch):
         assert draft["bytes"] == 9 * plain["bytes"] and draft["collectives"] == plain["collectives"]
     code, out, _ = run(capsys, monkeypatch, "--model", "tiny", "--ranks", "2")
     assert code == 0 and "NVLink" in out
+
+
+def test_what_goes_between_gpus_in_float32(capsys, monkeypatch, make_checkpoint):
+    path = make_checkpoint(seed=4)
+    _, out, _ = run(capsys, monkeypatch, "--model", str(path), "--ranks", "2", "--json")
+    line = next(line for line in map(json.loads, out.splitlines()) if (line["mode"], line["rows"]) == ("gather", 9))
+    assert line["bytes"] == traffic(read_config(path), 2, "gather", 9, 9, itemsize=4)[1]

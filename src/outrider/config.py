@@ -188,6 +188,11 @@ class ModelConfig:
     names: Names = Names()
 
     @property
+    def itemsize(self) -> int:
+        """Bytes of a number."""
+        return 4 if self.dtype == "float32" else 2
+
+    @property
     def context(self) -> int:
         """Longest sequence, in tokens, that the positions serve. As in vLLM, a rope factor stretches them."""
         kind, factor = self.rope["rope_type"], float(self.rope.get("factor") or 1.0)

@@ -132,7 +132,7 @@ def open_source(name: str | Path) -> Source:
 
 
 class Sizes(NamedTuple):
-    """A model's shape, and what its weights take where that is not 16 bits each."""
+    """A model's shape, and what its weights take where that is not by its dtype."""
 
     config: ModelConfig
     held: int = 0  # bytes of the weights that a forward multiplies by, if they lie here and are quantised
@@ -144,10 +144,13 @@ def sizes(name: str | Path) -> Sizes:
     """What `find` takes, for which a checkpoint's weights need not be there. Raises as `load`."""
     path = find(name, weights=False)
     if path.is_dir():
-        quantised = families.text_part(read_json(path / "config.json")).get("quantization_config")
-        if not quantised or not any(path.glob("*.safetensors")):
-            said = quantised if isinstance(quantised, dict) else {}
-            return Sizes(read_config(path), 0, packed.stored_bits(said), said.get("quant_method") == "mxfp4")
+        inner, here = families.text_part(read_json(path / "config.json")), any(path.glob("*.safetensors"))
+        quantised, dtype = inner.get("quantization_config"), inner.get("dtype") or inner.get("torch_dtype")
+        if not here or (dtype and not quantised):
+            config, said = read_config(path), quantised if isinstance(quantised, dict) else {}
+            if quantised or not dtype:  # by rounded weights it multiplies so, and most that do not say are so
+                config = replace(config, dtype="bfloat16")
+            return Sizes(config, 0, packed.stored_bits(said), said.get("quant_method") == "mxfp4")
     source = open_source(path)
     config, weights = source.config, source.weights
     if isinstance(weights, GGUFWeights):

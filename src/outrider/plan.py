@@ -104,7 +104,7 @@ class Shape:
     """A model's sizes. `weights` are those that every forward multiplies by, `bits` what one of them takes.
 
     `expert` are those of one of `experts` in all layers, of which each row takes `chosen`. `windows`: how many keys
-    each layer sees at most, None for all.
+    each layer sees at most, None for all. `itemsize`: bytes of a number of keys and values.
     """
 
     weights: float
@@ -119,10 +119,11 @@ class Shape:
     experts: int = 0
     chosen: int = 0
     windows: tuple[int | None, ...] = (None,)
+    itemsize: int = 2
 
     @staticmethod
     def of(config: ModelConfig, held: int = 0) -> Shape:
-        """From a config; `held`: bytes that all weights take, if that is known, or 16 bits each."""
+        """From a config; `held`: bytes that all weights take, if that is known, or else by its dtype."""
         c = config
         attention = c.hidden_size * c.head_dim * 2 * (c.num_heads + c.num_kv_heads)
         m, sizes = c.mixture, (c.num_layers, c.num_heads, c.num_kv_heads, c.head_dim, c.hidden_size, c.vocab_size)
@@ -130,18 +131,21 @@ class Shape:
         wide = (c.num_layers - sparse) * c.intermediate_size + (sparse * m.shared if m else 0)
         weights = c.num_layers * attention + 3 * c.hidden_size * wide + c.hidden_size * c.vocab_size
         experts = (3 * c.hidden_size * m.width * sparse, m.count, m.chosen) if m else (0, 0, 0)
-        shape = Shape(weights, *sizes, 16.0, *experts, c.windows)
-        return replace(shape, bits=16 * held / shape.weight_bytes) if held else shape
+        shape = Shape(weights, *sizes, 8.0 * c.itemsize, *experts, c.windows, c.itemsize)
+        return replace(shape, bits=shape.bits * held / shape.weight_bytes) if held else shape
 
     def quantized(self, scheme: str) -> Shape:
         """The same under a scheme, which leaves the head more bits than the rest."""
         return self.stored(STORED[scheme], False, STORED[HEAD])
 
     def stored(self, bits: float, experts: bool, head: float = 16.0) -> Shape:
-        """The same in so many bits a weight, but for the head; `experts`: all but theirs are as the head is."""
+        """The same in so many bits a weight, but for the head; `experts`: all but theirs are as the head is.
+
+        Such weights are multiplied by in bfloat16, whatever was said of others.
+        """
         every = self.weights + self.experts * self.expert
         rest = self.weights if experts else self.hidden * self.vocab
-        return replace(self, bits=bits + (head - bits) * rest / every)
+        return replace(self, bits=bits + (head - bits) * rest / every, itemsize=2)
 
     @property
     def weight_bytes(self) -> float:
@@ -154,8 +158,8 @@ class Shape:
         return (self.weights + touched * self.expert) * self.bits / 8
 
     def kv_bytes(self, tokens: float) -> float:
-        """Bytes of keys and values, in two bytes each."""
-        return 4.0 * self.layers * self.kv_heads * self.head_dim * tokens
+        """Bytes of keys and values."""
+        return 2.0 * self.itemsize * self.layers * self.kv_heads * self.head_dim * tokens
 
     def seen(self, context: float) -> float:
         """Keys that a row behind so many tokens sees, on the average of the layers."""

@@ -158,7 +158,7 @@ def _traffic(model: str, ranks: list[int], as_json: bool) -> None:
         )
     for size in ranks:
         for mode in ("gather", "ordered"):
-            llm, itemsize = None, 2
+            llm, itemsize = None, config.itemsize
             if started > 1:
                 from outrider.bench.ranks import counted
                 from outrider.llm import LLM
