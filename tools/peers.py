@@ -21,7 +21,7 @@ import torch
 
 from outrider import drafters, vllm
 from outrider.bench.peers import PEERS, Kind, Peer, lookups
-from outrider.bench.run import label
+from outrider.bench.run import named
 from outrider.config import SpeculativeConfig
 from outrider.errors import ConfigError
 from outrider.llm import LLM
@@ -67,12 +67,12 @@ class Workers(Peer):
         self.workers: dict[str, Worker] = {}
         self.methods = {f"{self.label} plain": {}}
         self.methods |= {f"{self.label} prompt lookup k={k}": {"prompt_lookup_num_tokens": k} for k in lookups(configs)}
-        for config in configs if name in HOSTS else ():
+        for text, config in named(configs).items() if name in HOSTS else ():
             with suppress(ConfigError):  # it needs more than tokens
                 vllm.look_ups(drafter := drafters.create(config))
                 how = json.dumps({"method": config.method, **config.options})
                 own = {"num_speculative_tokens": drafter.num_speculative_tokens, "proposer": how}
-                self.methods[f"{self.label} with our {label(config)}"] = own
+                self.methods[f"{self.label} with our {text}"] = own
         if weights and path.is_file():
             raise ConfigError(f"peer {name} runs {path} as it is; leave `:{weights}` out, or give a folder")
         dtype = str(llm.runner.model.dtype).removeprefix("torch.")

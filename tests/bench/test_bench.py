@@ -18,8 +18,9 @@ import pytest
 from typer.testing import CliRunner
 
 from outrider import LLM, SamplingParams, SpeculativeConfig
-from outrider.bench import report
+from outrider.bench import exact, long, report
 from outrider.bench import run as module
+from outrider.bench.peers import Transformers
 from outrider.bench.report import Difference, Result, Sample
 from outrider.bench.run import Settings, label, run, sample
 from outrider.bench.suites import OPENINGS, SUITES, load_suite
@@ -175,6 +176,24 @@ def test_labels() -> None:
     configs = [None, {"method": "ngram"}, {"model": "/models/tiny-draft", "num_speculative_tokens": 3}]
     names = [label(SpeculativeConfig.of(c)) for c in configs]
     assert names == ["plain", "ngram k=8", "draft_model model=tiny-draft k=3"]
+
+
+def test_methods_are_told_apart_by_their_paths() -> None:
+    """By as much of these as it takes; the same path twice is the same method."""
+    paths = ["/a/run1/head", "/a/run2/head", "/b/run2/head", "/b/other"]
+    configs = [SpeculativeConfig.parse(f"draft_model:model={path},k=3") for path in paths]
+    merged = [[{"method": "ngram", "num_speculative_tokens": k}, {"method": "suffix"}] for k in (2, 3)]
+    configs += [SpeculativeConfig.of({"method": "merge", "drafters": drafters}) for drafters in merged]
+    short = ["run1/head", "a/run2/head", "b/run2/head", "other"]
+    assert [*module.named(configs)][:4] == [f"draft_model model={path} k=3" for path in short]
+    assert [*module.named(configs).values()] == configs
+    for settings in (Settings, long.Settings, exact.Settings):
+        assert settings(methods=configs).methods == configs
+        with pytest.raises(ConfigError, match="method draft_model model=/a/run1/head k=3 is given twice"):
+            settings(methods=[*configs, replace(configs[0])])
+    assert [*Transformers(Path(), "", LLM("tiny"), configs[1:3], 99).methods][1:] == [
+        "transformers assisted by head k=3", "transformers assisted by /b/run2/head k=3",
+    ]  # fmt: skip
 
 
 # --- measuring -----------------------------------------------------------------------------------------------------

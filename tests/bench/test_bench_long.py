@@ -122,7 +122,17 @@ def test_a_sequence_that_ends_in_the_first_step(settings: long.Settings) -> None
         [long.Pass([], 0.1, seconds, emitted=3) for seconds in own] for own in ((0, 1.5), (1,))
     )
     row = long._row(
-        replace(settings, methods=[]), LLM("tiny"), SpeculativeConfig(), [ended, timed], [once], 300, 1, 1.0, {}, ""
+        replace(settings, methods=[]),
+        LLM("tiny"),
+        "plain",
+        SpeculativeConfig(),
+        [ended, timed],
+        [once],
+        300,
+        1,
+        1.0,
+        {},
+        "",
     )
     assert row.tokens_per_second == 2.0 and row.repeats == [0.0, 2.0], (
         "one that is not known says nothing of the others"

@@ -17,7 +17,7 @@ from typing import Any
 
 from outrider.bench import peers, report
 from outrider.bench.report import differs
-from outrider.bench.run import PLAIN, at_least, check_threads, complain, label, load_llm, provenance, unique
+from outrider.bench.run import PLAIN, at_least, check_threads, complain, load_llm, named, provenance, unique
 from outrider.bench.suites import load_suite
 from outrider.config import SamplingParams, SpeculativeConfig
 from outrider.errors import ConfigError, message_of
@@ -50,7 +50,7 @@ class Settings:
     def __post_init__(self) -> None:
         at_least(self, {"prompts": 1, "max_tokens": 2, "together": 2})
         check_threads(self.threads)
-        unique("method", ["plain", *map(label, self.methods)])
+        assert named([PLAIN, *self.methods])  # what it refuses, it refuses now
         unique("peer", self.peers)
         if not self.temperatures:
             raise ConfigError("temperatures: give at least one, such as 0")
@@ -100,7 +100,7 @@ def run(settings: Settings, progress: Progress | None = None, warn: Callable[[st
     suite = load_suite(s.suite, s.prompts, s.data, s.file)
     llm = load_llm(s, tell, max_num_seqs=s.together)
     prompts, ends = suite.encode(llm), set(llm.runner.model.config.eos)
-    methods = {label(config): config for config in s.methods}
+    methods = named(s.methods)
     for config in methods.values():  # what cannot run is known before anything is measured
         llm.speculative_config = config
 

@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any, ClassVar
 
 from outrider.bench.report import circles, repeated
-from outrider.bench.run import PLAIN, Conditions, label, provenance
+from outrider.bench.run import PLAIN, Conditions, named, provenance
 from outrider.bench.suites import DAMAGED
 from outrider.config import SpeculativeConfig
 from outrider.corpus import archived
@@ -135,7 +135,7 @@ def run(settings: Settings, progress: Progress | None = None) -> Iterator[Row]:
     """Measure, context by context and batch by batch. Raises OutriderError's kinds before a measurement begins."""
     report = progress or (lambda *_: None)
     llm = settings.load(report, **settings.engine)
-    methods = {label(config): config for config in (PLAIN, *settings.methods)}
+    methods = named([PLAIN, *settings.methods])
     source, text = _text(settings, llm, max(settings.contexts) * max(settings.batches))
     drafters = {}
     for name, config in methods.items():  # what cannot run is known before the first prompt is read
@@ -173,7 +173,7 @@ def _measure(
             llm.runner.free(seq)
     for name, config in methods.items():
         llm.speculative_config = config
-        yield _row(s, llm, config, passes[name], passes["plain"], context, batch, prefill, curve, source)
+        yield _row(s, llm, name, config, passes[name], passes["plain"], context, batch, prefill, curve, source)
 
 
 def _decode(llm: LLM, prompts: list[Sequence]) -> Pass:
@@ -244,7 +244,7 @@ def predict(plain: float, steps: float, draft: float, target: float, k: int, alp
 
 
 def _row(
-    s: Settings, llm: LLM, config: SpeculativeConfig, passes: list[Pass], plain: list[Pass],
+    s: Settings, llm: LLM, name: str, config: SpeculativeConfig, passes: list[Pass], plain: list[Pass],
     context: int, batch: int, prefill: float, curve: dict[int, float], source: str,
 ) -> Row:  # fmt: skip
     rates, base = [p.rate for p in passes], [p.rate for p in plain]
@@ -260,7 +260,7 @@ def _row(
     model, kv = llm.runner.model, llm.runner.kv
     length = context + s.max_tokens
     return Row(
-        method=label(config), speculative_config={"method": config.method, **config.options}, model=s.model,
+        method=name, speculative_config={"method": config.method, **config.options}, model=s.model,
         dtype=str(model.dtype).removeprefix("torch."), quantization=s.quantization, device=str(model.device),
         context=context, batch=batch,
         max_tokens=s.max_tokens, temperature=s.temperature, top_p=s.top_p, seed=s.seed,

@@ -121,9 +121,9 @@ class Transformers(Peer):
         for config in configs:
             if config.method == "draft_model":
                 k, name = drafters.create(config).num_speculative_tokens, str(config.options["model"])
-                self.methods[f"transformers assisted by {name.rsplit('/', 1)[-1]} k={k}"] = {
-                    "assistant_model": name, "num_assistant_tokens": k, "num_assistant_tokens_schedule": "constant",
-                }  # fmt: skip
+                own = {"assistant_model": name, "num_assistant_tokens": k, "num_assistant_tokens_schedule": "constant"}
+                told = f"transformers assisted by {name.rsplit('/', 1)[-1]} k={k}"
+                self.methods[told if told not in self.methods else f"transformers assisted by {name} k={k}"] = own
 
     def _model(self, name: str | Path) -> Any:
         if (model := self.models.get(str(name))) is not None:

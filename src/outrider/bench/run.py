@@ -21,6 +21,7 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from importlib.metadata import version
+from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Any, ClassVar
@@ -82,8 +83,7 @@ class Conditions:
     def __post_init__(self) -> None:
         at_least(self, self.LEAST)
         check_threads(self.threads)
-        unique("method", ["plain", *map(label, self.methods)])
-        assert self.params  # what it refuses, it refuses now
+        assert named([PLAIN, *self.methods]) and self.params  # what they refuse, they refuse now
 
     @property
     def params(self) -> SamplingParams:
@@ -141,14 +141,32 @@ def unique(what: str, names: list[str]) -> None:
         raise ConfigError(f"{what} {twice[0]} is given twice; each runs once, and plain always does")
 
 
-def label(config: SpeculativeConfig) -> str:
-    """A method's name in a table, such as `ngram k=8`. Raises ConfigError for a wrong option."""
+def named(configs: list[SpeculativeConfig]) -> dict[str, SpeculativeConfig]:
+    """Methods by their labels, in which paths are as long as tells them apart.
+
+    Raises ConfigError for a wrong option, and for one that is given twice.
+    """
+    unique("method", [label(config, 0) for config in configs])
+    found = {}
+    for config in configs:
+        alike = [other for other in configs if other is not config and label(other) == label(config)]
+        labels = ((label(config, n), [label(other, n) for other in alike]) for n in count(1))
+        found[next(own for own, others in labels if own not in others)] = config
+    return found
+
+
+def label(config: SpeculativeConfig, parts: int = 1) -> str:
+    """A method's name in a table, such as `ngram k=8`: of paths so many parts, the last ones. 0: all that it says.
+
+    Raises ConfigError for a wrong option.
+    """
     if config.method == PLAIN.method:
         return "plain"
     options = {**config.options, "k": _k(config), **_rule(config)}
-    if isinstance(parts := options.get("drafters"), list):  # of merge
-        options["drafters"] = "+".join(str(part.get("method")) for part in parts)
-    return " ".join([config.method, *(f"{key}={str(value).rsplit('/', 1)[-1]}" for key, value in options.items())])
+    if parts == 1 and isinstance(merged := options.get("drafters"), list):
+        options["drafters"] = "+".join(str(each.get("method")) for each in merged)
+    short = {key: "/".join(str(value).split("/")[-parts:]) for key, value in options.items()}
+    return " ".join([config.method, *(f"{key}={value}" for key, value in short.items())])
 
 
 def _rule(config: SpeculativeConfig) -> dict[str, Any]:
@@ -184,7 +202,7 @@ def run(
     suites = [load_suite(name, settings.prompts, settings.data, settings.file) for name in settings.suites]
     llm = settings.load(report, max_num_seqs=settings.batch)
     llm.runner.progress = None  # a bar that moves while a long prompt is read would be part of its time
-    methods = {label(config): config for config in (PLAIN, *settings.methods)}
+    methods = named([PLAIN, *settings.methods])
     prompts = {suite.name: suite.encode(llm) for suite in suites}
     ends = {suite.name: suite.ends(llm) for suite in suites}
     params = {
