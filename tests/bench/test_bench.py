@@ -196,6 +196,14 @@ def test_methods_are_told_apart_by_their_paths() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("command", ["exact", "long", "overhead", "gpu", "serve", "server"])
+def test_options_before_a_subcommand_are_not_lost(command: str) -> None:
+    behind = {"overhead": ["text"], "gpu": ["--output", "x"]}.get(command, [])
+    outcome = CliRunner().invoke(bench_app, ["--max-tokens", "7", "--suite", "chat", command, *behind])
+    assert isinstance(outcome.exception, ConfigError)
+    assert f"--max-tokens, --suite before {command} would not be read" in str(outcome.exception)
+
+
 # --- measuring -----------------------------------------------------------------------------------------------------
 
 

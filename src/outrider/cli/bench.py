@@ -33,6 +33,7 @@ from outrider.cli.options import (
     Temperature,
     Threads,
     TopP,
+    given_options,
     read_floats,
     read_ints,
     read_json,
@@ -155,7 +156,9 @@ def bench(
     threads: Threads = None,
 ) -> None:
     """Measure methods x suites against plain decoding in the same run, and compare the tokens."""
-    if context.invoked_subcommand is not None:
+    if (command := context.invoked_subcommand) is not None:
+        if early := [f"--{name.replace('_', '-')}" for name in given_options(context)]:
+            raise ConfigError(f"{', '.join(early)} before {command} would not be read; give options behind {command}")
         return
     from outrider.bench import run
 

@@ -223,6 +223,12 @@ def read_floats(text: str, option: str) -> list[float]:
         raise ConfigError(f"{option} must be numbers with commas, such as 0,0.8, not {text!r}") from None
 
 
+def given_options(context: typer.Context) -> list[str]:
+    """The names of the options that stand on the command line."""
+    sources: dict[str, Any] = {name: context.get_parameter_source(name) for name in context.params}
+    return [name for name, source in sources.items() if source.name == "COMMANDLINE"]
+
+
 def read_json(text: str, flag: str, example: str = '{"method": "ngram"}') -> dict[str, Any]:
     """A JSON object given on the command line. Raises ConfigError, also for a key that stands twice, and for NaN."""
 

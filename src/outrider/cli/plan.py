@@ -12,7 +12,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cli.options import Model, Quantization, read_ints
+from outrider.cli.options import Model, Quantization, given_options, read_ints
 from outrider.cli.output import as_line, new_console, put_json, tell
 from outrider.config import STORED
 from outrider.errors import ConfigError
@@ -140,9 +140,7 @@ def plan(
 
 def _alone(asked: typer.Context, flag: str, *besides: str) -> None:
     """Raises ConfigError if options are given that are not read with this one."""
-    sources: dict[str, Any] = {name: asked.get_parameter_source(name) for name in asked.params}
-    given = [name for name, source in sources.items() if source.name == "COMMANDLINE"]
-    if extra := [f"--{name}" for name in given if name not in (flag, "as_json", *besides)]:
+    if extra := [f"--{name}" for name in given_options(asked) if name not in (flag, "as_json", *besides)]:
         beside = f" but for {', '.join(f'--{name}' for name in besides)}" if besides else ""
         raise ConfigError(f"--{flag} stands alone{beside}: leave {', '.join(extra)} out")
 
