@@ -237,6 +237,24 @@ def test_a_file_by_another_name_is_not_read_again(llm, said, tmp_path, monkeypat
     assert Trainer([Path(said.name)], tmp_path / "run", SMALL, llm=llm).fresh() is None
 
 
+def test_a_file_that_has_moved_is_not_read_again(llm, said, tmp_path):
+    """It goes on where it was, and another one is read from its first line."""
+    lines = said.read_text().splitlines(keepends=True)
+    (file := tmp_path / "said.jsonl").write_text("".join(lines[:20]))
+    trainer = Trainer([file], tmp_path / "run", SMALL, llm=llm)
+    while trainer.fresh():
+        pass
+    list(trainer.run(0.0001))
+    taken = trainer.taken[str(file)]
+    moved = file.rename(tmp_path / "moved.jsonl")
+    again = Trainer([moved], tmp_path / "run", SMALL, llm=llm)
+    assert again.taken[str(moved)] == taken and 10 < taken.lines <= 20 and again.fresh() is None
+    moved.write_text("".join(lines))
+    assert again.fresh() and again.taken[str(moved)].lines > 20
+    moved.write_text("".join(reversed(lines)))
+    assert str(moved) not in Trainer([moved], tmp_path / "run", SMALL, llm=llm).taken
+
+
 def test_a_run_goes_on(trained, llm, said):
     before, _ = trained
     again = Trainer([said], before.output, SMALL, llm=llm)
@@ -263,7 +281,8 @@ def test_a_damaged_state_is_seen(trained, llm, said):
                 Trainer([said], path.parent, SMALL, llm=llm)
         path.write_bytes(good)
         state = torch.load(path, weights_only=True)
-        for wrong in ({"counts": {}}, {"visits": "x"}, {"counts": {"steps": "many", "tokens": 0, "read": 0}}):
+        counts = {"steps": "many", "tokens": 0, "read": 0}
+        for wrong in ({"counts": {}}, {"visits": "x"}, {"counts": counts}, {"taken": {"a": (1, None)}}):
             torch.save({**state, **wrong}, path)
             with pytest.raises(CheckpointError, match=r"state\.pt is damaged"):
                 Trainer([said], path.parent, SMALL, llm=llm)
@@ -339,7 +358,7 @@ def test_lines_that_come_later_are_read(llm, said, tmp_path):
     trainer = Trainer([growing], tmp_path / "run", SMALL, llm=llm)
     while trainer.fresh():
         pass
-    assert trainer.taken[str(growing)][0] <= 20
+    assert trainer.taken[str(growing)].lines <= 20
     growing.write_text("".join(lines))
     path = trainer.fresh()
     growing.write_text("x" + "".join(lines))

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -56,6 +56,20 @@ WORSE = (
 )
 ROWS = 512  # whose logits are held at a time
 CHUNK = 4096  # tokens that a GPU reads at a time: calling its kernels takes the host longer than they take
+
+
+class Taken(NamedTuple):
+    """What was read of a file: so many lines, so many bytes, with this CRC-32, by which it is known elsewhere."""
+
+    lines: int = 0
+    size: int = 0
+    crc: int = 0
+
+    def begins(self, path: Path) -> bool:
+        """Whether a file begins with it."""
+        with open(path, "rb") as file:
+            begin = file.read(self.size)
+        return len(begin) == self.size and zlib.crc32(begin) == self.crc
 
 
 @dataclass
@@ -305,7 +319,7 @@ class Trainer:
         self.seconds = 0.0
         self.rate, self.best = 1.0, 0.0  # of the settings' learning rate; the most tokens a forward so far
         self.visits: dict[str, int] = {}  # of each batch
-        self.taken: dict[str, tuple[int, int]] = {}  # lines of each file that were read, and the byte behind them
+        self.taken: dict[str, Taken] = {}  # what was read of each file
         with locked(self.states, output):
             begun = (output / "state.pt").is_file()
             batches = self._resume() if begun else 0
@@ -468,12 +482,12 @@ class Trainer:
         tokens = torch.tensor([token for ids, skip, _ in found for token in ids[skip:]], dtype=torch.int32)
         return Batch(tokens, [len(ids) - skip for ids, skip, _ in found], [start for *_, start in found], taps, last)
 
-    def _lines(self, taken: dict[str, tuple[int, int]]) -> Iterator[tuple[bool, list[int], list[int]]]:
-        """Conversations (held out, prompt, output) after the lines `taken` of each file, which counts them."""
+    def _lines(self, taken: dict[str, Taken]) -> Iterator[tuple[bool, list[int], list[int]]]:
+        """Conversations (held out, prompt, output) behind what is `taken` of each file, which hears of them."""
         vocab, own = self.head.config.vocab_size, self.spells
         for path in self.data:
             name = str(path.resolve())
-            number, at = taken.get(name, (0, 0))
+            number, at, crc = taken.get(name, Taken())
             with open(path, "rb") as file:
                 file.seek(max(0, at - 1))
                 if at and file.read(1) != b"\n":
@@ -481,7 +495,7 @@ class Trainer:
                 for line in file:
                     if not line.endswith(b"\n"):  # it may be written just now
                         break
-                    number, at = number + 1, at + len(line)
+                    number, at, crc = number + 1, at + len(line), zlib.crc32(line, crc)
                     try:
                         entry = json.loads(line)
                         p, o = entry["p"], entry["o"]
@@ -493,7 +507,7 @@ class Trainer:
                         raise ConfigError(f"{path}:{number} is no conversation in this model's tokens")
                     if (size := len(p) + len(o)) > self.head.config.context:
                         raise ConfigError(f"{path}:{number} has {size} tokens, more than this model reads")
-                    taken[name] = number, at
+                    taken[name] = Taken(number, at, crc)
                     if len(o) > self.settings.depth + 1:  # else no guess of so many in a row can be judged
                         key = self._first_turn(p) if self.by_turn else p[:64]
                         yield zlib.crc32(str(key).encode()) % HELD_OUT == 0, p, o
@@ -543,8 +557,8 @@ class Trainer:
         state = {
             "settings": self._settings(), "head": self.head.state_dict(), "muon": self.muon.state_dict(),
             "adam": self.adam.state_dict(), "counts": self.counts, "seconds": self.seconds, "visits": self.visits,
-            "taken": self.taken, "batches": len(self._batches()), "rate": self.rate, "best": self.best,
-            "by_turn": self.by_turn,
+            "taken": {path: tuple(own) for path, own in self.taken.items()}, "batches": len(self._batches()),
+            "rate": self.rate, "best": self.best, "by_turn": self.by_turn,
         }  # fmt: skip
         with replacing(self.output / "state.pt") as partial:
             torch.save(state, partial)
@@ -570,12 +584,16 @@ class Trainer:
                 self.rate, self.best = float(state["rate"]), float(state["best"])
                 self.by_turn = bool(state.get("by_turn"))
                 self.visits = {str(name): int(times) for name, times in state["visits"].items()}
-                self.taken = {str(Path(path).resolve()): (n, at) for path, (n, at) in state["taken"].items()}
+                self.taken = {str(Path(path).resolve()): Taken(*map(int, own)) for path, own in state["taken"].items()}
                 batches = int(state["batches"])
         except Exception as error:  # what is in it is applied by others
             raise damaged(self.output / "state.pt", told(error)) from None
         if differs:
             raise ConfigError(f"{self.output} was begun with {differs[0]} {begun.get(differs[0])}; go on with the same")
+        for path in self.data:  # one that has moved goes on
+            if (name := str(path.resolve())) not in self.taken:
+                known = [own for own in self.taken.values() if own.begins(path)]
+                self.taken |= {name: max(known)} if known else {}
         return batches
 
     def _restore(self, state: dict[str, Any]) -> None:
