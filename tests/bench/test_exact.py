@@ -140,6 +140,22 @@ def test_what_cannot_be_counted(own: dict[str, Any], message: str) -> None:
         settings(**own)
 
 
+@pytest.mark.parametrize(
+    ("own", "engine"),
+    [
+        ({"peers": ["outrider:int8"]}, "outrider:int8"),
+        ({"peers": ["transformers"], "methods": [SpeculativeConfig("suffix")], "prompts": 1}, "transformers"),
+        ({"methods": [], "prompts": 1}, "outrider"),
+    ],
+)
+def test_what_would_be_compared_with_nothing_is_told_before_all(
+    monkeypatch: pytest.MonkeyPatch, own: dict[str, Any], engine: str
+) -> None:
+    monkeypatch.setattr(LLM, "generate", lambda *_: pytest.fail("measured"))
+    with pytest.raises(ConfigError, match=f"compared with the plain answers of {engine}: give a method"):
+        next(run(settings(**own)))
+
+
 def test_the_command(tmp_path: Path) -> None:
     args = ["exact", "--model", "tiny", "--suite", "stories", "--prompts", "2", "--max-tokens", "6", "--together", "2"]
     result = CliRunner().invoke(bench_app, [*args, "--temperature", "0", "--output", str(tmp_path)])

@@ -152,12 +152,18 @@ def run(settings: Settings, progress: Progress | None = None, warn: Callable[[st
     together = min(s.together, len(prompts))  # more are not there
     company = [(name, together) for name in ("none", *methods)] if together > 1 else []
     own = [*((name, 1) for name in methods), *company]
-    yield from rows("outrider", own, ours, lambda: llm.exactness, list)
     context = max(map(len, prompts)) + s.max_tokens
-    for spec in s.peers:
-        with closing(peers.make(spec, llm, s.methods, context)) as peer:
-            plain, *others = peer.methods
-            ways = [*((name, 1) for name in others), *company[:1] * peer.batches]
+    made = [peers.make(spec, llm, s.methods, context) for spec in s.peers]  # what it needs it loads when it is asked
+    each = [[*((name, 1) for name in [*peer.methods][1:]), *company[:1] * peer.batches] for peer in made]
+    if idle := [spec for spec, ways in zip(["outrider", *s.peers], [own, *each], strict=True) if not ways]:
+        raise ConfigError(
+            f"nothing would be compared with the plain answers of {idle[0]}: give a method that it has, such as"
+            " --speculate ngram, or, where it runs requests together, more --prompts; or leave it out"
+        )
+    yield from rows("outrider", own, ours, lambda: llm.exactness, list)
+    for spec, ways in zip(s.peers, each, strict=True):
+        with closing(made.pop(0)) as peer:
+            plain = next(iter(peer.methods))
 
             def theirs(
                 method: str, together: int, temperature: float, peer: peers.Peer = peer, plain: str = plain
