@@ -451,6 +451,15 @@ def test_no_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
+def test_without_the_extra_for_serving(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delitem(sys.modules, "outrider.bench.server", raising=False)
+    monkeypatch.delattr("outrider.bench.server", raising=False)
+    monkeypatch.setitem(sys.modules, "h11", None)
+    outcome = CliRunner().invoke(bench_app, ["server", "--output", str(tmp_path / "new")])
+    assert isinstance(outcome.exception, ConfigError)
+    assert str(outcome.exception) == "`bench server` needs h11; pip install 'outrider[serve]'"
+
+
 def _bench(*args: str, expect: int = 0) -> Any:
     small = ["--prompts", "1", "--max-tokens", "4", "--repeats", "1", "--suite", "stories"]
     with pytest.MonkeyPatch.context() as patch:

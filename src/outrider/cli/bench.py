@@ -426,7 +426,10 @@ def server(
 ) -> None:
     """Our server, started here, against the engine called directly, and against other servers; long prompts beside
     others; shared beginnings."""
-    from outrider.bench import server as measured
+    try:
+        from outrider.bench import server as measured
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"`bench server` needs {error.name}; pip install 'outrider[serve]'") from None
 
     settings = measured.Settings(
         model, speculate, tuple(read_ints(streams, "--streams")), max_tokens, long, shared, repeats, suite, data,
