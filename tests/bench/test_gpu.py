@@ -106,6 +106,15 @@ def test_what_is_done_is_not_done_again(tmp_path, monkeypatch):
         assert calls == ["a", "b", "c", "b"]
         assert set(second["parts"]) == {"a", "b", "c"}
         assert not second["failed"]
+        other = replace(settings(tmp_path), models={"another": SMALL})
+        gpu.run(other)
+        found = gpu.run(other)
+        assert calls[4:] == ["a", "b", "c"], "of other models, once"
+        assert {part["models"][0] for part in found["parts"].values()} == {"another"}
+        del found["parts"]["a"]["models"]  # results from before this was written
+        (tmp_path / "gpu.json").write_text(json.dumps(found))
+        gpu.run(other)
+        assert calls[7:] == ["a"]
         monkeypatch.setattr(gpu, "MINUTES", -1)
         assert gpu.run(replace(settings(tmp_path / "late"), parts=[]))["parts"] == {}
 

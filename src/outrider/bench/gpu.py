@@ -127,7 +127,10 @@ class Settings:
 
 
 def run(settings: Settings, progress: Progress | None = None) -> dict[str, Any]:
-    """Measure the parts that the output folder lacks; returns all results. Raises ConfigError without CUDA."""
+    """Measure the parts that the output folder lacks, or has of other models; returns all results.
+
+    Raises ConfigError without CUDA.
+    """
     report = progress or (lambda *_: None)
     absent = settings.where.type == "cuda" and not torch.cuda.is_available()
     if absent or not launches(torch.bfloat16, settings.where):
@@ -136,15 +139,16 @@ def run(settings: Settings, progress: Progress | None = None) -> dict[str, Any]:
     make_folder(settings.output, "--output")
     path, began = settings.output / "gpu.json", time.perf_counter()
     results: dict[str, Any] = _read(path)
-    wanted = settings.parts or list(PARTS)
+    wanted, models = settings.parts or list(PARTS), sorted(settings.models)
     for i, name in enumerate(wanted):
         report(name, i, len(wanted))
-        if (name in results["parts"] and not settings.parts) or time.perf_counter() - began > 60 * MINUTES:
+        there = name in results["parts"] and results["parts"][name].get("models", sorted(shapes())) == models
+        if (there and not settings.parts) or time.perf_counter() - began > 60 * MINUTES:
             continue
         started = time.perf_counter()
         try:
             with torch.inference_mode():
-                done: Line = {"lines": list(PARTS[name](settings))}
+                done: Line = {"models": models, "lines": list(PARTS[name](settings))}
         except (OutriderError, RuntimeError, ImportError) as error:  # out of memory, a kernel that fails to load
             done = {"error": f"{type(error).__name__}: {error}"}
         done["seconds"] = time.perf_counter() - started
