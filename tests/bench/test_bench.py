@@ -451,6 +451,22 @@ def test_no_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
+def test_a_run_that_is_stopped_leaves_no_plot_of_another(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in (written := ["results.jsonl", "table.md", "exact.png"]):
+        (tmp_path / name).write_text("an earlier run's")
+    real = exact.run
+
+    def stopped(settings: Any, show: Any) -> Any:
+        yield from real(settings, show)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(exact, "run", stopped)
+    small = ["--model", "tiny", "--suite", "stories", "--prompts", "2", "--max-tokens", "4", "--temperature", "0"]
+    CliRunner().invoke(bench_app, ["exact", *small, "--output", str(tmp_path)])
+    assert sorted(path.name for path in tmp_path.iterdir()) == written[:2]
+    assert not any("earlier" in path.read_text() for path in tmp_path.iterdir())
+
+
 def test_without_the_extra_for_serving(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delitem(sys.modules, "outrider.bench.server", raising=False)
     monkeypatch.delattr("outrider.bench.server", raising=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -92,6 +92,8 @@ class Output:
         try:
             self._write(rows, self.folder)
             self.failed = None
+            with suppress(OSError):  # `close` tells it: it cannot be replaced, either
+                (self.folder / self.picture).unlink(missing_ok=True)  # of an earlier run, should this one be stopped
         except ConfigError as error:
             if self.failed is None:
                 _complain(f"{error}; measuring goes on")
