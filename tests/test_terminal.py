@@ -368,6 +368,14 @@ def test_chat_says_what_it_does(say):
     assert not any(line.startswith("> /") for line in out.splitlines())  # nobody sees a mark that is piped
 
 
+def test_chat_stops_at_several_strings(say):
+    """A JSON list or string is one; everything else is the text itself."""
+    lines = [r'/set stop ["\n", "b c"]', '/set stop "END."', "/set stop [END]", "/set stop 7", "/set stop [1]"]
+    said = [line for line in say(*lines)[1].splitlines() if "stop" in line]
+    assert said[:4] == [r"stop = ['\n', 'b c']", "stop = END.", "stop = [END]", "stop = 7"]
+    assert "stop must be" in said[4], said
+
+
 def test_chat_status_fits_a_terminal(say, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("NO_COLOR", "1")

@@ -223,7 +223,8 @@ class Conversation:
         if name not in self.sampling:
             raise ConfigError(f"/set knows speculate, {', '.join(self.sampling)}; not {name!r}")
         parsed: Any = value or None
-        if value and name not in ("stop", "logit_bias", "prediction"):
+        literal = name in ("logit_bias", "prediction") or (name == "stop" and value[:1] not in ("[", '"'))
+        if value and not literal:
             with contextlib.suppress(ValueError, RecursionError):  # SamplingParams says what it should be
                 parsed = json.loads(value)
         changed = clean(self.sampling | {name: parsed}, "/set logit_bias")
