@@ -368,6 +368,21 @@ def test_chat_says_what_it_does(say):
     assert not any(line.startswith("> /") for line in out.splitlines())  # nobody sees a mark that is piped
 
 
+def test_chat_keeps_its_system_message(say, monkeypatch):
+    """Until another is given, or none."""
+    real, asked = LLM.stream, []
+
+    def stream(self, messages, **kwargs):
+        asked.append([message["content"] for message in messages])
+        return real(self, messages, **kwargs)
+
+    monkeypatch.setattr(LLM, "stream", stream)
+    lines = ["One", "/reset", "Two", "/system Short.", "Three", "/reset", "Four", "/system", "/reset", "Five"]
+    out = say(*lines, flags=("--system", "Rhyme."))[1]
+    assert asked == [["Rhyme.", "One"], ["Rhyme.", "Two"], ["Short.", "Three"], ["Short.", "Four"], ["Five"]]
+    assert out.count("forgotten, but for the system message") == 2 and out.count("forgotten\n") == 1
+
+
 def test_chat_stops_at_several_strings(say):
     """A JSON list or string is one; everything else is the text itself."""
     lines = [r'/set stop ["\n", "b c"]', '/set stop "END."', "/set stop [END]", "/set stop 7", "/set stop [1]"]

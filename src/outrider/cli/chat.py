@@ -38,7 +38,7 @@ from outrider.config import SamplingParams, SpeculativeConfig
 from outrider.errors import ConfigError, OutriderError, RequestTooLong
 
 COMMANDS = {
-    "/reset": ("", "forget the conversation"),
+    "/reset": ("", "forget the conversation, but for the system message"),
     "/retry": ("", "drop the last answer and ask again"),
     "/set": ("NAME VALUE", "a sampling parameter, such as /set temperature 0.7; alone, what is set"),
     "/set speculate": ("X", "another method, such as /set speculate ngram:k=8"),
@@ -186,8 +186,8 @@ class Conversation:
             self.console.print(table)
             self._say(MORE)
         elif name == "/reset":
-            self.reset()
-            self._say("the conversation is forgotten")
+            self.messages = [message for message in self.messages if message["role"] == "system"]
+            self._say("the conversation is forgotten" + ", but for the system message" * bool(self.messages))
         elif name == "/system":
             self.reset(rest)
             self._say(f"a new conversation; system message: {rest or 'none'}")
