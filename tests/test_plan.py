@@ -339,6 +339,7 @@ def test_options_that_would_not_be_read_are_refused(capsys, monkeypatch, tmp_pat
         (["--published", "--device", "h100"], "--published stands alone: leave --device out"),
         (["--ranks", "2", "--output", "x.png"], "--ranks stands alone but for --model: leave --output out"),
         (["--against", str(file), "--device", "h100", "--batch", "8", "--suite", "code"], "leave --batch, --suite out"),
+        (["--against", str(file), "--device", "h100", "--context", "512,1024"], "512,1024 are several"),
     ]:
         code, out, err = run(capsys, monkeypatch, *flags)
         assert code == 2 and message in err and not out
