@@ -10,10 +10,13 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    EosTokenCriteria,
     GenerationConfig,
     MaxLengthCriteria,
+    MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
     NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
     StoppingCriteriaList,
     set_seed,
 )
@@ -191,6 +194,22 @@ class Recorder:
         self.seen.append(["end"])
 
 
+def test_what_stands_in_the_place_of_an_option(make):
+    """Where generate would make a processor or criterion of the type that is given, the given one is taken."""
+    model, limit = make(), {"max_new_tokens": 12, "do_sample": False, "attention_mask": MASK, "pad_token_id": 0}
+    plain = model.generate(IDS, **limit)
+    end = int(plain[1, 12])
+    for options in (
+        {"logits_processor": [RepetitionPenaltyLogitsProcessor(1.05)], "repetition_penalty": 5.0},
+        {"logits_processor": [MinLengthLogitsProcessor(14, end)], "min_length": 10, "eos_token_id": end},
+        {"stopping_criteria": [MaxLengthCriteria(12)]},
+        {"stopping_criteria": [EosTokenCriteria(127)], "eos_token_id": end},
+        {"cache_implementation": "static"},
+    ):
+        theirs, ours = both(model, IDS, **limit, **options)
+        assert torch.equal(ours, theirs), options
+
+
 def test_streamer(make):
     model, theirs, ours = make(), Recorder(), Recorder()
     model.generate(IDS[:1], max_new_tokens=9, streamer=theirs)
@@ -247,7 +266,7 @@ REFUSED = {
     "num_beams": 2, "assistant_model": object(), "output_scores": True, "prompt_lookup_num_tokens": 3,
     "past_key_values": (), "constraints": [1], "inputs_embeds": torch.zeros(1), "return_dict_in_generate": True,
     "use_cache": False, "max_tokens": 5, "typical_p": 0.5, "no_repeat_ngram_size": 2, "penalty_alpha": 0.6,
-    "bad_words_ids": [[1]], "max_time": 1.0, "cache_implementation": "static", "prefix_allowed_tokens_fn": len,
+    "bad_words_ids": [[1]], "max_time": 0, "forced_eos_token_id": 0, "prefix_allowed_tokens_fn": len,
 }  # fmt: skip
 
 

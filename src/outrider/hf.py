@@ -16,7 +16,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, StopStringCriteria
+from transformers import (
+    EosTokenCriteria,
+    GenerationConfig,
+    MaxLengthCriteria,
+    MinLengthLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    StopStringCriteria,
+)
 
 from outrider import families
 from outrider.config import SamplingParams, SpeculativeConfig, whole
@@ -38,7 +45,13 @@ ONES = {"num_beams", "num_beam_groups", "use_cache", "typical_p", "length_penalt
         "guidance_scale"}  # fmt: skip
 IDLE = {"bos_token_id", "decoder_start_token_id", "transformers_version", "_from_model_config", "disable_compile",
         "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
-        "assistant_lookbehind", "target_lookbehind"}  # fmt: skip
+        "assistant_lookbehind", "target_lookbehind", "cache_implementation"}  # fmt: skip
+NEVER_IDLE = {"forced_bos_token_id", "forced_eos_token_id", "max_time"}  # in which 0 asks for something, too
+# What generate makes of an option, in whose place the caller's own of that type is taken.
+INSTEAD: dict[type, str] = {
+    RepetitionPenaltyLogitsProcessor: "repetition_penalty", MinLengthLogitsProcessor: "min_length",
+    StopStringCriteria: "stop_strings",
+}  # fmt: skip
 
 INTEGERS = {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8}
 
@@ -149,9 +162,16 @@ class Accelerated:
         asked = _options(kwargs, generation_config, self.model.generation_config)
         eos = [token for token in _eos(asked["eos_token_id"]) if 0 <= token < config.vocab_size]
         pad = asked["pad_token_id"]
-        params = _sampling(asked, ids.shape[1], eos, config.max_positions)
+        processors, criteria = list(logits_processor or ()), list(stopping_criteria or ())
+        for own in (*processors, *criteria):
+            if name := INSTEAD.get(type(own)):
+                asked[name] = DEFAULTS[name]
+            elif type(own) is MaxLengthCriteria:
+                asked |= {"max_new_tokens": None, "max_length": own.max_length}
+        ends = [] if any(type(own) is EosTokenCriteria for own in criteria) else eos
+        params = _sampling(asked, ids.shape[1], ends, config.max_positions)
         starts = _starts(ids, attention_mask, pad if pad not in eos else None)
-        criteria = [*(stopping_criteria or ()), *self._stop_strings(asked["stop_strings"], tokenizer)]
+        criteria += self._stop_strings(asked["stop_strings"], tokenizer)
         copies = asked["num_return_sequences"]
         ids, starts = ids.long().repeat_interleave(copies, 0), [start for start in starts for _ in range(copies)]
         pad = pad if pad is not None else next(iter(eos), None)
@@ -159,7 +179,7 @@ class Accelerated:
             cure = "a streamer takes one row at a time" if streamer is not None else "set pad_token_id"
             raise ConfigError(f"{len(ids)} rows: {cure}")
         seed = int(torch.randint(2**62, ())) if seed is None else seed
-        requests = self._run(ids, starts, params, seed, list(logits_processor or ()), criteria, streamer)
+        requests = self._run(ids, starts, params, seed, processors, criteria, streamer)
         self.last_metrics = [self.llm.engine.output(request).metrics for request in requests]
         outputs = [request.seq.output for request in requests]
         longest = max(map(len, outputs))
@@ -224,7 +244,9 @@ def _options(kwargs: dict[str, Any], *configs: Any) -> dict[str, Any]:
         number = isinstance(value, (bool, int, float))
         if name in DEFAULTS:
             asked[name] = value
-        elif value is not None and not (name in IDLE or (number and name in known and value == (name in ONES))):
+        elif value is not None and not (
+            name in IDLE or (number and name in known - NEVER_IDLE and value == (name in ONES))
+        ):
             shown = f"{name}={value!r}" if number or isinstance(value, str) else name
             supported = ", ".join([*ARGUMENTS, *DEFAULTS])
             raise ConfigError(f"generate through Outrider does not support {shown}; supported: {supported}")

@@ -74,7 +74,8 @@ class Proposer:
         drafter = drafters.create(chosen(os.environ.get(VARIABLE) or DEFAULT))
         self.parts = look_ups(drafter)
         shape = SimpleNamespace(vocab_size=self.vocab)
-        target: Any = SimpleNamespace(model=SimpleNamespace(config=shape), tokenizer=None, follows_paths=True)
+        own = SimpleNamespace(config=shape)
+        target: Any = SimpleNamespace(model=own, tokenizer=_tokenizer(model), follows_paths=True)
         for part in self.parts:
             part.attach(target, _no_model)
             if hasattr(part, "tree"):
@@ -195,6 +196,17 @@ def look_ups(drafter: Drafter) -> list[Drafter]:
         valid = "ngram, suffix, recycle, rest, merge, auto"
         raise ConfigError(f"method {drafter.name!r} needs more than tokens; inside vLLM: {valid}")
     return [drafter]
+
+
+def _tokenizer(model: Any) -> Any:
+    """The one that vLLM reads for a model, by which a datastore knows whether it fits; None if it cannot be had."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model.tokenizer)
+    except Exception as error:  # it raises many kinds, and a model may have none
+        log.debug("no tokenizer: %s", error)
+        return None
 
 
 def _no_model(name: str) -> Any:

@@ -116,9 +116,9 @@ def main(command: typer.Typer = app) -> None:
     except OSError as error:  # a full disk, no permission, a name too long: what the machine refuses is no bug of ours
         _say(f"outrider: {as_line(error.filename or 'the output')}: {reason_of(error)}")
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        from outrider.parallel import dismiss
+        with contextlib.suppress(Exception):  # a WORLD_SIZE that is none, which has been told, or torch half imported
+            from outrider.parallel import dismiss
 
-        with contextlib.suppress(OutriderError):  # a WORLD_SIZE that is none, which has been told
             dismiss()
     try:
         sys.stdout.flush()

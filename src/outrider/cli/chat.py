@@ -114,7 +114,9 @@ class Conversation:
             try:
                 line = read("> ")
                 while line.endswith("\\"):
-                    line = line[:-1] + "\n" + read(". ")
+                    line = line[:-1]
+                    with contextlib.suppress(EOFError):  # which the next read meets again
+                        line += "\n" + read(". ")
             except EOFError:
                 self.console.print()
                 return
