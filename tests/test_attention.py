@@ -176,6 +176,17 @@ def test_what_a_row_does_not_see_cannot_hurt_it(isa, dtype, bad, window, heads, 
                     assert torch.equal(spoilt[i], sound[i]), (start, parents, i)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_no_row_sees_any_more_cannot_hurt(isa, dtype):
+    """A key before all windows, in the same block: a row has the same bits alone and behind rows that see it."""
+    q, store = make(40, 4, 2, 64, 100, dtype)
+    store[:, :, 90] = torch.nan
+    many = run(q, store, 100, None, 16)
+    assert many[:6].isnan().all() and many[6:].isfinite().all()
+    for i in (6, 20, 39):
+        assert torch.equal(run(q[i:], store, 100 + i, None, 16), many[i:])
+
+
 def test_long_prefill_is_many_short_ones(isa):
     """A chunk of 300 rows equals its rows in small chunks: shares of rows and of spans give the same bits."""
     q, store = make(300, 8, 2, 64, 2500, torch.bfloat16)

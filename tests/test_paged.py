@@ -105,6 +105,21 @@ def test_the_books_of_a_pool():
     assert pool.free == 40 and not pool.named
 
 
+def test_a_block_that_comes_to_stand_behind_another_has_one_name():
+    """It was read beside the first of its tokens, which have gone since."""
+    pool = Pool()
+    pool.grow(4)
+    first, twin, last, _ = (pool.take(again=False) for _ in range(4))
+    before = pool.publish(first, "root", [1] * BLOCK)
+    assert pool.publish(twin, "root", [1] * BLOCK) == before
+    pool.publish(last, before, [2] * BLOCK)
+    pool.release([first])
+    assert pool.take(again=True) == first
+    pool.publish(last, pool.publish(twin, "root", [1] * BLOCK), [2] * BLOCK)
+    assert len(pool.named) == len(pool.names) == 2
+    assert pool.find("root", [1] * BLOCK + [2] * BLOCK, 2 * BLOCK)[0] == [twin, last]
+
+
 def test_the_oldest_go_first_and_the_last_blocks_before_the_first():
     pool = Pool()
     pool.grow(4)

@@ -85,6 +85,8 @@ class Pool:
         """Make a full block known, unless one like it is; returns the number by which others stand behind it."""
         name = before, tuple(tokens)
         if name not in self.named:
+            if block in self.names:  # it stood behind another, which has gone
+                del self.named[self.names[block]]
             self.named[name] = block, next(self._numbers)
             self.names[block] = name
         return self.named[name][1]

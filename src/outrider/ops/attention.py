@@ -88,7 +88,8 @@ def attend(
         own[:, : n * group, 0] = folded.to(own.dtype)
         own[:, n * group :, 0] = 0
         mask = torch.cat([own, mask], 2)
-    if q.is_cpu and not bool(store[:, :, max(first, start - (window or 0)) : last].isfinite().all()):
+    read = store[:, :, first if window else start : last]  # beyond a window, keys may lie that no row sees
+    if q.is_cpu and not bool(read.isfinite().all()):
         seen = mask.view(-1, *mask.shape[-2:])[0, : n * group : group].isfinite()
         # 0 times infinity is NaN, also for who is not to see it: for each row a store without what it does not see
         apart = [keys.masked_fill(~row[:, None], 0) for row in seen]
