@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import http.client
 import json
 import os
 import resource
@@ -15,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
+from outrider.serve.server import open_more_files
 from tests.serve.test_live import wait_until
 
 PROMPT = "Once upon a time there was a little girl who"
@@ -162,6 +165,54 @@ def test_slow_and_silent_clients(live, tiny_llm):
             peer.close()
     wait_until(lambda: not tiny_llm.engine.running and not tiny_llm.engine.waiting)
     assert tiny_llm.engine.leaked == 0
+
+
+def test_a_request_that_does_not_come_whole_is_not_waited_for(live, monkeypatch):
+    """Nothing, a head byte by byte, a body that stops; but between two requests there is time."""
+    monkeypatch.setattr("outrider.serve.server.HEAD", 0.3)
+    url = live()
+    monkeypatch.setattr("outrider.serve.server.KEEP", 0.3)  # of bodies; the server has the other
+    idle = http.client.HTTPConnection(url.removeprefix("http://"))
+    for _ in range(2):
+        idle.request("GET", "/health")
+        assert idle.getresponse().read() == b""
+        silent, begun, stopped = connect(url), connect(url), connect(url)
+        stopped.sendall(post(BODY)[:-1])
+        with begun, silent, stopped:
+            with pytest.raises((ConnectionResetError, BrokenPipeError)):
+                for byte in b"GET /health HTTP/1.1\r\nX-A: " + b"b" * 5000:
+                    begun.sendall(bytes([byte]))
+                    time.sleep(0.01)
+            assert silent.recv(1) == stopped.recv(1) == b""
+    idle.close()
+
+
+def test_what_cannot_be_accepted_is_said_once(live, monkeypatch, caplog):
+    """While there are too many files; then all goes on."""
+    accept, failed = socket.socket.accept, []
+
+    def fails(self: socket.socket) -> Any:
+        if len(failed) < 3000:  # more than the backlog, so that asyncio has begun again
+            failed.append(self)
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(self)
+
+    monkeypatch.setattr("asyncio.constants.ACCEPT_RETRY_DELAY", 0.01)
+    monkeypatch.setattr(socket.socket, "accept", fails)
+    assert httpx.get(f"{live()}/health").status_code == 200
+    assert len(failed) == 3000 and [r.message for r in caplog.records if "open" in r.message] == [
+        "connections have to wait, as too many are open (ulimit -n): [Errno 24] Too many open files"
+    ]
+
+
+def test_as_many_files_as_there_may_be():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 1000), hard))
+        open_more_files()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 READER = """

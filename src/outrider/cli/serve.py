@@ -161,7 +161,7 @@ def serve(
     )
     try:
         from outrider.serve.app import create_app
-        from outrider.serve.server import log_to_stderr, server
+        from outrider.serve.server import log_to_stderr, open_more_files, server
     except ModuleNotFoundError as error:
         raise ConfigError(f"serving needs {error.name}; pip install 'outrider[serve]'") from None
     import ssl
@@ -221,6 +221,7 @@ def serve(
         return
     if max_replicas is not None:
         raise ConfigError("--max-replicas belongs to --replicas, which says how many there are at least")
+    open_more_files()
     listening = _listen(host, port) if uds is None else _listen_at(uds)  # before minutes are spent on loading
     with Reporter() as reporter:
         llm = load_llm(model, config, dtype, device, reporter, tensor_parallel_size=tensor_parallel_size, **limits)

@@ -5,19 +5,58 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from outrider.async_llm import AsyncLLM
 
+log = logging.getLogger(__name__)
 KEEP = 75  # seconds that an idle connection stays open: longer than clients keep theirs, 5 as a rule
+HEAD = 20  # seconds for the head of a request to come whole; of its body something comes every KEEP seconds
+AGAIN = 60  # seconds until it is said again that connections cannot be taken
 LAST_WORDS = 5  # seconds for answers to end once their requests have been aborted, ...
 AT_ONCE = 2  # ... and once somebody is in a hurry
+
+
+class Protocol(H11Protocol):
+    """Waits for no request for ever. Uvicorn counts seconds only between an answer and what comes next."""
+
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Also one that will say nothing."""
+        super().connection_made(transport)
+        self._close_in(HEAD)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It is over."""
+        self._close_in(None)
+        super().connection_lost(exc)
+
+    def handle_events(self) -> None:
+        """What came is looked at; then it depends on what is still to come."""
+        super().handle_events()
+        theirs = self.conn.their_state
+        if theirs is h11.SEND_BODY:
+            self._close_in(KEEP)
+        elif theirs is not h11.IDLE:
+            self._close_in(None)
+        elif self._timer is None and self.timeout_keep_alive_task is None:  # a head has begun; each part is no new time
+            self._close_in(HEAD)
+
+    def _close_in(self, seconds: float | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if seconds is None else self.loop.call_later(seconds, self.transport.close)
 
 
 class Uvicorn(uvicorn.Server):
@@ -25,7 +64,20 @@ class Uvicorn(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, llm: AsyncLLM, drain: float) -> None:
         super().__init__(config)
-        self.llm, self.drain = llm, drain
+        self.llm, self.drain, self._told = llm, drain, -math.inf
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen."""
+        asyncio.get_running_loop().set_exception_handler(self._failed)
+        await super().startup(sockets)
+
+    def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Tell of an error in the loop. For want of files asyncio fails thousands of times a second, to say it once."""
+        if context["message"] != "socket.accept() out of system resource":
+            loop.default_exception_handler(context)
+        elif loop.time() >= self._told + AGAIN:
+            self._told = loop.time()
+            log.error("connections have to wait, as too many are open (ulimit -n): %s", context["exception"])
 
     async def on_tick(self, counter: int) -> bool:
         """Whether it shall end."""
@@ -49,10 +101,19 @@ def server(app: ASGIApp, llm: AsyncLLM, drain: float, **options: Any) -> Uvicorn
     """A server, ready to `run()`; `options` as uvicorn.Config's."""
     config = uvicorn.Config(
         app, log_config=None, access_log=False, server_header=False, ws="none",
-        http="h11",  # whatever else is installed: it bounds a request's head, which httptools does not
+        http=Protocol,  # whatever else is installed: h11 bounds a request's head, which httptools does not
         timeout_keep_alive=KEEP, timeout_graceful_shutdown=int(drain) + LAST_WORDS, **options,
     )  # fmt: skip
     return Uvicorn(config, llm, drain)
+
+
+def open_more_files() -> None:
+    """Let this process have as many files open as it may: each connection is one."""
+    with suppress(ImportError, OSError, ValueError):  # elsewhere than on Unix; where the system has a lower limit
+        import resource
+
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 class JsonLines(logging.Formatter):
