@@ -187,6 +187,17 @@ def test_a_request_that_does_not_come_whole_is_not_waited_for(live, monkeypatch)
     idle.close()
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_goes_behind_a_next_request_is_not_written_for(live, tiny_llm, stream):
+    url = live()
+    with connect(url) as peer:
+        peer.sendall(post(json.dumps({**LONG, "stream": stream}).encode()))
+        wait_until(lambda: tiny_llm.engine.running)
+        peer.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        peer.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    wait_until(lambda: not tiny_llm.engine.running)
+
+
 def test_what_cannot_be_accepted_is_said_once(live, monkeypatch, caplog):
     """While there are too many files; then all goes on."""
     accept, failed = socket.socket.accept, []

@@ -15,6 +15,7 @@ from typing import Any
 import h11
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from outrider.async_llm import AsyncLLM
@@ -28,7 +29,10 @@ AT_ONCE = 2  # ... and once somebody is in a hurry
 
 
 class Protocol(H11Protocol):
-    """Waits for no request for ever. Uvicorn counts seconds only between an answer and what comes next."""
+    """Waits for no request for ever, and notices that a client left also where a next request came behind this one.
+
+    Uvicorn counts seconds only between an answer and what comes next, and stops reading at a next request.
+    """
 
     _timer: asyncio.TimerHandle | None = None
 
@@ -52,6 +56,8 @@ class Protocol(H11Protocol):
             self._close_in(None)
         elif self._timer is None and self.timeout_keep_alive_task is None:  # a head has begun; each part is no new time
             self._close_in(HEAD)
+        if theirs is h11.DONE and len(self.conn.trailing_data[0]) < HIGH_WATER_LIMIT:
+            self.flow.resume_reading()
 
     def _close_in(self, seconds: float | None) -> None:
         if self._timer is not None:
