@@ -7,6 +7,7 @@ import gzip
 import json
 import logging
 import math
+import pkgutil
 import threading
 from typing import Any
 
@@ -18,6 +19,7 @@ from pydantic import ValidationError
 from outrider.engine import LONG
 from outrider.errors import ConfigError, QueueFull
 from outrider.serve.app import Server
+from outrider.serve.http import read
 from outrider.serve.protocol import ChatBody, CompletionBody, DetokenizeBody
 from outrider.serve.responses import ResponsesBody
 from outrider.serve.server import JsonLines, Lines
@@ -216,6 +218,9 @@ def test_a_key_that_stands_twice_among_many(client):
         content = {"content": many.encode(), "headers": {"content-type": "application/json"}}
         said = refused(client.send(("POST", "/v1/completions", content))[0])["message"]
         assert said == "the body has 2097153 commas; at most 2097152"
+    nested = {"content": b'{"messages": [' + b'{"":[]},' * 2**18 + b"{}]}", "headers": kind}
+    said = refused(client.send(("POST", "/v1/chat/completions", nested))[0])["message"]
+    assert said == "the body has 524291 opening brackets; at most 524288"
 
 
 @pytest.mark.parametrize(
@@ -225,6 +230,8 @@ def test_a_key_that_stands_twice_among_many(client):
         (CompletionBody, {"prompt": "x", "stop_token_ids": ["a"] * 1000}), (ChatBody, {"messages": [1] * 1000}),
         (ChatBody, {"messages": TALK, "prediction": {"type": "content", "content": [1] * 1000}}),
         (ResponsesBody, {"input": [1] * 1000}), (DetokenizeBody, {"tokens": ["a"] * 1000}),
+        (CompletionBody, {"prompt": "x", "logit_bias": {str(i): [] for i in range(1000)}}),
+        (ResponsesBody, {"input": "x", "metadata": {str(i): i for i in range(1000)}}),
     ],
 )  # fmt: skip
 def test_of_a_million_wrong_items_one_is_told(kind, body):
@@ -513,8 +520,13 @@ def test_log_lines(client, caplog):
 
 async def asked(client: Any, gone: asyncio.Event, **more: Any) -> list[Any]:
     """What is sent to a client that goes sooner or later."""
-    body = json.dumps({"prompt": PROMPT, "max_tokens": 5000, "ignore_eos": True, **more}).encode()
-    messages, sent = [{"type": "http.request", "body": body, "more_body": False}], list[Any]()
+    body = {"prompt": PROMPT, "max_tokens": 5000, "ignore_eos": True, **more}
+    return await posted(client, gone, "/v1/completions", body)
+
+
+async def posted(client: Any, gone: asyncio.Event, path: str, body: Any) -> list[Any]:
+    messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+    sent = list[Any]()
 
     async def receive() -> Any:
         if messages:
@@ -526,7 +538,7 @@ async def asked(client: Any, gone: asyncio.Event, **more: Any) -> list[Any]:
         sent.append(message)
 
     headers = [(b"content-type", b"application/json")]
-    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "raw_path": b"/v1/completions"}
+    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode()}
     scope |= {"headers": headers, "query_string": b"", "asgi": {"version": "3.0"}, "http_version": "1.1"}
     scope |= {"scheme": "http", "server": ("test", 80), "client": ("test", 1), "root_path": ""}
     await client.app(scope, receive, send)
@@ -609,3 +621,85 @@ def test_the_echo_of_a_long_body_is_decoded_off_the_loop(client, monkeypatch):
     for stream in (False, True):
         assert client.post("/v1/completions", {**body, "stream": stream}).status_code == 200
     assert len(threads) == 2 and threading.main_thread() not in threads
+
+
+MUCH = "a " * LONG
+MANY = [{"role": "user", "content": MUCH}]
+LENGTHY = {
+    "/v1/completions": {"prompt": MUCH, "truncate_prompt_tokens": 5, "max_tokens": 1},
+    "/v1/chat/completions": {"messages": MANY, "truncate_prompt_tokens": 5, "max_tokens": 1},
+    "/v1/responses": {"input": [{"role": "user", "content": "x"}], "max_output_tokens": 1, "user": MUCH},
+    "/v1/messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "user": MUCH},
+    "/v1/messages/count_tokens": {"messages": MANY},
+    "/tokenize": {"prompt": MUCH},
+    "/detokenize": {"tokens": [300] * LONG},
+}
+WORK = (  # what takes long of a long body
+    "app.read", "app.Server._rendered", "app.Server._decode", "messages.MessagesBody.as_chat",
+    "responses.ResponsesBody.as_chat",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("path", LENGTHY)
+def test_a_long_body_is_read_off_the_loop_and_a_short_one_at_once(client, monkeypatch, path):
+    threads = list[threading.Thread]()
+
+    def noted(work: Any) -> Any:
+        return lambda *args, **options: (threads.append(threading.current_thread()), work(*args, **options))[1]
+
+    for name in WORK:
+        monkeypatch.setattr(f"outrider.serve.{name}", noted(pkgutil.resolve_name(f"outrider.serve.{name}")))
+    assert client.post(path, LENGTHY[path]).status_code == 200
+    assert threads and threading.main_thread() not in threads
+    client.post(path, {})
+    assert threads[-1] is threading.main_thread()
+
+
+@pytest.mark.parametrize("read_first", [False, True])
+@pytest.mark.parametrize("path", LENGTHY)
+def test_who_leaves_while_a_long_body_waits_is_not_worked_for(client, monkeypatch, path, read_first):
+    """Before it is read, or behind that: then what blocks the lane comes before the next thing that is to be done."""
+    real, done = read, list[str]()
+
+    async def leave() -> list[Any]:
+        loop, gone, free, busy = asyncio.get_running_loop(), asyncio.Event(), threading.Event(), list[Any]()
+
+        def block() -> None:
+            busy.append(asyncio.ensure_future(client.llm.off_loop(free.wait, "text")))
+
+        def noted(*args: Any) -> Any:
+            if not read_first:
+                done.append("read")
+            loop.call_soon_threadsafe(block)
+            return real(*args)
+
+        monkeypatch.setattr("outrider.serve.app.read", noted)
+        if not read_first:
+            block()
+        call = asyncio.ensure_future(posted(client, gone, path, LENGTHY[path]))
+        while not (busy and client.llm._reading):
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.01)
+        gone.set()
+        try:
+            return await asyncio.wait_for(call, 10)
+        finally:
+            free.set()
+            await asyncio.gather(*busy, client.llm.off_loop(lambda: None, "text"))
+
+    for name in WORK[1:]:
+        monkeypatch.setattr(f"outrider.serve.{name}", lambda *_, name=name, **__: done.append(name))
+    monkeypatch.setattr(client.llm.llm, "encode", lambda *_, **__: done.append("encode"))
+    assert asyncio.run(leave()) == [] and done == []
+
+
+@pytest.mark.parametrize("path", LENGTHY)
+def test_long_bodies_wait_for_room(client, monkeypatch, path):
+    monkeypatch.setattr("outrider.serve.app.read", fail)
+
+    def full(weight: int) -> None:
+        raise QueueFull(f"no room for {weight}")
+
+    monkeypatch.setattr(client.llm, "reading", full)
+    answer = client.post(path, LENGTHY[path])
+    assert answer.status_code == 503 and answer.json()["error"]["message"] == "no room for 1"

@@ -7,9 +7,9 @@ import math
 import re
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
@@ -34,7 +34,9 @@ from outrider.serve.http import (
     EventStream,
     Gate,
     Refusal,
+    body_of,
     json_response,
+    no_garbage,
     read,
     refusal,
     while_connected,
@@ -59,6 +61,8 @@ from outrider.serve.settings import Settings
 from outrider.serve.tools import check, constraint, family_of, for_templates, spelt_out
 from outrider.serve.vocabulary import Vocabulary
 
+B = TypeVar("B", bound=Body)
+T = TypeVar("T")
 JSON, PROMETHEUS = "application/json", "text/plain; version=0.0.4; charset=utf-8"
 BODIES = (ChatBody, CompletionBody, ResponsesBody, MessagesBody, TokenizeBody, DetokenizeBody)
 KEYS = {  # how an API key is given
@@ -177,7 +181,7 @@ class Server:
 
     async def complete(self, request: Request) -> Response:
         """`/v1/completions`."""
-        body = await read(request, CompletionBody)
+        body = await self._read(request, CompletionBody)
         self._check(body)
         prompts: list[Any] = list(body.prompts)
         options = {"add_special_tokens": body.add_special_tokens is not False, "any_length": _cut(body)}
@@ -199,40 +203,54 @@ class Server:
 
     async def chat(self, request: Request) -> Response:
         """`/v1/chat/completions`."""
-        body = await read(request, ChatBody)
+        body = await self._read(request, ChatBody)
         return await self._converse(request, body, "chatcmpl-", Chat)
 
     async def respond(self, request: Request) -> Response:
         """`/v1/responses`."""
-        asked = await read(request, ResponsesBody)
+        asked = await self._read(request, ResponsesBody)
         try:
-            return await self._converse(request, asked.as_chat(), "resp_", lambda job, how: Respond(job, how, asked))
+            body = await self._taken(request, asked.as_chat)
+            return await self._converse(request, body, "resp_", lambda job, how: Respond(job, how, asked))
         except (Refusal, OutriderError) as error:
             raise asked.in_its_words(refusal(error)) from None
 
     async def messages(self, request: Request) -> Response:
         """`/v1/messages`."""
-        asked = await read(request, MessagesBody)
+        asked = await self._read(request, MessagesBody)
         if asked.max_tokens is None:
             raise Refusal(400, "the field max_tokens is missing", "max_tokens")
         try:
-            return await self._converse(request, asked.as_chat(), "msg_", Say)
+            return await self._converse(request, await self._taken(request, asked.as_chat), "msg_", Say)
         except (Refusal, OutriderError) as error:
             raise asked.in_its_words(refusal(error)) from None
 
     async def count(self, request: Request) -> Response:
         """`/v1/messages/count_tokens`."""
-        asked = await read(request, MessagesBody)
+        asked = await self._read(request, MessagesBody)
         try:
-            body = asked.as_chat()
+            body = await self._taken(request, asked.as_chat)
             self._check(body)
             await self._tools(body)
-            ids = await self.llm.off_loop(
-                lambda: self._rendered(body, any_length=True), _lane(body, request.state.long)
-            )
+            ids = await self._aside(request, lambda: self._rendered(body, any_length=True))
             return json_response({"input_tokens": len(ids)})
         except (Refusal, OutriderError) as error:
             raise asked.in_its_words(refusal(error)) from None
+
+    async def _read(self, request: Request, kind: type[B]) -> B:
+        """What a request says."""
+        body = await body_of(request)
+        return await self._taken(request, lambda: read(body, kind))
+
+    async def _taken(self, request: Request, work: Callable[[], T]) -> T:
+        """What `work()` makes of a body, which takes long only of a long one."""
+        return await self._aside(request, no_garbage()(work)) if request.state.long else work()
+
+    async def _aside(self, request: Request, work: Callable[[], T]) -> T:
+        """What `work()` gives, off the loop, while its client is there. Of a long body it waits, if there is room."""
+        with self.llm.reading(1) if request.state.long else nullcontext():
+            lane = "text" if request.state.long else ""
+            return await while_connected(request.receive, self.llm.off_loop(work, lane))
 
     async def _converse(
         self, request: Request, body: ChatBody, kind: str, reply: Callable[[Job, Reading], Reply]
@@ -256,7 +274,7 @@ class Server:
         how: Reading | None = None,
         **more: Any,
     ) -> Response:
-        k, arrived = bound_of_drafts(body.speculative_config, self.llm.llm), time.perf_counter()
+        k, arrived = bound_of_drafts(body.speculative_config, self.llm.llm), request.state.arrived
         begun: list[Answer] = []  # closed if this ends early, also where nobody holds it yet
         lane = _lane(body, request.state.long)
 
@@ -309,7 +327,7 @@ class Server:
         async def begin() -> Reply:
             queued = asyncio.ensure_future(queue())
             try:  # before Python 3.12, `wait_for` may give what has come instead of being cancelled
-                await asyncio.wait({queued}, timeout=real(body.deadline, 0, math.inf) or None)
+                await asyncio.wait({queued}, timeout=real(left(body.deadline, arrived), 0, math.inf) or None)
                 if not queued.done():
                     raise DeadlineExceeded("the request could not even be queued within its deadline")
             finally:
@@ -442,33 +460,37 @@ class Server:
 
     async def tokenize(self, request: Request) -> Response:
         """`/tokenize`."""
-        body = await read(request, TokenizeBody)
+        body = await self._read(request, TokenizeBody)
         self._known(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise Refusal(400, "give prompt or messages, one of them", "prompt")
         special = body.add_special_tokens is not False
 
-        def work() -> list[int]:
+        def work() -> Response:
             if body.prompt is None:
-                return self._rendered(body)
-            return self.llm.llm.encode(body.prompt, add_special_tokens=special) if body.prompt else []
+                tokens = self._rendered(body)
+            else:
+                tokens = self.llm.llm.encode(body.prompt, add_special_tokens=special) if body.prompt else []
+            strings: list[str] | None = [] if body.return_token_strs else None
+            if body.return_token_strs and tokens:  # without a tokenizer there are none
+                strings = self.llm.llm.tokenizer.convert_ids_to_tokens(tokens)
+            most = self.llm.llm.engine.max_len
+            return json_response({"count": len(tokens), "max_model_len": most, "tokens": tokens, "token_strs": strings})
 
-        tokens = await self.llm.off_loop(work, _lane(body, request.state.long))
-        strings: list[str] | None = [] if body.return_token_strs else None
-        if body.return_token_strs and tokens:  # without a tokenizer there are none
-            strings = self.llm.llm.tokenizer.convert_ids_to_tokens(tokens)
-        most = self.llm.llm.engine.max_len
-        return json_response({"count": len(tokens), "max_model_len": most, "tokens": tokens, "token_strs": strings})
+        return await self._aside(request, work)
 
     async def detokenize(self, request: Request) -> Response:
         """`/detokenize`."""
-        body = await read(request, DetokenizeBody)
+        body = await self._read(request, DetokenizeBody)
         self._known(body.model)
         vocab = self.llm.llm.runner.model.config.vocab_size
-        if bad := [token for token in body.tokens if not 0 <= token < vocab]:
-            raise Refusal(400, f"tokens: {bad[0]} is not a token id below {vocab}", "tokens")
-        lane = _lane(body, request.state.long)
-        return json_response({"prompt": await self.llm.off_loop(lambda: self._decode(body.tokens), lane)})
+
+        def work() -> Response:
+            if bad := next((token for token in body.tokens if not 0 <= token < vocab), None):
+                raise Refusal(400, f"tokens: {bad} is not a token id below {vocab}", "tokens")
+            return json_response({"prompt": self._decode(body.tokens)})
+
+        return await self._aside(request, work)
 
     async def tokenizer_info(self) -> Response:
         """`/tokenizer_info`, as vLLM's: by it clients write and split prompts that have no tokenizer of their own."""

@@ -22,9 +22,9 @@ Choice = Annotated[str | dict[str, Any] | None, Field(description="none, auto, r
 
 
 def _adjust(schema: Any) -> None:
-    """Lists are read up to what is wrong in them; 5.0 is a whole number, as in JSON's schemas."""
+    """Lists and objects are read up to what is wrong in them; 5.0 is a whole number, as in JSON's schemas."""
     if isinstance(schema, dict):
-        if schema.get("type") == "list":
+        if schema.get("type") in ("list", "dict"):
             schema["fail_fast"] = True
         if schema.get("type") == "int":
             own = dict(schema)
@@ -60,7 +60,7 @@ class Body(BaseModel):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> Any:
-        """To tell of each of a million wrong items of a list takes gigabytes."""
+        """To tell of each of a million wrong items takes gigabytes."""
         schema = handler(source)
         _adjust(schema)
         return schema
