@@ -344,7 +344,7 @@ class AsyncLLM:
 class Lanes:
     """Threads for what would hold an event loop up. What may take seconds has a lane, where it waits for its like."""
 
-    THREADS: ClassVar[dict[str, int]] = {"text": 1, "template": 2, "grammar": 2}
+    THREADS: ClassVar[dict[str, int]] = {"text": 1, "template": 2, "grammar": 2, "answer": 1}
 
     def __init__(self) -> None:
         # a loop's own, since in a forked process the threads of its parent's are not there

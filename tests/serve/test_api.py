@@ -17,11 +17,12 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from outrider import LLM
-from outrider.errors import ConfigError
-from outrider.serve import answers
+from outrider.errors import ConfigError, EngineError
+from outrider.serve import answers, responses
+from outrider.serve.http import dumps
 from outrider.serve.protocol import CompletionBody
 from outrider.serve.settings import generation_defaults
-from tests.serve.conftest import Client
+from tests.serve.conftest import Client, fail
 
 PROMPT = "Once upon a time there was a little girl who"
 TALK = [{"role": "user", "content": "Tell me of the sea, the sea."}]
@@ -192,7 +193,7 @@ def test_what_became_of_a_prediction_is_in_the_output(tiny_llm):
     output = tiny_llm.generate(PROMPT, max_tokens=40, temperature=0, prediction=text)[0]
     far = SimpleNamespace(requests=[SimpleNamespace(cached=0, prompt_logprobs=None)])  # as FarAnswer's
     body = CompletionBody(prompt=PROMPT, prediction=text)
-    reply = answers.Completion(answers.Job(body, far, {}, None, [output.prompt_token_ids], {}), None)
+    reply = answers.Completion(answers.Job(body, far, {}, None, [output.prompt_token_ids], {}, fail), None)
     reply.outputs = [output]
     details, spec = reply.usage(40)["completion_tokens_details"], output.metrics["speculative_decoding"]
     assert details["accepted_prediction_tokens"] == spec["num_accepted_draft_tokens"] > 30
@@ -846,3 +847,74 @@ def test_there_is_no_time_between_one_token(client):
     """As in vLLM, which leaves out what it cannot say."""
     one, two = client.chat(*({"messages": TALK, "max_tokens": n, "min_tokens": n} for n in (1, 2)))
     assert "mean_itl_ms" not in one["metrics"] and two["metrics"]["mean_itl_ms"] >= 0
+
+
+MUCH = [
+    ("/v1/completions", {"prompt": [5] * 90, "prompt_logprobs": 20, "max_tokens": 1}),
+    ("/v1/completions", {"prompt": [[5] * 40, [6] * 40], "logprobs": 20, "echo": True, "max_tokens": 0}),
+    ("/v1/chat/completions", {"messages": TALK, "logprobs": True, "top_logprobs": 20, "n": 2, "max_tokens": 20}),
+    ("/v1/chat/completions", {"messages": TALK * 4, "prompt_logprobs": 20, "max_tokens": 1}),
+    ("/v1/responses", {"input": "x", "top_logprobs": 20, "max_output_tokens": 40}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), MUCH)
+def test_many_logprobs_are_written_off_the_loop(client, monkeypatch, path, body):
+    """As they are on it, where those of an engine that was closed meanwhile still are."""
+    wrote = list[tuple[bool, int]]()  # whether on the loop, and how many bytes
+
+    def noted(write: Any) -> Any:
+        def writes(*args: Any, **options: Any) -> bytes:
+            made = write(*args, **options)
+            wrote.append((threading.current_thread() is threading.main_thread(), len(made)))
+            return made
+
+        return writes
+
+    def asked(on_loop: bool) -> str:
+        wrote.clear()
+        answer = client.complete({**body, "ignore_eos": True, "seed": 1}, path=path)[0]
+        assert [on for on, _ in wrote] == [on_loop]
+        return re.sub('"msg_[0-9a-f]+"', "", json.dumps(answer.get("choices") or answer["output"]))
+
+    for where in (answers, responses):
+        for name in ("dumps", "frame"):
+            monkeypatch.setattr(where, name, noted(getattr(where, name)))
+    expected = asked(on_loop=True)
+    monkeypatch.setattr(answers, "MANY", 100)
+    assert asked(on_loop=False) == expected
+    wrote.clear()
+    assert client.post(path, {**body, "ignore_eos": True, "stream": True}).status_code == 200
+    assert max([size for on, size in wrote if on], default=0) < 20_000
+    assert not all(on for on, _ in wrote) or "n" in body  # whose frames are all short
+    off_loop = client.llm.off_loop
+
+    async def closed(work: Any, lane: str = "") -> Any:
+        if lane == "answer":
+            raise EngineError("closed")
+        return await off_loop(work, lane)
+
+    monkeypatch.setattr(client.llm, "off_loop", closed)
+    assert asked(on_loop=True) == expected
+
+
+def test_what_is_written_piece_by_piece():
+    data = {"a": [1.5, {"b": [{"c": [None, "\u2028"]}, {5: True}]}], "": {}, "d": [], "\u00fc": {7: [{}], 8: []}}
+    assert {dumps(data, depth) for depth in range(9)} == {dumps(data)} and json.loads(dumps(data, 9))["d"] == []
+
+
+def test_logprobs_of_prompts_have_a_bound(client, monkeypatch, tiny_llm):
+    """For all prompts of a request and each of their outputs; one prompt of the whole context is within it."""
+    monkeypatch.setattr("outrider.serve.app.PROMPT_LOGPROBS", 40)
+    monkeypatch.setattr(tiny_llm.engine, "max_len", 20)
+    one = [5] * 19
+    right = {"prompt": [one], "prompt_logprobs": 3, "max_tokens": 1}
+    for more in ({}, {"prompt": [one] * 2, "prompt_logprobs": 1}, {"prompt": [one] * 9, "prompt_logprobs": None}):
+        client.complete({**right, **more})
+    for more, field in (
+        ({"prompt": [one] * 3, "prompt_logprobs": 0}, "prompt_logprobs"), ({"n": 4}, "prompt_logprobs"),
+        ({"prompt_logprobs": None, "logprobs": 3, "echo": True, "n": 4}, "logprobs"),
+    ):  # fmt: skip
+        error = client.post("/v1/completions", {**right, **more}).json()["error"]
+        assert error["param"] == field and error["message"].startswith(f"{field}: "), error
+        assert "ask for them in several" in error["message"]

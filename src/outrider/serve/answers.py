@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import itertools
 from codecs import getincrementaldecoder
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from outrider.async_llm import Answer
 from outrider.errors import EngineError
 from outrider.outputs import GenerationOutput, Logprob, StepEvent
-from outrider.serve.http import DONE, frame, refusal
+from outrider.serve.http import DONE, dumps, frame, refusal
 from outrider.serve.parser import Harmony, Parser, regrouped
 from outrider.serve.protocol import ChatBody, CompletionBody, Sampled
 from outrider.serve.reasoning import Counter, Reader, Reading
 from outrider.serve.vocabulary import Vocabulary
 
 FLOOR = -9999.0  # JSON has no -inf
+MANY = 2048  # log-probabilities: to write more takes ten milliseconds and longer
 
 
 @dataclass
@@ -30,12 +32,14 @@ class Job:
     vocabulary: Vocabulary
     prompts: list[list[int]]
     log: dict[str, Any]  # what the log line of the request will say
+    aside: Callable[[Callable[[], bytes]], Awaitable[bytes]]  # runs what takes long beside the event loop
 
 
 class Reply:
     """How one endpoint writes. Subclasses say what a choice looks like."""
 
     kinds: tuple[str, str]  # of the whole answer, of a frame
+    depth = 5  # at which the tokens' log-probabilities lie: in an entry of a list of logprobs of a choice of choices
 
     def __init__(self, job: Job) -> None:
         self.job, self.body = job, job.body
@@ -56,13 +60,24 @@ class Reply:
 
     # --- whole ---
 
-    async def whole(self) -> dict[str, Any]:
-        """The answer, when all outputs have ended."""
+    async def whole(self) -> bytes:
+        """The answer in JSON, when all outputs have ended."""
         events: dict[int, list[StepEvent]] = {}
         async for event in self._events():
             events.setdefault(event.index, []).append(event)
+        read = self.n * sum(map(len, self.job.prompts))
+        return await self._written(lambda depth: dumps(self._made(events), depth), self.count, read)
+
+    def _made(self, events: dict[int, list[StepEvent]]) -> dict[str, Any]:
         choices = [self.choice(_joined(events[i])) for i in sorted(events)]
         return {**self._head(self.kinds[0]), "choices": choices, "usage": self.usage(), **self._metrics()}
+
+    async def _written(self, write: Callable[[int], bytes], tokens: int, read: int = 0) -> bytes:
+        """What `write(depth)` gives of so many tokens, and so many of prompts: beside the event loop, if it is long."""
+        params = self.job.answer.requests[0].seq.params
+        told = ((tokens, params.logprobs), (read, params.prompt_logprobs))
+        numbers = sum(count * (1 + top) for count, top in told if top is not None)
+        return write(0) if numbers < MANY else await self.job.aside(partial(write, self.depth))
 
     # --- as a stream ---
 
@@ -76,13 +91,20 @@ class Reply:
         always = wanted and bool(options and options.continuous_usage_stats)
         seen: set[int] = set()
         some = b""
+
+        def framed(event: StepEvent, depth: int) -> bytes:
+            made = b""
+            for choice in self.choices(event, event.index not in seen):
+                shown = self.count - len(event.token_ids) if "role" in choice.get("delta", ()) else self.count
+                usage = {"usage": self.usage(shown) if always else None} if wanted else {}
+                made += frame({**head, "choices": [choice], **usage, **self._lead(not seen)}, depth=depth)
+                seen.add(event.index)
+            return made
+
         try:
             async for event in self._events():
-                for choice in self.choices(event, event.index not in seen):
-                    shown = self.count - len(event.token_ids) if "role" in choice.get("delta", ()) else self.count
-                    usage = {"usage": self.usage(shown) if always else None} if wanted else {}
-                    some += frame({**head, "choices": [choice], **usage, **self._lead(not seen)})
-                    seen.add(event.index)
+                read = 0 if event.index in seen else len(self.job.prompts[event.index // self.n])
+                some += await self._written(partial(framed, event), len(event.token_ids), read)
                 if some and len(self.outputs) < len(self.job.answer.requests):
                     yield some
                     some = b""
@@ -341,8 +363,8 @@ class Chat(Reply):
         ids = {"prompt_token_ids": self.job.prompts[0]} if self.body.return_token_ids else {}
         return {**ids, **self.of_prompt(0)} if first else {}
 
-    async def whole(self) -> dict[str, Any]:
-        return {**await super().whole(), "prompt_logprobs": None, "prompt_token_ids": None, **self._lead(True)}
+    def _made(self, events: dict[int, list[StepEvent]]) -> dict[str, Any]:
+        return {**super()._made(events), "prompt_logprobs": None, "prompt_token_ids": None, **self._lead(True)}
 
     def _logprobs(self, event: StepEvent) -> dict[str, Any] | None:
         if event.logprobs is None:

@@ -24,7 +24,15 @@ from starlette.routing import Match
 import outrider
 from outrider.async_llm import Answer, AsyncLLM, left
 from outrider.config import SamplingParams, real
-from outrider.errors import ConfigError, DeadlineExceeded, EmptyPrompt, OutriderError, RequestTooLong, brief
+from outrider.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    EmptyPrompt,
+    EngineError,
+    OutriderError,
+    RequestTooLong,
+    brief,
+)
 from outrider.llm import as_text
 from outrider.serve.answers import Chat, Completion, Job, Reply
 from outrider.serve.calls import Family
@@ -70,6 +78,7 @@ KEYS = {  # how an API key is given
     "header": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
     "basic": {"type": "http", "scheme": "basic", "description": "The key is the password."},
 }
+PROMPT_LOGPROBS = 2**20  # of a request, for one prompt of the whole context as many as that takes: 100 bytes each
 OURS = re.compile(r"\w+: grammar cannot be used: (?:at \d+\(\d+\): )?(.*?)(?: 1 \| start: .*)?", re.S)  # of calls
 READS = re.compile(r"""[.'"]reasoning(_content)?\b""")  # in a template that has its own place for it
 
@@ -288,6 +297,12 @@ class Server:
                     f"prompts of {tokens} tokens, counted for each of n outputs, are more than the {limit} of a request"
                 )
                 raise Refusal(400, f"{told}; ask for them in several", "n" if n > 1 else "prompt")
+            if (top := body.logprobs_of_prompt(logprobs)) is not None:
+                numbers, limit = tokens * max(1, top), max(PROMPT_LOGPROBS, self.llm.llm.engine.max_len * top)
+                if numbers > limit:
+                    name = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
+                    told = f"{name}: {top} for each of {tokens} tokens of prompts, counted for each of n outputs, are"
+                    raise Refusal(400, f"{told} more than the {limit} of a request; ask for them in several", name)
             after = how.after(how.end(prompts[0])) if how else None
             known = {m: body.sampling(self.settings, m, logprobs, after, **more) for m in dict.fromkeys(most)}
             return [(ids, known[m]) for ids, m in zip(prompts, most, strict=True)]
@@ -322,7 +337,7 @@ class Server:
                 "model": self.settings.names[0],
                 "system_fingerprint": f"outrider-{outrider.__version__}",
             }
-            return Job(body, answer, head, self.vocabulary, prompts, state["log"])
+            return Job(body, answer, head, self.vocabulary, prompts, state["log"], self._written)
 
         async def begin() -> Reply:
             queued = asyncio.ensure_future(queue())
@@ -336,18 +351,26 @@ class Server:
             job = queued.result()  # of which an echo may have to be decoded
             return await self.llm.off_loop(lambda: reply(job), lane) if request.state.long else reply(job)
 
-        async def whole() -> dict[str, Any]:
+        async def whole() -> bytes:
             return await (await begin()).whole()
 
         try:
             if not body.stream:
-                return json_response(await while_connected(request.receive, whole()))
+                return Response(await while_connected(request.receive, whole()), media_type=JSON)
             found = await while_connected(request.receive, begin())
             return EventStream(found.frames(), self.settings.keep_alive, found.job.answer.close)
         except BaseException:
             for answer in begun:
                 answer.close()
             raise
+
+    async def _written(self, write: Callable[[], bytes]) -> bytes:
+        """What `write()` gives, of an answer that takes long to write."""
+        try:
+            written: bytes = await self.llm.off_loop(no_garbage()(write), "answer")
+            return written
+        except EngineError:  # it has been closed, with its lanes: this is one of the last answers
+            return write()
 
     def _check(self, body: Sampled) -> None:
         self._known(body.model)

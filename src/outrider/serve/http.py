@@ -118,9 +118,20 @@ def refusal(error: BaseException) -> Refusal:
 _written = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
-def dumps(data: Any) -> bytes:
-    """JSON in ASCII: no line separator of Unicode's in it can end a client's line, no lone surrogate our encoder."""
-    return _written(data).encode("ascii")
+def dumps(data: Any, depth: int = 0) -> bytes:
+    """JSON in ASCII: no line separator of Unicode's in it can end a client's line, no lone surrogate our encoder.
+
+    What is nested so deeply is encoded piece by piece: within a piece no other thread gets its turn.
+    """
+    return _pieces(data, depth).encode("ascii")
+
+
+def _pieces(data: Any, depth: int) -> str:
+    if depth and isinstance(data, list):
+        return f"[{','.join([_pieces(each, depth - 1) for each in data])}]"
+    if depth and isinstance(data, dict) and all(isinstance(key, str) for key in data):
+        return f"{{{','.join([f'{_written(key)}:{_pieces(each, depth - 1)}' for key, each in data.items()])}}}"
+    return _written(data)
 
 
 def json_response(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -310,9 +321,9 @@ class EventStream(Response):
         await put(b"", more=False)
 
 
-def frame(data: Any, event: str | None = None) -> bytes:
-    """One server-sent event."""
-    return (b"event: %b\n" % event.encode() if event else b"") + b"data: %b\n\n" % dumps(data)
+def frame(data: Any, event: str | None = None, depth: int = 0) -> bytes:
+    """One server-sent event; `depth` as dumps explains it."""
+    return (b"event: %b\n" % event.encode() if event else b"") + b"data: %b\n\n" % dumps(data, depth)
 
 
 # --- the gate --------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from pydantic import Field
 from outrider.errors import brief
 from outrider.outputs import StepEvent
 from outrider.serve.answers import Chat, Job
-from outrider.serve.http import Refusal, frame, loads, parse, refusal
+from outrider.serve.http import Refusal, dumps, frame, loads, parse, refusal
 from outrider.serve.protocol import ChatBody, Common, Ignored
 from outrider.serve.reasoning import Reading
 
@@ -171,11 +171,11 @@ class Say(Chat):
         self.input = ""  # ... if it is a call, its JSON so far
         self.message: dict[str, Any] = {}  # once something has come
 
-    async def whole(self) -> dict[str, Any]:
+    async def whole(self) -> bytes:
         """The message."""
         async for _ in self._told():
             pass
-        return {**self.message, **self._metrics()}
+        return dumps({**self.message, **self._metrics()})
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """Server-sent events, each under its name."""

@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
@@ -13,7 +14,7 @@ from pydantic import Field
 from outrider.errors import brief
 from outrider.outputs import StepEvent
 from outrider.serve.answers import Chat, Job
-from outrider.serve.http import Refusal, frame, parse, refusal
+from outrider.serve.http import Refusal, dumps, frame, parse, refusal
 from outrider.serve.protocol import ChatBody, Choice, Common, Ignored
 from outrider.serve.reasoning import Reading
 
@@ -170,6 +171,8 @@ def _content(given: Any) -> Any:
 class Respond(Chat):
     """The answer as items: reasoning, a message, calls; as events under their names, the last has all of it."""
 
+    depth = 7  # of an event: in an entry of logprobs of a part of a content of an item of the output of the response
+
     def __init__(self, job: Job, how: Reading, asked: ResponsesBody) -> None:
         super().__init__(job, how)
         self.asked = asked
@@ -177,19 +180,21 @@ class Respond(Chat):
         self.spelt: list[tuple[int, dict[str, Any]]] = []  # letters and logprobs of tokens that are still to be said
         self.made = {"id": job.head["id"], "object": "response", "created_at": job.head["created"]}
 
-    async def whole(self) -> dict[str, Any]:
+    async def whole(self) -> bytes:
         """What the last event says."""
         response: dict[str, Any] = {}
         async for event in self._told():
             response = event.get("response", response)
-        return response
+        return await self._written(partial(dumps, response), self.count)
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """Server-sent events, each under its name."""
         count = 0
         try:
             async for event in self._told():
-                yield frame({**event, "sequence_number": count}, event["type"])
+                tokens = len(event.get("logprobs", ())) if "delta" in event else self.count  # the ends have all of them
+                numbered = {**event, "sequence_number": count}
+                yield await self._written(partial(frame, numbered, event["type"]), tokens)
                 count += 1
         except Exception as error:
             told = refusal(error)
