@@ -303,6 +303,29 @@ def test_edit_and_regenerate_make_versions(tab, server):
 
 
 @pytest.mark.slow
+def test_what_is_typed_in_a_message_stays_when_all_is_drawn_anew(tab, server):
+    ask(tab, "one")
+    tab.keyboard.press("Control+Shift+O")
+    ask(tab, "two")
+    tab.get_by_role("button", name="Edit").click()
+    tab.fill("#edit", "two and more")
+    tab.uncheck("#speculate")
+    tab.locator("#bar input[type=checkbox]").click()
+    tab.focus("#edit")
+    other = tab.context.new_page()
+    other.goto(server.url + "/")
+    other.once("dialog", lambda dialog: dialog.accept())
+    other.get_by_label("Delete “one”").or_(other.get_by_label("Delete one")).first.click()
+    until(tab, "chats.length === 1")
+    tab.keyboard.press("End")
+    tab.keyboard.type("!")  # the focus has stayed as well
+    assert tab.locator("#edit").input_value() == "two and more!"
+    tab.get_by_role("button", name="Cancel").click()
+    tab.get_by_role("button", name="Edit").click()
+    assert tab.locator("#edit").input_value() == "two"
+
+
+@pytest.mark.slow
 def test_a_reload_loses_nothing(tab, server):
     ask(tab, "one")
     answer, line = last(tab), stats(tab)
