@@ -89,7 +89,7 @@ def test_across_a_key_block(make_llm, window):
             a, b, c = [*right[len(seq.output) :], 0, 0, 0][:3]
             return Draft([1, 2, 3, a, 4, b, c], [-1, 0, 0, -1, 3, 3, 5])
 
-        use(llm, ScriptedDrafter(late))
+        use(llm, ScriptedDrafter(late), 7)
         output = run(llm, [(prompt, params)])[0]
         assert output.token_ids == right and output.metrics["speculative_decoding"]["per_step_accepted"] == [3, 3, 3]
 
