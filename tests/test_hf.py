@@ -204,6 +204,8 @@ def test_what_stands_in_the_place_of_an_option(make):
         {"logits_processor": [MinLengthLogitsProcessor(14, end)], "min_length": 10, "eos_token_id": end},
         {"stopping_criteria": [MaxLengthCriteria(12)]},
         {"stopping_criteria": [EosTokenCriteria(127)], "eos_token_id": end},
+        {"stopping_criteria": [EosTokenCriteria(127)], "eos_token_id": end, "min_new_tokens": 9},
+        {"stopping_criteria": [MaxLengthCriteria(3)]},
         {"cache_implementation": "static"},
     ):
         theirs, ours = both(model, IDS, **limit, **options)

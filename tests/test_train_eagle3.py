@@ -459,7 +459,8 @@ def test_what_is_held_out_is_told_by_the_first_words_of_a_user(chatty, tmp_path,
     chatty.tokenizer.chat_template = said_before + TEMPLATE
     template, lines = Template(chatty.tokenizer), list[str]()
     for name in range(60):
-        first = template.ids(f"{template.before}Who is {name}?{template.answer}")
+        before = template.before if name % 2 else "<user>"  # which some files have without what the template says
+        first = template.ids(f"{before}Who is {name}?{template.answer}")
         answer, *more = (template.ids(text) for text in ("A big fox. " * 3, template.next, "Why?", template.answer))
         lines += [json.dumps({"p": p, "o": answer}) for p in (first, sum(more, first + answer))]
     (file := tmp_path / "said.jsonl").write_text("\n".join(lines) + "\n")

@@ -279,6 +279,8 @@ def test_space_around_calls(text, content, calls):
         (LLAMA, '{"answer": 42}', '{"answer": 42}', 0),
         (LLAMA, '{"name": "now", "born": 1970}', '{"name": "now", "born": 1970}', 0),
         (XLAM, '[{"name": "now"}]', '[{"name": "now"}]', 0),
+        (XLAM, '[{"name": "now", "arguments": {}}, {"name": "now"}]', "", 2),
+        (LLAMA, '<|python_tag|>{"name": "now"}', "", 1),
         (HERMES, '<tool_call>{"name": "now", "arguments": {}}</tool_call>\nNote: 3 <', "\nNote: 3 <", 1),
         (MISTRAL, '[TOOL_CALLS][{"name":"now","arguments":{}}] see [', "see [", 1),
         (LLAMA, 'Well: {"name": "now", "parameters": {}}', 'Well: {"name": "now", "parameters": {}}', 0),

@@ -93,6 +93,7 @@ class Rows:
     def catch_up(self, seq: int, length: int, taken: int) -> None:
         """Forget all but the first `length` tokens' rows; a view's of the first `taken` become its base's."""
         tail = self.read(seq, taken, length) if self.base else None
+        tail = tail and (tail[0], tail[1].clone())  # what comes before it is written where it lies
         synced = self.synced.get(seq, 0) if self.base else length
         if kept := self.held.get(seq):
             end = min(kept.end, length, synced)
@@ -102,7 +103,7 @@ class Rows:
             if found := self.base.read(seq, synced, taken):
                 self._append(seq, found[0], found[1].clone())
             if tail:
-                self._append(seq, tail[0], tail[1].clone())
+                self._append(seq, *tail)
             self.synced[seq] = max(synced, taken)
 
     def free(self, seq: int) -> None:

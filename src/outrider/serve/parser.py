@@ -36,6 +36,7 @@ class Parser:
         self._call: Call | None = None
         self._inside = False  # behind a mark: between calls
         self._behind = False  # and behind one of them
+        self._bare = False  # there was no mark
         self._lead = ""  # what stood between the mark and the call: content, if it is none
         self._fresh = True  # nothing but space has come since the beginning, or the last call
 
@@ -83,13 +84,13 @@ class Parser:
     def _outside(self) -> list[Delta]:
         """Content, up to a mark or what may become one."""
         if self.family.bare and self._fresh and self._held.lstrip()[:1] == self.family.bare:
-            self._inside, self._behind = True, False
+            self._inside, self._behind, self._bare = True, False, True
             return []
         content, mark, self._held = until(self._held, self.family.marks)
         if mark:
             lead = "" if mark == self.family.opening else mark  # else it is the call's own
             self._held = (mark if not lead else "") + self._held
-            self._inside, self._behind, self._lead = True, False, lead
+            self._inside, self._behind, self._bare, self._lead = True, False, False, lead
         if self._fresh and not content.strip():  # space before a call says nothing: it waits for what comes
             if self._inside:
                 self._lead = content + self._lead
@@ -130,7 +131,7 @@ class Parser:
     def _heard(self, call: Call) -> list[Delta]:
         """What a call's text so far has to say."""
         deltas = list[Delta]()
-        says = call.arguments or not self.family.bare  # without a mark, an object with a name may be anything
+        says = call.arguments or not self._bare or self.calls  # without a mark, an object with a name may be anything
         if call.index < 0 and says and (name := call.name) in self.functions:
             call.index, self.calls, self._lead, self._fresh = self.calls, self.calls + 1, "", True
             self._behind = True

@@ -311,10 +311,10 @@ class Trainer:
         self.highest = [group["lr"] for group in self._groups()]
         self.spells = speller(self.llm.tokenizer) if self.llm.tokenizer is not None else None
         self.by_turn = True  # what is held out; runs that were begun earlier go by the first 64 tokens
-        self.lead, self.answer = 0, list[int]()  # tokens before a user's first words, and those behind them
+        self.lead, self.answer = list[int](), list[int]()  # tokens before a user's first words, and those behind them
         with suppress(Exception):  # there is no template, or it raises what it likes
             template = Template(self.llm.tokenizer)
-            self.lead, self.answer = len(template.ids(template.before)), template.ids(template.answer)
+            self.lead, self.answer = template.ids(template.before), template.ids(template.answer)
         self.counts = {"steps": 0, "tokens": 0, "read": 0}  # tokens learnt from, and of these for the first time
         self.seconds = 0.0
         self.rate, self.best = 1.0, 0.0  # of the settings' learning rate; the most tokens a forward so far
@@ -514,7 +514,8 @@ class Trainer:
 
     def _first_turn(self, p: list[int]) -> list[int]:
         """A prompt up to the first answer, the same in all turns of a conversation; without a template, all of it."""
-        starts = range(self.lead, len(p)) if self.answer else ()
+        begin = len(self.lead) if p[: len(self.lead)] == self.lead else 0  # some have a system text of their own
+        starts = range(begin, len(p)) if self.answer else ()
         return next((p[:at] for at in starts if p[at : at + len(self.answer)] == self.answer), p)
 
     def _begin(self) -> None:
