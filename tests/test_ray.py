@@ -84,6 +84,13 @@ async def answer(
     return tokens, text, usage
 
 
+async def come(seen: dict, frames: int, streams: list[asyncio.Future]) -> None:
+    """Wait until so many frames have come, of streams that go on."""
+    while seen.get("frames", 0) < frames:
+        assert not all(stream.done() for stream in streams), f"all have ended, with {seen}"
+        await asyncio.sleep(0.02)
+
+
 def expected(count: int, most: int) -> list[tuple[list[int], str, int]]:
     """What one undisturbed engine gives."""
     llm, found = LLM("tiny", dtype="float32", device="cpu"), []
@@ -131,9 +138,7 @@ def test_killed_engines(cluster):
         async with client() as http:
             streams = [asyncio.ensure_future(answer(http, body(i, most), seen)) for i in range(count)]
             for kills in (40, 120):
-                while seen.get("frames", 0) < kills and not all(s.done() for s in streams):
-                    await asyncio.sleep(0.02)
-                assert not all(s.done() for s in streams), "all had ended before the kill"
+                await come(seen, kills, streams)
                 victim = (await asyncio.to_thread(wait_for, 2))[0]
                 os.kill(victim, signal.SIGKILL)
             return await asyncio.gather(*streams)
@@ -195,8 +200,7 @@ def test_engines_of_two_ranks(cluster):
         seen: dict = {}
         async with client() as http:
             streams = [asyncio.ensure_future(answer(http, body(i), seen)) for i in range(3)]
-            while seen.get("frames", 0) < 30:
-                await asyncio.sleep(0.02)
+            await come(seen, 30, streams)
             (rank,) = (pid for pid, name in marked(MARK).items() if name.startswith("ray::_Rank"))
             assert not any(s.done() for s in streams)
             os.kill(rank, signal.SIGKILL)
@@ -272,16 +276,14 @@ class Command:
 
 def test_the_command(tmp_path):
     """Streams outlive an engine, and may end after SIGTERM."""
-    wanted = expected(4, 400)
+    wanted = expected(4, 1200)
 
     async def main() -> None:
         async with client() as http:
             for act in (lambda: os.kill(engines[0], signal.SIGKILL), command.process.terminate):
                 seen: dict = {}
-                streams = [asyncio.ensure_future(answer(http, body(i, 400), seen, command.url)) for i in range(4)]
-                while seen.get("frames", 0) < 40:
-                    await asyncio.sleep(0.02)
-                assert not any(s.done() for s in streams)
+                streams = [asyncio.ensure_future(answer(http, body(i, 1200), seen, command.url)) for i in range(4)]
+                await come(seen, 40, streams)
                 act()
                 assert await asyncio.gather(*streams) == wanted
 
