@@ -359,8 +359,18 @@ def text_part(hf: Hf) -> Hf:
         )
     above = {key: hf[key] for key in ("quantization_config", "tie_word_embeddings", "eos_token_id") if key in hf}
     kept = {key: value for key, value in above.items() if key == "tie_word_embeddings" or inner.get(key) is None}
-    dtype = inner.get("dtype") or inner.get("torch_dtype") or hf.get("dtype") or hf.get("torch_dtype")
-    return {**inner, **kept, "dtype": dtype, "model_type": kind, "architectures": [OUTER[name][kind]]}
+    return {
+        **inner,
+        **kept,
+        "dtype": said_dtype(inner) or said_dtype(hf),
+        "model_type": kind,
+        "architectures": [OUTER[name][kind]],
+    }
+
+
+def said_dtype(hf: Hf) -> Any:
+    """What a config says of the weights' dtype, under its name of today or of before; None if nothing."""
+    return hf.get("dtype") or hf.get("torch_dtype")
 
 
 def text_name(name: str) -> str | None:
@@ -404,7 +414,7 @@ def read(hf: Hf, eos: tuple[int, ...] = ()) -> ModelConfig:
     kv_heads, dim = _whole(hf, "num_key_value_heads", heads), _whole(hf, "head_dim", sizes["hidden_size"] // heads)
     if heads % kv_heads:
         raise CheckpointError(f"config.json: {heads} query heads cannot share {kv_heads} key-value heads evenly")
-    dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
+    dtype = str(said_dtype(hf) or "float32").removeprefix("torch.")
     if dtype not in DTYPES:
         raise CheckpointError(f"config.json: dtype {brief(dtype)} is not supported; supported: {', '.join(DTYPES)}")
     fields: dict[str, Any] = {

@@ -111,7 +111,7 @@ def open_source(name: str | Path) -> Source:
         inner = families.text_part(hf)
         weights = Weights(path, None if inner is hf else families.text_name)
         weights.split(config)
-        if not (inner.get("dtype") or inner.get("torch_dtype")):  # then, as in transformers, what the weights are
+        if not families.said_dtype(inner):  # then, as in transformers, what the weights are
             own = weights.kinds.get("model.embed_tokens.weight", "")
             config = replace(config, dtype=KINDS.get(own, config.dtype))
         if inner.get("quantization_config"):
@@ -145,7 +145,7 @@ def sizes(name: str | Path) -> Sizes:
     path = find(name, weights=False)
     if path.is_dir():
         inner, here = families.text_part(read_json(path / "config.json")), any(path.glob("*.safetensors"))
-        quantised, dtype = inner.get("quantization_config"), inner.get("dtype") or inner.get("torch_dtype")
+        quantised, dtype = inner.get("quantization_config"), families.said_dtype(inner)
         if not here or (dtype and not quantised):
             config, said = read_config(path), quantised if isinstance(quantised, dict) else {}
             if quantised or not dtype:  # by rounded weights it multiplies so, and most that do not say are so

@@ -74,8 +74,9 @@ class Proposer:
         drafter = drafters.create(chosen(os.environ.get(VARIABLE) or DEFAULT))
         self.parts = look_ups(drafter)
         shape = SimpleNamespace(vocab_size=self.vocab)
+        tokenizer = _tokenizer(model) if any(getattr(part, "datastore", "") for part in self.parts) else None
         own = SimpleNamespace(config=shape)
-        target: Any = SimpleNamespace(model=own, tokenizer=_tokenizer(model), follows_paths=True)
+        target: Any = SimpleNamespace(model=own, tokenizer=tokenizer, follows_paths=True)
         for part in self.parts:
             part.attach(target, _no_model)
             if hasattr(part, "tree"):
