@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 
 from outrider import LLM
+from outrider.datastore import build
 from outrider.draft import Draft
 from outrider.drafters.ngram import Ngram
 from outrider.drafters.suffix import Suffix
 from outrider.errors import ConfigError, OutriderError
 from outrider.find import find
+from outrider.load import read_tokenizer
 from outrider.vllm import DEFAULT, PATIENCE, VARIABLE, Proposer, chosen
 
 VOCAB, LONGEST = 50, 64
@@ -131,6 +133,24 @@ def test_the_best_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Suffix, "propose", answer(one, Draft(), one))
     monkeypatch.setattr(Ngram, "propose", answer(two, two, one))
     assert proposer.propose(*rows) == [[1, 2], [3, 4, 5], [1, 2]] and asked == [2, 4]
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_store_for_a_padded_vocabulary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, named: bool) -> None:
+    """vLLM counts the padding; its tokenizer says that the ids mean the same, and without one the sizes must agree."""
+    tokenizer, text = read_tokenizer(find("tiny")), "Once upon a time, there was a little girl named Lily. "
+    (tmp_path / "said.txt").write_text(9 * text)
+    build([tmp_path / "said.txt"], tokenizer, tmp_path / "said.store")
+    monkeypatch.setenv(VARIABLE, f"rest:datastore={tmp_path / 'said.store'}")
+    model = SimpleNamespace(get_vocab_size=lambda: len(tokenizer) + 128, max_model_len=LONGEST)
+    model.tokenizer = str(find("tiny")) if named else "no/such"
+    config = SimpleNamespace(speculative_config=SimpleNamespace(num_speculative_tokens=4), model_config=model)
+    if not named:
+        with pytest.raises(ConfigError, match="token ids, and this model has"):
+            Proposer(config)
+        return
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert Proposer(config).propose(*batch((ids[:6], 1)))[0] == ids[6:10]
 
 
 def test_recycled_without_logits(monkeypatch: pytest.MonkeyPatch) -> None:
