@@ -353,7 +353,6 @@ NB_MODULE(_kernels, m) {
     const auto numbers = [](uintptr_t address) { return static_cast<int8_t *>(to(address)); };
     take_apart(Blocks(kind), static_cast<const uint8_t *>(at(blocks)), count, numbers(values), numbers(scales), numbers(minima), threads);
   }, "Of GGUF's blocks of so many bytes: numbers, scales, minima.");
-  m.def("isa", [] { return kernels().name; }, "The instruction set in use.");
   m.def("isas", [] {
     const Kernels *found[kMaxIsas];
     std::vector<std::string> names;

@@ -144,10 +144,12 @@ def test_a_tokenizer_of_vocabulary_and_merges(make_checkpoint, tmp_path):
     (source / "vocab.json").write_text(json.dumps(model["vocab"]))
     (source / "merges.txt").write_text("\n".join(["#version: 0.2", *(" ".join(merge) for merge in model["merges"])]))
     (source / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
+    (source / "quantize_config.json").write_text('{"bits": 4}')  # of weights that are no more
     ids = read_tokenizer(source)("The dog")["input_ids"]
     assert len(ids) < 4
     for folder in (export.export(source, tmp_path / "dense"), export.quantize(source, tmp_path / "int8", 8)):
         assert read_tokenizer(folder)("The dog")["input_ids"] == ids
+        assert not (folder / "quantize_config.json").exists()
 
 
 def test_what_cannot_be(make_checkpoint, tmp_path, monkeypatch):

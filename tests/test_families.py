@@ -127,20 +127,22 @@ HEADS = ["num_attention_heads", "num_key_value_heads"]
 
 
 @pytest.mark.parametrize(
-    ("arch", "made", "left"),
+    ("arch", "made", "left", "more"),
     [
-        ("llama", dict.fromkeys(HEADS, 32), HEADS),
+        ("llama", dict.fromkeys(HEADS, 32), HEADS, {}),
         ("gemma3_text", {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}},
-         ["query_pre_attn_scalar", "rms_norm_eps", "hidden_activation"]),
+         ["query_pre_attn_scalar", "rms_norm_eps", "hidden_activation"], {}),
         ("phi3", {"rope_parameters": {**LONG, "original_max_position_embeddings": 4096}},
-         ["original_max_position_embeddings"]),
+         ["original_max_position_embeddings"], {}),
+        ("olmo3", VARIANTS["olmo3-yarn"][1], [], {"original_max_position_embeddings": 512}),  # each rope has its own
     ],
 )  # fmt: skip
-def test_what_a_config_leaves_out_is_what_transformers_has(make_checkpoint, tmp_path, arch, made, left):
+def test_what_a_config_leaves_out_is_what_transformers_has(make_checkpoint, tmp_path, arch, made, left, more):
     folder = copytree(make_checkpoint(arch, **made), tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     rope = {key: value for key, value in config["rope_parameters"].items() if key not in left}
     kept = {key: value for key, value in config.items() if key not in left} | {"rope_parameters": rope}
+    kept |= more
     (folder / "config.json").write_text(json.dumps(kept))
     llm, model = LLM(folder, device="cpu", dtype="float32"), AutoModelForCausalLM.from_pretrained(folder).eval()
     for prompt in PROMPTS:
@@ -277,6 +279,16 @@ def test_text_part_of_a_model_of_pictures(tmp_path, outer, inner, tied, new_name
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("gemma3_text", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
+        (
+            "olmo3",
+            {
+                "rope_parameters": {
+                    FULL: {"rope_type": "default", "rope_theta": 1e4},
+                    SLIDES: LONG | {"original_max_position_embeddings": 30},
+                }
+            },
+            "'longrope'",
+        ),
         ("phi3", {"rope_parameters": LONG | {"short_factor": [1.0] * 5}}, "6 numbers"),
         ("phi3", {"rope_parameters": LONG | {"long_factor": [1.0] * 5 + [0.0]}}, "6 numbers"),
         ("phi3", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "longrope"),

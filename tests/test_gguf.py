@@ -459,6 +459,7 @@ def test_what_cannot_be_is_named(make_checkpoint, tmp_path):
         ({"llama.expert_count": 8, "llama.expert_used_count": 2, "llama.expert_gating_func": 2}, "softmax"),
         ({"llama.attention.value_length": 8}, "value_length"),
         ({"llama.rope.scaling.type": "longrope"}, "rope type"),
+        ({"llama.attention.causal": False}, "is_causal"),
         ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.yarn_ext_factor": 0.5}, "yarn_ext_factor is 0.5"),
     ):
         with pytest.raises(UnsupportedArchitecture, match=words):
@@ -591,6 +592,7 @@ def test_smollm2_is_found_where_it_is_installed(monkeypatch, tmp_path):
         ("owner/name:Q4_K_M", "*Q4_K_M*.gguf", "other-Q4_K_M.gguf"),
         ("owner/name/split-00002-of-00002.gguf", "split-*-of-00002.gguf", "split-00002-of-00002.gguf"),
         ("owner/name:Q5", "*Q5*.gguf", None),
+        ("owner/name", "*.safetensors", None),
     ],
 )
 def test_files_on_the_hub(monkeypatch, tmp_path, name, asks, found):
@@ -602,7 +604,7 @@ def test_files_on_the_hub(monkeypatch, tmp_path, name, asks, found):
         lambda repo, allow_patterns, **_: seen.append((repo, allow_patterns)) or str(tmp_path),
     )
     if found is None:
-        with pytest.raises(ModelNotFound, match="Q5"):
+        with pytest.raises(ModelNotFound, match="Q5" if "Q5" in name else "owner/name:Q4_K_M"):
             find(name)
     else:
         assert find(name) == tmp_path / found

@@ -25,6 +25,11 @@ from outrider.quantize import Rounded, rounded
 
 SHARD = 2**31  # bytes of a file
 CPU = torch.device("cpu")
+OTHERS = (
+    "quantize_config.json",
+    "quant_config.json",
+    "adapter_config.json",
+)  # say that weights are not what is written
 TELLING = (
     "Hello world 123456, don't!",
     "  two\n\n spaces\t 日本 e\u0301 ",
@@ -189,7 +194,7 @@ def _describe(source: Source, folder: Path, says: dict[str, Any]) -> None:
     if source.path.is_dir():
         for pattern in ("*.json", "*.jinja", "*.model", "merges.txt"):
             for file in source.path.glob(pattern):
-                if file.is_file() and not file.name.endswith(".index.json"):
+                if file.is_file() and not file.name.endswith(".index.json") and file.name not in OTHERS:
                     shutil.copyfile(file, folder / file.name)
     elif ends := list(source.config.eos):
         write_text(folder / "generation_config.json", json.dumps({"eos_token_id": ends}) + "\n")

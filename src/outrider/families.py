@@ -87,16 +87,11 @@ def family(architecture: str, model_type: str, title: str) -> Callable[[Read], R
     return enter
 
 
+@family("InternLM3ForCausalLM", "internlm3", "InternLM3")
 @family("LlamaForCausalLM", "llama", "Llama 2 and 3, SmolLM2, TinyLlama, Yi")
 def llama(hf: Hf) -> dict[str, Any]:
     """The plain decoder: norms before, rope, gated SiLU."""
     return {"o_bias": bool(hf.get("attention_bias"))}
-
-
-@family("InternLM3ForCausalLM", "internlm3", "InternLM3")
-def internlm3(hf: Hf) -> dict[str, Any]:
-    """As Llama."""
-    return llama(hf)
 
 
 @family("SeedOssForCausalLM", "seed_oss", "Seed-OSS 36B")
@@ -531,8 +526,11 @@ def _local_rope(hf: Hf, theta: float) -> dict[str, Any]:
     given = hf.get("rope_parameters")
     own = given.get(SLIDING) if isinstance(given, Mapping) else None
     local = _checked_rope(dict(own) if isinstance(own, Mapping) else {"rope_theta": theta}, {})
-    if "dynamic" in (local["rope_type"], (rope := _rope(hf))["rope_type"]):
-        raise UnsupportedArchitecture("rope type 'dynamic' is not supported in a model of two ropes")
+    rope = _rope({key: value for key, value in hf.items() if key != "original_max_position_embeddings"})  # each its own
+    if "dynamic" in (local["rope_type"], rope["rope_type"]) or local["rope_type"] == "longrope":
+        raise UnsupportedArchitecture(
+            f"ropes of types {rope['rope_type']!r} and, in layers with windows, {local['rope_type']!r} are not supported"
+        )
     return {"rope": rope, "local_rope": None if local == rope else local}
 
 

@@ -81,6 +81,9 @@ def find(name: str | Path, weights: bool = True) -> Path:
     bare = weights and (folder / "config.json").is_file() and not [*folder.glob("*.safetensors")]
     if bare and kind_of(folder) == "eagle3":
         folder = fetch(["*.json", "pytorch_model.bin"])
+    if not wanted and not (folder / "config.json").is_file():
+        files = f"of a repository of GGUF files give one: {owner}/{repo}:Q4_K_M, {owner}/{repo}/FILE.gguf"
+        raise ModelNotFound(f"{owner}/{repo} on the hub has no config.json; {files}")
     return folder / file if file and (folder / file).is_file() else _in_folder(folder, wanted or "*.gguf")
 
 

@@ -198,6 +198,7 @@ class File:
             "head_dim": size,
             "max_position_embeddings": self._number("context_length"),
             "rms_norm_eps": epsilon,
+            "is_causal": self._get("attention.causal", True),
             "rope_parameters": self._rope(),
             "attention_bias": "blk.0.attn_q.bias" in self.tensors,
             "attention_out_bias": "blk.0.attn_output.bias" in self.tensors,
