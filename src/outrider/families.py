@@ -529,7 +529,7 @@ def _local_rope(hf: Hf, theta: float) -> dict[str, Any]:
     rope = _rope({key: value for key, value in hf.items() if key != "original_max_position_embeddings"})  # each its own
     if "dynamic" in (local["rope_type"], rope["rope_type"]) or local["rope_type"] == "longrope":
         raise UnsupportedArchitecture(
-            f"ropes of types {rope['rope_type']!r} and, in layers with windows, {local['rope_type']!r} are not supported"
+            f"ropes of type {rope['rope_type']!r} and, in layers with windows, {local['rope_type']!r} are not supported"
         )
     return {"rope": rope, "local_rope": None if local == rope else local}
 
