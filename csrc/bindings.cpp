@@ -318,8 +318,8 @@ static void bind_beliefs(nb::module_ &m) {
         }
         std::vector<Beliefs::Picked> picked = beliefs.choose(texts, drafted, k, chains);
         std::vector<Beliefs::Model> models;
-        for (const auto &[source, most, least, tried, reading, riders, tree, rounds] : known)
-          models.push_back({source, most, least, tried, reading, riders, tree, rounds});
+        for (const auto &[source, most, least, timed, reading, riders, tree, rounds] : known)
+          models.push_back({source, most, least, timed, reading, riders, tree, rounds});
         return std::make_tuple(std::move(picked), beliefs.worth(texts, k, models));
       }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("again") = false,
          nb::arg("poor") = true, nb::arg("threads") = 1, nb::arg("models") = std::vector<Model>())

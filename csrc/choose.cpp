@@ -239,7 +239,7 @@ std::optional<Beliefs::Asked> Beliefs::worth(const std::vector<Text> &texts, int
       const Text &text = texts[i];
       if (known[i]->asks.credit < 0 || known[i]->steps <= 1 || text.room <= 1 || text.length < model.least) continue;
       const int64_t lag = text.length - known[i]->last(model.source).tokens;
-      double gain = 0, share = 1, paid = 0;
+      double gain = 0, share = 1;
       Reals gains;
       const double hopes[] = {of(*known[i], kinds[0], kHope), of(*known[i], kinds[1], kHope)};
       for (int depth = 1; depth <= deep; depth++) {
@@ -247,15 +247,14 @@ std::optional<Beliefs::Asked> Beliefs::worth(const std::vector<Text> &texts, int
         gain += share;
         gains.push_back(std::max(0.0, gain * trusted - known[i]->worth));
       }
-      if (!model.tried && lag > kMostNodes) paid = plain * double(lag) / 512;  // a guess, until it was measured
-      else if (lag > kMostNodes / 4) paid = model.reading * double(lag);
+      double paid = lag > kMostNodes / 4 ? double(lag) * (model.reading > 0 ? model.reading : plain / 512) : 0;  // a guess, until it was measured
       paid /= double(std::min<int64_t>(kHorizon, text.room));
       found.push_back({paid - gains.back() * plain / n, paid, std::move(gains), i});
     }
     if (found.empty()) continue;
     std::stable_sort(found.begin(), found.end(), [](const Found &a, const Found &b) { return a.first < b.first; });
     // What it costs is not known at first: once, and little.
-    const int longest = model.tried ? deep : std::min(2, deep), together = model.tried ? int(found.size()) : 1;
+    const int longest = model.timed ? deep : std::min(2, deep), together = model.timed ? int(found.size()) : 1;
     for (int length = model.tree ? deep : 1; length <= (model.tree ? deep : longest); length++) {
       double more = 0, read = 0;
       for (int many = 1; many <= together; many++) {
@@ -276,8 +275,9 @@ std::optional<Beliefs::Asked> Beliefs::worth(const std::vector<Text> &texts, int
     for (const Found &each : found)
       if (const int since = known[each.i]->steps - known[each.i]->last(model.source).step; since > waits)
         waits = since, late = each.i;
-    const double cost = model.rounds.at(0) * (model.tree ? 1 : deep);
-    if (late >= 0 && known[late]->asks.credit > cost * n / plain) best = rate, asked = {int(which), {late}, deep};
+    const int length = model.tree ? deep : longest;
+    const double cost = model.rounds.at(0) * (model.tree ? 1 : length);
+    if (late >= 0 && known[late]->asks.credit > cost * n / plain) best = rate, asked = {int(which), {late}, length};
   }
   if (asked) std::sort(std::get<1>(*asked).begin(), std::get<1>(*asked).end());
   return asked;
@@ -319,10 +319,10 @@ double Beliefs::faith() const {
 
 int Beliefs::settle(const std::vector<Came> &came, int rows, double took, double beside, double drafted, int steps) {
   const int n = int(came.size());
-  int nodes = 0, asked = 0, pay = 0;
+  int nodes = 0, asked = 0, ran = 0, pay = 0;
   for (const Came &one : came)
     if (const auto found = own.find(one.seq); found != own.end()) {
-      nodes += found->second.nodes;
+      nodes += found->second.nodes, ran += found->second.ran > 0;
       for (const Look &look : found->second.looks) asked += look.asked;
     }
   double extra = 0, expected = 0;
@@ -338,7 +338,10 @@ int Beliefs::settle(const std::vector<Came> &came, int rows, double took, double
     if (found == own.end()) continue;
     Own &known = found->second;
     if (known.hoped > 0) drafts = {drafts.right + one.accepted, drafts.made + known.hoped};
-    if (known.nodes) (known.ran ? known.asks : known.rows).enter(one.accepted, (extra + drafted) * row * known.nodes);
+    if (known.nodes) {
+      const double model = known.ran ? drafted * n / seconds[0] / ran : 0;
+      (known.ran ? known.asks : known.rows).enter(one.accepted, extra * row * known.nodes + model);
+    }
     for (Account *account : {&known.rows, &known.asks}) account->credit += kTopUp * steps;
     for (Look &look : known.looks) {
       if (look.asked && !seconds.empty()) {

@@ -23,7 +23,7 @@ class Beliefs {
     uint64_t source;
     int most;
     int64_t least;
-    bool tried;
+    bool timed;
     double reading, riders;
     bool tree;
     Reals rounds;

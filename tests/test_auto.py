@@ -90,6 +90,14 @@ def test_never_far_below_plain(machine, trace):
     assert own > (0.97 - 3 / len(trace.output)) * plain
 
 
+@pytest.mark.parametrize("draft", [0.2, 0.9, 2.0])
+def test_a_model_that_is_never_right_costs_little(draft):
+    """It is tried again now and then, and each try is paid for, however seldom they are."""
+    trace = Trace("chat", 0, TRACES[0].prompt, random.Random(0).choices(range(1000, 40000), k=2000), "0" * 2000)
+    own, plain = (replay(make, [trace], Machine(0.02, draft=draft)).rate for make in (auto, fixed("none")))
+    assert own > 0.98 * plain
+
+
 def window(make, trace: Trace, machine: Machine, start: int) -> float:
     """Tokens a second behind the output's first `start` tokens."""
     tokens, began = 0, 0.0

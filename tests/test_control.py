@@ -366,6 +366,12 @@ def test_a_batch_that_begins_slowly_is_not_believed():
         assert costs.at(12, 3000) / costs.at(8, 3000) == pytest.approx(2.2 / 1.8, rel=0.1)
 
 
+def test_of_far_more_sequences_than_were_measured_nothing_is_said():
+    costs = Costs()
+    costs.begin({n: 1 + 0.1 * n for n in (1, 4, 8, 16)})
+    assert costs.ladder(34, 4, 3000)[1:] == [] and costs.ladder(35, 4, 3000) == []
+
+
 def picked(beliefs, *guesses: Guess, seconds: list[float], k: int = 8, chains: bool = False):
     """Tokens for each of new sequences with one guess each."""
     trees, _ = choose(beliefs, dict.fromkeys(range(len(guesses)), 9), [[g] for g in guesses], seconds, k, chains)
@@ -491,8 +497,8 @@ def test_who_loses_is_not_drafted_for(beliefs):
     """Until it is allowed some again; whom nothing was drafted for pays nothing."""
     right, steps = (1, [5], [-1], [0.9]), 0
     while beliefs.ask(1, 1000, 1):
-        ((tokens, *_), (none, *_)), _ = choose(beliefs, {1: 0, 2: 0}, [[right], []], [1.0, 1.01])
-        beliefs.settle([(1, [5], 0), (2, [5], 0)], 3, 1.01, 0.0, 0.3)
+        ((tokens, *_), (none, *_)), _ = choose(beliefs, {1: 0, 2: 0}, [[right], []], [1.0, 1.15])
+        beliefs.settle([(1, [5], 0), (2, [5], 0)], 3, 1.3, 0.0, 0.0)
         steps += 1
         assert tokens and not none and beliefs.ask(2, 1000, 1) and not beliefs.ask(2, 1, 1), "nothing is to come"
     assert 3 <= steps < 6 and beliefs.standing(1)[0] == steps and beliefs.standing(1)[1] > START
@@ -548,13 +554,14 @@ def test_of_two_who_are_asked_one_may_be_worth_it(beliefs):
 
 
 def test_a_model_is_paid_from_another_account(beliefs):
-    """A run and its riders count like rows: three of the four that the step is paid for are the first one's."""
+    """A run and its riders count like rows: three of the four that the step is paid for are the first one's, as is all
+    that the model took."""
     guesses = [[(1, [5], [-1], [0.9])]] * 2
     choose(beliefs, {1: 0, 2: 0}, guesses, [1.0, 1.05, 1.1, 1.2])
     assert beliefs.ran(1, 4, 1, 7) == 7
     choose(beliefs, {1: 0, 2: 0}, guesses, [1.0, 1.05, 1.1, 1.2], again=True)
     beliefs.settle([(1, [6], 0), (2, [6], 0)], 5, math.inf, 0.0, 0.3)
-    assert beliefs.standing(1) == (1, pytest.approx(START - 2 * (0.2 + 0.3) * 3 / 4 + 0.005)) and beliefs.ask(1, 9, 1)
+    assert beliefs.standing(1) == (1, pytest.approx(START - 2 * (0.2 * 3 / 4 + 0.3) + 0.005)) and beliefs.ask(1, 9, 1)
     assert beliefs.standing(2) == (1, pytest.approx(START + 0.005)), "rows are paid from the other one"
 
 

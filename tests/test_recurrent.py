@@ -230,7 +230,7 @@ def test_auto_asks_it(make_checkpoint, monkeypatch):
     count_forwards(llm, monkeypatch)
     (ours,), (theirs,) = (run(own, [(TEXT, replace(GREEDY, max_tokens=60))]) for own in (llm, plain))
     assert ours.token_ids == theirs.token_ids
-    assert any(source.tried for source in llm.engine.drafter.dear)
+    assert any(source.rounds for source in llm.engine.drafter.dear)
 
 
 SMALL = RecurrentSettings(vocab=96, wide=24, depth=3, length=40, batch=200, replay=1, lr=5e-3)

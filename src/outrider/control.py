@@ -72,7 +72,7 @@ Text = tuple[int, list[int], int, int]  # a sequence's id, its tokens, how many 
 # Or in a datastore: whose, its shards, the longest and shortest match, length, hits, tokens of the model, if a tree.
 Look = tuple[Any, ...]
 # A source that runs a model: whose (a bit); most tokens of a draft (0: any); how long the texts are that it is for;
-# whether it was tried; seconds to read a token of a text; riders; whether its drafts are trees, whose size is its own
+# whether it was timed; seconds to read a token of a text; riders; whether its drafts are trees, whose size is its own
 # affair; and seconds of a round for one sequence, for two and so on, for each token of a chain or a whole tree.
 Model = tuple[int, int, int, bool, float, float, bool, list[float]]
 Asked = tuple[int, list[int], int]  # a model, by its number, for which sequences, by their places, and how many tokens
@@ -290,7 +290,7 @@ class Beliefs:
         may = [i for i, each in enumerate(own) if each.asks.credit >= 0 and each.steps > 1 and texts[i][3] > 1]
         drafted, had, faith = sum(each.nodes for each in own), n + sum(each.worth for each in own), self.faith()
         best: tuple[float, int, list[int], int] | None = None
-        for number, (source, most, least, tried, reading, riders, tree, rounds) in enumerate(models):
+        for number, (source, most, least, timed, reading, riders, tree, rounds) in enumerate(models):
             deep, found = min(k, most) if most > 0 else k, list[tuple[float, float, list[float], int]]()
             for i in may:
                 seq, text, _, room = texts[i]
@@ -301,18 +301,16 @@ class Beliefs:
                     share *= hope
                     gain += share
                     gains.append(max(0.0, gain * faith - own[i].worth))
-                paid = 0.0
-                if not tried and lag > MOST_NODES:
-                    paid = plain * lag / 512  # a guess, until it was measured
-                elif lag > MOST_NODES // 4:
-                    paid = reading * lag
+                paid = (
+                    lag * (reading or plain / 512) if lag > MOST_NODES // 4 else 0.0
+                )  # a guess, until it was measured
                 paid /= min(HORIZON, room)
                 found.append((paid - gains[-1] * plain / n, paid, gains, i))
             if not found:
                 continue
             found.sort(key=itemgetter(0))
             # what it costs is not known at first: once, and little
-            many_at_most, longest = (len(found), deep) if tried else (1, min(2, deep))
+            many_at_most, longest = (len(found), deep) if timed else (1, min(2, deep))
             for length in [deep] if tree else range(1, longest + 1):
                 more = read = 0.0
                 for many, (_, paid, gains, _) in enumerate(found[:many_at_most], 1):
@@ -324,9 +322,10 @@ class Beliefs:
                         best = gained, number, [i for *_, i in found[:many]], length
             if best is None:  # things may have changed; a try costs all of them time
                 waits = {i: own[i].steps - own[i].read.get(source, (0, 0))[0] for *_, i in found}
-                late, cost = max(waits, key=lambda i: waits[i]), rounds[0] * (1 if tree else deep)
+                late, length = max(waits, key=lambda i: waits[i]), deep if tree else longest
+                cost = rounds[0] * (1 if tree else length)
                 if waits[late] > AGAIN * n and own[late].asks.credit > cost * n / plain:
-                    best = self.rate, number, [late], deep
+                    best = self.rate, number, [late], length
         return None if best is None else (best[1], sorted(best[2]), best[3])
 
     @staticmethod
@@ -352,8 +351,8 @@ class Beliefs:
 
         came: ids, texts and how many tokens were accepted.  rows: of the forward.  took: seconds; infinite if it did
         something else, too.  own: seconds of looking and choosing, which the sources owe that were asked, whatever they
-        found: who finds too little is asked seldom.  drafted: seconds of models, as a rule.  steps: since the last one
-        of which this was told. Returns how many look-ups of all these sequences pay.
+        found: who finds too little is asked seldom.  drafted: seconds of a model, which those pay whom it was run for.
+        steps: since the last one of which this was told. Returns how many look-ups of all these sequences pay.
         """
         known = [(self.own[seq], text, accepted) for seq, text, accepted in came if seq in self.own]
         nodes, plain = sum(each.nodes for each, *_ in known), self.seconds[0] if self.seconds else 0.0
@@ -361,6 +360,7 @@ class Beliefs:
         if nodes and took < math.inf:  # what was thought too little of is charged in full; a hiccup is not
             extra = min(max(extra, took - plain), 2 * extra)
         asked = sum(each.asked.bit_count() for each, *_ in known)
+        ran = sum(each.ran > 0 for each, *_ in known)
         pay = 0
         self.drafts = MEMORY * self.drafts[0], MEMORY * self.drafts[1]
         row = len(came) / plain / nodes if nodes else 0.0  # in plain steps of all: what its time costs, a second
@@ -368,7 +368,8 @@ class Beliefs:
             if each.hoped:
                 self.drafts = self.drafts[0] + accepted, self.drafts[1] + each.hoped
             if each.nodes:
-                each.account.enter(accepted, (extra + drafted) * row * each.nodes)
+                model = drafted * len(came) / plain / ran if each.ran else 0.0
+                each.account.enter(accepted, extra * row * each.nodes + model)
             for source, look in each.looks.items():
                 if plain and each.asked & source:
                     promised = sum(each.promised.get(source, []))

@@ -220,7 +220,9 @@ class Costs:
             seconds = self.ladders[asked] = []
             if self and (not self.curves or min(self._nearest(asked[2])) <= _knot(rows)):
                 seconds += self.over(rows, rows + more, keys, rows)
-                while (rows + len(seconds) - 1) / seconds[-1] < rows / seconds[0]:
+                while seconds and (
+                    math.isinf(seconds[-1]) or (rows + len(seconds) - 1) / seconds[-1] < rows / seconds[0]
+                ):
                     del seconds[-1]
         return seconds
 

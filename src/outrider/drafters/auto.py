@@ -67,8 +67,8 @@ class Source:
     rounds: Learnt = field(default_factory=Learnt)  # over sequences: seconds a token of a chain, or of a whole tree
     reading: float = 0.0  # seconds a token of text that it has not read
     tree: bool = False  # whether its drafts have branches: then their size is its own affair
+    largest: int = 0  # tree that was asked for
     beyond: float = 0.0  # riders
-    tried: bool = False
     least: int = 0  # length of the texts that it is for
     told: Model | None = None  # what `model` said, until something is measured
 
@@ -77,7 +77,7 @@ class Source:
         if self.told is None or len(self.told[-1]) < most:
             own = min(self.drafter.num_speculative_tokens, MOST_NODES)
             rounds = self.rounds.over(1, most) if self.rounds else [0.0] * most
-            self.told = self.bit, own, self.least, self.tried, self.reading, self.beyond, self.tree, rounds
+            self.told = self.bit, own, self.least, bool(self.rounds), self.reading, self.beyond, self.tree, rounds
         return self.told
 
 
@@ -122,7 +122,7 @@ class Auto(Drafter):
         self.others = [own for own, look in zip(self.sources, looks, strict=True) if own.drafter.cheap and not look]
         self.costs, self.threads = Costs(), torch.get_num_threads()
         self.chains, self.vocab, self.chunk = False, 2**63, 2**63
-        self.sent = self.spent = self.asking = self.own = self.whole = 0.0
+        self.sent = self.spent = self.asking = self.charged = self.own = 0.0
         self.made = 0  # graphs, when a step's forward began
         self.turn = self.rested = 0  # steps, and those of them that were rested since the last propose
         self.unpaid: list[int] = []  # the sequences of that, if no look pays for them
@@ -189,7 +189,7 @@ class Auto(Drafter):
 
     def propose(self, seqs: list[Sequence], k: int) -> list[Draft]:
         """One tree per sequence of at most k nodes, and the riders of who has some."""
-        began, n, self.asking = self.clock(), len(seqs), 0.0
+        began, n, self.asking, self.charged = self.clock(), len(seqs), 0.0, 0.0
         self.turn += 1
         lengths = [len(seq.tokens) for seq in seqs]
         seconds = self.costs.ladder(n, min(n * k, ALL_ROWS), sum(lengths))
@@ -262,18 +262,28 @@ class Auto(Drafter):
         self, source: Source, seqs: list[Sequence], who: list[int], k: int, seconds: float | None,
         riders: dict[int, Draft],
     ) -> None:  # fmt: skip
-        """What asking took: for what the source had to read, or for its guesses; None: nothing to learn from."""
-        lag, source.told = 0, None
+        """What asking took: for what the source had to read, or for its guesses; None: nothing to learn from.
+
+        That is charged, but no more than twice what it takes as a rule; and not where it read a text for the first
+        time, which many tokens pay for.
+        """
+        lag, new, source.told = 0, False, None
         for i in who:
-            beyond = riders[i].riders if i in riders else 0
-            lag += self.beliefs.ran(seqs[i].id, source.bit, beyond, len(seqs[i].tokens))
+            beyond, length = riders[i].riders if i in riders else 0, len(seqs[i].tokens)
+            lag += (own := self.beliefs.ran(seqs[i].id, source.bit, beyond, length))
+            new = new or own == length
         if seconds is None:
             return
+        size = 1 if source.tree else k
+        if source.tree and k > source.largest:  # what was timed before was less
+            source.rounds, source.largest = Learnt(), k
+        usual = source.rounds.at(len(who)) * size if source.rounds else 0.0
         if lag > MOST_NODES // 4 * len(who):
-            source.reading = seconds / lag if not source.tried else 0.8 * source.reading + 0.2 * seconds / lag
+            usual, each = usual + source.reading * lag, seconds / lag
+            source.reading = 0.8 * source.reading + 0.2 * each if source.reading else each
         else:
-            source.rounds.add(len(who), seconds / (1 if source.tree else k))
-        source.tried = True
+            source.rounds.add(len(who), seconds / size)
+        self.charged = 0.0 if new else min(seconds, 2 * usual or seconds)
 
     def observe(self, seqs: list[Sequence], verdicts: list[Verdict], output: Output) -> None:
         """Learn what the step cost and brought, and which guesses were right, drafted or not."""
@@ -286,13 +296,12 @@ class Auto(Drafter):
         if output.read <= self.chunk and not captured:  # else it was more than one forward
             self.costs.add(rows, keys, took, output.read, len(seqs))
         took, steps, self.rested = math.inf if output.read or captured else took, 1 + self.rested, 0
-        pay = self.beliefs.settle(came, rows, took, self.own, self.whole - self.own, steps)
+        pay = self.beliefs.settle(came, rows, took, self.own, self.charged, steps)
         rests = not pay and not self.awake and max([len(seq.tokens) for seq in seqs]) + EVERY < self.least
         self.unpaid = [seq.id for seq in seqs] if rests else []
         for part in self.watching:
             part.observe(seqs, verdicts, output)
-        spent = self.spent + self.clock() - began
-        self.own, self.whole = _usual(self.own, max(0.0, spent - self.asking)), _usual(self.whole, spent)
+        self.own = _usual(self.own, max(0.0, self.spent - self.asking + self.clock() - began))
 
     def remember(self, text: list[int]) -> None:
         """Let all who can remember it."""
