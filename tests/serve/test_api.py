@@ -854,12 +854,13 @@ MUCH = [
     ("/v1/completions", {"prompt": [[5] * 40, [6] * 40], "logprobs": 20, "echo": True, "max_tokens": 0}),
     ("/v1/chat/completions", {"messages": TALK, "logprobs": True, "top_logprobs": 20, "n": 2, "max_tokens": 20}),
     ("/v1/chat/completions", {"messages": TALK * 4, "prompt_logprobs": 20, "max_tokens": 1}),
+    ("/v1/completions", {"prompt": [[5] * 120, [6] * 120], "return_token_ids": True, "max_tokens": 20}),
     ("/v1/responses", {"input": "x", "top_logprobs": 20, "max_output_tokens": 40}),
 ]
 
 
 @pytest.mark.parametrize(("path", "body"), MUCH)
-def test_many_logprobs_are_written_off_the_loop(client, monkeypatch, path, body):
+def test_many_numbers_are_written_off_the_loop(client, monkeypatch, path, body):
     """As they are on it, where those of an engine that was closed meanwhile still are."""
     wrote = list[tuple[bool, int]]()  # whether on the loop, and how many bytes
 

@@ -19,7 +19,7 @@ from outrider.serve.reasoning import Counter, Reader, Reading
 from outrider.serve.vocabulary import Vocabulary
 
 FLOOR = -9999.0  # JSON has no -inf
-MANY = 2048  # log-probabilities: to write more takes ten milliseconds and longer
+MANY = 2048  # numbers: to write more log-probabilities takes ten milliseconds and longer
 
 
 @dataclass
@@ -77,6 +77,7 @@ class Reply:
         params = self.job.answer.requests[0].seq.params
         told = ((tokens, params.logprobs), (read, params.prompt_logprobs))
         numbers = sum(count * (1 + top) for count, top in told if top is not None)
+        numbers += tokens + read if self.body.return_token_ids else 0
         return write(0) if numbers < MANY else await self.job.aside(partial(write, self.depth))
 
     # --- as a stream ---

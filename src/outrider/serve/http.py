@@ -131,7 +131,7 @@ def _pieces(data: Any, depth: int) -> str:
         return f"[{','.join([_pieces(each, depth - 1) for each in data])}]"
     if depth and isinstance(data, dict) and all(isinstance(key, str) for key in data):
         return f"{{{','.join([f'{_written(key)}:{_pieces(each, depth - 1)}' for key, each in data.items()])}}}"
-    return _written(data)
+    return str(data) if type(data) is int else _written(data)  # an encoder for each token id takes five times as long
 
 
 def json_response(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
