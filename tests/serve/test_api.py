@@ -15,13 +15,17 @@ import jsonschema
 import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from outrider import LLM
 from outrider.errors import ConfigError, EngineError
+from outrider.outputs import Logprob, StepEvent
 from outrider.serve import answers, responses
 from outrider.serve.http import dumps
 from outrider.serve.protocol import CompletionBody
 from outrider.serve.settings import generation_defaults
+from outrider.serve.vocabulary import Vocabulary
 from tests.serve.conftest import Client, fail
 
 PROMPT = "Once upon a time there was a little girl who"
@@ -431,6 +435,19 @@ def test_offsets_are_places_in_the_text(client):
             assert text[at:].startswith(token) and after == at + len(token), (token, at)
             seen += 1
     assert seen > 5
+
+
+@pytest.mark.parametrize(("echo", "starts"), [("Hello world", [0, 5, 11]), (" Hello world", [0, 6, 12])])
+def test_offsets_in_an_echo_of_sentencepiece(echo, starts):
+    """Its tokenizers put a space before the text, which is not in what is given back."""
+    backend = Tokenizer(models.Unigram([(piece, -1.0) for piece in ("<unk>", "\u2581Hello", "\u2581world")], 0))
+    backend.decoder = decoders.Metaspace()
+    vocabulary, known = Vocabulary(PreTrainedTokenizerFast(tokenizer_object=backend)), Logprob(2, -1.0, {}, 1)
+    answer = SimpleNamespace(requests=[SimpleNamespace(prompt_logprobs=[None, known])])
+    body = CompletionBody(prompt=echo, echo=True, logprobs=0)
+    reply = answers.Completion(answers.Job(body, answer, {}, vocabulary, [[1, 2]], {}, fail), [echo])
+    found = reply.choice(StepEvent(0, [2], [" world"], [None], [known]))["logprobs"]
+    assert found["text_offset"] == starts and found["tokens"] == [" Hello", " world", " world"]
 
 
 def test_echo_of_the_prompt_alone(client):
