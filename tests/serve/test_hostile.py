@@ -352,7 +352,7 @@ def test_strange_texts(client, path, more):
         {"api_keys": "secret"}, {"api_keys": [""]}, {"api_keys": [5]}, {"names": "tiny"}, {"names": []},
         {"cors_origins": "http://x"}, {"max_n": "5"}, {"max_body": -1}, {"max_n": True}, {"drain": "x"},
         {"drain": math.nan}, {"reasoning": 1}, {"chat_template": None}, {"defaults": {"temperature": -5}},
-        {"defaults": {"nonsense": 5}}, {"defaults": None},
+        {"defaults": {"nonsense": 5}}, {"defaults": None}, {"cors_origins": ["http://x", " / "]},
     ],
 )  # fmt: skip
 def test_settings_of_a_file_are_checked(given_):
@@ -360,7 +360,8 @@ def test_settings_of_a_file_are_checked(given_):
     with pytest.raises(ConfigError, match=next(iter(given_))) as caught:
         Settings(**{"names": ["tiny"], **given_})
     assert "secret" not in str(caught.value)
-    assert Settings(["tiny"], [" a "]).api_keys == ("a",)
+    good = Settings(["tiny"], [" a "], cors_origins=["http://good.example/", "*"])
+    assert good.api_keys == ("a",) and good.cors_origins == ("http://good.example", "*")
 
 
 def test_limits(tiny_llm):

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -136,7 +137,6 @@ def serve(
     if log_level not in LEVELS:
         raise ConfigError(f"--log-level must be one of {', '.join(LEVELS)}, not {log_level!r}")
     keys = api_key or [key for key in [os.environ.get("OUTRIDER_API_KEY", "")] if key]
-    keys = [key.strip() for key in keys]  # a mounted secret ends with a line
     if (ssl_keyfile is None) != (ssl_certfile is None):
         raise ConfigError("give --ssl-keyfile and --ssl-certfile together")
     if ssl_ca_certs is not None and ssl_certfile is None:
@@ -146,9 +146,8 @@ def serve(
             raise ConfigError(f"--ssl-{name} {file} is not there, or no file")
     if ssl_keyfile is not None and ssl_certfile is not None:
         _check_tls(ssl_keyfile, ssl_certfile, ssl_ca_certs)
-    cors_origin = [origin.strip().rstrip("/") for origin in cors_origin or ()]  # as browsers send it
     root_path = "/".join(["", *filter(None, root_path.strip().split("/"))])
-    named = {"api-key": keys, "served-model-name": served_model_name or [], "cors-origin": cors_origin}
+    named = {"api-key": keys, "served-model-name": served_model_name or [], "cors-origin": cors_origin or []}
     for flag, values in (named | {"root-path": [root_path] if root_path else []}).items():
         if not all(value.strip() for value in values):
             raise ConfigError(f"--{flag} is empty; give one, or leave it out")
@@ -183,12 +182,12 @@ def serve(
         "quantization": quantization, "activations": activations, "tensor_parallel_mode": tensor_parallel_mode,
     }  # fmt: skip
     about: dict[str, Any] = {
-        "names": tuple(served_model_name or [model]), "api_keys": tuple(keys), "max_body": max_body, "max_n": max_n,
+        "names": served_model_name or [model], "api_keys": keys, "max_body": max_body, "max_n": max_n,
         "max_stop_strings": max_stop_strings, "max_logprobs": max_logprobs, "keep_alive": keep_alive, "drain": drain,
-        "event_interval": event_interval,
-        "cors_origins": tuple(cors_origin), "chat_template": template,
+        "event_interval": event_interval, "cors_origins": cors_origin or [], "chat_template": template,
         "trust_chat_template": trust_request_chat_template, "reasoning": reasoning,
     }  # fmt: skip
+    settings = Settings(**about)  # before minutes are spent on loading
 
     def sampled(path: Path) -> dict[str, Any]:
         return (generation_defaults("auto", path) if defaults is None else defaults) | overrides
@@ -227,7 +226,7 @@ def serve(
         llm = load_llm(model, config, dtype, device, reporter, tensor_parallel_size=tensor_parallel_size, **limits)
         reporter.close()
         llm.runner.progress = None
-    settings = Settings(**about, defaults=sampled(llm.checkpoint.path))
+    settings = replace(settings, defaults=sampled(llm.checkpoint.path))
     engine = AsyncLLM(
         llm, max_queued_requests=max_queued_requests, max_queued_tokens=max_queued_tokens, event_interval=event_interval
     )

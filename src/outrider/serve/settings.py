@@ -41,11 +41,12 @@ class Settings:
     def __post_init__(self) -> None:
         """Raises ConfigError for what a YAML file, say, has otherwise: each character of a text would be a key."""
         for name in ("names", "api_keys", "cors_origins"):
-            given = getattr(self, name)
-            listed = isinstance(given, (list, tuple)) and all(isinstance(own, str) and own.strip() for own in given)
-            if not listed or not (given or name != "names"):
+            given, end = getattr(self, name), "/" if name == "cors_origins" else ""  # which browsers do not send
+            listed = isinstance(given, (list, tuple)) and all(isinstance(own, str) for own in given)
+            found = tuple([own.strip().rstrip(end) for own in given]) if listed else ("",)
+            if not all(found) or not (found or name != "names"):
                 raise ConfigError(f"{name} must be a list of texts, none of them empty")
-            object.__setattr__(self, name, tuple([own.strip() for own in given]))
+            object.__setattr__(self, name, found)
         check_numbers(self)
         for item in fields(self):
             value, kind = getattr(self, item.name), item.type
