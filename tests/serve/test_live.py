@@ -83,7 +83,7 @@ def test_silence_is_filled(live, monkeypatch, tiny_llm):
         return real(*args, **options)
 
     monkeypatch.setattr(tiny_llm.engine, "step_within", slow)
-    url = live(keep_alive=0.05)
+    url = live(keep_alive=0.1)
     answer = httpx.post(f"{url}/v1/completions", json={"prompt": PROMPT, "max_tokens": 3, "stream": True}, timeout=30)
     assert ": keep-alive\n\n" in answer.text and len(frames_of(answer.text)) >= 3
 

@@ -48,6 +48,8 @@ class Settings:
                 raise ConfigError(f"{name} must be a list of texts, none of them empty")
             object.__setattr__(self, name, found)
         check_numbers(self)
+        if self.keep_alive < 0.1:  # streams would be full of comments
+            raise ConfigError(f"keep_alive must be at least 0.1 seconds, not {brief(self.keep_alive)}")
         for item in fields(self):
             value, kind = getattr(self, item.name), item.type
             if (kind == "bool" and not isinstance(value, bool)) or (kind == "str" and not isinstance(value, str)):
