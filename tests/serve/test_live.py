@@ -294,6 +294,16 @@ def test_a_unix_socket_is_taken_only_from_the_dead(tmp_path, monkeypatch, capsys
             _listen_at(at)
 
 
+def test_a_unix_socket_with_a_full_queue(tmp_path):
+    at = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX) as another, socket.socket(socket.AF_UNIX) as waits:
+        another.bind(str(at))
+        another.listen(0)
+        waits.connect(str(at))
+        with pytest.raises(ConfigError, match="another server listens"):
+            _listen_at(at)
+
+
 def test_without_the_extra(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["outrider", "serve", "tiny"])
     monkeypatch.setattr(outrider, "serve", outrider.serve)  # which another is imported in place of

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -284,10 +285,13 @@ def _listen_at(path: Path) -> socket.socket:
     listening = socket.socket(socket.AF_UNIX)
     try:
         if path.is_socket():
+            listening.setblocking(False)
             try:
-                listening.connect(str(path))
+                with suppress(BlockingIOError):  # as many wait there as may
+                    listening.connect(str(path))
             except ConnectionRefusedError:
                 path.unlink()
+                listening.setblocking(True)
             else:
                 raise ConfigError(f"--uds {path}: another server listens there; give another path")
         elif path.exists():
