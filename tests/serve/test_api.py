@@ -457,6 +457,8 @@ def test_echo_of_the_prompt_alone(client):
     assert choice["text"] == PROMPT and choice["finish_reason"] == "length"
     assert answer["usage"]["completion_tokens"] == 0
     assert regrouped(client.frames(body))[0]["text"] == PROMPT
+    refused = client.post("/v1/completions", {**body, "min_tokens": 1}).json()["error"]
+    assert refused["param"] == "min_tokens" and "must not exceed max_tokens (0)" in refused["message"]
 
 
 def test_how_many_tokens_by_default(client, tiny_llm):

@@ -297,6 +297,8 @@ class CompletionBody(Sampled):
             raise Refusal(400, "suffix is not supported: the model does not fill in the middle", "suffix")
         if self.max_tokens is not None and self.max_tokens < (0 if self.echo else 1):
             raise Refusal(400, f"max_tokens must be at least 1, not {self.max_tokens}", "max_tokens")
+        if self.max_tokens == 0 < (self.min_tokens or 0):  # the engine writes one, which nobody sees
+            raise Refusal(400, f"min_tokens ({brief(self.min_tokens)}) must not exceed max_tokens (0)", "min_tokens")
 
     @property
     def outputs(self) -> int:
