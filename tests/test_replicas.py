@@ -116,6 +116,24 @@ def test_own_errors_are_not_tried_again():
     assert len(begun) == 1
 
 
+def test_an_engine_that_ends_early_is_lost():
+    """Also where it says nothing of it: an answer never ends in the middle without a word."""
+    begun = []
+
+    async def begin(known):
+        begun.append(known)
+        yield StepEvent(0, [1, 2], ["x", "x"], [None, None])
+
+    async def main() -> None:
+        events = resumed(begin, 1)
+        assert (await anext(events)).token_ids == [1, 2]
+        with pytest.raises(EngineError, match=f"{MOST} engines have gone"):
+            await anext(events)
+
+    asyncio.run(main())
+    assert begun == [[[]], *[[[1]]] * (MOST - 1)]
+
+
 def test_another_model_is_found_out():
     """An engine that gives other tokens is none of ours: the answer ends with an error, not with a mixture."""
     lives = iter([[1, 2, 3], [1, 7, 3, 4]])

@@ -45,8 +45,9 @@ async def resumed(begin: Callable[[list[list[int]]], Any], outputs: int) -> Asyn
     """The events of an answer of so many outputs, each token once, whoever writes it.
 
     `begin(begun)` gives the events of an engine, as an async generator, from the first token on; `begun` are tokens of
-    each output that are known already, which that engine may read instead of writing them. Where it raises Lost,
-    another is begun. Raises EngineError if that happens too often, and whatever else an engine raises.
+    each output that are known already, which that engine may read instead of writing them. Where it raises Lost, or
+    ends before all outputs have, another is begun. Raises EngineError if that happens too often, and whatever else an
+    engine raises.
     """
     known: list[list[int]] = [[] for _ in range(outputs)]
     ended: set[int] = set()
@@ -69,5 +70,4 @@ async def resumed(begin: Callable[[list[list[int]]], Any], outputs: int) -> Asyn
                     yield event.part(slice(skip, None))
                     if len(ended) == outputs:
                         return
-            return
     raise EngineError(f"{MOST} engines have gone while they wrote this answer")
