@@ -87,6 +87,21 @@ def test_a_wrong_field_is_named(client, field, value):
 
 
 @pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        ("v1/completions", {"prompt": [10**4000]}), ("v1/completions", {"stop_token_ids": [10**4000]}),
+        ("v1/completions", {"max_tokens": -(10**4000)}), ("v1/completions", {"logprobs": 10**4000}),
+        ("v1/completions", {"prompt_logprobs": 10**4000}), ("v1/completions", {"n": 10**4000}),
+        ("v1/completions", {"truncate_prompt_tokens": -(10**4000)}), ("v1/completions", {"min_tokens": 10**4000}),
+        ("v1/chat/completions", {"max_completion_tokens": -(10**4000)}), ("detokenize", {"tokens": [10**4000]}),
+    ],
+)  # fmt: skip
+def test_a_long_number_is_told_in_brief(client, path, more):
+    start = {"v1/completions": {"prompt": PROMPT}, "v1/chat/completions": {"messages": TALK}}
+    assert len(refused(client.post(f"/{path}", {**start.get(path, {}), **more}))["message"]) < 300
+
+
+@pytest.mark.parametrize(
     ("field", "value"),
     [
         ("messages", None), ("messages", []), ("messages", "hi"), ("messages", [1]), ("messages", [{}]),

@@ -275,10 +275,10 @@ class Engine:
         if not prompt:
             raise EmptyPrompt("the prompt is empty; give at least one token")
         if bad := [t for t in prompt if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < vocab]:
-            raise RequestError(f"prompt token {bad[0]!r} is not a token id below {vocab}")
+            raise RequestError(f"prompt token {brief(bad[0])} is not a token id below {vocab}")
         for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
             if bad := [t for t in getattr(params, name) or () if t >= vocab]:
-                raise ConfigError(f"{name}: {bad[0]} is not a token id below {vocab}")
+                raise ConfigError(f"{name}: {brief(bad[0])} is not a token id below {vocab}")
         if params.stops and self.tokenizer is None:
             raise ConfigError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
         if params.bad_words and self.tokenizer is None:
@@ -304,7 +304,7 @@ class Engine:
         if len(begun) != params.n or any(len(own) >= params.max_tokens for own in begun):
             raise RequestError(f"begun holds {params.n} lists of less than {params.max_tokens} tokens, one an output")
         if bad := [t for own in begun for t in own if type(t) is not int or not 0 <= t < vocab]:
-            raise RequestError(f"begun token {bad[0]!r} is not a token id below {vocab}")
+            raise RequestError(f"begun token {brief(bad[0])} is not a token id below {vocab}")
 
     @property
     def longest(self) -> int:

@@ -400,7 +400,8 @@ class Server:
         if (keep := body.truncate_prompt_tokens) is None:
             return ids
         if keep < -1 or keep == 0:
-            raise Refusal(400, f"truncate_prompt_tokens must be -1 or at least 1, not {keep}", "truncate_prompt_tokens")
+            name = "truncate_prompt_tokens"
+            raise Refusal(400, f"{name} must be -1 or at least 1, not {brief(keep)}", name)
         if keep == -1:  # as many as leave room for what is asked for
             keep = max(1, self.llm.llm.engine.max_len - (self._asked(body) or 1))
         return ids[:keep] if body.truncation_side == "right" else ids[-keep:]
@@ -510,7 +511,7 @@ class Server:
 
         def work() -> Response:
             if bad := next((token for token in body.tokens if not 0 <= token < vocab), None):
-                raise Refusal(400, f"tokens: {bad} is not a token id below {vocab}", "tokens")
+                raise Refusal(400, f"tokens: {brief(bad)} is not a token id below {vocab}", "tokens")
             return json_response({"prompt": self._decode(body.tokens)})
 
         return await self._aside(request, work)

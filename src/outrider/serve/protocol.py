@@ -198,7 +198,7 @@ class Sampled(Common):
         own = "logprobs" if isinstance(self, CompletionBody) else "top_logprobs"
         for name, count in ((own, logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if count is not None and not 0 <= count <= settings.max_logprobs:
-                raise Refusal(400, f"{name} must be 0 to {settings.max_logprobs}, not {count}", name)
+                raise Refusal(400, f"{name} must be 0 to {settings.max_logprobs}, not {brief(count)}", name)
         given = {name: getattr(self, name) for name in (*SAMPLED_BY, *PLAIN) if getattr(self, name) is not None}
         if given.get("seed") == -1:  # as in vLLM: none
             del given["seed"]
@@ -296,7 +296,7 @@ class CompletionBody(Sampled):
         if self.suffix:
             raise Refusal(400, "suffix is not supported: the model does not fill in the middle", "suffix")
         if self.max_tokens is not None and self.max_tokens < (0 if self.echo else 1):
-            raise Refusal(400, f"max_tokens must be at least 1, not {self.max_tokens}", "max_tokens")
+            raise Refusal(400, f"max_tokens must be at least 1, not {brief(self.max_tokens)}", "max_tokens")
         if self.max_tokens == 0 < (self.min_tokens or 0):  # the engine writes one, which nobody sees
             raise Refusal(400, f"min_tokens ({brief(self.min_tokens)}) must not exceed max_tokens (0)", "min_tokens")
 
@@ -355,7 +355,7 @@ class ChatBody(Sampled):
             raise Refusal(400, 'modalities: the model writes text; give ["text"] or leave it out', "modalities")
         if (most := self.most(None)) is not None and most < 1:
             name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-            raise Refusal(400, f"{name} must be at least 1, not {most}", name)
+            raise Refusal(400, f"{name} must be at least 1, not {brief(most)}", name)
 
     @property
     def alternatives(self) -> int | None:
