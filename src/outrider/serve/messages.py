@@ -13,10 +13,9 @@ from outrider.errors import brief
 from outrider.outputs import StepEvent
 from outrider.serve.answers import Chat, Job
 from outrider.serve.http import Refusal, dumps, frame, loads, parse, refusal
-from outrider.serve.protocol import ChatBody, Common, Ignored
+from outrider.serve.protocol import SAME, ChatBody, Common
 from outrider.serve.reasoning import Reading
 
-SAME = (*(Common.model_fields.keys() - Ignored.model_fields.keys()), "chat_template_kwargs", "include_reasoning")
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 Block = dict[str, Any]
 

@@ -149,6 +149,10 @@ class Common(Ignored):
     structured_outputs: dict[str, Any] | None = None
 
 
+# what a body that is answered as a chat hands to it as it is
+SAME = (*(Common.model_fields.keys() - Ignored.model_fields.keys()), "chat_template_kwargs", "include_reasoning")
+
+
 class Sampled(Common):
     """What completions and chats have in common."""
 
@@ -237,7 +241,6 @@ PLAIN = (
 
 def _constraint_of(given: dict[str, Any] | None) -> dict[str, Any] | None:
     """A `response_format`, OpenAI's or llama.cpp's (the schema beside the type), as `structured_outputs`."""
-    name = "response_format"
     if given is None:
         return None
     given = {key: value for key, value in given.items() if value is not None}
@@ -245,21 +248,22 @@ def _constraint_of(given: dict[str, Any] | None) -> dict[str, Any] | None:
         return {"structural_tag": given}
     if kind not in ("text", "json_object", "json_schema"):
         valid = "text, json_object, json_schema or structural_tag"
-        raise Refusal(400, f"{name}: type must be {valid}, not {brief(kind)}", name)
+        raise Refusal(400, f"response_format: type must be {valid}, not {brief(kind)}", "response_format")
     inner = given.get("json_schema")
     said = {*given} | ({*inner} if isinstance(inner, dict) else set())
     known = {"type"} if kind == "text" else {"type", "json_schema", "schema", "name", "description", "strict"}
     if unknown := said - known:
-        raise Refusal(400, f"{name} has no field {brief(min(unknown))}", name)
+        raise Refusal(400, f"response_format has no field {brief(min(unknown))}", "response_format")
     if kind == "text":
         return None
     if "schema" in given and inner is not None:
-        raise Refusal(400, f"{name}: schema and json_schema cannot both be given", name)
+        raise Refusal(400, "response_format: schema and json_schema cannot both be given", "response_format")
     schema = inner.get("schema") if isinstance(inner, dict) else given.get("schema")
     if kind == "json_object" and schema is None:
         return {"json_object": True}
     if not isinstance(schema, dict):
-        raise Refusal(400, f"{name}: json_schema must be an object whose 'schema' is one, not {brief(schema)}", name)
+        told = f"response_format: json_schema must be an object whose 'schema' is one, not {brief(schema)}"
+        raise Refusal(400, told, "response_format")
     return {"json": schema}
 
 

@@ -15,15 +15,11 @@ from outrider.errors import brief
 from outrider.outputs import StepEvent
 from outrider.serve.answers import Chat, Job
 from outrider.serve.http import Refusal, dumps, frame, parse, refusal
-from outrider.serve.protocol import ChatBody, Choice, Common, Ignored
+from outrider.serve.protocol import SAME, ChatBody, Choice, Common
 from outrider.serve.reasoning import Reading
 
 STATELESS = "this server keeps nothing of an answer; send the whole conversation as input"
 LOGPROBS = "message.output_text.logprobs"  # what `include` calls them
-SAME = (
-    *(Common.model_fields.keys() - Ignored.model_fields.keys()), "parallel_tool_calls", "chat_template_kwargs",
-    "include_reasoning",
-)  # fmt: skip
 OWN = (  # how types of tools begin that are OpenAI's own
     "web_search", "file_search", "mcp", "code_interpreter", "image_generation", "local_shell", "shell", "computer",
     "custom", "apply_patch", "namespace", "tool_search",
@@ -74,7 +70,7 @@ class ResponsesBody(Common):
         for name in ("background", "previous_response_id", "conversation", "prompt"):
             if getattr(self, name):
                 raise Refusal(400, f"{name} is not supported: {STATELESS}", name)
-        given = {name: getattr(self, name) for name in SAME}
+        given = {name: getattr(self, name) for name in (*SAME, "parallel_tool_calls")}
         messages = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else _messages(self.input)
         if self.instructions:  # empty ones are none, and the template's own stand
             messages.insert(0, {"role": "system", "content": self.instructions})
