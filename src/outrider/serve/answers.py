@@ -128,7 +128,7 @@ class Reply:
     # --- parts ---
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.job.head["id"], "object": kind, **{k: v for k, v in self.job.head.items() if k != "id"}}
+        return {"object": kind, **self.job.head}
 
     def _lead(self, first: bool) -> dict[str, Any]:
         """What only the first frame carries beside its choice."""
