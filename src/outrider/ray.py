@@ -98,9 +98,7 @@ class Replicas:
     @property
     def settings(self) -> Settings:
         """Of the ingress."""
-        given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in self.server.items()}
-        given.setdefault("names", (self.model,))
-        return Settings(**given)
+        return Settings(**{"names": (self.model,), **self.server})
 
 
 def app(args: Mapping[str, Any]) -> serve.Application:

@@ -154,11 +154,6 @@ def serve(
             raise ConfigError(f"--{flag} is empty; give one, or leave it out")
         if not all(map(is_unicode, values)):
             raise ConfigError(f"--{flag} is not UTF-8")
-    overrides = (
-        read_json(override_generation_config, "--override-generation-config", '{"temperature": 0.7}')
-        if (override_generation_config is not None)
-        else {}
-    )
     try:
         from outrider.serve.app import create_app
         from outrider.serve.server import log_to_stderr, open_more_files, server
@@ -173,7 +168,10 @@ def serve(
     if drain is None:
         drain = 30.0 if launched()[1] == 1 else 20.0  # torchrun kills after 30, and ends take their time, too
     template = "" if chat_template is None else _template(chat_template)
-    overrides = checked(overrides, "--override-generation-config")
+    overrides: dict[str, Any] = {}
+    if override_generation_config is not None:
+        option = "--override-generation-config"
+        overrides = checked(read_json(override_generation_config, option, '{"temperature": 0.7}'), option)
     defaults = generation_defaults(generation_config, Path()) if generation_config != "auto" else None
     log_to_stderr(log_format, log_level)
     limits: dict[str, Any] = {
