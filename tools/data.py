@@ -162,6 +162,7 @@ def prepare(folder: Path, data: Path, tokenizer: Any, progress: Progress | None 
     documents: dict[tuple[str, str], list[str]] = {}
     for item in texts(data):
         documents.setdefault((item.domain, "held" if item.held else "train"), []).append(item.text)
+    mark.unlink(missing_ok=True)  # what was there is whole no longer
     for done, ((domain, split), found) in enumerate(documents.items()):
         if progress:
             progress("tokenising", done, len(documents))

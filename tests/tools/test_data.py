@@ -61,6 +61,22 @@ def test_documents_survive(corpus, texts, tokenizer):
         stories.window(np.random.default_rng(0), len(stories.ids) + 1)
 
 
+def test_a_corpus_that_is_half_another_tokenizers(tokenizer, tmp_path, monkeypatch):
+    """Where the second `prepare` was interrupted, the first one's does not take the folder for its own."""
+    other = data.train_tokenizer(["other words"], 300)
+    found = [data.Text(domain, "once upon a time", held=False) for domain in ("stories", "books")]
+    monkeypatch.setattr(data, "texts", lambda _: found)
+    data.prepare(tmp_path, tmp_path, tokenizer)
+    write, first = data.write_tokens, data.read_corpus(tmp_path, "train")["stories"].ids.tolist()
+    with monkeypatch.context() as patch, pytest.raises(KeyError, match="books"):
+        patch.setattr(
+            data, "write_tokens", lambda folder, domain, *own: {"stories": write}[domain](folder, domain, *own)
+        )
+        data.prepare(tmp_path, tmp_path, other)
+    data.prepare(tmp_path, tmp_path, tokenizer)
+    assert data.read_corpus(tmp_path, "train")["stories"].ids.tolist() == first
+
+
 def test_tokenizer_from_scratch(texts):
     tokenizer = data.train_tokenizer((t.text for t in texts), 400)
     ids = tokenizer.encode("Anna saw — 数 — a key.\n\tEnd")
