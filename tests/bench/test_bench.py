@@ -5,7 +5,6 @@ import gzip
 import io
 import json
 import lzma
-import math
 import subprocess
 import sys
 import tarfile
@@ -268,7 +267,7 @@ def test_a_batch_that_took_no_time_in_one_round_has_the_ratios_of_others(llm: LL
 def test_an_answer_that_ends_within_another_differs_there(llm: LLM) -> None:
     for ours, theirs in (([5, 6, 7], [5, 6]), ([5, 6], [5, 6, 7])):
         (found,) = module.compare(llm, [[1]], [ours], [Sample(tokens=[theirs])])
-        assert (found.position, {found.plain_token, found.token}, found.gap) == (2, {7, None}, math.inf)
+        assert (found.position, {found.plain_token, found.token}, found.gap) == (2, {7, None}, None)
 
 
 def test_the_spread_over_prompts_is_told(done: Path) -> None:
@@ -391,8 +390,11 @@ def test_differences_are_found_and_explained(llm: LLM, monkeypatch: pytest.Monke
     assert "no: 1 of 2 prompts, first at token 5" in report.cells(r)
     said = f"ngram k=4 differs from plain: prompt 1 at token 5, gap {d.gap:.2g}; near-ties: "
     assert said in report.markdown([plain, r])
+    ended = replace(r, differences=[replace(d, token=None, gap=None)], near_ties=0)
+    assert "differs from plain: prompt 1 at token 5; near-ties: 0 of 1." in report.markdown([plain, ended])
+    assert '"gap": null' in ended.line()
 
-    monkeypatch.setattr(module, "compare", lambda *_: [Difference(0, 1, 2, 3, gap) for gap in (0.2, 0.3)])
+    monkeypatch.setattr(module, "compare", lambda *_: [Difference(0, 1, 2, 3, gap) for gap in (0.2, 0.3, None)])
     assert [r.near_ties for r in run(Settings(max_tokens=2, repeats=1))] == [1]  # bfloat16: 0.25
 
 

@@ -77,7 +77,8 @@ class Difference:
     position: int  # in the output
     plain_token: int | None  # None: there the answer has ended
     token: int | None
-    gap: float  # log p(plain_token) - log p(token) in nats, of the raw logits of plain decoding at temperature 1
+    # log p(plain_token) - log p(token) in nats, of plain decoding's raw logits at temperature 1; None: not comparable
+    gap: float | None
 
 
 @dataclass(frozen=True)
@@ -228,7 +229,10 @@ def remarks(group: list[Result]) -> list[str]:
         sizes = ", ".join(f"{key} {value}" for key, value in r.inflated_from.items())
         lines.append(f"The target is a function-preserving enlargement; its source, with the same tokens: {sizes}.")
     for x in group:
-        where = ", ".join(f"prompt {d.prompt} at token {d.position}, gap {d.gap:.2g}" for d in x.differences)
+        gaps = ["" if d.gap is None else f", gap {d.gap:.2g}" for d in x.differences]
+        where = ", ".join(
+            f"prompt {d.prompt} at token {d.position}{gap}" for d, gap in zip(x.differences, gaps, strict=True)
+        )
         ties = "" if x.near_ties is None else f"; near-ties: {x.near_ties} of {len(x.differences)}"
         lines += [f"{x.method} differs from plain: {where}{ties}."] * bool(where and not may_differ(x))
         if x.method != "plain" and len(each := sorted(x.by_batch or [])) >= MANY:

@@ -366,7 +366,7 @@ def compare(llm: LLM, prompts: list[list[int]], plain: list[list[int]], samples:
         assert at is not None
         ours, theirs = (answer[at] if at < len(answer) else None for answer in (expected, got))
         if ours is None or theirs is None:
-            differences.append(Difference(i, at, ours, theirs, math.inf))
+            differences.append(Difference(i, at, ours, theirs, None))
             continue
         llm.speculative_config = PLAIN
         (output,) = llm.generate(
@@ -376,7 +376,7 @@ def compare(llm: LLM, prompts: list[list[int]], plain: list[list[int]], samples:
         odds = output.logprobs[0].top
         least = min(odds.values())  # of those that were asked for
         gap = odds.get(ours, least) - odds.get(theirs, -math.inf)  # a peer may have tokens of its own
-        differences.append(Difference(i, at, ours, theirs, gap))
+        differences.append(Difference(i, at, ours, theirs, gap if math.isfinite(gap) else None))  # JSON has no infinity
     return differences
 
 
@@ -406,7 +406,7 @@ def result(
         shares = [draft, target, 1 - draft - target]
     differences = compare(llm, prompts, plain[0].tokens, samples)
     tie = 32 * torch.finfo(model.dtype).eps  # two roundings of a logit between 16 and 32, as the likeliest often are
-    ties = sum(abs(d.gap) <= tie for d in differences)
+    ties = sum(d.gap is not None and abs(d.gap) <= tie for d in differences)
     config = llm.checkpoint.path / "config.json"
     source = json.loads(config.read_text("utf-8")).get("outrider_inflated_from") if config.is_file() else None
     return Result(
