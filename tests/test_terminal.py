@@ -184,6 +184,15 @@ def test_json_is_itself_whatever_it_holds(capsys):
     assert json.loads(out) == data and not set("\x1b\x9b\u202e\x7f\udc80") & set(out) and "é" in out
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_json_is_json_in_every_encoding(monkeypatch, encoding):
+    """With the errors that `main` sets."""
+    out = io.TextIOWrapper(io.BytesIO(), encoding, errors="backslashreplace")
+    monkeypatch.setattr(sys, "stdout", out)
+    put_json({"text": "é 日 😀"})
+    assert json.loads(out.buffer.getvalue()) == {"text": "é 日 😀"}
+
+
 def test_text_on_stdout_all_else_on_stderr(run):
     """Several prompts print what each alone prints."""
     flags = ["--max-tokens", "5"]

@@ -52,7 +52,8 @@ def put(text: str, style: str = "", end: str = "") -> None:
 
 def put_json(data: Any) -> None:
     """One JSON object on a line of standard output. What steers a terminal is escaped as JSON escapes it."""
-    text = json.dumps(data, ensure_ascii=False, default=str)
+    encodes_all = (sys.stdout.encoding or "utf-8").lower().startswith("utf")  # others write \xe9, which is no JSON
+    text = json.dumps(data, ensure_ascii=not encodes_all, default=str)
     print(STEERING.sub(lambda found: f"\\u{ord(found[0]):04x}", text), flush=True)
 
 
