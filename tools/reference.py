@@ -387,20 +387,26 @@ class Trainer:
     def save(self) -> None:
         """Write checkpoint.pt. Raises ConfigError if it cannot be written; the one before stays."""
         state = {
-            "step": self.step, "tokens": self.tokens, "origin": self.origin, "model": self.model.state_dict(),
+            "step": self.step, "tokens": self.tokens, "origin": self.origin, "recipe": asdict(self.recipe),
+            "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
         }  # fmt: skip
         with replacing(self.folder / "checkpoint.pt") as partial:
             torch.save(state, partial)
 
     def _restore(self, path: Path) -> None:
+        """Raises ConfigError for another recipe, teacher or model to start from, CheckpointError for a damaged file."""
+        own = {**self.origin, **asdict(self.recipe)}
         try:
             check_zip(path)
             state = torch.load(path, map_location=self.device, weights_only=True)
-            self.model.load_state_dict(state["model"])
-            for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-                optimizer.load_state_dict(saved)
-            self.step, self.tokens, self.origin = state["step"], state["tokens"], state["origin"]
+            was = {**state["origin"], **state.get("recipe", {})}  # which earlier checkpoints do not have
+            differs = [name for name, value in own.items() if was.get(name, value) != value]
+            if not differs:
+                self.model.load_state_dict(state["model"])
+                for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+                    optimizer.load_state_dict(saved)
+                self.step, self.tokens = state["step"], state["tokens"]
         except (
             Exception
         ) as error:  # a damaged file is unpacked, unpickled and applied by others, who raise what they like
@@ -408,6 +414,9 @@ class Trainer:
             raise CheckpointError(
                 f"{path} is damaged, or of another model ({reason}); remove it to begin anew"
             ) from None
+        if differs:
+            begun, asked = (f"{differs[0]} {of[differs[0]]!r}" for of in (was, own))
+            raise ConfigError(f"{path} was begun with {begun}, not {asked}; go on with the same, or in a new folder")
 
     def export(self, folder: Path) -> None:
         """Write a Hugging Face folder: bfloat16 weights, when to stop, tokenizer, card. The training ends with it."""

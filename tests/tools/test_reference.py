@@ -74,6 +74,24 @@ def test_resume(corpus, tokenizer, tmp_path):
         assert torch.equal(a, b)
 
 
+def test_another_recipe(trained, corpus, tokenizer, tmp_path):
+    """What was begun goes on as it was begun, or not at all."""
+    folder = trained[0]
+    Trainer(TOY, tmp_path, corpus, tokenizer, device="cpu").save()
+    for recipe, own, message in (
+        (
+            replace(TOY, mixture={"books": 1.0}),
+            {},
+            r"begun with mixture \{.*'stories'.*, not mixture \{'books': 1.0\}; go on",
+        ),
+        (replace(TOY, model={**TOY.model, "num_hidden_layers": 1}), {}, "begun with model"),
+        (TOY, {"init": folder}, "begun with init '', not init '/"),
+        (TOY, {"teacher": folder}, "begun with teacher"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Trainer(recipe, tmp_path, corpus, tokenizer, device="cpu", **own)
+
+
 def test_a_damaged_checkpoint(corpus, tokenizer, tmp_path):
     """A typed error, and the file stays for who wants to look."""
     Trainer(TOY, tmp_path, corpus, tokenizer, device="cpu").save()
