@@ -187,6 +187,9 @@ def reference(
         speed = f"{line.rate:.0f} tokens/s  {line.left / 60:.0f} min left"
         held = "".join(f"  {name} {loss:.3f}" for name, loss in (line.held or {}).items())
         console.print(f"step {line.step}  {line.tokens / 1e6:.2f}M tokens  loss {line.loss:.3f}  {speed}{held}")
+    if trainer.stopped:  # what is not whole is not exported
+        console.print(f"stopped behind step {trainer.step}; the same command goes on from there")
+        raise typer.Exit(130)
     console.print("held out: " + "  ".join(f"{name} {loss:.3f}" for name, loss in trainer.check().items()))
     if export is not None:
         trainer.export(export)

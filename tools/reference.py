@@ -289,6 +289,7 @@ class Trainer:
             ),
         ]  # fmt: skip
         self.step = self.tokens = 0
+        self.stopped = False  # by a signal
         # A GPU takes the whole step in one forward; a CPU is as fast with parts that fit its caches.
         self.steps = Steps(
             recipe, texts, tokenizer, recipe.batch if self.device.type == "cuda" else recipe.micro,
@@ -301,15 +302,19 @@ class Trainer:
     def run(self, minutes: float | None = None, every: float = 30.0) -> Iterator[Line]:
         """Train to the end of the recipe, or for so many minutes from now; either end comes with the learning rate's
         fall. Stops early, with a checkpoint, at SIGTERM or Ctrl-C. A line of the log `every` so many seconds."""
-        stopped = []
-        handlers = {s: signal.signal(s, lambda *_: stopped.append(True)) for s in (signal.SIGTERM, signal.SIGINT)}
+        self.stopped = False
+
+        def stop(*_: Any) -> None:
+            self.stopped = True
+
+        handlers = {s: signal.signal(s, stop) for s in (signal.SIGTERM, signal.SIGINT)}
         began = last = saved = time.monotonic()
         total, seen, steps = 0.0, 0, 0
         try:
             for batches in self._batches():
                 now = time.monotonic()
                 done = (now - began) / 60 / minutes if minutes else self.tokens / self.recipe.tokens
-                if done >= 1 or stopped:
+                if done >= 1 or self.stopped:
                     break
                 scale = min((self.step + 1) / self.recipe.warmup, (1 - done) / self.recipe.decay, 1.0)
                 total += self._advance(batches, scale)

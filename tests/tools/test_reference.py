@@ -224,6 +224,11 @@ def test_command(corpus, folder, tmp_path, monkeypatch, capsys):
 
     assert call("toy", tmp_path / "run", "--minutes", "0.02", "--export", tmp_path / "toy") == 0
     assert "held out: " in capsys.readouterr().out and (tmp_path / "toy" / "model.safetensors").is_file()
+    advance = Trainer._advance
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_advance", lambda *own: (os.kill(os.getpid(), signal.SIGTERM), advance(*own))[1])
+        assert call("toy", tmp_path / "part", "--export", tmp_path / "unfinished") == 130
+    assert "stopped behind step 1" in capsys.readouterr().out and not (tmp_path / "unfinished").exists()
     assert call("tiny-draft", tmp_path / "draft") == 2
     assert "--teacher" in capsys.readouterr().err
     (tmp_path / "mute").mkdir()
