@@ -70,6 +70,18 @@ def test_float32_takes_twice_the_bytes(make_checkpoint, tmp_path):
     assert Shape.of(sizes(tmp_path / "silent").config) == half
 
 
+def test_an_embedding_that_is_not_the_head_takes_memory_and_no_time(make_checkpoint):
+    config = read_config(make_checkpoint(tie_word_embeddings=False))
+    apart, shared = Shape.of(config), Shape.of(replace(config, tied=True))
+    size = config.vocab_size * config.hidden_size * config.itemsize
+    assert apart.nbytes == apart.weight_bytes + size and shared.nbytes == shared.weight_bytes == apart.weight_bytes
+    assert apart.quantized("int4") == shared.quantized("int4"), "the rounded head is no embedding"
+    planner = Planner(apart, DEVICES["h100"], draft=apart)
+    (speed, memory), (same, less) = (Planner(s, DEVICES["h100"]).step("", 2, 9, 0.0, 0) for s in (apart, shared))
+    assert speed == same and memory - less == size
+    assert planner.drafting("draft_model", 1, 1, 9)[1] == apart.nbytes + apart.kv_bytes(9)
+
+
 def test_windows_bound_what_is_read_and_not_what_is_held(make_checkpoint):
     config = read_config(make_checkpoint("gemma3_text", num_hidden_layers=6, sliding_window=8))
     shape, device = Shape.of(config), Device(1e9, 1e15, 1e12)

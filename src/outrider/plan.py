@@ -104,7 +104,8 @@ class Shape:
     """A model's sizes. `weights` are those that every forward multiplies by, `bits` what one of them takes.
 
     `expert` are those of one of `experts` in all layers, of which each row takes `chosen`. `windows`: how many keys
-    each layer sees at most, None for all. `itemsize`: bytes of a number of keys and values.
+    each layer sees at most, None for all. `itemsize`: bytes of a number of keys and values, and of the `embedding`,
+    which counts the numbers of one that is not the head: it takes memory, and a forward reads a row of it.
     """
 
     weights: float
@@ -120,6 +121,7 @@ class Shape:
     chosen: int = 0
     windows: tuple[int | None, ...] = (None,)
     itemsize: int = 2
+    embedding: int = 0
 
     @staticmethod
     def of(config: ModelConfig, held: int = 0) -> Shape:
@@ -131,12 +133,13 @@ class Shape:
         wide = (c.num_layers - sparse) * c.intermediate_size + (sparse * m.shared if m else 0)
         weights = c.num_layers * attention + 3 * c.hidden_size * wide + c.hidden_size * c.vocab_size
         experts = (3 * c.hidden_size * m.width * sparse, m.count, m.chosen) if m else (0, 0, 0)
-        shape = Shape(weights, *sizes, 8.0 * c.itemsize, *experts, c.windows, c.itemsize)
+        embedding = 0 if c.tied else c.hidden_size * c.vocab_size
+        shape = Shape(weights, *sizes, 8.0 * c.itemsize, *experts, c.windows, c.itemsize, embedding)
         return replace(shape, bits=shape.bits * held / shape.weight_bytes) if held else shape
 
     def quantized(self, scheme: str) -> Shape:
-        """The same under a scheme, which leaves the head more bits than the rest."""
-        return self.stored(STORED[scheme], False, STORED[HEAD])
+        """The same under a scheme, which leaves the head more bits than the rest, and rounds no embedding."""
+        return replace(self.stored(STORED[scheme], False, STORED[HEAD]), embedding=self.hidden * self.vocab)
 
     def stored(self, bits: float, experts: bool, head: float = 16.0) -> Shape:
         """The same in so many bits a weight, but for the head; `experts`: all but theirs are as the head is.
@@ -151,6 +154,11 @@ class Shape:
     def weight_bytes(self) -> float:
         """Bytes of all weights that are multiplied by."""
         return (self.weights + self.experts * self.expert) * self.bits / 8
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes that it takes in memory."""
+        return self.weight_bytes + self.embedding * self.itemsize
 
     def read(self, rows: int) -> float:
         """Bytes of weights that a forward reads, if which experts a row takes were a matter of chance."""
@@ -303,15 +311,16 @@ class Planner:
             return 1e-4 * batch, 0.0
         if method == "draft_model":
             small = self.draft or replace(
-                s, weights=int(s.weights * SMALLER), expert=int(s.expert * SMALLER), layers=max(1, s.layers // 4)
-            )
+                s, weights=int(s.weights * SMALLER), expert=int(s.expert * SMALLER), layers=max(1, s.layers // 4),
+                embedding=int(s.embedding * SMALLER),
+            )  # fmt: skip
             one = replace(self, shape=small, timed=self.timed_draft).forward(batch, 1, context)
-            return k * (one + beside), small.weight_bytes + batch * small.kv_bytes(context)
+            return k * (one + beside), small.nbytes + batch * small.kv_bytes(context)
         if method.startswith("self:weights="):
             coarse = s.quantized(method.partition("=")[2])
             share = coarse.forward(d, batch, 1, context) / s.forward(d, batch, 1, context)
             one = share * self.forward(batch, 1, context)
-            return k * (one + beside), coarse.weight_bytes + batch * s.kv_bytes(context)
+            return k * (one + beside), coarse.nbytes + batch * s.kv_bytes(context)
         if method.startswith("self:"):
             return k * (self.forward(batch, 1, context) + beside), batch * s.kv_bytes(context)
         squares = {"medusa": k, "recurrent": 5, "eagle3": 16}[method]  # heads side by side, or a layer again and again
@@ -323,7 +332,7 @@ class Planner:
         self, method: str, batch: int, context: float, chance: float, k: int, seen: int | None = None
     ) -> tuple[float, float]:
         """Tokens a second of all sequences, and bytes."""
-        held, outside = self.shape.weight_bytes + batch * self.shape.kv_bytes(context), 0.0
+        held, outside = self.shape.nbytes + batch * self.shape.kv_bytes(context), 0.0
         if self.timed:
             outside = self.timed.drafted if k else self.timed.outside
         if not k:
