@@ -55,8 +55,9 @@ def windows(tokenizer: Any, data: Path, count: int, length: int) -> dict[str, li
         start = [tokenizer.bos_token_id] if tokenizer.bos_token_id is not None and domain != "chat" else []
         ids: list[int] = []
         pieces: list[list[int]] = []
+        enough = length * (64 if domain == "code" else 16 * count)  # characters of one of them
         for i in order:
-            ids += tokenizer(documents[i][: 64 * length], add_special_tokens=False)["input_ids"]
+            ids += tokenizer(documents[i][:enough], add_special_tokens=False)["input_ids"]
             most = 1 if domain == "code" else len(ids)  # of one module
             while len(ids) >= length and len(pieces) < count and most:
                 pieces.append([*start, *ids[: length - len(start)]])

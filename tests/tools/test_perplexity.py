@@ -35,6 +35,8 @@ def test_windows(folder, library, tokenizer, monkeypatch):
         perplexity.windows(tokenizer, folder, 9000, 12)
     with pytest.raises(ConfigError, match="is not the folder"):
         perplexity.windows(tokenizer, folder / "nowhere", 3, 12)
+    monkeypatch.setattr(perplexity, "_documents", lambda *_: {"encyclopedia": ["The dog saw a key. " * 400]})
+    assert len(perplexity.windows(tokenizer, folder, 60, 12)["encyclopedia"]) == 60, "of one document"
 
 
 def test_the_ratio():
