@@ -36,6 +36,8 @@ def test_rows(settings: long.Settings, tmp_path: Path) -> None:
         assert r.kv_bytes_context == r.batch * rows[0].kv_bytes_context
     assert rows[0].acceptance_length == 1 and rows[0].kv_bytes_drafter == 0
     assert rows[2].acceptance_length > 1 and rows[2].kv_bytes_drafter > 0
+    said = {"method": "ngram", "acceptance_method": "coupled", "num_speculative_tokens": 3}
+    assert rows[1].speculative_config == said, "what `plan --against` reads"
     report.save(rows, tmp_path, long)
     long.plot(rows, tmp_path / "long.png")
     lines = (tmp_path / "results.jsonl").read_text().splitlines()

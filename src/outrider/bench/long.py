@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any, ClassVar
 
 from outrider.bench.report import circles, repeated
-from outrider.bench.run import PLAIN, Conditions, named, provenance
+from outrider.bench.run import PLAIN, Conditions, named, provenance, spoken
 from outrider.bench.suites import DAMAGED
 from outrider.config import SpeculativeConfig
 from outrider.corpus import archived
@@ -260,7 +260,7 @@ def _row(
     model, kv = llm.runner.model, llm.runner.kv
     length = context + s.max_tokens
     return Row(
-        method=name, speculative_config={"method": config.method, **config.options}, model=s.model,
+        method=name, speculative_config=spoken(config), model=s.model,
         dtype=str(model.dtype).removeprefix("torch."), quantization=s.quantization, device=str(model.device),
         context=context, batch=batch,
         max_tokens=s.max_tokens, temperature=s.temperature, top_p=s.top_p, seed=s.seed,

@@ -169,6 +169,12 @@ def label(config: SpeculativeConfig, parts: int = 1) -> str:
     return " ".join([config.method, *(f"{key}={value}" for key, value in short.items())])
 
 
+def spoken(config: SpeculativeConfig) -> dict[str, Any]:
+    """What a line says of a method: its options, its rule and its draft length, whether given or not."""
+    own = {"method": config.method, "acceptance_method": config.acceptance_method, **config.options, **_rule(config)}
+    return own | {"num_speculative_tokens": _k(config)}
+
+
 def _rule(config: SpeculativeConfig) -> dict[str, Any]:
     """What the acceptance rule is, where that is not the default."""
     plain = SpeculativeConfig()
@@ -247,12 +253,9 @@ def run(
     for suite in suites:
         samples, _ = rounds(suite, list(methods), settings.repeats, parts(suite), measure, report)
         for name, passes in samples.items():
-            config = methods[name]
-            spoken = {"method": config.method, "acceptance_method": config.acceptance_method, **config.options}
-            spoken |= _rule(config)
             yield result(
                 settings, llm, suite, prompts[suite.name], passes, samples["plain"], method=name, engine="outrider",
-                speculative_config=spoken | {"num_speculative_tokens": _k(config)},
+                speculative_config=spoken(methods[name]),
                 exactness=max(e for s in passes for e in s.exactness), kv_bytes=kv_bytes[name], notes=[],
                 weight_bytes=_read(llm.runner.model, passes), new_tokens=written(samples, ends[suite.name]),
             )  # fmt: skip
