@@ -416,7 +416,8 @@ def test_transformers_as_a_peer() -> None:
 
 def test_ourselves_as_a_peer() -> None:
     """Whose samples do not say where the time went."""
-    *_, other = run(Settings(prompts=1, max_tokens=8, repeats=1, peer="outrider"))
+    *_, other = run(Settings(prompts=2, max_tokens=8, repeats=1, peer="outrider"))
+    assert other.by_batch is not None and len(other.by_batch) == 2 and min(other.by_batch) > 0
     assert other.identical and other.draft_share is other.target_share is other.rest_share is None
 
 

@@ -78,6 +78,7 @@ class Peer(ABC):
             sample.timed += sum(counts[1:])
             sample.emitted += length
             sample.steps += len(counts)
+        sample.rates = [sample.rate]
         return sample
 
 
