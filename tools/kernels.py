@@ -161,12 +161,13 @@ def _attention(keys: int, most: int) -> tuple[dict[str, Call], dict[str, int]]:
 
 
 def markdown(figures: list[Figure]) -> str:
-    """A table per operation: GB/s by rows (and keys), and for ours the time against one row's."""
+    """A table per operation: GB/s by rows (and keys), and the time against that of the fewest rows."""
     out = []
     for what in ("linear", "attention"):
         found = [f for f in figures if f.what == what]
         names = list(dict.fromkeys(f.name for f in found))
-        first = {(f.name, f.keys): f.seconds for f in reversed(found)}
+        least = min(f.rows for f in found)
+        first = {(f.name, f.keys): f.seconds for f in found if f.rows == least}
         head = (["keys"] if what == "attention" else []) + ["rows", *(f"{name} GB/s (time)" for name in names)]
         lines = []
         for keys, rows in dict.fromkeys((f.keys, f.rows) for f in found):
@@ -174,8 +175,9 @@ def markdown(figures: list[Figure]) -> str:
             times = [f"{by_name[n].rate:.1f} ({by_name[n].seconds / first[n, keys]:.2f}x)" for n in names]
             start = [str(keys)] if what == "attention" else []
             lines.append([*start, str(rows), *times])
-        out += [f"### {what}", "", markdown_table(head, lines), ""]
-    return "\n".join(out) + "\nTimes are against one row of the same kernel and size.\n"
+        against = f"Times are against {least} row{'s' * (least > 1)} of the same kernel and size."
+        out += [f"### {what}", "", markdown_table(head, lines), "", against, ""]
+    return "\n".join(out)
 
 
 def write(figures: list[Figure], folder: Path) -> None:
