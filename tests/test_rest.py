@@ -235,8 +235,10 @@ def test_missing_input_and_output(tmp_path, tokenizer):
     with pytest.raises(ConfigError, match="/dev/null is neither a file nor a folder"):
         build([Path("/dev/null")], tokenizer, tmp_path / "out")
     (tmp_path / "a.txt").write_text(STORY)
-    with pytest.raises(ConfigError, match="--field body is for JSON lines"):
-        build([tmp_path / "a.txt"], tokenizer, tmp_path / "out", field="body")
+    (tmp_path / "said.jsonl").write_text('{"p": [1], "o": [2]}\n')
+    for names in (["a.txt"], ["said.jsonl"], ["said.jsonl", "a.txt"]):
+        with pytest.raises(ConfigError, match="--field body is for JSON lines of texts"):
+            build([tmp_path / name for name in names], tokenizer, tmp_path / "out", field="body")
     with pytest.raises(ConfigError, match=r"no file in .* ends with \.py;.*--suffix"):
         build([tmp_path], tokenizer, tmp_path / "out", suffixes=[".py"])
     with pytest.raises(ConfigError, match="cannot be written"):

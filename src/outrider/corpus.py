@@ -57,8 +57,6 @@ def files(paths: Iterable[str | Path], suffixes: Iterable[str] | None = None) ->
 
 def texts(found: list[Path], field: str | None = None, progress: Progress | None = None) -> Iterator[str]:
     """The documents in these files, one after the other. Raises ConfigError for what cannot be read."""
-    if field and found and not any(".jsonl" in path.suffixes for path in found):
-        raise ConfigError(f"--field {field} is for JSON lines, and no file that is read ends with .jsonl")
     report = progress or (lambda what, done, total: None)
     total, done = max(1, sum(path.stat().st_size for path in found)), 0
     for path in found:

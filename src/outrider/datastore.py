@@ -160,9 +160,11 @@ def build(
     found = files(paths, suffixes)
     vocab = 1 + max(tokenizer.get_vocab().values())
     answers = [path for path in found if is_said(path)]
+    others = [path for path in found if path not in answers]
+    if field and not any(".jsonl" in path.suffixes for path in others):
+        raise ConfigError(f"--field {field} is for JSON lines of texts, and none are read; leave it out")
     documents = itertools.chain(
-        *(said(path, tokenizer) for path in answers),
-        _encode(texts([path for path in found if path not in answers], field, progress), tokenizer),
+        *(said(path, tokenizer) for path in answers), _encode(texts(others, field, progress), tokenizer)
     )
     return write(documents, output, vocab, fingerprint(tokenizer), model, shard_tokens)
 
