@@ -25,6 +25,7 @@ from outrider.bench.run import Settings, label, run, sample
 from outrider.bench.suites import OPENINGS, SUITES, load_suite
 from outrider.cli import main
 from outrider.cli.bench import bench_app
+from outrider.cli.options import read_floats, read_ints
 from outrider.engine import Engine
 from outrider.errors import ConfigError, OutriderError, RequestTooLong, VocabularyMismatch
 
@@ -445,6 +446,10 @@ def test_ourselves_as_a_peer() -> None:
 def test_mistakes_are_typed_errors(args: list[str], message: str) -> None:
     outcome = CliRunner(env={"OUTRIDER_DATA": None}).invoke(bench_app, args)
     assert isinstance(outcome.exception, OutriderError) and message in str(outcome.exception)
+
+
+def test_numbers_are_read_once() -> None:
+    assert read_ints("4,1_0,4", "--batch") == [4, 10] and read_floats("0,0.8,0.0", "--temperature") == [0.0, 0.8]
 
 
 def test_no_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

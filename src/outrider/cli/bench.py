@@ -314,7 +314,7 @@ def overhead(
     from outrider.llm import LLM
 
     methods = [SpeculativeConfig.parse(spoken) for spoken in speculate or ("ngram", "suffix", "lookahead", "auto")]
-    histories = list(dict.fromkeys(read_ints(history, "--history")))
+    histories = read_ints(history, "--history")
     rounded: dict[str, Any] = {"quantization": quantization, "activations": activations}
     llm = LLM(model, dtype=dtype, device=device, enable_prefix_caching=False, **rounded)
     found = list(costs(llm, methods, text, histories))

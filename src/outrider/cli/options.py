@@ -205,9 +205,9 @@ def clean(sampling: dict[str, Any], flag: str = "--logit-bias") -> dict[str, Any
 
 
 def read_ints(text: str, option: str) -> list[int]:
-    """Numbers from 1 to 2**40, with commas between them. Raises ConfigError, naming the option."""
+    """Numbers from 1 to 2**40, with commas between them, each once. Raises ConfigError, naming the option."""
     try:
-        found = [int(part) for part in text.replace("_", "").split(",")]
+        found = list(dict.fromkeys(int(part) for part in text.replace("_", "").split(",")))
     except ValueError:
         raise ConfigError(f"{option} must be whole numbers and commas, as 4096,32768, not {brief(text)}") from None
     if not 1 <= min(found) <= max(found) <= 2**40:  # beyond lies what no machine holds, and no float counts
@@ -216,9 +216,9 @@ def read_ints(text: str, option: str) -> list[int]:
 
 
 def read_floats(text: str, option: str) -> list[float]:
-    """Numbers, with commas between them. Raises ConfigError, naming the option."""
+    """Numbers, with commas between them, each once. Raises ConfigError, naming the option."""
     try:
-        return [float(part) for part in text.split(",")]
+        return list(dict.fromkeys(float(part) for part in text.split(",")))
     except ValueError:
         raise ConfigError(f"{option} must be numbers with commas, such as 0,0.8, not {text!r}") from None
 

@@ -88,7 +88,7 @@ def plan(
     elif against is not None:
         _alone(asked, "against", "model", "device", "context", "draft", "quantization")
         list(numbered(against))  # what cannot be read is told before anything is measured
-    contexts, batches = (list(dict.fromkeys(read_ints(*each))) for each in ((context, "--context"), (batch, "--batch")))
+    contexts, batches = read_ints(context, "--context"), read_ints(batch, "--batch")
     if against is not None and len(contexts) > 1 and "context" in given_options(asked):
         raise ConfigError(f"--against takes one --context, for lines that do not say theirs; {context} are several")
     suites = list(dict.fromkeys(name.strip() for name in suite.split(",")))
