@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from typer.testing import CliRunner
 
@@ -25,6 +27,11 @@ def test_every_kind_of_drafter(tmp_path, monkeypatch):
     assert not llm.runner.slots and not llm.engine.drafter.runner.slots
     with pytest.raises(ConfigError, match="9006 are needed"):
         next(overhead.run(llm, [SpeculativeConfig.parse("ngram")], tmp_path, [9000]))
+
+
+def test_a_model_without_a_tokenizer(make_llm):
+    with pytest.raises(ConfigError, match="has no tokenizer"):
+        next(overhead.run(make_llm(), [], Path("nowhere"), [9]))
 
 
 def test_the_command(tmp_path, monkeypatch):

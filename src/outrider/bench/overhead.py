@@ -89,12 +89,14 @@ def steps(llm: LLM, prompt: list[int], batches: list[int], **sampling: Any) -> I
 
 
 def run(llm: LLM, methods: list[SpeculativeConfig], text: Path, histories: list[int]) -> Iterator[Cost]:
-    """Measure each method at each length. Raises ConfigError for too short a text, or no history."""
+    """Measure each method at each length. Raises ConfigError for too short a text, no history, or no tokenizer."""
     if min(histories) < 1:
         raise ConfigError(f"a history must be at least 1 token, not {min(histories)}")
+    if llm.tokenizer is None:
+        raise ConfigError("this model has no tokenizer, and the text is read by it; give one that has")
     tokens: list[int] = []
     for document in corpus.texts(corpus.files([text])):
-        tokens += llm.tokenizer(document, verbose=False)["input_ids"] if llm.tokenizer else []
+        tokens += llm.tokenizer(document, verbose=False)["input_ids"]
         if len(tokens) > max(histories) + STEPS:
             break
     if len(tokens) <= (needed := max(histories) + STEPS):
