@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 
 from outrider import cli
-from outrider.bench import run
+from outrider.bench.run import set_threads
 from outrider.cli.bench import Output, bar, bench, exact
 from outrider.cli.options import Device, Reporter, Threads, read_ints
 from outrider.errors import ConfigError
@@ -103,10 +102,8 @@ def kernels(
 ) -> None:
     """Measure linears and attention in GB/s, beside a streaming read and PyTorch's own, as Markdown."""
     settings = speed.Settings(read_ints(rows, "--rows"), read_ints(keys, "--keys"), repeats=repeats)
-    run.check_threads(threads)
+    set_threads(threads)
     results = Output(output, speed.write, speed.plot, "kernels.png")
-    if threads is not None:
-        torch.set_num_threads(threads)
     with bar() as show:
         figures = speed.run(settings, show)
     print(speed.markdown(figures))
@@ -145,9 +142,7 @@ def mixture(
     threads: Threads = None,
 ) -> None:
     """Measure experts of Qwen3-30B-A3B's shape in GB/s of those chosen, beside a streaming read and transformers."""
-    run.check_threads(threads)
-    if threads is not None:
-        torch.set_num_threads(threads)
+    set_threads(threads)
     print(experts.run(layers, read_ints(rows, "--rows"), repeats, ["bfloat16", "int8", "int4"]))
 
 
@@ -207,9 +202,7 @@ def perplexity(
     """Perplexity on held-out text, as Markdown: of one model as it may be rounded, or of several beside the first."""
     from tools import perplexity as reading
 
-    run.check_threads(threads)
-    if threads is not None:
-        torch.set_num_threads(threads)
+    set_threads(threads)
     with bar() as show:
         for row in reading.markdown(reading.measure(models, data, windows, length, show)):
             print(row, flush=True)

@@ -38,7 +38,6 @@ from outrider.kv.views import POLICIES
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MARKED = re.compile(r"(<!-- table: ([^\n]*?) -->\n).*?(<!-- end of table -->)", re.DOTALL)
-RESULTS = "bench/results"
 Row = report.Result | long.Row
 
 

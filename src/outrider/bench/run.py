@@ -59,6 +59,13 @@ def check_threads(threads: int | None) -> None:
         raise ConfigError(f"threads must be at least 1 and at most {MOST_THREADS}, not {threads}")
 
 
+def set_threads(threads: int | None) -> None:
+    """Compute with so many; None: as torch does. Raises as `check_threads`."""
+    check_threads(threads)
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
 @dataclass(frozen=True)
 class Conditions:
     """What every kind of run has. Raises ConfigError for what cannot be."""
@@ -100,8 +107,7 @@ class Conditions:
 def load_llm(settings: Any, progress: Progress, **engine: Any) -> LLM:
     """The model of settings that have model, dtype, quantization, activations, device and threads."""
     s = settings
-    if s.threads:
-        torch.set_num_threads(s.threads)
+    set_threads(s.threads)
     own = {"dtype": s.dtype, "quantization": s.quantization, "activations": s.activations, "device": s.device}
     own["progress"] = progress
     own["enable_prefix_caching"] = False  # what one method has read is not to speed up the next
