@@ -318,7 +318,7 @@ def test_the_command_writes_lines_a_table_and_a_plot(tmp_path: Path, monkeypatch
         monkeypatch.setattr(sys, "argv", ["outrider", *words])
         result = CliRunner().invoke(app, words, catch_exceptions=False)
     assert result.exit_code == 0 and "2 at a time" in result.stdout and "50/s" in result.stdout
-    rows = serve.read(out / "results.jsonl")
+    rows = [serve.Row(**json.loads(line)) for line in (out / "results.jsonl").read_text().splitlines()]
     assert [row.load for row in rows] == ["1 at a time", "2 at a time", "50/s"]
     assert all(row.completed == 3 and row.ignore_eos for row in rows)
     table = (out / "table.md").read_text()

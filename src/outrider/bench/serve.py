@@ -525,11 +525,6 @@ def remarks(rows: list[Row]) -> list[str]:
     return lines
 
 
-def read(path: Path) -> list[Row]:
-    """Rows from JSON lines."""
-    return [Row(**json.loads(line)) for line in path.read_text("utf-8").splitlines()]
-
-
 def plot(rows: list[Row], path: Path) -> None:
     """Throughput and the percentiles over the load, as PNG: panels in a line for each kind of loop."""
     require_matplotlib()
