@@ -284,9 +284,9 @@ static void bind_beliefs(nb::module_ &m) {
       .def(nb::init<uint64_t>())
       .def("__len__", &Beliefs::size)
       .def("price", &Beliefs::price)
-      .def("ask", &Beliefs::ask, nb::arg(), nb::arg(), nb::arg(), nb::arg("poor") = true)
+      .def("ask", &Beliefs::ask)
       .def("choose", [](Beliefs &beliefs, const std::vector<Given> &given, const std::vector<nb::tuple> &looks,
-                        const nb::dict &guesses, double drafted, int k, bool chains, bool again, bool poor, int threads,
+                        const nb::dict &guesses, double drafted, int k, bool chains, bool again, int threads,
                         const std::vector<Model> &known) {
         k = std::min(k, beliefs.most());
         std::vector<Beliefs::Text> texts;
@@ -304,9 +304,8 @@ static void bind_beliefs(nb::module_ &m) {
             continue;
           }
           beliefs.looked(seq).clear();
-          for (const nb::tuple &look : looks)
-            if (beliefs.ask(seq, room, nb::cast<uint64_t>(look[0]), poor))
-              lookups.emplace_back(texts.size() - 1, look_up(look, seq, tokens, settled, k));
+          if (beliefs.ask(seq, room))
+            for (const nb::tuple &look : looks) lookups.emplace_back(texts.size() - 1, look_up(look, seq, tokens, settled, k));
         }
         // The lock stays held, lest somebody drop an index. Each waits for memory: few are done before others wake up.
         std::vector<Beliefs::Guess> found(lookups.size());
@@ -322,18 +321,18 @@ static void bind_beliefs(nb::module_ &m) {
           models.push_back({source, most, least, timed, reading, riders, tree, rounds});
         return std::make_tuple(std::move(picked), beliefs.worth(texts, k, models));
       }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("again") = false,
-         nb::arg("poor") = true, nb::arg("threads") = 1, nb::arg("models") = std::vector<Model>())
+         nb::arg("threads") = 1, nb::arg("models") = std::vector<Model>())
       .def("ran", &Beliefs::ran)
       .def("standing", &Beliefs::standing)
       .def("settle", [](Beliefs &beliefs, const std::vector<std::tuple<int64_t, nb::list, int>> &given, int rows,
-                        double took, double own, double drafted, int steps) {
+                        double took, double drafted, int steps) {
         std::vector<Beliefs::Came> came;
         for (const auto &[seq, text, accepted] : given) {
           const int64_t size = int64_t(text.size()), waits = beliefs.waits(seq), first = waits < 0 ? size : waits;
           came.push_back({seq, first, part(text, first, size), accepted});
         }
-        return beliefs.settle(came, rows, took, own, drafted, steps);
-      }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("steps") = 1)
+        beliefs.settle(came, rows, took, drafted, steps);
+      }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("steps") = 1)
       .def("hopes", &Beliefs::hopes)
       .def("forget", &Beliefs::forget);
 }

@@ -10,7 +10,6 @@ constexpr double kTrusts[] = {0.05, 0.12, 0.25, 0.4, 0.55, 0.7, 0.8, 0.88, 0.94,
 constexpr int kDeep = 2, kAny = -1;  // the depth from which guesses are deep; of any trust
 constexpr double kMemory = 0.995, kOwnMemory = 0.97;  // weight of the past, of all requests and of one
 constexpr double kPriorWeight = 2, kOwnWeight = 8;    // guesses that the prior, and all requests against one, count for
-constexpr double kEnded = 0.8, kLeastShare = 0.1;     // of the past, in how looks ended; of what they may lose, at least
 constexpr double kHopes = 16, kLeastFaith = 0.75;     // tokens of drafts taken to have come true at first; see faith()
 constexpr double kHope = 0.65;  // what a source that runs a model is believed to be right with, before it was asked
 constexpr int kAgain = 24, kHorizon = 64;             // steps until it is asked again; tokens over which reading must pay
@@ -25,8 +24,7 @@ int sure(double trust) { return int(std::upper_bound(std::begin(kTrusts), std::e
 
 }  // namespace
 
-Beliefs::Account::Account(int64_t room, double share)
-    : start(share * std::min(kStart, kAllowance * double(room))), credit(start) {}
+Beliefs::Account::Account(int64_t room) : start(std::min(kStart, kAllowance * double(room))), credit(start) {}
 
 double Beliefs::Account::covers() const { return credit >= 0 ? 1 : credit >= -start ? kDoubt : 0; }
 
@@ -39,18 +37,10 @@ void Beliefs::begin(int64_t seq, int64_t room) {
   known.steps++;
   known.ran = known.nodes = 0;
   known.worth = known.hoped = 0;
-  for (Look &look : known.looks) look.nodes = 0, look.promised = 0;
 }
 
-bool Beliefs::ask(int64_t seq, int64_t room, uint64_t source, bool poor) {
-  Own &known = own.try_emplace(seq, room).first->second;
-  auto look = std::find_if(known.looks.begin(), known.looks.end(), [&](const Look &l) { return l.source == source; });
-  if (look == known.looks.end()) {  // after many who ended poor there is little to lose
-    look = known.looks.insert(look, {source, Account(known.room, std::max(kLeastShare, 1 - ended[source]))});
-  }
-  const bool may = room > 1 && known.rows.covers() > 0 && look->account.credit >= 0 && (poor || !look->poor);
-  look->asked |= may;
-  return may;
+bool Beliefs::ask(int64_t seq, int64_t room) {
+  return room > 1 && own.try_emplace(seq, room).first->second.rows.covers() > 0;
 }
 
 void Beliefs::enter(Bush &bush, const Guess &guess, int64_t deepest, std::vector<int> &at) const {
@@ -200,12 +190,6 @@ std::vector<Beliefs::Picked> Beliefs::choose(std::vector<Text> &texts, double dr
     known.nodes = known.ran + int(std::get<0>(picked[i]).size());
     const double worth = known.worth = std::get<3>(picked[i]), covers = (known.ran ? known.asks : known.rows).covers() * faith();
     known.hoped = worth > 0 ? worth / covers : 0;
-    for (Look &look : known.looks) look.nodes = 0, look.promised = 0;
-    for (const Way &way : chosen) {
-      const uint64_t who = way.i == i ? bushes[i].who[way.node] : 0;
-      for (Look &look : known.looks)
-        if (look.source == (who & -who)) look.nodes++, look.promised += way.chance;
-    }
     known.bush = std::move(bushes[i]);
   }
   return picked;
@@ -302,32 +286,20 @@ int64_t Beliefs::waits(int64_t seq) const {
   return first;
 }
 
-void Beliefs::forget(int64_t seq) {
-  const auto found = own.find(seq);
-  if (found == own.end()) return;
-  for (const Look &look : found->second.looks) {
-    double &share = ended[look.source];
-    share = kEnded * share + (1 - kEnded) * look.poor;
-  }
-  own.erase(found);
-}
-
 // How much of what drafts promised has come lately, in some bounds: what is chosen is what is thought too much of.
 double Beliefs::faith() const {
   return std::clamp((drafts.right + kHopes) / (drafts.made + kHopes), kLeastFaith, 1.0);
 }
 
-int Beliefs::settle(const std::vector<Came> &came, int rows, double took, double beside, double drafted, int steps) {
+void Beliefs::settle(const std::vector<Came> &came, int rows, double took, double drafted, int steps) {
   const int n = int(came.size());
-  int nodes = 0, asked = 0, ran = 0, pay = 0;
+  int nodes = 0, ran = 0;
   for (const Came &one : came)
-    if (const auto found = own.find(one.seq); found != own.end()) {
+    if (const auto found = own.find(one.seq); found != own.end())
       nodes += found->second.nodes, ran += found->second.ran > 0;
-      for (const Look &look : found->second.looks) asked += look.asked;
-    }
-  double extra = 0, expected = 0;
+  double extra = 0;
   if (nodes) {
-    extra = expected = seconds.at(std::min(rows - n, most())) - seconds[0];
+    extra = seconds.at(std::min(rows - n, most())) - seconds[0];
     // What was thought too little of is charged in full; a hiccup is not.
     if (std::isfinite(took)) extra = std::min(std::max(extra, took - seconds[0]), 2 * extra);
   }
@@ -343,19 +315,8 @@ int Beliefs::settle(const std::vector<Came> &came, int rows, double took, double
       (known.ran ? known.asks : known.rows).enter(one.accepted, extra * row * known.nodes + model);
     }
     for (Account *account : {&known.rows, &known.asks}) account->credit += kTopUp * steps;
-    for (Look &look : known.looks) {
-      if (look.asked && !seconds.empty()) {
-        const double cost = beside / seconds[0] * n / asked + expected * row * look.nodes;
-        look.account.enter(look.promised, cost);
-        look.poor = look.promised < cost && (look.poor || look.account.credit < 0.5 * look.account.start);
-      }
-      look.account.credit += kTopUp * steps;
-      look.asked = false;
-      pay += !look.poor && look.account.credit >= 0 && known.rows.covers() > 0;
-    }
     judge(known, one);
   }
-  return pay;
 }
 
 void Beliefs::judge(Own &known, const Came &came) {

@@ -48,8 +48,8 @@ class Beliefs {
   int most() const { return int(seconds.size()) - 1; }
   // A step begins for a sequence.
   void begin(int64_t seq, int64_t room);
-  // Whether to ask a cheap source (a bit) for a sequence, or a `poor` one too; if so, this step's time is its to pay.
-  bool ask(int64_t seq, int64_t room, uint64_t source, bool poor);
+  // Whether cheap sources are to be asked for a sequence.
+  bool ask(int64_t seq, int64_t room);
   // Per sequence which of its guesses to verify, at most k (k <= most()).
   std::vector<Picked> choose(std::vector<Text> &texts, double drafted, int k, bool chains);
   // Which model to run beside what was just chosen, if any pays; the texts' guesses do not matter.
@@ -58,14 +58,14 @@ class Beliefs {
   int64_t ran(int64_t seq, uint64_t source, int riders, int64_t length);
   // A sequence's steps, and what is left to run models for it, in plain steps.
   std::tuple<int, double> standing(int64_t seq) const { return {own.at(seq).steps, own.at(seq).asks.credit}; }
-  // So many steps are over: who was drafted for pays, and guesses are compared with what came. How many look-ups pay.
-  int settle(const std::vector<Came> &came, int rows, double took, double beside, double drafted, int steps);
+  // So many steps are over: who was drafted for pays, and guesses are compared with what came.
+  void settle(const std::vector<Came> &came, int rows, double took, double drafted, int steps);
   // From which place on a sequence's text is to be judged; -1: nothing is.
   int64_t waits(int64_t seq) const;
   // The chance of a source apart to be right at each depth, if it is asked.
   Reals hopes(int64_t seq, uint64_t source, int deep, double prior);
-  // Drop what is known of this sequence alone, but for how its looks ended.
-  void forget(int64_t seq);
+  // Drop what is known of this sequence alone.
+  void forget(int64_t seq) { own.erase(seq); }
 
  private:
   struct Kind {
@@ -83,7 +83,7 @@ class Beliefs {
   };
   struct Account {
     double start, credit;
-    explicit Account(int64_t room = 0, double share = 1);
+    explicit Account(int64_t room = 0);
     double covers() const;
     double stake() const { return credit + 0.5 * start; }
     void enter(double brought, double cost);
@@ -105,22 +105,13 @@ class Beliefs {
     uint64_t source = 0;        // whose guess it is, if it is one's alone; else 0
     int node = -1, depth = 1;   // reached so far, when it is compared
   };
-  struct Look {  // what asking a cheap source costs, against what it promises: nodes, and tokens of them, in the step
-    uint64_t source;
-    Account account;
-    bool asked = false, poor = false;
-    int nodes = 0;
-    double promised = 0;
-  };
   struct Read {  // the step in which a model was run last, and the tokens it has read
     uint64_t source;
     int step;
     int64_t tokens;
   };
   struct Own {
-    int64_t room;
     Account rows, asks;         // of steps in which no model was run to draft, and of the others
-    std::vector<Look> looks;
     std::vector<Guess> looked;  // in the step under way
     std::vector<Read> read;
     int steps = 0, ran = 0;     // ran: a model's run and riders, in the step under way; nodes: these, and its rows
@@ -130,7 +121,7 @@ class Beliefs {
     std::vector<Bush> probes;   // of sources apart; of source 0: all together
     Bush bush;                  // of the step under way
 
-    explicit Own(int64_t room = 0) : room(room), rows(room), asks(room) {}
+    explicit Own(int64_t room = 0) : rows(room), asks(room) {}
     Read last(uint64_t source) const {
       for (const Read &each : read)
         if (each.source == source) return each;
@@ -152,6 +143,5 @@ class Beliefs {
   std::unordered_map<Kind, int, Hash> numbers;
   std::vector<Count> all;  // by number of the kind
   Count drafts;            // tokens of what was drafted: right, and hoped for
-  std::unordered_map<uint64_t, double> ended;  // by cheap source: the share of late requests whose looks ended poor
   std::unordered_map<int64_t, Own> own;
 };

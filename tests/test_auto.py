@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
@@ -175,7 +176,7 @@ def test_it_rests_where_no_look_pays():
 
     dice = random.Random(0)
     new = Trace("new", 0, dice.choices(range(9000), k=50), dice.choices(range(9000), k=400), "0" * 400)
-    assert replay(counted, [new], Machine(0.02)).tokens == 400 and len(calls) < 130
+    assert replay(counted, [new], Machine(0.02)).tokens == 400 and len(calls) < 80
     calls.clear()
     known = Trace("known", 0, new.output, new.output, "0" * 400)
     begun = Trace("both", 0, new.output, dice.choices(range(9000), k=200) + new.output[:200], "0" * 400)
@@ -185,8 +186,36 @@ def test_it_rests_where_no_look_pays():
     calls.clear()
     drafter = replay(counted, [new, new, new], Machine(0.02), 2).drafter
     assert calls.count(2) > 20, "another beside it"
-    drafter.turn, drafter.unpaid = EVERY, [1, 2]
-    assert drafter.rests([1, 2]) and not drafter.rests([1]) and not drafter.rests([1, 2, 3])
+    for others in ([1], [1, 2, 3]):
+        drafter.left, drafter.resting = 2, [1, 2]
+        assert drafter.rests([1, 2]) and not drafter.rests(others) and not drafter.rests([1, 2])
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_looks_in_vain_cost_little(batch):
+    """Each step that is looked at takes a twelfth longer; a model that might be asked keeps nobody awake."""
+
+    def slow(*args) -> Auto:
+        drafter, clock = auto(*args), args[2]
+        drafter.costs.begin({n: 1 + 0.05 * (n - 1) for n in ROWS})
+        choose = drafter.beliefs.choose
+
+        class Slow:
+            def choose(self, *given):
+                clock.now += 0.08
+                return choose(*given)
+
+            def __getattr__(self, name):
+                return getattr(beliefs, name)
+
+        beliefs, drafter.beliefs = drafter.beliefs, Slow()
+        return drafter
+
+    dice = random.Random(0)
+    traces = [Trace("new", 0, dice.choices(range(9000), k=50), dice.choices(range(9000), k=250), "0" * 250)]
+    traces += [replace(traces[0], output=dice.choices(range(9000), k=250)) for _ in range(2 * batch)]
+    own, plain = (replay(make, traces, Machine(0.05), batch).rate for make in (slow, fixed("none")))
+    assert own > 0.97 * plain
 
 
 def test_what_a_grammar_forces_is_drafted_though_the_drafter_rests(tiny_llm, monkeypatch):

@@ -8,8 +8,7 @@ DSpark; Law 1 lets the choice look at everything.)
 
 `Beliefs` are how often guesses come true, by who guessed, how sure and how deep, of all requests and of each one.
 Whatever they say, drafting may lose little: every sequence has an `Account` of what drafts brought and cost it, in
-plain steps, and while it is overdrawn it is not drafted for; sources that run a model have another one, and each that
-is cheap to ask has one.
+plain steps, and while it is overdrawn it is not drafted for; sources that run a model have another one.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ DOUBT = 0.5  # of a guess's worth, while the account is overdrawn by no more tha
 TRUSTS = (0.05, 0.12, 0.25, 0.4, 0.55, 0.7, 0.8, 0.88, 0.94, 0.97)  # between the levels of trust
 DEPTHS = (2,)
 MEMORY, OWN_MEMORY = 0.995, 0.97  # weight of the past, of all requests and of one, per guess of a kind
-ENDED, LEAST_SHARE = 0.8, 0.1  # weight of the past in how requests' looks ended; of what looks may lose, at least
 HOPES, LEAST_FAITH = 16.0, 0.75  # tokens of drafts taken to have come true at first; of what drafts promise
 HOPE = 0.65  # what a source that runs a model is believed to be right with, before it was asked
 AGAIN = 24  # steps, for each sequence, after which such a source may be asked again, if the account covers it
@@ -43,11 +41,10 @@ class Account:
     """What drafts brought a sequence less what they cost it, in plain steps, with a small allowance."""
 
     room: int  # tokens that the sequence may yet have
-    share: float = 1.0  # of the usual allowance
     credit: float = 0.0
 
     def __post_init__(self) -> None:
-        self.credit = self.start = self.share * min(START, ALLOWANCE * self.room)
+        self.credit = self.start = min(START, ALLOWANCE * self.room)
 
     @property
     def covers(self) -> float:
@@ -168,18 +165,13 @@ class Own:
 
     rows: Account  # of steps in which no model was run to draft
     asks: Account  # of the others
-    room: int
-    looks: dict[int, Account] = field(default_factory=dict)  # of asking each cheap source, against what it promised
     read: dict[int, tuple[int, int]] = field(default_factory=dict)  # by model (bit): the step it was run in, its tokens
     steps: int = 0
-    poor: int = 0  # cheap sources (bits) that did not pay for being asked
     looked: list[Guess] = field(default_factory=list)  # in the step under way: what look-ups found; ...
-    asked: int = 0  # ... cheap sources (bits); ...
     ran: int = 0  # ... a model's run and riders, if one was run for it; ...
     nodes: int = 0  # ... these, and its rows: for what it pays; ...
     worth: float = 0.0  # ... tokens that its draft is expected to bring; ...
-    hoped: float = 0.0  # ... the same by what is believed of their kinds alone; ...
-    promised: dict[int, list[float]] = field(default_factory=dict)  # ... and tokens expected, for each row of a source
+    hoped: float = 0.0  # ... and the same by what is believed of their kinds alone
     counts: dict[Kind, tuple[float, float]] = field(default_factory=dict)
     probes: dict[int, Probe] = field(default_factory=dict)  # of sources apart; 0: of all together
     bush: Probe | None = None  # of the step under way
@@ -202,7 +194,6 @@ class Beliefs:
         self.apart = apart
         self.all: dict[Kind, tuple[float, float]] = {}  # right, made
         self.own: dict[int, Own] = {}
-        self.ended: dict[int, float] = {}  # by cheap source (bit): the share of late requests whose looks ended poor
         self.drafts = 0.0, 0.0  # tokens of what was drafted: right, and hoped for
         self.seconds: list[float] = []
         self.rate = 0.0  # tokens a second that are expected of what was chosen
@@ -215,45 +206,35 @@ class Beliefs:
         """From now on a forward with no node, with one, and so on takes so long (`Costs.ladder`)."""
         self.seconds = seconds
 
-    def ask(self, seq: int, room: int, source: int, poor: bool = True) -> bool:
-        """Whether to ask a cheap source (a bit) for a sequence; if so, this step's share of the time is its to pay.
-
-        poor: one whose guesses have not paid for asking it lately, too, as long as it is not overdrawn.
-        """
-        known = self._known(seq, room)
-        if source not in known.looks:  # after many who ended poor there is little to lose
-            known.looks[source] = Account(known.room, max(LEAST_SHARE, 1 - self.ended.get(source, 0.0)))
-        may = known.looks[source].credit >= 0 and (poor or not known.poor & source)
-        may = may and known.rows.covers > 0 and room > 1
-        known.asked |= source if may else 0
-        return may
+    def ask(self, seq: int, room: int) -> bool:
+        """Whether cheap sources are to be asked for a sequence: if something may come, and drafts have not lost it."""
+        return room > 1 and self._known(seq, room).rows.covers > 0
 
     def _known(self, seq: int, room: int) -> Own:
-        return self.own.get(seq) or self.own.setdefault(seq, Own(Account(room), Account(room), room))
+        return self.own.get(seq) or self.own.setdefault(seq, Own(Account(room), Account(room)))
 
     def choose(
         self, texts: list[Text], looks: list[Look], guesses: dict[int, list[Guess]], drafted: float, k: int,
-        chains: bool, again: bool = False, poor: bool = True, threads: int = 1, models: Seq[Model] = (),
+        chains: bool, again: bool = False, threads: int = 1, models: Seq[Model] = (),
     ) -> tuple[list[Picked], Asked | None]:  # fmt: skip
         """Per sequence which guesses to verify, at most k, and what `worth` says.
 
         Guesses are those of `looks`, where they are to be asked, and those given, by the sequence's place; cheap ones
         come first, each kind in the order of the bits. Fewer are taken where the account is overdrawn that pays, or
         would be if all were wrong. drafted: seconds spent.  chains: see `pick`.  again: in the same step, once a model
-        was run; what look-ups have found is known then.  poor: see `ask`.  threads: that may look up.
+        was run; what look-ups have found is known then.  threads: that may look up.
         """
         n, k, self.rate = len(texts), min(k, len(self.seconds) - 1), 0.0
         for seq, _, _, room in () if again else texts:
             known = self._known(seq, room)
-            known.steps, known.nodes, known.ran, known.promised = known.steps + 1, 0, 0, {}
-            known.worth = known.hoped = 0.0
+            known.steps, known.nodes, known.ran, known.worth, known.hoped = known.steps + 1, 0, 0, 0.0, 0.0
         if k < 1:
             return [([], [], [], 0.0) for _ in texts], None
         bushes, every, most = list[Bush](), list[list[float]](), list[int]()
         for i, (seq, text, settled, room) in enumerate(texts):
             bush, known, given = Bush(), self.own[seq], [*guesses.get(i, ())]
             if not again:
-                asked = [look for look in looks if self.ask(seq, room, look[0], poor)]
+                asked = looks if self.ask(seq, room) else ()
                 known.looked = [(look[0], *_look_up(look, seq, text, settled, k)) for look in asked]
             given += known.looked
             for source, tokens, parents, trust in sorted(given, key=lambda guess: (guess[0] & self.apart, guess[0])):
@@ -272,11 +253,9 @@ class Beliefs:
         picked: list[Picked] = []
         for (seq, *_), bush, chances, nodes in zip(texts, bushes, every, chosen, strict=True):
             known = self.own[seq]
-            known.nodes, known.promised = known.ran + len(nodes), {}
+            known.nodes = known.ran + len(nodes)
             worth = known.worth = sum(chances[node] for node in nodes)
             known.hoped = worth / (known.account.covers * self.faith()) if worth else 0.0
-            for node in nodes:
-                known.promised.setdefault(bush.who[node] & -bush.who[node], []).append(chances[node])
             picked.append((*bush.drafted(nodes), worth))
         return picked, self.worth(texts, k, models)
 
@@ -345,23 +324,20 @@ class Beliefs:
         return known.steps, known.asks.credit
 
     def settle(
-        self, came: list[tuple[int, list[int], int]], rows: int, took: float, own: float, drafted: float, steps: int = 1
-    ) -> int:
+        self, came: list[tuple[int, list[int], int]], rows: int, took: float, drafted: float, steps: int = 1
+    ) -> None:
         """A step is over: who was drafted for pays, and guesses are compared with what came, as far as they reach.
 
         came: ids, texts and how many tokens were accepted.  rows: of the forward.  took: seconds; infinite if it did
-        something else, too.  own: seconds of looking and choosing, which the sources owe that were asked, whatever they
-        found: who finds too little is asked seldom.  drafted: seconds of a model, which those pay whom it was run for.
-        steps: since the last one of which this was told. Returns how many look-ups of all these sequences pay.
+        something else, too.  drafted: seconds of a model, which those pay whom it was run for.  steps: since the last
+        one of which this was told.
         """
         known = [(self.own[seq], text, accepted) for seq, text, accepted in came if seq in self.own]
         nodes, plain = sum(each.nodes for each, *_ in known), self.seconds[0] if self.seconds else 0.0
-        extra = expected = self.seconds[min(rows - len(came), len(self.seconds) - 1)] - plain if nodes else 0.0
+        extra = self.seconds[min(rows - len(came), len(self.seconds) - 1)] - plain if nodes else 0.0
         if nodes and took < math.inf:  # what was thought too little of is charged in full; a hiccup is not
             extra = min(max(extra, took - plain), 2 * extra)
-        asked = sum(each.asked.bit_count() for each, *_ in known)
         ran = sum(each.ran > 0 for each, *_ in known)
-        pay = 0
         self.drafts = MEMORY * self.drafts[0], MEMORY * self.drafts[1]
         row = len(came) / plain / nodes if nodes else 0.0  # in plain steps of all: what its time costs, a second
         for each, text, accepted in known:
@@ -370,25 +346,12 @@ class Beliefs:
             if each.nodes:
                 model = drafted * len(came) / plain / ran if each.ran else 0.0
                 each.account.enter(accepted, extra * row * each.nodes + model)
-            for source, look in each.looks.items():
-                if plain and each.asked & source:
-                    promised = sum(each.promised.get(source, []))
-                    cost = own / plain * len(came) / asked + expected * row * len(each.promised.get(source, []))
-                    look.enter(promised, cost)
-                    if promised >= cost:
-                        each.poor &= ~source
-                    elif look.credit < 0.5 * look.start:
-                        each.poor |= source
-            for account in (each.rows, each.asks, *each.looks.values()):
+            for account in (each.rows, each.asks):
                 account.credit += TOP_UP * steps
-            if each.rows.covers > 0:
-                pay += sum(look.credit >= 0 and not each.poor & source for source, look in each.looks.items())
-            each.asked = 0
             if each.bush and each.bush.tokens:
                 each.probes.setdefault(0, each.bush)
             each.bush = None
             each.probes = {source: probe for source, probe in each.probes.items() if self._judge(each, probe, text)}
-        return pay
 
     def hopes(self, seq: int, source: int, deep: int, prior: float) -> list[float]:
         """The chance of a source apart to be right at each depth, if it is asked."""
@@ -404,11 +367,8 @@ class Beliefs:
         return max(LEAST_FAITH, min(1.0, (right + HOPES) / (hoped + HOPES)))
 
     def forget(self, seq: int) -> None:
-        """Drop what is known of this sequence alone, but for how its looks ended."""
-        if known := self.own.pop(seq, None):
-            for source in known.looks:
-                share = bool(known.poor & source)
-                self.ended[source] = ENDED * self.ended.get(source, 0.0) + (1 - ENDED) * share
+        """Drop what is known of this sequence alone."""
+        self.own.pop(seq, None)
 
     def _of(self, counts: dict[Kind, tuple[float, float]], what: Kind, prior: float) -> float:
         """The probability that such a guess is right; `prior` while nothing is known."""

@@ -49,7 +49,9 @@ SUFFIX = {"method": "suffix", "tree": True, "suffix_decoding_max_spec_factor": 2
 STORE = {"method": "rest", "tree": True}
 UNLIKELY = 0.05  # guesses of heads below it are worth no row anywhere, and none is gone on from
 HEAVY = 2**30  # bytes of weights from which recycling, some 0.2 ms a step, costs nothing to speak of
-EVERY = 8  # steps after which a look is tried again that has not paid lately; in between all may rest
+EVERY = 8  # steps of which one is looked at, at least, however long that was in vain
+IN_VAIN = 2  # steps looked at in vain, for each that is rested after the next
+WORTH_IT = 2.0  # times its own time must a look promise to save: it takes more than that, of caches and of Python
 LONG = 4096  # tokens of a text from which the target is asked to guess through few keys
 ALL_ROWS = 512  # nodes of all sequences together
 # whose forwards are measured first, the most telling ones, for so many seconds, behind so many tokens
@@ -111,7 +113,6 @@ class Auto(Drafter):
             for i, part in enumerate(self.parts)
         ]
         self.dear = [source for source in self.sources if not source.drafter.cheap]
-        self.least = 0 if self.dear else 2**63  # length of the texts that any of them is for
         self.watching = [part for part in self.parts if type(part).observe is not Drafter.observe]
         self.holding = [part for part in self.parts if type(part).kv_bytes is not Drafter.kv_bytes]
         self.awake = any([part.cheap for part in self.watching])  # someone learns from every step
@@ -124,8 +125,11 @@ class Auto(Drafter):
         self.chains, self.vocab, self.chunk = False, 2**63, 2**63
         self.sent = self.spent = self.asking = self.charged = self.own = 0.0
         self.made = 0  # graphs, when a step's forward began
-        self.turn = self.rested = 0  # steps, and those of them that were rested since the last propose
-        self.unpaid: list[int] = []  # the sequences of that, if no look pays for them
+        self.vain = self.left = self.rested = (
+            0  # looks in vain, in a row; steps to rest, and rested since the last look
+        )
+        self.resting: list[int] = []  # the sequences of that
+        self.gain = 0.0  # seconds that the step's drafts promised to save
         self.seconds = list[float]()
 
     def attach(self, target: Runner, load: Callable[[str], Runner]) -> None:
@@ -167,7 +171,6 @@ class Auto(Drafter):
         self._start()
         for source in self.sources:
             source.least = LONG if source.name == "self" and not self.drafters else 0
-        self.least = min((source.least for source in self.dear), default=2**63)
         self.chains = not target.follows_paths  # another branch than the first would cost `bitwise`
         self.chunk, self.vocab = target.chunk, target.model.config.vocab_size
         if target.base is None:
@@ -176,21 +179,16 @@ class Auto(Drafter):
                 self.costs.begin(seconds)
 
     def rests(self, seqs: list[int]) -> bool:
-        """Between the steps in which all are looked up again, whether no look pays for the same sequences."""
-        if seqs != self.unpaid or (self.turn + 1) % EVERY == 0:
+        """The longer looks were in vain, the more steps rest between them, as long as the same sequences run."""
+        if not self.left or seqs != self.resting:
+            self.left = 0
             return False
-        self.turn, self.rested = self.turn + 1, self.rested + 1
+        self.left, self.rested = self.left - 1, self.rested + 1
         return True
-
-    @property
-    def _poor(self) -> bool:
-        """Whether in this step those are looked up, too, for whom it has not paid lately."""
-        return self.turn % EVERY == 0
 
     def propose(self, seqs: list[Sequence], k: int) -> list[Draft]:
         """One tree per sequence of at most k nodes, and the riders of who has some."""
-        began, n, self.asking, self.charged = self.clock(), len(seqs), 0.0, 0.0
-        self.turn += 1
+        began, n, self.asking, self.charged, self.gain = self.clock(), len(seqs), 0.0, 0.0, 0.0
         lengths = [len(seq.tokens) for seq in seqs]
         seconds = self.costs.ladder(n, min(n * k, ALL_ROWS), sum(lengths))
         if seconds is not self.seconds:
@@ -200,10 +198,13 @@ class Auto(Drafter):
         guesses, riders = self._cheap(seqs, min(k, len(seconds) - 1)) if self.others else ({}, {})
         models = [source.model(n) for source in self.dear]
         picked, asked = self.beliefs.choose(
-            texts, self.looks, guesses, 0.0, k, self.chains, False, self._poor, self.threads, models
+            texts, self.looks, guesses, 0.0, k, self.chains, False, self.threads, models
         )
         if asked is not None:
             picked = self._dear(seqs, texts, asked, k, guesses, riders)
+        if nodes := sum([len(own[0]) for own in picked]):
+            promised = sum([own[3] for own in picked]) * seconds[0] / n
+            self.gain = promised - (seconds[nodes] - seconds[0]) - self.asking
         drafts = [self._draft(own, riders.get(i)) for i, own in enumerate(picked)]
         self.sent, self.made = self.clock(), Graphs.made
         self.spent = self.sent - began
@@ -215,7 +216,7 @@ class Auto(Drafter):
         riders: dict[int, Draft] = {}
         for source in self.others if k > 0 else ():
             most = source.drafter.num_speculative_tokens
-            who = [i for i, seq in enumerate(seqs) if self.beliefs.ask(seq.id, seq.room, source.bit, self._poor)]
+            who = [i for i, seq in enumerate(seqs) if self.beliefs.ask(seq.id, seq.room)]
             self._ask(source, seqs, who, min(k, most) if most > 0 else k, guesses, riders)
         return guesses, riders
 
@@ -296,9 +297,10 @@ class Auto(Drafter):
         if output.read <= self.chunk and not captured:  # else it was more than one forward
             self.costs.add(rows, keys, took, output.read, len(seqs))
         took, steps, self.rested = math.inf if output.read or captured else took, 1 + self.rested, 0
-        pay = self.beliefs.settle(came, rows, took, self.own, self.charged, steps)
-        rests = not pay and not self.awake and max([len(seq.tokens) for seq in seqs]) + EVERY < self.least
-        self.unpaid = [seq.id for seq in seqs] if rests else []
+        self.beliefs.settle(came, rows, took, self.charged, steps)
+        self.vain = 0 if self.gain > WORTH_IT * self.own else self.vain + 1
+        self.left = 0 if self.awake else min(EVERY - 1, self.vain // IN_VAIN)
+        self.resting = [seq.id for seq in seqs] if self.left else []
         for part in self.watching:
             part.observe(seqs, verdicts, output)
         self.own = _usual(self.own, max(0.0, self.spent - self.asking + self.clock() - began))
