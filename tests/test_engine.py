@@ -660,6 +660,53 @@ def test_a_drafter_may_change_its_drafts_behind_a_step(random_llm):
     assert {by for o in outputs for by in o.drafted_by} == {"me", None}
 
 
+class Strict(ScriptedDrafter):
+    """Keeps books of what it is shown, and may forget nothing else."""
+
+    def __init__(self, write: bool = False) -> None:
+        super().__init__(lambda seq, k: Draft.chain([5]))
+        self.books, self.write = {}, write
+
+    def propose(self, seqs, k):
+        self.books |= {seq.id: len(seq.output) for seq in seqs}
+        return super().propose(seqs, k)
+
+    def forget(self, seq):
+        if self.write:
+            seq.tokens.append(5)
+        assert len(seq.output) > self.books.pop(seq.id)
+
+
+def test_a_drafter_forgets_what_it_was_shown_and_nothing_else(random_llm):
+    expected = alone(random_llm)
+    use(random_llm, drafter := Strict())
+    engine = random_llm.engine
+    (plain,), (other,), (gone,) = (engine.add(PROMPTS[i], SAMPLED, k=k) for i, k in ((0, 0), (1, None), (2, None)))
+    for _ in range(3):
+        engine.step()
+    for request in (other, gone):
+        engine._preempt(request)
+    assert not drafter.books
+    engine.abort(gone)
+    engine.finish([plain, other])
+    assert [r.seq.output for r in (plain, other)] == expected[:2]
+    assert engine.guard.failure is None and not drafter.books
+    assert_released(random_llm)
+
+
+def test_a_drafter_that_writes_as_it_forgets_changes_nothing(random_llm):
+    expected = alone(random_llm)
+    use(random_llm, Strict(write=True))
+    engine = random_llm.engine
+    requests = [engine.add(prompt, SAMPLED)[0] for prompt in PROMPTS]
+    for _ in range(3):
+        engine.step()
+    engine._preempt(requests[-1])
+    engine.finish(requests)
+    assert [r.seq.output for r in requests] == expected
+    assert engine.guard.failure == "TypeError: a drafter cannot change a sequence; it may extend a fork() of one"
+
+
 NO_DRAFT = torch.full((1, 128), 1 / 128)
 WRONG = {
     "propose": [lambda seqs, k: [], lambda seqs, k: None, lambda seqs, k: ["x" for _ in seqs], lambda seqs, k: exit(1),

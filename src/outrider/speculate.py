@@ -73,7 +73,7 @@ class Drafter:
         """A text to come may resemble this one: the end of a prompt, and what its caller expects behind it."""
 
     def forget(self, seq: Sequence) -> None:
-        """A sequence is done: give back what it held."""
+        """A sequence that was shown is done, or begins anew later: give back what it held. It may only be read."""
 
     def kv_bytes(self, tokens: int) -> int:
         """Bytes of keys and values this drafter will hold for a sequence of so many tokens."""

@@ -359,8 +359,15 @@ class Engine:
             self.running.remove(request)
             insort(self.waiting, request, key=_rank)
         self.runner.free(request.seq)
-        self.guard.forget(request.seq)
+        self._forget(request)
         self.preemptions += 1
+
+    def _forget(self, request: Request) -> None:
+        """Let the drafter forget a sequence, if it has been shown it; it hears no more of it, or begins anew."""
+        seq = request.seq
+        if seq.mirror is not None:
+            shown, seq.mirror = seq.shown(self.rule), None
+            self.guard.forget(shown)
 
     @property
     def kv_usage(self) -> float:
@@ -541,7 +548,9 @@ class Engine:
             if not ends_one(error):
                 raise
             if isinstance(error, DrafterError) and self.guard.failure is None:  # before anything was read
-                self.guard.switch_off(error, seqs)
+                self.guard.switch_off(error, [])
+                for request in requests:
+                    self._forget(request)
                 return self._forward(requests, reading, k, times)
             news, full = [], list[PoolFull]()
             for request, length in zip(everyone, lengths, strict=True):
@@ -647,7 +656,7 @@ class Engine:
         self.running = [r for r in self.running if r is not request]
         try:
             self.runner.free(request.seq)
-            self.guard.forget(request.seq)
+            self._forget(request)
         finally:
             request.seq.memory.clear()
             request.seq.stop_check = request.seq.constraint = None
