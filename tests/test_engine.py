@@ -641,6 +641,8 @@ class Vandal(ScriptedDrafter):
         self.drafts = super().propose(seqs, k)
         for draft in self.drafts:
             draft.by = ["me"] * len(draft)
+        for seq in seqs:
+            seq.metrics.inner = 5
         return self.drafts
 
     def observe(self, seqs, verdicts, output):
@@ -650,6 +652,7 @@ class Vandal(ScriptedDrafter):
         for draft in self.drafts:
             for own in (draft.tokens, draft.parents, draft.by):
                 own[:] = own[:1]
+            draft.tokens = None
 
 
 def test_a_drafter_may_change_its_drafts_behind_a_step(random_llm):
@@ -658,6 +661,7 @@ def test_a_drafter_may_change_its_drafts_behind_a_step(random_llm):
     outputs = random_llm.generate(PROMPTS, SAMPLED)
     assert [o.token_ids for o in outputs] == expected
     assert {by for o in outputs for by in o.drafted_by} == {"me", None}
+    assert {o.metrics["drafter_error"] for o in outputs} == {None}
 
 
 class Strict(ScriptedDrafter):

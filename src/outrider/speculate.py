@@ -135,6 +135,8 @@ def step(
         if (taken := seq.accept(verdict.tokens)) < len(verdict.tokens):
             del verdict.tokens[taken:], verdict.path[taken:], verdict.logprobs[taken:]
     observing = time.perf_counter()
+    if times is not None:  # who observes may change its drafts
+        times.rows = sum([1 + len(draft.tokens) for draft in drafts])
     try:
         if told_of:
             shown = [seqs[i].shown(rule) for i in told_of]
@@ -146,7 +148,6 @@ def step(
     ended = time.perf_counter()
     if times is not None:
         times.total, times.target = ended - began, verified - drafted
-        times.rows = sum([1 + len(draft.tokens) for draft in drafts])
         times.draft = drafted - began + ended - observing
     return verdicts
 
@@ -178,7 +179,8 @@ def _drafts(
             fault = told(error)
         if fault:
             raise DrafterError(f"drafter {_name(drafter)}: propose must return Drafts; {fault}")
-        seq.metrics.inner = seen.metrics.inner
+        if isinstance(seen.metrics.inner, SpecMetrics):
+            seq.metrics.inner = seen.metrics.inner
         if seq.constraint is not None and k:  # if anything is drafted at all
             draft = seq.constraint.fit(seq, draft, deepest, rule.flips_coins)
         drafts.append(draft)
