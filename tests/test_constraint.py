@@ -824,6 +824,17 @@ def test_structural_tags(tiny_llm, tag):
     assert output.text == tiny_llm.generate(PROMPTS[0], temperature=0, max_tokens=8)[0].text
 
 
+def test_what_is_forced_comes_where_a_forward_has_room(tiny_llm):
+    params = asked(choice=["Once upon a time there was a little girl who lived in a house", "Onc"])
+    (expected,), rows = tiny_llm.generate(PROMPTS[0], params), []
+    llm = LLM(tiny_llm.checkpoint, speculative_config={"method": "ngram"}, max_num_batched_tokens=32)
+    forward = llm.runner._forward
+    llm.runner._forward = lambda seqs, tokens, *more: rows.append(len(tokens)) or forward(seqs, tokens, *more)
+    outputs = llm.generate([PROMPTS[0]] * 16, params)
+    assert [o.token_ids for o in outputs] == [expected.token_ids] * 16 and max(rows) <= 32
+    assert any(by == "grammar" for o in outputs for by in o.drafted_by)
+
+
 def test_a_scripted_drafter_cannot_break_out(tiny_llm):
     """Nonsense, ends of text, duplicates, and all of that as trees: the tokens stay the same."""
     expected = tiny_llm.generate(PROMPTS[0], asked(**ASKED["compact"]))[0]

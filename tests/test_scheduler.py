@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from helpers import ScriptedDrafter, assert_released, oracle, use
 
-from outrider import SamplingParams
+from outrider import Draft, SamplingParams
 from outrider.engine.scheduler import ABREAST, GRAIN, LEAST, LENGTHENED, Pace, shares
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
@@ -148,6 +148,21 @@ def test_drafts_shrink_before_prompts_wait(make_llm):
     assert [r.seq.output for r in (*running, long)] == expected
     assert any(r.seq.metrics.accepted for r in running)
     assert_released(llm)
+
+
+@pytest.mark.parametrize("many", [2, 8])
+def test_riders_come_where_there_is_room(make_llm, many):
+    llm = make_llm(engine={"max_num_batched_tokens": 32, "enable_prefix_caching": False})
+    use(llm, ScriptedDrafter(lambda seq, k: Draft([5] * 9, [*range(-1, 8)], riders=6)), 3)
+    forwards = watch(llm)
+    llm.generate([text(20, i) for i in range(many)], GREEDY)
+    rows = [max(rows.values()) for rows in forwards if len(rows) == many]
+    assert max(sum(rows.values()) for rows in forwards) <= 32
+    assert rows and set(rows[1:]) & {10} == ({10} if many == 2 else set())
+    llm.engine.k = 0
+    forwards.clear()
+    llm.generate([5, 6], GREEDY)
+    assert {n for rows in forwards[1:] for n in rows.values()} == {1}
 
 
 def test_progress_over_steps(make_llm):

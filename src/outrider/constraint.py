@@ -140,9 +140,10 @@ class Constraint:
                 pass  # `mask` says so where it matters
         return place.forced
 
-    def fit(self, seq: Text, draft: Draft, depth: int, coins: bool) -> Draft:
+    def fit(self, seq: Text, draft: Draft, depth: int, coins: bool, most: int = MOST_NODES) -> Draft:
         """A draft without what cannot be, and with what is forced behind its leaves; `depth` tokens deep at most.
 
+        What is forced makes it no larger than `most` nodes.
         Where coins are flipped, the law of each node that is left is the one it had, given that it is there.
         """
         kept, leaves = {-1: -1}, {-1: list[int]()}
@@ -159,7 +160,7 @@ class Constraint:
                     laws.append(self._given(seq, path, draft.q[node]) if coins else draft.q[node])
         forced = {kept[node] for node in draft.forced & kept.keys()}
         for leaf, path in leaves.items():
-            for token in self.forced(seq, path)[: min(depth - len(path), MOST_NODES - len(tokens))]:
+            for token in self.forced(seq, path)[: min(depth - len(path), max(0, most - len(tokens)))]:
                 forced.add(len(tokens))
                 tokens.append(token)
                 parents.append(leaf)

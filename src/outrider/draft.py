@@ -154,6 +154,12 @@ class Draft:
             None if self.by is None else [self.by[i] for i in kept],
         )
 
+    def without_riders(self) -> Draft:
+        """The nodes that verification may accept."""
+        n, q = self.verifiable, None if self.q is None else self.q[: self.verifiable]
+        trust, by = self.trust and self.trust[:n], self.by and self.by[:n]
+        return Draft(self.tokens[:n], self.parents[:n], q, forced=self.forced, trust=trust, by=by)
+
 
 @dataclass
 class Verdict:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from outrider.config import MOST_NODES, ModelConfig, Rule, real
+from outrider.config import MOST_NODES, Rule, real
 from outrider.draft import Draft, Verdict
 from outrider.errors import DrafterError, brief, told
 from outrider.kv import View
@@ -118,7 +118,7 @@ def step(
         told_of = []
     drafts = [Draft()] * len(seqs)  # which nobody is shown
     if told_of:
-        drafts = _drafts(drafter, seqs, told_of, k, rule, runner.model.config)
+        drafts = _drafts(runner, drafter, seqs, told_of, k, rule, reading or ())
     drafted = time.perf_counter()
     drawn = None
     if runner.model.draws and rule.method == "coupled":
@@ -153,10 +153,16 @@ def step(
 
 
 def _drafts(
-    drafter: Drafter, seqs: list[Sequence], told_of: list[int], k: int, rule: Rule, config: ModelConfig
+    runner: Runner,
+    drafter: Drafter,
+    seqs: list[Sequence],
+    told_of: list[int],
+    k: int,
+    rule: Rule,
+    reading: Iterable[tuple[Sequence, int]],
 ) -> list[Draft]:
     """What the drafter proposes, checked, and clipped to what each sequence may take. Raises DrafterError."""
-    asked = [seqs[i] for i in told_of]
+    asked, config = [seqs[i] for i in told_of], runner.model.config
     k = min(k, max([k if seq.k is None else seq.k for seq in asked]))
     shown = [seq.shown(rule) for seq in asked]
     try:
@@ -167,6 +173,7 @@ def _drafts(
         what = f"{len(guesses)}" if isinstance(guesses, (list, tuple)) else brief(guesses)
         raise DrafterError(f"drafter {_name(drafter)}: propose must return {len(asked)} drafts in a list, not {what}")
     drafts: list[Draft] = []
+    depths: list[int] = []
     border = config.border
     for seq, seen, guess in zip(asked, shown, guesses, strict=True):
         deepest, nodes = seq.room - 1, k if seq.k is None else min(k, seq.k)
@@ -181,9 +188,17 @@ def _drafts(
             raise DrafterError(f"drafter {_name(drafter)}: propose must return Drafts; {fault}")
         if isinstance(seen.metrics.inner, SpecMetrics):
             seq.metrics.inner = seen.metrics.inner
-        if seq.constraint is not None and k:  # if anything is drafted at all
-            draft = seq.constraint.fit(seq, draft, deepest, rule.flips_coins)
         drafts.append(draft)
+        depths.append(deepest)
+    more = [i for i, draft in enumerate(drafts) if draft.riders or asked[i].constraint is not None]
+    if more:  # riders and what a grammar forces come on top of k, where a forward has room for them
+        room = runner.chunk - sum([n for _, n in reading]) - sum(map(runner.pending, seqs)) - k * len(asked)
+        most = k + max(0, room // len(more)) if k else 0
+        for i in more:
+            seq, draft = asked[i], drafts[i]
+            if seq.constraint is not None and k:  # if anything is drafted at all
+                draft = seq.constraint.fit(seq, draft, depths[i], rule.flips_coins, min(most, MOST_NODES))
+            drafts[i] = draft.without_riders() if len(draft.tokens) > most else draft
     if len(asked) < len(seqs):
         of = dict(zip(told_of, drafts, strict=True))
         return [of[i] if i in of else Draft() for i in range(len(seqs))]
