@@ -165,6 +165,30 @@ def test_riders_come_where_there_is_room(make_llm, many):
     assert {n for rows in forwards[1:] for n in rows.values()} == {1}
 
 
+@pytest.mark.parametrize("why", ["switched off", "k=0"])
+def test_room_is_kept_for_no_drafts_that_nobody_makes(make_llm, why):
+    """A prompt reads as much beside requests without drafts as it does where there is no drafter."""
+
+    def fail(seq, k):
+        raise ValueError("no ideas")
+
+    read = []
+    for k in (0, 16):
+        llm = make_llm(engine={"max_num_batched_tokens": 64, "enable_prefix_caching": False})
+        use(llm, ScriptedDrafter(fail), k)
+        for i in range(4):
+            llm.engine.add([5, i], replace(GREEDY, max_tokens=30), k=0 if why == "k=0" else None)
+        for _ in range(3):
+            llm.engine.step()
+        (long,) = llm.engine.add(text(900), GREEDY)
+        forwards = watch(llm)
+        llm.engine.pace.fixed, llm.engine.pace.row = 1.0, 1e-9
+        llm.engine.step()
+        read.append(forwards[0][long.seq.id])
+        assert (llm.engine.guard.failure is not None) == (why == "switched off")
+    assert read == [60, 60]
+
+
 def test_progress_over_steps(make_llm):
     llm, seen = make_llm(engine={"max_num_batched_tokens": 32, "enable_prefix_caching": False}), []
     llm.runner.progress = lambda done, total: seen.append((done, total))

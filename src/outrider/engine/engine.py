@@ -487,7 +487,6 @@ class Engine:
         """One step, without drafts if there is no room for them; None if it has to be another one for want of room."""
         self._bound(self.running)
         if self.guard.failure:
-            k = 0
             for request in self.running:  # nothing is to be kept for it any more
                 request.seq.k = 0
         try:
@@ -511,17 +510,19 @@ class Engine:
         prompts = {r: lacks for r, lacks in lacking.items() if lacks > 1}
         plain = len(lacking) - len(prompts)
         left = max(1, self.runner.chunk - plain)
+        k = 0 if self.guard.failure else self.k
+        drafting = sum([r.seq.k != 0 for r in lacking if r not in prompts]) if k else 0
         if not prompts:
-            return list(lacking), {}, min(self.k, left // plain)
+            return list(lacking), {}, min(k, left // max(1, drafting))
         room = min(left, self.pace.beside(plain, len(prompts))) if plain else left
-        k = self.k
-        if plain and sum(prompts.values()) > room:  # some prompt has to wait: drafts shrink to a part of the room
-            k = min(k, room // 4 // plain)
-            room -= k * plain
+        if drafting and sum(prompts.values()) > room:  # some prompt has to wait: drafts shrink to a part of the room
+            k = min(k, room // 4 // drafting)
+            room -= k * drafting
         granted = dict(zip(prompts, shares([(_urgency(r), n) for r, n in prompts.items()], room), strict=True))
         through = [r for r in lacking if r not in granted or granted[r] == prompts[r]]
         reading = {r: n for r, n in granted.items() if 0 < n < prompts[r]}
-        return through, reading, min(k, (left - sum(granted.values())) // max(1, len(through)))
+        drafting = sum([r.seq.k != 0 for r in through])
+        return through, reading, min(k, (left - sum(granted.values())) // max(1, drafting))
 
     def _report(self) -> None:
         """Tell who wants to know how much is read, if it is more than one forward's."""
