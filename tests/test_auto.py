@@ -9,7 +9,7 @@ from functools import cache
 from itertools import pairwise
 
 import pytest
-from helpers import assert_released, count_forwards
+from helpers import ScriptedDrafter, assert_released, count_forwards, oracle
 from replay import TRACES, Machine, Trace, auto, fixed, replay
 from safetensors.torch import load_file, save_file
 
@@ -498,6 +498,32 @@ def test_layers_that_do_nothing_are_found(make_checkpoint, tmp_path):
     assert llm.engine.drafter.kept == busy
     steps = [o.metrics["speculative_decoding"]["per_step_accepted"] for o in outputs]
     assert all(sum(own[-20:]) > sum(own[:20]) for own in steps)
+    assert_released(llm)
+
+
+def test_layers_are_judged_by_their_own_guesses(make_llm, monkeypatch):
+    """Beside somebody who is always right, too."""
+    prompt, params = [5, 9, 2], SamplingParams(max_tokens=60, seed=1)
+    llm = make_llm(num_hidden_layers=6)
+    plain = llm.generate(prompt, params)[0].token_ids
+    monkeypatch.setattr("outrider.drafters.self.JUDGED", 2**62)
+    layered = {"method": "self", "layers": 3, "num_speculative_tokens": 3}
+    llm.speculative_config = {"method": "merge", "drafters": [{"method": "ngram"}, layered]}
+    parts, right, made = llm.engine.drafter.parts, 0, 0
+    own, parts[0] = parts[1], ScriptedDrafter(oracle({tuple(prompt): plain}))
+    propose = own.propose
+
+    def counted(seqs, k):
+        nonlocal right, made
+        drafts, truth = propose(seqs, k), plain[len(seqs[0].output) :]
+        wrong = [a != b for a, b in zip(drafts[0].tokens, truth, strict=False)]
+        first = [*wrong, True].index(True)
+        right, made = right + first, made + min(first + 1, len(wrong))
+        return drafts
+
+    own.propose = counted
+    assert llm.generate(prompt, params)[0].token_ids == plain
+    assert (own.right, own.made) == (right, made) and made > right
     assert_released(llm)
 
 

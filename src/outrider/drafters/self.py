@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from random import Random
 
 from outrider.config import MOST_NODES, SCHEMES, option
-from outrider.draft import Verdict
+from outrider.draft import Draft, Verdict
 from outrider.drafters import check
 from outrider.errors import ConfigError
 from outrider.kv import parse
@@ -70,18 +70,31 @@ class SelfDraft(Autoregressive):
         self.runner, self.dice, self.tries = self._runner(self.kept), Random(0), 0
         self.trial: list[int] | None = None  # in place of `kept`
         self.rate, self.right, self.made = 0.0, 0, 0  # how often `kept` was right; of guesses since the last exchange
+        self.guesses: dict[int, tuple[int, list[int]]] = {}  # of each sequence, the last ones, and where they stand
 
     def _runner(self, layers: list[int] | None) -> Runner:
         runner = self.target.view(self.text, layers=layers)
         runner.model = self.model if layers is None else self.model.thin(layers)
         return runner
 
+    def propose(self, seqs: list[Sequence], k: int) -> list[Draft]:
+        """Chains; which they were is what judges the layers: of a draft, others may have guessed a part."""
+        drafts = super().propose(seqs, k)
+        if self.kept is not None:
+            self.guesses |= {s.id: (len(s.tokens), d.tokens) for s, d in zip(seqs, drafts, strict=True)}
+        return drafts
+
     def observe(self, seqs: list[Sequence], verdicts: list[Verdict], output: Output) -> None:
         """Judge the layers, and now and then try others."""
         if self.kept is None or self.tries > TRIES or not self.kept[1:-1]:
             return
-        self.right += sum(len(verdict.path) for verdict in verdicts)
-        self.made += sum(min(len(verdict.path) + 1, verdict.drafted) for verdict in verdicts)
+        for seq in seqs:
+            start, guesses = self.guesses.pop(seq.id, (len(seq.tokens), []))
+            for guess, token in zip(guesses, seq.tokens[start:], strict=False):
+                self.made += 1
+                if guess != token:
+                    break
+                self.right += 1
         if self.made < JUDGED:
             return
         rate, before = self.right / self.made, self.trial or self.kept
@@ -96,3 +109,8 @@ class SelfDraft(Autoregressive):
         self.right = self.made = 0
         if (after := self.trial or self.kept) != before:
             self.runner = self._runner(after)
+
+    def forget(self, seq: Sequence) -> None:
+        """And its guesses."""
+        super().forget(seq)
+        self.guesses.pop(seq.id, None)
