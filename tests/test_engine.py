@@ -596,6 +596,20 @@ def test_a_failing_drafter_is_switched_off(random_llm, caplog, where):
     assert random_llm.generate(PROMPTS[0], SAMPLED)[0].metrics["drafter_error"] is None
 
 
+def test_a_request_names_its_drafter_behind_a_preemption(random_llm):
+    """As its neighbours do, though by then the drafter is switched off."""
+    use(random_llm, Broken("propose", RuntimeError("out of ideas"), lambda seq, k: Draft()))
+    engine = random_llm.engine
+    requests = [engine.add(prompt, SAMPLED)[0] for prompt in PROMPTS[:2]]
+    for _ in range(5):
+        engine.step()
+    assert engine.guard.failure
+    engine._preempt(requests[-1])
+    engine.finish(requests)
+    assert [engine.output(r).metrics["method"] for r in requests] == ["scripted"] * 2
+    assert {engine.output(r).metrics["speculative_decoding"]["num_spec_tokens"] for r in requests} == {4}
+
+
 @pytest.mark.parametrize("where", ["propose", "observe", "wrong drafts"])
 def test_a_failing_drafter_inside_another_is_switched_off(random_llm, caplog, where):
     expected = alone(random_llm)

@@ -327,7 +327,6 @@ class Engine:
             if self.running and self.kv.room < promised + 2 * len(self.running):
                 self.runner.free(request.seq)
                 break
-            self._name(request)
             if request.expected:
                 self.guard.remember(request.expected)
                 request.expected = []
@@ -337,6 +336,7 @@ class Engine:
             self._backlog += self.runner.pending(request.seq)
             timing = request.timing
             if not timing.queued:  # else it was preempted, and what is found may be its own
+                self._name(request)
                 timing.queued = time.perf_counter() - timing.started
                 request.cached = min(found, request.seq.prompt_len)
                 self.prefix_queries += request.seq.prompt_len
@@ -387,7 +387,7 @@ class Engine:
     # --- stepping -----------------------------------------------------------------------------------------------------
 
     def step(self) -> list[tuple[Request, list[int]]]:
-        """One forward for all running requests; returns those that go on, or end well, with their new tokens.
+        """One forward for all running requests; returns those that have new tokens, with these.
 
         While another thread steps, waits for that. Nothing to do: an empty list. Raises RequestError if called by what
         a step calls, EngineError in a fork of the engine's process.
