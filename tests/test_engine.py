@@ -610,6 +610,15 @@ def test_a_request_names_its_drafter_behind_a_preemption(random_llm):
     assert {engine.output(r).metrics["speculative_decoding"]["num_spec_tokens"] for r in requests} == {4}
 
 
+def test_an_output_is_of_its_time(random_llm):
+    engine = random_llm.engine
+    (request,) = engine.add(PROMPTS[0], SAMPLED)
+    engine.step()
+    metrics = engine.output(request).metrics["speculative_decoding"]
+    engine.finish([request])
+    assert len(metrics["per_step_accepted"]) == len(metrics["per_step_drafted"]) == metrics["num_spec_steps"] == 1
+
+
 @pytest.mark.parametrize("where", ["propose", "observe", "wrong drafts"])
 def test_a_failing_drafter_inside_another_is_switched_off(random_llm, caplog, where):
     expected = alone(random_llm)

@@ -66,8 +66,8 @@ class SpecMetrics:
             "num_accepted_draft_tokens": sum(self.accepted),
             "num_draft_tokens": sum(self.drafted),
             "num_spec_tokens": self.num_spec_tokens,
-            "per_step_accepted": self.accepted,
-            "per_step_drafted": self.drafted,
+            "per_step_accepted": self.accepted.copy(),
+            "per_step_drafted": self.drafted.copy(),
             **({"inner": self.inner.as_dict()} if self.inner else {}),
         }
 
