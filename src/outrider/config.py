@@ -546,7 +546,7 @@ class EngineConfig:
     max_prefill_delay: float = 0.05  # seconds by which reading prompts may lengthen a step of running ones
     kv_memory: int | None = None  # bytes for keys and values; None = 90 % of what is free at the start
     enable_prefix_caching: bool = True  # keep what ended requests have read, as long as there is room, for others
-    kv_offload: bool = False  # keys and values live in host memory and stream through the device
+    kv_offload: bool = False  # keys and values live in host memory; 4,096 tokens or more share a forward, as all stream
     on_chip_layers: int = 0  # ... but for those of so many layers
 
     def __post_init__(self) -> None:
