@@ -314,7 +314,7 @@ class Engine:
         return bisect_right(range(self.max_len), self.kv_memory, key=self._kv_bytes) - 1
 
     def _kv_bytes(self, tokens: int) -> int:
-        return self.runner.kv.nbytes(tokens) + self.guard.kv_bytes(tokens)
+        return self.kv.nbytes(tokens) + self.guard.kv_bytes(tokens)
 
     def _admit(self) -> None:
         """Let those in, in their order, whose tokens so far there is room for, and for everybody to grow a little."""
@@ -372,7 +372,7 @@ class Engine:
     @property
     def kv_usage(self) -> float:
         """The share of the memory for keys and values that running requests hold."""
-        return self.kv.pool.used * self.kv.nbytes(BLOCK) / self.kv_memory
+        return self.kv.pool.used * self._block_bytes / self.kv_memory
 
     @property
     def leaked(self) -> int:
@@ -627,11 +627,7 @@ class Engine:
 
     def _sweep(self) -> None:
         while self._doomed:
-            request = self._doomed.popleft()
-            with self._queue:
-                if request in self.waiting:
-                    self.waiting.remove(request)
-            if not request.finished:
+            if not (request := self._doomed.popleft()).finished:
                 self._end(request, "abort")
 
     def _expire(self) -> None:
@@ -640,9 +636,6 @@ class Engine:
         if now < self._next_due:
             return
         for request in [r for r in (*self.waiting, *self.running) if r.due <= now]:
-            with self._queue:
-                if request in self.waiting:
-                    self.waiting.remove(request)
             self._fail(request, DeadlineExceeded("the request has not ended within its deadline"))
         with self._queue:  # what is added in the meantime comes after
             self._next_due = min([r.due for r in (*self.waiting, *self.running)], default=math.inf)
@@ -654,7 +647,11 @@ class Engine:
     def _end(self, request: Request, reason: str) -> None:
         request.seq.finish_reason, request.drafter_error = reason, self.guard.failure
         request.timing.total = time.perf_counter() - request.timing.started
-        self.running = [r for r in self.running if r is not request]
+        if request in self.running:
+            self.running = [r for r in self.running if r is not request]
+        else:
+            with self._queue:
+                self.waiting = [r for r in self.waiting if r is not request]
         try:
             self.runner.free(request.seq)
             self._forget(request)
