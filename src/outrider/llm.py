@@ -333,7 +333,7 @@ class LLM:
                     by, at = request.drafted_by[at], at + 1
                     last = request.finished and not request.error and at == request.ready
                     text.feed([token] if at <= request.spoken else [], final=last)
-                    output = self.engine.output(request) if last else None
+                    output = self.engine.output(request, text) if last else None
                     reason = output.finish_reason if output else None
                     yield TokenEvent(token, text.take(final=last), by, reason, output)
         finally:
