@@ -35,7 +35,7 @@ CLOSED = "the engine is closed; no further requests are taken"
 LAST_STEP = 10.0  # seconds that closing waits for a step that is under way
 LINGER = 5.0  # seconds that the engine's thread waits for work before it ends; the next request starts another
 GATHER = 0.02  # seconds that an idle engine waits at most for requests on their way, whose prompts are read together
-FEW, SLOWEST = 8, 4  # answers whose events come as often as is asked; how many times as seldom those of many may come
+OFTEN, SLOWEST = 8, 4  # answers whose events come as often as is asked; how many times as seldom those of many may come
 
 
 _open: WeakSet[AsyncLLM] = WeakSet()
@@ -271,7 +271,7 @@ class AsyncLLM:
 
     def _hand_over(self, answers: list[Answer], began: float) -> None:
         now = time.perf_counter()
-        interval = self.event_interval * min(max(1.0, len(answers) / FEW), SLOWEST)
+        interval = self.event_interval * min(max(1.0, len(answers) / OFTEN), SLOWEST)
         late, due = now + (now - began) - interval, False  # the next step may take as long
         for answer in answers:
             self._news.setdefault(answer.loop, []).extend(answer.note(now))
