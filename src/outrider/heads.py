@@ -12,6 +12,8 @@ from torch import Tensor
 from outrider.config import ModelConfig
 from outrider.errors import CheckpointError, VocabularyMismatch, brief, told
 from outrider.files import read_json
+from outrider.ops import Linear, native
+from outrider.quantize import quantize
 
 
 def read_head(path: Path, *files: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -40,6 +42,12 @@ def take_out(tensors: dict[str, Tensor], name: str, shape: tuple[int, ...], path
     if not found.is_floating_point() or found.itemsize < 2 or not found.isfinite().all():
         raise CheckpointError(f"{path}: tensor {name} should hold finite floats of 16 bits or more")
     return found
+
+
+def guessing(weight: Tensor, bias: Tensor | None = None, gated: bool = False) -> Linear:
+    """A head's linear: a guess need not be as exact as the target, so a quarter of the bytes do, where kernels can."""
+    rounds = weight.dtype == torch.bfloat16 and native.runs(weight.dtype, weight.device)
+    return Linear(quantize(weight, "int4", rounds) if rounds else weight, bias, gated=gated, rounded=rounds)
 
 
 def check_head(path: Path, width: Any, vocab: Any, target: ModelConfig) -> None:

@@ -28,11 +28,10 @@ from outrider import families
 from outrider.config import ModelConfig, whole
 from outrider.errors import CheckpointError, brief
 from outrider.find import find
-from outrider.heads import check_head, draft_tokens, read_head, take_out
+from outrider.heads import check_head, draft_tokens, guessing, read_head, take_out
 from outrider.kv import DenseKV, Entry, Plan
 from outrider.model import Rotary
 from outrider.ops import MLP, Block, Linear, Switches, Walk, native, rms_norm, rope
-from outrider.quantize import quantize
 from outrider.runner import Runner
 from outrider.sequence import Sequence
 from outrider.trees import Growing, Root, Tree
@@ -51,17 +50,13 @@ class Head:
         self.points = Eagle3.points(path, about, model.config.num_layers)
         self.norm_before_residual = bool(about.get("norm_before_residual"))
 
-        rounds = self.dtype == torch.bfloat16 and native.runs(self.dtype, self.device)
-
         def take(name: str, *shape: int) -> Tensor:
             return take_out(tensors, name, shape, path).to(self.device, self.dtype)
 
         def linear(names: list[str], sizes: list[int], inputs: int, bias: bool = False, gated: bool = False) -> Linear:
             weight = torch.cat([take(f"{n}.weight", size, inputs) for n, size in zip(names, sizes, strict=True)])
             added = torch.cat([take(f"{n}.bias", size) for n, size in zip(names, sizes, strict=True)]) if bias else None
-            # a guess need not be as exact as the target: a quarter of the bytes, where there are kernels for them
-            packed = quantize(weight, "int4", rounds) if rounds else weight
-            return Linear(packed, added, gated=gated, rounded=rounds)
+            return guessing(weight, added, gated)
 
         q, kv, wide = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.intermediate_size
         attn, mlp = "midlayer.self_attn", "midlayer.mlp"

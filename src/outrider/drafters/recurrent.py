@@ -29,9 +29,8 @@ from outrider.config import option, whole
 from outrider.draft import Draft
 from outrider.errors import CheckpointError
 from outrider.find import find
-from outrider.heads import check_head, draft_tokens, read_head, take_out
-from outrider.ops import Linear, Recurrence, native, rms_norm
-from outrider.quantize import quantize
+from outrider.heads import check_head, draft_tokens, guessing, read_head, take_out
+from outrider.ops import Recurrence, native, rms_norm
 from outrider.runner import Runner
 from outrider.sampling import ahead
 from outrider.sequence import Sequence
@@ -51,23 +50,18 @@ class Head:
             raise CheckpointError(
                 f"{path}: config.json should have intermediate_size, and draft_vocab_size of at most {c.vocab_size}"
             )
-        rounds = model.dtype == torch.bfloat16 and native.runs(model.dtype, self.device)
 
         def take(name: str, *shape: int) -> Tensor:
             return take_out(tensors, name, shape, path).to(self.device, model.dtype)
 
-        def linear(weight: Tensor, gated: bool = False) -> Linear:
-            # a guess need not be as exact as the target: a quarter of the bytes, where there are kernels for them
-            return Linear(quantize(weight, "int4", rounds) if rounds else weight, gated=gated, rounded=rounds)
-
         gates = [take(f"mlp.{name}_proj.weight", wide, 2 * hidden) for name in ("gate", "up")]
-        self.gate_up = linear(torch.cat(gates), gated=True)
-        self.down = linear(take("mlp.down_proj.weight", hidden, wide))
+        self.gate_up = guessing(torch.cat(gates), gated=True)
+        self.down = guessing(take("mlp.down_proj.weight", hidden, wide))
         self.norm = take("norm.weight", hidden)
         self.words = draft_tokens(tensors, vocab, c.vocab_size, path).to(self.device)
         if (shared := "lm_head.weight" not in tensors) and not c.tied:
             raise CheckpointError(f"{path}: no lm_head.weight, and this target's own projection is not its embedding")
-        self.projection = linear(
+        self.projection = guessing(
             self.embed(self.words) / model.multiplier if shared else take("lm_head.weight", vocab, hidden)
         )
         if tensors:
