@@ -139,6 +139,7 @@ class Seen:
 
     first: int = 0
     tokens: list[int] = field(default_factory=list)
+    settled: int = 0  # of these, how many will never change
     after: Root | None = None  # behind the last of them
 
 
@@ -227,9 +228,11 @@ class Eagle3(Growing):
     def _catch_up(self, seq: Sequence) -> tuple[Tensor, Tensor] | None:
         """Read the rows that came since; what `Seen.after` is then, None if it is not to be had."""
         seen, end = self.seen.setdefault(seq.id, Seen()), len(seq.tokens) - 1
-        known, truth = seen.tokens, seq.tokens[seen.first + 1 :]
-        if known != truth[: len(known)]:
-            del known[next(i for i, (a, b) in enumerate(zip([*known, -1], [*truth, -2], strict=False)) if a != b) :]
+        known, sure = seen.tokens, seen.settled
+        rest, truth = known[sure:], seq.tokens[seen.first + 1 + sure :]
+        if rest != truth[: len(rest)]:
+            same = next(i for i, (a, b) in enumerate(zip([*rest, -1], [*truth, -2], strict=False)) if a != b)
+            del known[sure + same :]
             seen.after = None
         at = seen.first + len(known)
         found = self.rows.read(seq.id, at, end)
@@ -249,4 +252,5 @@ class Eagle3(Growing):
                 seen.after = states[-1:], logits
             known += seq.tokens[at + 1 : at + 1 + len(rows)]
             self.rows.drop(seq.id, at + len(rows))
+        seen.settled = max(0, min(len(known), seq.settled - seen.first - 1))
         return seen.after if seen.first + len(known) == end else None
