@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -12,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.config import MOST_NODES
-from outrider.ops import DevicePlan, Stores, at_once
+from outrider.errors import OutOfMemory
+from outrider.ops import DevicePlan, Stores, at_once, native
 
 
 @dataclass
@@ -85,6 +88,25 @@ class Fixed:
 def roomy(slabs: Tensor) -> Tensor:
     """Slabs (layers, slabs), with room for as many as the next power of two."""
     return F.pad(slabs, (0, (1 << (slabs.shape[1] - 1).bit_length()) - slabs.shape[1]))
+
+
+@contextmanager
+def allocating(nbytes: int) -> Iterator[None]:
+    """Raises OutOfMemory where so many bytes are not to be had."""
+    try:
+        yield
+    except RuntimeError as error:  # torch's OutOfMemoryError is one, and so is what the CPU allocator raises
+        size_mb = nbytes / 2**20
+        raise OutOfMemory(f"no {size_mb:.0f} MiB left for keys and values; lower max_tokens or kv_memory") from error
+
+
+def allocate(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor for keys and values. Raises OutOfMemory."""
+    nbytes = math.prod(size) * dtype.itemsize
+    with allocating(nbytes):
+        if native.runs(dtype, device):
+            return native.memory(nbytes).view(dtype).view(size)
+        return torch.zeros(size, dtype=dtype, device=device)  # masked keys weigh 0, but 0 * nan would be nan
 
 
 class KVCache(Protocol):

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from outrider.config import ModelConfig
-from outrider.errors import OutOfMemory
-from outrider.kv.base import Fixed, Plan, QueryLog, roomy
-from outrider.ops import KEY_BLOCK, Pages, Stores, attend_all, attend_pages, dense_plan, launches, native, upload
+from outrider.kv.base import Fixed, Plan, QueryLog, allocate, roomy
+from outrider.ops import KEY_BLOCK, Pages, Stores, attend_all, attend_pages, dense_plan, launches, upload
 
 
 class DenseKV:
@@ -50,27 +48,12 @@ class DenseKV:
             self._lies.pop(e.seq, None)
             size = (2, c.num_kv_heads, self._capacity(max(needed, e.final)), c.head_dim)
             if layers is None:
-                self.store[e.seq] = [self._new(size) for _ in range(c.num_layers)]
+                self.store[e.seq] = [allocate(size, self.dtype, self.device) for _ in range(c.num_layers)]
                 continue
             for i, old in enumerate(layers):  # layer by layer: never two whole copies at once
-                new = self._new(size)
+                new = allocate(size, self.dtype, self.device)
                 new[:, :, : e.start] = old[:, :, : e.start]
                 layers[i] = new
-
-    def _new(self, size: tuple[int, ...]) -> Tensor:
-        try:
-            return self._empty(size)
-        except RuntimeError as error:  # torch's OutOfMemoryError is one, and so is what the CPU allocator raises
-            size_mb = math.prod(size) * self.dtype.itemsize / 2**20
-            raise OutOfMemory(
-                f"no {size_mb:.0f} MiB left for keys and values; lower max_tokens or kv_memory"
-            ) from error
-
-    def _empty(self, size: tuple[int, ...]) -> Tensor:
-        if native.runs(self.dtype, self.device):
-            return native.memory(math.prod(size) * self.dtype.itemsize).view(self.dtype).view(size)
-        # zeros: masked keys weigh 0, but 0 * nan would be nan
-        return torch.zeros(size, dtype=self.dtype, device=self.device)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None = None) -> Tensor:
         """Store k and v (tokens, kv_heads, dim), let q (tokens, heads, dim) look; returns (tokens, heads * dim)."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from outrider.config import ModelConfig
 from outrider.errors import OutOfMemory, PoolFull
-from outrider.kv.base import Fixed, Plan, QueryLog, roomy
+from outrider.kv.base import Fixed, Plan, QueryLog, allocate, allocating, roomy
 from outrider.kv.blocks import BLOCK, Pool
 from outrider.ops import (
     KEY_BLOCK,
@@ -28,7 +28,6 @@ from outrider.ops import (
     device_plan,
     follows_paths,
     launches,
-    native,
     write,
 )
 
@@ -170,13 +169,8 @@ class PagedKV:
 
     def _grow(self) -> None:
         c = self.config
-        try:
+        with allocating(SLAB // BLOCK * self.block_bytes):
             self.slabs.append(self._slab((c.num_layers, 2, c.num_kv_heads, SLAB, c.head_dim)))
-        except RuntimeError as error:  # torch's OutOfMemoryError is one, and so is what the CPU allocator raises
-            size_mb = SLAB // BLOCK * self.block_bytes / 2**20
-            raise OutOfMemory(
-                f"no {size_mb:.0f} MiB left for keys and values; lower max_tokens or kv_memory"
-            ) from error
         self.pool.grow(SLAB // BLOCK)
         self._point()
 
@@ -188,9 +182,7 @@ class PagedKV:
         self._roomy = roomy(self._pointers)
 
     def _slab(self, size: tuple[int, ...]) -> Any:
-        if native.runs(self.dtype, self.device):
-            return native.memory(torch.Size(size).numel() * self.dtype.itemsize).view(self.dtype).view(size)
-        return torch.zeros(size, dtype=self.dtype, device=self.device)
+        return allocate(size, self.dtype, self.device)
 
     def free(self, seq: int) -> None:
         """Give a sequence's blocks back: what is published of them can still be found."""
