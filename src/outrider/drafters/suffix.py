@@ -153,7 +153,7 @@ class Index:
                 break
             after: dict[int, list[int]] = {}
             for at in places:
-                token = self.text[at] if at < end else tokens[_path(parents, node)[at - end]]
+                token = self.text[at] if at < end else tokens[Draft(tokens, parents).path_to(node)[at - end]]
                 if token != END:
                     after.setdefault(token, []).append(at + 1)
             total, sure = sum(map(len, after.values())), 1 - 1 / (1 + match + depth)
@@ -162,15 +162,6 @@ class Index:
                     order += 1
                     heapq.heappush(heap, (cost * share, order, depth + 1, token, node, share * sure, going))
         return worth, (tokens, parents, trust)
-
-
-def _path(parents: list[int], node: int) -> list[int]:
-    """Nodes from the first down to `node`."""
-    path: list[int] = []
-    while node >= 0:
-        path.append(node)
-        node = parents[node]
-    return path[::-1]
 
 
 @dataclass
