@@ -9,7 +9,7 @@ import threading
 import time
 from bisect import bisect_right, insort
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -511,9 +511,11 @@ class Engine:
         plain = len(lacking) - len(prompts)
         left = max(1, self.runner.chunk - plain)
         k = 0 if self.guard.failure else self.k
-        drafting = sum([r.seq.k != 0 for r in lacking if r not in prompts]) if k else 0
         if not prompts:
-            return list(lacking), {}, min(k, left // max(1, drafting))
+            if k * plain > left:
+                k = min(k, left // max(1, _drafting(lacking)))
+            return list(lacking), {}, k
+        drafting = _drafting(r for r in lacking if r not in prompts)
         room = min(left, self.pace.beside(plain, len(prompts))) if plain else left
         if drafting and sum(prompts.values()) > room:  # some prompt has to wait: drafts shrink to a part of the room
             k = min(k, room // 4 // drafting)
@@ -521,8 +523,7 @@ class Engine:
         granted = dict(zip(prompts, shares([(_urgency(r), n) for r, n in prompts.items()], room), strict=True))
         through = [r for r in lacking if r not in granted or granted[r] == prompts[r]]
         reading = {r: n for r, n in granted.items() if 0 < n < prompts[r]}
-        drafting = sum([r.seq.k != 0 for r in through])
-        return through, reading, min(k, (left - sum(granted.values())) // max(1, drafting))
+        return through, reading, min(k, (left - sum(granted.values())) // max(1, _drafting(through)))
 
     def _report(self) -> None:
         """Tell who wants to know how much is read, if it is more than one forward's."""
@@ -693,6 +694,11 @@ class Engine:
             index=request.index,
             stop_reason=last if last in (seq.params.stop_token_ids or ()) else text.stop_reason,
         )
+
+
+def _drafting(requests: Iterable[Request]) -> int:
+    """How many have drafts at all."""
+    return sum([request.seq.k != 0 for request in requests])
 
 
 def _urgency(request: Request) -> tuple[int, float]:
