@@ -318,6 +318,8 @@ def test_space_around_calls(text, content, calls):
         (HERMES, '<tool_call>\n{"name": "now"}\n<tool_call>\n{"name": "now"}\n</tool_call>', "", 2),
         (CODER, "<tool_call>\n<function=now>\n</tool_call>\n", "", 1),
         (CODER, "Use <tool_call>\n<function=no w>", "Use <tool_call>\n<function=no w>", 0),
+        (CODER, "Use `<function=now>` so: 1 < 2.\nDone.", "Use `<function=now>` so: 1 < 2.\nDone.", 0),
+        (SEED, "<function=now></par and more", "<function=now></par and more", 0),
     ],
 )
 def test_how_models_write_otherwise(family, text, content, calls):
@@ -356,7 +358,10 @@ def test_tagged_values_are_what_their_schemas_say():
         for cut in ([text], list(text)):
             content, (call,) = heard(Parser(CODER, {"now": schema}), cut)
             assert content == "" and json.loads(call["arguments"])["text"] == "abc"
-    _, (call,) = heard(Parser(CODER, {"now": schema}), ["<function=now>\n<<parameter=n>\n5</parameter></function>"])
+    _, (call,) = heard(
+        Parser(CODER, {"now": schema}),
+        ["<function=now>\n<parameter=>?</parameter><<parameter=n>\n5</parameter></function>"],
+    )
     assert call["arguments"] == '{"n": 5}'
     for word, value in {"None": None, "NaN": "NaN", "[1": "[1", " 7 ": 7}.items():
         _, (call,) = heard(

@@ -145,11 +145,12 @@ class Tagged(Call):
     keys: set[str] = field(default_factory=set)
     in_value: bool = False
     begun: bool = False  # the value
+    sure: bool = False  # whether it is a call: text may mention its first tag
     types: set[str] = field(default_factory=set)  # that it may be of
 
     @property
     def name(self) -> str:
-        return self.function
+        return self.function if self.sure else ""
 
     @property
     def arguments(self) -> str:
@@ -174,6 +175,7 @@ class Tagged(Call):
 
     def _tag(self) -> None:
         self.part = self.part.lstrip()
+        self.sure = self.sure or self.part in ENDS or self.part.startswith(PARAMETER)
         if self.part in ENDS:
             self.said, self.done = self.said + "}", True
         elif self.part.startswith(PARAMETER) and self.part.endswith(">"):
@@ -188,7 +190,7 @@ class Tagged(Call):
                 self.said += f"{comma}{json.dumps(self.key, ensure_ascii=False)}: " + '"' * (self.types == TEXT)
                 self.keys.add(self.key)
         elif not any(tag.startswith(self.part[: len(tag)]) for tag in (PARAMETER, *ENDS)):
-            self.part = "<" if self.part.endswith("<") else ""
+            self.part, self.done = "<" if self.part.endswith("<") else "", not self.sure
 
     def _more(self, text: str) -> str:
         """More of a value, which lies between line breaks; what stands behind it is given back."""
