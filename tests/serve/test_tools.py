@@ -368,6 +368,15 @@ def test_tagged_values_are_what_their_schemas_say():
             Parser(CODER, {"now": schema}), [f"<tool_call><function=now><parameter=n>{word}</parameter>"]
         )
         assert call["arguments"] == '{"n": ' + json.dumps(value)
+    python = {"all": "['a', 1, None, true]", "either": "{'a': 1}", "n": "(1,)", "none": "['a']"}
+    means = {**python, "all": ["a", 1, None, True]}
+    text = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in python.items())
+    _, (call,) = heard(Parser(CODER, {"now": schema}), [f"<tool_call>\n<function=now>\n{text}</function>"])
+    assert json.loads(call["arguments"]) == means
+    for word in ("[b'a']", "['a', 1e999]", "['\\ud800']", "[f(1)]", "[" * 5000, "'a'"):
+        text = f"<tool_call><function=now><parameter=all>{word}</parameter>"
+        _, (call,) = heard(Parser(CODER, {"now": schema}), [text])
+        assert call["arguments"] == '{"all": ' + json.dumps(word)
     parser = Parser(CODER, {"now": schema})
     parser.feed("<tool_call>\n<function=now>\n<parameter=text>\n")
     deltas = [delta["tool_calls"][0]["function"]["arguments"] for c in "abc\n</pa" for delta in parser.feed(c)]

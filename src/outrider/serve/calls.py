@@ -312,10 +312,10 @@ def _arguments(text: str) -> str:
     return ""
 
 
-def _object(value: Any) -> str:
+def _object(value: Any, kinds: tuple[type, ...] = (dict,)) -> str:
     """A call's arguments as JSON; empty if they are no object, or one that JSON has no words for."""
     with suppress(ValueError, TypeError, RecursionError):
-        said = json.dumps(value, ensure_ascii=False, allow_nan=False) if isinstance(value, dict) else ""
+        said = json.dumps(value, ensure_ascii=False, allow_nan=False) if isinstance(value, kinds) else ""
         said.encode()  # no surrogates
         return said
     return ""
@@ -345,13 +345,17 @@ def _type(value: Any) -> str:
 
 
 def _literally(text: str, types: set[str]) -> str:
-    """A value as JSON: as it is if it is some, or Python's word for it, and may be such; else text."""
+    """A value as JSON: as it is if it is some, or Python's for it, and may be such; else text."""
 
     def refuse(constant: str) -> None:
         raise ValueError(constant)
 
     words = {"True": "true", "False": "false", "None": "null"}
     said = words.get(text.strip(), text.strip())
+    if types & {"array", "object"} and value_of(said) is None:
+        with suppress(SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
+            value = ast.literal_eval(_Words().visit(ast.parse(said, mode="eval")))
+            said = _object(value, (list, tuple, dict)) or said
     with suppress(ValueError, RecursionError):
         kind = _type(json.loads(said, parse_constant=refuse))
         if "string" not in types or kind in types or (kind == "integer" and "number" in types):
