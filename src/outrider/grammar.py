@@ -189,7 +189,7 @@ def _bounded(schema: Any) -> None:
         ref = part.get("$ref")
         if isinstance(ref, str) and ref not in known:
             known[ref] = 0  # while it is looked at: it may lead back here
-            target = _referred(schema, ref)  # whatever cannot be followed here may lead to all of them
+            target = referred(schema, ref)  # whatever cannot be followed here may lead to all of them
             known[ref] = everywhere if target is None else at_once(target)
         own = ("pattern" in part) + (known[ref] if isinstance(ref, str) else 0)
         return own + sum(map(at_once, every)) + max(map(at_once, some), default=0)
@@ -216,7 +216,7 @@ def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else []
 
 
-def _referred(schema: Any, ref: str) -> Any:
+def referred(schema: Any, ref: str) -> Any:
     """What a reference by places within a schema leads to; None if it is another kind, or nothing is there."""
     if ref != "#" and not ref.startswith("#/"):
         return None
@@ -225,7 +225,7 @@ def _referred(schema: Any, ref: str) -> Any:
         if isinstance(schema, Mapping):
             schema = schema.get(name)
         else:
-            schema = dict(enumerate(_listed(schema))).get(int(name) if name.isdecimal() else -1)
+            schema = {str(i): part for i, part in enumerate(_listed(schema))}.get(name)
     return schema
 
 

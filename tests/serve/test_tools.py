@@ -384,9 +384,20 @@ def test_tagged_values_are_what_their_schemas_say():
     assert parser.finish() == [] and parser.broken
 
 
+def test_types_of_tagged_values_are_found_behind_references():
+    loop = {"anyOf": [{"$ref": "#/$defs/loop"}, {"$ref": "#/$defs/word"}]}
+    own = {"a": {"$ref": "#/$defs/word"}, "b": {"allOf": [{"$ref": "#/$defs/word"}]}, "c": {"$ref": "#/$defs/loop"},
+           "d": {"$ref": "#/properties/a"}, "e": {"$ref": "#/$defs/many"}, "f": {"$ref": "#/nowhere/0"}}  # fmt: skip
+    defs = {"word": {"enum": ["1", "2"]}, "loop": loop, "many": {"type": "array"}}
+    text = "".join(f"<parameter={key}>\n1\n</parameter>\n" for key in own)
+    _, (call,) = heard(Parser(CODER, {"now": {"properties": own, "$defs": defs}}), [f"<function=now>{text}</function>"])
+    assert json.loads(call["arguments"]) == {**dict.fromkeys("abcd", "1"), **dict.fromkeys("ef", 1)}
+
+
 @pytest.mark.parametrize("odd", [
     5, [], {"type": 5}, {"type": [{}, 1]}, {"anyOf": 5}, {"oneOf": [1, {"anyOf": "x"}]}, {"enum": 7},
-    {"enum": [[], {}]},
+    {"enum": [[], {}]}, {"$ref": 5}, {"$ref": "#/properties/a/$ref"}, {"allOf": {}},
+    {"$ref": "#/properties/a/anyOf/" + "9" * 5000, "anyOf": [{}]},
 ])  # fmt: skip
 def test_tagged_values_of_schemas_that_make_no_sense(odd):
     """Nobody looks at them before: they are the template's affair."""

@@ -16,6 +16,8 @@ from token import NAME
 from tokenize import TokenError, generate_tokens, untokenize
 from typing import Any, ClassVar
 
+from outrider.grammar import referred
+
 NAMES = set(string.ascii_letters + string.digits + "_-.")  # in names of functions; OpenAI's, and the dot
 LONGEST_NAME = 128
 FUNCTION = "<function="
@@ -183,9 +185,10 @@ class Tagged(Call):
             if self.key in self.keys:  # what was said stands
                 self.key = ""
             elif self.key:
-                known = self.functions.get(self.function, {}).get("properties")
+                whole = self.functions.get(self.function, {})
+                known = whole.get("properties")
                 schema = known.get(self.key) if isinstance(known, Mapping) else None
-                self.types = TEXT if schema is None else _types(schema)
+                self.types = TEXT if schema is None else _types(schema, whole)
                 comma = ", " if self.keys else ""
                 self.said += f"{comma}{json.dumps(self.key, ensure_ascii=False)}: " + '"' * (self.types == TEXT)
                 self.keys.add(self.key)
@@ -321,17 +324,20 @@ def _object(value: Any, kinds: tuple[type, ...] = (dict,)) -> str:
     return ""
 
 
-def _types(schema: Any) -> set[str]:
-    """The types that a schema names; none: any. Whatever makes no sense in it names none."""
-    found, parts = set[str](), [schema]
+def _types(schema: Any, whole: Mapping[str, Any]) -> set[str]:
+    """The types that a schema in a whole one names; none: any. Whatever makes no sense in it names none."""
+    found, parts, refs = set[str](), [schema], set[str]()
     while parts:
         part = parts.pop()
         if not isinstance(part, Mapping):
             continue
+        if isinstance(ref := part.get("$ref"), str) and ref not in refs:  # which may lead back here
+            refs.add(ref)
+            parts.append(referred(whole, ref))
         given, values = part.get("type"), [part["const"]] if "const" in part else _listed(part.get("enum"))
         found |= {str(kind) for kind in _listed([given] if isinstance(given, str) else given)}
         found |= {_type(value) for value in values if given is None}
-        parts += [*_listed(part.get("anyOf")), *_listed(part.get("oneOf"))]
+        parts += [inner for key in ("allOf", "anyOf", "oneOf") for inner in _listed(part.get(key))]
     return found
 
 
