@@ -67,12 +67,12 @@ class Call:
                     key = text_of(self.raw[self.begin : self.at + 1])
                     self.key, self.expects = "arguments" if key == "parameters" else key, "colon"  # models mix them up
             return
-        if top and self.expects == "end" and c in ",}":
+        if top and self.expects == "end" and c in ",}<":
             self.values.setdefault(self.key, self.raw[self.begin : self.at].strip())  # what was said stands
             self.expects = "key"
         elif top and c == ":" and self.expects == "colon":
             self.expects = "value"
-        elif top and not c.isspace() and self.expects in ("key", "value") and c not in ",}":
+        elif top and not c.isspace() and self.expects in ("key", "value") and c not in ",}<":
             self.begin = self.at
             self.expects = "end" if self.expects == "value" else "key"
         if c == '"':
@@ -82,6 +82,8 @@ class Call:
         elif c in "}]":
             self.depth -= 1
             self.done = self.depth <= 0
+        elif c == "<":  # no JSON: a bracket was left out, and this begins what is behind the call
+            self.done, self.at = True, self.at - 1
 
     @property
     def name(self) -> str:
