@@ -338,6 +338,13 @@ def test_how_models_write_otherwise(family, text, content, calls):
             json.loads(call["arguments"])
 
 
+@pytest.mark.parametrize("said", ["", ', "arguments": null ', ', "arguments": ""', ', "arguments": {}'])
+def test_no_arguments_are_an_empty_object(said):
+    for cut in ([text := f'<tool_call>{{"name": "now"{said}}}'], list(text)):
+        _, (call,) = heard(Parser(HERMES, {"now": {}}), cut)
+        assert call["arguments"] == "{}"
+
+
 def test_tagged_values_are_what_their_schemas_say():
     """Text as it is, the rest as JSON, or as Python writes it; and none of it waits longer than it must."""
     kinds = {"text": "string", "n": "integer", "yes": "boolean", "all": ["array", "null"], "x": ["string", "number"]}

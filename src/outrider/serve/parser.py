@@ -139,7 +139,7 @@ class Parser:
             deltas.append(_delta(call.index, {"id": self.new_id(), "type": "function", "function": function}))
         if call.index >= 0:
             known = call.arguments
-            if call.done and not known:
+            if call.done and known in ("", "null", '""'):
                 known = "{}"
             if call.done and known.startswith('"'):  # some write the object as text
                 inside = text_of(known)
