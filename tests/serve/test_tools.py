@@ -345,6 +345,26 @@ def test_no_arguments_are_an_empty_object(said):
         assert call["arguments"] == "{}"
 
 
+TEXTS = {  # texts as Python has them, and what they say
+    "'''it's'''": "it's", "''''it\\'s'''": "'it's", '"two\nlines"': "two\nlines", "'''a\nb'''": "a\nb",
+    r"'\ud83d\ude00 \\ud83d'": "😀 \\ud83d", r"'' 'a' '\'' ''": "a'", '"""a "b" c"""': 'a "b" c', "''": "",
+    "'a\\\nb'": "ab", "''''''": "", "'\"\"\"'": '"""', "'\\\\'": "\\",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_texts_in_calls_of_pythons(text):
+    for cut in ([said := f"[now(a={text}, b=1), now()]"], list(said)):
+        content, (call, _) = heard(parser_of(PYTHONIC, {"now": {}}), cut)
+        assert not content and json.loads(call["arguments"]) == {"a": TEXTS[text], "b": 1}
+
+
+@pytest.mark.parametrize("text", [r"'\ud83d'", "'''a'", "'a'b"])
+def test_what_is_no_text_of_pythons(text):
+    content, calls = heard(parser_of(PYTHONIC, {"now": {}}), [said := f"[now(a={text})]"])
+    assert not calls and content == said
+
+
 def test_tagged_values_are_what_their_schemas_say():
     """Text as it is, the rest as JSON, or as Python writes it; and none of it waits longer than it must."""
     kinds = {"text": "string", "n": "integer", "yes": "boolean", "all": ["array", "null"], "x": ["string", "number"]}

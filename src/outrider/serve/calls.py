@@ -25,6 +25,7 @@ PARAMETER, END, ENDS = "<parameter=", "</parameter>", ("</function>", "</tool_ca
 VALUE_ENDS = re.compile(rf"\n?{END}|\n(?={PARAMETER}|{ENDS[0]})")  # the second: its own is missing
 TEXT = {"string"}  # the types of a value that is taken as it stands
 ESCAPE, BARE = "<escape>", re.compile(r'([^\s{}\[\],:"]+)(\s*:)?')
+STRING = re.compile(r"""('{3}|"{3}|['"])((?:\\.|(?!\1)[^\\])*)\1""", re.DOTALL)  # of Python's
 HEAD = re.compile(r"[A-Za-z0-9_.-]+(\[CALL_ID\][A-Za-z0-9_-]*)?(\[ARGS\])?\s*")
 HALF_A_HEAD = re.compile(r"[A-Za-z0-9_.-]*(\[[A-Z_]*|(\[CALL_ID\][A-Za-z0-9_-]*)?(\[[A-Z_]*|\[ARGS\])?\s*)")
 
@@ -241,10 +242,12 @@ class Python(Call):
             self.head += c if c in NAMES else ""
             self.done = not self.depth and (c not in NAMES or len(self.head) > LONGEST_NAME)
         elif self.quote:
-            self.quote = "" if c == self.quote and not self.escaped else self.quote
+            if not self.escaped and self.raw.endswith(self.quote, self.begin + 1, self.at + 1):
+                self.quote = ""
             self.escaped = c == "\\" and not self.escaped
         elif c in "'\"":
-            self.quote = c
+            self.quote = c * 3 if self.raw[self.begin : self.at] == c * 2 else c
+            self.begin = self.at
         else:
             self.depth += (c in "([{") - (c in ")]}")
             self.done = not self.depth
@@ -304,6 +307,7 @@ class _Words(ast.NodeTransformer):
 
 def _arguments(text: str) -> str:
     """Named arguments in brackets as a JSON object; empty if they are none. Names may be words of Python's: `from`."""
+    text = STRING.sub(lambda found: f"{found[1][0] * 3}{found[2]}{found[1][0] * 3}", text)  # which take line breaks
     with suppress(SyntaxError, TokenError, ValueError, TypeError, MemoryError, RecursionError):
         words = [(kind, word) for kind, word, *_ in generate_tokens(StringIO(f"f{text}").readline)]
         named = [(kind, f"_{word}" if (kind, then) == (NAME, "=") else word)
@@ -321,8 +325,7 @@ def _object(value: Any, kinds: tuple[type, ...] = (dict,)) -> str:
     """A call's arguments as JSON; empty if they are no object, or one that JSON has no words for."""
     with suppress(ValueError, TypeError, RecursionError):
         said = json.dumps(value, ensure_ascii=False, allow_nan=False) if isinstance(value, kinds) else ""
-        said.encode()  # no surrogates
-        return said
+        return said.encode("utf-16", "surrogatepass").decode("utf-16")  # no surrogates but pairs, which become one
     return ""
 
 
