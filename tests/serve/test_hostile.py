@@ -238,6 +238,13 @@ def test_a_key_that_stands_twice_among_many(client):
     assert said == "the body has 524291 opening brackets; at most 524288"
 
 
+def test_a_bias_that_is_no_number_is_refused():
+    """Cut to what a bias may be, it became 100. JSON has no such number; who calls the server's classes may have it."""
+    body = CompletionBody.model_validate({"prompt": "x", "logit_bias": {"5": math.nan}})
+    with pytest.raises(ConfigError, match="logit_bias maps token ids to numbers, not 5 to nan"):
+        body.sampling(Settings(("x",)), 1, 0)
+
+
 @pytest.mark.parametrize(
     ("kind", "body"),
     [

@@ -271,7 +271,7 @@ def _bias(given: dict[str, float]) -> dict[int, float]:
     for key in given:
         if not TOKEN_ID.fullmatch(key):
             raise Refusal(400, f"logit_bias maps token ids to numbers; {key[:40]!r} is no token id", "logit_bias")
-    return {int(key): max(-100.0, min(100.0, bias)) for key, bias in given.items()}
+    return {int(key): max(min(bias, 100.0), -100.0) for key, bias in given.items()}
 
 
 class CompletionBody(Sampled):
