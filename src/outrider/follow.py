@@ -122,7 +122,6 @@ class Follower:
         self.ranks = ranks
         self.held: dict[int, Any] = {}
         self.plans: dict[int, Plan] = {}
-        self.block_bytes: dict[int, int] = {}
 
     def run(self) -> None:
         """To the end."""

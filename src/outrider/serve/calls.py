@@ -93,21 +93,16 @@ class Call:
 
     @property
     def arguments(self) -> str:
-        """What has come of them, as JSON."""
-        return self.so_far("arguments")
+        """What has come of them, as JSON; empty before it."""
+        if "arguments" in self.values or self.key != "arguments" or self.expects != "end":
+            return self.values.get("arguments", "")
+        so_far = self.raw[self.begin : self.at]
+        return so_far if self.depth > 1 or self.quoted else so_far.strip()
 
     @property
     def text(self) -> str:
         """All of it, as it was written."""
         return self.raw
-
-    def so_far(self, key: str) -> str:
-        """What has come of a member's value; empty before it."""
-        if key in self.values or self.key != key or self.expects != "end":
-            return self.values.get(key, "")
-        return (
-            self.raw[self.begin : self.at] if self.depth > 1 or self.quoted else self.raw[self.begin : self.at].strip()
-        )
 
 
 @dataclass
