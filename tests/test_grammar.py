@@ -7,6 +7,7 @@ from outrider.constraint import read
 from outrider.errors import ConfigError
 
 ANY = {"type": "any_text"}
+ALL, WORD = {"type": "regex", "pattern": ".*"}, {"type": "regex", "pattern": "[a-z]+"}
 NUMBER = {"type": "json_schema", "json_schema": {"type": "integer"}}
 ENDS = "<|end|>"  # a token of its own in the vocabulary
 
@@ -40,6 +41,17 @@ TAGS = {  # a format, what it takes, and what it does not
     "json": (NUMBER, ["12", "-3"], ["x", ""]),
     "json, anything": ({"type": "json_schema", "json_schema": True}, ["[1]", "null"], ["nil"]),
     "regex": ({"type": "regex", "pattern": "a/b|[c]+"}, ["a/b", "cc"], ["ab"]),
+    "regex, end": (tag("<a>", ALL, "</a>"), ["<a></a>", "<a>hi</a>", "<a>h</a></a>"], ["<a>hi", "<a>hi</a>x"]),
+    "regex, ends": (tag("<a>", several("or", WORD, NUMBER), ["x", "ye"]), ["<a>bx", "<a>bye", "<a>1x"], ["<a>x"]),
+    "regex, a token": (tag("<a>", WORD, ["1", ENDS]), ["<a>b1", "<a>b<|end|>"], ["<a>b"]),
+    "regex, then": (several("sequence", WORD, const("x")), ["abx", "axbx"], ["x", "ab"]),
+    "regex, then a tag": (several("sequence", WORD, tag("a", NUMBER, "")), ["ba5", "zza5"], ["a5", "ab"]),
+    "regex, then more": (
+        several("sequence", tag("<a>", ALL, "</a>"), WORD, const("e"), ALL), ["<a>hi</a>hell", "<a></a>hexe"], ["<a>"],
+    ),
+    "regex, then regex": (several("sequence", WORD, {"type": "regex", "pattern": "[0-9]+"}), ["ab12"], ["ab"]),
+    "regex in tags": ({**CALLS, "tags": [tag("<f=", ALL, ">")]}, ["a<f=b> or <f=c>!", "<f=> d"], ["<f=b"]),
+    "regex in a tag's tag": (tag("<a>", tag("", ALL, ")"), ";"), ["<a>b);"], ["<a>b)", "<a>b));"]),
     "gbnf": ({"type": "grammar", "grammar": 'root ::= "x" [0-9]+'}, ["x12"], ["x"]),
     "lark": ({"type": "grammar", "syntax": "lark", "grammar": 'start: "x" /[0-9]+/'}, ["x12"], ["x"]),
     "any": (ANY, ["", "what\never </think> it is"], []),
@@ -98,6 +110,7 @@ def test_what_a_format_takes(tiny_llm, name):
     assert [text for text in wrong if taken(text)] == []
 
 
+MANY = tag("<t>", several("or", *[WORD] * 300), [f"a{i}" for i in range(900)])
 ENDINGS = tag("<t>", several("or", *[ANY] * 1500), [chr(19968 + i) for i in range(6000)])  # 9 million, if multiplied
 WRONG = {
     "number": (5, "must be a format"), "no type": ({}, "has a type: any_text"), "type": ({"type": "xml"}, "not 'xml'"),
@@ -109,7 +122,8 @@ WRONG = {
     "bounds": (of("repeat", const("a"), min=3, max=2), "at least min"), "begin": (tag(ANY, ANY, "x"), "not any_text"),
     "an end": ({**LIST, "tags": [tag("<t>", ANY, "")]}, "needs an end"),
     "ends": (tag("<x>", {**CALLS, "triggers": ["<"], "tags": [tag("<t>", ANY, [""])]}, "</x>"), "needs an end"),
-    "product": (ENDINGS, "rules have more than"),
+    "product": (ENDINGS, "rules have more than"), "regexes": (MANY, "rules have more than"),
+    "brackets": (tag("<t>", {"type": "regex", "pattern": "a)|(b"}, "x"), "unopened group"),
     "flag": (of("repeat", const("a"), min=True, max=2), "whole number"), "id": (token(10**9), "too large"),
     "trigger": ({**CALLS, "triggers": ["x"]}, "no trigger begins '<f=a>'"), "lists": ({**CALLS, "tags": [5]}, "a list"),
     "no tags": ({**CALLS, "tags": [ANY]}, "of type tag"), "regex": ({"type": "regex", "pattern": "("}, "unclosed"),

@@ -324,12 +324,16 @@ class Rules:
         """The name of a rule that says so. Raises ValueError if all together are too long."""
         if (known := self.known.get(f"{name}{how}: {text}")) is not None:
             return known
-        if (size := self.size + len(text)) > MOST_RULES:
-            raise ValueError(f"its rules have more than {MOST_RULES} characters")
+        self.grow(len(text))
         own = self.known[f"{name}{how}: {text}"] = f"{name}_{len(self.rules)}"
-        self.size = size
         self.rules.append(f"{own}{how}: {text}")
         return own
+
+    def grow(self, size: int) -> None:
+        """Raises ValueError if all rules together are too long with one of this size."""
+        self.size += size
+        if self.size > MOST_RULES:
+            raise ValueError(f"its rules have more than {MOST_RULES} characters")
 
 
 def behind(marks: tuple[str, str, str], source: str, added: Mapping[str, int]) -> str:
@@ -356,13 +360,14 @@ class Tag:
 
     Free text has no end of its own: the lexer reads it up to the marks that may follow. So a format is written
     together with what ends it (`ends`; nothing, where the output ends), and after free text the next gives its
-    beginning away.
+    beginning away. So it does after a regex, if it is text: the lexer would read it as more of the regex.
     """
 
     def __init__(self, library: Any, given: StructuredOutputsParams, added: Mapping[str, int]) -> None:
         self.library, self.added = library, added
         self.given = given  # whose other options hold for the JSON in it
         self.own = Rules(added)
+        self.plain: dict[tuple[Mark, ...], bool] = {}  # whether marks are text
         self.grammars: list[dict[str, Any]] = []  # those of the library, by name
 
     def written(self, tag: Any) -> str:
@@ -380,20 +385,22 @@ class Tag:
             whole = {"type": "triggered_tags", "triggers": old["triggers"], "tags": tags}
         else:
             whole = _checked("structural_tag", "format", tag)["format"]
-        start = f"start: {self._format(whole, ())}"
+        start = f"start: {self._format(whole, (), True)}"
         return json.dumps({"grammars": [{"lark_grammar": "\n".join([start, *self.own.rules])}, *self.grammars]})
 
-    def _format(self, given: Any, ends: tuple[Mark, ...]) -> str:
-        """A format, and then one of `ends`."""
+    def _format(self, given: Any, ends: tuple[Mark, ...], last: bool = False) -> str:
+        """A format, and then one of `ends`; `last`: behind which the output ends."""
         kind, has = _read(given)
         if kind == "any_text":
             return self.own.text(tuple(has["excludes"] or ()), ends)
         if kind == "or":
-            return _either(self._format(part, ends) for part in has["elements"])
+            return _either(self._format(part, ends, last) for part in has["elements"])
         if kind == "sequence":
-            return self._sequence(has["elements"], ends)
+            return self._sequence(has["elements"], ends, last)
         if kind == "tag":
-            return self._tag(has, ends)
+            return self._tag(has, ends, last)
+        if kind == "regex":
+            return self._regex(has["pattern"], ends, last)
         if kind == "triggered_tags":
             return self._triggered(has, ends)
         if kind == "optional" and _open(given):
@@ -424,11 +431,27 @@ class Tag:
             if has["style"] not in (None, "json"):
                 raise ValueError(f"json_schema: style must be json, not {brief(has['style'])}")
             return self._part("json", json.dumps({} if has[kind] is True else has[kind]))
-        if kind == "grammar":
-            if has["syntax"] not in (None, "ebnf", "lark"):
-                raise ValueError(f"grammar: syntax must be ebnf or lark, not {brief(has['syntax'])}")
-            return self._part(kind, has[kind])
-        return self._part("regex", has["pattern"])
+        if has["syntax"] not in (None, "ebnf", "lark"):
+            raise ValueError(f"grammar: syntax must be ebnf or lark, not {brief(has['syntax'])}")
+        return self._part(kind, has[kind])
+
+    def _regex(self, pattern: str, ends: tuple[Mark, ...], last: bool) -> str:
+        """A regex, and then one of `ends`: where something follows, the first that makes it whole."""
+        name = self._part("regex", pattern)
+        if not ends or not self._plain(ends):
+            return f"{name} {self.own.one(ends)}"
+        texts, part = _either(json.dumps(end) for end in ends), self.grammars[-1]
+        self.own.grow(len(texts))
+        own = part["lark_grammar"].partition("\n")[0].removeprefix("start: ")
+        start = "start: WHOLE\nWHOLE" if last else "start[lazy]"
+        part["lark_grammar"] = f"{start}: {own} {texts}\n{UNFORCED}"
+        return name
+
+    def _plain(self, marks: tuple[Mark, ...]) -> bool:
+        """Whether they are text without tokens of their own."""
+        if marks not in self.plain:  # many may stand behind many regexes
+            self.plain[marks] = all(isinstance(m, str) and not self.added.keys() & pieces(m, self.added) for m in marks)
+        return self.plain[marks]
 
     def _part(self, kind: str, text: str) -> str:
         """What the library writes, as a grammar of its own."""
@@ -438,25 +461,27 @@ class Tag:
         self.grammars += _named(name, _unforced(source) if kind == "regex" else source)
         return f"@{name}"
 
-    def _sequence(self, parts: Sequence[Any], ends: tuple[Mark, ...]) -> str:
+    def _sequence(self, parts: Sequence[Any], ends: tuple[Mark, ...], last: bool) -> str:
         found, parts = list[str](), [*parts]
         for i in range(1, len(parts)):
-            if not _open(part := parts[i - 1]):
+            part, (kind, has) = parts[i - 1], _read(parts[i])
+            key = {"const_string": "value", "tag": "begin"}.get(kind)
+            given = has[key] if key else ""
+            if not _open(part) and not (given and _read(part)[0] == "regex" and self._plain((self._id(given),))):
                 found.append(self._format(part, ()))
                 continue
-            kind, has = _read(parts[i])
-            key = {"const_string": "value", "tag": "begin"}.get(kind)
-            if key is None or not has[key]:
+            if key is None or not given:
                 raise ValueError(f"sequence: free text ends where a const_string or a tag begins, not before {kind}")
-            found.append(self._format(part, (self._id(has[key]),)))
+            all_of_it = last and not ends and kind == "const_string" and i == len(parts) - 1
+            found.append(self._format(part, (self._id(given),), all_of_it))
             parts[i] = {**parts[i], key: ""}
-        return " ".join([*found, self._format(parts[-1], ends)])
+        return " ".join([*found, self._format(parts[-1], ends, last)])
 
-    def _tag(self, has: Mapping[str, Any], ends: tuple[Mark, ...]) -> str:
+    def _tag(self, has: Mapping[str, Any], ends: tuple[Mark, ...], last: bool = False) -> str:
         begin = self.own.mark(self._id(has["begin"]))
         if own := tuple(map(self._id, _ends(has))):
-            return f"{begin} {self._format(has['content'], own)} {self.own.one(ends)}"
-        return f"{begin} {self._format(has['content'], ends)}"
+            return f"{begin} {self._format(has['content'], own, last and not ends)} {self.own.one(ends)}"
+        return f"{begin} {self._format(has['content'], ends, last)}"
 
     def _triggered(self, has: Mapping[str, Any], ends: tuple[Mark, ...]) -> str:
         """Free text; where a trigger begins in it, one of the tags, and so on."""
