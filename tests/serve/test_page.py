@@ -346,6 +346,28 @@ def test_a_reload_loses_nothing(tab, server):
 
 
 @pytest.mark.slow
+def test_old_chats_that_are_deleted_make_room(tab):
+    ask(tab, "one")
+    tab.evaluate("""() => {
+        const { setItem, removeItem } = Storage.prototype;
+        let full = true;
+        Storage.prototype.setItem = function (name, text) {
+            if (full && name.includes("chat.")) throw new Error("full");
+            setItem.call(this, name, text);
+        };
+        Storage.prototype.removeItem = function (name) { full = false; removeItem.call(this, name); };
+    }""")
+    tab.locator("#new").click()
+    ask(tab, "two")
+    tab.wait_for_selector("#banner:not([hidden])")
+    tab.once("dialog", lambda dialog: dialog.accept())
+    tab.locator("#list li", has_text="one").locator(".drop").click()
+    tab.wait_for_selector("#banner", state="hidden")
+    tab.reload()
+    assert last(tab).startswith("Answer to two") and tab.locator("#list li").count() == 1
+
+
+@pytest.mark.slow
 def test_reasoning_is_folded_above_the_answer(tab, server):
     ask(tab, "think")
     thought = tab.locator("article.assistant details.thought")
