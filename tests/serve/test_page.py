@@ -263,6 +263,8 @@ def test_stop_keeps_what_came_and_tells_the_server(tab, server):
     tab.keyboard.press("Escape")
     done(tab)
     assert "stopped" in stats(tab) and len(last(tab)) < len(words(server.bodies[-1]))
+    tab.uncheck("#speculate")
+    assert tab.locator("#again").is_hidden()  # the whole answer would be another
     for _ in range(100):
         if server.gone:
             break
