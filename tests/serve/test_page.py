@@ -122,16 +122,17 @@ def script(body: dict[str, Any]) -> Iterator[Any]:
         pieces[-3] = " ghost"
     yield b": keep-alive\n\n"
     yield {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]}
-    if asked == "think":
-        for piece in ("Let me see:\n", "<b>water</b>."):
+    if asked in ("think", "rethink"):
+        for piece in ("Let me see:\n", "gas." if plain and asked == "rethink" else "<b>water</b>."):
             choice = {"index": 0, "delta": {"reasoning": piece}, "token_ids": [1], "token_texts": [piece]}
             yield {"choices": [{**choice, "drafted_by": [None], "finish_reason": None}]}
     for at in range(0, len(pieces), step := 1 if plain else 3):
         texts = pieces[at : at + step]
         by = ["ngram" if at % 2 else "suffix"] * (len(texts) - 1) + [None]
         last = at + step >= len(pieces)
+        ids = [hash(t) % 1000 + (plain and asked == "recut") for t in texts]
         choice = {
-            "index": 0, "delta": {"content": "".join(texts)}, "token_ids": [hash(t) % 1000 for t in texts],
+            "index": 0, "delta": {"content": "".join(texts)}, "token_ids": ids,
             "token_texts": texts, "drafted_by": by, "finish_reason": "stop" if last else None,
         }  # fmt: skip
         yield {"choices": [choice]}
@@ -501,6 +502,14 @@ def test_the_switch_and_a_replay_give_the_same_answer(tab, server):
     assert after.pop("speculative_config") == {"method": "none"} and before == after
     assert "the same text as version 1" in stats(tab) and "plain decoding" in stats(tab)
     assert "1.00 per forward" in stats(tab)
+    for asked in ("rethink", "recut"):  # other reasoning, and other tokens of the same text
+        tab.locator("#new").click()
+        tab.check("#speculate")
+        ask(tab, asked)
+        tab.uncheck("#speculate")
+        tab.click("#again")
+        done(tab)
+        assert "not the text of version 1" in stats(tab)
 
 
 @pytest.mark.slow
