@@ -532,6 +532,11 @@ def test_compare_says_whether_they_are_identical(tab, server):
 def test_errors_are_said(tab, server):
     ask(tab, "refuse")
     assert tab.locator(".error").inner_text() == "max_tokens is 9999, and must be at most 4096 (400)"
+    ask(tab, "another")
+    assert server.bodies[-1]["messages"] == [{"role": "user", "content": "another"}]
+    ask(tab, "refuse")
+    ask(tab, "third")
+    assert [message["content"][:9] for message in server.bodies[-1]["messages"]] == ["another", "Answer to", "third"]
     for asked, said in (("fail", "memory ran out"), ("break", "The connection broke")):
         tab.locator("#new").click()
         ask(tab, asked)
