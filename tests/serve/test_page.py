@@ -35,6 +35,9 @@ HOSTILE = """Look: <img src=x onerror="window.hit = 1"> <script>window.hit = 2</
 ODD = (
     "&lt;b> &amp; [a](https://example.org/abc%20c?abc=abc&abc) abc &copy; ☑ 5 < 6 **so** ~~it~~ ends <here> `&lt;` now"
 )
+COMPOSING = (
+    "new KeyboardEvent('keydown', { key: 'Escape', isComposing: true, bubbles: true })"  # it is the input method's
+)
 CODE = "# Title\n\nSome **bold** text & `inline`.\n\n- one\n- two\n\n```python\nprint(1 < 2)\n```\n\nThe end."
 
 
@@ -261,6 +264,8 @@ def test_tints_lie_right_over_markdown(tab):
 def test_stop_keeps_what_came_and_tells_the_server(tab, server):
     ask(tab, "long", wait=False)
     until(tab, "(document.querySelector('article.assistant .text')?.innerText.length ?? 0) > 60")
+    tab.evaluate(f"document.querySelector('#say').dispatchEvent({COMPOSING})")
+    assert tab.locator("#stop").is_visible()
     tab.keyboard.press("Escape")
     done(tab)
     assert "stopped" in stats(tab) and len(last(tab)) < len(words(server.bodies[-1]))
@@ -301,6 +306,8 @@ def test_edit_and_regenerate_make_versions(tab, server):
     tab.keyboard.press("/")
     tab.keyboard.press("ArrowUp")
     assert tab.locator("#edit").input_value() == "two"
+    tab.evaluate(f"document.querySelector('#edit').dispatchEvent({COMPOSING})")
+    assert tab.locator("#edit").count() == 1
     tab.keyboard.press("Escape")
     assert tab.locator("#edit").count() == 0
 
