@@ -479,12 +479,18 @@ def test_two_tabs_lose_nothing(tab, server):
         found = each.evaluate(f"({whole})(chats[0])")
         assert found == ",".join(f"Answer to {text}" for text in ("five", "four", "long", "one", "three", "two"))
 
+    other.click("#tune")
     tab.click("#tune")
+    tab.fill("#settings [name=key]", "new")
     tab.fill("#settings [name=max_tokens]", "40")
     tab.keyboard.press("Escape")
+    until(other, "settings.key === 'new'")
+    other.fill("#settings [name=temperature]", "0.5")  # beside fields that show what was
+    other.keyboard.press("Escape")
     other.uncheck("#speculate")
     until(tab, "!document.querySelector('#speculate').checked")
-    assert tab.evaluate("[kept.get('settings').max_tokens, settings.speculate]") == [40, False]
+    held = tab.evaluate("kept.get('settings')")
+    assert [held[name] for name in ("max_tokens", "temperature", "key", "speculate")] == [40, 0.5, "new", False]
 
 
 @pytest.mark.slow
