@@ -15,6 +15,7 @@ from outrider.control import Beliefs
 from outrider.draft import Draft, Verdict
 from outrider.drafters import create
 from outrider.kv import Entry, OffloadKV, PagedKV, Plan, views
+from outrider.kv.base import allocate
 from outrider.kv.dense import DenseKV
 from outrider.kv.rows import NORMED
 from outrider.load import load
@@ -244,8 +245,14 @@ def test_growth_that_failed(folder, monkeypatch):
     kv.reserve(plan)
     assert kv.fixed(plan, 4) is not None
     assert kv.stores(plan) is not None
-    made, new = iter([True]), kv._new
-    monkeypatch.setattr(kv, "_new", lambda size: new(size) if next(made, False) else (_ for _ in ()).throw(MemoryError))
+    made = iter([True])
+
+    def scarce(*size) -> torch.Tensor:
+        if next(made, False):
+            return allocate(*size)
+        raise MemoryError
+
+    monkeypatch.setattr("outrider.kv.dense.allocate", scarce)
     with pytest.raises(MemoryError):
         kv.reserve(Plan([Entry(0, 0, 900, 4)]))
     assert len({own.shape for own in kv.store[0]}) == 2
