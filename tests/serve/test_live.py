@@ -185,7 +185,7 @@ def test_a_second_interrupt_ends_at_once(tmp_path):
     try:
         wait_until(at.exists)
         transport = httpx.HTTPTransport(uds=str(at), retries=10)
-        body = {"prompt": PROMPT, "max_tokens": 8000, "stream": True, "ignore_eos": True}
+        body = {"prompt": PROMPT, "max_tokens": 8000, "stream": True, "ignore_eos": True, "n": 8}
         with (
             httpx.Client(transport=transport, base_url="http://x", timeout=60) as client,
             client.stream("POST", "/v1/completions", json=body) as answer,
