@@ -125,9 +125,8 @@ class Auto(Drafter):
         self.chains, self.vocab, self.chunk = False, 2**63, 2**63
         self.sent = self.spent = self.asking = self.charged = self.own = 0.0
         self.made = 0  # graphs, when a step's forward began
-        self.vain = self.left = self.rested = (
-            0  # looks in vain, in a row; steps to rest, and rested since the last look
-        )
+        self.vain = 0  # looks in vain, in a row
+        self.left = self.rested = 0  # steps to rest, and rested since the last look
         self.resting: list[int] = []  # the sequences of that
         self.gain = 0.0  # seconds that the step's drafts promised to save
         self.seconds = list[float]()
