@@ -280,10 +280,8 @@ class Beliefs:
                     share *= hope
                     gain += share
                     gains.append(max(0.0, gain * faith - own[i].worth))
-                paid = (
-                    lag * (reading or plain / 512) if lag > MOST_NODES // 4 else 0.0
-                )  # a guess, until it was measured
-                paid /= min(HORIZON, room)
+                unread = reading or plain / 512  # seconds a token: a guess, until it was measured
+                paid = lag * unread / min(HORIZON, room) if lag > MOST_NODES // 4 else 0.0
                 found.append((paid - gains[-1] * plain / n, paid, gains, i))
             if not found:
                 continue

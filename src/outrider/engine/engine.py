@@ -550,7 +550,7 @@ class Engine:
             if not ends_one(error):
                 raise
             if isinstance(error, DrafterError) and self.guard.failure is None:  # before anything was read
-                self.guard.switch_off(error, [])
+                self.guard.switch_off(error)
                 for request in requests:
                     self._forget(request)
                 return self._forward(requests, reading, k, times)

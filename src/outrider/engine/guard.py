@@ -67,7 +67,7 @@ class Guard(Drafter):
         except BaseException as error:
             if not ends_one(error):
                 raise
-            self.switch_off(error, [])
+            self.switch_off(error)
 
     def kv_bytes(self, tokens: int) -> int:
         """What it says it will hold."""
@@ -87,13 +87,13 @@ class Guard(Drafter):
             cause = cause.__cause__
         own = isinstance(cause, DrafterError) or not isinstance(cause, OutriderError)
         if own and not any(seq.params.logits_processors for seq in seqs):
-            self.switch_off(error, seqs)
+            self.switch_off(error)
+            for seq in seqs:
+                self.forget(seq)  # it has failed; its memory may go all the same
 
-    def switch_off(self, error: BaseException, seqs: list[Sequence]) -> None:
+    def switch_off(self, error: BaseException) -> None:
         """It drafts no more."""
         if self.failure is None:
             self.failure, self.idle = told(error), True  # type: ignore[misc]
             log.warning("drafter %r is switched off, decoding goes on without drafts: %s", self.name, self.failure)
             log.debug("where drafter %r failed", self.name, exc_info=error)
-        for seq in seqs:
-            self.forget(seq)  # it has failed; its memory may go all the same
