@@ -3,7 +3,8 @@
 # make check  linters, types and import layers
 # make sanitize   the kernels' tests under the address and undefined-behaviour sanitizers, and a stress under the thread sanitizer
 # make docs   the tables in README.md and docs/ again, from bench/results and the code
-# make bench  the tables of README.md and docs/methods.md (an hour on 2 cores; DATA is the folder that docs/benchmarks.md describes)
+# make bench  README's speed table, its own rows and transformers' of the other, and the first of docs/methods.md (an hour on 2 cores; DATA is the
+#             folder that docs/benchmarks.md describes; the other tables have their commands beside them)
 
 PYTHON ?= python3
 # The build of PyTorch: any 2.10 or later works; for CUDA give the one for your driver.

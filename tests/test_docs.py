@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import typer
+from helpers import assert_released
 
 from outrider import LLM, Drafter
 from outrider.cli import app
@@ -47,6 +48,7 @@ def test_the_readers_own_drafter(monkeypatch):
     fast = llm.generate("the cat and the dog and the cat and the dog", max_tokens=60, temperature=0)[0]
     assert fast.token_ids == plain.token_ids
     assert fast.metrics["speculative_decoding"]["num_accepted_draft_tokens"] > 0
+    assert_released(llm)  # which the matrix asks of it, too
 
 
 RUNNING = [

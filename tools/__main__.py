@@ -148,7 +148,7 @@ def mixture(
 
 @app.command()
 def reference(
-    recipe: Annotated[str, typer.Argument(help="tiny, tiny-draft, toy, or a JSON file.")],
+    recipe: Annotated[str, typer.Argument(help="tiny, tiny-cpu, tiny-draft, toy, or a JSON file.")],
     output: Annotated[Path, typer.Argument(help="Folder of the run: checkpoint and log. A run that is there goes on.")],
     data: Data,
     corpus: Corpus = Path("models/train/data"),

@@ -566,8 +566,8 @@ def test_mixed_changes_its_kind_with_each_request():
     parts = [load_suite(name, 2).prompts for name in ("chat", "code", "edit", "summarise")]
     assert suite.prompts == [*(part[0] for part in parts), parts[0][0], parts[0][1], parts[1][1]]
     assert suite.stream and suite.chat and suite.source == "built-in" and not load_suite("chat", 1).stream
-    for wrong in (0, 1000):
-        with pytest.raises(ConfigError, match="prompts must be"):
+    for wrong in (0, 21):
+        with pytest.raises(ConfigError, match="suite mixed has 20 prompts; prompts must be 1 to that"):
             load_suite("mixed", wrong)
 
 

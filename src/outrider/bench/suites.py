@@ -205,10 +205,13 @@ def load_suite(name: str, count: int | None, data: Path | None = None, file: Pat
 
 def _mixed(count: int | None, data: Path | None) -> Suite:
     """A stream of requests that changes its kind with each: a message of every suite of KINDS, then the first again."""
-    if count is not None and count < 1:
-        raise ConfigError(f"suite mixed: prompts must be at least 1, not {count}")
-    each = None if count is None else -(-count // (len(KINDS) + 1))
-    suites = [load_suite(name, each, data) for name in KINDS]
+    turn = len(KINDS) + 1
+    suites = [load_suite(name, None, data) for name in KINDS]
+    if count is not None:
+        most = turn * min(len(suite.prompts) for suite in suites)
+        if not 1 <= count <= most:
+            raise ConfigError(f"suite mixed has {most} prompts; prompts must be 1 to that, not {count}")
+        suites = [load_suite(name, -(-count // turn), data) for name in KINDS]
     turns = zip(*(suite.prompts for suite in suites), strict=False)  # the shortest ends it
     prompts = [prompt for turn in turns for prompt in (*turn, turn[0])][:count]
     return Suite("mixed", "+".join(dict.fromkeys(suite.source for suite in suites)), prompts, chat=True)
