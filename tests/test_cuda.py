@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
 
@@ -18,7 +19,7 @@ from outrider.kv import Entry, OffloadKV, PagedKV, Plan, views
 from outrider.kv.base import allocate
 from outrider.kv.dense import DenseKV
 from outrider.kv.rows import NORMED
-from outrider.load import load
+from outrider.load import _device, load
 from outrider.ops import Graphs, native
 from outrider.ops.triton import launch
 from outrider.runner import Runner
@@ -219,6 +220,29 @@ def test_auto_learns_nothing_from_what_captured(folder, as_on_cuda, monkeypatch)
         asked.append(new)
         assert told == ["draft"] * (not new[1]) + ["target"] * (not new[0])
     assert asked[0] == (True, True) and asked[-1] == (False, False)
+
+
+def test_a_gpu_is_named_by_its_number(monkeypatch):
+    """As its tensors name it: a bias on cuda:1 is not on cuda."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert [str(_device(name)) for name in ("cuda", "auto", "cuda:0", "cpu")] == ["cuda:1", "cuda:1", "cuda:0", "cpu"]
+
+
+def test_kernels_are_launched_where_the_model_lies(monkeypatch):
+    """The current GPU is a thread's own, and another may be the caller's."""
+    llm, entered = LLM("tiny", device="cpu", dtype="float32"), []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: entered.append(device) or nullcontext())
+    monkeypatch.setattr(llm.engine, "_device", torch.device("cuda:1"))
+    llm.generate(PROMPT, max_tokens=2)
+    list(llm.stream(PROMPT, max_tokens=2))
+    assert {*entered} == {torch.device("cuda:1")}
+
+
+def test_two_models_graphs_share_no_memory():
+    """Two engines' threads may replay them at once."""
+    assert Graphs().capture is not Graphs().capture
 
 
 def test_a_copy_that_failed():

@@ -301,6 +301,15 @@ def test_quantised_checkpoint(packed_llm, make_checkpoint, method, sampling):
     assert all(map(alike, run(llm, batch_of(llm, sampling, 8)), plain))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_biases(make_checkpoint, device):
+    """By the name of a device without its number, too."""
+    llm = LLM(make_checkpoint("qwen2"), device=device, dtype="bfloat16")
+    plain = llm.generate(prompts(llm)[0], max_tokens=16, temperature=0)[0].token_ids
+    llm.speculative_config = {"method": "lookahead"}
+    assert llm.generate(prompts(llm)[0], max_tokens=16, temperature=0)[0].token_ids == plain
+
+
 def promised(llm: LLM) -> None:
     """Where the kernels run, the promise must hold; without them it may not, and there is nothing to test."""
     if llm.exactness != "bitwise":

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -29,7 +30,8 @@ from outrider.config import Mixture
 from outrider.errors import ConfigError
 from outrider.load import open_source
 from outrider.ops import Quantized
-from outrider.parallel import Cut, Group, cut_quantized, ranks_for, split, split_heads, within
+from outrider.ops.triton.launch import emulated, order
+from outrider.parallel import Cut, Group, columns_alone, cut_quantized, ranks_for, split, split_heads, within
 from outrider.plan import fastest_mode, traffic
 
 HERE = Path(__file__).parent
@@ -506,6 +508,13 @@ def test_quantised_weights_are_cut_with_their_factors():
         q, scales=(torch.ones(12, 3, dtype=torch.int8), torch.rand(12, 1, generator=g).half()), offsets=None
     )
     assert torch.equal(cut_quantized(coarse, rows).dense(), coarse.dense()[index])
+
+
+def test_a_gpu_does_not_promise_the_bits_of_one_rank():
+    """How its kernels share out a sum follows from how many outputs a product has."""
+    assert order(16384, 2048, None, 90) != order(8192, 2048, None, 90)
+    with emulated():
+        assert not columns_alone(SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cpu")))  # type: ignore[arg-type]
 
 
 def test_prediction():

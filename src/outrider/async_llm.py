@@ -28,6 +28,7 @@ from outrider.engine import LONG, Request, TextStream
 from outrider.errors import ConfigError, EngineError, QueueFull, brief, told
 from outrider.llm import LLM, Message, Prompt, sampling_params_of
 from outrider.load import Checkpoint
+from outrider.ops import untouched
 from outrider.outputs import StepEvent
 
 log = logging.getLogger(__name__)
@@ -242,8 +243,11 @@ class AsyncLLM:
 
     # --- the engine's thread ------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()  # entered once for all steps
     def _drive(self, threads: int) -> None:
+        with untouched(self.llm.runner.model.device), torch.inference_mode():  # entered once for all steps
+            self._steps(threads)
+
+    def _steps(self, threads: int) -> None:
         if torch.get_num_threads() != threads:  # lowered for everybody who begins just now, by another's sampling
             torch.set_num_threads(threads)
         engine, seen = self.llm.engine, self.llm.engine.turns

@@ -128,9 +128,10 @@ class LLM:
             _say_once(f"slower than it could be: {reason}")
         self.tokenizer = self.checkpoint.tokenizer
         self.runner = self._runner(self.checkpoint, self.engine_config.kv_offload)
-        self._measured, self.parallelism = guarantee(self.runner.model)  # in words; empty on one rank
-        if self._measured == "bitwise":
-            self._measured = check_exactness(self.runner.model, self.runner.kv)
+        with untouched(self.runner.model.device):
+            self._measured, self.parallelism = guarantee(self.runner.model)  # in words; empty on one rank
+            if self._measured == "bitwise":
+                self._measured = check_exactness(self.runner.model, self.runner.kv)
         self.runner.prefixes = self.engine_config.enable_prefix_caching
         if self.engine_config.kv_memory is None:  # measured once, so that every method gets the same
             home = torch.device("cpu") if self.engine_config.kv_offload else self.runner.model.device
@@ -198,13 +199,12 @@ class LLM:
         return self._speculative
 
     @speculative_config.setter
-    @untouched()
     def speculative_config(self, config: SpeculativeConfig | Mapping[str, Any] | str | None) -> None:
         config = SpeculativeConfig.of(config)
         drafter, size = drafters.create(config), config.draft_tensor_parallel_size or 1
         if size > (most := self.ranks.size if self.ranks else 1):
             raise ConfigError(f"draft_tensor_parallel_size is {size}, and there are {most} ranks")
-        with self.engine.idle():
+        with self.engine.idle(), untouched(self.runner.model.device):
             if size != self._draft_size:
                 self._idle, self._drafts, self._draft_size = {}, {}, size
             self._idle, self._drafts = {**self._idle, **self._drafts}, {}

@@ -30,7 +30,7 @@ from outrider.errors import (
 from outrider.files import check_regular, read_json
 from outrider.find import find, kind_of
 from outrider.model import Layer, Model, head_order
-from outrider.ops import MLP, Experts, Linear, Quantized, join, native, packs, quantises
+from outrider.ops import MLP, Experts, Linear, Quantized, join, native, packs, quantises, untouched
 from outrider.parallel import Cut, CutExperts, CutModel, Gathered, Group, Normed, Summed, cut, cut_quantized, within
 from outrider.weights import IN_MEMORY, GGUFWeights, HeldWeights, PackedWeights, Weights
 
@@ -83,7 +83,8 @@ def load(
         source.weights.rounds = activations
     share = Cut(source.config, group) if group else None
     number = group.announce("load", str(name), dtype, quantization, activations) if group else 0
-    model = Builder(source.config, source.weights, kind, where, quantization, cut=share).model(progress)
+    with untouched(where):
+        model = Builder(source.config, source.weights, kind, where, quantization, cut=share).model(progress)
     if group and isinstance(model, CutModel) and number:
         model.number = number
         finalize(model, group.ranks.tell, "drop", number)
@@ -178,16 +179,16 @@ def _gguf_tokenizer(file: gguf.File) -> Any:
 
 
 def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(name)
+        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
     except (RuntimeError, TypeError):
         raise ConfigError(f"device {brief(name)} is unknown; valid: auto, cpu, cuda, cuda:N") from None
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device {name!r} is not supported; valid: auto, cpu, cuda, cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"device {name!r}: this machine has {torch.cuda.device_count()} CUDA devices; use cpu")
+    if device == torch.device("cuda"):  # tensors there say which, and are not of this device
+        return torch.device("cuda", torch.cuda.current_device())
     return device
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from triton.runtime.errors import OutOfResources
 
 from outrider import families
 from outrider.bench import gpu
@@ -93,7 +94,7 @@ def test_what_is_done_is_not_done_again(tmp_path, monkeypatch):
         def measure(s):
             calls.append(name)
             if fails and calls.count(name) == 1:
-                raise RuntimeError("out of memory")
+                raise OutOfResources(300, 200, "shared memory")
             yield {"n": 1}
 
         return measure
@@ -101,7 +102,7 @@ def test_what_is_done_is_not_done_again(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "PARTS", {"a": part("a"), "b": part("b", fails=True), "c": part("c")})
     with launch.emulated():
         first = gpu.run(settings(tmp_path))
-        assert first["failed"]["b"]["error"] == "RuntimeError: out of memory"
+        assert first["failed"]["b"]["error"].startswith("OutOfResources: out of resource: shared memory")
         second = gpu.run(settings(tmp_path))
         assert calls == ["a", "b", "c", "b"]
         assert set(second["parts"]) == {"a", "b", "c"}

@@ -29,16 +29,16 @@ from outrider.bench.run import provenance
 from outrider.config import ModelConfig, SamplingParams, SpeculativeConfig
 from outrider.draft import Draft
 from outrider.drafters import create
-from outrider.errors import ConfigError, OutriderError, brief
+from outrider.errors import ConfigError, brief
 from outrider.files import make_folder, write_text
 from outrider.kv import Entry, OffloadKV, PagedKV
 from outrider.llm import LLM
 from outrider.load import Progress
 from outrider.model import Layer, Model
-from outrider.ops import MLP, DevicePlan, Experts, Graphs, Linear, launches
+from outrider.ops import MLP, DevicePlan, Experts, Graphs, Linear, launches, untouched
 from outrider.ops.native import PAGE
 from outrider.ops.triton import launch
-from outrider.ops.triton.graph import cuda_capture
+from outrider.ops.triton.graph import Captures
 from outrider.ops.triton.plan import make, queries_tile
 from outrider.plan import DEVICES, expected
 from outrider.quantize import quantize
@@ -147,9 +147,9 @@ def run(settings: Settings, progress: Progress | None = None) -> dict[str, Any]:
             continue
         started = time.perf_counter()
         try:
-            with torch.inference_mode():
+            with untouched(settings.where), torch.inference_mode():
                 done: Line = {"models": models, "lines": list(PARTS[name](settings))}
-        except (OutriderError, RuntimeError, ImportError) as error:  # out of memory, a kernel that fails to load
+        except Exception as error:  # out of memory, a kernel that does not fit: the next part may
             done = {"error": f"{type(error).__name__}: {error}"}
         done["seconds"] = time.perf_counter() - started
         results["parts" if "lines" in done else "failed"][name] = done
@@ -198,7 +198,7 @@ def seconds(compute: Callable[[], Any], device: torch.device) -> float:
         began = time.perf_counter()
         compute()
         return time.perf_counter() - began
-    replay, _ = cuda_capture(lambda: [compute()])
+    replay, _ = Captures()(lambda: [compute()])
     return _timed(replay, device)
 
 

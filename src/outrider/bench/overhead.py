@@ -76,7 +76,7 @@ def steps(llm: LLM, prompt: list[int], batches: list[int], **sampling: Any) -> I
     for batch in batches:
         requests = [request for _ in range(batch) for request in llm.engine.add(prompt, params)]
         steps, outside, drafting = list[float](), list[float](), list[float]()
-        with untouched(), torch.inference_mode(), interrupts_wait() as late:  # as in `generate`: once for all steps
+        with untouched(model.device), torch.inference_mode(), interrupts_wait() as late:  # as in `generate`: once
             while not (late or all(request.finished for request in requests)):
                 native, drafted, began = model.native_seconds or 0.0, requests[0].timing.draft, time.perf_counter()
                 llm.engine.step_within()

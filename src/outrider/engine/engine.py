@@ -132,7 +132,7 @@ class Engine:
         self.kv_memory = config.kv_memory or int(0.9 * free_memory(runner.model.device))
         if not isinstance(runner.kv, PagedKV):
             raise ConfigError(f"an engine needs a runner with a paged cache, not {type(runner.kv).__name__}")
-        self.kv = runner.kv
+        self.kv, self._device = runner.kv, runner.model.device
         self._block_bytes = self.kv.nbytes(BLOCK)
         self.preemptions = 0  # so far; and tokens of prompts, and those of them that others had read
         self.prefix_queries = self.prefix_hits = 0
@@ -392,7 +392,7 @@ class Engine:
         While another thread steps, waits for that. Nothing to do: an empty list. Raises RequestError if called by what
         a step calls, EngineError in a fork of the engine's process.
         """
-        with untouched(), torch.inference_mode(), interrupts_wait() as late:
+        with untouched(self._device), torch.inference_mode(), interrupts_wait() as late:
             return self.step_within(lambda: bool(late))
 
     def step_within(self, unless: Callable[[], bool] = lambda: False) -> list[tuple[Request, list[int]]]:
@@ -411,7 +411,7 @@ class Engine:
     def drive(self, done: Callable[[], bool]) -> None:
         """Step until `done()`, by turns with other threads that do. Raises what `step` raises."""
         # entered once: it costs as much as a tenth of what a step does around its forward
-        with untouched(), torch.inference_mode():
+        with untouched(self._device), torch.inference_mode():
             while not done():
                 with interrupts_wait() as late:  # entered for each step it would cost some 12 microseconds
                     while not (done() or late):

@@ -9,12 +9,14 @@ import torch
 
 
 @contextmanager
-def untouched() -> Iterator[None]:
+def untouched(device: torch.device | None = None) -> Iterator[None]:
     """A block in which tensors lie on a CPU where no device is named, and no product is computed in another dtype.
 
-    A default device and autocast are a thread's own, so an engine's thread needs no such block.
+    `device`: where kernels are launched, if it is a GPU: that is the current one, whatever tensors they are given.
     """
     with ExitStack() as stack:
+        if device is not None and device.type == "cuda":
+            stack.enter_context(torch.cuda.device(device))
         if torch.get_default_device().type != "cpu":
             stack.enter_context(torch.device("cpu"))
         for kind in ("cpu", "cuda"):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from outrider.errors import interrupts_wait, told
 from outrider.model import Attends, Model, Wanted
-from outrider.ops import Linear
+from outrider.ops import Linear, launches
 from outrider.parallel.cuts import Cut
 from outrider.parallel.group import Group
 
@@ -96,6 +96,8 @@ class CutModel(Model):
 
 def columns_alone(model: CutModel) -> bool:
     """Whether outputs have the same bits when their matrix is cut between them, as this model's are."""
+    if launches(model.dtype, model.device):  # there the shares of a sum follow from how many outputs there are
+        return False
     cut: Cut = model.cut
     generator = torch.Generator().manual_seed(1)
     experts = cut.whole.mixture

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -36,30 +36,31 @@ def pinned(numbers: list[int] | list[float] | Tensor, device: torch.device) -> T
     return x.pin_memory() if device.type == "cuda" else x
 
 
-@cache
-def _pool(device: int) -> tuple[Any, Any]:
-    """Memory that all graphs of a device share, and one that is kept: PyTorch ends a pool with the last of its graphs.
+class Captures:
+    """CUDA graphs in memory that they share: one runs at a time, and its results are copied before the next one does.
 
-    One runs at a time, and its results are copied before the next one does.
+    So those of a model, which has one engine; another engine's thread may replay its own in between.
     """
-    pool, first = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(first, pool=pool):
-        torch.zeros(1, device="cuda")
-    return pool, first
 
+    @cached_property
+    def _pool(self) -> tuple[Any, Any]:
+        """That memory, and a graph that is kept: PyTorch ends a pool with the last of its graphs."""
+        pool, first = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(first, pool=pool, capture_error_mode="thread_local"):
+            torch.zeros(1, device="cuda")
+        return pool, first
 
-def cuda_capture(compute: Callable[[], list[Tensor]]) -> tuple[Callable[[], None], list[Tensor]]:
-    """Compute once to have kernels compiled, then once more into a graph."""
-    side: Any = torch.Stream(torch.device("cuda"))
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        compute()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    pool, _ = _pool(torch.cuda.current_device())
-    with torch.cuda.graph(graph, pool=pool):
-        results = compute()
-    return graph.replay, results
+    def __call__(self, compute: Callable[[], list[Tensor]]) -> tuple[Callable[[], None], list[Tensor]]:
+        """Compute once to have kernels compiled, then once more into a graph."""
+        side: Any = torch.Stream(torch.device("cuda", torch.cuda.current_device()))
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            compute()
+        torch.cuda.current_stream().wait_stream(side)
+        (pool, _), graph = self._pool, torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # others may go on allocating
+            results = compute()
+        return graph.replay, results
 
 
 @dataclass
@@ -67,7 +68,7 @@ class Graphs:
     """Captured forwards, by their sizes. `capture` computes, and gives what repeats it and where results will be."""
 
     made: ClassVar[int] = 0  # so far, of all models: what took the time to make one tells nothing of the next
-    capture: Capture = cuda_capture
+    capture: Capture = field(default_factory=Captures)
     held: dict[Hashable, tuple[dict[str, Tensor], Callable[[], None], list[Tensor]]] = field(default_factory=dict)
     given: dict[Hashable, dict[str, Tensor]] = field(default_factory=dict)  # what each was last called with
 
