@@ -410,7 +410,8 @@ def law_of(llm: LLM, prompt: list[int], params: SamplingParams, length: int) -> 
 @pytest.fixture(scope="module")
 def small(make_llm, make_checkpoint):
     """A model of five tokens with a draft model that is often right, and the law of its four-token texts."""
-    llm = make_llm(vocab_size=5, engine={"max_num_seqs": 512, "max_num_batched_tokens": 4096})  # room for drafts
+    roomy = {"max_num_seqs": 512, "max_num_batched_tokens": 4096, "max_prefill_delay": 60.0}  # for drafts
+    llm = make_llm(vocab_size=5, engine=roomy)
     params = SamplingParams(temperature=2.5, top_k=4, presence_penalty=0.5, max_tokens=4)
     return llm, str(make_checkpoint(vocab_size=5, noise=0.06)), params, law_of(llm, [1, 2, 3], params, 4)
 
