@@ -26,7 +26,7 @@ from outrider.errors import ConfigError, ConstraintError
 from outrider.find import find
 from outrider.grammar import understood
 from outrider.load import read_tokenizer
-from outrider.sampling import Row, distribution
+from outrider.sampling import Row, choose, distribution
 from outrider.sequence import Sequence
 from outrider.verify import rejection
 
@@ -227,7 +227,7 @@ def test_masks_depend_on_the_tokens_alone(tiny_llm, data):
         path = data.draw(st.sampled_from([text[grown : grown + 3], text[grown : grown + 1], [7, 9], []]))
         if data.draw(st.booleans()):
             constraint.fit(seq, Draft.chain([*path, 700, 3]), 9, coins=False)
-        constraint.settled = -1  # as if it had grown meanwhile: nothing is remembered
+        constraint.settled = [-1]  # as if it had grown meanwhile: nothing is remembered
         fresh = followed(tiny_llm, given_)
         fresh[0].tokens[:] = seq.tokens
         got, expected = constraint.mask(seq, path), fresh[1].mask(fresh[0], path)
@@ -853,4 +853,42 @@ def test_a_scripted_drafter_cannot_break_out(tiny_llm):
             use(tiny_llm, ScriptedDrafter(script), 8, rule)
             (output,) = run(tiny_llm, [(prompt, asked(**ASKED["compact"]))])
             assert alike(output, expected)
+    tiny_llm.speculative_config = None
+
+
+def narrow(seq: Sequence) -> None:
+    with suppress(ValueError):  # it is read-only
+        seq.constraint.mask(seq, [])[:] &= 0x0F
+
+
+MEDDLING = {  # with what is shown
+    "mask": narrow,
+    "cut": lambda fork: fork.tokens.__delitem__(slice(-2, None)),
+    "only the end": lambda fork: fork.tokens.__delitem__(slice(-8)),
+    "rewritten": lambda fork: fork.tokens.__setitem__(-1, fork.tokens[-2]),
+    "another prompt": lambda fork: setattr(fork, "prompt_len", len(fork.tokens) - 2),
+}
+
+
+@pytest.mark.parametrize("how", MEDDLING)
+def test_whatever_a_drafter_does_to_a_fork_the_sequence_stays(tiny_llm, how):
+    """Nor what it writes on its answers. All are asked about like the request's own."""
+    vocab = tiny_llm.runner.model.config.vocab_size
+
+    def meddle(seq: Sequence, k: int) -> Draft:
+        fork = seq.fork()
+        if len(seq.output) > 2:
+            MEDDLING[how](fork)
+        for _ in range(2):
+            choose(torch.zeros(1, vocab), [Row(fork)])
+            fork.constraint.forced(fork, []).insert(0, 9)
+        return Draft()
+
+    for given_ in ({"regex": "[a-z]{3}[0-9]{3}[a-z]{3}[0-9]{3} the end"}, ASKED["json"]):
+        request = tiny_llm.encode(PROMPTS[0]), asked(**given_, temperature=1.0, seed=3)
+        tiny_llm.speculative_config = None
+        (expected,) = run(tiny_llm, [request])
+        use(tiny_llm, ScriptedDrafter(meddle), 4)
+        (output,) = run(tiny_llm, [request])
+        assert alike(output, expected) and output.metrics["drafter_error"] is None
     tiny_llm.speculative_config = None

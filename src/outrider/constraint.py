@@ -3,7 +3,9 @@
 A `Constraint` belongs to one sequence, its forks and its mirror, and holds a matcher that catches up (Law 3): asked
 about a place, it rolls back to what it has read in common with that prefix and reads the rest. What it says depends on
 the tokens alone, so the masks of a draft's nodes are those that plain decoding would meet there. They are kept until
-the sequence grows: a draft model that guessed under them has paid for the target, too.
+the sequence grows: a draft model that guessed under them has paid for the target, too. A drafter may do to its forks
+what it likes: they are not taken for the sequence, whose tokens are compared, and what is kept is handed to nobody who
+could write on it.
 
 Where the grammar forces text, llguidance allows one token at a time, the one that its tokenizer would write: those are
 drafted for free (`fit`), whoever drafts beside them.
@@ -85,8 +87,8 @@ class Constraint:
     silent: bool
     read: list[int] = field(default_factory=list)  # output tokens that the matcher stands behind
     known: int = 0  # so many of these are settled
-    places: dict[tuple[int, ...], Place] = field(default_factory=dict)  # by what stands behind the settled text, ...
-    settled: int = 0  # ... which is as long as this
+    places: dict[tuple[int, ...], Place] = field(default_factory=dict)  # by what stands behind the settled output, ...
+    settled: list[int] = field(default_factory=list)  # ... which is this
 
     def __post_init__(self) -> None:
         self.matcher = self.grammar.matcher.deep_copy()
@@ -117,7 +119,7 @@ class Constraint:
                 bits[token // 8] |= np.uint8(ends << token % 8)
             if not ends and not bits.any():
                 raise ConstraintError("structured_outputs: nothing may follow what the output has come to")
-            place.mask = bits
+            place.mask = np.frombuffer(bits.tobytes(), np.uint8)  # read-only for good
         return None if place.complete and self.silent else place.mask
 
     def done(self, seq: Text) -> bool:
@@ -138,7 +140,7 @@ class Constraint:
                 place.forced = found
             except ConstraintError:
                 pass  # `mask` says so where it matters
-        return place.forced
+        return place.forced.copy()
 
     def fit(self, seq: Text, draft: Draft, depth: int, coins: bool, most: int = MOST_NODES) -> Draft:
         """A draft without what cannot be, and with what is forced behind its leaves; `depth` tokens deep at most.
@@ -199,9 +201,12 @@ class Constraint:
         return law / law.sum().clamp(min=torch.finfo(law.dtype).tiny)
 
     def _place(self, seq: Text, path: list[int]) -> Place:
-        if seq.settled != self.settled:
+        settled = seq.tokens[seq.prompt_len : seq.settled]  # of a fork that was rewritten it is another one
+        if settled != self.settled:
             self.places.clear()
-            self.settled = seq.settled
+            self.settled = settled
+            if settled[: self.known] != self.read[: self.known]:
+                self.known = 0
         key = (*seq.tokens[seq.settled :], *path)
         return self.places.setdefault(key, Place())
 
@@ -232,8 +237,7 @@ class Constraint:
 
         False, where it was, if the output cannot go on like this; and if something went wrong with the matcher.
         """
-        self.known = min(self.known, len(seq.tokens) - seq.prompt_len)
-        wanted = seq.tokens[seq.prompt_len + self.known :] + path
+        wanted = self.settled[self.known :] + seq.tokens[seq.settled :] + path
         read = self.read[self.known :]
         same = next((i for i, (a, b) in enumerate(zip(read, wanted, strict=False)) if a != b), None)
         same = min(len(read), len(wanted)) if same is None else same
@@ -250,12 +254,12 @@ class Constraint:
                 self.matcher.rollback(valid)
                 if self.matcher.is_error():
                     return False
-                if self.known + same + valid < seq.settled - seq.prompt_len:  # chosen by the masks
+                if self.known + same + valid < len(self.settled):  # chosen by the masks
                     raise ConstraintError("structured_outputs: the output cannot go on: it is not what it must be")
                 return False
             self.matcher.consume_tokens(fresh)
             self.read += fresh
-        self.known = min(seq.settled, len(seq.tokens)) - seq.prompt_len
+        self.known = len(self.settled)
         return not self.matcher.is_error()
 
     def _forced(self, seq: Text, path: list[int]) -> list[int]:
