@@ -856,6 +856,16 @@ def test_a_scripted_drafter_cannot_break_out(tiny_llm):
     tiny_llm.speculative_config = None
 
 
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+def test_an_empty_draft_may_have_a_law(tiny_llm, rule):
+    """Of no rows; what the grammar forces has none either."""
+    vocab = tiny_llm.runner.model.config.vocab_size
+    use(tiny_llm, ScriptedDrafter(lambda seq, k: Draft(q=torch.empty(0, vocab))), 4, Rule(rule))
+    (output,) = run(tiny_llm, [(tiny_llm.encode(PROMPTS[0]), asked(**ASKED["choice"]))])
+    assert output.text in ASKED["choice"]["choice"] and "grammar" in output.drafted_by
+    tiny_llm.speculative_config = None
+
+
 def narrow(seq: Sequence) -> None:
     with suppress(ValueError):  # it is read-only
         seq.constraint.mask(seq, [])[:] &= 0x0F

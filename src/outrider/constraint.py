@@ -168,7 +168,7 @@ class Constraint:
                 parents.append(leaf)
                 leaf = len(tokens) - 1
         if draft.q is not None:
-            laws += [torch.zeros_like(draft.q[0])] * (len(tokens) + draft.riders - len(laws))
+            laws += [draft.q.new_zeros(draft.q.shape[1])] * (len(tokens) + draft.riders - len(laws))
         for node in range(draft.verifiable, len(draft)):  # riders: nobody verifies them
             kept[node] = len(tokens)
             tokens.append(draft.tokens[node])
