@@ -250,6 +250,25 @@ def test_fit(tiny_llm):
     assert nothing.tokens == []  # P or B: nothing is forced
 
 
+def test_what_a_draft_model_need_not_guess_does_not_count(tiny_llm):
+    """Nor cuts off what it guesses behind that. Only the grammar says what is forced, and `most` bounds all of it."""
+    answers = {f"first_property_{c}": {"type": "boolean"} for c in "abcd"}
+    schema = {"type": "object", "properties": answers, "required": [*answers], "additionalProperties": False}
+    params = asked(json=schema, disable_any_whitespace=True)
+    (expected,) = tiny_llm.generate(PROMPTS[0], params)
+    tiny_llm.speculative_config = {"method": "draft_model", "model": "tiny-draft", "num_speculative_tokens": 2}
+    (output,) = tiny_llm.generate(PROMPTS[0], params)
+    assert alike(output, expected) and output.drafted_by.count("draft_model") > 1
+    seq, constraint = followed(tiny_llm, {"grammar": 'start: /[ab]/ " and so on:" /[cd]{9}/'})
+    first, last = tiny_llm.tokenizer(["a", "c"], add_special_tokens=False)["input_ids"]
+    chain = Draft.chain([*first, *(must := constraint.forced(seq, first)), *3 * last])
+    chain.forced = frozenset(range(len(chain)))
+    fitted = constraint.fit(seq, chain, 99, False, k=2)
+    assert fitted.tokens == chain.tokens[:-2] and fitted.forced == set(range(1, 1 + len(must)))
+    assert constraint.fit(seq, chain, 99, False, k=1).tokens == [*first, *must]
+    assert constraint.fit(seq, chain, 99, False, most=3).tokens == chain.tokens[:3]
+
+
 def test_padding_and_foreign_tokens(tmp_path):
     """A model with more logits than tokens, ids that no text has, and one whose tokenizer knows more than it."""
     tok = read_tokenizer(find("tiny"))

@@ -142,25 +142,33 @@ class Constraint:
                 pass  # `mask` says so where it matters
         return place.forced.copy()
 
-    def fit(self, seq: Text, draft: Draft, depth: int, coins: bool, most: int = MOST_NODES) -> Draft:
+    def fit(
+        self, seq: Text, draft: Draft, depth: int, coins: bool, most: int = MOST_NODES, k: int = MOST_NODES
+    ) -> Draft:
         """A draft without what cannot be, and with what is forced behind its leaves; `depth` tokens deep at most.
 
-        What is forced makes it no larger than `most` nodes.
+        Of its own nodes the first `k` count; what is forced, the drafter's too, makes it no larger than `most` nodes.
         Where coins are flipped, the law of each node that is left is the one it had, given that it is there.
         """
         kept, leaves = {-1: -1}, {-1: list[int]()}
-        tokens, parents, laws = list[int](), list[int](), list[Tensor]()
+        tokens, parents, laws, forced = list[int](), list[int](), list[Tensor](), set[int]()
         for node in range(draft.verifiable):  # parents come first
-            parent, token = draft.parents[node], draft.tokens[node]
-            if parent in kept and self._allows(seq, path := list(draft.words(parent)), token):
+            parent, token, path = draft.parents[node], draft.tokens[node], list(draft.words(draft.parents[node]))
+            must = (
+                node in draft.forced and parent in kept and self.forced(seq, path)[:1] == [token]
+            )  # others may be called so
+            k -= not must
+            if k < 0 or len(tokens) == most:
+                break
+            if parent in kept and self._allows(seq, path, token):
                 kept[node] = len(tokens)
+                forced.update([len(tokens)] if must else [])
                 leaves.pop(kept[parent], None)
                 leaves[kept[node]] = [*path, token]
                 tokens.append(token)
                 parents.append(kept[parent])
                 if draft.q is not None:
                     laws.append(self._given(seq, path, draft.q[node]) if coins else draft.q[node])
-        forced = {kept[node] for node in draft.forced & kept.keys()}
         for leaf, path in leaves.items():
             for token in self.forced(seq, path)[: min(depth - len(path), max(0, most - len(tokens)))]:
                 forced.add(len(tokens))

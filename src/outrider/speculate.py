@@ -173,7 +173,7 @@ def _drafts(
         what = f"{len(guesses)}" if isinstance(guesses, (list, tuple)) else brief(guesses)
         raise DrafterError(f"drafter {_name(drafter)}: propose must return {len(asked)} drafts in a list, not {what}")
     drafts: list[Draft] = []
-    depths: list[int] = []
+    limits: list[tuple[int, int]] = []
     border = config.border
     for seq, seen, guess in zip(asked, shown, guesses, strict=True):
         deepest, nodes = seq.room - 1, k if seq.k is None else min(k, seq.k)
@@ -181,7 +181,8 @@ def _drafts(
             deepest = min(deepest, border - len(seq.tokens))  # what lies beyond sees all keys rotated otherwise
         try:
             if (fault := _fault(guess, config.vocab_size, rule)) is None:
-                draft = guess.clip(deepest, config.vocab_size, None if guess.verifiable <= nodes else nodes)
+                few = guess.verifiable <= nodes or (k and seq.constraint is not None)  # `fit` knows which of them count
+                draft = guess.clip(deepest, config.vocab_size, None if few else nodes)
         except Exception as error:  # a tensor that cannot be looked at
             fault = told(error)
         if fault:
@@ -189,15 +190,15 @@ def _drafts(
         if isinstance(seen.metrics.inner, SpecMetrics):
             seq.metrics.inner = seen.metrics.inner
         drafts.append(draft)
-        depths.append(deepest)
+        limits.append((deepest, nodes))
     more = [i for i, draft in enumerate(drafts) if draft.riders or asked[i].constraint is not None]
     if more:  # riders and what a grammar forces come on top of k, where a forward has room for them
         room = runner.chunk - sum([n for _, n in reading]) - sum(map(runner.pending, seqs)) - k * len(asked)
         most = k + max(0, room // len(more)) if k else 0
         for i in more:
-            seq, draft = asked[i], drafts[i]
+            seq, draft, (deepest, nodes) = asked[i], drafts[i], limits[i]
             if seq.constraint is not None and k:  # if anything is drafted at all
-                draft = seq.constraint.fit(seq, draft, depths[i], rule.flips_coins, min(most, MOST_NODES))
+                draft = seq.constraint.fit(seq, draft, deepest, rule.flips_coins, min(most, MOST_NODES), nodes)
             drafts[i] = draft.without_riders() if len(draft.tokens) > most else draft
     if len(asked) < len(seqs):
         of = dict(zip(told_of, drafts, strict=True))
