@@ -346,6 +346,9 @@ def test_what_is_given_must_fit(random_llm):
         create(
             SpeculativeConfig.of({"method": "auto", "drafters": [{"method": "ngram", "acceptance_method": "typical"}]})
         )
+    for within in ("auto", {"method": "merge", "drafters": [{"method": "ngram"}, "auto"]}):
+        with pytest.raises(ConfigError, match="none of its drafters can be auto"):
+            create(SpeculativeConfig.of({"method": "auto", "drafters": [{"method": "ngram"}, within]}))
 
 
 def test_only_what_is_named(tiny_llm):

@@ -103,6 +103,11 @@ class Auto(Drafter):
         self.given = [*self.drafters] or [SUFFIX]
         self.given += [{**STORE, "datastore": self.datastore}] if self.datastore else []
         self.parts = [drafters.inner("auto", own) for own in self.given]
+        asked = [*self.parts]
+        for part in asked:  # a merge asks its own
+            if isinstance(part, Auto):  # it would time steps in which nobody asked it
+                raise ConfigError("method auto: none of its drafters can be auto, which chooses by itself: name others")
+            asked += getattr(part, "parts", [])
         self.clock: Callable[[], float] = time.perf_counter
         self._start()
 
