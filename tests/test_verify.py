@@ -143,9 +143,9 @@ def test_draft_geometry(recipe, depth):
         assert path[-1] == node and [draft.parents[n] for n in path] == [-1, *path[:-1]]
         assert draft.depths()[node] == len(path)
     words = [[draft.tokens[n] for n in draft.path_to(i)] for i in range(len(draft))]
-    clipped = draft.clip(depth)
+    clipped, together = draft.clip(depth), all(len(word) <= depth for word in words[draft.verifiable :])  # its riders
     assert [[clipped.tokens[n] for n in clipped.path_to(i)] for i in range(len(clipped))] == [
-        word for word in words if len(word) <= depth
+        word for word in words[: len(words) if together else draft.verifiable] if len(word) <= depth
     ]
     assert clipped.verifiable == sum(len(word) <= depth for word in words[: draft.verifiable])
     assert draft.is_chain == (draft.depths() == list(range(1, len(draft) + 1)))

@@ -130,7 +130,7 @@ class Draft:
     def clip(self, depth: int, vocab: int = 2**63, nodes: int | None = None) -> Draft:
         """Without nodes deeper than `depth` tokens after the sequence, or that are, or hang on, no token of `vocab`.
 
-        And without those that can be accepted from number `nodes` on, or hang on one of them.
+        And without those that can be accepted from number `nodes` on, or hang on one of them. If a rider goes, all do.
         """
         tokens = self.tokens
         if nodes is None and len(tokens) <= depth and (not tokens or 0 <= min(tokens) <= max(tokens) < vocab):
@@ -142,13 +142,14 @@ class Draft:
             depths.append(1 + below if 0 <= token < vocab and not most <= i < self.verifiable else math.inf)
         if max(depths, default=0) <= depth:
             return self
-        kept = [i for i, d in enumerate(depths) if d <= depth]
+        riders = self.riders if max(depths[self.verifiable :], default=0) <= depth else 0
+        kept = [i for i, d in enumerate(depths[: self.verifiable + riders]) if d <= depth]
         index = {node: i for i, node in enumerate(kept)} | {-1: -1}
         return Draft(
             [self.tokens[i] for i in kept],
             [index[self.parents[i]] for i in kept],
             None if self.q is None else self.q[kept],
-            sum(i >= self.verifiable for i in kept),
+            riders,
             frozenset(index[i] for i in self.forced & index.keys()),
             None if self.trust is None else [self.trust[i] for i in kept],
             None if self.by is None else [self.by[i] for i in kept],
