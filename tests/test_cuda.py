@@ -245,6 +245,41 @@ def test_two_models_graphs_share_no_memory():
     assert Graphs().capture is not Graphs().capture
 
 
+def test_what_graphs_keep(folder):
+    """One place for logits, whatever their number, and none for those of a prompt, of which nobody asks for each."""
+    model = load(str(folder), "bfloat16", "cpu").model
+    plainly = [first(Runner(model, PagedKV(model.config, model.dtype, model.device)), text) for text in (PROMPT, [9])]
+    model.graphs = Graphs(repeated)
+    runner, vocab = Runner(model, PagedKV(model.config, model.dtype, model.device)), model.config.vocab_size
+    assert all(torch.equal(first(runner, text), own) for text, own in zip((PROMPT, [9]), plainly, strict=True))
+    first(runner, [9], Draft.chain([1, 2]))  # of three rows: a larger place
+    assert torch.equal(first(runner, [9]), plainly[1])  # by a graph that has the small one
+    kept = {
+        x.untyped_storage().data_ptr(): len(x)
+        for *_, own in model.graphs.held.values()
+        for x in own
+        if x.shape[1:] == (vocab,)
+    }
+    assert len(model.graphs.held) > len(kept) and sorted(kept.values()) == [1, 4]
+
+
+def test_graphs_go_where_memory_ends(folder):
+    """A forward that finds none for its graph runs without one; the others' come anew."""
+    model, full = load(str(folder), "bfloat16", "cpu").model, False
+
+    def capture(compute):
+        if full:
+            raise torch.OutOfMemoryError("no memory")
+        return repeated(compute)
+
+    model.graphs = Graphs(capture)
+    runner = Runner(model, PagedKV(model.config, model.dtype, model.device))
+    expected = first(runner, [9], Draft.chain([1]))
+    assert model.graphs.held
+    full = True
+    assert torch.equal(first(runner, [9], Draft.chain([1, 2]))[:2], expected) and not model.graphs.held
+
+
 def test_a_copy_that_failed():
     """What a graph reads is what it was given last, also behind a call that broke off."""
     graphs, device = Graphs(repeated), torch.device("cpu")

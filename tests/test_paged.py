@@ -11,7 +11,7 @@ from helpers import ScriptedDrafter, assert_released, drive, oracle, run, use
 from test_exactness import config_of
 
 from outrider import LLM, Draft, SamplingParams, drafters
-from outrider.errors import PoolFull
+from outrider.errors import OutOfMemory, PoolFull
 from outrider.kv import Entry, Plan
 from outrider.kv.blocks import BLOCK, Pool
 from outrider.kv.paged import SLAB, PagedKV
@@ -290,6 +290,24 @@ def test_a_full_pool_says_so(make_llm):
     with pytest.raises(PoolFull, match="all 2 blocks"):
         runner.extend([seq])
     runner.free(seq)
+
+
+def test_memory_that_gives_out_is_a_full_pool(make_llm, monkeypatch):
+    """Requests that there is no memory for wait for others."""
+    llm = make_llm(engine={"enable_prefix_caching": False})
+    kv, grow = llm.runner.kv, PagedKV._grow
+    prompts = [text(SLAB // 4 + i) for i in range(6)]
+    expected = [llm.generate([prompt], GREEDY)[0].token_ids for prompt in prompts]
+
+    def scarce(self):
+        if self.slabs:
+            raise OutOfMemory("no 1 MiB left")
+        grow(self)
+
+    monkeypatch.setattr(PagedKV, "_grow", scarce)
+    assert [output.token_ids for output in llm.generate(prompts, GREEDY)] == expected
+    assert llm.engine.preemptions and kv.room == SLAB // BLOCK
+    assert_released(llm)
 
 
 def test_idle_memory_is_small(make_llm):

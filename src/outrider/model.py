@@ -119,6 +119,7 @@ class Model:
             and not any(isinstance(layer.mlp, Experts) and layer.mlp.triton is None for layer in self.layers)
         )  # those that ask the host which experts were chosen
         self.graphs: Graphs | None = Graphs() if graphs else None  # None: kernels are called one by one
+        self._logits = torch.empty(0, c.vocab_size, device=self.device)  # where they leave them
         self.multiplier = float(torch.tensor(c.embedding_multiplier, dtype=self.dtype))  # rounded, as others have it
 
     @property
@@ -242,23 +243,33 @@ class Model:
             inputs["growth"] = growth
         if self.config.mixture:
             inputs["real"] = pinned([n], self.device)
+        every = len(wanted.rows) == n  # else, as of a prompt, the head is not for the graph
+        if every and len(self._logits) < size:  # of all graphs: those that have a smaller one keep that
+            self._logits = torch.empty(size, self.config.vocab_size, device=self.device)
+        room = [self._logits[:size]] if every else []
 
         def compute(held: dict[str, Tensor]) -> list[Tensor]:
             turns = {rotary: (held[f"cos {i}"], held[f"sin {i}"]) for i, rotary in enumerate(self._turns)}
             given = fixed.plan(held)
             own: dict[int, Tensor] = dict.fromkeys(points, self.norm)
             hidden = self._run(held["tokens"], turns, held.get("growth"), kv, given, own, held.get("real"))
+            for logits in room:
+                logits.copy_(self.logits(hidden))
             queries = [torch.stack(given.scratch["queries"])] if fixed.note else []
-            return [hidden, self.logits(hidden), *own.values(), *queries]
+            return [hidden, *own.values(), *room, *queries]
 
-        hidden, logits, *others = self.graphs((fixed.key, *points), inputs, compute, self.device)
+        try:
+            hidden, *others = self.graphs((fixed.key, every, *points), inputs, compute, self.device)
+        except torch.OutOfMemoryError:  # they are the first that can go
+            self.graphs.held.clear()
+            return None
         if fixed.note:
             fixed.note(others.pop())
         if states is not None:
-            states.update({point: x[:n].clone() for point, x in zip(points, others, strict=True)})
-        rows = self._at(wanted.rows, n)
-        wanted.logits = logits[rows].clone()
-        return hidden[rows].clone()
+            states.update({point: x[:n].clone() for point, x in zip(points, others, strict=False)})
+        hidden = hidden[self._at(wanted.rows, n)].clone()
+        wanted.logits = others[-1][:n].clone() if every else self.logits(hidden)
+        return hidden
 
     def _at(self, rows: list[int], n: int) -> slice | Tensor:
         """Where these rows, of n, lie on the device."""

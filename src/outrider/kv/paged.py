@@ -78,6 +78,7 @@ class PagedKV:
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, most: int | None = None) -> None:
         self.config, self.dtype, self.device, self.most = config, dtype, device, most
+        self._there = 2**62  # blocks, once memory has given out
         self.modest = MODEST  # bytes that the pool may grow to before what is cached must go
         self.log = QueryLog(config.num_layers)
         self.scale, self.softcap = config.attention_scale, config.attention_softcap
@@ -99,7 +100,11 @@ class PagedKV:
     @property
     def room(self) -> int:
         """Blocks that can be had: free, cached or not made yet."""
-        return (2**62 if self.most is None else self.most) - self.pool.used
+        return self._limit - self.pool.used
+
+    @property
+    def _limit(self) -> int:
+        return self._there if self.most is None else min(self.most, self._there)
 
     # --- who holds what -----------------------------------------------------------------------------------------------
 
@@ -155,16 +160,21 @@ class PagedKV:
 
     def _take(self) -> int:
         pool = self.pool
-        whole = self.most is not None and pool.used + len(pool.cached) >= self.most
+        whole = pool.used + len(pool.cached) >= self._limit
         if whole and not pool.cached:
-            raise PoolFull(f"all {self.most} blocks of keys and values are in use; lower the load or raise kv_memory")
+            raise PoolFull(
+                f"all {self._limit} blocks of keys and values are in use; lower the load, or raise kv_memory"
+            )
         small = len(pool.holders) * self.block_bytes < self.modest
         if not whole and not pool.free and (small or not pool.cached):
             try:
                 self._grow()
-            except OutOfMemory:
+            except OutOfMemory as error:
                 if not pool.cached:
-                    raise
+                    if not pool.holders:
+                        raise
+                    self._there = len(pool.holders)  # with which some may end, while others wait
+                    raise PoolFull(str(error)) from error
         return pool.take(again=whole or not pool.free)
 
     def _grow(self) -> None:
@@ -190,6 +200,7 @@ class PagedKV:
             self.pool.release(table.blocks)
             while len(self.slabs) > 1 and self.pool.shrink(SLAB // BLOCK):
                 self.slabs.pop()
+                self._there = 2**62
                 self._point()
         self.log.held.pop(seq, None)
 

@@ -37,7 +37,7 @@ def pinned(numbers: list[int] | list[float] | Tensor, device: torch.device) -> T
 
 
 class Captures:
-    """CUDA graphs in memory that they share: one runs at a time, and its results are copied before the next one does.
+    """CUDA graphs that share their memory, but for their results: one runs at a time.
 
     So those of a model, which has one engine; another engine's thread may replay its own in between.
     """
