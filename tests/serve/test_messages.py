@@ -273,6 +273,27 @@ def test_anthropics_client(live, tiny_llm):
         anthropic.Anthropic(base_url=str(made.base_url), api_key="other", max_retries=0).messages.create(**asked)
 
 
+INPUTS = {  # arguments as they are written, and what a client reads
+    "[1]": {}, "{'city': 1}": {}, '{"city": [1,}': {"city": [1]}, '{"city": 1, "city": 2}': {"city": 2},
+    '{"days": 1, "city": NaN}': {"days": 1}, '{"days": 1, "city": 1e400}': {"days": 1, "city": 1e40},
+    f'{{"city": {[*range(500)]}}}': {"city": [*range(500)]},
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("hermes")
+@pytest.mark.parametrize("said", INPUTS)
+def test_inputs_are_what_anthropics_client_can_read(live, said):
+    """It raises for pieces that are no JSON; and a whole answer says what a stream does."""
+    made = anthropic.Anthropic(base_url=live(), api_key="key", max_retries=0)
+    text = CITY.replace('{"city": "Oslo"}', said)
+    asked: Any = {"model": "tiny", "messages": TALK, "max_tokens": 2000, "tools": FLAT}
+    asked["extra_body"] = {"structured_outputs": {"choice": [text]}}
+    with made.messages.stream(**asked) as stream:
+        streamed = stream.get_final_message()
+    for message in (streamed, made.messages.create(**asked)):
+        assert [block.input for block in message.content] == [INPUTS[said]] and message.stop_reason == "tool_use"
+
+
 def test_the_gate_speaks_as_the_route_does(tiny_llm):
     client = Client(tiny_llm, api_keys=("key",), max_body=99)
     known = {"headers": {"x-api-key": "key"}}

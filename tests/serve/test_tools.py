@@ -21,6 +21,7 @@ from outrider.serve.calls import (
     FAMILIES,
     GEMMA,
     GRANITE,
+    HARMONY,
     HERMES,
     LLAMA,
     MINISTRAL,
@@ -343,6 +344,17 @@ def test_no_arguments_are_an_empty_object(said):
     for cut in ([text := f'<tool_call>{{"name": "now"{said}}}'], list(text)):
         _, (call,) = heard(Parser(HERMES, {"now": {}}), cut)
         assert call["arguments"] == "{}"
+
+
+@pytest.mark.parametrize("said", ["[1]", "5", '"text"', '"[1]"', "true", " null"])
+def test_arguments_that_are_no_object_are_none(said):
+    """Nor do they come before it is known."""
+    text = f'<tool_call>{{"name": "now", "arguments": {said}}}</tool_call>'
+    message = f"<|channel|>commentary to=functions.now<|message|>{said}<|call|>"
+    for family, own in ((HERMES, text), (HARMONY, message), (HARMONY, message.replace(said, ' {"a": 1}'))):
+        for cut in ([own], list(own)):
+            content, (call,) = heard(parser_of(family, {"now": {}}), cut)
+            assert not content and call["arguments"] == ("{}" if said in own else '{"a": 1}')
 
 
 TEXTS = {  # texts as Python has them, and what they say

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import AsyncGenerator, Iterator, Mapping
-from contextlib import suppress
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
+from pydantic_core import from_json
 
 from outrider.errors import brief
 from outrider.outputs import StepEvent
 from outrider.serve.answers import Chat, Job
-from outrider.serve.http import Refusal, dumps, frame, loads, parse, refusal
+from outrider.serve.http import Refusal, dumps, frame, parse, refusal
 from outrider.serve.protocol import SAME, ChatBody, Common
 from outrider.serve.reasoning import Reading
 
@@ -161,13 +162,23 @@ def _text(given: Any, field: str = "messages") -> str:
     return "".join(block["text"] for block in blocks)
 
 
+def _understood(text: str) -> dict[str, Any] | None:
+    """What Anthropic's SDKs make of an object's JSON that may go on; None if it is none, or a number is not finite."""
+    try:
+        given = from_json(text, allow_inf_nan=False, allow_partial=True)
+        json.dumps(given, allow_nan=False)  # 1e400
+    except ValueError:
+        return None
+    return given if isinstance(given, dict) else None
+
+
 class Say(Chat):
     """The answer as blocks: thinking, text, calls of tools; or as events that write them."""
 
     def __init__(self, job: Job, how: Reading) -> None:
         super().__init__(job, how)
         self.blocks: list[Block] = []  # the last may still be written
-        self.input = ""  # ... if it is a call, its JSON so far
+        self.input, self.sent = "", 0  # ... if it is a call: what has come of its JSON, and how much of it is sent
         self.message: dict[str, Any] = {}  # once something has come
 
     async def whole(self) -> bytes:
@@ -219,10 +230,11 @@ class Say(Chat):
             yield from self._end_block()
             text = self.own(text, kind, self.blocks)
             self.blocks.append(block)
-            self.input = ""
+            self.input, self.sent = "", 0
             yield {"type": "content_block_start", "index": len(self.blocks) - 1, "content_block": dict(block)}
         if kind == "tool_use":
             self.input += text
+            text = self._more() if len(self.input) - self.sent > self.sent // 8 else ""  # all of it is read each time
             delta = {"type": "input_json_delta", "partial_json": text}
         else:
             self.blocks[-1][kind] += text
@@ -233,11 +245,20 @@ class Say(Chat):
     def _end_block(self) -> Iterator[dict[str, Any]]:
         if not self.blocks:
             return
+        at = {"index": len(self.blocks) - 1}
         if self.blocks[-1]["type"] == "tool_use":
-            with suppress(ValueError, RecursionError):  # cut off, or nothing that all read alike: then it stays empty
-                if isinstance(given := loads(self.input), dict):
-                    self.blocks[-1]["input"] = given
-        yield {"type": "content_block_stop", "index": len(self.blocks) - 1}
+            if text := self._more():
+                yield {"type": "content_block_delta", **at, "delta": {"type": "input_json_delta", "partial_json": text}}
+            self.blocks[-1]["input"] = _understood(self.input[: self.sent]) or {}
+        yield {"type": "content_block_stop", **at}
+
+    def _more(self) -> str:
+        """What is not sent yet of a call's JSON, up to where it is none: SDKs raise for that."""
+        size = bisect_left(
+            range(len(self.input)), True, self.sent, key=lambda n: _understood(self.input[: n + 1]) is None
+        )
+        text, self.sent = self.input[self.sent : size], size
+        return text
 
     def _ended(self, event: StepEvent) -> dict[str, Any]:
         end = self._end(event)

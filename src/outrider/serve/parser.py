@@ -139,12 +139,10 @@ class Parser:
             deltas.append(_delta(call.index, {"id": self.new_id(), "type": "function", "function": function}))
         if call.index >= 0:
             known = call.arguments
-            if call.done and known in ("", "null", '""'):
-                known = "{}"
-            if call.done and known.startswith('"'):  # some write the object as text
-                inside = text_of(known)
-                known = inside if isinstance(value_of(inside), dict) else known
-            if known[:1] == "{" or call.done:
+            if call.done and known[:1] != "{":  # some write the object as text; what is none says nothing
+                inside = text_of(known).strip()
+                known = inside if isinstance(value_of(inside), dict) else "{}"
+            if known[:1] == "{":
                 fresh, call.sent = known[call.sent :], max(call.sent, len(known))
                 if fresh:
                     deltas.append(_delta(call.index, {"function": {"arguments": fresh}}))
@@ -227,7 +225,8 @@ class Harmony(Parser):
         text, mark, self._held = until(self._held, CLOSINGS)
         deltas = self._say(text)
         if mark:
-            if self._kind == "arguments" and not self._said.strip():
+            if self._kind == "arguments" and self._said.lstrip()[:1] != "{":  # what is no object says nothing
+                self._said = ""
                 deltas += self._say("{}")
             self._held = (mark if mark in HEADERS else "") + self._held
             self._kind = ""
@@ -237,8 +236,10 @@ class Harmony(Parser):
         if not text:
             return []
         if self._kind == "arguments":
+            begun = self._said.lstrip()
             self._said += text
-            return [_delta(self.calls - 1, {"function": {"arguments": text}})]
+            text = text if begun else self._said.lstrip()
+            return [_delta(self.calls - 1, {"function": {"arguments": text}})] if (begun or text)[:1] == "{" else []
         if self._kind == "content":
             text, self._blank = self._blank + text, ""
             if not self._said and not text.strip():
