@@ -346,6 +346,21 @@ def test_no_arguments_are_an_empty_object(said):
         assert call["arguments"] == "{}"
 
 
+@pytest.mark.parametrize(
+    ("said", "means"),
+    [
+        ('{"a": {"b": [1]}', '{"a": {"b": [1]}}'), ('{"a": {"b": ["]\\"<{"', '{"a": {"b": ["]\\"<{"]}}'),
+        ('{"a": {"b": [1}', '{"a": {"b": [1}'), ('{"a": {"b": 1,', '{"a": {"b": 1,'),
+        ('{"a": 1}}', '{"a": 1}'), ('{"a": 1}}}\n]}', '{"a": 1}'),
+    ],
+)  # fmt: skip
+def test_brackets_that_are_too_few_or_too_many(said, means):
+    """Of several that are missing half an object was left; of one too many the rest of the call was content."""
+    for cut in ([text := f'<tool_call>{{"name": "now", "arguments": {said}</tool_call> }} done'], list(text)):
+        content, (call,) = heard(Parser(HERMES, {"now": {}}), cut)
+        assert (call["arguments"], content) == (means, " } done")
+
+
 @pytest.mark.parametrize("said", ["[1]", "5", '"text"', '"[1]"', "true", " null"])
 def test_arguments_that_are_no_object_are_none(said):
     """Nor do they come before it is known."""

@@ -25,6 +25,7 @@ PARAMETER, END, ENDS = "<parameter=", "</parameter>", ("</function>", "</tool_ca
 VALUE_ENDS = re.compile(rf"\n?{END}|\n(?={PARAMETER}|{ENDS[0]})")  # the second: its own is missing
 TEXT = {"string"}  # the types of a value that is taken as it stands
 ESCAPE, BARE = "<escape>", re.compile(r'([^\s{}\[\],:"]+)(\s*:)?')
+LITERAL = re.compile(r'"(?:\\.|[^"\\])*"')  # a text in JSON
 STRING = re.compile(r"""('{3}|"{3}|['"])((?:\\.|(?!\1)[^\\])*)\1""", re.DOTALL)  # of Python's
 HEAD = re.compile(r"[A-Za-z0-9_.-]+(\[CALL_ID\][A-Za-z0-9_-]*)?(\[ARGS\])?\s*")
 HALF_A_HEAD = re.compile(r"[A-Za-z0-9_.-]*(\[[A-Z_]*|(\[CALL_ID\][A-Za-z0-9_-]*)?(\[[A-Z_]*|\[ARGS\])?\s*)")
@@ -83,7 +84,9 @@ class Call:
         elif c in "}]":
             self.depth -= 1
             self.done = self.depth <= 0
-        elif c == "<":  # no JSON: a bracket was left out, and this begins what is behind the call
+        elif c == "<":  # no JSON: brackets were left out, and this begins what is behind the call
+            if self.key == "arguments" and self.expects == "end":
+                self.values.setdefault(self.key, _whole(self.raw[self.begin : self.at]))
             self.done, self.at = True, self.at - 1
 
     @property
@@ -322,6 +325,18 @@ def _object(value: Any, kinds: tuple[type, ...] = (dict,)) -> str:
         said = json.dumps(value, ensure_ascii=False, allow_nan=False) if isinstance(value, kinds) else ""
         return said.encode("utf-16", "surrogatepass").decode("utf-16")  # no surrogates but pairs, which become one
     return ""
+
+
+def _whole(text: str) -> str:
+    """An object whose last brackets were left out, with them; any other text as it is."""
+    missing = list[str]()
+    for c in LITERAL.sub("", text):
+        if c in "{[":
+            missing.append("}" if c == "{" else "]")
+        elif c in "}]" and missing:
+            missing.pop()
+    whole = text + "".join(reversed(missing))
+    return whole if isinstance(value_of(whole), dict) else text
 
 
 def _types(schema: Any, whole: Mapping[str, Any]) -> set[str]:

@@ -117,7 +117,8 @@ class Parser:
             if any(len(text) - i < len(mark) and mark.startswith(text[i:]) for mark in (opening, closing)):
                 self._lead, self._held = self._lead + text[:i], text[i:]
                 return []
-            if not c.isspace() and c not in self.family.listed:
+            stray = c in "]}" and self._behind and bool(closing)  # one bracket too many, before the mark
+            if not (c.isspace() or c in self.family.listed or stray):
                 content, self._lead, self._inside = self._lead + text[:i], "", False
                 if self._behind:  # of a list nothing is left but space
                     self._held = "".join(filter(str.isspace, content)) + text[i:]
