@@ -452,10 +452,22 @@ def test_types_of_tagged_values_are_found_behind_references():
     assert json.loads(call["arguments"]) == {**dict.fromkeys("abcd", "1"), **dict.fromkeys("ef", 1)}
 
 
+@pytest.mark.parametrize("whole", [
+    {"$ref": "#/$defs/node", "$defs": {"node": {"properties": {"a": {"type": "integer"}}}}},
+    {"allOf": [{"properties": {"a": {"type": "string"}}}, {"properties": {"a": {"$ref": "#/x"}}}], "x": {"const": 5}},
+    {"properties": {"b": {}}, "additionalProperties": {"type": "integer"}},
+])  # fmt: skip
+def test_properties_of_tagged_values_are_found_wherever_they_stand(whole):
+    """Pydantic's recursive models have nothing but a reference at their root."""
+    said = "<function=now><parameter=a>\n5\n</parameter></function>"
+    _, (call,) = heard(Parser(CODER, {"now": whole}), [said])
+    assert call["arguments"] == '{"a": 5}'
+
+
 @pytest.mark.parametrize("odd", [
     5, [], {"type": 5}, {"type": [{}, 1]}, {"anyOf": 5}, {"oneOf": [1, {"anyOf": "x"}]}, {"enum": 7},
     {"enum": [[], {}]}, {"$ref": 5}, {"$ref": "#/properties/a/$ref"}, {"allOf": {}},
-    {"$ref": "#/properties/a/anyOf/" + "9" * 5000, "anyOf": [{}]},
+    {"$ref": "#/properties/a/anyOf/" + "9" * 5000, "anyOf": [{}]}, {"$ref": "#", "additionalProperties": 5},
 ])  # fmt: skip
 def test_tagged_values_of_schemas_that_make_no_sense(odd):
     """Nobody looks at them before: they are the template's affair."""

@@ -7,7 +7,7 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from io import StringIO
@@ -187,9 +187,8 @@ class Tagged(Call):
                 self.key = ""
             elif self.key:
                 whole = self.functions.get(self.function, {})
-                known = whole.get("properties")
-                schema = known.get(self.key) if isinstance(known, Mapping) else None
-                self.types = TEXT if schema is None else _types(schema, whole)
+                known = _said_of(self.key, whole)
+                self.types = _types({"anyOf": known}, whole) if known else TEXT
                 comma = ", " if self.keys else ""
                 self.said += f"{comma}{json.dumps(self.key, ensure_ascii=False)}: " + '"' * (self.types == TEXT)
                 self.keys.add(self.key)
@@ -339,20 +338,37 @@ def _whole(text: str) -> str:
     return whole if isinstance(value_of(whole), dict) else text
 
 
-def _types(schema: Any, whole: Mapping[str, Any]) -> set[str]:
-    """The types that a schema in a whole one names; none: any. Whatever makes no sense in it names none."""
-    found, parts, refs = set[str](), [schema], set[str]()
+def _parts(schema: Any, whole: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """A schema in a whole one, and those that it is made of."""
+    parts, refs = [schema], set[str]()
     while parts:
         part = parts.pop()
         if not isinstance(part, Mapping):
             continue
+        yield part
         if isinstance(ref := part.get("$ref"), str) and ref not in refs:  # which may lead back here
             refs.add(ref)
             parts.append(referred(whole, ref))
+        parts += [inner for key in ("allOf", "anyOf", "oneOf") for inner in _listed(part.get(key))]
+
+
+def _said_of(key: str, whole: Mapping[str, Any]) -> list[Any]:
+    """The schemas that a whole one has for a property."""
+    named, other = list[Any](), list[Any]()
+    for part in _parts(whole, whole):
+        own, rest = part.get("properties"), part.get("additionalProperties")
+        named += [own[key]] if isinstance(own, Mapping) and key in own else []
+        other += [rest] if isinstance(rest, Mapping) else []
+    return named or other
+
+
+def _types(schema: Any, whole: Mapping[str, Any]) -> set[str]:
+    """The types that a schema in a whole one names; none: any. Whatever makes no sense in it names none."""
+    found = set[str]()
+    for part in _parts(schema, whole):
         given, values = part.get("type"), [part["const"]] if "const" in part else _listed(part.get("enum"))
         found |= {str(kind) for kind in _listed([given] if isinstance(given, str) else given)}
         found |= {_type(value) for value in values if given is None}
-        parts += [inner for key in ("allOf", "anyOf", "oneOf") for inner in _listed(part.get(key))]
     return found
 
 
