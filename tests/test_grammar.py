@@ -52,6 +52,13 @@ TAGS = {  # a format, what it takes, and what it does not
     "regex, then regex": (several("sequence", WORD, {"type": "regex", "pattern": "[0-9]+"}), ["ab12"], ["ab"]),
     "regex in tags": ({**CALLS, "tags": [tag("<f=", ALL, ">")]}, ["a<f=b> or <f=c>!", "<f=> d"], ["<f=b"]),
     "regex in a tag's tag": (tag("<a>", tag("", ALL, ")"), ";"), ["<a>b);"], ["<a>b)", "<a>b));"]),
+    "maybe a regex": (tag("<a>", of("optional", ALL), "</a>"), ["<a>x</a>", "<a></a>"], ["<a>x", "<a>x</a>y"]),
+    "maybe a regex, then": (several("sequence", of("optional", WORD), const("x")), ["abx", "x"], ["ab"]),
+    "a regex further in, then": (
+        several("sequence", several("sequence", const("q"), several("or", tag("<", ALL, ""), NUMBER)), const("x")),
+        ["q<abx", "q7x"], ["q<ab", "q<axb"],
+    ),
+    "regex, then a sequence": (several("sequence", ALL, several("sequence", const("x"), NUMBER)), ["abx5"], ["ab5"]),
     "gbnf": ({"type": "grammar", "grammar": 'root ::= "x" [0-9]+'}, ["x12"], ["x"]),
     "lark": ({"type": "grammar", "syntax": "lark", "grammar": 'start: "x" /[0-9]+/'}, ["x12"], ["x"]),
     "any": (ANY, ["", "what\never </think> it is"], []),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
@@ -403,7 +403,7 @@ class Tag:
             return self._regex(has["pattern"], ends, last)
         if kind == "triggered_tags":
             return self._triggered(has, ends)
-        if kind == "optional" and _open(given):
+        if kind == "optional" and (ends or _open(given)):
             return _either([self._format(has["content"], ends), self.own.one(ends)])
         return f"{self._closed(kind, has)} {self.own.one(ends)}"
 
@@ -462,12 +462,12 @@ class Tag:
         return f"@{name}"
 
     def _sequence(self, parts: Sequence[Any], ends: tuple[Mark, ...], last: bool) -> str:
-        found, parts = list[str](), [*parts]
+        found, parts = list[str](), [*_elements(parts)]
         for i in range(1, len(parts)):
             part, (kind, has) = parts[i - 1], _read(parts[i])
             key = {"const_string": "value", "tag": "begin"}.get(kind)
             given = has[key] if key else ""
-            if not _open(part) and not (given and _read(part)[0] == "regex" and self._plain((self._id(given),))):
+            if not _open(part) and not (given and _last(part, "regex") and self._plain((self._id(given),))):
                 found.append(self._format(part, ()))
                 continue
             if key is None or not given:
@@ -571,16 +571,28 @@ def _end_by_themselves(kind: str, tags: Iterable[Mapping[str, Any]]) -> None:
         raise ValueError(f"{kind}: a tag of free text needs an end")
 
 
+def _elements(parts: Sequence[Any]) -> Iterator[Any]:
+    """Those of a sequence, and of the sequences in it."""
+    for part in parts:
+        kind, has = _read(part)
+        yield from _elements(has["elements"]) if kind == "sequence" else [part]
+
+
 def _open(given: Any) -> bool:
     """Whether a format may end with free text."""
+    return _last(given, "any_text", "triggered_tags")
+
+
+def _last(given: Any, *kinds: str) -> bool:
+    """Whether a format may end with one of these."""
     kind, has = _read(given)
     if kind == "sequence":
-        return _open(has["elements"][-1])
+        return _last(has["elements"][-1], *kinds)
     if kind == "tag":
-        return not _ends(has) and _open(has["content"])
+        return not _ends(has) and _last(has["content"], *kinds)
     if kind == "or":
-        return any(_open(part) for part in has["elements"])
-    return kind in ("any_text", "triggered_tags") or (kind == "optional" and _open(has["content"]))
+        return any(_last(part, *kinds) for part in has["elements"])
+    return kind in kinds or (kind == "optional" and _last(has["content"], *kinds))
 
 
 def _first(text: str, added: Mapping[str, int]) -> tuple[str, str]:
