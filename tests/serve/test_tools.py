@@ -694,6 +694,7 @@ def test_forced_calls_are_calls(tagged, family, choice):
         jsonschema.validate(json.loads(function["arguments"]), tools.functions[function["name"]])
 
 
+DRAFT = "http://json-schema.org/draft-%s/schema#"
 LEAF = {"type": "object", "properties": {"b": {"const": 1}}, "required": ["b"], "additionalProperties": False}
 
 
@@ -712,10 +713,12 @@ def only(value: Any, **more: Any) -> dict[str, Any]:
         (only({"$ref": "#/$defs/enum"}, **{"$defs": {"enum": {"$ref": "#/$defs/x"}, "x": LEAF}}), {"b": 1}),
         (only({"$ref": "#q"}, **{"$defs": {"x": {**LEAF, "$anchor": "q"}}}), {"b": 1}),
         (only({"$ref": "#/$defs/x"}, **{"$id": "http://here/tool", "$defs": {"x": LEAF}}), {"b": 1}),
+        (only({"$ref": "#/$defs/x"}, **{"$id": "#it", "$schema": DRAFT % "07", "$defs": {"x": LEAF}}), {"b": 1}),
+        (only({"$ref": "#/x"}, **{"id": "http://a/b", "$schema": DRAFT % "04", "x": {"enum": [{"b": 1}]}}), {"b": 1}),
     ],
 )  # fmt: skip
 def test_references_of_a_forced_calls_schema(tagged, schema, value):
-    """They lie deeper in the call's own schema; what only looks like one is left alone."""
+    """They are to that schema, wherever it says it lies; what only looks like one is left alone."""
     tools = check([tool("now", schema)], "required", False)
     asked = constraint(tools, HERMES, tagged.tokenizer)
     tagged.speculative_config = None

@@ -11,7 +11,7 @@ from typing import Any
 
 from outrider.config import StructuredOutputsParams
 from outrider.errors import ConfigError, OutriderError, brief
-from outrider.grammar import DATA, MOST_TEXT, PARTS, Ours, literal, understood
+from outrider.grammar import MOST_TEXT, Ours, literal, understood
 from outrider.serve.calls import (
     CODER,
     FUNCTION,
@@ -254,31 +254,7 @@ def constraint(tools: Tools, family: Family, tokenizer: Any) -> StructuredOutput
 def _call(name: str, schema: Mapping[str, Any], family: Family, added: Mapping[str, int]) -> str:
     """A call of a function as a grammar has it."""
     style = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    before, behind = json.dumps(f'{{"name": "{name}", "{family.arguments}": '), '"}"'
     if family.head:
-        call = {**schema, "type": "object", "x-guidance": style}
-        return f"{literal(name + family.head, added)} %json {json.dumps(call)}"
-    own = {"name": {"const": name}, family.arguments: _rooted({**schema, "type": "object"}, family.arguments)}
-    call = {
-        "x-guidance": style, "type": "object", "properties": own, "required": [*own], "additionalProperties": False,
-    }  # fmt: skip
-    return f"%json {json.dumps(call)}"
-
-
-def _rooted(schema: Mapping[str, Any], key: str) -> Any:
-    """A schema below `properties/<key>` of another: its references to itself are longer there."""
-
-    def walk(part: Any) -> Any:
-        if isinstance(part, (list, tuple)):
-            return [walk(item) for item in part]
-        if not isinstance(part, Mapping) or isinstance(part.get("$id"), str):  # whose references are to that
-            return part
-        return {k: inside(k, v) for k, v in part.items()}
-
-    def inside(k: str, v: Any) -> Any:
-        if k == "$ref" and isinstance(v, str):
-            return f"#/properties/{key}{v[1:]}" if v == "#" or v.startswith("#/") else v
-        if k in PARTS and isinstance(v, Mapping):
-            return {name: walk(part) for name, part in v.items()}
-        return v if k in DATA else walk(v)
-
-    return walk(schema)
+        before, behind = literal(name + family.head, added), ""
+    return f"{before} %json {json.dumps({**schema, 'type': 'object', 'x-guidance': style})} {behind}"
