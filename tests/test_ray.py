@@ -451,6 +451,13 @@ def test_options():
         app({"model": "tiny", "llm": {"max_model_len": -4}})
     with pytest.raises(ConfigError, match="server: unknown key 'port'"):
         app({"model": "tiny", "server": {"port": 1}})
+    for says, wrong in {
+        "llm: unknown key 1": {"llm": {1: 2, "foo": 3}}, "server: unknown key 1": {"server": {1: 2, "foo": 3}},
+        "model must be a text": {"model": 5}, "num_cpus must be a finite": {"num_cpus": float("inf")},
+        "defaults must be an object": {"server": {"defaults": None}},
+    }.items():  # fmt: skip
+        with pytest.raises(ConfigError, match=says):
+            app({"model": "tiny", **wrong})
     assert Replicas.of({"model": "tiny", "server": {"names": ["a", "b"]}}).settings.names == ("a", "b")
 
 

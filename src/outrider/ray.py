@@ -73,6 +73,8 @@ class Replicas:
         if "model" not in given:
             raise ConfigError("args need a 'model', such as model: tiny")
         found = Replicas(**given)
+        if not isinstance(found.model, str):
+            raise ConfigError(f"model must be a text, not {brief(found.model)}")
         for name in ("replicas", "max_ongoing_requests", "tensor_parallel_size", "ingresses", "max_replicas"):
             value = getattr(found, name)
             if whole(value, 1) is None and not (name == "max_replicas" and value is None):
@@ -85,10 +87,10 @@ class Replicas:
             raise ConfigError(f"max_replicas ({found.max_replicas}) is below replicas ({found.replicas})")
         own = {item.name for item in fields(EngineConfig)}
         own |= {"dtype", "device", "quantization", "activations", "speculative_config", "tensor_parallel_mode"}
-        if bad := sorted(found.llm.keys() - own):
+        if bad := [key for key in found.llm if key not in own]:
             raise ConfigError(f"llm: unknown key {bad[0]!r}; valid: {', '.join(sorted(own))}")
         limits = [item.name for item in fields(Settings)]
-        if bad := sorted(found.server.keys() - set(limits)):
+        if bad := [key for key in found.server if key not in limits]:
             raise ConfigError(f"server: unknown key {bad[0]!r}; valid: {', '.join(limits)}")
         drafters.create(SpeculativeConfig.of(found.llm.get("speculative_config")))
         EngineConfig(**{item.name: found.llm[item.name] for item in fields(EngineConfig) if item.name in found.llm})

@@ -375,7 +375,7 @@ def test_strange_texts(client, path, more):
         {"cors_origins": "http://x"}, {"max_n": "5"}, {"max_body": -1}, {"max_n": True}, {"drain": "x"},
         {"drain": math.nan}, {"reasoning": 1}, {"chat_template": None}, {"defaults": {"temperature": -5}},
         {"defaults": {"nonsense": 5}}, {"defaults": None}, {"cors_origins": ["http://x", " / "]},
-        {"keep_alive": 0},
+        {"keep_alive": 0}, {"event_interval": 7200}, {"drain": math.inf}, {"stall": math.inf},
     ],
 )  # fmt: skip
 def test_settings_of_a_file_are_checked(given_):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -14,6 +14,8 @@ from outrider.errors import CheckpointError, ConfigError, brief
 from outrider.files import expand
 
 SAMPLED_BY = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+# below 0.1, streams would be full of comments
+SECONDS = {"keep_alive": (0.1, 86400), "event_interval": (0, 3600), "drain": (0, 86400)}
 
 
 @dataclass(frozen=True)
@@ -48,23 +50,28 @@ class Settings:
                 raise ConfigError(f"{name} must be a list of texts, none of them empty")
             object.__setattr__(self, name, found)
         check_numbers(self)
-        if self.keep_alive < 0.1:  # streams would be full of comments
-            raise ConfigError(f"keep_alive must be at least 0.1 seconds, not {brief(self.keep_alive)}")
+        for name, (low, high) in SECONDS.items():
+            if real(value := getattr(self, name), low, high) is None:
+                raise ConfigError(f"{name} must be seconds from {low} to {high}, not {brief(value)}")
         for item in fields(self):
             value, kind = getattr(self, item.name), item.type
             if (kind == "bool" and not isinstance(value, bool)) or (kind == "str" and not isinstance(value, str)):
                 raise ConfigError(
                     f"{item.name} must be {'true or false' if kind == 'bool' else 'a text'}, not {brief(value)}"
                 )
-        checked(self.defaults if isinstance(self.defaults, Mapping) else {"": self.defaults}, "defaults")
+        if not isinstance(self.defaults, Mapping):
+            raise ConfigError(f"defaults must be an object, not {brief(self.defaults)}")
+        checked(self.defaults, "defaults")
 
 
 def check_numbers(given: Any) -> None:
-    """Raise ConfigError for a field of a dataclass that is no number of at least 0 where it should be one."""
+    """Raise ConfigError for a field of a dataclass that is no finite number of at least 0 where it should be one."""
     for item in fields(given):
         value, kind = getattr(given, item.name), item.type
-        if (kind == "int" and whole(value, 0) is None) or (kind == "float" and real(value, 0, math.inf) is None):
-            raise ConfigError(f"{item.name} must be a number of at least 0, not {brief(value)}")
+        if (kind == "int" and whole(value, 0) is None) or (
+            kind == "float" and real(value, 0, sys.float_info.max) is None
+        ):
+            raise ConfigError(f"{item.name} must be a finite number of at least 0, not {brief(value)}")
 
 
 def generation_defaults(source: str, model: Path) -> dict[str, Any]:
