@@ -667,6 +667,29 @@ def test_annotations_demand_nothing(tiny_llm):
         tiny_llm.generate("Hi", structured_outputs={"json": {"type": "array", "uniqueItems": True}})
 
 
+def test_keywords_that_are_null_say_nothing(tiny_llm):
+    """Go's clients write those that were not set; values may be null all the same."""
+    unset = dict.fromkeys(("properties", "required", "enum", "minLength", "pattern", "description", "$ref", "items"))
+    own = {"a": {**unset, "const": None}, "enum": {"enum": [None], "examples": None}}
+    schema = {"type": "object", "properties": own}
+    schema |= {"required": ["a", "enum"], "additionalProperties": False, "$defs": None}
+    given = {"json": schema, "disable_any_whitespace": True}
+    (output,) = tiny_llm.generate("Hi", max_tokens=200, seed=1, structured_outputs=given)
+    assert json.loads(output.text) == {"a": None, "enum": None}
+
+
+@pytest.mark.parametrize("kind", ["integer", "number"])
+@pytest.mark.parametrize("most", [2**63 - 1, 2**63, 1e21, sys.float_info.max])
+def test_bounds_that_are_farther_than_any(tiny_llm, kind, most):
+    """They were refused with llguidance's words; what is written lies between them."""
+    for least, ends in (("minimum", "maximum"), ("exclusiveMinimum", "exclusiveMaximum")):
+        schema = {"type": kind, least: -most, ends: most}
+        matcher = read(StructuredOutputsParams(json=schema), tiny_llm.tokenizer, 8192).matcher
+        for number, right in ((5, True), (-(2**62), True), (2**63 - 2048, True), (-(2**63), False), (2**64, False)):
+            tokens = tiny_llm.tokenizer(str(number), add_special_tokens=False)["input_ids"]
+            assert (matcher.validate_tokens(tokens) == len(tokens)) == right, number
+
+
 @pytest.mark.parametrize("pattern", ["^a$", "^(a|b)$", "^(?:b|a)$"])
 def test_patterns_of_named_properties_alone(tiny_llm, pattern):
     """They ask something more of these, and no other property is waited for."""

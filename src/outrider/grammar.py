@@ -37,6 +37,7 @@ MOST_AT_ONCE = 12  # regexes that a text fits at the same time: each doubles wha
 TOO_MANY = f"a text can be asked to fit at most {MOST_AT_ONCE} regexes at once"
 MOST_COPIED = 300  # characters of a schema that is written for several names: copies of copies would be too many
 MOST_TIMES = 4096  # repetitions in a regex
+FARTHEST = 2**63 - 1024  # the last bound that llguidance has a regex for, but for the largest integer
 MOST_MULTIPLE = 20_000  # a regex of multiples has as many states
 # Where somebody's regex goes on as what stands behind it begins (`/a*/ "ab"`), all that may come is more of it, without
 # end; llguidance would look for that end. So nothing is forced there.
@@ -101,8 +102,9 @@ class Ours(str):
 
 
 def understood(schema: Any, close: bool = False) -> Any:
-    """A schema without what only tells of values, and llguidance takes for demands: formats that it does not know, and
-    `uniqueItems` and `propertyNames` (Zod's of a record) that ask for nothing.
+    """A schema without what only tells of values, and llguidance takes for demands: formats that it does not know,
+    `uniqueItems` and `propertyNames` (Zod's of a record) that ask for nothing, and keywords that are null (Go's).
+    Bounds that are farther away than llguidance's farthest are these.
 
     close: without properties that it does not name, wherever it says nothing about them. Raises ValueError for what
     would take llguidance too long, and for what only llguidance knows.
@@ -116,6 +118,7 @@ def _understood(schema: Any, close: bool) -> Any:
         return [_understood(part, close) for part in schema]
     if not isinstance(schema, Mapping):
         return schema
+    schema = {key: value for key, value in schema.items() if value is not None or key in ("const", "default")}
     if isinstance(schema.get("properties"), Mapping) and isinstance(schema.get("patternProperties"), Mapping):
         schema = _apart(schema)
     found = dict[str, Any]()
@@ -128,6 +131,10 @@ def _understood(schema: Any, close: bool) -> Any:
             found[key] = {name: _understood(part, close) for name, part in value.items()}
         elif key in DATA:
             found[key] = value
+        elif key in ("minimum", "exclusiveMinimum") and type(value) in (int, float):
+            found[key] = max(value, -FARTHEST)
+        elif key in ("maximum", "exclusiveMaximum") and type(value) in (int, float) and schema.get("type") != "integer":
+            found[key] = min(value, FARTHEST)
         elif not (
             (key == "uniqueItems" and value is False)
             or (key == "propertyNames" and value in ({"type": "string"}, {}, True))
