@@ -690,6 +690,12 @@ def test_bounds_that_are_farther_than_any(tiny_llm, kind, most):
             assert (matcher.validate_tokens(tokens) == len(tokens)) == right, number
 
 
+def test_what_no_text_satisfies_is_told_in_words(tiny_llm):
+    schema = {"type": "object", "properties": {"a": {"$ref": "#/$defs/x"}}, "required": ["a"]}
+    with pytest.raises(ConstraintError, match="the output cannot go on: no text can satisfy it"):
+        tiny_llm.generate("Hi", asked(json={**schema, "$defs": {"x": {"$ref": "#/$defs/x"}}}))
+
+
 @pytest.mark.parametrize("pattern", ["^a$", "^(a|b)$", "^(?:b|a)$"])
 def test_patterns_of_named_properties_alone(tiny_llm, pattern):
     """They ask something more of these, and no other property is waited for."""

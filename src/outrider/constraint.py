@@ -40,6 +40,7 @@ KEPT = 64  # grammars for which a tokenizer keeps what was read
 STACK = 2**28  # bytes, while a grammar is read: its rules may follow one another deeply (address space, mostly)
 LIMITS = {"initial_lexer_fuel": 300_000, "max_lexer_states": 50_000, "verbose_errors": False}
 END = "<|end of the structured output|>"
+NO_TEXT = "no text can satisfy it"
 Bits = NDArray[np.uint8]  # one a token, eight in a byte, the lowest first
 T = TypeVar("T")
 
@@ -410,8 +411,7 @@ def _compile(
         bits = np.frombuffer(b"" if probe.is_error() else probe.compute_bitmask(), np.uint8)
         some = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
         if probe.is_error() or not len(some):
-            too_much = probe.is_error() and "NoExtension" not in probe.get_error()
-            why = _line(probe.get_error()) if too_much else "no text can satisfy it"
+            why = _line(probe.get_error()) if probe.is_error() else NO_TEXT
             raise ConfigError(f"structured_outputs: {kind} cannot be used: {why}")
         if some[0] != binding.end:  # what drafts need
             other = probe.deep_copy()
@@ -432,7 +432,7 @@ def _compile(
 
 
 def _line(message: str) -> str:
-    return " ".join(message.replace("<non-verbose/>", "").split())[:200]
+    return NO_TEXT if "NoExtension" in message else " ".join(message.replace("<non-verbose/>", "").split())[:200]
 
 
 def _deeply(work: Callable[[], T]) -> T:
