@@ -650,7 +650,7 @@ def test_conversations_for_templates():
         message = {"role": "assistant", "tool_calls": [{"function": {"name": "now", "arguments": broken}}]}
         assert for_templates(message)["tool_calls"][0]["function"]["arguments"] == {}
     empty = {"role": "assistant", "content": ""}
-    assert for_templates(empty | {"tool_calls": []}) == empty
+    assert for_templates(empty | {"tool_calls": []}) == for_templates(empty | {"content": []}) == empty
     for wrong in ({"function": 1}, 5):
         with pytest.raises(ConfigError, match="messages"):
             for_templates({"role": "assistant", "tool_calls": [wrong]})

@@ -197,7 +197,7 @@ def for_templates(message: Mapping[str, Any]) -> dict[str, Any]:
         own["tool_calls"] = [_shown(call) for call in (calls if isinstance(calls, (list, tuple)) else [calls])]
     else:
         own.pop("tool_calls", None)  # some templates take an empty list for calls
-    if own.get("content") is None:
+    if own.get("content") in (None, []):
         own["content"] = ""
     said = own.get("reasoning") or own.get("reasoning_content")
     if not (said is None or isinstance(said, str)):
