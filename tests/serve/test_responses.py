@@ -236,6 +236,11 @@ def test_what_cannot_be(client, fields, param):
     assert answer.json()["error"]["param"] == param
 
 
+def test_a_bound_is_told_by_its_name_here(client):
+    answer = client.post(ROUTE, {"input": "x", "max_output_tokens": 1, "min_tokens": 4})
+    assert answer.json()["error"]["message"] == "min_tokens (4) must not exceed max_output_tokens (1)"
+
+
 def test_an_error_on_the_way(client, monkeypatch, tiny_llm):
     with monkeypatch.context() as patch:
         patch.setattr(Respond, "deltas", begins)

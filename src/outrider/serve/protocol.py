@@ -56,6 +56,10 @@ class Body(BaseModel):
     def in_its_words(self, error: Refusal) -> Refusal:
         """A chat's refusal, with the names that fields have here; one that was given under the chat's keeps it."""
         name, given = error.param or "", getattr(self, error.param or "", None)
+        if name == "min_tokens":  # which is held against another
+            return Refusal(
+                error.status, str(error).replace("max_tokens", self.here.get("max_tokens", "max_tokens")), name
+            )
         return error.under(self.here[name]) if name in self.here and given is None else error
 
     @classmethod
