@@ -178,7 +178,7 @@ class Say(Chat):
     def __init__(self, job: Job, how: Reading) -> None:
         super().__init__(job, how)
         self.blocks: list[Block] = []  # the last may still be written
-        self.input, self.sent = "", 0  # ... if it is a call: what has come of its JSON, and how much of it is sent
+        self.input, self.read, self.sent = "", 0, 0  # ... if it is a call: its JSON so far, read up to, sent up to
         self.message: dict[str, Any] = {}  # once something has come
 
     async def whole(self) -> bytes:
@@ -230,11 +230,11 @@ class Say(Chat):
             yield from self._end_block()
             text = self.own(text, kind, self.blocks)
             self.blocks.append(block)
-            self.input, self.sent = "", 0
+            self.input, self.read, self.sent = "", 0, 0
             yield {"type": "content_block_start", "index": len(self.blocks) - 1, "content_block": dict(block)}
         if kind == "tool_use":
             self.input += text
-            text = self._more() if len(self.input) - self.sent > self.sent // 8 else ""  # all of it is read each time
+            text = self._more() if len(self.input) - self.read > self.read // 8 else ""  # all of it is read each time
             delta = {"type": "input_json_delta", "partial_json": text}
         else:
             self.blocks[-1][kind] += text
@@ -257,7 +257,7 @@ class Say(Chat):
         size = bisect_left(
             range(len(self.input)), True, self.sent, key=lambda n: _understood(self.input[: n + 1]) is None
         )
-        text, self.sent = self.input[self.sent : size], size
+        text, self.sent, self.read = self.input[self.sent : size], size, len(self.input)
         return text
 
     def _ended(self, event: StepEvent) -> dict[str, Any]:
