@@ -6,7 +6,7 @@ What begins like a call and is none, is content.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from outrider.serve.calls import HARMONY, LONGEST_NAME, NAMES, SHAPES, Call, Family, text_of, value_of
@@ -23,11 +23,8 @@ LONGEST_HEADER = 4 * LONGEST_NAME
 class Parser:
     """Reads an answer in pieces and hands out OpenAI's deltas: content, and calls of `functions`."""
 
-    def __init__(
-        self, family: Family, functions: Mapping[str, Mapping[str, Any]], new_id: Callable[[], str] | None = None,
-        forced: bool = False,
-    ) -> None:  # fmt: skip
-        self.family, self.functions, self.new_id = family, functions, new_id or family.new_id
+    def __init__(self, family: Family, functions: Mapping[str, Mapping[str, Any]], forced: bool = False) -> None:
+        self.family, self.functions = family, functions
         self.forced = forced  # the text can be nothing but calls
         self.calls = 0  # handed out
         self.broken = False  # whether the last of them was cut off
@@ -137,7 +134,7 @@ class Parser:
             call.index, self.calls, self._lead, self._fresh = self.calls, self.calls + 1, "", True
             self._behind = True
             function = {"name": name, "arguments": ""}
-            deltas.append(_delta(call.index, {"id": self.new_id(), "type": "function", "function": function}))
+            deltas.append(_delta(call.index, {"id": self.family.new_id(), "type": "function", "function": function}))
         if call.index >= 0:
             known = call.arguments
             if call.done and known[:1] != "{":  # some write the object as text; what is none says nothing
@@ -163,10 +160,8 @@ class Harmony(Parser):
     Text without a header is content, such as what a grammar wrote.
     """
 
-    def __init__(
-        self, functions: Mapping[str, Mapping[str, Any]], new_id: Callable[[], str] | None = None, forced: bool = False
-    ) -> None:
-        super().__init__(HARMONY, functions, new_id, forced)
+    def __init__(self, functions: Mapping[str, Mapping[str, Any]], forced: bool = False) -> None:
+        super().__init__(HARMONY, functions, forced)
         self._kind = ""  # of the message under way: reasoning, content or arguments; empty in a header
         self._said = ""  # of the message, so far
         self._known = set[str]()  # kinds that have come
@@ -218,7 +213,7 @@ class Harmony(Parser):
         if name and name[1] in self.functions:
             self._kind, self.calls = "arguments", self.calls + 1
             function = {"name": name[1], "arguments": ""}
-            return [_delta(self.calls - 1, {"id": self.new_id(), "type": "function", "function": function})]
+            return [_delta(self.calls - 1, {"id": self.family.new_id(), "type": "function", "function": function})]
         self._kind = "reasoning" if ANALYSIS.search(header) else "content"
         return []
 
@@ -262,12 +257,9 @@ def until(text: str, marks: Sequence[str]) -> tuple[str, str, str]:
     return text[:at], "", text[at:]
 
 
-def parser_of(
-    family: Family, functions: Mapping[str, Mapping[str, Any]], new_id: Callable[[], str] | None = None,
-    forced: bool = False,
-) -> Parser:  # fmt: skip
+def parser_of(family: Family, functions: Mapping[str, Mapping[str, Any]], forced: bool = False) -> Parser:
     """What reads a family's answers."""
-    return Harmony(functions, new_id, forced) if family is HARMONY else Parser(family, functions, new_id, forced)
+    return Harmony(functions, forced) if family is HARMONY else Parser(family, functions, forced)
 
 
 def _delta(index: int, what: dict[str, Any]) -> Delta:
