@@ -377,7 +377,7 @@ def test_small_work_leaves_the_number_of_threads_as_it_was(monkeypatch: pytest.M
 
 
 def test_the_first_of_equally_likely_tokens_is_the_likeliest() -> None:
-    assert sampling.likeliest(torch.tensor([[0.0, 2.0, 2.0], [1.0, 0.0, 1.0]])) == [1, 0]
+    assert sampling.argmax(torch.tensor([[0.0, 2.0, 2.0], [1.0, 0.0, 1.0]])) == [1, 0]
 
 
 @pytest.mark.parametrize("filters", [{"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.2}, {"top_k": 900}, {}])
@@ -510,7 +510,7 @@ def test_the_kernels_draw_what_the_reference_chooses(vocab: int, filters: dict[s
         for stream in ("", "draft"):
             for own in sampling.native.available()[:-1]:
                 sampling.native.use(own)
-                expected = sampling.likeliest(sampling.scores(logits, rows, stream))
+                expected = sampling.argmax(sampling.scores(logits, rows, stream))
                 found = sampling._settled(logits, rows, stream)
                 assert all(expected[i] == token for i, token in found.items())
                 assert choose(logits, rows, stream) == expected
@@ -525,7 +525,7 @@ def test_what_is_not_finite_is_left_to_the_reference(odd: float) -> None:
     logits[0, 7] = odd
     logits[1] = odd
     rows = [Row(Sequence([1], SamplingParams(), seed)) for seed in (0, 1)]
-    assert choose(logits, rows) == sampling.likeliest(sampling.scores(logits, rows))
+    assert choose(logits, rows) == sampling.argmax(sampling.scores(logits, rows))
 
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
@@ -557,8 +557,8 @@ def test_noise_is_kept_within_bounds(monkeypatch):
     monkeypatch.setattr(sampling, "NOISE_KEPT", 4 * 1000 * 10)
     rows = [Row(Sequence([1] * (1 + i), SamplingParams(), s)) for s in range(5) for i in range(8)]
     flat = torch.zeros(len(rows), 1000)
-    first = sampling.likeliest(sampling.scores(flat, rows))
-    assert len(sampling._kept) == 10 and sampling.likeliest(sampling.scores(flat, rows)) == first
+    first = sampling.argmax(sampling.scores(flat, rows))
+    assert len(sampling._kept) == 10 and sampling.argmax(sampling.scores(flat, rows)) == first
     assert first == [int(gumbel(row.seq.seed, row.position, 1000).argmax()) for row in rows]
 
 

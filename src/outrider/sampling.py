@@ -67,7 +67,7 @@ def choose(logits: Tensor, rows: list[Row], stream: str = "", at: Seq[int] | Non
         logits = logits if at is None or len(at) == len(logits) else logits[list(at)]
         own = [i for i, row in enumerate(rows) if row.seq.edited or _filters(row.seq.params, logits.shape[1])]
         chosen = _drawn(logits, rows, stream)[0].tolist()  # of all rows: the one time that a step waits
-        others = likeliest(scores(logits[own], [rows[i] for i in own], stream)) if own else []
+        others = argmax(scores(logits[own], [rows[i] for i in own], stream)) if own else []
         for i, token in zip(own, others, strict=True):
             chosen[i] = token
         return chosen
@@ -75,7 +75,7 @@ def choose(logits: Tensor, rows: list[Row], stream: str = "", at: Seq[int] | Non
     settled = _settled(logits, rows, stream, at)
     if left := [i for i in range(len(rows)) if i not in settled]:
         some = logits if len(left) == len(logits) else logits[[at[i] for i in left]]
-        settled |= dict(zip(left, likeliest(scores(some, [rows[i] for i in left], stream)), strict=True))
+        settled |= dict(zip(left, argmax(scores(some, [rows[i] for i in left], stream)), strict=True))
     return [settled[i] for i in range(len(rows))]
 
 
@@ -184,7 +184,7 @@ def surely(logits: Tensor, rows: list[Row], stream: str = "") -> tuple[list[int]
         return tokens.tolist(), sure.tolist()
     with few_threads(logits):
         judged = scores(logits, rows, stream)
-        return likeliest(judged), _share(judged).tolist()
+        return argmax(judged), _share(judged).tolist()
 
 
 def surest(logits: Tensor, rows: list[Row], stream: str = "") -> tuple[Tensor, Tensor]:
@@ -228,11 +228,6 @@ def _heat(row: Row, stream: str) -> tuple[float, int]:
         return 0.0, 0
     name = _fresh(row.seq, stream) if stream else ""
     return max(row.seq.params.temperature, SMALLEST), noise_key(row.seq.seed, row.position, name)
-
-
-def likeliest(logits: Tensor) -> list[int]:
-    """The argmax of each row of (rows, vocab), the first of equals; -1 where it is not finite (NaN counts as most)."""
-    return argmax(logits)
 
 
 def refusal(logits: Tensor, row: Row) -> OutriderError:

@@ -41,7 +41,8 @@ from torch.nn.functional import one_hot
 from outrider.config import Rule
 from outrider.draft import Draft, Verdict
 from outrider.errors import OutriderError
-from outrider.sampling import Row, choose, coins, distribution, draw, likeliest, logprob, refusal
+from outrider.ops import argmax
+from outrider.sampling import Row, choose, coins, distribution, draw, logprob, refusal
 from outrider.sequence import Sequence
 
 COUPLED = Rule()
@@ -57,7 +58,7 @@ def verify(
     """One verdict per sequence. If no token can be chosen for one (NaN, all banned, ...), its verdict says so.
 
     logits (rows, vocab) float32: of each sequence in turn, a row that follows its last token and one for each node.
-    `best`: if known, each row's token for requests that edit no logits: the `likeliest`, or by `draws`; -1: unknown.
+    `best`: if known, each row's token for requests that edit no logits: the `argmax`, or by `draws`; -1: unknown.
     """
     verdicts = _coupled(seqs, drafts, logits, best) if rule.method == "coupled" else _judged(seqs, drafts, logits, rule)
     if any([seq.params.logprobs is not None for seq in seqs]):
@@ -77,7 +78,7 @@ def _coupled(seqs: list[Sequence], drafts: list[Draft], logits: Tensor, best: li
         known = [not seq.edited for seq in seqs]
     else:
         known = [seq.greedy and logits.is_cpu for seq in seqs]
-        best = likeliest(logits) if any(known) else []
+        best = argmax(logits) if any(known) else []
     chosen = _asked(seqs, drafts, logits, known) if not all(known) else {}
     verdicts: list[Verdict] = []
     first = 0

@@ -24,8 +24,9 @@ from outrider.config import MOST_NODES, option
 from outrider.draft import Draft, Verdict
 from outrider.drafters import check
 from outrider.errors import ConfigError
+from outrider.ops import argmax
 from outrider.runner import Output
-from outrider.sampling import Row, choose, few_threads, likeliest
+from outrider.sampling import Row, choose, few_threads
 from outrider.sequence import Sequence
 from outrider.speculate import Drafter
 
@@ -105,7 +106,7 @@ class Lookahead(Drafter):
             plain = bool(seq.params.logits_processors or seq.constraint)
             with few_threads(logits):
                 top = logits[rows]
-            levels = [*memory.levels, likeliest(top) if plain else choose(top, places)]
+            levels = [*memory.levels, argmax(top) if plain else choose(top, places)]
             full = len(levels) == self.ngram_size
             for ngram in zip(*levels, strict=True) if full else ():
                 memory.pool.add(ngram)
