@@ -291,7 +291,7 @@ class Runner:
         for rows in self.taps if self._tapped else ():
             rows.keep(seq.id, length, path)
         if path != list(range(len(path))) and not self.follows_paths:
-            slot.pure = min(slot.pure, length)
+            slot.pure, seq.branched = min(slot.pure, length), True
         slot.tokens[length:] = [draft.tokens[i] for i in path]
 
     def free(self, seq: Sequence) -> None:

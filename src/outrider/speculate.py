@@ -130,8 +130,6 @@ def step(
     for seq, draft, verdict in zip(seqs, drafts, verdicts, strict=True):
         verdict.forced = draft.forced
         verdict.by = None if draft.by is None else tuple(draft.by)  # the list is the drafter's, who may change it
-        if verdict.path != list(range(len(verdict.path))) and not runner.follows_paths:
-            seq.branched = True
         if (taken := seq.accept(verdict.tokens)) < len(verdict.tokens):
             del verdict.tokens[taken:], verdict.path[taken:], verdict.logprobs[taken:]
     observing = time.perf_counter()
