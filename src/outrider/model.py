@@ -195,7 +195,8 @@ class Model:
         if stores is None or (at := stores(plan)) is None:
             if (replayed := self._replayed(tokens, positions, lengths, kv, plan, states, wanted)) is not None:
                 return replayed
-            hidden = self._layers(tokens, positions, lengths, kv, plan, states)
+            ids = upload(tokens, self.device) if isinstance(tokens, list) else tokens
+            hidden = self._run(ids, self._turned(positions, lengths), self._growth(positions), kv, plan, states)
             if wanted is not None:
                 hidden = hidden[self._at(wanted.rows, len(hidden))]
                 wanted.logits = self.logits(hidden)
@@ -278,19 +279,6 @@ class Model:
     def _turned(self, positions: list[int], lengths: list[int]) -> dict[Any, tuple[Tensor, Tensor]]:
         """cos and sin (n, 1, dim) of each kind of rotation."""
         return {rotary: rotary(positions, lengths) for rotary in self._turns}
-
-    def _layers(
-        self,
-        tokens: list[int] | Tensor,
-        positions: list[int],
-        lengths: list[int],
-        kv: Attends,
-        plan: Any,
-        states: dict[int, Tensor] | None,
-    ) -> Tensor:
-        ids = upload(tokens, self.device) if isinstance(tokens, list) else tokens
-        turns = self._turned(positions, lengths)
-        return self._run(ids, turns, self._growth(positions), kv, plan, states)
 
     def _run(
         self,
