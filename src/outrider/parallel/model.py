@@ -27,7 +27,8 @@ class CutModel(Model):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.graphs = None  # a first run calls collectives twice: the others may have had theirs
+        # none: a first run calls collectives twice, when the others may have had theirs; and these are told the tokens
+        self.graphs = None
         self._inside = False
 
     @property
@@ -35,11 +36,6 @@ class CutModel(Model):
         """The ranks that have a part."""
         group: Group = self.cut.group
         return group
-
-    @property
-    def chains(self) -> bool:
-        """The other ranks are told of each forward's tokens."""
-        return False
 
     def thin(self, layers: Sequence[int]) -> Model:
         """As Model's, on all ranks."""
