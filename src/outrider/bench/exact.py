@@ -16,8 +16,8 @@ from statistics import median
 from typing import Any
 
 from outrider.bench import peers, report
-from outrider.bench.report import differs
-from outrider.bench.run import PLAIN, at_least, check_threads, complain, load_llm, named, provenance, unique
+from outrider.bench.report import complain, differs
+from outrider.bench.run import PLAIN, at_least, check_threads, load_llm, named, provenance, unique
 from outrider.bench.suites import load_suite
 from outrider.config import SamplingParams, SpeculativeConfig
 from outrider.errors import ConfigError, message_of

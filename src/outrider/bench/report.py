@@ -6,6 +6,7 @@ The lines are the truth; `read` and `markdown` make the table again from them.
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -283,6 +284,11 @@ def tables(results: list[Result]) -> Iterator[Table | str]:
             table.add_row(*(cell.replace(" (", "\n(") for cell in cells(r)[:-1]), style="" if r.identical else "yellow")
         yield table
         yield "\n".join(remarks(group)) + "\n"
+
+
+def complain(line: str) -> None:
+    """A line on standard error."""
+    print(f"outrider: {line}", file=sys.stderr)
 
 
 def require_matplotlib() -> None:

@@ -31,7 +31,7 @@ import torch
 import outrider
 from outrider import drafters
 from outrider.bench import peers
-from outrider.bench.report import Difference, Result, Sample, differs, repeated
+from outrider.bench.report import Difference, Result, Sample, complain, differs, repeated
 from outrider.bench.suites import SUITES, Suite, load_suite
 from outrider.config import MOST_LOGPROBS, SamplingParams, SpeculativeConfig
 from outrider.errors import ConfigError, message_of
@@ -195,11 +195,6 @@ def _k(config: SpeculativeConfig) -> int | str:
 
 class PeerFailed(Exception):
     """Of one method: the others go on."""
-
-
-def complain(line: str) -> None:
-    """A line on standard error."""
-    print(f"outrider: {line}", file=sys.stderr)
 
 
 def run(

@@ -96,7 +96,7 @@ class Output:
                 (self.folder / self.picture).unlink(missing_ok=True)  # of an earlier run, should this one be stopped
         except ConfigError as error:
             if self.failed is None:
-                _complain(f"{error}; measuring goes on")
+                report.complain(f"{error}; measuring goes on")
             self.failed = error
 
     def close(self, rows: list[Any]) -> None:
@@ -111,12 +111,8 @@ class Output:
                 self._plot(rows, partial)
         except Exception as error:  # whatever it is, the figures are there
             made.pop()
-            _complain(f"{self.picture} is not drawn: {message_of(error)}")
+            report.complain(f"{self.picture} is not drawn: {message_of(error)}")
         new_console().print(f"written to {self.folder}: {', '.join(made)}")
-
-
-def _complain(line: str) -> None:
-    print(f"outrider: {line}", file=sys.stderr)
 
 
 @bench_app.callback()
