@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any, ClassVar
 
 from outrider.bench.report import circles, repeated
-from outrider.bench.run import PLAIN, Conditions, named, provenance, spoken
+from outrider.bench.run import PLAIN, Conditions, load_llm, named, provenance, spoken
 from outrider.bench.suites import DAMAGED
 from outrider.config import SpeculativeConfig
 from outrider.corpus import archived
@@ -134,7 +134,7 @@ class Row:
 def run(settings: Settings, progress: Progress | None = None) -> Iterator[Row]:
     """Measure, context by context and batch by batch. Raises OutriderError's kinds before a measurement begins."""
     report = progress or (lambda *_: None)
-    llm = settings.load(report, **settings.engine)
+    llm = load_llm(settings, report, **settings.engine)
     methods = named([PLAIN, *settings.methods])
     source, text = _text(settings, llm, max(settings.contexts) * max(settings.batches))
     drafters = {}

@@ -99,10 +99,6 @@ class Conditions:
             temperature=self.temperature, top_p=self.top_p, seed=self.seed, max_tokens=self.max_tokens, ignore_eos=True
         )
 
-    def load(self, progress: Progress, **engine: Any) -> LLM:
-        """The model, with the threads that are asked for."""
-        return load_llm(self, progress, **engine)
-
 
 def load_llm(settings: Any, progress: Progress, **engine: Any) -> LLM:
     """The model of settings that have model, dtype, quantization, activations, device and threads."""
@@ -207,7 +203,7 @@ def run(
     """
     report = progress or (lambda *_: None)
     suites = [load_suite(name, settings.prompts, settings.data, settings.file) for name in settings.suites]
-    llm = settings.load(report, max_num_seqs=settings.batch)
+    llm = load_llm(settings, report, max_num_seqs=settings.batch)
     llm.runner.progress = None  # a bar that moves while a long prompt is read would be part of its time
     methods = named([PLAIN, *settings.methods])
     prompts = {suite.name: suite.encode(llm) for suite in suites}

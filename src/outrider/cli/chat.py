@@ -28,7 +28,6 @@ from outrider.cli.options import (
     SpeculativeJson,
     check_model,
     clean,
-    load_llm,
     sampling_flags,
     speculative,
     summary,
@@ -71,16 +70,10 @@ def chat(
     """Talk with a model. Ctrl-C stops an answer, not the program; /help lists the commands."""
     config = speculative(speculate, speculative_config)
     with Reporter() as reporter:
-        llm = load_llm(
-            model or _default(),
-            config,
-            dtype,
-            device,
-            reporter,
-            max_model_len=max_model_len,
-            quantization=quantization,
-            activations=activations,
-        )
+        llm = outrider.LLM(
+            model or _default(), speculative_config=config, dtype=dtype, device=device, progress=reporter,
+            max_model_len=max_model_len, quantization=quantization, activations=activations,
+        )  # fmt: skip
         llm.render([{"role": "user", "content": "?"}])  # no chat template: say so before the first question
         Conversation(llm, sampling, system, reporter).loop()
 

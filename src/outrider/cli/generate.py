@@ -24,7 +24,6 @@ from outrider.cli.options import (
     Speculate,
     SpeculativeJson,
     TensorParallelMode,
-    load_llm,
     sampling_flags,
     speculative,
     summary,
@@ -70,11 +69,11 @@ def generate(
             raise ConfigError(f"--{name.replace('_', '-')} needs --json, which is where they are shown")
     texts = _prompts(prompts, prompt_file)
     with Reporter() as reporter:
-        limits: dict[str, Any] = {
-            "max_model_len": max_model_len, "kv_offload": kv_offload, "on_chip_layers": on_chip_layers,
-            "quantization": quantization, "activations": activations, "tensor_parallel_mode": tensor_parallel_mode,
-        }  # fmt: skip
-        llm = load_llm(model, config, dtype, device, reporter, **limits)
+        llm = outrider.LLM(
+            model, speculative_config=config, dtype=dtype, device=device, progress=reporter,
+            max_model_len=max_model_len, kv_offload=kv_offload, on_chip_layers=on_chip_layers,
+            quantization=quantization, activations=activations, tensor_parallel_mode=tensor_parallel_mode,
+        )  # fmt: skip
         if llm.parallelism and not as_json:
             tell(llm.parallelism)
         ids = [llm.render([{"role": "user", "content": t}]) if chat else llm.encode(t) for t in texts]

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 import outrider
-from outrider.cli.options import Activations, Device, Dtype, Quantization, Reporter, check_model, load_llm
+from outrider.cli.options import Activations, Device, Dtype, Quantization, Reporter, check_model
 from outrider.cli.output import new_console, put_json, visible
 from outrider.config import ModelConfig
 from outrider.errors import ConfigError, OutriderError
@@ -63,9 +63,10 @@ def info(
         facts = _installation()
     else:
         with Reporter() as reporter:
-            facts = _model(
-                load_llm(model, None, dtype, device, reporter, quantization=quantization, activations=activations)
+            llm = outrider.LLM(
+                model, dtype=dtype, device=device, progress=reporter, quantization=quantization, activations=activations
             )
+            facts = _model(llm)
     if as_json:
         put_json(facts)
         return

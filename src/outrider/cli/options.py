@@ -14,7 +14,6 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-import outrider
 from outrider.cli.output import new_console
 from outrider.config import SamplingParams, SpeculativeConfig, StructuredOutputsParams
 from outrider.errors import ConfigError, brief
@@ -301,13 +300,6 @@ class Reporter:
         if self.bar is not None:
             self.bar.stop()
             self.bar = None
-
-
-def load_llm(
-    model: str, config: SpeculativeConfig | None, dtype: str, device: str, reporter: Reporter, **engine: Any
-) -> outrider.LLM:
-    """An LLM with progress on the terminal; `engine` as EngineConfig's fields, quantization and activations."""
-    return outrider.LLM(model, speculative_config=config, dtype=dtype, device=device, progress=reporter, **engine)
 
 
 def summary(metrics: dict[str, Any], tokens: int, seed: int | None = None, width: int | None = None) -> str:

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+import outrider
 from outrider.cli.options import (
     Activations,
     Device,
@@ -26,7 +27,6 @@ from outrider.cli.options import (
     SpeculativeJson,
     TensorParallelMode,
     check_model,
-    load_llm,
     read_json,
     speculative,
 )
@@ -222,7 +222,10 @@ def serve(
     open_more_files()
     listening = _listen(host, port) if uds is None else _listen_at(uds)  # before minutes are spent on loading
     with Reporter() as reporter:
-        llm = load_llm(model, config, dtype, device, reporter, tensor_parallel_size=tensor_parallel_size, **limits)
+        llm = outrider.LLM(
+            model, speculative_config=config, dtype=dtype, device=device, progress=reporter,
+            tensor_parallel_size=tensor_parallel_size, **limits,
+        )  # fmt: skip
         reporter.close()
         llm.runner.progress = None
     settings = replace(settings, defaults=sampled(llm.checkpoint.path))
