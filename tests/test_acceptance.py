@@ -290,17 +290,17 @@ def test_streams():
 
 
 def test_typical_by_hand():
-    flat, sure = [0.25] * 4, [0.9, 0.08, 0.02, 0.0]
+    flat, sure, rule = [0.25] * 4, [0.9, 0.08, 0.02, 0.0], Rule("typical")
     p = torch.tensor([sure, flat, flat, flat, flat, sure], dtype=torch.float64)
     # exp(-H): 1/4 of the flat law, so 0.075 suffices; 0.67 of the sure one, so 0.09 is needed
-    assert typical(Draft([1, 2], [-1, -1]), p) == []
-    assert typical(Draft([0, 3, 1, 2], [-1, 0, 1, 2], riders=1), p) == [0, 1, 2]
-    assert typical(Draft([1, 3, 0], [-1, 0, -1]), p) == [2]
+    assert typical(Draft([1, 2], [-1, -1]), p, rule) == []
+    assert typical(Draft([0, 3, 1, 2], [-1, 0, 1, 2], riders=1), p, rule) == [0, 1, 2]
+    assert typical(Draft([1, 3, 0], [-1, 0, -1]), p, rule) == [2]
     nearly = torch.tensor([[0.85, 0.12, 0.03, 0.0], flat], dtype=torch.float64)  # 0.3 exp(-H) is 0.18: epsilon decides
-    assert typical(Draft([1], [-1]), nearly) == [0] and typical(Draft([2], [-1]), nearly) == []
+    assert typical(Draft([1], [-1]), nearly, rule) == [0] and typical(Draft([2], [-1]), nearly, rule) == []
     two = torch.tensor([[0.3, 0.5, 0.2, 0.0], flat, flat, flat, flat], dtype=torch.float64)
-    assert typical(Draft([0, 1], [-1, -1]), two) == [1]  # as long: the likelier
-    assert typical(Draft([0, 1, 2], [-1, -1, 0]), two) == [0, 2]  # longer
+    assert typical(Draft([0, 1], [-1, -1]), two, rule) == [1]  # as long: the likelier
+    assert typical(Draft([0, 1, 2], [-1, -1, 0]), two, rule) == [0, 2]  # longer
 
 
 DRAFTED = {"method": "draft_model", "model": "tiny-draft", "num_speculative_tokens": 4}

@@ -154,7 +154,7 @@ def _judge(draft: Draft, logits: Tensor, rows: list[Row], p: Tensor, rule: Rule)
         draft, p = Draft(), p[:1]
     seq = rows[0].seq
     if rule.method == "typical":
-        path = typical(draft, p, rule.epsilon, rule.alpha)
+        path = typical(draft, p, rule)
         last = path[-1] + 1 if path else 0
         token = choose(logits, [rows[last]], at=[last])[0]
     else:
@@ -228,9 +228,9 @@ def block(draft: Draft, p: Tensor, coin: Coin) -> tuple[list[int], Tensor]:
     return list(range(accepted)), left
 
 
-def typical(draft: Draft, p: Tensor, epsilon: float = 0.09, alpha: float = 0.3) -> list[int]:
+def typical(draft: Draft, p: Tensor, rule: Rule) -> list[int]:
     """The longest path whose every token is typical of the target, the likeliest among equals. Lossy."""
-    floor = (alpha * torch.special.entr(p).sum(-1).neg().exp()).clamp(max=epsilon).tolist()
+    floor = (rule.alpha * torch.special.entr(p).sum(-1).neg().exp()).clamp(max=rule.epsilon).tolist()
     scores: dict[int, tuple[int, float]] = {-1: (0, 1.0)}  # accepted nodes: their depth and likelihood
     for i in range(draft.verifiable):
         parent = draft.parents[i]
