@@ -29,6 +29,7 @@ from outrider.errors import ConfigError, OutOfMemory
 from outrider.llm import LLM
 from outrider.load import Progress
 from outrider.outputs import SpecMetrics
+from outrider.plan import expected
 from outrider.sequence import Sequence
 from outrider.speculate import StepTimes, step
 
@@ -239,8 +240,7 @@ def predict(plain: float, steps: float, draft: float, target: float, k: int, alp
     plain = T_T, seconds of a plain step; draft = k T_D and target = T_V over `steps` steps; alpha = chance that a draft
     token is accepted once those before it were.
     """
-    omega = k + 1 if alpha >= 1 else (1 - alpha ** (k + 1)) / (1 - alpha)
-    return omega * plain * steps / (draft + target)
+    return expected(alpha, k) * plain * steps / (draft + target)
 
 
 def _row(
