@@ -441,9 +441,6 @@ def published() -> list[Published]:
     ]
 
 
-METHODS = {"ngram", "suffix", "draft_model", "medusa", "recurrent", "eagle3", "self"}
-
-
 def against(path: Path, planner: Planner, context: int) -> Iterator[Miss]:
     """Compare the lines of `outrider bench`, or of `bench long`, with the plan, given their tokens a forward.
 
@@ -459,9 +456,9 @@ def against(path: Path, planner: Planner, context: int) -> Iterator[Miss]:
         named = re.search(r" k=(\d+)$", method)
         k = whole(config.get("num_speculative_tokens") or (int(named[1]) if named else None), 1, 256)
         kind, seen = config.get("method"), re.search(r"budget=(\d+)", str(config.get("view") or config.get("kv")))
-        if k is None or kind not in METHODS or (kind == "self" and "view" not in config):
+        kind = "self:view=streaming:budget=512" if kind == "self" and "view" in config else kind
+        if k is None or kind not in ACCEPTANCE:
             continue
-        kind = "self:view" if kind == "self" else kind
         if rate := real(data.get("draft_acceptance_rate"), 0, 1):  # where nothing is found, fewer are drafted
             k = min(k, max(1, round((length - 1) / rate)))
         keys = int(seen[1]) if seen else None
