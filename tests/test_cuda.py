@@ -99,7 +99,7 @@ def test_views_take_over(make_checkpoint, arch, text, monkeypatch):
             view.reserve(Plan([Entry(e.seq, e.seq, 1, e.n) for e in plan.entries]))
         for e in plan.entries:
             n = fast.held[e.seq].slot(e.n)
-            pairs = zip(fast.store[e.seq], slow.store[e.seq], strict=True)
+            pairs = zip(fast.slab.store[e.seq], slow.slab.store[e.seq], strict=True)
             assert all(torch.equal(own[:, :, :n], other[:, :, :n]) for own, other in pairs)
     assert calls and not any(h.due for view in (slow, fast) for h in view.held.values())
     assert fast.catch_up(7, 0, 0) == 0  # of whom the base has nothing yet

@@ -199,7 +199,7 @@ def test_the_tail_never_reaches_the_base(random_llm):
     view.extend([seq])
     h = view.kv.held[seq.id]
     assert h.synced == 63 and h.kept
-    for own, exact in zip(view.kv.store[seq.id], stored(base, 63), strict=True):
+    for own, exact in zip(view.kv.slab.store[seq.id], stored(base, 63), strict=True):
         assert torch.equal(own[:, :, h.slot(h.first) : h.slot(63)], exact[:, :, h.first : 63])
     base.free(seq)
     view.free(seq)
@@ -377,11 +377,11 @@ def test_memory_is_the_budget(random_llm, view):
         runner.extend([seq])
         seq.tokens += text(3)
         random_llm.runner.extend([seq])
-    held = sum(store.numel() * store.element_size() for store in runner.kv.store[seq.id])
+    held = sum(store.numel() * store.element_size() for store in runner.kv.slab.store[seq.id])
     assert held == runner.kv.nbytes(2000) == random_llm.runner.kv.nbytes(512) < random_llm.runner.kv.nbytes(2000) / 3
     runner.free(seq)
     random_llm.runner.free(seq)
-    assert not runner.kv.store and not runner.kv.held and not random_llm.runner.kv.log.held
+    assert not runner.kv.slab.store and not runner.kv.held and not random_llm.runner.kv.log.held
 
 
 def test_what_cannot_fit_is_refused_with_the_numbers(make_llm, make_checkpoint):

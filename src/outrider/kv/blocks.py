@@ -102,11 +102,6 @@ class Pool:
             root = known[1]
         return found, root
 
-    def clear(self) -> None:
-        """Forget all prefixes."""
-        for block in list(self.names):
-            self._forget(block)
-
     def _forget(self, block: int) -> None:
         del self.named[self.names.pop(block)]
         if block in self.cached:

@@ -279,11 +279,6 @@ class View:
         if base is not None:
             base.log.size = max(base.log.size, policy.queries)
 
-    @property
-    def store(self) -> dict[int, list[Tensor]]:
-        """The buffers."""
-        return self.slab.store
-
     def nbytes(self, tokens: int) -> int:
         """Bytes that a sequence of so many tokens takes: never more than the budget's."""
         return self.slab.nbytes(min(tokens, self.policy.budget))
