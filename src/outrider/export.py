@@ -25,16 +25,9 @@ from outrider.quantize import Rounded, rounded
 
 SHARD = 2**31  # bytes of a file
 CPU = torch.device("cpu")
-OTHERS = (
-    "quantize_config.json",
-    "quant_config.json",
-    "adapter_config.json",
-)  # say that weights are not what is written
-TELLING = (
-    "Hello world 123456, don't!",
-    "  two\n\n spaces\t 日本 e\u0301 ",
-    "x=[1.5];\r\n\n  return HE'S",
-)  # of tokenizers
+# files that say that weights are not what is written; and texts that tell tokenizers apart
+OTHERS = ("quantize_config.json", "quant_config.json", "adapter_config.json")
+TELLING = ("Hello world 123456, don't!", "  two\n\n spaces\t 日本 e\u0301 ", "x=[1.5];\r\n\n  return HE'S")
 
 
 def export(name: str | Path, target: str | Path, dtype: str = "auto", progress: Progress | None = None) -> Path:

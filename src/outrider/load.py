@@ -317,9 +317,7 @@ class Builder:
         if share and shuffled:
             raise ConfigError(f"{config.architecture}: weights change as they load and cannot be shared; share=False")
         self.widened: set[str] = set()  # types of blocks that are held dense
-        self.staging = torch.empty(
-            0, dtype=dtype
-        )  # packed weights are fused in one reused buffer: no holes in the heap
+        self.staging = torch.empty(0, dtype=dtype)  # one buffer in which packed weights are fused: no holes in the heap
 
     def model(self, progress: Progress | None = None) -> Model:
         """The whole. Raises CheckpointError for what is missing, left over, shaped otherwise or not finite."""

@@ -102,9 +102,7 @@ def plan(
         _traffic(model, read_ints(ranks, "--ranks"), as_json)
         return
     drawn = "" if output is None else _plottable(output)
-    asked_of = [
-        (name, how) for name, how in ((model, quantization), (draft, None)) if name
-    ]  # a draft model stays as it is
+    asked_of = [(name, how) for name, how in ((model, quantization), (draft, None)) if name]  # drafts stay as they are
     known = [sizes(name) for name, _ in asked_of]
     shapes = [
         Shape.of(own.config).quantized(how) if how

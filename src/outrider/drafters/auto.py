@@ -146,10 +146,8 @@ class Auto(Drafter):
         if not self.drafters and target.path is not None and target.base is None:
             names += companions(target.path) + ([] if self.datastore else stores(target.path))
             if native.runs(model.dtype, model.device):  # a GPU takes as long for a small head as that saves
-                known, found = (
-                    {Path(name).name for name in names},
-                    heads(model.config.hidden_size, model.config.vocab_size),
-                )
+                known = {Path(name).name for name in names}
+                found = heads(model.config.hidden_size, model.config.vocab_size)
                 names += [name for name in found if Path(name).name not in known]
         for name in names:
             try:

@@ -462,9 +462,8 @@ MINISTRAL = Family(
 )
 GRANITE = Family("granite", ("<|tool_call|>", "<tool_call>"), "<|tool_call|>[", "]", ", ")  # the second: 3.1
 PHI = replace(GRANITE, name="phi4_mini", end="]<|/tool_call|>", closing="<|/tool_call|>")
-NEMOTRON = Family(
-    "nemotron", ("<TOOLCALL>",), "<TOOLCALL>[", "]</TOOLCALL>", ", ", closing="</TOOLCALL>"
-)  # Llama-Nemotron's
+# Llama-Nemotron's
+NEMOTRON = Family("nemotron", ("<TOOLCALL>",), "<TOOLCALL>[", "]</TOOLCALL>", ", ", closing="</TOOLCALL>")
 OLMO = Family(
     "olmo3", ("<function_calls>",), "<function_calls>", "</function_calls>", "\n", "python", opening="",
     closing="</function_calls>", listed="",

@@ -51,9 +51,7 @@ MEASURED = 24  # conversations held out that guesses are counted on
 DECAY = 0.8  # of the loss, per step of the training-time test
 WARM_UP = 10  # steps
 COOL_DOWN = 0.3  # the share of the time in which the learning rate falls to nothing
-WORSE = (
-    0.15  # fewer guesses kept a forward than the most so far: it has learnt too fast, and goes back, at half the rate
-)
+WORSE = 0.15  # fewer guesses kept a forward than the most so far: it learns too fast, and goes back, at half the rate
 ROWS = 512  # whose logits are held at a time
 CHUNK = 4096  # tokens that a GPU reads at a time: calling its kernels takes the host longer than they take
 
