@@ -67,7 +67,7 @@ class Fixed:
         """For whoever asks for queries; slabs are `roomy`, heads as device_plan's. None if a graph kept too much."""
         if not at_once(made, *heads, slabs.device):
             return None
-        return cls(made, slabs, partial(log.note, slice(None), plan=plan) if log.size else None)
+        return cls(made, slabs, log.asking(plan))
 
     @property
     def key(self) -> Hashable:
@@ -155,6 +155,10 @@ class QueryLog:
         elif self.size:
             for e in plan.entries:
                 self.add(e.seq, layer, e.start, q[..., e.row : e.row + e.n, :, :])
+
+    def asking(self, plan: Plan) -> Callable[[Tensor], None] | None:
+        """What takes the queries of all layers (layers, tokens, heads, dim) at once; None if nobody asks."""
+        return partial(self.note, slice(None), plan=plan) if self.size else None
 
     def add(self, seq: int, layer: int | slice, start: int, q: Tensor) -> None:
         """Queries (n, heads, dim) of the tokens in slots [start, start + n); of all layers, (layers, n, heads, dim)."""

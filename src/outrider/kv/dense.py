@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -86,8 +84,7 @@ class DenseKV:
         for e in plan.entries:
             layers = self.store[e.seq]
             runs.append((e.row, e.n, e.start, layers[-1].shape[2], e.parents, [own.data_ptr() for own in layers], 0, 0))
-        note = partial(self.log.note, slice(None), plan=plan) if self.log.size else None
-        return Stores(runs, self.dtype, note)
+        return Stores(runs, self.dtype, self.log.asking(plan))
 
     def fixed(self, plan: Plan, rows: int) -> Fixed | None:
         """What a forward reads of this cache, in tensors of few sizes, for a graph; None if only `attend` knows."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -280,8 +279,7 @@ class PagedKV:
         for e in plan.entries:
             table = self.tables[e.seq]
             runs.append((e.row, e.n, e.start, SLAB, e.parents, [], table.lies, len(table.blocks)))
-        note = partial(self.log.note, slice(None), plan=plan) if self.log.size else None
-        return Stores(runs, self.dtype, note, self._slabs_at, len(self.slabs))
+        return Stores(runs, self.dtype, self.log.asking(plan), self._slabs_at, len(self.slabs))
 
     def fixed(self, plan: Plan, rows: int) -> Fixed | None:
         """What a forward reads of this cache, in tensors of few sizes, for a graph; None if only `attend` knows."""
