@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from outrider import families
 from outrider.model import Rotary
-from outrider.ops import Linear, argmax, rotate, swiglu
-from outrider.ops.elementwise import gated
+from outrider.ops import Linear, argmax
+from outrider.ops.elementwise import gated, rotate, swiglu
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}

@@ -31,7 +31,8 @@ from outrider.errors import ConfigError
 from outrider.load import open_source
 from outrider.ops import Quantized
 from outrider.ops.triton.launch import emulated, order
-from outrider.parallel import Cut, Group, columns_alone, cut_quantized, ranks_for, split, split_heads, within
+from outrider.parallel import Cut, Group, columns_alone, cut_quantized, ranks_for, within
+from outrider.parallel.cuts import split, split_heads
 from outrider.plan import fastest_mode, traffic
 
 HERE = Path(__file__).parent

@@ -1,6 +1,6 @@
 """Caches of keys and values. The model knows none of them: it calls `kv.attend` (Law 4)."""
 
-from outrider.kv.base import Entry, KVCache, Plan, Storage
+from outrider.kv.base import Entry, KVCache, Plan
 from outrider.kv.dense import DenseKV
 from outrider.kv.offload import OffloadKV
 from outrider.kv.paged import PagedKV
@@ -14,7 +14,6 @@ __all__ = [
     "PagedKV",
     "Plan",
     "QuantizedView",
-    "Storage",
     "View",
     "parse",
 ]

@@ -16,10 +16,10 @@ from outrider.ops.attention import (
     follows_paths,
     write,
 )
-from outrider.ops.elementwise import add, argmax, greatest, pick, picks, rms_norm, rope, rotate, softcap, swiglu
+from outrider.ops.elementwise import add, argmax, greatest, pick, picks, rms_norm, rope, softcap
 from outrider.ops.experts import MLP, Experts
 from outrider.ops.grow import Recurrence
-from outrider.ops.linear import Factors, Linear, Quantized, join, packs, quantises
+from outrider.ops.linear import Linear, Quantized, join, packs, quantises
 from outrider.ops.triton.graph import Graphs, bucket, pinned, upload
 from outrider.ops.triton.launch import at_once, take
 from outrider.ops.triton.launch import runs as launches
@@ -32,7 +32,6 @@ __all__ = [
     "Block",
     "DevicePlan",
     "Experts",
-    "Factors",
     "Graphs",
     "Linear",
     "Pages",
@@ -61,9 +60,7 @@ __all__ = [
     "quantises",
     "rms_norm",
     "rope",
-    "rotate",
     "softcap",
-    "swiglu",
     "take",
     "untouched",
     "upload",

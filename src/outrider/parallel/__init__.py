@@ -15,7 +15,7 @@ keys, values, gate and up are cut by outputs, and so is the head. Of the two pro
 
 from __future__ import annotations
 
-from outrider.parallel.cuts import Cut, cut, cut_quantized, split, split_heads, within
+from outrider.parallel.cuts import Cut, cut, cut_quantized, within
 from outrider.parallel.group import MODES, Group
 from outrider.parallel.layers import CutExperts, Gathered, Normed, Summed
 from outrider.parallel.model import CutModel, columns_alone
@@ -37,7 +37,5 @@ __all__ = [
     "dismiss",
     "launched",
     "ranks_for",
-    "split",
-    "split_heads",
     "within",
 ]
