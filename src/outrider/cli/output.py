@@ -24,10 +24,10 @@ def visible(text: object) -> str:
     return STEERING.sub(lambda found: ascii(found[0])[1:-1], str(text))
 
 
-def as_line(text: object, most: int = 1000) -> str:
+def as_line(text: object) -> str:
     """The text as one visible line, its middle left out if it is long."""
     line = " ".join(visible(text).split())
-    return line if len(line) <= most else f"{line[: most // 2]} ... {line[-most // 2 :]}"
+    return line if len(line) <= 1000 else f"{line[:500]} ... {line[-500:]}"
 
 
 def new_console(soft_wrap: bool = True, **options: Any) -> Console:
