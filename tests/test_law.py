@@ -511,7 +511,7 @@ def test_the_kernels_draw_what_the_reference_chooses(vocab: int, filters: dict[s
             for own in sampling.native.available()[:-1]:
                 sampling.native.use(own)
                 expected = sampling.argmax(sampling.scores(logits, rows, stream))
-                found = sampling._settled(logits, rows, stream)
+                found = sampling._settled(logits, rows, stream, range(len(rows)))
                 assert all(expected[i] == token for i, token in found.items())
                 assert choose(logits, rows, stream) == expected
                 left, count = left + 3 - len(found), count + 3

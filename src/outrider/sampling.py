@@ -79,7 +79,7 @@ def choose(logits: Tensor, rows: list[Row], stream: str = "", at: Seq[int] | Non
     return [settled[i] for i in range(len(rows))]
 
 
-def _settled(logits: Tensor, rows: list[Row], stream: str = "", at: Seq[int] | None = None) -> dict[int, int]:
+def _settled(logits: Tensor, rows: list[Row], stream: str, at: Seq[int]) -> dict[int, int]:
     """The tokens of those rows that sample and are drawn by the kernels: all but a few, on a CPU.
 
     They find what the functions below would, or nothing where that is so close that last bits decide.
@@ -91,7 +91,7 @@ def _settled(logits: Tensor, rows: list[Row], stream: str = "", at: Seq[int] | N
     kept: list[Tensor] = []
     drawn: list[int] = []
     wishes: list[native.Wish] = []
-    for i, (row, place) in enumerate(zip(rows, range(len(rows)) if at is None else at, strict=True)):
+    for i, (row, place) in enumerate(zip(rows, at, strict=True)):
         p = row.seq.params
         if not p.temperature:
             continue
