@@ -170,11 +170,10 @@ class Runner:
         slot, n = self.slots.setdefault(seq.id, Slot(beyond=self._beyond(seq))), 0
         if isinstance(self.kv, PagedKV) and not self._unscored(seq):
             if like is not None and like.id in self.slots:  # it may have nothing: what was preempted begins again
-                known, most = self.slots[like.id], min(len(seq.tokens) - 1, seq.settled)
-                most = most if known.beyond == slot.beyond else 0
-                most = min(most, len(known.tokens), known.settled, known.pure)
-                while n < most and known.tokens[n] == seq.tokens[n]:
-                    n += 1
+                known = self.slots[like.id]
+                most = min(len(seq.tokens) - 1, seq.settled, known.settled, known.pure)
+                if known.beyond == slot.beyond:
+                    n = self._common(Slot(known.tokens), seq.tokens, most)  # none of which is known to be this one's
                 if n:
                     self.kv.share(like.id, seq.id, n)
             if not n and self.prefixes:
