@@ -274,7 +274,6 @@ class Autoregressive(Forking):
         forks = [seq.fork(self._forks.pop(seq.id, None)) for seq in seqs]
         drawn: dict[int, list[Tensor]] = {seq.id: [] for seq in seqs}
         forced: dict[int, set[int]] = {seq.id: set() for seq in seqs}
-        starts = {seq.id: len(seq.tokens) for seq in seqs}
         trust: dict[int, list[float]] = {seq.id: [] for seq in seqs}
         readable = self.runner.model.config.vocab_size
         for fork in forks:
@@ -286,10 +285,9 @@ class Autoregressive(Forking):
         for _ in range(0, k, n):
             for fork in alive:
                 if fork.constraint and not fork.finish_reason:  # what must come takes no forward
-                    begin = len(fork.tokens)
                     most = max(0, min(MOST_NODES - k - len(forced[fork.id]), fork.room - 1))
                     taken = fork.accept(fork.constraint.forced(fork, [])[:most])
-                    forced[fork.id].update(range(begin - starts[fork.id], begin - starts[fork.id] + taken))
+                    forced[fork.id].update(range(len(trust[fork.id]), len(trust[fork.id]) + taken))
                     none = torch.zeros(self.vocab, dtype=torch.float32)
                     drawn[fork.id] += [none] * (taken if fork.rule.flips_coins else 0)
                     trust[fork.id] += [1.0] * taken
