@@ -35,24 +35,22 @@ def check(scheme: str, dtype: torch.dtype, device: torch.device) -> None:
     """Raises ConfigError if this scheme is unknown or cannot run on this dtype and device."""
     if scheme not in [*SCHEMES]:  # a list is not hashed
         raise ConfigError(f"quantization {scheme!r} is unknown; valid: {', '.join(SCHEMES)}")
-    if dtype != torch.bfloat16:
-        raise ConfigError(f"quantization {scheme} computes in bfloat16; give dtype='bfloat16', not {dtype}")
-    if not quantises(dtype, device):
-        raise ConfigError(f"quantization {scheme} needs {_needed(device)}; `outrider info` says what is there")
-
-
-def _needed(device: torch.device) -> str:
-    return "Triton" if device.type == "cuda" else "the compiled CPU kernels"
+    _check_kernels(f"quantization {scheme} computes in", f"quantization {scheme} needs", dtype, device)
 
 
 def check_activations(activations: str, dtype: torch.dtype, device: torch.device) -> None:
     """Raises ConfigError if rows cannot be rounded so on this dtype and device."""
     if activations not in ACTIVATIONS:
         raise ConfigError(f"activations {activations!r} are unknown; valid: {', '.join(ACTIVATIONS)}")
+    _check_kernels(f"activations {activations} are rounded from", f"activations {activations} need", dtype, device)
+
+
+def _check_kernels(computes: str, needs: str, dtype: torch.dtype, device: torch.device) -> None:
     if dtype != torch.bfloat16:
-        raise ConfigError(f"activations {activations} are rounded from bfloat16; give dtype='bfloat16', not {dtype}")
+        raise ConfigError(f"{computes} bfloat16; give dtype='bfloat16', not {dtype}")
     if not quantises(dtype, device):
-        raise ConfigError(f"activations {activations} need {_needed(device)}; `outrider info` says what is there")
+        kernels = "Triton" if device.type == "cuda" else "the compiled CPU kernels"
+        raise ConfigError(f"{needs} {kernels}; `outrider info` says what is there")
 
 
 def quantize(weight: Tensor, scheme: str, rounded: bool = False) -> Quantized:
