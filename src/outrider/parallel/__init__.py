@@ -22,20 +22,6 @@ from outrider.parallel.model import CutModel, columns_alone
 from outrider.parallel.ranks import Ranks, dismiss, launched, ranks_for
 
 __all__ = [
-    "MODES",
-    "Cut",
-    "CutExperts",
-    "CutModel",
-    "Gathered",
-    "Group",
-    "Normed",
-    "Ranks",
-    "Summed",
-    "columns_alone",
-    "cut",
-    "cut_quantized",
-    "dismiss",
-    "launched",
-    "ranks_for",
-    "within",
-]
+    "MODES", "Cut", "CutExperts", "CutModel", "Gathered", "Group", "Normed", "Ranks", "Summed", "columns_alone", "cut",
+    "cut_quantized", "dismiss", "launched", "ranks_for", "within",
+]  # fmt: skip
