@@ -82,10 +82,12 @@ def call(func: Any, args: Any, kwargs: Any) -> Any:
     here, there = ([x for x in found if isinstance(x, Claims) is on] for on in (False, True))
     if name == "numpy" and there:
         raise Mixed("numpy of a tensor on the GPU")
-    if name in ("__getitem__", "__setitem__"):  # a GPU's may be chosen by places on the CPU
-        if not isinstance(first, Claims) and there:
+    if name in ("__getitem__", "__setitem__"):  # a GPU's may be chosen by places on the CPU, and slices are copied to
+        places = tensors(args[1])
+        if not isinstance(first, Claims) and any(isinstance(x, Claims) for x in places):
             raise Mixed("a tensor of the CPU, and places on the GPU")
-        here = []
+        here = [x for x in here if places and x is not first and all(x is not own for own in places)]
+        there = [first] if isinstance(first, Claims) else []
     if there and name not in MOVES and (odd := [tuple(x.shape) for x in here if x.dim()]):
         raise Mixed(f"{name} of {odd} on the CPU, and {[tuple(x.shape) for x in there]} on the GPU")
     on_gpu = isinstance(first, Claims) if name == "copy_" else bool(there)

@@ -5,18 +5,17 @@ from __future__ import annotations
 import claims
 import pytest
 import torch
-from test_exactness import config_of
+from test_exactness import alike, config_of
 
-from outrider import LLM, drafters
+from outrider import LLM, SamplingParams, drafters
 
 PROMPT = [5, 6, 7, 5, 6]
-SIZES = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 32,
-         "intermediate_size": 32, "vocab_size": 64}  # fmt: skip
 
 
 @pytest.fixture
 def gpu(monkeypatch):
     monkeypatch.setattr("outrider.llm.check_exactness", lambda *_: "bitwise")  # takes minutes here
+    monkeypatch.setattr("outrider.drafters.auto.MEASURING", 0)
     with claims.use(monkeypatch):
         yield
 
@@ -30,6 +29,23 @@ def test_two_devices_are_not_mixed(gpu):
         x + y
     with pytest.raises(claims.Mixed):
         y[x.long()]
+
+
+@pytest.mark.parametrize("options", [{"quantization": "int8", "activations": "int8"}, {"kv_offload": True}], ids=str)
+def test_formats_and_caches(gpu, make_checkpoint, options):
+    """With sinks, windows, experts and biases; requests that edit their logits, alone and together."""
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8, "hidden_size": 64, "head_dim": 32}
+    llm = LLM(str(make_checkpoint("gpt_oss", dtype=torch.bfloat16, **sizes)), device="cuda", **options)
+    each = [
+        SamplingParams(
+            max_tokens=4, seed=1, temperature=1.0, top_p=0.9, min_p=0.01, repetition_penalty=1.2, logprobs=2
+        ),
+        SamplingParams(max_tokens=4, temperature=0, logit_bias={3: 5.0}, prompt_logprobs=1),
+    ]
+    alone = [llm.generate([PROMPT], params)[0] for params in each]
+    llm.speculative_config = {"method": "recycle", "num_speculative_tokens": 4}
+    together = llm.generate([PROMPT, PROMPT], each)
+    assert all(alike(one, other) for one, other in zip(alone, together, strict=True))
 
 
 @pytest.mark.parametrize("method", drafters.methods())
