@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 
@@ -126,6 +127,13 @@ def test_info(run):
     assert "method ngram" in out and "LlamaForCausalLM" in out
     _, out, _ = run("info", "--model", "tiny")
     assert "6 layers" in out and "exactness" in out
+
+
+@pytest.mark.parametrize("columns", ["20", "1"])
+def test_info_is_whole_in_narrow_terminals(run, monkeypatch, columns):
+    whole = run("info")[1]
+    monkeypatch.setenv("COLUMNS", columns)
+    assert Counter("".join(run("info")[1].split())) == Counter("".join(whole.split()))
 
 
 def test_chat_conversation(run, monkeypatch):

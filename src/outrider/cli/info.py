@@ -71,6 +71,8 @@ def info(
         put_json(facts)
         return
     table = Table(show_header=False, box=None)
+    for _ in range(2):
+        table.add_column(overflow="fold")  # the default cuts what a narrow terminal has no room for
     for name, value in facts.items():
         if name == "methods":
             for method, about in value.items():
@@ -83,7 +85,9 @@ def info(
             _row(table, name, f"{value}: {EXACTNESS[value]}")
         else:
             _row(table, name.replace("_", " "), ", ".join(value) if isinstance(value, list) else value)
-    new_console().print(table)
+    console = new_console()
+    console.width = max(20, console.width)  # in less the columns vanish
+    console.print(table)
 
 
 def _row(table: Table, name: str, value: object) -> None:
