@@ -86,16 +86,17 @@ def test_info_knows_what_may_draft(run):
 
 def test_prompt_from_file_and_stdin(run, tmp_path, monkeypatch):
     path, prompt = tmp_path / "prompt.txt", PROMPT + "\r\nOnce more\r"
-    path.write_bytes(prompt.encode())
     expected = run("generate", prompt, "--json", "--max-tokens", "5")[1]
-    from_file = run("generate", "--prompt-file", str(path), "--json", "--max-tokens", "5")[1]
-    assert json.loads(from_file)["token_ids"] == json.loads(expected)["token_ids"]
+    for mark in "", "\ufeff":  # of the byte order
+        path.write_bytes((mark + prompt).encode())
+        from_file = run("generate", "--prompt-file", str(path), "--json", "--max-tokens", "5")[1]
+        assert json.loads(from_file)["token_ids"] == json.loads(expected)["token_ids"]
 
 
 def test_standard_input_is_utf8_wherever_one_is(run, monkeypatch):
     asked = ["generate", "--json", "--max-tokens", "5", "--seed", "1"]
     expected = json.loads(run(*asked, "h\xe9")[1])["token_ids"]
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("h\xe9".encode()), "ascii"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("\ufeffh\xe9".encode()), "ascii"))
     assert json.loads(run(*asked)[1])["token_ids"] == expected
 
 
@@ -107,7 +108,8 @@ def test_standard_input_that_was_read_is_let_be(run, monkeypatch):
 
 
 def test_structured_outputs(run, tmp_path):
-    (tmp_path / "schema.json").write_text('{"type": "object", "properties": {"a": {"enum": [17]}}, "required": ["a"]}')
+    schema = '{"type": "object", "properties": {"a": {"enum": [17]}}, "required": ["a"]}'
+    (tmp_path / "schema.json").write_text(schema, "utf-8-sig")
     flags = ["generate", PROMPT, "--json", "--max-tokens", "20", "--speculate", "ngram"]
     for asked, text in (
         (["--choice", "Paris", "--choice", "Parma"], r"Par(is|ma)"),

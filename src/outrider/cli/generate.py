@@ -96,13 +96,13 @@ def _prompts(prompts: list[str] | None, file: Path | None) -> list[str]:
         raise ConfigError("give prompts or --prompt-file, not both")
     if file:
         try:
-            prompts = [file.read_bytes().decode("utf-8")]  # with its own ends of lines
+            prompts = [file.read_bytes().decode("utf-8-sig")]  # with its own ends of lines, without a byte-order mark
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--prompt-file {file} cannot be read: {error}") from None
     if not prompts and sys.stdin.isatty():
         raise ConfigError('no prompt; give one, as in: outrider generate "Once upon a time"')
     try:
-        texts = prompts or [sys.stdin.read()]
+        texts = prompts or [sys.stdin.read().removeprefix("\ufeff")]
     except UnicodeDecodeError as error:
         raise ConfigError(f"standard input is not text: {error}") from None
     if not all(texts):

@@ -177,7 +177,7 @@ def structured(given: dict[str, Any]) -> StructuredOutputsParams | None:
         if text and (name == "grammar" or not text.lstrip().startswith("{")) and "\n" not in text:
             try:
                 if Path(text).is_file():
-                    given[name] = Path(text).read_text("utf-8")
+                    given[name] = Path(text).read_text("utf-8-sig")
             except (OSError, UnicodeDecodeError, ValueError) as error:
                 raise ConfigError(f"{STRUCTURED[name][0]} {brief(text)} cannot be read: {error}") from None
         if text and name != "grammar":
