@@ -197,6 +197,30 @@ def test_progress_over_steps(make_llm):
     seen.clear()
     llm.generate([text(20), text(8)], GREEDY)
     assert not seen
+    (running,) = llm.engine.add([5], replace(GREEDY, max_tokens=30))
+    for beside in (False, True):  # what was aborted is part of nothing, nor of what is read beside it
+        requests = [llm.engine.add(prompt, GREEDY)[0] for prompt in [text(500), text(100)][: 1 + beside]]
+        llm.engine.step()
+        llm.engine.abort(requests[0])
+        seen.clear()
+        llm.engine.finish(requests[1:] or [running])
+        assert bool(seen) is beside and all(done <= total <= 132 for done, total in seen)
+    llm.generate(text(100), GREEDY)
+    assert seen[-4:] == [(32, 100), (64, 100), (96, 100), (100, 100)]
+
+
+def test_a_progress_bar_that_raises_ends_nothing(make_llm, caplog):
+    llm, calls = make_llm(engine={"max_num_batched_tokens": 32, "enable_prefix_caching": False}), []
+
+    def gone(done, total):
+        calls.append(done)
+        raise BrokenPipeError("the terminal has gone")
+
+    expected = llm.generate([text(100), [5]], GREEDY)
+    llm.runner.progress = gone
+    for _ in range(2):
+        assert [o.token_ids for o in llm.generate([text(100), [5]], GREEDY)] == [o.token_ids for o in expected]
+    assert len(calls) == 1 and "BrokenPipeError: the terminal has gone" in caplog.text
 
 
 def test_a_draft_model_reads_a_long_prompt_beside(make_llm, make_checkpoint):

@@ -78,7 +78,8 @@ class LLM:
     tensor_parallel_size: ranks over which the model is cut, as torchrun has started them; None: all of them.
     tensor_parallel_mode: gather, ordered, reduce (parallel/ has what they promise), or auto, the faster by prediction
         of the first two. On ranks other than 0 this constructor serves rank 0, and ends the process when that ends.
-    progress: called as (what, done, total) while loading and reading long prompts.
+    progress: called as (what, done, total) while loading and reading long prompts; if it raises as one is read, never
+        again.
     Further keywords are those of EngineConfig. Raises OutriderError's kinds: ModelNotFound, CheckpointError, ...
 
     Any number of threads may use one LLM. Requests that are under way at once share its forwards, whoever made them,

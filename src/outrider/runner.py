@@ -7,6 +7,7 @@ resync after a rejection and recomputation are this one operation.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from outrider.config import SamplingParams
 from outrider.draft import Draft, Verdict
-from outrider.errors import CheckpointError, ConfigError
+from outrider.errors import CheckpointError, ConfigError, told
 from outrider.kv import DenseKV, Entry, KVCache, PagedKV, Plan, QuantizedView, View, parse
 from outrider.kv.base import QueryLog
 from outrider.kv.rows import NORMED, Rows
@@ -29,6 +30,8 @@ from outrider.ops import KEY_BLOCK, Linear, follows_paths, native
 from outrider.outputs import Logprob
 from outrider.sampling import logprob
 from outrider.sequence import Sequence
+
+log = logging.getLogger(__name__)
 
 MASK_ELEMENTS = 2**25  # bounds the mask of a prefill chunk, where there are masks: long contexts in smaller chunks
 FEW = 16  # rows of a sequence that any forward takes, if its chunk does
@@ -365,11 +368,19 @@ class Runner:
             for entry in entries:
                 self._has_read(by_id[entry.seq], entry.n)
             long = True
-            if self.progress:
-                self.progress(total - sum(left), total)
-        if long and self.progress:
-            self.progress(total, total)
+            self.report(total - sum(left), total)
+        if long:
+            self.report(total, total)
         return [len(seq.tokens) - n for seq, n in zip(seqs, left, strict=True)]
+
+    def report(self, done: int, total: int) -> None:
+        """Tell `progress`, if it is there; never again if it raises, which is not the affair of who is read for."""
+        if self.progress is not None:
+            try:
+                self.progress(done, total)
+            except Exception as error:
+                self.progress = None
+                log.warning("progress is no longer called: it raised %s", told(error))
 
     def _fits(self, seq: Sequence) -> int:
         """Rows of a sequence that one forward takes at most."""

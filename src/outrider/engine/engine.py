@@ -125,7 +125,7 @@ class Engine:
         self.running: list[Request] = []  # the same; those that read their prompt, too
         self.pace = Pace(config.max_prefill_delay)
         self._next_due = math.inf  # when the first of them must have ended
-        self._backlog = 0  # tokens of prompts to read, since there were none
+        self._read = 0  # tokens of prompts, since there were none left to read
         self.max_len = config.max_model_len or runner.max_len
         if self.max_len > runner.max_len:
             raise ConfigError(f"max_model_len {self.max_len} is over the model's context of {runner.max_len}; lower it")
@@ -333,7 +333,6 @@ class Engine:
             with self._queue:
                 self.waiting.remove(request)
                 insort(self.running, request, key=_rank)
-            self._backlog += self.runner.pending(request.seq)
             timing = request.timing
             if not timing.queued:  # else it was preempted, and what is found may be its own
                 self._name(request)
@@ -455,6 +454,8 @@ class Engine:
     def _advance(self) -> list[tuple[Request, list[int]]]:
         self._sweep()
         self._expire()
+        if not self.running:
+            self._read = 0
         if self.waiting:
             self._admit()
         if not self.running:
@@ -473,8 +474,8 @@ class Engine:
             now = time.perf_counter()
             for request, verdict in news:
                 self._account(request, verdict, times, now)
-            if self._backlog:  # last: what is called there may raise
-                self._report()
+            if read or self._read:  # last: what is called there may be interrupted
+                self._report(sum(reading.values()) + sum([n for r in through if (n := lacking[r]) > 1]))
             return [(request, verdict.tokens) for request, verdict in news]
         finally:  # what a step calls may interrupt it; that is the caller's affair, the requests need not be
             for request in running:
@@ -525,12 +526,13 @@ class Engine:
         reading = {r: n for r, n in granted.items() if 0 < n < prompts[r]}
         return through, reading, min(k, (left - sum(granted.values())) // max(1, _drafting(through)))
 
-    def _report(self) -> None:
-        """Tell who wants to know how much is read, if it is more than one forward's."""
+    def _report(self, read: int) -> None:
+        """Tell who wants to know how much of the prompts is read, if it is more than one forward's."""
         left = sum(lacks for r in self.running if (lacks := self.runner.pending(r.seq)) > 1)
-        if self._backlog > self.runner.chunk and self.runner.progress:
-            self.runner.progress(self._backlog - left, self._backlog)
-        self._backlog *= left > 0
+        done = self._read + read
+        self._read = done if left else 0
+        if done + left > self.runner.chunk:
+            self.runner.report(done, done + left)
 
     def _forward(
         self, requests: list[Request], reading: dict[Request, int], k: int, times: StepTimes | None
