@@ -114,6 +114,16 @@ def test_shares_weights(make):
     assert not torch.equal(before, changed) and torch.equal(changed, model.generate(IDS, max_new_tokens=12))
 
 
+def test_no_keys_of_old_weights(make):
+    """The prompt is longer than a block of the cache, whose keys could be kept."""
+    model, prompt = make("llama"), torch.arange(40)[None]
+    with outrider.hf.accelerate(model):
+        before = model.generate(prompt, max_new_tokens=12)
+        model.model.layers[0].mlp.down_proj.weight.data.mul_(-4)
+        after = model.generate(prompt, max_new_tokens=12)
+    assert not torch.equal(before, after) and torch.equal(after, model.generate(prompt, max_new_tokens=12))
+
+
 def test_stays_a_model(make, tmp_path):
     """It trains, saves and loads as before."""
     model = make("llama")

@@ -74,7 +74,8 @@ def accelerate(
         parameters become views into the fused tensors; it stays a working, trainable transformers model. On a CPU
         such weights cannot be packed: plain decoding took 1.5 to 2.9 times as long as with
         `share=False`, which packs a copy, for twice the memory and blind to later changes of the model's weights.
-        The guarantee is the same; `handle.llm.exactness` says which one the self-check found.
+        The guarantee is the same; `handle.llm.exactness` says which one the self-check found. Training may change the
+        weights between two calls, so `enable_prefix_caching` is off unless it is given: keys of old weights would stay.
 
     A second call replaces the first. Raises UnsupportedArchitecture, CheckpointError and ConfigError, before anything
     is changed except the layout of the weights.
@@ -93,6 +94,8 @@ def accelerate(
     if len(kinds) != 1 or next(iter(kinds))[1].type not in ("cpu", "cuda"):
         found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
         raise ConfigError(f"accelerate needs all weights in one dtype on one CPU or CUDA device, not {found}")
+    if share:
+        engine.setdefault("enable_prefix_caching", False)
     path = Path(str(getattr(model.config, "_name_or_path", "") or type(model).__name__))
     adopted = Checkpoint(adopt(config, held, path, share), tokenizer, path)
     llm = LLM(adopted, speculative_config=speculative_config, **engine)
