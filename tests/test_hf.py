@@ -311,6 +311,45 @@ def test_refusals(make):
         assert model.generate(IDS, max_new_tokens=1).shape == (3, 9)  # nothing is left behind
 
 
+def parametrize(module):
+    torch.nn.utils.parametrize.register_parametrization(module, "weight", torch.nn.Tanh())
+
+
+CHANGES = {
+    "hook": lambda module: module.register_forward_hook(lambda module, args, output: -output),
+    "pre-hook": lambda module: module.register_forward_pre_hook(lambda module, args: (-args[0],)),
+    "forward": lambda module: setattr(module, "forward", torch.tanh),
+    "parametrization": parametrize,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_code_that_would_not_run_is_refused(make, change):
+    """Behind `accelerate` and before it: with a copy of the weights nothing else would tell."""
+    model = make()
+    with outrider.hf.accelerate(model, share=False):
+        CHANGES[change](model.model.layers[1].mlp.up_proj)
+        with pytest.raises(ConfigError, match=r"^model\.layers\.1\.mlp\.up_proj has a forward hook"):
+            model.generate(IDS)
+    with pytest.raises(ConfigError, match="up_proj has a forward hook"):
+        outrider.hf.accelerate(model)
+
+
+def test_code_that_changes_nothing_is_not_refused(make):
+    """That of transformers and accelerate themselves, and a compiled forward of the whole."""
+    model = make()
+    model(IDS, output_hidden_states=True)  # leaves hooks behind
+    model.enable_input_require_grads()
+    model.forward = model.forward
+    module = model.model.layers[0].mlp
+    module._hf_hook, module.forward = object(), module.forward
+    plain, ours = both(model, IDS, max_new_tokens=12)
+    assert torch.equal(plain, ours)
+    model.register_forward_hook(print)
+    with pytest.raises(ConfigError, match=r"^LlamaForCausalLM has a forward hook"):
+        outrider.hf.accelerate(model)
+
+
 def test_wrong_models(make):
     from transformers import GPT2Config, GPT2LMHeadModel
 

@@ -77,6 +77,10 @@ def accelerate(
         The guarantee is the same; `handle.llm.exactness` says which one the self-check found. Training may change the
         weights between two calls, so `enable_prefix_caching` is off unless it is given: keys of old weights would stay.
 
+    What is read is the config and the parameters, no module's code. Hooks, parametrizations and submodules with a
+    `forward` of their own are refused, here and by `generate`; other changes are not seen, such as of a buffer or an
+    activation, or of a class. Hooks of transformers itself and accelerate's are left alone.
+
     A second call replaces the first. Raises UnsupportedArchitecture, CheckpointError and ConfigError, before anything
     is changed except the layout of the weights.
     """
@@ -96,6 +100,7 @@ def accelerate(
         raise ConfigError(f"accelerate needs all weights in one dtype on one CPU or CUDA device, not {found}")
     if share:
         engine.setdefault("enable_prefix_caching", False)
+    _check_code(model)
     path = Path(str(getattr(model.config, "_name_or_path", "") or type(model).__name__))
     adopted = Checkpoint(adopt(config, held, path, share), tokenizer, path)
     llm = LLM(adopted, speculative_config=speculative_config, **engine)
@@ -155,6 +160,7 @@ class Accelerated:
         supposes. A row that a criterion or stop string has ended is padded even where no eos token is set.
         Several threads may call it. Raises ConfigError for what is not supported, by name, and RequestError's kinds.
         """
+        _check_code(self.model)
         if self._weights not in (None, [p.data_ptr() for p in self.model.parameters()]):
             raise ConfigError("the model's weights were moved, cast or replaced; call outrider.hf.accelerate again")
         if not (generation_config is None or isinstance(generation_config, GenerationConfig)):
@@ -230,6 +236,28 @@ class Accelerated:
             for request in requests:
                 engine.abort(request)  # a no-op unless something went wrong or was interrupted
         return requests
+
+
+def _check_code(model: torch.nn.Module) -> None:
+    """Raises ConfigError for a module with code beside its class's, which no forward of ours would run."""
+    modules = [model]
+    for module in modules:  # it grows; model.modules() takes twice as long
+        own = vars(module)
+        before, after = own["_forward_pre_hooks"], own["_forward_hooks"]
+        hooked = (before or after) and not all(map(_harmless, (*before.values(), *after.values())))
+        replaced = "forward" in own and "_hf_hook" not in own and module is not model
+        if hooked or replaced or "parametrizations" in own["_modules"]:
+            name = next(name for name, each in model.named_modules() if each is module) or type(model).__name__
+            raise ConfigError(
+                f"{name} has a forward hook, a parametrization or a forward of its own, and Outrider reads parameters "
+                "alone; remove that, or generate without Outrider"
+            )
+        modules += filter(None, own["_modules"].values())
+
+
+def _harmless(hook: Any) -> bool:
+    """Whether it is of transformers itself, whose hooks record outputs or ask for gradients."""
+    return str(getattr(hook, "__module__", "")).startswith("transformers.")
 
 
 def _prompts(inputs: Tensor | None, input_ids: Tensor | None) -> Tensor:
