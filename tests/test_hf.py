@@ -279,6 +279,7 @@ REFUSED = {
     "past_key_values": (), "constraints": [1], "inputs_embeds": torch.zeros(1), "return_dict_in_generate": True,
     "use_cache": False, "max_tokens": 5, "typical_p": 0.5, "no_repeat_ngram_size": 2, "penalty_alpha": 0.6,
     "bad_words_ids": [[1]], "max_time": 0, "forced_eos_token_id": 0, "prefix_allowed_tokens_fn": len,
+    "cache_implementation": "quantized",
 }  # fmt: skip
 
 

@@ -280,7 +280,8 @@ def _options(kwargs: dict[str, Any], *configs: Any) -> dict[str, Any]:
         if name in DEFAULTS:
             asked[name] = value
         elif value is not None and not (
-            name in IDLE or (number and name in known - NEVER_IDLE and value == (name in ONES))
+            (name in IDLE and value != "quantized")  # such a cache changes tokens, as no other does
+            or (number and name in known - NEVER_IDLE and value == (name in ONES))
         ):
             shown = f"{name}={value!r}" if number or isinstance(value, str) else name
             supported = ", ".join([*ARGUMENTS, *DEFAULTS])
