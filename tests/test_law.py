@@ -6,6 +6,7 @@ import hashlib
 import math
 import random
 from dataclasses import replace
+from typing import ClassVar
 
 import numpy
 import pytest
@@ -113,6 +114,34 @@ def test_what_is_kept(seed):
     for row, own, p in zip(logits, kept, params, strict=True):
         expected = torch.tensor(law(row.tolist(), p))
         assert_close(own.softmax(-1), expected, rtol=1e-4, atol=1e-6)
+
+
+class OnCuda(torch.Tensor):
+    """Says that it lies there, and what softmaxes it was given to."""
+
+    is_cuda = True
+    widths: ClassVar[list[int]] = []
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if "softmax" in func.__name__:
+            cls.widths.append(args[0].shape[-1])
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+@pytest.mark.parametrize("vocab", [8, 9, 10, 11])
+def test_a_softmax_knows_no_place_in_a_batch(vocab):
+    """CUDA's sums by a row's address modulo 16 bytes: each begins at a multiple. The results are as they were."""
+    logits, params = torch.randn(3, vocab, generator=torch.Generator().manual_seed(1)), SamplingParams(top_p=0.7)
+    rows = [Row(Sequence([0], own, 0)) for own in (params, params, SamplingParams(temperature=0))]
+    found = []
+    OnCuda.widths.clear()
+    for own in (logits, logits.as_subclass(OnCuda)):
+        entry = sampling.logprob(own[1], 2, vocab)
+        laws = sampling.distribution(own, rows), sampling.keep_likely(own, [params] * 3)
+        found.append([*(law.as_subclass(torch.Tensor) for law in laws), entry.logprob, entry.top])
+    assert_close(*found)
+    assert len(OnCuda.widths) == 4 and not any(width % 4 for width in OnCuda.widths)
 
 
 def test_greedy_is_the_argmax():

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.config import LogitsProcessor, SamplingParams
@@ -279,10 +280,10 @@ def distribution(logits: Tensor, rows: list[Row]) -> Tensor:
     """
     with few_threads(logits):
         shaped, drawn = _shaped(logits, rows)
-        probs = shaped.double().softmax(-1)
+        probs = even(shaped).double().softmax(-1)[:, : shaped.shape[-1]]
         if len(drawn) < len(rows):
             greedy = upload(sorted(set(range(len(rows))) - set(drawn)), probs.device)
-            sure = torch.nn.functional.one_hot(shaped[greedy].argmax(-1), shaped.shape[-1]).to(probs)
+            sure = F.one_hot(shaped[greedy].argmax(-1), shaped.shape[-1]).to(probs)
             probs[greedy] = sure.masked_fill(probs[greedy].isnan(), torch.nan)
     return probs
 
@@ -461,12 +462,21 @@ def keep_likely(logits: Tensor, params: list[SamplingParams]) -> Tensor:
         floor = largest.gather(-1, wanted.clamp(max=largest.shape[-1]) - 1)
         logits = logits.masked_fill((logits < floor) & (wanted < vocab), float("-inf"))
     if any(p.top_p < 1 for p in params):
-        probs = logits.softmax(-1)
+        probs = even(logits).softmax(-1)[:, :vocab]
         logits = logits.masked_fill(probs < _nucleus_floor(probs, _column(params, "top_p", logits)), float("-inf"))
     if any(p.min_p > 0 for p in params):
         least = logits.amax(-1, keepdim=True) + _column(params, "min_p", logits).log()
         logits = logits.masked_fill(logits < least, float("-inf"))
     return logits
+
+
+def even(logits: Tensor) -> Tensor:
+    """Logits (..., vocab) whose softmax is the same at any place of a batch; on CUDA some -inf may stand behind them.
+
+    PyTorch's kernel sums a row in an order that follows its address modulo 16 bytes.
+    """
+    more = -logits.shape[-1] % 4
+    return F.pad(logits, (0, more), value=-math.inf) if more and logits.is_cuda else logits
 
 
 def _nucleus_floor(probs: Tensor, top_p: Tensor) -> Tensor:
@@ -561,7 +571,7 @@ def _shift(z: Tensor, bits: int) -> Tensor:
 
 def logprob(logits: Tensor, token: int, top: int) -> Logprob:
     """Of raw logits (vocab,): the chosen token's log-probability and those of the `top` likeliest."""
-    logs: Tensor = logits.log_softmax(-1)
+    logs: Tensor = even(logits).log_softmax(-1)[: len(logits)]
     values, ids = logs.topk(min(top, len(logs)))
     rank = 1 + int((logs > logs[token]).sum())
     return Logprob(token, float(logs[token]), dict(zip(ids.tolist(), values.tolist(), strict=True)), rank)
