@@ -24,6 +24,7 @@ from outrider.errors import CheckpointError, ConfigError, OutOfMemory
 from outrider.files import locked
 from outrider.find import find
 from outrider.sequence import Sequence
+from outrider.train import heads
 from outrider.train.conversations import Template, read_prompts, write
 from outrider.train.eagle3 import Batch, Trainer
 from outrider.train.heads import HELD_OUT
@@ -581,6 +582,21 @@ def test_conversations_are_read_together(llm, said, tmp_path, monkeypatch):
         assert whole.lengths == [30, 7, 15]
         for name in ("ids", "taps", "last"):
             assert torch.equal(getattr(whole, name), torch.cat([getattr(one, name) for one in alone]))
+
+
+def test_what_is_held_out_is_judged_in_pieces(trained, monkeypatch):
+    """Logits take the memory of so many rows."""
+    trainer, asked = trained[0], list[int]()
+    model, whole = trainer.llm.runner.model, trainer.measure()
+
+    def logits(rows, own=model.logits):
+        asked.append(len(rows))
+        return own(rows)
+
+    monkeypatch.setattr(model, "logits", logits)
+    monkeypatch.setattr(heads, "ROWS", 7)
+    assert trainer.measure() == whole
+    assert {*asked[:-1]} == {7} and sum(asked) == len(trainer.held.ids)
 
 
 def test_a_run_goes_on_on_another_device(trained, llm, said):

@@ -394,7 +394,8 @@ class Trainer:
         And the tokens a forward that chains as long as the training's depth would give, if the texts went on greedily.
         """
         batch, right, kept = self.held, list[float](), 0.0
-        wanted = self.llm.runner.model.logits(batch.last).argmax(-1)
+        logits = self.llm.runner.model.logits
+        wanted = torch.cat([logits(rows).argmax(-1) for rows in torch.split(batch.last, ROWS)])
         alive = torch.ones(len(batch.ids), device=self.device)
         places = 0
         with autocast(self.device):
