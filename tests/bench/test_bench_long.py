@@ -111,6 +111,11 @@ def test_only_full_batches_are_timed(settings: long.Settings, monkeypatch: pytes
     assert all(done.forwards == 2 * done.steps > 0 for done in passes)
 
 
+def test_a_prompt_that_is_read_again_whole(settings: long.Settings) -> None:
+    (row,) = long.run(replace(settings, contexts=[20], batches=[1], methods=[], repeats=1))
+    assert row.identical and row.context < long.REREAD
+
+
 def test_a_sequence_that_ends_in_the_first_step(settings: long.Settings) -> None:
     """Its method has no steps to be timed by, and costs the others nothing."""
     assert settings.file

@@ -180,7 +180,8 @@ def _measure(
 def _decode(llm: LLM, prompts: list[Sequence]) -> Pass:
     """Continue each prompt to its end with the drafter that is set."""
     drafter, runner = llm.engine.drafter, llm.runner
-    runner.extend([_again(p, p.tokens[:-REREAD]) for p in prompts if len(p.tokens) > REREAD])
+    if longer := [_again(p, p.tokens[:-REREAD]) for p in prompts if len(p.tokens) > REREAD]:
+        runner.extend(longer)
     seqs = [_again(p, p.tokens) for p in prompts]
     done: Pass | None = None
     try:
