@@ -11,20 +11,25 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from outrider import LLM, SamplingParams
+from outrider.bench import long, overhead
 from outrider.config import Rule, SpeculativeConfig
 from outrider.control import Beliefs
 from outrider.draft import Draft, Verdict
 from outrider.drafters import create
+from outrider.drafters.ngram import Ngram
 from outrider.kv import Entry, OffloadKV, PagedKV, Plan, views
 from outrider.kv.base import allocate
 from outrider.kv.dense import DenseKV
 from outrider.kv.rows import NORMED
 from outrider.load import _device, load
-from outrider.ops import Graphs, native
+from outrider.model import Model
+from outrider.ops import Graphs, Linear, native
 from outrider.ops.triton import launch
 from outrider.runner import Runner
 from outrider.sequence import Sequence
 from outrider.speculate import Autoregressive, step
+from outrider.train import medusa, recurrent
+from outrider.train.settings import RecurrentSettings, Settings
 
 PROMPT = [5, 6, 7, 5, 6]
 
@@ -238,6 +243,41 @@ def test_kernels_are_launched_where_the_model_lies(monkeypatch):
     llm.generate(PROMPT, max_tokens=2)
     list(llm.stream(PROMPT, max_tokens=2))
     assert {*entered} == {torch.device("cuda:1")}
+
+
+def test_training_and_benches_launch_there_too(tmp_path, monkeypatch):
+    """Whatever they call outside the engine. Seen by the caller's autocast, which ends where that GPU is entered."""
+    seen = []
+
+    def watch(kind, name):
+        own = getattr(kind, name)
+
+        def watched(*args, **kw):
+            seen.append((name, torch.is_autocast_enabled("cpu")))
+            return own(*args, **kw)
+
+        monkeypatch.setattr(kind, name, watched)
+
+    for kind, name in ((Model, "forward"), (Model, "embed"), (Linear, "__call__"), (Ngram, "propose")):
+        watch(kind, name)
+    monkeypatch.setattr(overhead, "STEPS", 3)
+    (text := tmp_path / "text.txt").write_text("The cat sat on the mat, and the dog sat on the cat. " * 20)
+    llm, ngram = LLM("tiny", device="cpu", dtype="float32"), SpeculativeConfig("ngram", 2)
+    settings = long.Settings(
+        contexts=[20], methods=[ngram], max_tokens=16, repeats=1, file=text, dtype="float32", device="cpu"
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        for part in (
+            lambda: medusa.own_head(llm),
+            lambda: medusa.read(llm, [PROMPT]),
+            lambda: medusa.Heads(llm, Settings()).embed(torch.tensor(PROMPT)),
+            lambda: recurrent.Head(llm, RecurrentSettings()).embed(torch.tensor(PROMPT)),
+            lambda: [*overhead.run(llm, [ngram], text, [9])],
+            lambda: [*long.run(settings)],
+        ):
+            seen.clear()
+            part()
+            assert seen and not [name for name, reached in seen if reached]
 
 
 def test_two_models_graphs_share_no_memory():

@@ -585,18 +585,19 @@ def test_conversations_are_read_together(llm, said, tmp_path, monkeypatch):
 
 
 def test_what_is_held_out_is_judged_in_pieces(trained, monkeypatch):
-    """Logits take the memory of so many rows."""
-    trainer, asked = trained[0], list[int]()
+    """Logits take the memory of so many rows, and come from where the target lies (see test_cuda.py)."""
+    trainer, asked = trained[0], list[tuple[int, bool]]()
     model, whole = trainer.llm.runner.model, trainer.measure()
 
     def logits(rows, own=model.logits):
-        asked.append(len(rows))
+        asked.append((len(rows), torch.is_autocast_enabled("cpu")))
         return own(rows)
 
     monkeypatch.setattr(model, "logits", logits)
     monkeypatch.setattr(heads, "ROWS", 7)
-    assert trainer.measure() == whole
-    assert {*asked[:-1]} == {7} and sum(asked) == len(trainer.held.ids)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert trainer.measure() == whole
+    assert {*asked[:-1]} == {(7, False)} and sum(n for n, _ in asked) == len(trainer.held.ids)
 
 
 def test_a_run_goes_on_on_another_device(trained, llm, said):

@@ -26,7 +26,7 @@ from outrider.kv import DenseKV, Entry, KVCache, PagedKV, Plan, QuantizedView, V
 from outrider.kv.base import QueryLog
 from outrider.kv.rows import NORMED, Rows
 from outrider.model import Model, Wanted
-from outrider.ops import KEY_BLOCK, Linear, follows_paths, native
+from outrider.ops import KEY_BLOCK, Linear, follows_paths, native, untouched
 from outrider.outputs import Logprob
 from outrider.sampling import logprob
 from outrider.sequence import Sequence
@@ -198,8 +198,8 @@ class Runner:
         is no output for these. `fed` (seqs,), integers on the device: the last token of each, which is UNKNOWN in it,
         and all that is pending (see `chains`). `draws`: how each row's token is drawn, see sampling.py.
         """
-        if not torch.is_inference_mode_enabled():
-            with torch.inference_mode():
+        if not torch.is_inference_mode_enabled():  # the caller is no engine, which enters both for all its steps
+            with untouched(self.model.device), torch.inference_mode():
                 return self.extend(seqs, drafts, reading, fed, draws)
         drafts = drafts or [Draft() for _ in seqs]
         if self.base:

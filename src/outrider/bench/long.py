@@ -28,6 +28,7 @@ from outrider.draft import Draft
 from outrider.errors import ConfigError, OutOfMemory
 from outrider.llm import LLM
 from outrider.load import Progress
+from outrider.ops import untouched
 from outrider.outputs import SpecMetrics
 from outrider.plan import expected
 from outrider.sequence import Sequence
@@ -168,7 +169,8 @@ def _measure(
             for j, (name, config) in enumerate(methods.items()):
                 report(f"{what}: {name}", i * len(methods) + j, s.repeats * len(methods))
                 llm.speculative_config = config
-                passes[name].append(_decode(llm, seqs))
+                with untouched(llm.runner.model.device):
+                    passes[name].append(_decode(llm, seqs))
     finally:
         for seq in seqs:
             llm.runner.free(seq)

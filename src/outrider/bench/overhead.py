@@ -106,7 +106,8 @@ def run(llm: LLM, methods: list[SpeculativeConfig], text: Path, histories: list[
         for config in methods:
             with nothing_kept():  # what passes for forwards here must not be taken for their costs
                 llm.speculative_config = config
-            times = _steps(llm, tokens[: history + STEPS + 1], history)
+            with untouched(llm.runner.model.device):
+                times = _steps(llm, tokens[: history + STEPS + 1], history)
             yield Cost(label(config), history, times[0], median(times[1:]), forward)
 
 

@@ -41,7 +41,7 @@ from outrider.heads import take_out
 from outrider.kv.rows import NORMED
 from outrider.llm import LLM
 from outrider.load import Progress
-from outrider.ops import native
+from outrider.ops import native, untouched
 from outrider.sequence import Sequence
 from outrider.train.conversations import Template
 from outrider.train.settings import HeadSettings
@@ -131,7 +131,7 @@ class Head(nn.Module):
         c = self.config = model.config
         if s.vocab > c.vocab_size:
             raise ConfigError(f"vocab {s.vocab} is over the target's {c.vocab_size}")
-        self.depth, self.embed = s.depth, model.embed
+        self.depth, self.embed = s.depth, untouched(model.device)(model.embed)
         self.lm_head = nn.Linear(c.hidden_size, s.vocab, bias=False).requires_grad_(s.train_head)
         self.register_buffer("d2t", torch.zeros(s.vocab, dtype=torch.long))
         self.register_buffer("t2d", torch.zeros(c.vocab_size, dtype=torch.bool))
@@ -227,7 +227,7 @@ class Norm(nn.Module):
 def own_head(llm: LLM) -> Tensor:
     """The target's projection (vocab, hidden) float32; it may be packed, but its products with unit vectors are it."""
     model = llm.runner.model
-    with torch.inference_mode():
+    with untouched(model.device), torch.inference_mode():
         rows = model.head(torch.eye(model.config.hidden_size, dtype=model.dtype, device=model.device)).T
     return rows.float().clone(memory_format=torch.contiguous_format)
 
@@ -394,8 +394,9 @@ class Trainer:
         And the tokens a forward that chains as long as the training's depth would give, if the texts went on greedily.
         """
         batch, right, kept = self.held, list[float](), 0.0
-        logits = self.llm.runner.model.logits
-        wanted = torch.cat([logits(rows).argmax(-1) for rows in torch.split(batch.last, ROWS)])
+        with untouched(self.device):
+            logits = self.llm.runner.model.logits
+            wanted = torch.cat([logits(rows).argmax(-1) for rows in torch.split(batch.last, ROWS)])
         alive = torch.ones(len(batch.ids), device=self.device)
         places = 0
         with autocast(self.device):

@@ -33,7 +33,7 @@ from outrider.errors import CheckpointError, ConfigError, message_of
 from outrider.files import check_zip, locked, make_folder, replacing, write_text
 from outrider.llm import LLM
 from outrider.load import Progress
-from outrider.ops import native
+from outrider.ops import native, untouched
 from outrider.sequence import Sequence
 from outrider.train.heads import damaged, finished, own_head
 from outrider.train.settings import Settings
@@ -255,7 +255,7 @@ class Heads(torch.nn.ModuleList):
             heads.append(torch.nn.ModuleList([*blocks, *own]))
         super().__init__(heads)
         self.to(model.device)
-        self.embed, self.settings, self.config = model.embed, s, c
+        self.embed, self.settings, self.config = untouched(model.device)(model.embed), s, c
 
     def logits(self, i: int, hidden: Tensor, last: Tensor) -> Tensor:
         """(rows, vocab) float32 of head i for hidden states (rows, hidden) and the tokens chosen from them (rows,)."""
