@@ -171,10 +171,7 @@ def test_texts_of_the_user(tmp_path):
     assert max(map(len, texts)) <= compensate.LENGTH and {text[0] for text in texts} == {0}
     seen = source.tokenizer().decode(texts[-1])
     assert int(seen.split("Story ")[1].split(".")[0]) > 850  # from all of the file
-    for given, says in (
-        ("few words", "have 3 tokens; give at least 1024"),
-        ("", "have 0 tokens"),
-    ):
+    for given, says in (("few words", "have 3 tokens; give at least 1024"), ("", "have 0 tokens")):
         (tmp_path / "few.txt").write_text(given)
         with pytest.raises(ConfigError, match=says):
             read([tmp_path / "few.txt"], source)

@@ -73,9 +73,7 @@ def recurrent_head(universe: str, make) -> str:
 
 # Options without which a method cannot be created: a function of (model universe, make_checkpoint).
 OPTIONS = {
-    "draft_model": lambda universe, make: {
-        "model": "tiny-draft" if universe == "tiny" else str(make(noise=0.01)),
-    },
+    "draft_model": lambda universe, make: {"model": "tiny-draft" if universe == "tiny" else str(make(noise=0.01))},
     "merge": lambda universe, make: {"drafters": [{"method": "ngram"}, OPTIONS["draft_model"](universe, make)]},
     "self": lambda *_: {"view": "streaming:budget=16"},
     "cascade": lambda *_: {"view": "retrieval:budget=24,chunk=4,recent=4,rebuild=8", "drafter": {"method": "ngram"}},

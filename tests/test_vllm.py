@@ -203,8 +203,7 @@ def test_nothing_said_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "method",
-    ["medusa", "draft_model:model=tiny-draft", "lookahead", "nonsense", "{", '{"method": 3}', "suffix:x=1"],
+    "method", ["medusa", "draft_model:model=tiny-draft", "lookahead", "nonsense", "{", '{"method": 3}', "suffix:x=1"]
 )
 def test_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     with pytest.raises(OutriderError):

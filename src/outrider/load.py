@@ -19,14 +19,7 @@ from torch import Tensor
 
 from outrider import families, gguf, packed, quantize
 from outrider.config import DTYPES, HEAD, ModelConfig, Names
-from outrider.errors import (
-    CheckpointError,
-    ConfigError,
-    UnsupportedArchitecture,
-    VocabularyMismatch,
-    brief,
-    message_of,
-)
+from outrider.errors import CheckpointError, ConfigError, UnsupportedArchitecture, VocabularyMismatch, brief, message_of
 from outrider.files import check_regular, read_json
 from outrider.find import find, kind_of
 from outrider.model import Layer, Model, head_order

@@ -116,10 +116,7 @@ def app(args: Mapping[str, Any]) -> serve.Application:
     if plan.tensor_parallel_size > 1:
         scaling["placement_group_bundles"] = [own] * plan.tensor_parallel_size
         scaling["placement_group_strategy"] = "STRICT_PACK"
-    router = {
-        "request_router_class": "outrider.ray:PrefixRouter",
-        "request_router_kwargs": {"slack": plan.slack},
-    }
+    router = {"request_router_class": "outrider.ray:PrefixRouter", "request_router_kwargs": {"slack": plan.slack}}
     engine = serve.deployment(
         Engine, name=ENGINE, ray_actor_options={"num_cpus": plan.num_cpus, "num_gpus": plan.num_gpus},
         max_ongoing_requests=plan.max_ongoing_requests, max_queued_requests=plan.max_queued_requests,
@@ -166,11 +163,7 @@ class Engine:
             self.llm.llm.ranks.on_end = None  # who reads here goes on elsewhere, the sooner the better
 
     async def generate(
-        self,
-        key: str,
-        prompts: list[tuple[list[int], SamplingParams]],
-        options: dict[str, Any],
-        begun: list[list[int]],
+        self, key: str, prompts: list[tuple[list[int], SamplingParams]], options: dict[str, Any], begun: list[list[int]]
     ) -> AsyncGenerator[Any, None]:
         """First None, once the requests are accepted; then each event, and with an output's first what it says of the
         prompt: how much was known, and logprobs."""

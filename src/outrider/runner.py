@@ -404,12 +404,7 @@ class Runner:
         slot.settled = min(len(slot.tokens), seq.settled)
 
     def _forward(
-        self,
-        seqs: list[Sequence],
-        tokens: list[int],
-        entries: list[Entry],
-        wanted: Wanted,
-        fed: Tensor | None = None,
+        self, seqs: list[Sequence], tokens: list[int], entries: list[Entry], wanted: Wanted, fed: Tensor | None = None
     ) -> Tensor:
         plan = Plan(entries)
         self.kv.reserve(plan)

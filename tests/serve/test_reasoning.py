@@ -513,10 +513,7 @@ def test_the_template_for_tools_counts_where_there_are_tools(client, tiny_llm, t
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
-FORMS = {
-    0: {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}},
-    0.9: {"response_format": FORMAT},
-}
+FORMS = {0: {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}, 0.9: {"response_format": FORMAT}}
 
 
 @pytest.mark.parametrize("temperature", FORMS)

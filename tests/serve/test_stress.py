@@ -58,13 +58,7 @@ async def storm(url: str, bodies: list[dict[str, Any]], seed: int) -> list[list[
             return regrouped(frames_of(answer.text)) if stream else answer.json()["choices"]
 
         async def bad() -> None:
-            for wrong in (
-                {"temperature": -1},
-                {"prompt": []},
-                {"prompt": [10**9]},
-                {"stop": [""]},
-                {"max_tokens": 0},
-            ):
+            for wrong in ({"temperature": -1}, {"prompt": []}, {"prompt": [10**9]}, {"stop": [""]}, {"max_tokens": 0}):
                 await asyncio.sleep(some.uniform(0, 0.3))
                 answer = await client.post("/v1/completions", json={"prompt": [1], "max_tokens": 1, **wrong})
                 assert answer.status_code == 400, answer.text

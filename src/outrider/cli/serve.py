@@ -111,8 +111,7 @@ def serve(
         bool, typer.Option(help="Tell reasoning apart from the answer, where the chat template has marks for it.")
     ] = True,
     trust_request_chat_template: Annotated[
-        bool,
-        typer.Option("--trust-request-chat-template", help="Let requests bring chat templates."),
+        bool, typer.Option("--trust-request-chat-template", help="Let requests bring chat templates.")
     ] = False,
     ssl_keyfile: Annotated[Path | None, typer.Option(help="TLS key.")] = None,
     ssl_certfile: Annotated[Path | None, typer.Option(help="TLS certificate.")] = None,

@@ -93,8 +93,7 @@ class Auto(Drafter):
         "", "a file made by `outrider datastore build`, for method rest, in place of those that fit"
     )
     drafters: list[Any] = field(
-        default_factory=list,
-        metadata={"help": "what to choose from instead: a speculative_config each, in JSON"},
+        default_factory=list, metadata={"help": "what to choose from instead: a speculative_config each, in JSON"}
     )
 
     def __post_init__(self) -> None:

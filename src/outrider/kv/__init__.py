@@ -6,14 +6,4 @@ from outrider.kv.offload import OffloadKV
 from outrider.kv.paged import PagedKV
 from outrider.kv.views import QuantizedView, View, parse
 
-__all__ = [
-    "DenseKV",
-    "Entry",
-    "KVCache",
-    "OffloadKV",
-    "PagedKV",
-    "Plan",
-    "QuantizedView",
-    "View",
-    "parse",
-]
+__all__ = ["DenseKV", "Entry", "KVCache", "OffloadKV", "PagedKV", "Plan", "QuantizedView", "View", "parse"]

@@ -18,17 +18,7 @@ from outrider.config import ModelConfig
 from outrider.errors import OutOfMemory, PoolFull
 from outrider.kv.base import Fixed, Plan, QueryLog, allocate, allocating, roomy
 from outrider.kv.blocks import BLOCK, Pool
-from outrider.ops import (
-    KEY_BLOCK,
-    Pages,
-    Stores,
-    attend,
-    attend_pages,
-    device_plan,
-    follows_paths,
-    launches,
-    write,
-)
+from outrider.ops import KEY_BLOCK, Pages, Stores, attend, attend_pages, device_plan, follows_paths, launches, write
 
 SLAB = 1024  # slots that the pool grows by
 MODEST = 2**29  # bytes

@@ -151,12 +151,7 @@ class Experts:
         )  # fmt: skip
 
     def __call__(
-        self,
-        x: Tensor,
-        norm: Tensor | None,
-        eps: float,
-        residual: Tensor | None = None,
-        real: Tensor | None = None,
+        self, x: Tensor, norm: Tensor | None, eps: float, residual: Tensor | None = None, real: Tensor | None = None
     ) -> Tensor:
         """What the experts give for rms_norm(x) * norm, plus residual: (rows, hidden), as all three tensors are.
 

@@ -336,11 +336,7 @@ class Gate:
     """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        api_keys: tuple[str, ...],
-        max_body: int,
-        seen: Callable[[str, str, int, float], None],
+        self, app: ASGIApp, api_keys: tuple[str, ...], max_body: int, seen: Callable[[str, str, int, float], None]
     ) -> None:
         self.app, self.max_body, self.seen = app, max_body, seen
         self.keys = [hashlib.sha256(key.encode()).digest() for key in api_keys]

@@ -783,8 +783,7 @@ def write(
 
 
 @triton.jit(
-    do_not_specialize=["source_stride", "target_stride"],
-    do_not_specialize_on_alignment=["source", "target", "places"],
+    do_not_specialize=["source_stride", "target_stride"], do_not_specialize_on_alignment=["source", "target", "places"]
 )
 def take(
     source, source_stride, target, target_stride, places,
