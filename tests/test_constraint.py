@@ -246,6 +246,8 @@ def test_fit(tiny_llm):
     assert fitted.parents[-2:] == [-1, len(fitted) - 2]
     assert words[-1] == (*p, next(iter(seq.eos))) and fitted.forced == frozenset(range(1, len(words)))
     assert len(constraint.fit(seq, draft, 1, coins=False)) == 3  # no deeper than there is room
+    lost = constraint.fit(seq, Draft([berlin[-1], p[0], 40, 41], [-1, -1, 0, -1], riders=2), 20, coins=False)
+    assert lost.riders == 0 and lost.tokens[0] == p[0]  # one hung on what is gone: none of them stays
     nothing = constraint.fit(seq, Draft(), 9, coins=False)
     assert nothing.tokens == []  # P or B: nothing is forced
 
@@ -665,6 +667,15 @@ def test_annotations_demand_nothing(tiny_llm):
     jsonschema.validate(found, schema, format_checker=jsonschema.FormatChecker())
     with pytest.raises(ConfigError, match="uniqueItems"):
         tiny_llm.generate("Hi", structured_outputs={"json": {"type": "array", "uniqueItems": True}})
+
+
+@pytest.mark.parametrize("kind", ["integer", ["integer", "null"]], ids=str)
+def test_the_largest_of_64_bits(tiny_llm, kind):
+    """Is taken where integers are, among other things too."""
+    schema = {"type": kind, "maximum": 2**63 - 1}
+    matcher = read(StructuredOutputsParams(json=schema), tiny_llm.tokenizer, 8192).matcher
+    tokens = tiny_llm.tokenizer(str(2**63 - 1), add_special_tokens=False)["input_ids"]
+    assert matcher.validate_tokens(tokens) == len(tokens)
 
 
 def test_keywords_that_are_null_say_nothing(tiny_llm):

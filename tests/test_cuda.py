@@ -301,6 +301,11 @@ def test_what_graphs_keep(folder):
         if x.shape[1:] == (vocab,)
     }
     assert len(model.graphs.held) > len(kept) and sorted(kept.values()) == [1, 4]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert first(runner, [9], Draft.chain([1] * 4)).dtype == torch.float32, "whatever the caller's default is"
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_graphs_go_where_memory_ends(folder):

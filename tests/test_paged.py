@@ -296,7 +296,7 @@ def test_a_full_pool_says_so(make_llm):
 def test_memory_that_gives_out_is_a_full_pool(make_llm, monkeypatch):
     """Requests that there is no memory for wait for others."""
     llm = make_llm(engine={"enable_prefix_caching": False})
-    kv, grow = llm.runner.kv, PagedKV._grow
+    grow = PagedKV._grow
     prompts = [text(SLAB // 4 + i) for i in range(6)]
     expected = [llm.generate([prompt], GREEDY)[0].token_ids for prompt in prompts]
 
@@ -306,8 +306,11 @@ def test_memory_that_gives_out_is_a_full_pool(make_llm, monkeypatch):
         grow(self)
 
     monkeypatch.setattr(PagedKV, "_grow", scarce)
-    assert [output.token_ids for output in llm.generate(prompts, GREEDY)] == expected
-    assert llm.engine.preemptions and kv.room == SLAB // BLOCK
+    assert [output.token_ids for output in llm.generate(prompts, GREEDY)] == expected and llm.engine.preemptions
+    with pytest.raises(PoolFull, match="no 1 MiB left"):  # one that is alone
+        llm.generate([text(SLAB + 9)], GREEDY)
+    monkeypatch.undo()
+    assert len(llm.generate([text(SLAB + 9)], GREEDY)[0].token_ids) == 12, "there is memory again"
     assert_released(llm)
 
 

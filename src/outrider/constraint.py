@@ -176,18 +176,21 @@ class Constraint:
                 tokens.append(token)
                 parents.append(leaf)
                 leaf = len(tokens) - 1
+        riders = range(draft.verifiable, len(draft))  # nobody verifies them; all of them, or none
+        if not all(draft.parents[node] in kept or draft.parents[node] in riders for node in riders):
+            riders = range(0)
         if draft.q is not None:
-            laws += [draft.q.new_zeros(draft.q.shape[1])] * (len(tokens) + draft.riders - len(laws))
-        for node in range(draft.verifiable, len(draft)):  # riders: nobody verifies them
+            laws += [draft.q.new_zeros(draft.q.shape[1])] * (len(tokens) + len(riders) - len(laws))
+        for node in riders:
             kept[node] = len(tokens)
             tokens.append(draft.tokens[node])
-            parents.append(kept.get(draft.parents[node], -1))
+            parents.append(kept[draft.parents[node]])
         by = None if draft.by is None else [""] * len(tokens)
         for node, at in kept.items():
             if by is not None and draft.by is not None and node >= 0:
                 by[at] = draft.by[node]
         q = torch.stack(laws) if laws else None
-        return Draft(tokens, parents, q, draft.riders, frozenset(forced), by=by)
+        return Draft(tokens, parents, q, len(riders), frozenset(forced), by=by)
 
     def _allows(self, seq: Text, path: list[int], token: int) -> bool:
         try:

@@ -124,6 +124,8 @@ def _understood(schema: Any, close: bool) -> Any:
     found = dict[str, Any]()
     if close and "properties" in schema and not {"additionalProperties", "patternProperties"} & schema.keys():
         found["additionalProperties"] = False
+    kinds = schema.get("type")
+    whole = "integer" in (kinds if isinstance(kinds, (list, tuple)) else [kinds])  # whose bounds go further
     for key, value in schema.items():
         if key == "x-guidance":
             raise ValueError("x-guidance is not taken; whitespace_pattern says what lies between the parts of JSON")
@@ -133,7 +135,7 @@ def _understood(schema: Any, close: bool) -> Any:
             found[key] = value
         elif key in ("minimum", "exclusiveMinimum") and type(value) in (int, float):
             found[key] = max(value, -FARTHEST)
-        elif key in ("maximum", "exclusiveMaximum") and type(value) in (int, float) and schema.get("type") != "integer":
+        elif key in ("maximum", "exclusiveMaximum") and type(value) in (int, float) and not whole:
             found[key] = min(value, FARTHEST)
         elif not (
             (key == "uniqueItems" and value is False)

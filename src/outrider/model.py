@@ -119,7 +119,8 @@ class Model:
             and not any(isinstance(layer.mlp, Experts) and layer.mlp.triton is None for layer in self.layers)
         )  # those that ask the host which experts were chosen
         self.graphs: Graphs | None = Graphs() if graphs else None  # None: kernels are called one by one
-        self._logits = torch.empty(0, c.vocab_size, device=self.device)  # where they leave them
+        self._logits = torch.empty(0, c.vocab_size, dtype=torch.float32, device=self.device)  # where they leave them
+        self._largest = 2**62  # rows of a graph, until memory gives out
         self.multiplier = float(torch.tensor(c.embedding_multiplier, dtype=self.dtype))  # rounded, as others have it
 
     @property
@@ -230,7 +231,7 @@ class Model:
         """`forward` of few rows by a graph of their sizes; None where there are no graphs, or the cache has no part."""
         n, size = len(tokens), bucket(len(tokens))
         on_device = isinstance(self.embedding, Tensor) or (self._tied and self.head.triton)
-        if self.graphs is None or size is None or wanted is None or not on_device:
+        if self.graphs is None or size is None or size > self._largest or wanted is None or not on_device:
             return None
         fixed = kv.fixed(plan, size) if hasattr(kv, "fixed") else None
         if fixed is None:
@@ -244,10 +245,7 @@ class Model:
             inputs["growth"] = growth
         if self.config.mixture:
             inputs["real"] = pinned([n], self.device)
-        every = len(wanted.rows) == n  # else, as of a prompt, the head is not for the graph
-        if every and len(self._logits) < size:  # of all graphs: those that have a smaller one keep that
-            self._logits = torch.empty(size, self.config.vocab_size, device=self.device)
-        room = [self._logits[:size]] if every else []
+        every, room = len(wanted.rows) == n, list[Tensor]()  # else, as of a prompt, the head is not for the graph
 
         def compute(held: dict[str, Tensor]) -> list[Tensor]:
             turns = {rotary: (held[f"cos {i}"], held[f"sin {i}"]) for i, rotary in enumerate(self._turns)}
@@ -260,9 +258,13 @@ class Model:
             return [hidden, *own.values(), *room, *queries]
 
         try:
+            if every and len(self._logits) < size:  # of all graphs: those that have a smaller one keep that
+                self._logits = self._logits.new_empty(size, self.config.vocab_size)
+            room += [self._logits[:size]] if every else []
             hidden, *others = self.graphs((fixed.key, every, *points), inputs, compute, self.device)
-        except torch.OutOfMemoryError:  # they are the first that can go
+        except torch.OutOfMemoryError:  # they are the first that can go, and the large ones stay away
             self.graphs.held.clear()
+            self._largest = size // 2
             return None
         if fixed.note:
             fixed.note(others.pop())

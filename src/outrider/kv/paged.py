@@ -67,7 +67,7 @@ class PagedKV:
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, most: int | None = None) -> None:
         self.config, self.dtype, self.device, self.most = config, dtype, device, most
-        self._there = 2**62  # blocks, once memory has given out
+        self._there, self._why = 2**62, ""  # blocks, once memory has given out, as it said
         self.modest = MODEST  # bytes that the pool may grow to before what is cached must go
         self.log = QueryLog(config.num_layers)
         self.scale, self.softcap = config.attention_scale, config.attention_softcap
@@ -151,9 +151,8 @@ class PagedKV:
         pool = self.pool
         whole = pool.used + len(pool.cached) >= self._limit
         if whole and not pool.cached:
-            raise PoolFull(
-                f"all {self._limit} blocks of keys and values are in use; lower the load, or raise kv_memory"
-            )
+            full = f"all {self.most} blocks of keys and values are in use; lower the load or raise kv_memory"
+            raise PoolFull(full if self._limit == self.most else self._why)
         small = len(pool.holders) * self.block_bytes < self.modest
         if not whole and not pool.free and (small or not pool.cached):
             try:
@@ -162,8 +161,8 @@ class PagedKV:
                 if not pool.cached:
                     if not pool.holders:
                         raise
-                    self._there = len(pool.holders)  # with which some may end, while others wait
-                    raise PoolFull(str(error)) from error
+                    self._there, self._why = len(pool.holders), str(error)  # some may end with them, while others wait
+                    raise PoolFull(self._why) from error
         return pool.take(again=whole or not pool.free)
 
     def _grow(self) -> None:
@@ -189,8 +188,9 @@ class PagedKV:
             self.pool.release(table.blocks)
             while len(self.slabs) > 1 and self.pool.shrink(SLAB // BLOCK):
                 self.slabs.pop()
-                self._there = 2**62
                 self._point()
+            if not self.pool.used:
+                self._there = 2**62
         self.log.held.pop(seq, None)
 
     # --- what lies there ----------------------------------------------------------------------------------------------
