@@ -154,14 +154,14 @@ class Constraint:
         kept, leaves = {-1: -1}, {-1: list[int]()}
         tokens, parents, laws, forced = list[int](), list[int](), list[Tensor](), set[int]()
         for node in range(draft.verifiable):  # parents come first
-            parent, token, path = draft.parents[node], draft.tokens[node], list(draft.words(draft.parents[node]))
-            must = (
-                node in draft.forced and parent in kept and self.forced(seq, path)[:1] == [token]
-            )  # others may be called so
+            parent, token = draft.parents[node], draft.tokens[node]
+            path = list(draft.words(parent)) if parent in kept else None
+            # who drafts may call others forced
+            must = path is not None and node in draft.forced and self.forced(seq, path)[:1] == [token]
             k -= not must
             if k < 0 or len(tokens) == most:
                 break
-            if parent in kept and self._allows(seq, path, token):
+            if path is not None and self._allows(seq, path, token):
                 kept[node] = len(tokens)
                 forced.update([len(tokens)] if must else [])
                 leaves.pop(kept[parent], None)

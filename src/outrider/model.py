@@ -263,7 +263,7 @@ class Model:
             room += [self._logits[:size]] if every else []
             hidden, *others = self.graphs((fixed.key, every, *points), inputs, compute, self.device)
         except torch.OutOfMemoryError:  # they are the first that can go, and the large ones stay away
-            self.graphs.held.clear()
+            self.graphs.clear()
             self._largest = size // 2
             return None
         if fixed.note:

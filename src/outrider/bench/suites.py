@@ -171,8 +171,11 @@ def load_suite(name: str, count: int | None, data: Path | None = None, file: Pat
 
     Raises ConfigError for an unknown suite, a file that is missing or unreadable, and more prompts than there are.
     """
-    if name == "mixed":
-        return _mixed(count, data)
+    return _mixed(count, data) if name == "mixed" else _chosen(name, count, *_texts(name, data, file))
+
+
+def _texts(name: str, data: Path | None, file: Path | None = None) -> tuple[str, list[str]]:
+    """Where a suite's texts come from, and all of them. Raises as `load_suite` does."""
     if name not in SUITES:
         raise ConfigError(f"suite {name!r} is unknown; valid: {', '.join((*SUITES, 'mixed'))}")
     if data and not data.is_dir():
@@ -195,6 +198,12 @@ def load_suite(name: str, count: int | None, data: Path | None = None, file: Pat
         )
     if not texts:
         raise ConfigError(f"suite {name}: {source} has no prompts")
+    return source, texts
+
+
+def _chosen(name: str, count: int | None, source: str, texts: list[str]) -> Suite:
+    """So many prompts of these texts, spread evenly. Raises ConfigError for more than there are."""
+    kind = SUITES[name]
     count = len(texts) if count is None else count
     if not 1 <= count <= len(texts):
         raise ConfigError(f"suite {name} has {len(texts)} prompts ({source}); prompts must be 1 to that, not {count}")
@@ -206,12 +215,11 @@ def load_suite(name: str, count: int | None, data: Path | None = None, file: Pat
 def _mixed(count: int | None, data: Path | None) -> Suite:
     """A stream of requests that changes its kind with each: a message of every suite of KINDS, then the first again."""
     turn = len(KINDS) + 1
-    suites = [load_suite(name, None, data) for name in KINDS]
-    if count is not None:
-        most = turn * min(len(suite.prompts) for suite in suites)
-        if not 1 <= count <= most:
-            raise ConfigError(f"suite mixed has {most} prompts; prompts must be 1 to that, not {count}")
-        suites = [load_suite(name, -(-count // turn), data) for name in KINDS]
+    read = {name: _texts(name, data) for name in KINDS}
+    most = turn * min(len(texts) for _, texts in read.values())
+    if count is not None and not 1 <= count <= most:
+        raise ConfigError(f"suite mixed has {most} prompts; prompts must be 1 to that, not {count}")
+    suites = [_chosen(name, None if count is None else -(-count // turn), *own) for name, own in read.items()]
     turns = zip(*(suite.prompts for suite in suites), strict=False)  # the shortest ends it
     prompts = [prompt for turn in turns for prompt in (*turn, turn[0])][:count]
     return Suite("mixed", "+".join(dict.fromkeys(suite.source for suite in suites)), prompts, chat=True)

@@ -90,3 +90,8 @@ class Graphs:
         self.given[key] = inputs
         replay()
         return results
+
+    def clear(self) -> None:
+        """Give all of them back, and what they were called with."""
+        self.held.clear()
+        self.given.clear()
