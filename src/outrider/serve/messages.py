@@ -254,9 +254,9 @@ class Say(Chat):
 
     def _more(self) -> str:
         """What is not sent yet of a call's JSON, up to where it is none: SDKs raise for that."""
-        size = bisect_left(
-            range(len(self.input)), True, self.sent, key=lambda n: _understood(self.input[: n + 1]) is None
-        )
+        size = len(self.input)
+        if _understood(self.input) is None:
+            size = bisect_left(range(size), True, self.sent, key=lambda n: _understood(self.input[: n + 1]) is None)
         text, self.sent, self.read = self.input[self.sent : size], size, len(self.input)
         return text
 
