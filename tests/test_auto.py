@@ -191,6 +191,34 @@ def test_it_rests_where_no_look_pays():
         assert drafter.rests([1, 2]) and not drafter.rests(others) and not drafter.rests([1, 2])
 
 
+def test_it_rests_less_where_a_find_saves_more():
+    """Now and then a passage comes again: to find it some steps later costs more than a few looks in vain do."""
+    looks = 0
+
+    def watched(*args) -> Auto:
+        drafter, clock = auto(*args), args[2]
+        ask = drafter.propose
+
+        def tick() -> float:
+            clock.now += 0.005  # a look takes a fiftieth of a step
+            return clock.now
+
+        def propose(seqs, k):
+            nonlocal looks
+            looks += 1
+            return ask(seqs, k)
+
+        drafter.propose, drafter.clock = propose, tick
+        drafter.costs.begin({n: 1 + 0.02 * (n - 1) for n in ROWS})
+        return drafter
+
+    dice = random.Random(0)
+    fresh = [dice.choices(range(9000), k=40) for _ in range(10)]
+    text = [token for i, own in enumerate(fresh) for token in own + fresh[max(0, i - 1)][:25]]
+    steps = len(replay(watched, [Trace("again", 0, fresh[0], text, "0" * len(text))], Machine(0.02)).steps)
+    assert looks > 0.9 * steps
+
+
 @pytest.mark.parametrize("batch", [1, 8])
 def test_looks_in_vain_cost_little(batch):
     """Each step that is looked at takes a twelfth longer; a model that might be asked keeps nobody awake."""

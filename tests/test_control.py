@@ -72,6 +72,17 @@ def test_a_row_that_takes_another_tile_is_no_other_s_cost():
     assert costs.at(18, 100) > 1.25 * costs.at(16, 100)
 
 
+def test_a_bend_stays_where_it_is():
+    """What is measured again and again is believed, however far from the line between its neighbours."""
+    seconds = {1: 1.0, 2: 1.06, 3: 1.1, 4: 1.31, 5: 1.48, 8: 2.05, 9: 2.4}
+    costs, dice = Costs(), random.Random(0)
+    costs.begin(seconds)
+    for rows in dice.choices([*seconds], (57, 20, 18, 3, 1, 1, 1), k=4000):
+        costs.add(rows, 100, seconds[rows])
+    for rows in (2, 3, 4):
+        assert costs.at(rows, 100) == pytest.approx(seconds[rows] * costs.at(1, 100), rel=0.015)
+
+
 def test_long_texts_have_their_own_costs():
     costs = Costs()
     for rows, seconds in ((1, 1.0), (9, 2.5)):

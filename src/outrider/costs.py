@@ -76,7 +76,7 @@ class Learnt(Curve):
 
     def add(self, count: int, seconds: float) -> None:
         """One measurement. What is fewer costs no more."""
-        believed = self.at(count) if self else seconds
+        believed = self.get(count) or (self.at(count) if self else seconds)  # a doubt is no measurement
         for other in self.weights:
             self.weights[other] *= FADING
         weight = self.weights[count] = min(MOST_WEIGHT, self.weights.get(count, 0.0) + 1)

@@ -50,7 +50,7 @@ STORE = {"method": "rest", "tree": True}
 UNLIKELY = 0.05  # guesses of heads below it are worth no row anywhere, and none is gone on from
 HEAVY = 2**30  # bytes of weights from which recycling, some 0.2 ms a step, costs nothing to speak of
 EVERY = 8  # steps of which one is looked at, at least, however long that was in vain
-IN_VAIN = 2  # steps looked at in vain, for each that is rested after the next
+IN_VAIN = 2  # steps looked at in vain, at least, for each that is rested after the next
 WORTH_IT = 2.0  # times its own time must a look promise to save: it takes more than that, of caches and of Python
 LONG = 4096  # tokens of a text from which the target is asked to guess through few keys
 ALL_ROWS = 512  # nodes of all sequences together
@@ -132,7 +132,9 @@ class Auto(Drafter):
         self.vain = 0  # looks in vain, in a row
         self.left = self.rested = 0  # steps to rest, and rested since the last look
         self.resting: list[int] = []  # the sequences of that
-        self.gain = 0.0  # seconds that the step's drafts promised to save
+        self.gain = 0.0  # seconds that the step's drafts promised to save, ...
+        self.each = self.paid = 0.0  # ... of a token, and those that they took
+        self.brought = 0.0  # seconds that drafts saved, as a rule, where they promised more than a look takes
         self.seconds = list[float]()
 
     def attach(self, target: Runner, load: Callable[[str], Runner]) -> None:
@@ -204,8 +206,8 @@ class Auto(Drafter):
         if asked is not None:
             picked = self._dear(seqs, texts, asked, k, guesses, riders)
         if nodes := sum([len(own[0]) for own in picked]):
-            promised = sum([own[3] for own in picked]) * seconds[0] / n
-            self.gain = promised - (seconds[nodes] - seconds[0]) - self.asking
+            self.each, self.paid = seconds[0] / n, seconds[nodes] - seconds[0] + self.asking
+            self.gain = sum([own[3] for own in picked]) * self.each - self.paid
         drafts = [self._draft(own, riders.get(i)) for i, own in enumerate(picked)]
         self.sent, self.made = self.clock(), Graphs.made
         self.spent = self.sent - began
@@ -299,8 +301,13 @@ class Auto(Drafter):
             self.costs.add(rows, keys, took, output.read, len(seqs))
         took, steps, self.rested = math.inf if output.read or captured else took, 1 + self.rested, 0
         self.beliefs.settle(came, rows, took, self.charged, steps)
-        self.vain = 0 if self.gain > WORTH_IT * self.own else self.vain + 1
-        self.left = 0 if self.awake else min(EVERY - 1, self.vain // IN_VAIN)
+        if self.gain > WORTH_IT * self.own:
+            saved = sum([accepted for _, _, accepted in came]) * self.each - self.paid
+            self.vain, self.brought = 0, self.brought + 0.1 * (saved - self.brought)
+        else:
+            self.vain += 1
+        enough = max(IN_VAIN * self.own, self.brought)  # looks in vain take as long as one that is not saves
+        self.left = 0 if self.awake or not enough else min(EVERY - 1, int(self.vain * self.own / enough))
         self.resting = [seq.id for seq in seqs] if self.left else []
         for part in self.watching:
             part.observe(seqs, verdicts, output)
