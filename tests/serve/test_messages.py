@@ -119,6 +119,39 @@ def test_an_empty_system_prompt_is_none(client, monkeypatch, tiny_llm):
     assert used == counts[:2]
 
 
+FIRST = """{%- for message in messages %}
+{%- if message.role == 'system' and not loop.first %}{{ raise_exception('System message must be first.') }}{% endif %}
+{%- if message.role == 'developer' %}{{ raise_exception('Unexpected role.') }}{% endif %}
+<|{{ message.role }}|>{{ message.content }}
+{%- endfor %}<|assistant|>"""
+ANYWHERE = FIRST.replace("and not loop.first", "and false")
+
+
+def test_a_template_that_wants_the_system_message_first_gets_it_so(client, monkeypatch, tiny_llm):
+    """Claude Code writes one behind the user's, Codex several developer's; where they may stand, they stay."""
+    monkeypatch.setattr(tiny_llm.tokenizer, "chat_template", FIRST)
+    wants = [{"role": "system", "content": "You.\n\nMore."}, {"role": "user", "content": "Help?"}]
+    expected = tiny_llm.chat(wants, max_tokens=6, seed=3)
+    more = {"role": "system", "content": [text("More.")]}
+    asked = {"system": "You.", "messages": [wants[1], more]}
+    answer = client.post(ROUTE, {**asked, "max_tokens": 6, "seed": 3}).json()
+    assert answer["content"] == [text(expected.text)]
+    assert alike(put_together(events_of(client, {**asked, "max_tokens": 6, "seed": 3})), answer)
+    count = client.post(f"{ROUTE}/count_tokens", asked).json()
+    assert count == {"input_tokens": len(tiny_llm.render(wants))}
+    part = {"type": "input_text", "text": "More."}
+    developers = [{"role": "developer", "content": "You."}, {"role": "developer", "content": [part]}]
+    for own in ({"input": [*developers, wants[1]]}, {"instructions": "You.", "input": [developers[1], wants[1]]}):
+        answer = client.post("/v1/responses", {**own, "max_output_tokens": 6, "seed": 3}).json()
+        assert answer["output"][0]["content"][0]["text"] == expected.text
+    chat = client.post("/v1/chat/completions", {"messages": [wants[1], more]})  # which is taken at its word
+    assert chat.status_code == 400 and "System message must be first." in chat.json()["error"]["message"]
+    monkeypatch.setattr(tiny_llm.tokenizer, "chat_template", ANYWHERE)
+    stay = [{"role": "system", "content": "You."}, wants[1], {"role": "system", "content": "More."}]
+    count = client.post(f"{ROUTE}/count_tokens", asked).json()
+    assert count == {"input_tokens": len(tiny_llm.render(stay))} != {"input_tokens": len(tiny_llm.render(wants))}
+
+
 def test_where_it_stops(client):
     answer = client.post(
         ROUTE, {**BODY, "structured_outputs": {"choice": ["one two three"]}, "stop_sequences": ["two"]}

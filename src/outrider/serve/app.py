@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 from fastapi import FastAPI
@@ -220,7 +220,7 @@ class Server:
         asked = await self._read(request, ResponsesBody)
         try:
             body = await self._taken(request, asked.as_chat)
-            return await self._converse(request, body, "resp_", lambda job, how: Respond(job, how, asked))
+            return await self._converse(request, body, "resp_", lambda job, how: Respond(job, how, asked), gather=True)
         except (Refusal, OutriderError) as error:
             raise asked.in_its_words(refusal(error)) from None
 
@@ -230,7 +230,8 @@ class Server:
         if asked.max_tokens is None:
             raise Refusal(400, "the field max_tokens is missing", "max_tokens")
         try:
-            return await self._converse(request, await self._taken(request, asked.as_chat), "msg_", Say)
+            body = await self._taken(request, asked.as_chat)
+            return await self._converse(request, body, "msg_", Say, gather=True)
         except (Refusal, OutriderError) as error:
             raise asked.in_its_words(refusal(error)) from None
 
@@ -241,7 +242,7 @@ class Server:
             body = await self._taken(request, asked.as_chat)
             self._check(body)
             await self._tools(body)
-            ids = await self._aside(request, lambda: self._rendered(body, any_length=True))
+            ids = await self._aside(request, lambda: self._rendered(body, any_length=True, gather=True))
             return json_response({"input_tokens": len(ids)})
         except (Refusal, OutriderError) as error:
             raise asked.in_its_words(refusal(error)) from None
@@ -262,14 +263,14 @@ class Server:
             return await while_connected(request.receive, self.llm.off_loop(work, lane))
 
     async def _converse(
-        self, request: Request, body: ChatBody, kind: str, reply: Callable[[Job, Reading], Reply]
+        self, request: Request, body: ChatBody, kind: str, reply: Callable[[Job, Reading], Reply], gather: bool = False
     ) -> Response:
         """A chat, however it is asked and told."""
         self._check(body)
         how, more = await self._reading(body)
         return await self._generate(
-            request, body, kind, lambda: [self._rendered(body)], body.alternatives, lambda job: reply(job, how), how,
-            **more,
+            request, body, kind, lambda: [self._rendered(body, gather=gather)], body.alternatives,
+            lambda job: reply(job, how), how, **more,
         )  # fmt: skip
 
     async def _generate(
@@ -406,7 +407,8 @@ class Server:
             keep = max(1, self.llm.llm.engine.max_len - (self._asked(body) or 1))
         return ids[:keep] if body.truncation_side == "right" else ids[-keep:]
 
-    def _rendered(self, body: ChatBody | TokenizeBody, any_length: bool = False) -> list[int]:
+    def _rendered(self, body: ChatBody | TokenizeBody, any_length: bool = False, gather: bool = False) -> list[int]:
+        """The prompt. If `gather`, what the template refuses is rendered with one system message, at the beginning."""
         generate = body.add_generation_prompt
         if generate is None:
             generate = not body.continue_final_message
@@ -414,14 +416,21 @@ class Server:
         if isinstance(body, ChatBody) and (effort := body.reasoning_effort):
             variables = {"reasoning_effort": effort, "enable_thinking": effort != "none"} | variables
         template = self._template(body)
-        return self.llm.llm.render(
-            [_as_known(message, template) for message in body.messages or []],
+        messages = [_as_known(message, template) for message in body.messages or []]
+        render = partial(
+            self.llm.llm.render,
             chat_template=getattr(body, "chat_template", None),
             chat_template_kwargs=variables,
             add_generation_prompt=generate,
             continue_final_message=bool(body.continue_final_message),
             any_length=any_length or (isinstance(body, ChatBody) and _cut(body)),
         )
+        try:
+            return render(messages)
+        except ConfigError:
+            if not gather or all(message.get("role") != "system" for message in messages[1:]):
+                raise
+        return render(_gathered(messages))
 
     def _template(self, body: ChatBody | TokenizeBody) -> Any:
         """The template that a request brings, or else the model's, of several the one for tools if there are any."""
@@ -586,6 +595,13 @@ def _schemas() -> dict[str, Any]:
     """Of the bodies and of the answers; for /openapi.json."""
     bodies = models_json_schema([(kind, "validation") for kind in BODIES], ref_template=REF + "{model}")[1]["$defs"]
     return {**bodies, **REPLIES}
+
+
+def _gathered(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """With one system message, at the beginning, as many templates want it: agents write some further on."""
+    said = [as_text(message)["content"] for message in messages if message.get("role") == "system"]
+    others = [message for message in messages if message.get("role") != "system"]
+    return [{"role": "system", "content": "\n\n".join(said)}, *others]
 
 
 def _as_known(message: dict[str, Any], template: Any) -> dict[str, Any]:
