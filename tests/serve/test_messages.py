@@ -79,12 +79,12 @@ def alike(a: dict[str, Any], b: dict[str, Any]) -> bool:
 @pytest.mark.parametrize("given", [
     {"messages": TALK, "system": "Be brief."},
     {"messages": [{"role": "user", "content": [text("Tell me "), text("of it.")]}],
-     "system": [{**text("Be brief."), "cache_control": {"type": "ephemeral"}}]},
+     "system": [{**text("Be "), "cache_control": {"type": "ephemeral"}}, text("brief.")]},
     {"messages": [*TALK, {"role": "assistant", "content": "The sea is"}]},
 ])  # fmt: skip
 def test_text(client, tiny_llm, given):
     chat = [{"role": "system", "content": "Be brief."}] if "system" in given else []
-    said = [m if isinstance(m["content"], str) else {**m, "content": "Tell me of it."} for m in given["messages"]]
+    said = given["messages"]  # a chat's parts are joined as blocks are
     more = len(said) > 1
     prompt = tiny_llm.render([*chat, *said], continue_final_message=more, add_generation_prompt=not more)
     (expected,) = tiny_llm.generate([prompt], max_tokens=12, seed=3, temperature=0.8, top_k=50)
@@ -205,12 +205,12 @@ def test_calls(client):
     events = events_of(client, {**body, "speculative_config": False})
     assert alike(put_together(events), answer)
     assert sum(e["type"] == "content_block_delta" and "partial_json" in e["delta"] for e in events) > 2
-    result = {"type": "tool_result", "tool_use_id": call["id"], "content": [{"type": "text", "text": "rain"}]}
+    result = {"type": "tool_result", "tool_use_id": call["id"], "content": [text("rain"), text("wind")]}
     back = [*TALK, {"role": "assistant", "content": answer["content"]}]
     back.append({"role": "user", "content": [result, {"type": "text", "text": "And now?"}]})
     as_chat = MessagesBody(messages=back, max_tokens=3).as_chat()
     assert [m["role"] for m in as_chat.messages] == ["user", "assistant", "tool", "user"]
-    assert as_chat.messages[2] == {"role": "tool", "tool_call_id": call["id"], "content": "rain"}
+    assert as_chat.messages[2] == {"role": "tool", "tool_call_id": call["id"], "content": "rain\nwind"}
     assert json.loads(as_chat.messages[1]["tool_calls"][0]["function"]["arguments"]) == {"city": "Oslo"}
     odd = CITY.replace('"Oslo"', "NaN")
     odd = client.post(ROUTE, {**body, "structured_outputs": {"choice": [odd]}}).json()["content"]

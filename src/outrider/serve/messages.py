@@ -51,7 +51,7 @@ class MessagesBody(Common):
         """The same, asked of `/v1/chat/completions`. Raises Refusal."""
         messages = [each for message in self.messages for each in _messages(message)]
         if self.system:  # an empty one, as some clients send, is none, and the template's own stands
-            messages.insert(0, {"role": "system", "content": _text(self.system, "system")})
+            messages.insert(0, {"role": "system", "content": _text(self.system, "system", "")})
         given = {name: getattr(self, name) for name in SAME}
         given |= {"messages": messages, "max_completion_tokens": self.max_tokens, "tools": self.functions}
         if self.stop_sequences is not None:
@@ -150,8 +150,8 @@ def _called(block: Block) -> bool:
     return isinstance(block.get("input"), dict) and all(isinstance(block.get(key), str) for key in ("id", "name"))
 
 
-def _text(given: Any, field: str = "messages") -> str:
-    """The text of blocks."""
+def _text(given: Any, field: str = "messages", between: str = "\n") -> str:
+    """The text of blocks: joined as a chat's parts are; those of `system` are one text, as vLLM reads them."""
     if given is None or isinstance(given, str):
         return given or ""
     blocks = given if isinstance(given, list) else [given]
@@ -159,7 +159,7 @@ def _text(given: Any, field: str = "messages") -> str:
         kind = block.get("type") if isinstance(block, dict) else None
         if kind != "text" or not isinstance(block.get("text"), str):
             raise Refusal(400, f"{field}: this model reads text, not {brief(block)}", field)
-    return "".join(block["text"] for block in blocks)
+    return between.join(block["text"] for block in blocks)
 
 
 def _understood(text: str) -> dict[str, Any] | None:
