@@ -181,7 +181,11 @@ def test_thinking(client, tiny_llm, monkeypatch):
     assert answer["content"] == [
         {"type": "thinking", "thinking": "Hm. So.", "signature": ""}, {"type": "text", "text": "It is deep."},
     ]  # fmt: skip
-    assert alike(put_together(events_of(client, body)), answer)
+    events = events_of(client, body)
+    assert alike(put_together(events), answer)
+    (end,) = [i for i, e in enumerate(events) if e["type"] == "content_block_stop" and e["index"] == 0]
+    signed = [i for i, e in enumerate(events) if e.get("delta", {}).get("type") == "signature_delta"]
+    assert signed == [end - 1] and events[end - 1]["index"] == 0  # without one @ai-sdk/anthropic forgets the block
     talk = [*TALK, {"role": "assistant", "content": answer["content"]}, {"role": "user", "content": "Why?"}]
     as_chat = MessagesBody(messages=talk, thinking={"type": "disabled"}, max_tokens=3).as_chat()
     assert as_chat.messages[1] == {"role": "assistant", "content": "It is deep.", "reasoning": "Hm. So."}

@@ -250,6 +250,8 @@ class Say(Chat):
             if text := self._more():
                 yield {"type": "content_block_delta", **at, "delta": {"type": "input_json_delta", "partial_json": text}}
             self.blocks[-1]["input"] = _understood(self.input[: self.sent]) or {}
+        elif self.blocks[-1]["type"] == "thinking":  # some clients send only what was signed back
+            yield {"type": "content_block_delta", **at, "delta": {"type": "signature_delta", "signature": ""}}
         yield {"type": "content_block_stop", **at}
 
     def _more(self) -> str:
