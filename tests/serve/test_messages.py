@@ -119,6 +119,20 @@ def test_an_empty_system_prompt_is_none(client, monkeypatch, tiny_llm):
     assert used == counts[:2]
 
 
+def test_what_is_for_anthropics_accounts_is_left_out():
+    """Claude Code begins with a block that is another in each conversation, behind which nothing would be cached."""
+    system = [text("You are brief."), text(" Be kind.")]
+    later = {"role": "system", "content": [text("More.")]}
+    bill = text("x-anthropic-billing-header: cc_version=2.1.197.abc; cch=00f1;")
+    own = {"system": [bill, *system], "messages": [*TALK, {"role": "system", "content": [bill, *later["content"]]}]}
+    own["messages"].append({"role": "system", "content": [bill]})
+    as_chat = MessagesBody(**own).as_chat()
+    assert as_chat == MessagesBody(system=system, messages=[*TALK, later]).as_chat()
+    assert MessagesBody(system=[bill], messages=TALK).as_chat().messages == TALK
+    said = MessagesBody(messages=[{"role": "user", "content": [bill]}]).as_chat()
+    assert said.messages == [{"role": "user", "content": bill["text"]}]  # who asks about it may
+
+
 FIRST = """{%- for message in messages %}
 {%- if message.role == 'system' and not loop.first %}{{ raise_exception('System message must be first.') }}{% endif %}
 {%- if message.role == 'developer' %}{{ raise_exception('Unexpected role.') }}{% endif %}

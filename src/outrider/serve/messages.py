@@ -18,6 +18,7 @@ from outrider.serve.protocol import SAME, ChatBody, Common
 from outrider.serve.reasoning import Reading
 
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+BILLED = "x-anthropic-billing-header:"  # how a block of Claude Code's begins
 Block = dict[str, Any]
 
 
@@ -50,8 +51,8 @@ class MessagesBody(Common):
     def as_chat(self) -> ChatBody:
         """The same, asked of `/v1/chat/completions`. Raises Refusal."""
         messages = [each for message in self.messages for each in _messages(message)]
-        if self.system:  # an empty one, as some clients send, is none, and the template's own stands
-            messages.insert(0, {"role": "system", "content": _text(self.system, "system", "")})
+        if system := _unbilled(self.system):  # an empty one, as some clients send, is none: the template's own stands
+            messages.insert(0, {"role": "system", "content": _text(system, "system", "")})
         given = {name: getattr(self, name) for name in SAME}
         given |= {"messages": messages, "max_completion_tokens": self.max_tokens, "tools": self.functions}
         if self.stop_sequences is not None:
@@ -119,6 +120,8 @@ def _messages(given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     if not isinstance(content, list):
         yield {"role": role, "content": content}
         return
+    if role == "system" and content and not (content := _unbilled(content)):
+        return
     said, calls, thoughts, results = list[Any](), list[Any](), list[str](), 0
     for block in content:
         kind = block.get("type") if isinstance(block, dict) else None
@@ -143,6 +146,14 @@ def _messages(given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         message = {"role": role, "content": _text(said) if said else None if calls else ""}
         message |= {"tool_calls": calls} if calls else {}
         yield message | ({"reasoning": "\n".join(thoughts)} if thoughts else {})
+
+
+def _unbilled(given: Any) -> Any:
+    """Without what Claude Code tells Anthropic's accounts: no conversation would begin as another, and be cached."""
+    if not isinstance(given, list):
+        return given
+    texts = [block.get("text") if isinstance(block, dict) else None for block in given]
+    return [b for b, said in zip(given, texts, strict=True) if not (isinstance(said, str) and said.startswith(BILLED))]
 
 
 def _called(block: Block) -> bool:
