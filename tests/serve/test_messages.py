@@ -8,7 +8,7 @@ from typing import Any
 import anthropic
 import pydantic
 import pytest
-from anthropic.types import Message, RawMessageStreamEvent
+from anthropic.types import Message, RawMessageStreamEvent, message_count_tokens_params, message_create_params
 
 from outrider.serve.messages import MessagesBody, Say
 from tests.serve.conftest import Client, begins, fail
@@ -247,6 +247,16 @@ def test_calls(client):
     assert as_chat.messages == [{"role": "tool", "tool_call_id": "a", "content": "rain"}]
     without = client.post(f"{ROUTE}/count_tokens", {"messages": TALK}).json()["input_tokens"]
     assert client.post(f"{ROUTE}/count_tokens", {"messages": TALK, "tools": FLAT}).json()["input_tokens"] > without
+
+
+def test_all_that_anthropics_client_may_send_is_known():
+    """As a field, or among those that are refused if they ask for something."""
+    creates, counts = (
+        message_create_params.MessageCreateParamsBase,
+        message_count_tokens_params.MessageCountTokensParams,
+    )
+    known = MessagesBody.model_fields.keys() | MessagesBody.pointless
+    assert (creates.__annotations__.keys() | counts.__annotations__) - known == set()
 
 
 OTHERS = [{"type": "bash_20250124", "name": "bash"}]

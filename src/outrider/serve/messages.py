@@ -47,6 +47,9 @@ class MessagesBody(Common):
     betas: Any = None
     inference_geo: Any = None
     speed: Any = None
+    diagnostics: Any = None
+    user_profile_id: Any = None
+    workspace_id: Any = None
 
     def as_chat(self) -> ChatBody:
         """The same, asked of `/v1/chat/completions`. Raises Refusal."""
