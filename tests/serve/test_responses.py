@@ -94,6 +94,28 @@ def test_all_that_open_responses_asks_for(client):
     assert answer["status"] == "completed" and 0 <= answer["completed_at"] - answer["created_at"] < 600
 
 
+def test_an_answer_that_was_cut_off_goes_on(client, tiny_llm):
+    """If it is sent back as the last item, as a last message of the assistant's does in Anthropic's words."""
+    body = {"input": TALK, "max_output_tokens": 6, "seed": 3, "ignore_eos": True}
+    (cut,) = client.post(ROUTE, body).json()["output"]
+    assert cut["status"] == "incomplete"
+
+    def prompt(item: Any) -> int:
+        return client.post(ROUTE, {**body, "input": [*TALK, item]}).json()["usage"]["input_tokens"]
+
+    talk = [*TALK, {"role": "assistant", "content": cut["content"][0]["text"]}]
+    ids = tiny_llm.render(talk, continue_final_message=True, add_generation_prompt=False)
+    (more,) = tiny_llm.generate([ids], max_tokens=6, seed=3, ignore_eos=True)
+    said = {**body, "input": [*TALK, cut]}
+    assert client.post(ROUTE, said).json()["output"][0]["content"][0]["text"] == more.text
+    streamed = [e["delta"] for e in events_of(client, said) if e["type"] == "response.output_text.delta"]
+    assert "".join(streamed) == more.text
+    bare = {"role": "assistant", "content": cut["content"], "status": "in_progress"}
+    assert prompt(cut) == prompt(bare) == len(ids)
+    for status in ("completed", None):
+        assert prompt({**cut, "status": status}) == len(tiny_llm.render(talk)) > len(ids)
+
+
 def test_what_was_refused_is_text(client):
     """An answer's items may come back as they were, a refusal among them."""
 

@@ -83,6 +83,8 @@ class ResponsesBody(Common):
             choice = _function(choice, "tool_choice")
         functions = [_function(tool, "tools") for tool in self.functions]
         said: dict[str, Any] = {"messages": messages, "tools": functions, "tool_choice": choice}
+        if isinstance(self.input, list) and self.input and _goes_on(self.input[-1]):
+            said["continue_final_message"] = True
         if self.top_logprobs or LOGPROBS in (self.include or ()):
             said |= {"logprobs": True, "top_logprobs": self.top_logprobs}
         if unknown := (self.text or {}).keys() - {"format", "verbosity"}:
@@ -100,6 +102,12 @@ class ResponsesBody(Common):
             if (kind := tool.get("type")) != "function" and not str(kind).startswith(OWN):
                 raise Refusal(400, f"tools: type must be function, or one of OpenAI's own, not {brief(kind)}", "tools")
         return [tool for tool in self.tools or [] if tool.get("type") == "function"]
+
+
+def _goes_on(item: Item) -> bool:
+    """Whether an item is an answer that was cut off, or is still written."""
+    said = (item.get("type") or "message") == "message" and item.get("role") == "assistant"
+    return said and item.get("status") in ("incomplete", "in_progress")
 
 
 def _function(given: Any, field: str) -> dict[str, Any]:
