@@ -21,7 +21,7 @@ import pytest
 import outrider
 from outrider import LLM, AsyncLLM
 from outrider.cli import main
-from outrider.cli.serve import _listen_at
+from outrider.cli.serve import _end, _listen_at
 from outrider.errors import ConfigError
 from outrider.serve.app import create_app
 from outrider.serve.settings import Settings
@@ -175,6 +175,19 @@ def test_the_command(tmp_path, by):
     assert [line["status"] for line in lines if "status" in line] == [200, 200]
     assert "Traceback" not in errors and "leaked" not in errors
     assert not at.exists()
+    assert process.returncode == (-by if by == signal.SIGTERM else 130)  # an end by SIGTERM itself is clean to systemd
+
+
+def test_as_pid_1_it_ends_with_a_code(monkeypatch):
+    """Its own signals do not end a container's first process."""
+    monkeypatch.setattr(signal, "raise_signal", lambda number: None)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            _end(signal.SIGTERM, None)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended.value.code == 143
 
 
 def test_a_second_interrupt_ends_at_once(tmp_path):

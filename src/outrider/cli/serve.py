@@ -240,10 +240,18 @@ def serve(
     at = _url(listening, secure=bool(tls)) if uds is None else f"unix:{uds}"
     across = f", {llm.parallelism}" if llm.parallelism else ""
     tell(f"{settings.names[0]} at {at} ({llm.exactness}, {config.method}{across}); Ctrl-C ends it")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # which uvicorn raises again, at its end
+    if launched()[1] == 1:  # else the ranks are told first
+        signal.signal(signal.SIGTERM, _end)  # uvicorn raises it again, at its end
     running.run(sockets=[listening])
     if running.force_exit:  # by a second Ctrl-C, whatever became of the signals that uvicorn raises again
         raise KeyboardInterrupt
+
+
+def _end(number: int, _: Any) -> None:
+    """End by the signal, a clean end to systemd, which holds 143 for a failure; PID 1 of a container outlives it."""
+    signal.signal(number, signal.SIG_DFL)
+    signal.raise_signal(number)
+    sys.exit(128 + number)
 
 
 def _template(path: Path) -> str:
