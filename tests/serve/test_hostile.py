@@ -444,7 +444,10 @@ def test_keys(tiny_llm):
         assert answer.headers["www-authenticate"].startswith("Basic" if path == "/" else "Bearer")
     for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
         refused(client.post(path, body), 401)
-    assert client.get("/health").status_code == client.get("/metrics").status_code == 200
+    for path in ("/health", "/metrics", "/health/", "/metrics/"):  # the last two lead to the others
+        assert client.get(path, follow_redirects=True).status_code == 200
+    for path in ("//health", "/health/x", "/v1/models/", "/v1/models/health"):
+        refused(client.get(path, follow_redirects=True), 401)
     for value in ("Bearer first", "bearer  first", "Bearer sécond", "Basic dTpmaXJzdA=="):
         assert client.post("/v1/completions", body, headers={"authorization": value.encode()}).status_code == 200
     assert client.get("/v1/models", headers={"x-api-key": "first"}).status_code == 200

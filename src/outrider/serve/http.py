@@ -399,7 +399,7 @@ class Gate:
 
     def _admit(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if self.keys and path not in OPEN and not self._knows(headers):
+        if self.keys and path.rstrip("/") not in OPEN and not self._knows(headers):
             # a browser asks for name and password at the page; elsewhere its prompt would be in a program's way
             challenge = 'Basic realm="outrider: the API key is the password"' if path == "/" else "Bearer"
             raise Refusal(
