@@ -482,6 +482,9 @@ def test_many_patterns_that_never_meet_are_fine(tiny_llm):
     ({"json": {"allOf": [{"type": "integer", "multipleOf": 1009}, {"multipleOf": 1013}]}}, "multipleOf is at most"),
     ({"json": {"$ref": "#/examples/0", "examples": [{"type": "integer", "multipleOf": 999983}]}}, "multipleOf is at"),
     ({"grammar": 'start: %json {"type": "integer", "multipleOf": 999983}'}, "multipleOf is at most"),
+    ({"grammar": ' {"grammars": [{"json_schema": {"type": "integer", "multipleOf": 20011}}]}'}, "not JSON"),
+    ({"structural_tag": {"format": {"type": "grammar", "grammar": '{"grammars": [{"lark_grammar": "start: /a*/"}]}'}}},
+     "a grammar is Lark or GBNF, not JSON"),
     ({"grammar": "start: %json " + json.dumps(MANY).replace('"pa', '"p\\u0061')}, "at most 12 regexes at once"),
     ({"json": MANY}, "at most 12 regexes at once"),
     ({"json": {"$ref": "#/$defs/0", "$defs": {

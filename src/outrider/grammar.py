@@ -86,6 +86,8 @@ def written(library: Any, given: StructuredOutputsParams, text: str, added: Mapp
         _countable(text)
         return str(library.LLMatcher.grammar_from_regex(text))
     if kind == "grammar":
+        if text.lstrip().startswith("{"):  # llguidance's own, which no limit here knows
+            raise ValueError("a grammar is Lark or GBNF, not JSON")
         if re.search(r"(?m)^[^\S\n]*[\w-]+\s*::=", text):
             source = str(library.grammar_from("gbnf", ESCAPED.sub(_character, GBNF.sub(_plain, text))))
             return source if _forces(source) else _unforced(source)
