@@ -32,6 +32,10 @@ def token(which) -> dict:
     return {"type": "token", "token": which}
 
 
+def gbnf(text: str) -> dict:
+    return {"type": "grammar", "grammar": text}
+
+
 A, B = tag("<f=a>", NUMBER, "</f>"), tag("<f=b>", {"type": "regex", "pattern": "x/y|z+"}, "</f>")
 CALLS = {"type": "triggered_tags", "triggers": ["<f="], "tags": [A, B]}
 LIST = {"type": "tags_with_separator", "tags": [A, B], "separator": ", "}
@@ -59,7 +63,15 @@ TAGS = {  # a format, what it takes, and what it does not
         ["q<abx", "q7x"], ["q<ab", "q<axb"],
     ),
     "regex, then a sequence": (several("sequence", ALL, several("sequence", const("x"), NUMBER)), ["abx5"], ["ab5"]),
-    "gbnf": ({"type": "grammar", "grammar": 'root ::= "x" [0-9]+'}, ["x12"], ["x"]),
+    "gbnf": (gbnf('root ::= "x" [0-9]+'), ["x12"], ["x"]),
+    "gbnf, one in brackets": (gbnf('root ::= ([a-z]+)? (("x"{2} # )\n))* (d+ )* "."\nd ::= "1"'),
+                              [".", "ab.", "xxxx.", "a11."], ["1a.", "x1x."]),
+    "gbnf, start": (gbnf('root ::= start+ # start\nstart ::= "start" | [start]'), ["s", "starts"], [""]),
+    "gbnf, names": (
+        gbnf('root ::= a A b-c b_c dE d_e\na ::= "1"\nA ::= "2"\nb-c ::= "3"\nb_c ::= "4"\ndE ::= "5"\nd_e ::= "6"'),
+        ["123456"], ["213456"],
+    ),
+    "gbnf, lines": (gbnf('root ::= "a"\n  | "b" # or\n  "c"'), ["a", "bc"], ["b", "ac"]),
     "lark": ({"type": "grammar", "syntax": "lark", "grammar": 'start: "x" /[0-9]+/'}, ["x12"], ["x"]),
     "any": (ANY, ["", "what\never </think> it is"], []),
     "any but": ({**ANY, "excludes": ["bad", "evil"]}, ["ba d"], ["so bad it is", "evil"]),

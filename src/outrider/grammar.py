@@ -32,7 +32,8 @@ ESCAPED = re.compile(r"(\\[^uU])|\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}))")  # 
 # of Lark: texts, regexes and comments; and tokens of their own by their names. What has no end is not looked at twice.
 LARK = re.compile(r'"(?:\\.|[^"\\\n])*"?|/(?!/)(?:\\.|[^/\\])+/?|//.*|#.*|(<(?!\[)[^<>\s]+>)|(&)')
 SHORT = re.compile(r"/(?:\[[\w-]+\](?:\{\d+(?:,\d+)?\})?|[\w ])+/")  # regexes of bounded length, as plain as can be
-GBNF = re.compile(r'"(?:\\.|[^"\\])*"?|#.*|(\[(?:\\.|[^\]\\])*\]?)')  # texts, comments and classes of characters
+# of GBNF: what a rule begins with, texts, classes of characters, names, comments, and whatever else there is
+GBNF = re.compile(r'([\w-]+)\s*::=|("(?:\\.|[^"\\])*"?|\[(?:\\.|[^\]\\])*\]?|[\w-]+)|#.*|(\S)')
 MOST_AT_ONCE = 12  # regexes that a text fits at the same time: each doubles what is to be looked at
 TOO_MANY = f"a text can be asked to fit at most {MOST_AT_ONCE} regexes at once"
 MOST_COPIED = 300  # characters of a schema that is written for several names: copies of copies would be too many
@@ -89,7 +90,7 @@ def written(library: Any, given: StructuredOutputsParams, text: str, added: Mapp
         if text.lstrip().startswith("{"):  # llguidance's own, which no limit here knows
             raise ValueError("a grammar is Lark or GBNF, not JSON")
         if re.search(r"(?m)^[^\S\n]*[\w-]+\s*::=", text):
-            source = str(library.grammar_from("gbnf", ESCAPED.sub(_character, GBNF.sub(_plain, text))))
+            source = str(library.grammar_from("gbnf", ESCAPED.sub(_character, _gbnf(text))))
             return source if _forces(source) else _unforced(source)
         ours = isinstance(text, Ours)
         if not ours:
@@ -273,11 +274,38 @@ def _unforced(source: str) -> str:
     return json.dumps({"grammars": [{"name": "answer", "lark_grammar": f"{text}\n{UNFORCED}"}, *more]})
 
 
-def _plain(found: re.Match[str]) -> str:
+def _gbnf(text: str) -> str:
+    """GBNF as llguidance's translation reads it, without comments."""
+    rules = list[tuple[str, list[str]]]()
+    for head, part, sign in GBNF.findall(text):
+        if head:
+            rules.append((head, []))
+        elif rules and (part or sign):
+            rules[-1][1].append(_plain(part) if part.startswith("[") else part or sign)
+        elif part or sign:
+            raise ValueError(f"a rule begins with its name and ::=, not {brief(part or sign)}")
+    names, taken = {"root": "root"}, {"root", "start"}
+
+    def fresh(name: str) -> str:
+        """One that it does not take for another: hyphens and capitals it replaces, and `start` is its own."""
+        while (folded := re.sub("[-_]", "", name).lower()) in taken:
+            name = f"{name}{len(taken)}"
+        taken.add(folded)
+        return name
+
+    for name, _ in rules:
+        names[name] = names.get(name) or fresh(name)
+    lines = list[str]()
+    for name, parts in ((names[head], [names.get(part, part) for part in found]) for head, found in rules):
+        # it drops the brackets of ([0-9]+)?
+        parts = [f'{a} ""' if a in "*+?}" and b == ")" else a for a, b in zip(parts, [*parts[1:], ""], strict=True)]
+        lines.append(f"{name} ::= {' '.join(parts)}")
+    return "\n".join(lines)
+
+
+def _plain(characters: str) -> str:
     """A class of characters without what Rust's regexes take for operations on sets."""
-    if not found[1]:
-        return found[0]
-    return found[1].replace("&", r"\x26").replace("~", r"\x7e").replace("--", r"-\x2d")
+    return characters.replace("&", r"\x26").replace("~", r"\x7e").replace("--", r"-\x2d")
 
 
 def literal(text: str, added: Mapping[str, int]) -> str:
