@@ -653,6 +653,26 @@ def test_escapes_of_gbnf(tiny_llm, grammar, expected):
     assert output.text == expected
 
 
+@pytest.mark.parametrize("grammar, text", [
+    ('root ::= all "!"\nall ::= | [^!~] all | "~" [a-z] all', "ab~c" * 200),
+    ('root ::= "a" all "."\nall ::= [^.~] all | "~"? | "~" [a-z] all', "ab~c" * 200),
+])  # fmt: skip
+def test_lists_of_gbnf_may_be_long(tiny_llm, grammar, text):
+    """As others write them: a rule that ends with itself."""
+    seq, constraint = followed(tiny_llm, {"grammar": grammar})
+    for token in tiny_llm.tokenizer(text, add_special_tokens=False)["input_ids"]:
+        mask = constraint.mask(seq, [])
+        assert mask is not None and unpacked(mask, tiny_llm.runner.model.config.vocab_size)[token]
+        seq.tokens.append(token)
+
+
+def test_lists_of_lark_that_are_too_long(tiny_llm):
+    seq, constraint = followed(tiny_llm, {"grammar": 'start: all "!"\nall: | /[^!]/ all'})
+    seq.tokens += tiny_llm.tokenizer("ab " * 200, add_special_tokens=False)["input_ids"]
+    with pytest.raises(ConstraintError, match=r"lists belong in `\*`"):
+        constraint.mask(seq, [])
+
+
 def test_annotations_demand_nothing(tiny_llm):
     """Of a schema's `format` those that are known; what looks like one and is a name or a value stays."""
     names = {"format": {"const": "zip"}, "uniqueItems": {"const": 1}}

@@ -72,6 +72,11 @@ TAGS = {  # a format, what it takes, and what it does not
         ["123456"], ["213456"],
     ),
     "gbnf, lines": (gbnf('root ::= "a"\n  | "b" # or\n  "c"'), ["a", "bc"], ["b", "ac"]),
+    "gbnf, itself": (
+        gbnf('root ::= a " " b " " c d\na ::= "x" a a | "y"\nb ::= ("z" b)? | "y"\nc ::= ws c | "."\nws ::= " "*\n'
+             'd ::= "1" d | "2" d | "3" | "4"'),
+        ["xyy zz  .123", "y  .4", "xxyyy y .2213"], ["xy z .3", "y  .", "y  .34"],
+    ),
     "lark": ({"type": "grammar", "syntax": "lark", "grammar": 'start: "x" /[0-9]+/'}, ["x12"], ["x"]),
     "any": (ANY, ["", "what\never </think> it is"], []),
     "any but": ({**ANY, "excludes": ["bad", "evil"]}, ["ba d"], ["so bad it is", "evil"]),

@@ -435,6 +435,8 @@ def _compile(
 
 
 def _line(message: str) -> str:
+    if "Too many items" in message:
+        return "too many rules are open at once: lists belong in `*`, not in rules that end with themselves"
     return NO_TEXT if "NoExtension" in message else " ".join(message.replace("<non-verbose/>", "").split())[:200]
 
 

@@ -299,8 +299,29 @@ def _gbnf(text: str) -> str:
     for name, parts in ((names[head], [names.get(part, part) for part in found]) for head, found in rules):
         # it drops the brackets of ([0-9]+)?
         parts = [f'{a} ""' if a in "*+?}" and b == ")" else a for a, b in zip(parts, [*parts[1:], ""], strict=True)]
+        again, rest = _recursive(name, parts)
+        if (
+            again
+        ):  # each level of x ::= a x | b would be looked at for each token, so: x ::= more b, more ::= "" | more a
+            more = fresh(f"{name}-more")
+            lines.append(f'{more} ::= "" | {more} ({" | ".join(again)})')
+            parts = [more, "(", " | ".join(rest), ")"]
         lines.append(f"{name} ::= {' '.join(parts)}")
     return "\n".join(lines)
+
+
+def _recursive(name: str, parts: list[str]) -> tuple[list[str], list[str]]:
+    """What stands before the rule in alternatives that end with it, and the others; nothing if it is elsewhere, too."""
+    found, depth = [list[str]()], 0
+    for part in parts:
+        depth += (part == "(") - (part == ")")
+        if part == "|" and not depth:
+            found.append([])
+        else:
+            found[-1].append(part)
+    again = [" ".join(one[:-1]) for one in found if one[-1:] == [name]]
+    rest = [" ".join(one) or '""' for one in found if one[-1:] != [name]]
+    return (again, rest) if rest and all(again) and parts.count(name) == len(again) else ([], [])
 
 
 def _plain(characters: str) -> str:
