@@ -9,6 +9,7 @@ from outrider.errors import ConfigError
 ANY = {"type": "any_text"}
 ALL, WORD = {"type": "regex", "pattern": ".*"}, {"type": "regex", "pattern": "[a-z]+"}
 NUMBER = {"type": "json_schema", "json_schema": {"type": "integer"}}
+FLOAT = {"type": "json_schema", "json_schema": {"type": "number"}}
 ENDS = "<|end|>"  # a token of its own in the vocabulary
 
 
@@ -63,6 +64,9 @@ TAGS = {  # a format, what it takes, and what it does not
         ["q<abx", "q7x"], ["q<ab", "q<axb"],
     ),
     "regex, then a sequence": (several("sequence", ALL, several("sequence", const("x"), NUMBER)), ["abx5"], ["ab5"]),
+    "number, end": (tag("BEG", FLOAT, "END"), ["BEG12345END", "BEG-1.5e3END"], ["BEG1.END", "BEG1eEND", "BEG01END"]),
+    "number, then": (several("sequence", FLOAT, const(". "), NUMBER, const("0")), ["1. 50", "2.5. 70"], ["1. 5", "1."]),
+    "number, a token": (several("sequence", tag("<t>", FLOAT, ENDS), FLOAT), ["<t>1e+2<|end|>0.5"], ["<t>1<|end|>."]),
     "gbnf": (gbnf('root ::= "x" [0-9]+'), ["x12"], ["x"]),
     "gbnf, one in brackets": (gbnf('root ::= ([a-z]+)? (("x"{2} # )\n))* (d+ )* "."\nd ::= "1"'),
                               [".", "ab.", "xxxx.", "a11."], ["1a.", "x1x."]),

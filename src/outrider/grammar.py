@@ -61,6 +61,7 @@ HELD: dict[str, tuple[str, tuple[type, ...]]] = {
     "json_schema": ("a schema", (dict, bool)), "schema": ("a schema", (dict, str)), "token": ("a token", (int, str)),
     "begin": ("a text or a token", (str, dict)), "end": ("a text, a list of texts or a token", (str, list, dict)),
 }  # fmt: skip
+NUMBERS = {"integer": "-?(0|[1-9][0-9]*)", "number": r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?"}
 MOST_RULES = 2**17  # characters of a tag's rules: texts that stand in many of them add up
 Mark = str | int  # what ends free text, or begins what follows it: a text, or a token's id
 
@@ -579,11 +580,16 @@ class Tag:
 
 
 def _read(given: Any) -> tuple[str, dict[str, Any]]:
-    """A format's type and its fields, those that may be left out None."""
+    """A format's type and its fields, those that may be left out None; any number is a regex, which text ends."""
     kind = given.get("type") if isinstance(given, dict) else None
     if not isinstance(kind, str) or kind not in TAGS:
         raise ValueError(f"a format has a type: {', '.join(TAGS)}; not {brief(kind)}")
-    return kind, _checked(kind, TAGS[kind], {key: value for key, value in given.items() if key != "type"})
+    has = _checked(kind, TAGS[kind], {key: value for key, value in given.items() if key != "type"})
+    if kind == "json_schema" and has["style"] in (None, "json"):
+        for number, pattern in NUMBERS.items():
+            if has[kind] == {"type": number}:
+                return "regex", {"pattern": pattern}
+    return kind, has
 
 
 def _checked(kind: str, fields: str, given: Any) -> dict[str, Any]:
