@@ -150,6 +150,7 @@ WRONG = {
     "bounds": (of("repeat", const("a"), min=3, max=2), "at least min"), "begin": (tag(ANY, ANY, "x"), "not any_text"),
     "an end": ({**LIST, "tags": [tag("<t>", ANY, "")]}, "needs an end"),
     "ends": (tag("<x>", {**CALLS, "triggers": ["<"], "tags": [tag("<t>", ANY, [""])]}, "</x>"), "needs an end"),
+    "some end": (tag("<t>", NUMBER, ["</t>", ""]), 'must be "" or other texts, not both'),
     "product": (ENDINGS, "rules have more than"), "regexes": (MANY, "rules have more than"),
     "brackets": (tag("<t>", {"type": "regex", "pattern": "a)|(b"}, "x"), "unopened group"),
     "flag": (of("repeat", const("a"), min=True, max=2), "whole number"), "id": (token(10**9), "too large"),

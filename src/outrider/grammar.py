@@ -628,7 +628,10 @@ def _tags(has: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _ends(has: Mapping[str, Any]) -> list[Any]:
     """What a tag may end with; nothing, if it has no end of its own."""
-    return [end for end in (has["end"] if isinstance(has["end"], list) else [has["end"]]) if end != ""]
+    ends = has["end"] if isinstance(has["end"], list) else [has["end"]]
+    if "" in ends and any(ends):
+        raise ValueError('tag: end must be "" or other texts, not both: a tag that may end without one is in an or')
+    return [end for end in ends if end != ""]
 
 
 def _end_by_themselves(kind: str, tags: Iterable[Mapping[str, Any]]) -> None:
