@@ -574,7 +574,7 @@ class Tag:
             raise ValueError(f"a tag begins and ends with a text or a token, not {kind}")
         token = has["token"]
         number = self.added.get(token) if isinstance(token, str) else token
-        if number is None:
+        if number is None or number not in self.added.values():
             raise ValueError(f"token: {brief(token)} is no token of its own in this vocabulary")
         return int(number)
 
