@@ -673,6 +673,30 @@ def test_lists_of_lark_that_are_too_long(tiny_llm):
         constraint.mask(seq, [])
 
 
+@pytest.mark.parametrize("schema, told", [
+    (True, ""), ({"maxLength": 2.0, "minItems": 0.0, "maxProperties": 1e3, "unevaluatedProperties": True}, ""),
+    ({"unevaluatedItems": True, "then": {"const": 1}, "else": False, "minContains": 2, "maxContains": 0}, ""),
+    ({"properties": {"then": {"const": 1}, "minLength": {"const": 2.0}}}, ""), (False, "a schema is an object"),
+    (5, "a schema is an object, not 5"), ([], "a schema is an object"), (None, "a schema is an object"),
+    ({"maxLength": 2.5}, "got 2.5"), ({"unevaluatedItems": False}, "unevaluatedItems"),
+    ({"if": {"const": 1}, "then": {"const": 1}}, "then"), ({"contains": {}, "minContains": 2}, "minContains"),
+    ({"oneOf": [{"type": "integer"}, {"minimum": 2}]}, "no value fits two of its schemas"),
+], ids=str)  # fmt: skip
+def test_what_schemas_say(tiny_llm, schema, told):
+    """Some of it nothing; of the rest what it is that cannot be read."""
+    if not told:
+        followed(tiny_llm, {"json": json.dumps(schema)})
+    else:
+        with pytest.raises(ConfigError, match=told):
+            followed(tiny_llm, {"json": json.dumps(schema)})
+
+
+def test_counts_may_be_whole_floats(tiny_llm):
+    schema = {"type": "array", "items": {"type": "string", "maxLength": 1.0}, "minItems": 2.0, "maxItems": 2.0}
+    (output,) = tiny_llm.generate("Hi", asked(json=schema, disable_any_whitespace=True))
+    jsonschema.validate(json.loads(output.text), schema)
+
+
 def test_annotations_demand_nothing(tiny_llm):
     """Of a schema's `format` those that are known; what looks like one and is a name or a value stays."""
     names = {"format": {"const": "zip"}, "uniqueItems": {"const": 1}}

@@ -41,6 +41,11 @@ STACK = 2**28  # bytes, while a grammar is read: its rules may follow one anothe
 LIMITS = {"initial_lexer_fuel": 300_000, "max_lexer_states": 50_000, "verbose_errors": False}
 END = "<|end of the structured output|>"
 NO_TEXT = "no text can satisfy it"
+SAID = {  # for what llguidance says, if this is in it
+    "NoExtension": NO_TEXT,
+    "Too many items": "too many rules are open at once: lists belong in `*`, not in rules that end with themselves",
+    "coerce_one_of": "oneOf is read where no value fits two of its schemas, as far as can be seen; anyOf is always",
+}
 Bits = NDArray[np.uint8]  # one a token, eight in a byte, the lowest first
 T = TypeVar("T")
 
@@ -435,9 +440,8 @@ def _compile(
 
 
 def _line(message: str) -> str:
-    if "Too many items" in message:
-        return "too many rules are open at once: lists belong in `*`, not in rules that end with themselves"
-    return NO_TEXT if "NoExtension" in message else " ".join(message.replace("<non-verbose/>", "").split())[:200]
+    line = " ".join(message.replace("<non-verbose/>", "").split())[:200]
+    return next((words for sign, words in SAID.items() if sign in message), line)
 
 
 def _deeply(work: Callable[[], T]) -> T:

@@ -27,6 +27,8 @@ SPECIAL = r"\.+*?()|[]{}^$#&-~"  # what a regex reads as more than itself
 FORMATS = "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"
 NAMES = re.compile(r"\^(?:\((?:\?:)?([\w|-]+)\)|([\w-]+))\$")  # a pattern of one name, or of some
 PARTS = "properties", "patternProperties", "dependentSchemas", "$defs", "definitions"  # of a schema: schemas by name
+NEEDS = {"then": "if", "else": "if", "minContains": "contains", "maxContains": "contains"}  # say nothing without
+COUNTS = {f"{bound}{of}" for bound in ("min", "max") for of in ("Length", "Items", "Properties")}
 DATA = "const", "enum", "default", "examples"  # and what is none, whatever it looks like
 ESCAPED = re.compile(r"(\\[^uU])|\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}))")  # in GBNF; the first are left
 # of Lark: texts, regexes and comments; and tokens of their own by their names. What has no end is not looked at twice.
@@ -73,7 +75,10 @@ def written(library: Any, given: StructuredOutputsParams, text: str, added: Mapp
     """
     (kind,) = given.asked
     if kind in ("json", "json_object"):
-        schema = understood(json.loads(text), bool(given.disable_additional_properties))
+        schema = {} if (schema := json.loads(text)) is True else schema
+        if not isinstance(schema, dict):
+            raise ValueError(f"a schema is an object, not {brief(schema)}")
+        schema = understood(schema, bool(given.disable_additional_properties))
         spaces: dict[str, Any] = {"whitespace_pattern": given.whitespace_pattern or WHITESPACE}
         if given.disable_any_whitespace:
             spaces = {"whitespace_flexible": False}
@@ -107,8 +112,8 @@ class Ours(str):
 
 def understood(schema: Any, close: bool = False) -> Any:
     """A schema without what only tells of values, and llguidance takes for demands: formats that it does not know,
-    `uniqueItems` and `propertyNames` (Zod's of a record) that ask for nothing, and keywords that are null (Go's).
-    Bounds that are farther away than llguidance's farthest are these.
+    `uniqueItems`, `propertyNames` (Zod's of a record) and `unevaluated...` that ask for nothing, keywords that are null
+    (Go's), or lack the one they belong to. Bounds that are farther away than llguidance's farthest are these.
 
     close: without properties that it does not name, wherever it says nothing about them. Raises ValueError for what
     would take llguidance too long, and for what only llguidance knows.
@@ -137,6 +142,8 @@ def _understood(schema: Any, close: bool) -> Any:
             found[key] = {name: _understood(part, close) for name, part in value.items()}
         elif key in DATA:
             found[key] = value
+        elif key in COUNTS and isinstance(value, float) and value.is_integer():
+            found[key] = int(value)
         elif key in ("minimum", "exclusiveMinimum") and type(value) in (int, float):
             found[key] = max(value, -FARTHEST)
         elif key in ("maximum", "exclusiveMaximum") and type(value) in (int, float) and not whole:
@@ -145,6 +152,8 @@ def _understood(schema: Any, close: bool) -> Any:
             (key == "uniqueItems" and value is False)
             or (key == "propertyNames" and value in ({"type": "string"}, {}, True))
             or (key == "format" and isinstance(value, str) and value not in FORMATS)
+            or (key in ("unevaluatedProperties", "unevaluatedItems") and value is True)
+            or (key in NEEDS and NEEDS[key] not in schema)
         ):
             found[key] = _understood(value, close)
     return found
@@ -491,7 +500,7 @@ class Tag:
         if kind == "json_schema":
             if has["style"] not in (None, "json"):
                 raise ValueError(f"json_schema: style must be json, not {brief(has['style'])}")
-            return self._part("json", json.dumps({} if has[kind] is True else has[kind]))
+            return self._part("json", json.dumps(has[kind]))
         if has["syntax"] not in (None, "ebnf", "lark"):
             raise ValueError(f"grammar: syntax must be ebnf or lark, not {brief(has['syntax'])}")
         return self._part(kind, has[kind])
