@@ -558,6 +558,22 @@ def test_classes_of_gbnf_are_characters(tiny_llm, text, inside, outside):
             assert bool(legal[token]) is there, letter
 
 
+@pytest.mark.parametrize("text, inside, outside", [
+    (r"[^[\]]", "ab", "[]"), ("[a&&b]", "a&b", "c"), (r"[\]a\&[]", "]a&[", "b"), (r"\[?[[b]", "[b", "a"),
+    ("[]a[]", "]a[", "b"), ("[%--]", "%-", "."), ("[a~~z]", "az~", "b"), ("[[:digit:]a]", "1a", "d:["),
+    (r"[^\d[]", "a]", "1["),
+])  # fmt: skip
+def test_classes_of_regexes_are_pythons(tiny_llm, text, inside, outside):
+    """And ECMAScript's, as JSON Schema has them; classes by name are Rust's alone."""
+    string = {"type": "string", "pattern": f"^{text}$"}
+    names = {"type": "object", "patternProperties": {f"^{text}$": {"const": 1}}, "additionalProperties": False}
+    for given_, around in (({"regex": text}, "{}"), ({"json": string}, '"{}"'), ({"json": names}, '{{"{}": 1}}')):
+        matcher = followed(tiny_llm, given_)[1].matcher
+        for letter in inside + outside:
+            tokens = tiny_llm.tokenizer(around.format(letter), add_special_tokens=False)["input_ids"]
+            assert (matcher.validate_tokens(tokens) == len(tokens)) is (letter in inside), (letter, given_)
+
+
 def test_tokens_of_their_own_that_are_not_special(make_llm):
     """Text that reads like one is text; one that the model has no logits for is no draft."""
     tok = letters(256)

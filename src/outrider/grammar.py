@@ -36,6 +36,9 @@ LARK = re.compile(r'"(?:\\.|[^"\\\n])*"?|/(?!/)(?:\\.|[^/\\])+/?|//.*|#.*|(<(?!\
 SHORT = re.compile(r"/(?:\[[\w-]+\](?:\{\d+(?:,\d+)?\})?|[\w ])+/")  # regexes of bounded length, as plain as can be
 # of GBNF: what a rule begins with, texts, classes of characters, names, comments, and whatever else there is
 GBNF = re.compile(r'([\w-]+)\s*::=|("(?:\\.|[^"\\])*"?|\[(?:\\.|[^\]\\])*\]?|[\w-]+)|#.*|(\S)')
+CLASS = re.compile(r"\\.|(\[\^?\]?)((?:\\.|\[:\^?\w+:\]|[^\]\\])*)", re.S)  # in a regex, up to its last bracket
+SETS = re.compile(r"\\.|\[:\^?\w+:\]|--|[\[&~]", re.S)  # in a class: escapes, names, and what Rust takes for sets
+PLAIN = {"--": r"-\x2d", "[": r"\x5b", "&": r"\x26", "~": r"\x7e"}
 MOST_AT_ONCE = 12  # regexes that a text fits at the same time: each doubles what is to be looked at
 TOO_MANY = f"a text can be asked to fit at most {MOST_AT_ONCE} regexes at once"
 MOST_COPIED = 300  # characters of a schema that is written for several names: copies of copies would be too many
@@ -91,7 +94,7 @@ def written(library: Any, given: StructuredOutputsParams, text: str, added: Mapp
         return str(library.LLMatcher.grammar_from_regex("|".join(words)))
     if kind == "regex":
         _countable(text)
-        return str(library.LLMatcher.grammar_from_regex(text))
+        return str(library.LLMatcher.grammar_from_regex(_classes(text)))
     if kind == "grammar":
         if text.lstrip().startswith("{"):  # llguidance's own, which no limit here knows
             raise ValueError("a grammar is Lark or GBNF, not JSON")
@@ -139,7 +142,10 @@ def _understood(schema: Any, close: bool) -> Any:
         if key == "x-guidance":
             raise ValueError("x-guidance is not taken; whitespace_pattern says what lies between the parts of JSON")
         if key in PARTS and isinstance(value, Mapping):
-            found[key] = {name: _understood(part, close) for name, part in value.items()}
+            parts = {name: _understood(part, close) for name, part in value.items()}
+            found[key] = {_classes(name): parts[name] for name in parts} if key == "patternProperties" else parts
+        elif key == "pattern" and isinstance(value, str):
+            found[key] = _classes(value)
         elif key in DATA:
             found[key] = value
         elif key in COUNTS and isinstance(value, float) and value.is_integer():
@@ -291,7 +297,7 @@ def _gbnf(text: str) -> str:
         if head:
             rules.append((head, []))
         elif rules and (part or sign):
-            rules[-1][1].append(_plain(part) if part.startswith("[") else part or sign)
+            rules[-1][1].append(f"[{_plain(part[1:])}" if part.startswith("[") else part or sign)
         elif part or sign:
             raise ValueError(f"a rule begins with its name and ::=, not {brief(part or sign)}")
     names, taken = {"root": "root"}, {"root", "start"}
@@ -334,9 +340,14 @@ def _recursive(name: str, parts: list[str]) -> tuple[list[str], list[str]]:
     return (again, rest) if rest and all(again) and parts.count(name) == len(again) else ([], [])
 
 
+def _classes(regex: str) -> str:
+    """A regex whose classes of characters are Python's and ECMAScript's."""
+    return CLASS.sub(lambda found: found[1] + _plain(found[2]) if found[1] else found[0], regex)
+
+
 def _plain(characters: str) -> str:
-    """A class of characters without what Rust's regexes take for operations on sets."""
-    return characters.replace("&", r"\x26").replace("~", r"\x7e").replace("--", r"-\x2d")
+    """What stands in a class, without what Rust's regexes take for a class in it or operations on sets."""
+    return SETS.sub(lambda found: PLAIN.get(found[0], found[0]), characters)
 
 
 def literal(text: str, added: Mapping[str, int]) -> str:
