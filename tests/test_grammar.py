@@ -76,6 +76,7 @@ TAGS = {  # a format, what it takes, and what it does not
         ["123456"], ["213456"],
     ),
     "gbnf, lines": (gbnf('root ::= "a"\n  | "b" # or\n  "c"'), ["a", "bc"], ["b", "ac"]),
+    "gbnf, nothing": (gbnf('root ::= a "b" c\na ::=\nc ::= # nothing'), ["b"], ["", "bb"]),
     "gbnf, itself": (
         gbnf('root ::= a " " b " " c d\na ::= "x" a a | "y"\nb ::= ("z" b)? | "y"\nc ::= ws c | "."\nws ::= " "*\n'
              'd ::= "1" d | "2" d | "3" | "4"'),

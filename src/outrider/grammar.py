@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from functools import partial
+from itertools import pairwise
 from typing import Any
 from urllib.parse import unquote
 
@@ -36,6 +37,7 @@ LARK = re.compile(r'"(?:\\.|[^"\\\n])*"?|/(?!/)(?:\\.|[^/\\])+/?|//.*|#.*|(<(?!\
 SHORT = re.compile(r"/(?:\[[\w-]+\](?:\{\d+(?:,\d+)?\})?|[\w ])+/")  # regexes of bounded length, as plain as can be
 # of GBNF: what a rule begins with, texts, classes of characters, names, comments, and whatever else there is
 GBNF = re.compile(r'([\w-]+)\s*::=|("(?:\\.|[^"\\])*"?|\[(?:\\.|[^\]\\])*\]?|[\w-]+)|#.*|(\S)')
+NOTHING = '""'  # in GBNF
 CLASS = re.compile(r"\\.|(\[\^?\]?)((?:\\.|\[:\^?\w+:\]|[^\]\\])*)", re.S)  # in a regex, up to its last bracket
 SETS = re.compile(r"\\.|\[:\^?\w+:\]|--|[\[&~]", re.S)  # in a class: escapes, names, and what Rust takes for sets
 PLAIN = {"--": r"-\x2d", "[": r"\x5b", "&": r"\x26", "~": r"\x7e"}
@@ -314,7 +316,7 @@ def _gbnf(text: str) -> str:
     lines = list[str]()
     for name, parts in ((names[head], [names.get(part, part) for part in found]) for head, found in rules):
         # it drops the brackets of ([0-9]+)?
-        parts = [f'{a} ""' if a in "*+?}" and b == ")" else a for a, b in zip(parts, [*parts[1:], ""], strict=True)]
+        parts = [f'{a} ""' if a in "*+?}" and b == ")" else a for a, b in pairwise([*parts, ""])]
         again, rest = _recursive(name, parts)
         if (
             again
@@ -322,7 +324,7 @@ def _gbnf(text: str) -> str:
             more = fresh(f"{name}-more")
             lines.append(f'{more} ::= "" | {more} ({" | ".join(again)})')
             parts = [more, "(", " | ".join(rest), ")"]
-        lines.append(f"{name} ::= {' '.join(parts)}")
+        lines.append(f"{name} ::= {' '.join(parts) or NOTHING}")
     return "\n".join(lines)
 
 
@@ -336,7 +338,7 @@ def _recursive(name: str, parts: list[str]) -> tuple[list[str], list[str]]:
         else:
             found[-1].append(part)
     again = [" ".join(one[:-1]) for one in found if one[-1:] == [name]]
-    rest = [" ".join(one) or '""' for one in found if one[-1:] != [name]]
+    rest = [" ".join(one) or NOTHING for one in found if one[-1:] != [name]]
     return (again, rest) if rest and all(again) and parts.count(name) == len(again) else ([], [])
 
 
