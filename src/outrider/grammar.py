@@ -80,7 +80,8 @@ def written(library: Any, given: StructuredOutputsParams, text: str, added: Mapp
     """
     (kind,) = given.asked
     if kind in ("json", "json_object"):
-        schema = {} if (schema := json.loads(text)) is True else schema
+        schema = json.loads(text)
+        schema = {} if schema is True else schema  # which says as much
         if not isinstance(schema, dict):
             raise ValueError(f"a schema is an object, not {brief(schema)}")
         schema = understood(schema, bool(given.disable_additional_properties))
@@ -317,10 +318,9 @@ def _gbnf(text: str) -> str:
     for name, parts in ((names[head], [names.get(part, part) for part in found]) for head, found in rules):
         # it drops the brackets of ([0-9]+)?
         parts = [f'{a} ""' if a in "*+?}" and b == ")" else a for a, b in pairwise([*parts, ""])]
+        # each level of x ::= a x | b would be looked at for each token, so: x ::= more b, more ::= "" | more a
         again, rest = _recursive(name, parts)
-        if (
-            again
-        ):  # each level of x ::= a x | b would be looked at for each token, so: x ::= more b, more ::= "" | more a
+        if again:
             more = fresh(f"{name}-more")
             lines.append(f'{more} ::= "" | {more} ({" | ".join(again)})')
             parts = [more, "(", " | ".join(rest), ")"]
