@@ -503,6 +503,8 @@ def test_stop_token_and_end_of_sequence(story, monkeypatch):
     assert ignored.token_ids == full and ignored.finish_reason == "length"
     late = cut_inside_a_block(llm, prompt, full, min_tokens=len(stopped.token_ids))
     assert last not in late.token_ids[: len(stopped.token_ids)]
+    later = cut_inside_a_block(llm, prompt, full, min_tokens=len(stopped.token_ids), ignore_eos=True)
+    assert later.token_ids[: len(late.token_ids)] == late.token_ids and later.finish_reason == "length"
 
 
 @pytest.mark.parametrize("n", [1, 2, 16, 17, 18])

@@ -174,6 +174,10 @@ def test_ends(make):
     ):  # fmt: skip
         first, second = both(model, IDS, **({"attention_mask": MASK, "max_length": 20} | options))
         assert torch.equal(first, second), options
+    model.generation_config.eos_token_id = eos
+    for end in (None, 17):  # these alone are barred among the first tokens, not the model's own
+        first, second = both(model, IDS, attention_mask=MASK, max_new_tokens=12, min_new_tokens=9, eos_token_id=end)
+        assert torch.equal(first, second) and eos[0] in first[0, 8:17]
     model.generation_config.update(eos_token_id=eos, pad_token_id=77, max_new_tokens=9, repetition_penalty=1.2)
     for args in ((IDS,), (IDS, GenerationConfig(repetition_penalty=1.5, max_new_tokens=11))):
         first, second = both(model, *args, attention_mask=MASK)

@@ -283,7 +283,7 @@ def test_penalties(seed):
     params = SamplingParams(
         repetition_penalty=dice.choice([1.0, 1.3, 0.8]), presence_penalty=dice.choice([0, 0.7, -0.5]),
         frequency_penalty=dice.choice([0, 0.4, -1.0]), logit_bias=dice.choice([None, {2: 1.5, 5: -math.inf}]),
-        min_tokens=dice.choice([0, 4]), stop_token_ids=[3],
+        min_tokens=dice.choice([0, 4]), stop_token_ids=[3], ignore_eos=dice.choice([False, True]),
     )  # fmt: skip
     prompt = dice.choices(range(VOCAB), k=dice.randint(1, 4))
     seq = Sequence(prompt, params, 0, eos=[6])

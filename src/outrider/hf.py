@@ -180,9 +180,11 @@ class Accelerated:
                 asked |= {"max_new_tokens": None, "max_length": max(own.max_length, ids.shape[1] + 1)}
         ends = [] if any(type(own) is EosTokenCriteria for own in criteria) else eos
         params = _sampling(asked, ids.shape[1], ends, config.max_positions)
-        if params.min_tokens and eos and not ends:  # they end nothing, and are banned all the same
-            own = MinNewTokensLengthLogitsProcessor(ids.shape[1], params.min_tokens, eos, device=str(ids.device))
-            processors.append(own)
+        if params.min_tokens and set(eos) != set(config.eos):  # the engine would bar the model's own, generate these
+            if eos:
+                own = MinNewTokensLengthLogitsProcessor(ids.shape[1], params.min_tokens, eos, device=str(ids.device))
+                processors.insert(0, own)
+            params = params.having(min_tokens=0)
         starts = _starts(ids, attention_mask, pad if pad not in eos else None)
         criteria += self._stop_strings(asked["stop_strings"], tokenizer)
         copies = asked["num_return_sequences"]

@@ -361,8 +361,8 @@ def process(logits: Tensor, row: Row) -> Tensor:
     if p.logit_bias:
         ids, biases = _biases(seq, logits)
         logits[ids] = (logits[ids] + biases).clamp(max=LARGEST).to(logits)
-    if row.position - seq.prompt_len < p.min_tokens and seq.eos:
-        logits[list(seq.eos)] = float("-inf")
+    if row.position - seq.prompt_len < p.min_tokens and seq.barred:
+        logits[list(seq.barred)] = float("-inf")
     if p.allowed_token_ids is not None:
         logits = torch.full_like(logits, float("-inf")).index_copy_(0, *_allowed(seq, logits))
     if seq.banned:

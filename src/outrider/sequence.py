@@ -49,7 +49,9 @@ class Sequence:
         self.params = params
         self._edits, self._greedy = params.edits, params.greedy  # asked at each step
         self.seed = seed
-        self.eos = frozenset(eos if not params.ignore_eos else ()) | frozenset(params.stop_token_ids or ())
+        stops = frozenset(params.stop_token_ids or ())
+        self.barred = stops | frozenset(eos)  # not to be written among the first min_tokens
+        self.eos = stops if params.ignore_eos else self.barred  # what ends it
         self.max_len = min(self.prompt_len + params.max_tokens, max_len or 2**62)
         self.finish_reason: str | None = None
         self.error: Exception | None = None  # what ended it, if its finish_reason is "error"
