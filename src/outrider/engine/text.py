@@ -50,7 +50,7 @@ class TextStream:
     def __init__(self, tokenizer: Any, params: SamplingParams, prompt: Sequence[int] = ()) -> None:
         self.tokenizer, self.stops = tokenizer, params.stops
         self.include, self.skip_special = params.include_stop_str_in_output, params.skip_special_tokens
-        self.min_tokens = params.min_tokens  # stop strings count only behind these
+        self.min_tokens = params.min_tokens  # stop strings count only if they end behind these
         self.count = 0  # tokens fed
         self.stop_reason: str | None = None  # the stop string that has ended it
         self._window = self._context(prompt)
@@ -61,6 +61,7 @@ class TextStream:
         self._parts: list[str] = []
         self._taken = 0  # parts handed out
         self._tail = ""  # text behind them, in which a stop string may have begun
+        self._early = 0  # characters of it that are of the first min_tokens
 
     @property
     def text(self) -> str:
@@ -115,17 +116,23 @@ class TextStream:
             self._window.pop()  # special tokens, or the like, without end
 
     def _add(self, fresh: str) -> None:
-        if not self.stops or self.count <= self.min_tokens:
+        if not self.stops:
             self._parts.append(fresh)
             return
         self._tail += fresh
-        if found := [(at, stop) for stop in self.stops if (at := self._tail.find(stop)) >= 0]:
+        if self.count <= self.min_tokens:
+            self._early = len(self._tail)
+        if found := [(at, stop) for stop in self.stops if (at := self._find(stop)) >= 0]:
             at, stop = min(found)
             safe, self.stop_reason = at + len(stop) * self.include, stop
         else:
             safe = next((at for at in range(len(self._tail)) if self._begins(self._tail[at:])), len(self._tail))
         self._parts.append(self._tail[:safe])
-        self._tail = "" if self.stopped else self._tail[safe:]
+        self._tail, self._early = "" if self.stopped else self._tail[safe:], max(0, self._early - safe)
+
+    def _find(self, stop: str) -> int:
+        """Where in the tail a stop string begins that ends behind the first tokens; -1 if none does."""
+        return self._tail.find(stop, max(0, self._early + 1 - len(stop)))
 
     def _begins(self, text: str) -> bool:
         return any(stop.startswith(text) for stop in self.stops)
