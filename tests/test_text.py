@@ -84,6 +84,19 @@ def test_the_first_of_several_stops_counts(tokenizer):
     assert "".join(taken) == "One t"
 
 
+@pytest.mark.parametrize("stops", [["abcd", "bc"], ["bc", "abc"]])
+def test_the_stop_that_ends_first_counts(stops):
+    """However the text is cut into tokens; of two that end together, the one that stands first in the list."""
+
+    class Pieces:
+        def decode(self, tokens, **_):
+            return "".join(words[token] for token in tokens)
+
+    for words in (["abcd"], ["abc", "d"], [*"abcd"]):
+        taken, stream = pieces(Pieces(), range(len(words)), stop=stops)
+        assert stream.stop_reason == "bc" and "".join(taken) == "a"
+
+
 def test_special_tokens(tokenizer):
     tokens = [*tokenizer("Hi", add_special_tokens=False)["input_ids"], tokenizer.bos_token_id]
     assert "".join(pieces(tokenizer, tokens)[0]) == "Hi"
@@ -209,8 +222,8 @@ def test_stop_strings_are_found_as_soon_as_they_are_there(kind, include):
             elif found := [
                 (at, stop) for stop in stops if (at := plain.text.find(stop, max(0, len(before) + 1 - len(stop)))) >= 0
             ]:
-                at, shortest = min(found)
-                expected = plain.text[: at + len(shortest) * include]
+                at, first = min(found, key=lambda found: found[0] + len(found[1]))
+                expected = plain.text[: at + len(first) * include]
                 break
         else:
             plain.feed([], final=True)

@@ -123,7 +123,7 @@ class TextStream:
         if self.count <= self.min_tokens:
             self._early = len(self._tail)
         if found := [(at, stop) for stop in self.stops if (at := self._find(stop)) >= 0]:
-            at, stop = min(found)
+            at, stop = min(found, key=lambda one: one[0] + len(one[1]))  # the first to end, however tokens are cut
             safe, self.stop_reason = at + len(stop) * self.include, stop
         else:
             safe = next((at for at in range(len(self._tail)) if self._begins(self._tail[at:])), len(self._tail))
