@@ -170,10 +170,16 @@ def test_ends(make):
         {"eos_token_id": eos, "min_new_tokens": 5}, {"eos_token_id": eos, "min_length": 12}, {"max_length": 15},
         {"eos_token_id": eos, "pad_token_id": 9, "attention_mask": None},
         {"eos_token_id": None, "max_new_tokens": None}, {"num_beams": 1, "use_cache": True, "typical_p": 1.0},
-        {"max_new_tokens": np.int64(3)},
+        {"max_new_tokens": np.int64(3)}, {"eos_token_id": torch.tensor(eos)},
     ):  # fmt: skip
         first, second = both(model, IDS, **({"attention_mask": MASK, "max_length": 20} | options))
         assert torch.equal(first, second), options
+    expected = model.generate(IDS, attention_mask=MASK, max_length=20, eos_token_id=eos)
+    for given in (np.array(eos), tuple(eos)):
+        model.generation_config.eos_token_id = given
+        with outrider.hf.accelerate(model):
+            for own in ({}, {"eos_token_id": given}):
+                assert torch.equal(model.generate(IDS, attention_mask=MASK, max_length=20, **own), expected)
     model.generation_config.eos_token_id = eos
     for end in (None, 17):  # these alone are barred among the first tokens, not the model's own
         first, second = both(model, IDS, attention_mask=MASK, max_new_tokens=12, min_new_tokens=9, eos_token_id=end)
@@ -300,6 +306,7 @@ def test_refusals(make):
             "do_sample=False": {"do_sample": True, "temperature": 0.0}, "top_p": {"do_sample": True, "top_p": 2.0},
             "need a tokenizer": {"stop_strings": "a"}, "padding on the left|left": {"attention_mask": MASK.flip(1)},
             "shape": {"attention_mask": MASK[:1]}, "pad_token_id": {"stopping_criteria": [lambda ids, scores: True]},
+            "eos_token_id must be": {"eos_token_id": "a"}, "eos_token_id .*1.5": {"eos_token_id": [5, 1.5]},
             "give inputs or": {"input_ids": IDS}, "seed must": {"seed": "x"}, "a 64-bit": {"seed": 2**64},
             "must be a GenerationConfig": {"generation_config": {"max_new_tokens": 5}},
         }.items():  # fmt: skip
@@ -313,6 +320,7 @@ def test_refusals(make):
             with pytest.raises(ConfigError, match="give inputs or input_ids"):
                 model.generate(bad)
         assert model.generate(IDS, max_new_tokens=1, do_sample=True, seed=2**64 - 1).shape == (3, 9)  # rows wrap around
+        assert model.generate(IDS, max_new_tokens=1, num_return_sequences=None).shape == (3, 9)  # as if not given
         assert model.generate(IDS, max_new_tokens=1).shape == (3, 9)  # nothing is left behind
 
 

@@ -187,7 +187,7 @@ class Accelerated:
             params = params.having(min_tokens=0)
         starts = _starts(ids, attention_mask, pad if pad not in eos else None)
         criteria += self._stop_strings(asked["stop_strings"], tokenizer)
-        copies = asked["num_return_sequences"]
+        copies = asked["num_return_sequences"] or 1
         ids, starts = ids.long().repeat_interleave(copies, 0), [start for start in starts for _ in range(copies)]
         pad = pad if pad is not None else next(iter(eos), None)
         if len(ids) > 1 and (streamer is not None or (criteria and pad is None)):
@@ -292,8 +292,11 @@ def _options(kwargs: dict[str, Any], *configs: Any) -> dict[str, Any]:
 
 
 def _eos(given: Any) -> list[int]:
-    values = given.tolist() if isinstance(given, Tensor) else given
-    return [] if values is None else list(values) if isinstance(values, (list, tuple)) else [values]
+    values = given.tolist() if hasattr(given, "tolist") else given  # a tensor, or an array
+    ids = [] if values is None else values if isinstance(values, (list, tuple)) else [values]
+    if any(whole(token, -(2**62)) is None for token in ids):  # -1 stands for none
+        raise ConfigError(f"eos_token_id must be a token id, a list or a tensor of them, or None, not {brief(given)}")
+    return [int(token) for token in ids]
 
 
 def _starts(ids: Tensor, mask: Tensor | None, pad: int | None) -> list[int]:
@@ -322,7 +325,7 @@ def _sampling(asked: dict[str, Any], width: int, eos: list[int], context: int) -
     least = asked["min_new_tokens"] if asked["min_new_tokens"] is not None else (asked["min_length"] or 0) - width
     chosen = {name: asked[name] for name in ("temperature", "top_k", "top_p", "min_p") if asked[name] is not None}
     if not asked["do_sample"]:
-        if asked["num_return_sequences"] != 1:
+        if asked["num_return_sequences"] not in (None, 1):
             raise ConfigError("num_return_sequences above 1 needs do_sample=True: greedy rows would all be the same")
         chosen = {"temperature": 0}
     elif chosen.get("temperature") == 0:
