@@ -415,6 +415,25 @@ def test_draft_models_count_for_memory(make_llm, make_checkpoint):
     assert llm.generate([1], max_tokens=10)[0].metrics["method"] == "none"
 
 
+def test_what_is_queued_while_a_draft_model_loads_must_fit_beside_it(make_llm, make_checkpoint, monkeypatch):
+    llm = make_llm(engine={"kv_memory": 4 * make_llm().runner.kv.nbytes(20)})
+    load, requests = llm._load_draft, []
+
+    def meanwhile(*given):
+        for most in (70, 10):
+            requests.extend(llm.engine.add([1], SamplingParams(n=2, max_tokens=most, ignore_eos=True)))
+        return load(*given)
+
+    monkeypatch.setattr(llm, "_load_draft", meanwhile)
+    llm.speculative_config = {"model": str(make_checkpoint(noise=0.01))}
+    for _ in llm.engine.run():
+        pass
+    assert [len(request.seq.output) for request in requests] == [0, 0, 10, 10]  # they fail before they begin
+    with refused(RequestTooLong, "kv_memory"):
+        llm.engine.finish(requests[:1])
+    assert_released(llm)
+
+
 def test_text_and_chat(tiny_llm, random_llm):
     for prompt in ("", ["Hello", ""]):
         with refused(EmptyPrompt, "empty"):

@@ -292,12 +292,18 @@ class Engine:
                 f"the prompt has {len(prompt)} tokens and max_tokens asks for {params.max_tokens} more: "
                 f"together {need}, over the context of {self.max_len}; {cure}"
             )
-        if (size := self._kv_bytes(need)) > self.kv_memory:
-            raise RequestTooLong(
-                f"{need} tokens of prompt and output need {size / 2**10:,.0f} KiB for keys and values, the drafter's "
-                f"included, over the {self.kv_memory / 2**10:,.0f} KiB there are; lower max_tokens, shorten the prompt "
-                "or raise kv_memory"
-            )
+        if error := self._too_large(need):
+            raise error
+
+    def _too_large(self, tokens: int) -> RequestTooLong | None:
+        """What is wrong with a request of so many tokens, if the memory cannot hold it beside the drafter's."""
+        if (size := self._kv_bytes(tokens)) <= self.kv_memory:
+            return None
+        return RequestTooLong(
+            f"{tokens} tokens of prompt and output need {size / 2**10:,.0f} KiB for keys and values, the drafter's "
+            f"included, over the {self.kv_memory / 2**10:,.0f} KiB there are; lower max_tokens, shorten the prompt "
+            "or raise kv_memory"
+        )
 
     def _check_begun(self, begun: list[list[int]], params: SamplingParams) -> None:
         vocab = self.runner.model.config.vocab_size
@@ -320,6 +326,9 @@ class Engine:
         """Let those in, in their order, whose tokens so far there is room for, and for everybody to grow a little."""
         promised = sum(self._lacks(r) for r in self.running)
         while len(self.running) < self.config.max_num_seqs and (request := next(filter(_ready, self.waiting), None)):
+            if not request.timing.queued and (error := self._too_large(request.seq.max_len)):
+                self._fail(request, error)  # the drafter has changed since it was added
+                continue
             first = request.first.seq if request.first else None
             found = self.runner.begin(request.seq, first)
             self._bound([*self.running, request])
