@@ -310,7 +310,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # over the output
     logit_bias: Mapping[int, float] | None = None
     seed: int | None = None  # None = random, reported with the output
-    max_tokens: int = 256
+    max_tokens: int = 256  # counts as asked for, given or not: RequestTooLong if the context has no room for it
     min_tokens: int = 0  # no end-of-sequence or stop token before this many
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
