@@ -169,6 +169,15 @@ MESSAGES = [  # text, reasoning, content, calls
     ("<|channel|>commentary to=python<|message|>1+1", "", "1+1", []),
     ("<|channel|>analysis to=functions.now<|message|>{}", "", "", [("now", "{}")]),
     ("<|channel|>" + "a" * 999, "", "<|channel|>" + "a" * 999, []),
+    # headers without their end
+    (f'{THOUGHT}Hm.{NEXT}<|channel|>final {{"a": 1}}', "Hm.", '{"a": 1}', []),
+    (f"<|channel|>analysis He asks.{NEXT}<|channel|>final So to=5 <|end|>", "He asks.", "So to=5 ", []),
+    (f"<|channel|>analysis<|end|>{FINAL}Hello.", "", "Hello.", []), ("<|channel|>final<|return|>", "", "", []),
+    (f"<|channel|>commentary to=functions.now {{}}{NEXT}<|channel|>final<|message|>Hello.", "", "Hello.", []),
+    (f"<|start|>assistant<|end|>{FINAL}Hello.", "", "Hello.", []), ("<|channel|>commentary t", "", "", []),
+    ("<|channel|>analysis a <|start|>assistant<|channel|>final b", "a ", "b", []),
+    ("<|channel|>final <|constrain|>json {}<|end|>", "", "{}", []),
+    ("<|channel|>final " + "a" * 999 + NEXT + HEAD, "", "a" * 999, [("now", "")]),
 ]  # fmt: skip
 
 
@@ -191,7 +200,7 @@ WORDS = [
     "final",
     "commentary",
 ]
-WORDS += [" to=functions.now", " ", "<", "<|st", "|>", "{}", "text", "a" * 300, "b" * 211]
+WORDS += [" to=functions.now", "<|constrain|>", " t", " ", "<", "<|st", "|>", "{}", "text", "a" * 300, "b" * 211]
 
 
 @settings(max_examples=300)

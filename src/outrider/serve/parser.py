@@ -15,7 +15,12 @@ Delta = dict[str, Any]
 PIECE = 4096  # characters read at a time, since what is behind each call is copied
 HEADERS = "<|start|>", "<|channel|>", "to=functions."  # what a message of gpt-oss's begins with
 HEADER = re.compile(rf"\s*({'|'.join(map(re.escape, HEADERS))})")
-CLOSINGS = "<|end|>", "<|call|>", "<|return|>", *HEADERS[:2]
+ENDINGS = "<|end|>", "<|call|>", "<|return|>"
+CLOSINGS = *ENDINGS, *HEADERS[:2]
+BROKEN = re.compile(  # a header without `<|message|>`, up to its text; none of a call
+    r"\s*(<\|start\|>\s*assistant\s*)?<\|channel\|>\s*(analysis|commentary|final)\b(?!\s*to?(=|$))"
+    r"(\s*<\|constrain\|>\s*\w*)?\s*"
+)
 RECIPIENT, ANALYSIS = re.compile(r"\bto=functions\.([\w.-]+)"), re.compile(r"<\|channel\|>\s*analysis\b")
 LONGEST_HEADER = 4 * LONGEST_NAME
 
@@ -184,6 +189,8 @@ class Harmony(Parser):
     def finish(self) -> list[Delta]:
         """The answer has ended: a header that was cut off is nobody's."""
         deltas = self._read("")
+        while not self._kind and self._breaks():
+            deltas += self._read("")
         if not self._kind and not HEADER.match(self._held):
             self._kind = "content"
         if self._kind:
@@ -200,12 +207,18 @@ class Harmony(Parser):
             self._held = self._blank = ""
 
     def _header(self) -> list[Delta]:
-        header, mark, behind = until(self._held, ("<|message|>",))
-        begun, short = HEADER.match(header), len(header) < LONGEST_HEADER
+        begun = HEADER.match(self._held)
+        header, mark, behind = until(self._held, ("<|message|>", *(ENDINGS if begun else ())))
+        short = len(header) < LONGEST_HEADER
         if not mark and short and (begun or any(each.startswith(header.lstrip()) for each in HEADERS)):
             return []
         self._said = ""
-        if not (mark and short and begun):
+        if not (mark == "<|message|>" and short and begun):
+            if self._breaks():
+                return []
+            if begun and short:  # ended without a text
+                self._held = behind
+                return []
             self._kind, end = "content", begun.end() if begun else 0
             text, self._held = self._held[:end], self._held[end:]
             return self._say(text)
@@ -216,6 +229,13 @@ class Harmony(Parser):
             return [_delta(self.calls - 1, {"id": self.family.new_id(), "type": "function", "function": function})]
         self._kind = "reasoning" if ANALYSIS.search(header) else "content"
         return []
+
+    def _breaks(self) -> bool:
+        """Whether what is held is a header without its end, whose message then begins behind the channel."""
+        if broken := BROKEN.match(self._held):
+            self._kind, self._held = "reasoning" if broken[2] == "analysis" else "content", self._held[broken.end() :]
+            self.marked = True
+        return bool(broken)
 
     def _body(self) -> list[Delta]:
         text, mark, self._held = until(self._held, CLOSINGS)
