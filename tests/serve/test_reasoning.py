@@ -167,6 +167,7 @@ MESSAGES = [  # text, reasoning, content, calls
     (" <|x|> ", "", " <|x|> ", []),
     ("<|channel|>commentary to=functions.then <|constrain|>json<|message|>{}", "", "{}", []),
     ("<|channel|>commentary to=python<|message|>1+1", "", "1+1", []),
+    ("<|channel|>commentary to=now <|constrain|>json<|message|>{}", "", "", [("now", "{}")]),
     ("<|channel|>analysis to=functions.now<|message|>{}", "", "", [("now", "{}")]),
     ("<|channel|>" + "a" * 999, "", "<|channel|>" + "a" * 999, []),
     # headers without their end

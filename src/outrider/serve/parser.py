@@ -21,7 +21,7 @@ BROKEN = re.compile(  # a header without `<|message|>`, up to its text; none of 
     r"\s*(<\|start\|>\s*assistant\s*)?<\|channel\|>\s*(analysis|commentary|final)\b(?!\s*to?(=|$))"
     r"(\s*<\|constrain\|>\s*\w*)?\s*"
 )
-RECIPIENT, ANALYSIS = re.compile(r"\bto=functions\.([\w.-]+)"), re.compile(r"<\|channel\|>\s*analysis\b")
+RECIPIENT, ANALYSIS = re.compile(r"\bto=(?:functions\.)?([\w.-]+)"), re.compile(r"<\|channel\|>\s*analysis\b")
 LONGEST_HEADER = 4 * LONGEST_NAME
 
 
