@@ -19,7 +19,7 @@ from outrider import SamplingParams
 from outrider.grammar import literal
 from outrider.serve import app
 from outrider.serve.calls import HARMONY, HERMES, TO
-from outrider.serve.parser import Harmony, Parser, parse
+from outrider.serve.parser import Harmony, Parser, parse, regrouped
 from outrider.serve.reasoning import BRACKETS, CHANNELS, SEED, THINK, Reader, Way, opened, way_of
 from outrider.serve.tools import check, constraint, family_of
 from tests.serve.conftest import Client
@@ -219,6 +219,11 @@ def test_whether_a_message_that_calls_was_cut_off():
         reader = Harmony({"now": {}})
         heard(reader, [HEAD + said])
         assert reader.calls == 1 and reader.broken is broken
+    for said, broken in (("", False), ("[1]", False), ('{"a": ', True)):  # by a token, which is no text
+        reader = Harmony({"now": {}})
+        deltas = [*reader.feed(HEAD + said), *reader.finish(closed=True)]
+        assert regrouped(deltas)[1][0]["function"]["arguments"] == (said if broken else "{}")
+        assert reader.broken is broken
     reader = Harmony({"now": {}})
     reader.feed(THOUGHT)
     assert reader.thinking
@@ -346,6 +351,8 @@ def test_gpt_oss_calls(special, client, tiny_llm):
     (call,) = choice["message"]["tool_calls"]
     assert choice["message"]["reasoning"] == "Rain?" and choice["message"]["content"] is None
     assert choice["finish_reason"] == "tool_calls" and call["function"]["name"] == "get_weather"
+    empty, _ = both(client, says(special, HEAD.replace("now", "get_weather"), tools=TOOLS))
+    assert empty["finish_reason"] == "tool_calls" and empty["message"]["tool_calls"][0]["function"]["arguments"] == "{}"
     text = f"{FINAL}\n\n{NEXT} to=functions.get_weather<|channel|>analysis code<|message|>{{}}"
     other, usage = both(client, says(special, text, tools=TOOLS))  # both compares with the stream
     assert (

@@ -299,7 +299,10 @@ class Chat(Reply):
             self._readers[event.index] = self.how.reader(self._end_of_prompt)
         if (parser := self._readers[event.index]) is None:
             return [{"content": event.text}] if event.text else []
-        found = parser.feed(event.text) + (parser.finish() if event.finish_reason is not None else [])
+        found = parser.feed(event.text)
+        if event.finish_reason is not None:
+            by_string = event.output is not None and isinstance(event.output.stop_reason, str)
+            found += parser.finish(closed=event.finish_reason == "stop" and not by_string)
         if self.body.parallel_tool_calls is False:
             found = [delta for delta in found if not any(call["index"] for call in delta.get("tool_calls", ()))]
         return found

@@ -68,8 +68,9 @@ class Parser:
                 break
         return deltas
 
-    def finish(self) -> list[Delta]:
-        """The answer has ended: what was held back, and is no call, is content."""
+    def finish(self, closed: bool = False) -> list[Delta]:
+        """The answer has ended (closed: by a token of its own, which may have closed a message): what was held back,
+        and is no call, is content."""
         deltas = self._read("")
         held = ""
         if self._call is not None and self._call.index < 0:
@@ -186,7 +187,7 @@ class Harmony(Parser):
                 break
         return [delta for delta in deltas if not (self.forced and "content" in delta)]
 
-    def finish(self) -> list[Delta]:
+    def finish(self, closed: bool = False) -> list[Delta]:
         """The answer has ended: a header that was cut off is nobody's."""
         deltas = self._read("")
         while not self._kind and self._breaks():
@@ -195,6 +196,8 @@ class Harmony(Parser):
             self._kind = "content"
         if self._kind:
             deltas += self._say(self._held)
+        if closed:
+            deltas += self._closed()
         self.broken = self._kind == "arguments" and not isinstance(value_of(self._said), dict)
         deltas += [{"content": self._blank}] if self._blank and not self.calls else []
         self._held = self._blank = ""
@@ -241,12 +244,17 @@ class Harmony(Parser):
         text, mark, self._held = until(self._held, CLOSINGS)
         deltas = self._say(text)
         if mark:
-            if self._kind == "arguments" and self._said.lstrip()[:1] != "{":  # what is no object says nothing
-                self._said = ""
-                deltas += self._say("{}")
+            deltas += self._closed()
             self._held = (mark if mark in HEADERS else "") + self._held
             self._kind = ""
         return deltas
+
+    def _closed(self) -> list[Delta]:
+        """What a message's end adds: arguments that are no object say nothing."""
+        if self._kind != "arguments" or self._said.lstrip()[:1] == "{":
+            return []
+        self._said = ""
+        return self._say("{}")
 
     def _say(self, text: str) -> list[Delta]:
         if not text:

@@ -162,15 +162,15 @@ class Reader:
             self._held = ""
         return deltas
 
-    def finish(self) -> list[Delta]:
-        """The answer has ended: what was held back belongs to what it came in."""
+    def finish(self, closed: bool = False) -> list[Delta]:
+        """The answer has ended (as `Parser.finish` takes it): what was held back belongs to what it came in."""
         held, self._held = self._held, ""
         deltas = list[Delta]()
         if self.thinking:
             deltas = [{"reasoning": held.rstrip()}] if held.strip() else []
         elif self._place == "before":
             deltas = self._answer(held)
-        return deltas + (self.parser.finish() if self.parser else [])
+        return deltas + (self.parser.finish(closed) if self.parser else [])
 
     def _answer(self, text: str) -> list[Delta]:
         if self.parser:
