@@ -325,18 +325,23 @@ def test_space_around_calls(text, content, calls):
         (MISTRAL, '[TOOL_CALLS][{"name" <b', '[TOOL_CALLS][{"name" <b', 0),
         (CODER, "Use `<function=now>` so: 1 < 2.\nDone.", "Use `<function=now>` so: 1 < 2.\nDone.", 0),
         (SEED, "<function=now></par and more", "<function=now></par and more", 0),
+        (PYTHONIC, "[now()] Done.", " Done.", 1),
+        (PYTHONIC, "[now()].", ".", 1),
+        (PYTHONIC, "[now(), now()]\nI did it.", "\nI did it.", 2),
+        (XLAM, f"[{CALL}]\n[{CALL}]", "", 2),
     ],
 )
 def test_how_models_write_otherwise(family, text, content, calls):
-    got, found = heard(parser_of(family, {"now": {}}), [text])
-    assert len(found) == calls and (content is None or got.strip() == content.strip())
-    if content is None:
-        assert got.replace("</tool_call>", "") in text
-    for call in found:
-        if text.endswith(": "):
-            assert call["arguments"] == '{"a": '  # cut by max_tokens
-        else:
-            json.loads(call["arguments"])
+    for cut in ([text], list(text)):
+        got, found = heard(parser_of(family, {"now": {}}), cut)
+        assert len(found) == calls and (content is None or got.strip() == content.strip())
+        if content is None:
+            assert got.replace("</tool_call>", "") in text
+        for call in found:
+            if text.endswith(": "):
+                assert call["arguments"] == '{"a": '  # cut by max_tokens
+            else:
+                json.loads(call["arguments"])
 
 
 @pytest.mark.parametrize("said", ["", ', "arguments": null ', ', "arguments": ""', ', "arguments": {}'])
