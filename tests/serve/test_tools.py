@@ -329,6 +329,9 @@ def test_space_around_calls(text, content, calls):
         (PYTHONIC, "[now()].", ".", 1),
         (PYTHONIC, "[now(), now()]\nI did it.", "\nI did it.", 2),
         (XLAM, f"[{CALL}]\n[{CALL}]", "", 2),
+        (MISTRAL, f"[TOOL_CALLS] [{CALL}][TOOL_CALLS] [{CALL}]\n[1](http://x)", "\n[1](http://x)", 2),
+        (MISTRAL, f"[TOOL_CALLS] {CALL}[TOOL_CALLS] {CALL}", "", 2),
+        (LLAMA, f"{CALL}\n\n[Note: done]", "\n\n[Note: done]", 1),
     ],
 )
 def test_how_models_write_otherwise(family, text, content, calls):

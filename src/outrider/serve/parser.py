@@ -121,11 +121,11 @@ class Parser:
                 self._lead, self._held = self._lead + text[:i], text[i:]
                 return []
             stray = c in "]}" and self._behind and bool(closing)  # one bracket too many, before the mark
-            over = self._behind and c == "]" and not closing  # the list is
+            over = self._behind and (c == "[" or (c == "]" and not closing))  # the list is
             if over or not (c.isspace() or c in self.family.listed or stray):
                 content, self._lead, self._inside = self._lead + text[:i], "", False
                 if self._behind:  # of a list nothing is left but space
-                    self._held = "".join(filter(str.isspace, content)) + text[i + over :]
+                    self._held = "".join(filter(str.isspace, content)) + text[i + (c == "]") :]
                     return []
                 self._held = text[i:]
                 self._fresh = self._fresh and not content.strip()
