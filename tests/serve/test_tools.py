@@ -205,6 +205,7 @@ def test_what_is_no_call_is_content(family, text, size):
 
 
 CALL = '{"name": "now", "arguments": {"a": 1}}'
+OTHER = CALL.replace("now", "then")
 WORDS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS] ", "<|python_tag|>", "<tool", "[", "]", "; ", " ", "\n\n", "done"]
 WORDS += [CALL, CALL[:-2] + '}, "parameters": {"b": 22}}', '{"parameters": {}, "name": "now"}', '{"a": "}"}', CALL[:16]]
 WORDS += [
@@ -219,7 +220,7 @@ WORDS += [
     "<|tool_call|>",
     "<|/tool_call|>",
 ]
-WORDS += ["[now(a=1", "now(b='2\\'')", ")", ", ", "a=[True, null]"]
+WORDS += [OTHER, "then()", "[now(a=1", "now(b='2\\'')", ")", ", ", "a=[True, null]"]
 WORDS += ["<|channel|>commentary to=functions.now", " <|constrain|>json", "<|message|>", "<|end|>", "<|call|>"]
 WORDS += ["<|start|>assistant", "<|channel|>analysis", "<|channel|>final", "<|channel|>commentary"]
 WORDS += [
@@ -329,6 +330,13 @@ def test_space_around_calls(text, content, calls):
         (PYTHONIC, "[now()].", ".", 1),
         (PYTHONIC, "[now(), now()]\nI did it.", "\nI did it.", 2),
         (XLAM, f"[{CALL}]\n[{CALL}]", "", 2),
+        (MISTRAL, f"[TOOL_CALLS] [{OTHER}, {CALL}]", f"[TOOL_CALLS] [{OTHER}", 1),
+        (GRANITE, f"<|tool_call|>[{CALL}, {OTHER}, {CALL}]", f", {OTHER}", 2),
+        (LLAMA, f"<|python_tag|>{OTHER}; {CALL}", f"<|python_tag|>{OTHER}", 1),
+        (PYTHONIC, "[now(), then(a=1), now(a=now()), now(a=2)] Done.", ", then(a=1), now(a=now()) Done.", 2),
+        (HERMES, f"<tool_call>\n{OTHER}\n{CALL}\n</tool_call>", f"<tool_call>\n{OTHER}", 1),
+        (MISTRAL, f"[TOOL_CALLS] [{OTHER}] Done", f"[TOOL_CALLS] [{OTHER}] Done", 0),
+        (PYTHONIC, "[then()] now()", "[then()] now()", 0),
         (MISTRAL, f"[TOOL_CALLS] [{CALL}][TOOL_CALLS] [{CALL}]\n[1](http://x)", "\n[1](http://x)", 2),
         (MISTRAL, f"[TOOL_CALLS] {CALL}[TOOL_CALLS] {CALL}", "", 2),
         (LLAMA, f"{CALL}\n\n[Note: done]", "\n\n[Note: done]", 1),

@@ -121,7 +121,10 @@ class Parser:
                 self._lead, self._held = self._lead + text[:i], text[i:]
                 return []
             stray = c in "]}" and self._behind and bool(closing)  # one bracket too many, before the mark
-            over = self._behind and (c == "[" or (c == "]" and not closing))  # the list is
+            if c == "]":  # the list's end, unless it has just begun, or a mark ends it
+                over = not closing and (self._behind or not ("[" in self._lead or "[" in text[:i]))
+            else:
+                over = c == "[" and self._behind
             if over or not (c.isspace() or c in self.family.listed or stray):
                 content, self._lead, self._inside = self._lead + text[:i], "", False
                 if self._behind:  # of a list nothing is left but space
@@ -154,7 +157,8 @@ class Parser:
         if call.done:
             if call.index < 0:
                 deltas.append({"content": self._lead + call.text})
-                self._inside, self._fresh = False, False
+                whole = not call.depth and call.text.endswith(("}", ")"))  # then others may stand behind it
+                self._inside, self._fresh = whole, False
             elif self.family.shape == "named":  # each has its own mark
                 self._inside = False
             self._lead, self._call = "", None
