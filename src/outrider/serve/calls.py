@@ -444,7 +444,7 @@ class Family:
 
 HERMES = Family(  # and Qwen's, SmolLM3's, Granite 4's
     "hermes", ("<tool_call>",), "<tool_call>\n", "\n</tool_call>", "\n</tool_call>\n<tool_call>\n",
-    closing="</tool_call>", listed="",
+    closing="</tool_call>", listed="[],",
 )  # fmt: skip
 CODER = replace(  # whose models leave out the first mark now and then
     HERMES, name="qwen3_coder", marks=("<tool_call>", FUNCTION), shape="tagged", opening=FUNCTION
