@@ -461,6 +461,17 @@ def test_tagged_values_are_what_their_schemas_say():
     assert parser.finish() == [] and parser.broken
 
 
+@pytest.mark.parametrize("kind", ["string", "object"])
+def test_a_tag_of_what_was_given_already_is_part_of_a_value(kind):
+    """Such as a text about such calls."""
+    value = 'x = """\n<parameter=a>\n<parameter=b>\n<parameter=' + "c" * 200 + '>\n<parameter=a\n"""'
+    text = f"<function=now>\n<parameter=a>\n1\n</parameter><parameter=b>\n{value}\n<parameter=c>\n2\n</function>"
+    schema = {"properties": {"b": {"type": kind}}}
+    for cut in ([text], list(text), [text[at : at + 7] for at in range(0, len(text), 7)]):
+        content, (call,) = heard(Parser(CODER, {"now": schema}), cut)
+        assert not content and json.loads(call["arguments"]) == {"a": "1", "b": value, "c": "2"}
+
+
 def test_types_of_tagged_values_are_found_behind_references():
     loop = {"anyOf": [{"$ref": "#/$defs/loop"}, {"$ref": "#/$defs/word"}]}
     own = {"a": {"$ref": "#/$defs/word"}, "b": {"allOf": [{"$ref": "#/$defs/word"}]}, "c": {"$ref": "#/$defs/loop"},

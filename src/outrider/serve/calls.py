@@ -23,6 +23,7 @@ LONGEST_NAME = 128
 FUNCTION = "<function="
 PARAMETER, END, ENDS = "<parameter=", "</parameter>", ("</function>", "</tool_call>")
 VALUE_ENDS = re.compile(rf"\n?{END}|\n(?={PARAMETER}|{ENDS[0]})")  # the second: its own is missing
+NEXT = re.compile(rf"{PARAMETER}([^<>\n]{{0,{LONGEST_NAME}}})(>?)")
 TEXT = {"string"}  # the types of a value that is taken as it stands
 ESCAPE, BARE = "<escape>", re.compile(r'([^\s{}\[\],:"]+)(\s*:)?')
 LITERAL = re.compile(r'"(?:\\.|[^"\\])*"')  # a text in JSON
@@ -148,6 +149,7 @@ class Tagged(Call):
     keys: set[str] = field(default_factory=set)
     in_value: bool = False
     begun: bool = False  # the value
+    searched: int = 0  # how far no end of the value was found
     sure: bool = False  # whether it is a call: text may mention its first tag
     types: set[str] = field(default_factory=set)  # that it may be of
 
@@ -197,16 +199,18 @@ class Tagged(Call):
 
     def _more(self, text: str) -> str:
         """More of a value, which lies between line breaks; what stands behind it is given back."""
-        known = len(self.part)
         self.part += text
-        end = VALUE_ENDS.search(self.part, max(0, known - len(END)))  # which may have begun before
+        end, keep = self._end()
         if end:
-            value, behind, self.part = self.part[: end.start()], self.part[end.end() :], ""
+            value, behind, self.part, self.searched = self.part[: end.start()], self.part[end.end() :], "", 0
         else:  # what may be its end waits, and what is no text
-            marks = (f"\n{END}", END, f"\n{PARAMETER}", f"\n{ENDS[0]}")
-            waits = (n for n in range(len(END), 0, -1) if self.part.endswith(tuple(mark[:n] for mark in marks)))
-            keep = len(self.part) - next(waits, 0) if self.types == TEXT else 0
-            value, behind, self.part = self.part[:keep], "", self.part[keep:]
+            keep = keep if self.types == TEXT else 0
+            value, behind, self.part, self.searched = (
+                self.part[:keep],
+                "",
+                self.part[keep:],
+                max(0, self.searched - keep),
+            )
         if value and not self.begun:
             self.begun, value = True, value.removeprefix("\n")
         if self.key and self.types == TEXT:
@@ -215,6 +219,21 @@ class Tagged(Call):
             self.said += _literally(value, self.types)
         self.in_value = not end
         return behind
+
+    def _end(self) -> tuple[re.Match[str] | None, int]:
+        """The end of the value under way, or how much of it is certain."""
+        while end := VALUE_ENDS.search(self.part, self.searched):
+            then = NEXT.match(self.part, end.end()) if end[0] == "\n" else None
+            if then is None or (then[2] and then[1] not in self.keys):
+                return end, end.start()
+            if not then[2] and then.end() == len(self.part):
+                self.searched = end.start()
+                return None, end.start()
+            self.searched = end.end()  # a tag of what was given already is text
+        marks = (f"\n{END}", END, f"\n{PARAMETER}", f"\n{ENDS[0]}")
+        waits = (n for n in range(len(END), 0, -1) if self.part.endswith(tuple(mark[:n] for mark in marks)))
+        self.searched = max(self.searched, len(self.part) - len(END))
+        return None, len(self.part) - next(waits, 0)
 
 
 @dataclass
