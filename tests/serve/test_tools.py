@@ -380,6 +380,17 @@ def test_brackets_that_are_too_few_or_too_many(said, means):
         assert (call["arguments"], content) == (means, " } done")
 
 
+@pytest.mark.parametrize("family", [HERMES, LLAMA, MISTRAL, MINISTRAL], ids=lambda f: f.name)
+def test_line_breaks_in_texts_become_json(family):
+    """Some models write code as it stands; what is no call stays as it was written."""
+    text = written(family, [("now", {"a": "X", "b": {}})])
+    text = text.replace("X", 'if x:\n\ty(\\"a\\")\r\0\\\n').replace(", ", ",\n ")
+    for cut in ([text], list(text)):
+        content, (call,) = heard(parser_of(family, {"now": {}}), cut)
+        assert not content and json.loads(call["arguments"]) == {"a": 'if x:\n\ty("a")\r\0\\n', "b": {}}
+        assert heard(parser_of(family, {"then": {}}), cut) == (text, [])
+
+
 @pytest.mark.parametrize("said", ["[1]", "5", '"text"', '"[1]"', "true", " null"])
 def test_arguments_that_are_no_object_are_none(said):
     """Nor do they come before it is known."""

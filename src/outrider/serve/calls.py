@@ -7,6 +7,7 @@ import json
 import re
 import secrets
 import string
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -42,6 +43,7 @@ class Call:
     depth: int = 0
     quoted: bool = False
     escaped: bool = False
+    controls: list[int] = field(default_factory=list)  # where control characters stand in texts, which is no JSON
     begin: int = 0  # of the key or value under way
     key: str = ""
     expects: str = "key"  # key, colon, value, or the end of one
@@ -62,16 +64,19 @@ class Call:
     def _step(self, c: str) -> None:
         top = self.depth == 1
         if self.quoted:
-            if self.escaped or c == "\\":
+            if c < " ":
+                self.controls.append(self.at)
+                self.escaped = False
+            elif self.escaped or c == "\\":
                 self.escaped = not self.escaped
             elif c == '"':
                 self.quoted = False
                 if top and self.expects == "key":
-                    key = text_of(self.raw[self.begin : self.at + 1])
+                    key = text_of(self._said(self.begin, self.at + 1))
                     self.key, self.expects = "arguments" if key == "parameters" else key, "colon"  # models mix them up
             return
         if top and self.expects == "end" and c in ",}<":
-            self.values.setdefault(self.key, self.raw[self.begin : self.at].strip())  # what was said stands
+            self.values.setdefault(self.key, self._said(self.begin, self.at).strip())  # what was said stands
             self.expects = "key"
         elif top and c == ":" and self.expects == "colon":
             self.expects = "value"
@@ -87,8 +92,16 @@ class Call:
             self.done = self.depth <= 0
         elif c == "<":  # no JSON: brackets were left out, and this begins what is behind the call
             if self.key == "arguments" and self.expects == "end":
-                self.values.setdefault(self.key, _whole(self.raw[self.begin : self.at]))
+                self.values.setdefault(self.key, _whole(self._said(self.begin, self.at)))
             self.done, self.at = True, self.at - 1
+
+    def _said(self, begin: int, end: int) -> str:
+        """A part of it as JSON, with escapes for control characters."""
+        parts = list[str]()
+        for at in self.controls[bisect_left(self.controls, begin) :]:
+            parts += self.raw[begin:at], json.dumps(self.raw[at])[1:-1]
+            begin = at + 1
+        return "".join([*parts, self.raw[begin:end]])
 
     @property
     def name(self) -> str:
@@ -100,7 +113,7 @@ class Call:
         """What has come of them, as JSON; empty before it."""
         if "arguments" in self.values or self.key != "arguments" or self.expects != "end":
             return self.values.get("arguments", "")
-        so_far = self.raw[self.begin : self.at]
+        so_far = self._said(self.begin, self.at)
         return so_far if self.depth > 1 or self.quoted else so_far.strip()
 
     @property
@@ -131,7 +144,7 @@ class Named(Call):
 
     @property
     def arguments(self) -> str:
-        return self.raw
+        return self._said(0, self.at)
 
     @property
     def text(self) -> str:
