@@ -34,6 +34,7 @@ from outrider.serve.calls import (
     SHAPES,
     VALUE_ENDS,
     XLAM,
+    value_of,
 )
 from outrider.serve.parser import PIECE, Parser, parse, parser_of
 from outrider.serve.tools import check, constraint, family_of, for_templates, spelt_out
@@ -461,6 +462,12 @@ def test_tagged_values_are_what_their_schemas_say():
     text = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in python.items())
     _, (call,) = heard(Parser(CODER, {"now": schema}), [f"<tool_call>\n<function=now>\n{text}</function>"])
     assert json.loads(call["arguments"]) == means
+    for word in ('"[1]"', '" 5"', '"5', '"NaN"', '"[1"', '"{}"'):  # JSON in JSON, if it is of the type
+        text = f"<tool_call><function=now><parameter=all>{word}</parameter><parameter=n>{word}</parameter></function>"
+        _, (call,) = heard(Parser(CODER, {"now": schema}), [text])
+        means = json.loads(call["arguments"])
+        assert means["all"] == ([1] if word == '"[1]"' else value_of(word) or word)
+        assert means["n"] == (5 if word == '" 5"' else value_of(word) or word)
     for word in ("[b'a']", "['a', 1e999]", "['\\ud800']", "[f(1)]", "[" * 5000, "'a'"):
         text = f"<tool_call><function=now><parameter=all>{word}</parameter>"
         _, (call,) = heard(Parser(CODER, {"now": schema}), [text])

@@ -421,6 +421,9 @@ def _literally(text: str, types: set[str]) -> str:
 
     words = {"True": "true", "False": "false", "None": "null"}
     said = words.get(text.strip(), text.strip())
+    inner = text_of(said).strip()  # of JSON in JSON
+    if "string" not in types and value_of(inner) is not None and _type(value_of(inner)) in types:
+        said = inner
     if types & {"array", "object"} and value_of(said) is None:
         with suppress(SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
             value = ast.literal_eval(_Words().visit(ast.parse(said, mode="eval")))
