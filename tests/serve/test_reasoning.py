@@ -141,8 +141,37 @@ def test_calls_are_looked_for_behind_reasoning():
     text = f"<think>I write {CITY}.</think>\n\nSo: {CITY}"
     reasoning, content, calls = heard(Reader(THINK, None, Parser(HERMES, {"get_weather": {}})), list(text))
     assert reasoning == f"I write {CITY}." and content == "So: " and [name for name, _ in calls] == ["get_weather"]
-    cut = Reader(THINK, True, Parser(HERMES, {"get_weather": {}}))
-    assert heard(cut, [CITY])[0] == CITY and cut.calls == 0 and not cut.broken
+
+
+FENCED = f"```\n{CITY}\n```"
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content", "count"),
+    [
+        (CITY, "", "", 1), (f"I look.\n\n{CITY}\n{CITY}\n", "I look.", "", 2), (CITY[:-29], CITY[:-29], "", 0),
+        (f"Call <tool_call> so: {CITY} or {CITY}", f"Call <tool_call> so: {CITY} or", "", 1),
+        (f"As in {FENCED}, so:\n{CITY}", f"As in {FENCED}, so:", "", 1), (FENCED, FENCED, "", 0),
+        (f"Hm. {CITY} No.", f"Hm. {CITY} No.", "", 0), (f"{CITY}\n</think>\n\nHello.", CITY, "Hello.", 0),
+        (f"{CITY} No.</think>{CITY}", f"{CITY} No.", "", 1), (f"{CITY}</thi", f"{CITY}</thi", "", 0),
+        ("Hm. <tool_call>", "Hm. <tool_call>", "", 0), ("Hm. <tool", "Hm. <tool", "", 0),
+        (CITY.replace("get", "forget"), CITY.replace("get", "forget"), "", 0),
+    ],
+)  # fmt: skip
+def test_calls_in_reasoning_that_was_not_closed(text, reasoning, content, count):
+    """They are calls if an answer ends with them, and were thought of otherwise."""
+    for size in (1, 2, 3, 7, 40, len(text)):
+        reader = Reader(THINK, True, Parser(HERMES, {"get_weather": {}}))
+        found = heard(reader, [text[at : at + size] for at in range(0, len(text), size)])
+        assert found[:2] == (reasoning, content) and len(found[2]) == reader.calls == count and not reader.broken
+    forced = Reader(THINK, True, Parser(HERMES, {"get_weather": {}}, forced=True))
+    assert "</think>" in text or not heard(forced, [text])[2]
+
+
+def test_reasoning_that_mentions_calls_does_not_wait():
+    reader = Reader(THINK, True, Parser(HERMES, {"get_weather": {}}))
+    assert regrouped(reader.feed(f"I {CITY}"))[0] == "" and reader.feed(" or <tool_call> or")
+    assert [delta["reasoning"] for c in " not" for delta in reader.feed(c)] == [" n", "o", "t"]
 
 
 # --- gpt-oss's channels -----------------------------------------------------------------------------------------------
@@ -487,6 +516,10 @@ def test_calls_served(client, thinks):
     choice, _ = both(client, body)
     assert choice["message"]["reasoning"] == f"I write {CITY}." and choice["message"]["content"] == "So: "
     assert len(choice["message"]["tool_calls"]) == 1 and choice["finish_reason"] == "tool_calls"
+    choice, _ = both(client, said(f"I look.\n\n{CITY}", **OPENS, tools=TOOLS))
+    message = choice["message"]
+    assert (message["reasoning"], message["content"], len(message["tool_calls"])) == ("I look.", None, 1)
+    assert choice["finish_reason"] == "tool_calls"
     choice, _ = both(client, said(f"I write {CITY}.", **OPENS, tools=TOOLS))
     assert "tool_calls" not in choice["message"] and choice["finish_reason"] == "stop"
 

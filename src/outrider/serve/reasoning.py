@@ -7,10 +7,11 @@ rendered prompt.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
-from outrider.serve.parser import Delta, Harmony, Parser, until
+from outrider.serve.parser import PIECE, Delta, Harmony, Parser, until
 
 TAIL = 32  # tokens at a prompt's end that can hold a mark
 
@@ -114,7 +115,8 @@ class Counter:
 class Reader:
     """Reads an answer in pieces: reasoning between two marks, and what is behind it by a parser, or as content.
 
-    The white space around the marks is nobody's.
+    The white space around the marks is nobody's. Some models forget the second before they call: whole calls with
+    which an answer ends in its reasoning are calls.
     """
 
     def __init__(self, way: Way, opened: bool | None, parser: Parser | None = None) -> None:
@@ -124,6 +126,10 @@ class Reader:
         self.marked = False  # whether a mark has come
         self._held = ""  # white space, and what may become a mark
         self._said = False  # whether there was any reasoning
+        self._marks = parser.family.marks if parser and not parser.forced else ()
+        self._trial: Parser | None = None  # of what may be calls, from the first of their marks that is held
+        self._tried = 0  # characters that it has read
+        self._made = list[Delta]()  # of them
 
     @property
     def calls(self) -> int:
@@ -148,6 +154,8 @@ class Reader:
             self._place = "inside" if self.thinking else "behind"
         if self._place == "inside":
             said, mark, behind = until(self._held if self._said else self._held.lstrip(), (self.way.end,))
+            if not mark and (at := self._calls(said + behind)) < len(said):
+                said, behind = said[:at], said[at:] + behind
             held = said[len(said.rstrip()) :]
             self._held, self._said = behind if mark else held + behind, self._said or bool(said.strip())
             if said.rstrip():
@@ -167,10 +175,45 @@ class Reader:
         held, self._held = self._held, ""
         deltas = list[Delta]()
         if self.thinking:
+            at = self._calls(held, closed)
+            if self._trial:
+                held, self.parser = held[:at], self._trial
             deltas = [{"reasoning": held.rstrip()}] if held.strip() else []
+            if self._trial:
+                return deltas + self._made
         elif self._place == "before":
             deltas = self._answer(held)
         return deltas + (self.parser.finish(closed) if self.parser else [])
+
+    def _calls(self, text: str, closed: bool | None = None) -> int:
+        """Where in reasoning calls begin that may be all that is left of the answer.
+
+        closed: it has ended so (`Parser.finish`), and they are.
+        """
+        at = 0
+        while self.parser and self._marks:
+            before, mark, _ = until(text[at:], self._marks)
+            at += len(before)
+            if not mark:
+                return at
+            if self._trial is None:
+                self._trial, self._tried, self._made = copy(self.parser), 0, []
+            possible, begin = True, at + self._tried
+            while possible and (piece := text[begin : begin + PIECE]):
+                possible, begin = self._hear(self._trial.feed(piece)), begin + len(piece)
+            self._tried = begin - at
+            if possible and closed is not None:
+                possible = self._hear(self._trial.finish(closed)) and self._trial.calls > 0 and not self._trial.broken
+            if possible:
+                return at
+            self._trial = None
+            at += len(mark)
+        return len(text)
+
+    def _hear(self, deltas: list[Delta]) -> bool:
+        """What is made of what may be calls; whether it still may."""
+        self._made += deltas
+        return not any(delta.get("content", "").strip() for delta in deltas)
 
     def _answer(self, text: str) -> list[Delta]:
         if self.parser:
