@@ -339,6 +339,7 @@ def test_space_around_calls(text, content, calls):
         (LLAMA, f"<|python_tag|>{OTHER}; {CALL}", f"<|python_tag|>{OTHER}", 1),
         (PYTHONIC, "[now(), then(a=1), now(a=now()), now(a=2)] Done.", ", then(a=1), now(a=now()) Done.", 2),
         (HERMES, f"<tool_call>\n{OTHER}\n{CALL}\n</tool_call>", f"<tool_call>\n{OTHER}", 1),
+        (MINISTRAL, '[TOOL_CALLS]then{"a": 1}[TOOL_CALLS]now{}', '[TOOL_CALLS]then{"a": 1}', 1),
         (MISTRAL, f"[TOOL_CALLS] [{OTHER}] Done", f"[TOOL_CALLS] [{OTHER}] Done", 0),
         (PYTHONIC, "[then()] now()", "[then()] now()", 0),
         (MISTRAL, f"[TOOL_CALLS] [{CALL}][TOOL_CALLS] [{CALL}]\n[1](http://x)", "\n[1](http://x)", 2),

@@ -158,7 +158,7 @@ class Parser:
             if call.index < 0:
                 deltas.append({"content": self._lead + call.text})
                 whole = not call.depth and call.text.endswith(("}", ")"))  # then others may stand behind it
-                self._inside, self._fresh = whole, False
+                self._inside, self._fresh = whole and self.family.shape != "named", False
             elif self.family.shape == "named":  # each has its own mark
                 self._inside = False
             self._lead, self._call = "", None
