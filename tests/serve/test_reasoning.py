@@ -155,6 +155,7 @@ FENCED = f"```\n{CITY}\n```"
         (f"Hm. {CITY} No.", f"Hm. {CITY} No.", "", 0), (f"{CITY}\n</think>\n\nHello.", CITY, "Hello.", 0),
         (f"{CITY} No.</think>{CITY}", f"{CITY} No.", "", 1), (f"{CITY}</thi", f"{CITY}</thi", "", 0),
         ("Hm. <tool_call>", "Hm. <tool_call>", "", 0), ("Hm. <tool", "Hm. <tool", "", 0),
+        (f"{'<tool_call>' * 31}{CITY}", "<tool_call>" * 31, "", 1), (f"{'<tool_call>' * 32}{CITY}",) * 2 + ("", 0),
         (CITY.replace("get", "forget"), CITY.replace("get", "forget"), "", 0),
     ],
 )  # fmt: skip

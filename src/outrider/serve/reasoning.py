@@ -13,6 +13,7 @@ from typing import Any
 
 from outrider.serve.parser import PIECE, Delta, Harmony, Parser, until
 
+TRIALS = 32  # times in an answer's reasoning that calls are looked for: each may read all that is left
 TAIL = 32  # tokens at a prompt's end that can hold a mark
 
 
@@ -128,6 +129,7 @@ class Reader:
         self._said = False  # whether there was any reasoning
         self._marks = parser.family.marks if parser and not parser.forced else ()
         self._trial: Parser | None = None  # of what may be calls, from the first of their marks that is held
+        self._trials = 0
         self._tried = 0  # characters that it has read
         self._made = list[Delta]()  # of them
 
@@ -191,13 +193,13 @@ class Reader:
         closed: it has ended so (`Parser.finish`), and they are.
         """
         at = 0
-        while self.parser and self._marks:
+        while self.parser and self._marks and (self._trial or self._trials < TRIALS):
             before, mark, _ = until(text[at:], self._marks)
             at += len(before)
             if not mark:
                 return at
             if self._trial is None:
-                self._trial, self._tried, self._made = copy(self.parser), 0, []
+                self._trial, self._trials, self._tried, self._made = copy(self.parser), self._trials + 1, 0, []
             possible, begin = True, at + self._tried
             while possible and (piece := text[begin : begin + PIECE]):
                 possible, begin = self._hear(self._trial.feed(piece)), begin + len(piece)
