@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -155,7 +156,8 @@ def test_the_command(tmp_path, by):
         '{"temperature": 0}',
     ]
     environment = {**os.environ, "OUTRIDER_API_KEY": "secret", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # what a shell starts in the background ignores it
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=heard)
     try:
         wait_until(at.exists)
         transport = httpx.HTTPTransport(uds=str(at), retries=10)

@@ -218,12 +218,8 @@ class Tagged(Call):
             value, behind, self.part, self.searched = self.part[: end.start()], self.part[end.end() :], "", 0
         else:  # what may be its end waits, and what is no text
             keep = keep if self.types == TEXT else 0
-            value, behind, self.part, self.searched = (
-                self.part[:keep],
-                "",
-                self.part[keep:],
-                max(0, self.searched - keep),
-            )
+            value, behind, self.part = self.part[:keep], "", self.part[keep:]
+            self.searched = max(0, self.searched - keep)
         if value and not self.begun:
             self.begun, value = True, value.removeprefix("\n")
         if self.key and self.types == TEXT:
