@@ -418,7 +418,7 @@ def _literally(text: str, types: set[str]) -> str:
     words = {"True": "true", "False": "false", "None": "null"}
     said = words.get(text.strip(), text.strip())
     inner = text_of(said).strip()  # of JSON in JSON
-    if "string" not in types and value_of(inner) is not None and _type(value_of(inner)) in types:
+    if "string" not in types and (found := value_of(inner)) is not None and _type(found) in types:
         said = inner
     if types & {"array", "object"} and value_of(said) is None:
         with suppress(SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
