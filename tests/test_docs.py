@@ -106,6 +106,28 @@ def test_a_curve_is_the_run_s(tmp_path, monkeypatch):
         docs.table("curve elsewhere")
 
 
+def test_servers_are_told_by_streams():
+    """A ratio for each other server, and none where it was not asked."""
+    folders = ["bench/results/server", "bench/results/server-amx"]
+    table = docs.table(f"servers {' '.join(folders)}", "../")
+    cells = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("|")
+    ]
+    found = {(run.strip("`"), streams): rest for run, streams, *rest in cells[2:]}
+    for folder in folders:
+        for line in (docs.ROOT / folder / "results.jsonl").read_text().splitlines():
+            row = json.loads(line)
+            if row["what"].endswith(" streams"):
+                own = found[Path(folder).name, row["what"].removesuffix(" streams")]
+                column = cells[0].index(f"times {row['against']}") - 2
+                assert own[0] == f"{row['server']:,.0f}" and own[column] == f"{row['ratio']:.2f}"
+            else:
+                assert f"{row['ratio']:.2f} times as long" in table or f"not {row['other']:,.0f}." in table
+    assert found["server-amx", "1"][cells[0].index("times llama-server") - 2] == ""
+    with pytest.raises(ConfigError, match="is not there"):
+        docs.table("servers elsewhere")
+
+
 def test_a_table_says_what_the_lines_say():
     folder = "bench/results/cpu-1.5b-auto"
     table = docs.table(f"speedups {folder} only='plain|suffix*' suites='edit|code'", "../")

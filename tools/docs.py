@@ -9,9 +9,10 @@
 `model`, `weights` and `suite` are columns, too. In both, `only="a|b*"` names the methods wanted, in their order, and
 `suites="a|b"` the columns or suites. `options KIND ...` lists what drafters, or views, can be told. `families` has a
 row for each family of models, `missing` one for each that is known and not supported.
-`changes FOLDER` counts, by engine, the answers that `bench exact` saw change. `curve FOLDER` is what a training run's
-log.jsonl says. `gpu FOLDER PART ...` has the lines of a part of `bench gpu`, in the `columns` asked for, where other
-columns have these values: rows="1|8".
+`changes FOLDER` counts, by engine, the answers that `bench exact` saw change. `servers FOLDER ...` has a row for each
+number of streams that `bench server` asked with. `curve FOLDER` is what a training run's log.jsonl says. `gpu FOLDER
+PART ...` has the lines of a part of `bench gpu`, in the `columns` asked for, where other columns have these values:
+rows="1|8".
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider import drafters
-from outrider.bench import exact, long, report
+from outrider.bench import exact, long, report, server
 from outrider.bench import gpu as machine
 from outrider.bench.report import markdown_table
 from outrider.errors import ConfigError
@@ -71,6 +72,8 @@ def table(asked: str, up: str = "") -> str:
         raise ConfigError(f"table {kind!r} is unknown; valid: {', '.join(KINDS)}")
     if kind == "changes":
         return changes(names, up)
+    if kind == "servers":
+        return servers(names, up)
     if kind == "curve":
         return curve(" ".join(names), up)
     if kind == "gpu":
@@ -116,6 +119,34 @@ def changes(names: list[str], up: str) -> str:
     table = markdown_table(["engine", "drafts", *(title(*column) for column in columns)], out)
     sources = ", ".join(f"[{Path(name).name}]({up}{name}/results.jsonl)" for name in names)
     return "\n".join([table, "", *said, f"Lines: {sources}."])
+
+
+def servers(names: list[str], up: str) -> str:
+    """A row for each folder and number of streams: our server's tokens/s in times the others'. Raises ConfigError."""
+    rows, said, others = [], [], dict[str, None]()
+    for name in names:
+        if not (path := ROOT / name / "results.jsonl").is_file():
+            raise ConfigError(f"{path} is not there")
+        *own, gap, first = (server.Row(**json.loads(line)) for line in path.read_text("utf-8").splitlines())
+        for what in dict.fromkeys(row.what for row in own):
+            at = {row.against: f"{row.ratio:.2f}" for row in own if row.what == what}
+            speed = next(f"{row.server:,.0f}" for row in own if row.what == what)
+            rows.append(([f"`{Path(name).name}`", what.removesuffix(" streams"), speed], at))
+            others |= dict.fromkeys(at)
+        s, h = gap.settings, gap.hardware
+        law = "greedy" if s["temperature"] == 0 else f"T = {s['temperature']:g}"
+        where = f"{h['gpu'] or h['cpu']}, {h['threads']} threads"
+        asked = f"{s['model']}, {s['suite']}, {law}, {s['max_tokens']} tokens, rounds: {s['repeats']}"
+        said.append(
+            f"- [{Path(name).name}]({up}{name}/results.jsonl): {asked}; {where}; "
+            f"outrider {gap.versions['outrider']} ({gap.commit}), {gap.date[:10]}. "
+            f"While a prompt of {s['long']:,} tokens is read, the 99th of 100 gaps is {gap.ratio:.2f} times as long; "
+            f"behind {s['shared']:,} tokens that were read before, the first token takes {first.server:,.0f} ms, "
+            f"not {first.other:,.0f}."
+        )
+    titles = ["run", "streams", "tokens/s", *(f"times {other}" for other in others)]
+    table = markdown_table(titles, ([*row, *(at.get(other, "") for other in others)] for row, at in rows))
+    return "\n".join([table, "", *said])
 
 
 def curve(name: str, up: str) -> str:
@@ -277,4 +308,4 @@ def meaning(kind: type, item: Field[Any]) -> str:
 
 DRAFTERS = Path(inspect.getfile(drafters)).parent
 FROM_CODE: dict[str, Callable[[list[str]], str]] = {"options": options, "families": families, "missing": missing}
-KINDS: Iterable[str] = ("speedups", "lines", "changes", "curve", "gpu", *FROM_CODE)
+KINDS: Iterable[str] = ("speedups", "lines", "changes", "servers", "curve", "gpu", *FROM_CODE)
