@@ -37,7 +37,7 @@ from outrider.serve.calls import (
     value_of,
 )
 from outrider.serve.parser import PIECE, Parser, parse, parser_of
-from outrider.serve.tools import check, constraint, family_of, for_templates, spelt_out
+from outrider.serve.tools import as_variables, check, constraint, family_of, for_templates
 
 CITY, DAYS = {"enum": ["Paris", "Oslo"]}, {"type": "integer", "maximum": 9}
 WEATHER = {"type": "object", "properties": {"city": CITY, "days": DAYS},
@@ -588,7 +588,8 @@ def test_a_template_that_writes_calls_in_another_way_has_no_tools(tiny_llm, way,
     call = text % ("{{ c.function.name }}", "{{ c.function.arguments | tojson }}")
     template = (
         "{% if tools %}<|python_tag|>{% for t in tools %}{{ t.function.parameters.properties.keys() | list }}"
-        "{{ t.function.description }}{% endfor %}{% endif %}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+        "{{ t.function.name }}{{ t.function.description }}{% endfor %}{% endif %}"
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
         "{% for c in m.tool_calls or [] %}" + call + "{% endfor %}<|end|>{% endfor %}"
         "{% if add_generation_prompt %}" + begin + "{% endif %}"
     )
@@ -599,16 +600,20 @@ def test_a_template_that_writes_calls_in_another_way_has_no_tools(tiny_llm, way,
         "t in tools", "t in []"
     )  # it writes calls and shows no tools
     assert family_of(deaf, tiny_llm.render_text) is None
+    assert family_of("{% set tools = none %}" + template, tiny_llm.render_text) is None
+    behind = "{% if messages[0].role != 'system' %}{% set tools = none %}{% endif %}" + template  # FunctionGemma's
+    assert family_of(behind, tiny_llm.render_text) is family
 
 
 def test_what_a_tool_may_leave_out():
     tools: list = [{"type": "function", "function": {"name": "now"}}, {"type": "other"}]
     function = {"name": "now", "description": "", "parameters": {"type": "object", "properties": {}}}
-    assert spelt_out(tools) == [{"type": "function", "function": function}, {"type": "other"}]
+    shown = [{"type": "function", "function": function}, {"type": "other"}]
+    assert as_variables(tools) == {"tools": shown, "xml_tools": shown}
     whole: list = [
         {"type": "function", "function": {"parameters": None, "name": "a", "strict": True, "description": "d"}}
     ]
-    assert [*spelt_out(whole)[0]["function"]] == [*whole[0]["function"]]
+    assert [*as_variables(whole)["tools"][0]["function"]] == [*whole[0]["function"]]
     asked = check(tools[:1])
     assert asked and asked.functions["now"]["additionalProperties"] is False
 

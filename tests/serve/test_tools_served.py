@@ -265,6 +265,20 @@ def test_a_template_without_tools_says_so(client):
     assert answer.status_code == 400 and "template" in answer.json()["error"]["message"]
 
 
+def test_a_template_that_has_tools_under_another_name(client, tiny_llm, monkeypatch):
+    """SmolLM3's, which writes no calls either: its prompts had none of the tools."""
+    template = (
+        "{% for t in xml_tools or [] %}<tools>{{ t }}</tools><tool_call>{% endfor %}"
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}<|assistant|>"
+    )
+    monkeypatch.setattr(tiny_llm.tokenizer, "chat_template", template)
+    tokens = client.complete({"messages": TALK, "tools": TOOLS}, path="/tokenize")[0]["tokens"]
+    assert "get_weather" in tiny_llm.tokenizer.decode(tokens)
+    monkeypatch.setattr(tiny_llm.tokenizer, "chat_template", template.replace("xml_tools", "no_tools"))
+    refused = client.post(ROUTE, {"messages": TALK, "tools": TOOLS, "max_tokens": 1})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "tools"
+
+
 def test_openais_helpers(live, tiny_llm, hermes):
     url = live()
     tools = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)

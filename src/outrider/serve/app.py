@@ -66,7 +66,7 @@ from outrider.serve.reasoning import BRACKETS, Reading, way_of
 from outrider.serve.replies import REF, REPLIES
 from outrider.serve.responses import Respond, ResponsesBody
 from outrider.serve.settings import Settings
-from outrider.serve.tools import check, constraint, family_of, for_templates, spelt_out
+from outrider.serve.tools import as_variables, check, constraint, family_of, for_templates
 from outrider.serve.vocabulary import Vocabulary
 
 B = TypeVar("B", bound=Body)
@@ -412,7 +412,7 @@ class Server:
         generate = body.add_generation_prompt
         if generate is None:
             generate = not body.continue_final_message
-        variables = (body.chat_template_kwargs or {}) | ({"tools": spelt_out(body.tools)} if body.tools else {})
+        variables = (body.chat_template_kwargs or {}) | (as_variables(body.tools) if body.tools else {})
         if isinstance(body, ChatBody) and (effort := body.reasoning_effort):
             variables = {"reasoning_effort": effort, "enable_thinking": effort != "none"} | variables
         template = self._template(body)

@@ -38,13 +38,15 @@ Render = Callable[[list[Any], dict[str, Any]], str]
 
 
 LOOK_UP: dict[str, Any] = {"name": "look_up", "arguments": {"city": "Oslo"}}
+TALK: list[Any] = [{"role": "user", "content": "Where?"}]
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": LOOK_UP["name"]}}
 
 
 def family_of(template: Any, render: Render | None = None) -> Family | None:
     """The way of a chat template; None if it has no tools, or writes their calls in another way.
 
     Its marks are those of several families. So if it can be rendered (`LLM.render_text`), it is made to write a call,
-    which has to be found; a template that writes none is believed, if it has marks.
+    which has to be found; a template that writes none is believed, if it has marks and shows the tools.
     """
     if not isinstance(template, str) or "tools" not in template:
         return None
@@ -62,7 +64,11 @@ def family_of(template: Any, render: Render | None = None) -> Family | None:
         likely = marked
     elif "parameters" in template and ("python_tag" in template or "ipython" in template):
         likely = [LLAMA]
-    written = _written(template, render) if render and (likely or "tool_calls" in template) else []
+    written = list[str]()
+    if render and (likely or "tool_calls" in template):
+        if not _shows(template, render):
+            return None
+        written = _written(template, render)
     schema = {"properties": {"city": {"type": "string"}}}
     for family, text in product([*likely, *unmarked], written):
         calls = [call["function"] for call in parse(text, family, {LOOK_UP["name"]: schema})[1]]
@@ -72,20 +78,31 @@ def family_of(template: Any, render: Render | None = None) -> Family | None:
     return None if any(LOOK_UP["name"] in text for text in written) else next(iter(likely), None)
 
 
+def _shows(template: str, render: Render) -> bool:
+    """Whether a chat template has tools in its prompts, if only behind a system message; one that refuses may have."""
+    for talk in (TALK, [{"role": "system", "content": "Answer."}, *TALK]):
+        try:
+            prompt = render(talk, {"chat_template": template, "add_generation_prompt": True, **as_variables([TOOL])})
+        except OutriderError:
+            return True
+        if LOOK_UP["name"] in prompt:
+            return True
+    return False
+
+
 def _written(template: str, render: Render) -> list[str]:
     """What a chat template makes of a call, from where its text parts from a prompt for an answer, and from where it
     parts from another answer. Nothing if it refuses one."""
-    tools = spelt_out([{"type": "function", "function": {"name": LOOK_UP["name"]}}])
     call = {
         "role": "assistant",
         "content": "",
         "tool_calls": [{"id": "abcdefghi", "type": "function", "function": LOOK_UP}],
     }
-    talk, texts = [{"role": "user", "content": "Where?"}], list[str]()
+    texts = list[str]()
     try:
         for answer in ([], [{"role": "assistant", "content": "\0"}], [call]):
-            options = {"chat_template": template, "tools": tools, "add_generation_prompt": not answer}
-            texts.append(render(talk + answer, options))
+            options = {"chat_template": template, "add_generation_prompt": not answer, **as_variables([TOOL])}
+            texts.append(render(TALK + answer, options))
     except OutriderError:
         return []
     whole = texts.pop()
@@ -159,8 +176,9 @@ def check(tools: Any, tool_choice: Any = None, parallel_tool_calls: Any = None) 
     return Tools(functions, choice, parallel_tool_calls is not False)
 
 
-def spelt_out(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A request's tools with what OpenAI lets be left out, since some templates read it."""
+def as_variables(tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A request's tools under the names that templates have for them (SmolLM3's: `xml_tools`), with what OpenAI lets be
+    left out, since some templates read it."""
     left = {"description": "", "parameters": {"type": "object", "properties": {}}}
     shown = []
     for tool in tools:
@@ -168,7 +186,7 @@ def spelt_out(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         if isinstance(function, dict):
             tool = tool | {"function": function | {key: left[key] for key in left if function.get(key) is None}}
         shown.append(tool)
-    return shown
+    return {"tools": shown, "xml_tools": shown}
 
 
 def _allowed(given: Any, functions: dict[str, Mapping[str, Any]]) -> tuple[str, dict[str, Mapping[str, Any]]]:
