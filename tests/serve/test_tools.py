@@ -605,6 +605,27 @@ def test_a_template_that_writes_calls_in_another_way_has_no_tools(tiny_llm, way,
     assert family_of(behind, tiny_llm.render_text) is family
 
 
+@pytest.mark.parametrize(
+    ("call", "answer", "family"),
+    [
+        ('<TOOLCALL>[{"name": "%s", "arguments": %s}]</TOOLCALL>', "<think>\n", NEMOTRON),
+        ('<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>', "<think>\n", HERMES),
+        ('<|tool_call|>[{"name": "%s", "arguments": %s}]', "<|think|>", GRANITE),
+        ("[TOOL_CALLS]%s[ARGS]%s", "[THINK]", MINISTRAL),
+    ],
+)
+def test_a_mark_that_begins_like_another_is_whole(tiny_llm, call, answer, family):
+    """Nemotron Nano's template writes one or the other behind a prompt."""
+    template = (
+        "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}{% for m in messages %}<|{{ m.role }}|>"
+        "{% if m.tool_calls %}{% set f = m.tool_calls[0].function %}"
+        + call % ("{{ f.name }}", "{{ f.arguments | tojson }}")
+        + "{% else %}{{ '" + answer + "' if m.role == 'assistant' }}{{ m.content }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>" + answer + "{% endif %}"
+    )  # fmt: skip
+    assert family_of(template, tiny_llm.render_text) is family
+
+
 def test_what_a_tool_may_leave_out():
     tools: list = [{"type": "function", "function": {"name": "now"}}, {"type": "other"}]
     function = {"name": "now", "description": "", "parameters": {"type": "object", "properties": {}}}

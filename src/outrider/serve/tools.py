@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from outrider.serve.parser import parse
 
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 MOST_TOOLS = 256
+BEGUN = re.compile(r"[<\[]\|?\w*\Z")  # a mark, as far as another may begin alike
 Render = Callable[[list[Any], dict[str, Any]], str]
 
 
@@ -92,7 +94,7 @@ def _shows(template: str, render: Render) -> bool:
 
 def _written(template: str, render: Render) -> list[str]:
     """What a chat template makes of a call, from where its text parts from a prompt for an answer, and from where it
-    parts from another answer. Nothing if it refuses one."""
+    parts from another answer; a mark is not parted. Nothing if it refuses one."""
     call = {
         "role": "assistant",
         "content": "",
@@ -107,7 +109,7 @@ def _written(template: str, render: Render) -> list[str]:
         return []
     whole = texts.pop()
     parts = [next((i for i, (a, b) in enumerate(zip(x, whole, strict=False)) if a != b), len(x)) for x in texts]
-    return [whole[at:] for at in parts]
+    return [whole[len(BEGUN.sub("", whole[:at])) :] for at in parts]
 
 
 @dataclass(frozen=True)
