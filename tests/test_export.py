@@ -152,6 +152,16 @@ def test_a_tokenizer_of_vocabulary_and_merges(make_checkpoint, tmp_path):
         assert not (folder / "quantize_config.json").exists()
 
 
+def test_all_chat_templates_are_copied(tmp_path):
+    """transformers writes those beside the default, such as one for tools, into a folder."""
+    source, templates = copytree(embedded()["tiny"], tmp_path / "source"), {"default": "a", "tool_use": "b"}
+    tokenizer = read_tokenizer(source)
+    tokenizer.chat_template = templates
+    tokenizer.save_pretrained(source)
+    for folder in (export.export(source, tmp_path / "dense"), export.quantize(source, tmp_path / "int8", 8)):
+        assert read_tokenizer(folder).chat_template == templates
+
+
 def test_what_cannot_be(make_checkpoint, tmp_path, monkeypatch):
     folder, target = make_checkpoint(), tmp_path / "out"
     with pytest.raises(ConfigError, match="new or empty folder"):

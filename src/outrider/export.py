@@ -185,10 +185,12 @@ def _describe(source: Source, folder: Path, says: dict[str, Any]) -> None:
     """Config, which also `says` this, tokenizer and generation config."""
     config = json.dumps(_config(source) | says, indent=2) + "\n"
     if source.path.is_dir():
-        for pattern in ("*.json", "*.jinja", "*.model", "merges.txt"):
+        for pattern in ("*.json", "*.jinja", "*.model", "merges.txt", "additional_chat_templates/*.jinja"):
             for file in source.path.glob(pattern):
                 if file.is_file() and not file.name.endswith(".index.json") and file.name not in OTHERS:
-                    shutil.copyfile(file, folder / file.name)
+                    copy = folder / file.relative_to(source.path)
+                    copy.parent.mkdir(exist_ok=True)
+                    shutil.copyfile(file, copy)
     elif ends := list(source.config.eos):
         write_text(folder / "generation_config.json", json.dumps({"eos_token_id": ends}) + "\n")
     write_text(folder / "config.json", config)
