@@ -334,6 +334,23 @@ def test_tokenizer_and_template_come_from_the_file(tmp_path):
     assert ours.generate(prompt, **options)[0].text == theirs.generate(prompt, **options)[0].text
 
 
+@pytest.mark.parametrize("default", [{"tokenizer.chat_template": "plain"}, {}])
+def test_a_template_for_tools(tmp_path, default):
+    """Beside the default, under a key of its own."""
+    own, named = read_tokenizer(embedded()["tiny"]), {"tokenizer.chat_template.tool_use": "{{ tools }}"}
+    own.chat_template = None
+    path = write(
+        embedded()["tiny"], tmp_path / "tiny.gguf", Kind.BF16, tokenizer=own, **default, **named,
+        **{"tokenizer.chat_templates": ["tool_use"]},
+    )  # fmt: skip
+    read = File(path).tokenizer()
+    assert set(read.chat_template) == {"tool_use", *(["default"] if default else [])}
+    assert (
+        read.apply_chat_template([{"role": "user", "content": "hi"}], [{"name": "f"}], tokenize=False)
+        == "[{'name': 'f'}]"
+    )
+
+
 @pytest.mark.parametrize("arch", ["llama", "phi3"])
 @pytest.mark.parametrize("prefix", [None, True, False])
 def test_a_space_before_the_text_of_sentencepiece(make_checkpoint, tmp_path, arch, prefix):

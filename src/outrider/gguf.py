@@ -361,13 +361,20 @@ class File:
             if get("ggml.model") == "llama" or pre in WHOLE_WORDS:
                 adds.setdefault("bos", True)  # as llama.cpp has it for files that do not say
             return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-                tokenizer_object=backend, chat_template=get("chat_template"), clean_up_tokenization_spaces=False,
+                tokenizer_object=backend, chat_template=self._templates(), clean_up_tokenization_spaces=False,
                 add_bos_token=adds.get("bos", False), add_eos_token=adds.get("eos", False), **special,
             )  # fmt: skip
         except CheckpointError:
             raise
         except Exception as error:  # whatever a damaged vocabulary makes the libraries raise
             raise CheckpointError(f"{self.path}: the tokenizer cannot be read: {message_of(error)}") from None
+
+    def _templates(self) -> Any:
+        """The chat template; of several, such as one for tools, each by its name, as transformers has them."""
+        prefix = "tokenizer.chat_template"
+        named = {key[len(prefix) + 1 :]: text for key, text in self.metadata.items() if key.startswith(f"{prefix}.")}
+        default = self.metadata.get(prefix)
+        return named | ({} if default is None else {"default": default}) if named else default
 
     def _backend(self, pre: Any) -> Any:
         """The `tokenizers` tokenizer of the metadata."""
