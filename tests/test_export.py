@@ -52,15 +52,17 @@ def test_gguf_to_a_folder(make_checkpoint, tmp_path, arch, config):
         ("exaone4", {"sliding_window": None, "layer_types": [FULL, FULL]}, ()),
         ("smollm3", {"num_hidden_layers": 5, **rope("default")}, ["smollm3.rope.freq_base"]),
         ("ernie4_5", rope("default"), ["ernie4_5.rope.freq_base"]),
+        ("phi3", {}, ()),
     ],
 )
 def test_what_a_file_does_not_say_is_no_default(make_checkpoint, tmp_path, arch, config, unsaid):
-    """Transformers' classes have another window, another base and a token that ends texts."""
+    """Transformers' classes have another window, another base and tokens that end texts and pad them."""
     path = write(make_checkpoint(arch, **config), tmp_path / "model.gguf", **dict.fromkeys(unsaid))
     target = export.export(path, tmp_path / "out")
     assert read_config(target) == open_source(path).config and not read_config(target).eos
     ours, theirs = LLM(path, device="cpu"), LLM(target, device="cpu")
     assert torch.equal(logits_after(ours, prompt_of(30)), logits_after(theirs, prompt_of(30)))
+    assert reference(target).config.pad_token_id is None
 
 
 def test_a_config_that_would_be_read_as_another_is_not_written(make_checkpoint, tmp_path, monkeypatch):

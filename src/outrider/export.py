@@ -138,8 +138,9 @@ def _config(source: Source) -> dict[str, Any]:
     for own in [rope[kind] for kind in (families.FULL, families.SLIDING) if kind in rope] or [rope]:
         own.setdefault("rope_theta", source.config.rope["rope_theta"])
     kinds = [families.SLIDING if window else families.FULL for window in source.config.windows]
-    unsaid = {"sliding_window": None, "layer_types": kinds, "eos_token_id": None}  # of which classes have defaults
+    unsaid = {"sliding_window": None, "layer_types": kinds, "eos_token_id": None, "pad_token_id": None}
     kind = FAMILIES[source.config.architecture].model_type
+    # classes have defaults of what is unsaid, and such a token for padding may be none of this vocabulary
     return unsaid | config | {"model_type": kind, "rope_parameters": rope}
 
 
