@@ -99,6 +99,22 @@ def test_no_proper_request(live, tiny_llm, caplog):
     assert "a request failed" not in caplog.text
 
 
+def test_a_body_that_breaks_is_not_our_failure(live, caplog):
+    """Together with its head, and behind an answer to that: strangers without a key write no traces into the log."""
+    url, broken = live(api_keys=("k",)), b"zz\r\n"
+    head = post(b"", "Transfer-Encoding: chunked", length=-1)
+    known = post(b"", "Transfer-Encoding: chunked", "X-Api-Key: k", length=-1)
+    for told in (head + broken, known + broken):
+        assert answered(url, told).startswith(b"HTTP/1.1 400 ")
+    with connect(url) as peer:
+        peer.sendall(head)
+        assert peer.recv(65536).startswith(b"HTTP/1.1 401 ")
+        peer.sendall(broken)
+        while peer.recv(65536):
+            pass
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 def test_a_length_and_chunks_end_the_connection(live):
     """What a proxy took for the end of this request may be another; nothing behind it is read."""
     chunks = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)

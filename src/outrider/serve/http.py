@@ -18,7 +18,6 @@ from contextlib import aclosing, contextmanager, suppress
 from dataclasses import fields
 from typing import Any, TypeVar
 
-from h11 import LocalProtocolError
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -364,10 +363,7 @@ class Gate:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode("ascii"))]
-            try:
-                await send(message)
-            except LocalProtocolError:  # what came behind the head is no HTTP: uvicorn has refused it and ends
-                raise Gone from None
+            await send(message)
 
         try:
             self._admit(scope, headers)
@@ -386,7 +382,7 @@ class Gate:
             if status:
                 raise
             ending = Refusal(503, "the server is shutting down", retry_after="5", Connection="close")
-            with suppress(OSError, Gone):
+            with suppress(OSError):
                 await ending.response(scope)(scope, receive, answer)
         finally:
             seconds, route = time.perf_counter() - began, getattr(scope.get("route"), "path", "none")

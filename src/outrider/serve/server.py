@@ -59,6 +59,18 @@ class Protocol(H11Protocol):
         if theirs is h11.DONE and len(self.conn.trailing_data[0]) < HIGH_WATER_LIMIT:
             self.flow.resume_reading()
 
+    def send_400_response(self, msg: str) -> None:
+        """What comes is no HTTP, which is the end: an answer that it still waits for has no reader any more, and one
+        that it has already (to a head whose body breaks) cannot be followed by another.
+        """
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
+
     def _close_in(self, seconds: float | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
