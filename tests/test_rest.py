@@ -161,12 +161,12 @@ def test_build_reads_what_there_is(tmp_path, tokenizer):
     (code / ".hidden").mkdir()
     for name in ("a.py", "deep/b.py", ".hidden/c.py", "d.weird"):
         (code / name).write_text(f"name = '{name}'\n")
-    (tmp_path / "one.txt").write_text("A tale of ö.\n")
+    (tmp_path / "one.txt").write_text("A tale of ö.\n", "utf-8-sig")  # with a byte-order mark
     (tmp_path / "packed.txt.xz").write_bytes(lzma.compress(b"Packed."))
     entries = [{"text": "T."}, {"content": "C."}, {"prompt": "P", "completion": "Q"}, {"prompt": "R", "text": "U."}]
     entries.append({"prompt": "def f", "canonical_solution": "(): pass"})
     lines = "\n".join(map(json.dumps, entries)) + "\n\n"
-    (tmp_path / "lines.jsonl").write_text(lines)
+    (tmp_path / "lines.jsonl").write_text(lines, "utf-8-sig")
     (tmp_path / "lines.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
 
     def built(*paths, **options) -> list[str]:

@@ -495,7 +495,7 @@ def test_templates_are_taken_apart(chatty):
 def test_prompts_of_many_files(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"question": "Why?"}\n{"turns": ["One", "Two"]}\n{"prompt": "P", "text": "T"}\n')
     assert read_prompts([tmp_path / "a.jsonl"]) == ["Why?", "One", "P"]
-    (tmp_path / "a.jsonl").write_text('{"prompt": "one\u2028two"}\n\n{"prompt": "\\ud800"}\n', "utf-8")
+    (tmp_path / "a.jsonl").write_text('{"prompt": "one\u2028two"}\n\n{"prompt": "\\ud800"}\n', "utf-8-sig")
     assert read_prompts([tmp_path / "a.jsonl"]) == ["one\u2028two", "\ufffd"]
     (tmp_path / "b.jsonl").write_text('{"other": 1}\n')
     (tmp_path / "c.jsonl").write_text("")

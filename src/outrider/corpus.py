@@ -64,7 +64,7 @@ def texts(found: list[Path], field: str | None = None, progress: Progress | None
             with open(path, "rb") as raw:
                 unpack = OPENERS.get(path.suffix)
                 lines = ".jsonl" in path.suffixes
-                with io.TextIOWrapper(unpack(raw) if unpack else raw, "utf-8", errors="replace") as stream:
+                with io.TextIOWrapper(unpack(raw) if unpack else raw, "utf-8-sig", errors="replace") as stream:
                     for number in itertools.count(1):
                         if not (text := stream.readline() if lines else stream.read(PIECE)):
                             break

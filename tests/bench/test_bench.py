@@ -44,7 +44,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     questions = [json.dumps({"category": c, "turns": [f"Question {i}?", "And then?"]}) for i, c in enumerate(kinds)]
     sums = [json.dumps({"question": f"{i} + {i}?", "answer": f"{2 * i}"}) for i in range(2)]
     (folder / "gsm8k_test200.jsonl").write_text("\n".join(sums) + "\n")
-    (folder / "spec_bench_half.jsonl").write_text("\n".join(questions) + "\n")
+    (folder / "spec_bench_half.jsonl").write_text("\n".join(questions) + "\n", "utf-8-sig")
     with tarfile.open(folder / "books_eval.tar.xz", "w:xz") as archive:
         for name in ("b", "a"):
             text = " ".join(f"{name}{i}" for i in range(41 * 50)).encode()

@@ -227,7 +227,7 @@ def test_answers_without_text_have_no_first_token() -> None:
 def test_prompts_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "asked.jsonl"
     lines = [{"prompt": "one\u2028"}, {"turns": ["two", "more"]}, {"messages": [{"role": "user", "content": "three"}]}]
-    file.write_text("\n".join(json.dumps(line, ensure_ascii=False) for line in lines) + "\n\n", "utf-8")
+    file.write_text("\n".join(json.dumps(line, ensure_ascii=False) for line in lines) + "\n\n", "utf-8-sig")
     with Fake(good) as fake:
         (row,) = measured(fake, file=file, levels=[Level(1)], requests=4)
         assert [b["messages"][-1]["content"] for b in fake.bodies] == ["one\u2028", "two", "three", "one\u2028"]

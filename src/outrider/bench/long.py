@@ -300,7 +300,7 @@ def _text(s: Settings, llm: LLM, tokens: int) -> tuple[str, list[int]]:
             f"{path or BOOKS} is not there; pass its folder with --data or OUTRIDER_DATA, or a text with --file"
         )
     try:
-        books = archived(path) if path.name.endswith(".tar.xz") else [path.read_text("utf-8")]
+        books = archived(path) if path.name.endswith(".tar.xz") else [path.read_text("utf-8-sig")]
     except DAMAGED as error:
         raise ConfigError(f"{path} is damaged or not text ({type(error).__name__}: {error})") from None
     ids: list[int] = []

@@ -185,7 +185,7 @@ def prompts(s: Settings) -> tuple[str, list[Any]]:
         chosen = [suite.prompts[i * len(suite.prompts) // need] for i in range(need)]
         return f"{s.suite} ({suite.source})", list(chosen)
     try:
-        numbered = enumerate(s.file.read_text("utf-8").split("\n"), 1)
+        numbered = enumerate(s.file.read_text("utf-8-sig").split("\n"), 1)
         lines = [(i, json.loads(line)) for i, line in numbered if line.strip()]
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{s.file} is not readable as JSON lines: {error}") from None

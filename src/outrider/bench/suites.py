@@ -228,7 +228,7 @@ def _mixed(count: int | None, data: Path | None) -> Suite:
 def _text(path: Path) -> str:
     data = path.read_bytes()
     unpack = {".gz": gzip.decompress, ".xz": lzma.decompress}.get(path.suffix)
-    return (unpack(data) if unpack else data).decode()
+    return (unpack(data) if unpack else data).decode("utf-8-sig")
 
 
 def _lines(path: Path) -> list[str]:

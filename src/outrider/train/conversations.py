@@ -69,7 +69,7 @@ def read_prompts(paths: list[Path]) -> list[str]:
     found = []
     for path in paths:
         try:
-            lines = path.read_text("utf-8").split("\n")  # others of Unicode's line ends may stand in a JSON string
+            lines = path.read_text("utf-8-sig").split("\n")  # others of Unicode's line ends may stand in a JSON string
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} cannot be read: {error}") from None
         for number, line in enumerate(lines, 1):
