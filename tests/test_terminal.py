@@ -497,6 +497,25 @@ def test_chat_of_what_is_no_text(run, monkeypatch):
     assert code == 2 and "not text" in err
 
 
+@pytest.mark.parametrize("raised", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: 19 TB")])
+def test_memory_that_runs_out_is_one_line(run, monkeypatch, raised):
+    def load(*_, **__):
+        raise raised
+
+    monkeypatch.setattr("outrider.LLM", load)
+    code, out, err = run("generate", PROMPT)
+    assert (code, out) == (2, "") and err == "outrider: memory ran out; try a smaller model, context or batch\n"
+
+
+def test_errors_of_ours_are_no_lack_of_memory(run, monkeypatch):
+    def load(*_, **__):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("outrider.LLM", load)
+    with pytest.raises(RuntimeError, match="a bug"):
+        run("generate", PROMPT)
+
+
 def test_empty_input_is_refused_at_once(run, monkeypatch, tmp_path):
     monkeypatch.setattr("outrider.load.read_config", lambda path: pytest.fail("loads"))
     (tmp_path / "empty").write_text("")

@@ -26,7 +26,7 @@ from outrider.cli.output import as_line
 from outrider.cli.plan import plan
 from outrider.cli.serve import serve
 from outrider.cli.train import train_app
-from outrider.errors import ConfigError, OutriderError, reason_of
+from outrider.errors import ConfigError, OutOfMemory, OutriderError, reason_of, typed
 
 UsageError: Any = typer.BadParameter.__mro__[1]  # typer has its own copy of click, and does not show this class
 
@@ -107,10 +107,12 @@ def main(command: typer.Typer = app) -> None:
         _say(message) if "\n" in message else _say(f"outrider: {as_line(message).rstrip('.')}{asks}")
     except OutriderError as error:
         _say(f"outrider: {as_line(error)}")
-    except MemoryError:
-        _say("outrider: memory ran out; try a smaller model, context or batch")
     except (KeyboardInterrupt, typer.Abort):
         code = 130
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(typed(error), OutOfMemory):
+            raise
+        _say("outrider: memory ran out; try a smaller model, context or batch")
     except BrokenPipeError:  # the reader of our output has gone
         code = 1
     except OSError as error:  # a full disk, no permission, a name too long: what the machine refuses is no bug of ours
