@@ -548,6 +548,9 @@ def test_command(said, make_checkpoint, tmp_path):
         result = CliRunner().invoke(app, [*arguments, "--model", str(model), *options, "--export", str(there)])
         assert isinstance(result.exception, ConfigError) and what in str(result.exception) and not new.exists()
     assert {path.name: path.read_bytes() for path in model.iterdir()} == before, "it is no head, and is let be"
+    result = CliRunner().invoke(app, [*arguments, "--model", str(model), *options, "--export", "/proc/head"])
+    assert isinstance(result.exception, ConfigError) and "/proc/head cannot be a folder" in str(result.exception)
+    assert not (new / "state.pt").exists(), "it is told before anything is learnt"
 
 
 def test_requests_that_fail_end_no_conversations(chatty, tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ import typer
 from outrider.cli.options import Device, Dtype, Model, Reporter
 from outrider.cli.output import new_console
 from outrider.errors import ConfigError
+from outrider.files import make_folder
 from outrider.train.settings import ConversationSettings as Said
 from outrider.train.settings import Eagle3Settings as Eagle
 from outrider.train.settings import RecurrentSettings as Recurrent
@@ -173,6 +174,7 @@ def _run(
         raise ConfigError(f"--export {folder} is where the run keeps what it needs; give another folder")
     with Reporter() as reporter:
         trainer = kind(conversations, output, settings, reporter)
+    make_folder(folder, "the head's folder")  # where it cannot be, that is told before anything is learnt
     console, line = new_console(), None
     for line in trainer.run(minutes, every):
         if line["loss"] is None:
