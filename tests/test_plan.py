@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from dataclasses import replace
 from shutil import copyfile, copytree
@@ -375,6 +376,15 @@ def test_what_cannot_be(capsys, monkeypatch, flags, message):
     known = [] if "--device" in flags else ["--device", "h100"]
     code, _, err = run(capsys, monkeypatch, "--model", "tiny", *known, *flags)
     assert code == 2 and message in err and err.count("\n") == 1
+
+
+def test_a_plot_that_cannot_be_written_is_told_first(capsys, monkeypatch, tmp_path):
+    access = os.access
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path and access(path, mode))
+    code, out, err = run(
+        capsys, monkeypatch, "--model", "tiny", "--device", "h100", "--output", str(tmp_path / "plot.png")
+    )
+    assert code == 2 and "plot.png cannot be written" in err and not out
 
 
 def test_the_seeds_figures_are_what_the_roofline_says(capsys, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -267,8 +268,8 @@ def _plottable(path: Path) -> str:
     kind, valid = path.suffix.lstrip(".").lower() or "png", sorted(FigureCanvasBase.filetypes)
     if kind not in valid:
         raise ConfigError(f"--output {path}: plots are drawn as {', '.join(valid)}, not as {kind!r}")
-    if (path.exists() and not path.is_file()) or not path.absolute().parent.is_dir():
-        raise ConfigError(f"--output {path} cannot be written; give the name of a file in a folder that is there")
+    if (path.exists() and not path.is_file()) or not os.access(path.absolute().parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"--output {path} cannot be written; give the name of a file in a folder that can be")
     return kind
 
 
