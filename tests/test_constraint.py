@@ -545,7 +545,8 @@ def test_names_without_properties_are_closed_where_they_are_schemas(tiny_llm):
 
 
 @pytest.mark.parametrize(
-    "text, inside, outside", [("[^a&&b]", "c", "a&"), ("[%--]", "%-", "."), ("[a~~z]", "az~", "b")]
+    "text, inside, outside",
+    [("[^a&&b]", "c", "a&"), ("[%--]", "%-", "."), ("[--/]", "-/", "0"), ("[a~~z]", "az~", "b")],
 )
 def test_classes_of_gbnf_are_characters(tiny_llm, text, inside, outside):
     seq, constraint = followed(tiny_llm, {"grammar": f'root ::= {text} "!"'})
@@ -561,7 +562,7 @@ def test_classes_of_gbnf_are_characters(tiny_llm, text, inside, outside):
 @pytest.mark.parametrize("text, inside, outside", [
     (r"[^[\]]", "ab", "[]"), ("[a&&b]", "a&b", "c"), (r"[\]a\&[]", "]a&[", "b"), (r"\[?[[b]", "[b", "a"),
     ("[]a[]", "]a[", "b"), ("[%--]", "%-", "."), ("[a~~z]", "az~", "b"), ("[[:digit:]a]", "1a", "d:["),
-    (r"[^\d[]", "a]", "1["),
+    (r"[^\d[]", "a]", "1["), ("[--/%]", "-.%", "0"), ("[%--&-(]", "%-'", ".~"), ("[]-a]", "]^a", "-["),
 ])  # fmt: skip
 def test_classes_of_regexes_are_pythons(tiny_llm, text, inside, outside):
     """And ECMAScript's, as JSON Schema has them; classes by name are Rust's alone."""

@@ -38,9 +38,9 @@ SHORT = re.compile(r"/(?:\[[\w-]+\](?:\{\d+(?:,\d+)?\})?|[\w ])+/")  # regexes o
 # of GBNF: what a rule begins with, texts, classes of characters, names, comments, and whatever else there is
 GBNF = re.compile(r'([\w-]+)\s*::=|("(?:\\.|[^"\\])*"?|\[(?:\\.|[^\]\\])*\]?|[\w-]+)|#.*|(\S)')
 NOTHING = '""'  # in GBNF
-CLASS = re.compile(r"\\.|(\[\^?\]?)((?:\\.|\[:\^?\w+:\]|[^\]\\])*)", re.S)  # in a regex, up to its last bracket
-SETS = re.compile(r"\\.|\[:\^?\w+:\]|--|[\[&~]", re.S)  # in a class: escapes, names, and what Rust takes for sets
-PLAIN = {"--": r"-\x2d", "[": r"\x5b", "&": r"\x26", "~": r"\x7e"}
+CLASS = re.compile(r"\\.|(\[\^?)(\]?(?:\\.|\[:\^?\w+:\]|[^\]\\])*)", re.S)  # in a regex, up to its last bracket
+PART = re.compile(r"\[:\^?\w+:\]|(\\.|.)(?:-(\\.|.))?", re.S)  # of a class: a name, a character or a range
+PLAIN = {c: rf"\x{ord(c):x}" for c in "-[]&~"}  # of which Rust makes more
 MOST_AT_ONCE = 12  # regexes that a text fits at the same time: each doubles what is to be looked at
 TOO_MANY = f"a text can be asked to fit at most {MOST_AT_ONCE} regexes at once"
 MOST_COPIED = 300  # characters of a schema that is written for several names: copies of copies would be too many
@@ -300,7 +300,7 @@ def _gbnf(text: str) -> str:
         if head:
             rules.append((head, []))
         elif rules and (part or sign):
-            rules[-1][1].append(f"[{_plain(part[1:])}" if part.startswith("[") else part or sign)
+            rules[-1][1].append(f"[{_plain(part[1:-1])}{part[-1]}" if part.startswith("[") else part or sign)
         elif part or sign:
             raise ValueError(f"a rule begins with its name and ::=, not {brief(part or sign)}")
     names, taken = {"root": "root"}, {"root", "start"}
@@ -349,7 +349,7 @@ def _classes(regex: str) -> str:
 
 def _plain(characters: str) -> str:
     """What stands in a class, without what Rust's regexes take for a class in it or operations on sets."""
-    return SETS.sub(lambda found: PLAIN.get(found[0], found[0]), characters)
+    return PART.sub(lambda found: "-".join([PLAIN.get(c, c) for c in found.groups() if c]) or found[0], characters)
 
 
 def literal(text: str, added: Mapping[str, int]) -> str:
