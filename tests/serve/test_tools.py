@@ -469,6 +469,10 @@ def test_tagged_values_are_what_their_schemas_say():
         means = json.loads(call["arguments"])
         assert means["all"] == ([1] if word == '"[1]"' else value_of(word) or word)
         assert means["n"] == (5 if word == '" 5"' else value_of(word) or word)
+    for word, value in {'"5"': 5, '"1.5"': 1.5, '"null"': None, '"x"': "x"}.items():
+        maybe = {"now": {"properties": {"n": {"type": ["number", "null"]}}}}
+        _, (call,) = heard(Parser(CODER, maybe), [f"<tool_call><function=now><parameter=n>{word}</parameter>"])
+        assert call["arguments"] == '{"n": ' + json.dumps(value)
     for word in ("[b'a']", "['a', 1e999]", "['\\ud800']", "[f(1)]", "[" * 5000, "'a'"):
         text = f"<tool_call><function=now><parameter=all>{word}</parameter>"
         _, (call,) = heard(Parser(CODER, {"now": schema}), [text])

@@ -397,7 +397,7 @@ def _types(schema: Any, whole: Mapping[str, Any]) -> set[str]:
         given, values = part.get("type"), [part["const"]] if "const" in part else _listed(part.get("enum"))
         found |= {str(kind) for kind in _listed([given] if isinstance(given, str) else given)}
         found |= {_type(value) for value in values if given is None}
-    return found
+    return found | {"integer"} if "number" in found else found
 
 
 def _listed(given: Any) -> Sequence[Any]:
@@ -411,24 +411,28 @@ def _type(value: Any) -> str:
 
 def _literally(text: str, types: set[str]) -> str:
     """A value as JSON: as it is if it is some, or Python's for it, and may be such; else text."""
+    words = {"True": "true", "False": "false", "None": "null"}
+    said = words.get(text.strip(), text.strip())
+    inner = text_of(said).strip()  # of JSON in JSON
+    if "string" not in types and _kind(inner) in types:
+        said = inner
+    if types & {"array", "object"} and not _kind(said):
+        with suppress(SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
+            value = ast.literal_eval(_Words().visit(ast.parse(said, mode="eval")))
+            said = _object(value, (list, tuple, dict)) or said
+    kind = _kind(said)
+    return said if kind and ("string" not in types or kind in types) else json.dumps(text, ensure_ascii=False)
+
+
+def _kind(text: str) -> str:
+    """The type of JSON; empty if it is none."""
 
     def refuse(constant: str) -> None:
         raise ValueError(constant)
 
-    words = {"True": "true", "False": "false", "None": "null"}
-    said = words.get(text.strip(), text.strip())
-    inner = text_of(said).strip()  # of JSON in JSON
-    if "string" not in types and (found := value_of(inner)) is not None and _type(found) in types:
-        said = inner
-    if types & {"array", "object"} and value_of(said) is None:
-        with suppress(SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
-            value = ast.literal_eval(_Words().visit(ast.parse(said, mode="eval")))
-            said = _object(value, (list, tuple, dict)) or said
     with suppress(ValueError, RecursionError):
-        kind = _type(json.loads(said, parse_constant=refuse))
-        if "string" not in types or kind in types or (kind == "integer" and "number" in types):
-            return said
-    return json.dumps(text, ensure_ascii=False)
+        return _type(json.loads(text, parse_constant=refuse))
+    return ""
 
 
 def value_of(text: str) -> Any:
