@@ -265,6 +265,19 @@ def test_the_command(make_checkpoint, tmp_path, monkeypatch, capsys):
     assert LLM(tmp_path / "out", device="cpu").generate([[1, 2]], max_tokens=2)
 
 
+def test_a_caller_s_device_and_autocast_are_his_own(make_checkpoint, tmp_path):
+    """What is written does not depend on them."""
+    source = make_checkpoint(hidden_size=128)
+    for i, make in enumerate(
+        (export.export, partial(export.quantize, calibration="none"), partial(export.quantize, bits=8))
+    ):
+        make(source, tmp_path / f"{i}")
+        with torch.device("meta"), torch.autocast("cpu", dtype=torch.bfloat16):
+            make(source, tmp_path / f"{i} again")
+        first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in (f"{i}", f"{i} again"))
+        assert first == second
+
+
 def test_int8_for_a_peer(make_checkpoint, tmp_path):
     """Rows and their scales give the weights back, and what is not a matrix inside the model stays as it is."""
     from tools.w8a8 import w8a8

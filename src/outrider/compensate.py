@@ -209,7 +209,9 @@ def layers(
             held: list[Any] = [None] * c.num_layers
             held[i] = builder.layer(i)
             rows = partial(torch.index_select, x, 0)  # the states so far are this layer's embedding
-            whole = Model(plain, rows, held, torch.ones(c.hidden_size), nothing, torch.float32, CPU)
+            whole = Model(
+                plain, rows, held, torch.ones(c.hidden_size, dtype=torch.float32), nothing, torch.float32, CPU
+            )
             model, states = whole.thin([i]), {1: x}
             kv, plan = DenseKV(model.config, torch.float32, CPU), Plan(entries)
             kv.reserve(plan)

@@ -21,6 +21,7 @@ from outrider.families import FAMILIES
 from outrider.files import expand, new_folder, replacing, write_text
 from outrider.load import Builder, Progress, Source, finite, open_source, read_config, read_tokenizer
 from outrider.model import Rotary
+from outrider.ops import untouched
 from outrider.quantize import Rounded, rounded
 
 SHARD = 2**31  # bytes of a file
@@ -30,6 +31,7 @@ OTHERS = ("quantize_config.json", "quant_config.json", "adapter_config.json")
 TELLING = ("Hello world 123456, don't!", "  two\n\n spaces\t 日本 e\u0301 ", "x=[1.5];\r\n\n  return HE'S")
 
 
+@untouched()
 def export(name: str | Path, target: str | Path, dtype: str = "auto", progress: Progress | None = None) -> Path:
     """Write a checkpoint (see `load.find`) to a new or empty folder; returns it. Quantised weights are written dense.
 
@@ -49,6 +51,7 @@ def export(name: str | Path, target: str | Path, dtype: str = "auto", progress: 
     return target
 
 
+@untouched()
 def quantize(
     name: str | Path,
     target: str | Path,
