@@ -393,6 +393,16 @@ def test_line_breaks_in_texts_become_json(family):
         assert heard(parser_of(family, {"then": {}}), cut) == (text, [])
 
 
+@pytest.mark.parametrize("family", [HERMES, MINISTRAL], ids=lambda f: f.name)
+def test_each_line_break_becomes_json_once(family, monkeypatch):
+    """Not once more with each piece that follows: a file of some thousand lines took a minute."""
+    dumps, made = json.dumps, []
+    text = written(family, [("now", {"a": "X"})]).replace("X", "pass\n" * 300)
+    monkeypatch.setattr("outrider.serve.calls.json.dumps", lambda *given: made.append(given) or dumps(*given))
+    _, (call,) = heard(parser_of(family, {"now": {}}), list(text))
+    assert json.loads(call["arguments"]) == {"a": "pass\n" * 300} and len(made) <= 300
+
+
 @pytest.mark.parametrize("said", ["[1]", "5", '"text"', '"[1]"', "true", " null"])
 def test_arguments_that_are_no_object_are_none(said):
     """Nor do they come before it is known."""

@@ -7,7 +7,6 @@ import json
 import re
 import secrets
 import string
-from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -38,12 +37,12 @@ class Call:
     """A JSON object, read as it comes: the values of its members as text, and where the one under way begins."""
 
     functions: Mapping[str, Mapping[str, Any]]  # names and schemas
-    raw: str = ""
+    text: str = ""  # all of it, as it was written
+    raw: str = ""  # with escapes for control characters in texts, which are no JSON
     at: int = 0
     depth: int = 0
     quoted: bool = False
     escaped: bool = False
-    controls: list[int] = field(default_factory=list)  # where control characters stand in texts, which is no JSON
     begin: int = 0  # of the key or value under way
     key: str = ""
     expects: str = "key"  # key, colon, value, or the end of one
@@ -59,24 +58,26 @@ class Call:
             self._step(self.raw[self.at])
             self.at += 1
         rest, self.raw = self.raw[self.at :], self.raw[: self.at]
+        self.text += text[: len(text) - len(rest)]
         return rest
 
     def _step(self, c: str) -> None:
         top = self.depth == 1
         if self.quoted:
             if c < " ":
-                self.controls.append(self.at)
-                self.escaped = False
+                escape = json.dumps(c)[1:-1]
+                self.raw = self.raw[: self.at] + escape + self.raw[self.at + 1 :]
+                self.at, self.escaped = self.at + len(escape) - 1, False
             elif self.escaped or c == "\\":
                 self.escaped = not self.escaped
             elif c == '"':
                 self.quoted = False
                 if top and self.expects == "key":
-                    key = text_of(self._said(self.begin, self.at + 1))
+                    key = text_of(self.raw[self.begin : self.at + 1])
                     self.key, self.expects = "arguments" if key == "parameters" else key, "colon"  # models mix them up
             return
         if top and self.expects == "end" and c in ",}<":
-            self.values.setdefault(self.key, self._said(self.begin, self.at).strip())  # what was said stands
+            self.values.setdefault(self.key, self.raw[self.begin : self.at].strip())  # what was said stands
             self.expects = "key"
         elif top and c == ":" and self.expects == "colon":
             self.expects = "value"
@@ -92,16 +93,8 @@ class Call:
             self.done = self.depth <= 0
         elif c == "<":  # no JSON: brackets were left out, and this begins what is behind the call
             if self.key == "arguments" and self.expects == "end":
-                self.values.setdefault(self.key, _whole(self._said(self.begin, self.at)))
+                self.values.setdefault(self.key, _whole(self.raw[self.begin : self.at]))
             self.done, self.at = True, self.at - 1
-
-    def _said(self, begin: int, end: int) -> str:
-        """A part of it as JSON, with escapes for control characters."""
-        parts = list[str]()
-        for at in self.controls[bisect_left(self.controls, begin) :]:
-            parts += self.raw[begin:at], json.dumps(self.raw[at])[1:-1]
-            begin = at + 1
-        return "".join([*parts, self.raw[begin:end]])
 
     @property
     def name(self) -> str:
@@ -113,13 +106,8 @@ class Call:
         """What has come of them, as JSON; empty before it."""
         if "arguments" in self.values or self.key != "arguments" or self.expects != "end":
             return self.values.get("arguments", "")
-        so_far = self._said(self.begin, self.at)
+        so_far = self.raw[self.begin : self.at]
         return so_far if self.depth > 1 or self.quoted else so_far.strip()
-
-    @property
-    def text(self) -> str:
-        """All of it, as it was written."""
-        return self.raw
 
 
 @dataclass
@@ -135,7 +123,7 @@ class Named(Call):
             if len(self.head) > 2 * LONGEST_NAME or not HALF_A_HEAD.fullmatch(self.head + c):
                 self.done = True
                 return text[i:]
-            self.head += c
+            self.head, self.text = self.head + c, self.text + c
         return super().feed(text) if self.raw else ""
 
     @property
@@ -144,11 +132,7 @@ class Named(Call):
 
     @property
     def arguments(self) -> str:
-        return self._said(0, self.at)
-
-    @property
-    def text(self) -> str:
-        return self.head + self.raw
+        return self.raw
 
 
 @dataclass
@@ -157,7 +141,7 @@ class Tagged(Call):
     text as it is, or JSON."""
 
     function: str = ""
-    part: str = ""  # of `raw`: the tag or value under way
+    part: str = ""  # of `text`: the tag or value under way
     said: str = ""  # the arguments so far, as JSON
     keys: set[str] = field(default_factory=set)
     in_value: bool = False
@@ -175,14 +159,14 @@ class Tagged(Call):
         return self.said
 
     def feed(self, text: str) -> str:
-        self.raw, at = self.raw + text, 0
+        self.text, at = self.text + text, 0
         while at < len(text) and not self.done:
             if self.in_value:
                 text, at = self._more(text[at:]), 0
             else:
                 self.part, at = self.part + text[at], at + 1
                 (self._tag if self.said else self._head)()
-        self.raw = self.raw[: len(self.raw) - len(text) + at]
+        self.text = self.text[: len(self.text) - len(text) + at]
         return text[at:]
 
     def _head(self) -> None:
