@@ -52,6 +52,7 @@ HEAVY = 2**30  # bytes of weights from which recycling, some 0.2 ms a step, cost
 EVERY = 8  # steps of which one is looked at, at least, however long that was in vain
 IN_VAIN = 2  # steps looked at in vain, at least, for each that is rested after the next
 WORTH_IT = 2.0  # times its own time must a look promise to save: it takes more than that, of caches and of Python
+LAST = 0.1  # share of the last look in what looks take and bring as a rule
 LONG = 4096  # tokens of a text from which the target is asked to guess through few keys
 ALL_ROWS = 512  # nodes of all sequences together
 # whose forwards are measured first, the most telling ones, for so many seconds, behind so many tokens
@@ -303,7 +304,7 @@ class Auto(Drafter):
         self.beliefs.settle(came, rows, took, self.charged, steps)
         if self.gain > WORTH_IT * self.own:
             saved = sum([accepted for _, _, accepted in came]) * self.each - self.paid
-            self.vain, self.brought = 0, self.brought + 0.1 * (saved - self.brought)
+            self.vain, self.brought = 0, self.brought + LAST * (saved - self.brought)
         else:
             self.vain += 1
         enough = max(IN_VAIN * self.own, self.brought)  # looks in vain take as long as one that is not saves
@@ -311,7 +312,8 @@ class Auto(Drafter):
         self.resting = [seq.id for seq in seqs] if self.left else []
         for part in self.watching:
             part.observe(seqs, verdicts, output)
-        self.own = _usual(self.own, max(0.0, self.spent - self.asking + self.clock() - began))
+        own = max(0.0, self.spent - self.asking + self.clock() - began)
+        self.own += LAST * (min(own, 2 * self.own or own) - self.own)  # a hiccup does not move it far
 
     def remember(self, text: list[int]) -> None:
         """Let all who can remember it."""
@@ -328,11 +330,6 @@ class Auto(Drafter):
     def kv_bytes(self, tokens: int) -> int:
         """What all sources hold together."""
         return sum([part.kv_bytes(tokens) for part in self.holding])
-
-
-def _usual(before: float, now: float) -> float:
-    """A moving average that a hiccup does not move far."""
-    return before + 0.1 * (min(now, 2 * before or now) - before)
 
 
 def _forwards(target: Runner) -> dict[int, float]:
