@@ -216,7 +216,7 @@ def _bounded(schema: Any) -> None:
         return seen[id(part)]
 
     def counted(part: Mapping[str, Any]) -> int:
-        every, some = ([p for key in keys for p in _listed(part.get(key))] for keys in (("allOf",), ("anyOf", "oneOf")))
+        every, some = ([p for key in keys for p in listed(part.get(key))] for keys in (("allOf",), ("anyOf", "oneOf")))
         ref = part.get("$ref")
         if isinstance(ref, str) and ref not in known:
             known[ref] = 0  # while it is looked at: it may lead back here
@@ -236,14 +236,15 @@ def _bounded(schema: Any) -> None:
                 raise ValueError(TOO_MANY)
             for own in (part.get("pattern"), *_named_by(part)):
                 _countable(own if isinstance(own, str) else "")
-        parts += part.values() if isinstance(part, Mapping) else _listed(part)
+        parts += part.values() if isinstance(part, Mapping) else listed(part)
 
 
 def _named_by(part: Mapping[str, Any]) -> list[Any]:
     return [*names] if isinstance(names := part.get("patternProperties"), Mapping) else []
 
 
-def _listed(value: Any) -> list[Any]:
+def listed(value: Any) -> list[Any]:
+    """What is in a list, or nothing."""
     return list(value) if isinstance(value, (list, tuple)) else []
 
 
@@ -256,7 +257,7 @@ def referred(schema: Any, ref: str) -> Any:
         if isinstance(schema, Mapping):
             schema = schema.get(name)
         else:
-            schema = {str(i): part for i, part in enumerate(_listed(schema))}.get(name)
+            schema = {str(i): part for i, part in enumerate(listed(schema))}.get(name)
     return schema
 
 

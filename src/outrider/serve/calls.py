@@ -7,7 +7,7 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from io import StringIO
@@ -16,7 +16,7 @@ from token import NAME
 from tokenize import TokenError, generate_tokens, untokenize
 from typing import Any, ClassVar
 
-from outrider.grammar import referred
+from outrider.grammar import listed, referred
 
 NAMES = set(string.ascii_letters + string.digits + "_-.")  # in names of functions; OpenAI's, and the dot
 LONGEST_NAME = 128
@@ -361,7 +361,7 @@ def _parts(schema: Any, whole: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]
         if isinstance(ref := part.get("$ref"), str) and ref not in refs:  # which may lead back here
             refs.add(ref)
             parts.append(referred(whole, ref))
-        parts += [inner for key in ("allOf", "anyOf", "oneOf") for inner in _listed(part.get(key))]
+        parts += [inner for key in ("allOf", "anyOf", "oneOf") for inner in listed(part.get(key))]
 
 
 def _said_of(key: str, whole: Mapping[str, Any]) -> list[Any]:
@@ -378,14 +378,10 @@ def _types(schema: Any, whole: Mapping[str, Any]) -> set[str]:
     """The types that a schema in a whole one names; none: any. Whatever makes no sense in it names none."""
     found = set[str]()
     for part in _parts(schema, whole):
-        given, values = part.get("type"), [part["const"]] if "const" in part else _listed(part.get("enum"))
-        found |= {str(kind) for kind in _listed([given] if isinstance(given, str) else given)}
+        given, values = part.get("type"), [part["const"]] if "const" in part else listed(part.get("enum"))
+        found |= {str(kind) for kind in listed([given] if isinstance(given, str) else given)}
         found |= {_type(value) for value in values if given is None}
     return found | {"integer"} if "number" in found else found
-
-
-def _listed(given: Any) -> Sequence[Any]:
-    return given if isinstance(given, (list, tuple)) else ()
 
 
 def _type(value: Any) -> str:
