@@ -60,6 +60,7 @@ from outrider.serve.protocol import (
     DetokenizeBody,
     Sampled,
     TokenizeBody,
+    Translated,
     bound_of_drafts,
 )
 from outrider.serve.reasoning import BRACKETS, Reading, way_of
@@ -220,7 +221,7 @@ class Server:
         asked = await self._read(request, ResponsesBody)
         try:
             body = await self._taken(request, asked.as_chat)
-            return await self._converse(request, body, "resp_", lambda job, how: Respond(job, how, asked), gather=True)
+            return await self._converse(request, body, "resp_", lambda job, how: Respond(job, how, asked))
         except (Refusal, OutriderError) as error:
             raise asked.in_its_words(refusal(error)) from None
 
@@ -231,7 +232,7 @@ class Server:
             raise Refusal(400, "the field max_tokens is missing", "max_tokens")
         try:
             body = await self._taken(request, asked.as_chat)
-            return await self._converse(request, body, "msg_", Say, gather=True)
+            return await self._converse(request, body, "msg_", Say)
         except (Refusal, OutriderError) as error:
             raise asked.in_its_words(refusal(error)) from None
 
@@ -242,7 +243,7 @@ class Server:
             body = await self._taken(request, asked.as_chat)
             self._check(body)
             await self._tools(body)
-            ids = await self._aside(request, lambda: self._rendered(body, any_length=True, gather=True))
+            ids = await self._aside(request, lambda: self._rendered(body, any_length=True))
             return json_response({"input_tokens": len(ids)})
         except (Refusal, OutriderError) as error:
             raise asked.in_its_words(refusal(error)) from None
@@ -263,13 +264,13 @@ class Server:
             return await while_connected(request.receive, self.llm.off_loop(work, lane))
 
     async def _converse(
-        self, request: Request, body: ChatBody, kind: str, reply: Callable[[Job, Reading], Reply], gather: bool = False
+        self, request: Request, body: ChatBody, kind: str, reply: Callable[[Job, Reading], Reply]
     ) -> Response:
         """A chat, however it is asked and told."""
         self._check(body)
         how, more = await self._reading(body)
         return await self._generate(
-            request, body, kind, lambda: [self._rendered(body, gather=gather)], body.alternatives,
+            request, body, kind, lambda: [self._rendered(body)], body.alternatives,
             lambda job: reply(job, how), how, **more,
         )  # fmt: skip
 
@@ -407,8 +408,7 @@ class Server:
             keep = max(1, self.llm.llm.engine.max_len - (self._asked(body) or 1))
         return ids[:keep] if body.truncation_side == "right" else ids[-keep:]
 
-    def _rendered(self, body: ChatBody | TokenizeBody, any_length: bool = False, gather: bool = False) -> list[int]:
-        """The prompt. If `gather`, what the template refuses is rendered with one system message, at the beginning."""
+    def _rendered(self, body: ChatBody | TokenizeBody, any_length: bool = False) -> list[int]:
         generate = body.add_generation_prompt
         if generate is None:
             generate = not body.continue_final_message
@@ -428,7 +428,7 @@ class Server:
         try:
             return render(messages)
         except ConfigError:
-            if not gather or all(message.get("role") != "system" for message in messages[1:]):
+            if not isinstance(body, Translated) or all(message.get("role") != "system" for message in messages[1:]):
                 raise
         return render(_gathered(messages))
 

@@ -14,7 +14,7 @@ from outrider.errors import brief
 from outrider.outputs import StepEvent
 from outrider.serve.answers import Chat, Job
 from outrider.serve.http import Refusal, dumps, frame, parse, refusal
-from outrider.serve.protocol import SAME, ChatBody, Common
+from outrider.serve.protocol import SAME, Common, Translated
 from outrider.serve.reasoning import Reading
 
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -51,7 +51,7 @@ class MessagesBody(Common):
     user_profile_id: Any = None
     workspace_id: Any = None
 
-    def as_chat(self) -> ChatBody:
+    def as_chat(self) -> Translated:
         """The same, asked of `/v1/chat/completions`. Raises Refusal."""
         messages = [each for message in self.messages for each in _messages(message)]
         if system := _unbilled(self.system):  # an empty one, as some clients send, is none: the template's own stands
@@ -83,7 +83,7 @@ class MessagesBody(Common):
                 raise Refusal(400, "output_config: format is {'type': 'json_schema', 'schema': ...}", "output_config")
             about = {key: value for key, value in form.items() if key != "type"}
             given["response_format"] = {"type": "json_schema", "json_schema": {"name": "output", **about}}
-        return parse(ChatBody, given)
+        return parse(Translated, given)
 
     @property
     def functions(self) -> list[dict[str, Any]]:

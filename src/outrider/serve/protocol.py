@@ -376,6 +376,10 @@ class ChatBody(Sampled):
         return next((most for most in said if most is not None), None)
 
 
+class Translated(ChatBody):
+    """One asked for in other words: where the template refuses it, its system messages become one, at the beginning."""
+
+
 class TokenizeBody(Body):
     """`/tokenize`: a prompt, or a conversation."""
 

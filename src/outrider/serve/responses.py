@@ -15,7 +15,7 @@ from outrider.errors import brief
 from outrider.outputs import StepEvent
 from outrider.serve.answers import Chat, Job
 from outrider.serve.http import Refusal, dumps, frame, parse, refusal
-from outrider.serve.protocol import SAME, ChatBody, Choice, Common
+from outrider.serve.protocol import SAME, Choice, Common, Translated
 from outrider.serve.reasoning import Reading
 
 STATELESS = "this server keeps nothing of an answer; send the whole conversation as input"
@@ -65,7 +65,7 @@ class ResponsesBody(Common):
     max_tool_calls: Any = None
     client_metadata: Any = None
 
-    def as_chat(self) -> ChatBody:
+    def as_chat(self) -> Translated:
         """The same, asked of `/v1/chat/completions`. Raises Refusal."""
         for name in ("background", "previous_response_id", "conversation", "prompt"):
             if getattr(self, name):
@@ -92,7 +92,7 @@ class ResponsesBody(Common):
         form = (self.text or {}).get("format")
         said["reasoning_effort"] = (self.reasoning or {}).get("effort")
         return parse(
-            ChatBody, given | said | {"max_completion_tokens": self.max_output_tokens, "response_format": form}
+            Translated, given | said | {"max_completion_tokens": self.max_output_tokens, "response_format": form}
         )
 
     @property
