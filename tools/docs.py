@@ -96,9 +96,7 @@ def changes(names: list[str], up: str) -> str:
     """A row for each engine and way to draft; a column for each temperature, alone and together. Raises ConfigError."""
     rows, said = [], dict[str, None]()
     for name in names:
-        if not (path := ROOT / name / "results.jsonl").is_file():
-            raise ConfigError(f"{path} is not there")
-        rows += (own := exact.read(path))
+        rows += (own := exact.read(there(name)))
         said |= dict.fromkeys(exact.remarks(own)[:2])
     columns = sorted({(row.together, row.temperature) for row in rows})
 
@@ -125,9 +123,7 @@ def servers(names: list[str], up: str) -> str:
     """A row for each folder and number of streams: our server's tokens/s in times the others'. Raises ConfigError."""
     rows, said, others = [], [], dict[str, None]()
     for name in names:
-        if not (path := ROOT / name / "results.jsonl").is_file():
-            raise ConfigError(f"{path} is not there")
-        *own, gap, first = (server.Row(**json.loads(line)) for line in path.read_text("utf-8").splitlines())
+        *own, gap, first = (server.Row(**json.loads(line)) for line in there(name).read_text("utf-8").splitlines())
         for what in dict.fromkeys(row.what for row in own):
             at = {row.against: f"{row.ratio:.2f}" for row in own if row.what == what}
             speed = next(f"{row.server:,.0f}" for row in own if row.what == what)
@@ -151,8 +147,7 @@ def servers(names: list[str], up: str) -> str:
 
 def curve(name: str, up: str) -> str:
     """A row for each report of a run of `outrider train eagle3` that had learnt a tenth more. Raises ConfigError."""
-    if not (path := ROOT / name / "log.jsonl").is_file():
-        raise ConfigError(f"{path} is not there")
+    path = there(name, "log.jsonl")
     reports, rows, last = [json.loads(line) for line in path.read_text("utf-8").splitlines()], list[list[str]](), 0
     reports = [own for own in reports if own["loss"] is not None]  # others were given up
     for own in reports:
@@ -167,9 +162,7 @@ def curve(name: str, up: str) -> str:
 def gpu(names: list[str], up: str, given: dict[str, str]) -> str:
     """A row for each line of a part. Raises ConfigError."""
     folder, part = names
-    if not (path := ROOT / folder / "gpu.json").is_file():
-        raise ConfigError(f"{path} is not there")
-    found = json.loads(path.read_text("utf-8"))
+    found = json.loads(there(folder, "gpu.json").read_text("utf-8"))
     if part not in found["parts"]:
         raise ConfigError(f"part {part!r} is not there; there are: {', '.join(found['parts'])}")
     columns = given.pop("columns").split("|")
@@ -189,11 +182,16 @@ def gpu(names: list[str], up: str, given: dict[str, str]) -> str:
     return f"{table}\n\n{about} All lines: [{Path(folder).name}]({up}{folder}/gpu.md)."
 
 
+def there(folder: str | Path, name: str = "results.jsonl") -> Path:
+    """A file of a folder of results. Raises ConfigError if it is not there."""
+    if not (path := ROOT / folder / name).is_file():
+        raise ConfigError(f"{path} is not there")
+    return path
+
+
 def read(folder: Path) -> list[Any]:
     """The rows of a folder's results.jsonl, of `bench` or of `bench long`. Raises ConfigError."""
-    path = folder / "results.jsonl"
-    if not path.is_file():
-        raise ConfigError(f"{path} is not there")
+    path = there(folder)
     return long.read(path) if '"context"' in path.read_text("utf-8").split("\n", 1)[0] else report.read(path)
 
 
