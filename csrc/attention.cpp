@@ -1049,11 +1049,12 @@ void attend(const AttentionShape &shape, const AttentionJob *jobs, int count) {
     const int64_t straight = place(job, positions);
     if (straight < job.n) {
       // A tree's first rows take its blocks one by one, too, where that is less than to read what is before it twice.
-      const int64_t base = fork(job, straight), first = straight * kBlock > base ? straight : 0;
-      if (first) runs[run_count++] = {&job, positions, 0, first, INT64_MAX};
-      runs[run_count++] = {&job, positions, first, job.n, base};
-    } else if (straight) {
-      runs[run_count++] = {&job, positions, 0, straight, INT64_MAX};
+      const int64_t base = fork(job, straight), some = job.first < straight ? straight - job.first : 0;
+      const int64_t first = some * kBlock > base ? straight : job.first;
+      if (job.first < first) runs[run_count++] = {&job, positions, job.first, first, INT64_MAX};
+      if (first < job.n) runs[run_count++] = {&job, positions, first, job.n, base};
+    } else if (job.first < straight) {
+      runs[run_count++] = {&job, positions, job.first, straight, INT64_MAX};
     }
     positions += job.n;
   }

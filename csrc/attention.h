@@ -18,6 +18,7 @@ struct AttentionJob {
   const int32_t *parents;  // null for a run of tokens; else per row the row before it, -1 = the prefix
   void *const *slabs;      // each as the store in one piece; their capacity is a multiple of kPage
   const int32_t *table;    // null if there are no pages
+  int64_t first = 0;       // rows before it are stored, and get no output
 
   struct Place {
     char *store;

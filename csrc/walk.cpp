@@ -42,7 +42,7 @@ class Step {
     for (const auto &[point, at] : plan_.states) all |= point == kNormed || point > last;
     for (int i = 0; i <= last; i++) {
       keep(i);
-      attend(i);
+      attend(i, i < last || all);
       if (i < last || all) rest(w_.layers[i], x_, seen_, plan_.rows);
     }
     char *out = static_cast<char *>(plan_.out);
@@ -90,7 +90,8 @@ class Step {
     }
   }
 
-  void attend(int i) {
+  // Of all rows, or of those from each run's first that is wanted: what the others see goes nowhere from the last layer.
+  void attend(int i, bool all) {
     const WalkLayer &layer = w_.layers[i];
     if (w_.beside_norm) pair(layer.input_norm);
     multiply(layer.qkv, w_.beside_norm ? pair_ : x_, plan_.rows, qkv_, width_, w_.type == Type::f32, nullptr, w_.beside_norm ? nullptr : layer.input_norm);
@@ -110,7 +111,10 @@ class Step {
     const AttentionShape shape{w_.heads,     w_.kv_heads, w_.dim,  width_,  width_,       width_,
                                layer.window, w_.scale,    w_.softcap, layer.sinks, w_.type, plan_.threads};
     jobs_.clear();
-    for (const WalkRun &run : plan_.runs) jobs_.push_back(job(run, i));
+    for (const WalkRun &run : plan_.runs) {
+      jobs_.push_back(job(run, i));
+      if (!all) jobs_.back().first = first(run);
+    }
     kernels().attention.attend(shape, jobs_.data(), int(jobs_.size()));
   }
 
@@ -139,6 +143,13 @@ class Step {
     return {q, keys, keys + size_ * w_.kv_heads * w_.dim, seen_ + run.row * size_ * w_.heads * w_.dim,
             run.table ? nullptr : reinterpret_cast<void *>(run.stores[layer]), run.capacity, run.start, run.n,
             run.tree ? run.parents.data() : nullptr, plan_.slabs + layer * plan_.slab_count, run.table};
+  }
+
+  int64_t first(const WalkRun &run) const {
+    int64_t row = run.n;
+    for (int wanted : plan_.wanted)
+      if (wanted >= run.row) row = std::min(row, wanted - run.row);
+    return row;
   }
 
   // What follows attention, in place: x (rows, hidden).
