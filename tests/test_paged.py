@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import takewhile
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from test_exactness import config_of
 from outrider import LLM, Draft, SamplingParams, drafters
 from outrider.errors import OutOfMemory, PoolFull
 from outrider.kv import Entry, Plan
-from outrider.kv.blocks import BLOCK, Pool
+from outrider.kv.blocks import BLOCK, WORTH, Pool
 from outrider.kv.paged import SLAB, PagedKV
 from outrider.runner import Slot
 from outrider.sequence import Sequence
@@ -83,7 +84,8 @@ def test_the_books_of_a_pool():
         else:
             own = [rng.randrange(3) for _ in range(rng.randrange(6) * BLOCK)]
             own = [own[i // BLOCK * BLOCK] for i in range(len(own))]  # three kinds of blocks: prefixes meet
-            found, before = pool.find("root", own, len(own))
+            found, n, before = pool.find("root", own, len(own))
+            assert n == len(found) * BLOCK
             for block in found:
                 assert tokens[block] == own[: (found.index(block) + 1) * BLOCK]
                 pool.hold(block)
@@ -103,7 +105,7 @@ def test_the_books_of_a_pool():
     assert not pool.used
     while pool.cached:
         pool.release([pool.take(again=True)])
-    assert pool.free == 40 and not pool.named
+    assert pool.free == 40 and not pool.behind
 
 
 def test_a_block_that_comes_to_stand_behind_another_has_one_name():
@@ -117,8 +119,47 @@ def test_a_block_that_comes_to_stand_behind_another_has_one_name():
     pool.release([first])
     assert pool.take(again=True) == first
     pool.publish(last, pool.publish(twin, "root", [1] * BLOCK), [2] * BLOCK)
-    assert len(pool.named) == len(pool.names) == 2
+    assert sum(map(len, pool.behind.values())) == len(pool.names) == 2
     assert pool.find("root", [1] * BLOCK + [2] * BLOCK, 2 * BLOCK)[0] == [twin, last]
+
+
+def test_whoever_shares_most_of_a_block_is_found():
+    """Among all that stand behind the same, whole or the last of a sequence."""
+    pool, rng, known = Pool(), random.Random(0), []
+    pool.grow(300)
+    for _ in range(300):
+        before = rng.choice(["root", "other", *(number for _, tokens, number, _ in known if len(tokens) == BLOCK)])
+        like = rng.choice([tokens for _, tokens, _, _ in known] or [()])
+        tokens = (*like[: rng.randrange(BLOCK)], *(rng.randrange(3) for _ in range(BLOCK)))[
+            : rng.choice([9, 20, BLOCK])
+        ]
+        block = pool.take(again=False)
+        known.append((before, tokens, pool.publish(block, before, tokens), block))
+    for _ in range(300):
+        want, at = [], "root"
+        while len(want) < 4 * BLOCK and rng.random() < 0.9:  # a way through them, that leaves some block in its midst
+            ways = [(tokens, number) for before, tokens, number, _ in known if before == at]
+            tokens, at = rng.choice(ways) if ways else ([0] * BLOCK, at)
+            want += tokens[: BLOCK if rng.random() < 0.8 else rng.randrange(BLOCK)]
+        blocks, n, root = pool.find("root", want, len(want))
+        at, left = "root", want
+        while True:
+            there = {block: zip(tokens, left, strict=False) for before, tokens, _, block in known if before == at}
+            shared = {
+                block: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], own)) for block, own in there.items()
+            }
+            most = max(shared.values(), default=0)
+            if most < WORTH:
+                assert not blocks and not n
+                break
+            n -= most
+            assert shared[blocks.pop(0)] == most
+            if most < BLOCK:
+                assert not blocks and not n
+                break
+            at = next(number for before, tokens, number, _ in known if (before, tokens) == (at, tuple(left[:BLOCK])))
+            left = left[BLOCK:]
+        assert root == at
 
 
 def test_the_oldest_go_first_and_the_last_blocks_before_the_first():
@@ -345,8 +386,9 @@ def test_warm_is_cold(make_llm, make_checkpoint, alone, method):
                 (request,) = warm.engine.add(again, p)
                 warm.engine.finish([request])
                 assert request.seq.output == alone(again, p)
-                assert request.cached == (len(again) - 1) // BLOCK * BLOCK
-    assert found == [0, 128, 128, 128, 64, 64, 96, 96, 64, 64, 128, 128, 64, 96, 0, 128]
+                over = (len(again) - 1) % BLOCK
+                assert request.cached == len(again) - 1 - (over if over < WORTH else 0)
+    assert found == [0, 128, 128, 128, 95, 95, 96, 96, 94, 94, 128, 128, 64, 96, 0, 128]
     assert_released(warm)
 
 
@@ -395,7 +437,7 @@ def test_only_verified_tokens_are_found(make_llm):
     wrong = [(t + 1) % 128 for t in expected]
     use(llm, ScriptedDrafter(lambda seq, k: Draft.chain(wrong[:5])), 5)
     llm.engine.finish(llm.engine.add(prompt, params))
-    for tail, hit in ((wrong, 32), (expected, 64)):
+    for tail, hit in ((wrong, 60), (expected, 64)):
         (request,) = llm.engine.add([*prompt, *tail, 1], params)
         llm.engine.finish([request])
         assert request.cached == hit
@@ -409,9 +451,66 @@ def test_a_prompt_under_way_is_found_block_by_block(make_llm):
         llm.engine.step()
     (second,) = llm.engine.add([*text(150), 3], GREEDY)
     llm.engine.finish([first, second])
-    assert 96 <= second.cached <= 128
+    assert second.cached == 150
     plain = make_llm(engine={"enable_prefix_caching": False})
     assert second.seq.output == plain.generate([*text(150), 3], GREEDY)[0].token_ids
+    assert_released(llm)
+
+
+@pytest.mark.parametrize("reads", [40, 512])
+def test_a_beginning_that_many_share_is_read_once(make_llm, reads):
+    """They wait for who reads it; others do not, nor do they for one that comes after them."""
+    llm = make_llm(engine={"max_num_batched_tokens": reads})
+    base = text(100)
+    prompts = [[*base, *text(20, i)] for i in range(1, 5)] + [text(90, 9), [*base[:70], 1, 2]]
+    requests = [llm.engine.add(prompt, GREEDY)[0] for prompt in prompts]
+    llm.engine.step()
+    assert [r in llm.engine.running for r in requests] == [True, False, False, False, True, False]
+    (urgent,) = llm.engine.add([*base, 7], GREEDY, priority=-1)
+    (salted,) = llm.engine.add([*base, 8], GREEDY, cache_salt="own")
+    llm.engine.step()
+    assert {urgent, salted} <= {*llm.engine.running} and (reads > 40 or not urgent.cached)
+    llm.engine.finish([*requests, urgent, salted])
+    assert [r.cached for r in requests] == [0, 96, 96, 96, 0, 64] and not salted.cached
+    plain = make_llm(engine={"enable_prefix_caching": False})
+    for request in requests:
+        assert request.seq.output == plain.generate(request.seq.tokens[: request.seq.prompt_len], GREEDY)[0].token_ids
+    assert_released(llm)
+
+
+def test_nobody_waits_for_one_that_ends(make_llm):
+    llm = make_llm(engine={"max_num_batched_tokens": 40})
+    first, second = (llm.engine.add([*text(200), i], GREEDY)[0] for i in range(2))
+    llm.engine.step()
+    assert llm.engine.running == [first]
+    llm.engine.abort(first)
+    llm.engine.step()
+    assert llm.engine.running == [second] and second.cached == 40 // BLOCK * BLOCK + 40 % BLOCK
+    llm.engine.finish([second])
+    assert_released(llm)
+
+
+def test_who_leaves_before_it_has_read_changes_nothing(make_llm):
+    """As one does that does not fit yet."""
+    llm = make_llm()
+    llm.generate(text(60), max_tokens=1)
+    for prompt, found in (([*text(50), 1, 2], 50), ([*text(58), 1, 2], 58)):
+        seq = Sequence(prompt, GREEDY, 0)
+        assert llm.runner.begin(seq) == found
+        llm.runner.free(seq)
+    assert_released(llm)
+
+
+def test_what_only_the_books_hold_is_written_to_where_there_is_no_other_room(make_llm):
+    """A block's beginning is shared by copying it; the last request of a full pool takes it over instead."""
+    llm = make_llm()
+    prompt = text(80)
+    expected = make_llm().generate([*prompt, 5], max_tokens=15, temperature=0)[0].token_ids
+    llm = make_llm(engine={"kv_memory": blocks_of(llm, 3)})
+    llm.generate(prompt, max_tokens=1)
+    (request,) = llm.engine.add([*prompt, 5], SamplingParams(temperature=0, max_tokens=15))
+    llm.engine.finish([request])
+    assert request.seq.output == expected and request.cached == 80 and not request.error
     assert_released(llm)
 
 

@@ -73,9 +73,9 @@ def _change(ranks: Ranks, kv: Any, number: int, name: str, plain: Callable[..., 
             limits = (kv.most, -(-kv.modest // kv.block_bytes)) if isinstance(kv, PagedKV) else None
             told: list[Any] = [[astuple(e) for e in given[0].entries], limits]
         elif name == "publish":  # only what is new
-            seq, tokens, length, root = given
+            seq, tokens, length, root, last = given
             begin = kv.tables[seq].published * BLOCK if seq in kv.tables else length
-            told = [seq, begin, tokens[begin : length // BLOCK * BLOCK], root]
+            told = [seq, begin, tokens[begin : length if last else length // BLOCK * BLOCK], root, last]
             if not told[2]:
                 return None
         else:
@@ -186,8 +186,8 @@ class Follower:
                     kv.most, kv.modest = limits[0], limits[1] * kv.block_bytes
                 given = [plan]
             elif name == "publish":
-                seq, begin, tokens, root = given
-                given = [seq, [0] * begin + tokens, begin + len(tokens), tuple(root)]
+                seq, begin, tokens, root, last = given
+                given = [seq, [0] * begin + tokens, begin + len(tokens), tuple(root), last]
             elif name == "adopt":
                 given = [*given[:2], tuple(given[2])]
             try:

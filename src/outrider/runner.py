@@ -166,7 +166,7 @@ class Runner:
     def begin(self, seq: Sequence, like: Sequence | None = None) -> int:
         """Take over what is there of a new sequence's tokens; returns how many need not be fed.
 
-        That is what another sequence has left in whole blocks, if `prefixes`, or all that the sequence `like` shares.
+        That is what other sequences have left, if `prefixes`, or all that the sequence `like` shares.
         """
         if seq.id in self.slots:
             return 0
@@ -183,6 +183,12 @@ class Runner:
                 n = self.kv.adopt(seq.id, seq.tokens[: seq.settled], self._root(seq, slot))
             slot.tokens, slot.settled = seq.tokens[:n], n
         return n
+
+    def may_find(self, seq: Sequence) -> Hashable:
+        """What sequences have in common that may find each other's tokens in the cache; None if this one looks not."""
+        if not self.prefixes or not isinstance(self.kv, PagedKV) or self._unscored(seq):
+            return None
+        return self._root(seq, self.slots.get(seq.id) or Slot(beyond=self._beyond(seq)))
 
     def extend(
         self,
@@ -299,7 +305,7 @@ class Runner:
     def free(self, seq: Sequence) -> None:
         """Give back what a sequence holds."""
         if slot := self.slots.pop(seq.id, None):
-            self._publish(seq, slot, self._common(slot, seq.tokens, len(seq.tokens)))
+            self._publish(seq, slot, self._common(slot, seq.tokens, len(seq.tokens)), last=True)
         self.kv.free(seq.id)
         for rows in self.taps:
             rows.free(seq.id)
@@ -338,12 +344,12 @@ class Runner:
         """What sequences of the same tokens must share to have the same keys: `dynamic` rope knows the prompt's end."""
         return seq.cache_salt, self._dynamic and seq.prompt_len, slot.beyond
 
-    def _publish(self, seq: Sequence, slot: Slot, n: int) -> None:
-        """Let others find the first n tokens, of which the settled ones are verified."""
+    def _publish(self, seq: Sequence, slot: Slot, n: int, last: bool = False) -> None:
+        """Let others find the first n tokens, of which the settled ones are verified; `last`: no more will come."""
         if self.prefixes and isinstance(self.kv, PagedKV):
             n = min(n, seq.settled, slot.pure)
             n = min(n, seq.prompt_len) if self._dynamic else n
-            self.kv.publish(seq.id, seq.tokens, n, self._root(seq, slot))
+            self.kv.publish(seq.id, seq.tokens, n, self._root(seq, slot), last)
 
     def _prefill(self, seqs: list[Sequence], starts: list[int], leave: int = 0) -> list[int]:
         """Feed pending tokens in chunks until what is left of each sequence, and of all together, fits one forward.

@@ -9,7 +9,7 @@ import threading
 import time
 from bisect import bisect_right, insort
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,6 +47,7 @@ from outrider.sequence import Sequence
 from outrider.speculate import Drafter, StepTimes, step
 from outrider.verify import COUPLED
 
+TOGETHER = 2 * BLOCK  # tokens that are worth waiting for, while another request reads them
 SEAM = 32  # tokens of a prompt by which the beginning of what is expected behind it is found
 GRAMMAR = "grammar"  # who drafted what a request's structured_outputs force
 
@@ -67,6 +68,7 @@ class Request:
     number: int = field(default_factory=itertools.count().__next__)  # in the order of their arrival
     cached: int = 0  # prompt tokens that another request had read
     first: Request | None = None  # of the n outputs of a prompt: the others wait until it has read that
+    beside: tuple[int, int] = -1, 0  # the number of another request, and how many of their first tokens are the same
     drafter_error: str | None = None  # what the drafter was switched off by, if it was before the end
     finished: bool = False  # no more tokens will come, and what it held is given back
     drafted_by: list[str | None] = field(default_factory=list)  # per output token
@@ -325,7 +327,7 @@ class Engine:
     def _admit(self) -> None:
         """Let those in, in their order, whose tokens so far there is room for, and for everybody to grow a little."""
         promised = sum(self._lacks(r) for r in self.running)
-        while len(self.running) < self.config.max_num_seqs and (request := next(filter(_ready, self.waiting), None)):
+        while len(self.running) < self.config.max_num_seqs and (request := self._next()):
             if not request.timing.queued and (error := self._too_large(request.seq.max_len)):
                 self._fail(request, error)  # the drafter has changed since it was added
                 continue
@@ -349,6 +351,35 @@ class Engine:
                 request.cached = min(found, request.seq.prompt_len)
                 self.prefix_queries += request.seq.prompt_len
                 self.prefix_hits += request.cached
+
+    def _next(self) -> Request | None:
+        """The first that need not wait for what another is reading, be it the same prompt or as long a beginning."""
+        leaders: dict[Hashable, Request] = {}
+        for request in self.running:
+            if self._published(request) + BLOCK <= request.seq.prompt_len and (opening := self._opening(request)):
+                leaders.setdefault(opening, request)
+        return next((r for r in self.waiting if _ready(r) and not (leaders and self._follows(r, leaders))), None)
+
+    def _follows(self, request: Request, leaders: dict[Hashable, Request]) -> bool:
+        """Whether one that is as urgent is about to read more of this one's tokens, which it will find then."""
+        leader = leaders.get(self._opening(request))
+        if leader is None or _urgency(request) < _urgency(leader):
+            return False
+        if request.beside[0] != leader.number:
+            pairs = zip(request.seq.tokens[:-1], leader.seq.tokens[: leader.seq.prompt_len], strict=False)
+            same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+            request.beside = leader.number, same
+        return self._published(leader) + BLOCK <= request.beside[1]
+
+    def _opening(self, request: Request) -> Hashable:
+        """What requests share, one of which might read their beginning for all; None if it is too short for that."""
+        root, tokens = self.runner.may_find(request.seq), request.seq.tokens
+        return (root, *tokens[:TOGETHER]) if root is not None and len(tokens) > TOGETHER else None
+
+    def _published(self, request: Request) -> int:
+        """How many of a request's tokens others can find."""
+        held = self.kv.tables.get(request.seq.id)
+        return held.published * BLOCK if held else 0
 
     def _lacks(self, request: Request) -> int:
         """Blocks that a request still needs for its tokens so far and one more."""

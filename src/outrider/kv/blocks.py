@@ -1,21 +1,24 @@
 """Blocks of a cache, counted: which sequences hold them, which hold a known prefix, which may go.
 
-A block that is full of verified tokens is published: known by the block before it and its own tokens, so that what
-leads to it is a prefix, compared token by token. Nobody writes to it any more. When nobody holds it either, it stays
-until its room is wanted; the least recently used go first, and of a sequence the last ones.
+A block that is full of verified tokens, or the last of a sequence that has ended, is published: known by the block
+before it and its own tokens, so that what leads to it is a prefix, compared token by token. Nobody writes to it any
+more. When nobody holds it either, it stays until its room is wanted; the least recently used go first, and of a
+sequence the last ones.
 """
 
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterable
 from heapq import heappop, heappush
 
 from outrider.ops.native import PAGE
 
 BLOCK = PAGE  # slots
+WORTH = 8  # tokens that a block must share to be worth the copy that is made before others follow them
 
-Name = tuple[Hashable, tuple[int, ...]]  # what stands before: another block's number, or a root; and the tokens
+Known = tuple[tuple[int, ...], int, int]  # a published block: its tokens, itself, and its number for what is behind it
 
 
 class Pool:
@@ -23,8 +26,8 @@ class Pool:
 
     def __init__(self) -> None:
         self.holders: list[int] = []  # per block
-        self.named: dict[Name, tuple[int, int]] = {}  # published: block, and the number by which others stand behind it
-        self.names: dict[int, Name] = {}
+        self.behind: dict[Hashable, list[Known]] = {}  # by a root, or a block's number: sorted, those right behind it
+        self.names: dict[int, tuple[Hashable, Known]] = {}  # of published blocks: what they are behind, and their entry
         self.cached: dict[int, None] = {}  # published and held by nobody, the least recently used first
         self._free: list[int] = []  # a heap: low numbers first, so that neighbours lie together
         self._numbers = itertools.count()
@@ -82,28 +85,59 @@ class Pool:
         return self.holders[block] == 1 and block not in self.names
 
     def publish(self, block: int, before: Hashable, tokens: Iterable[int]) -> int:
-        """Make a full block known, unless one like it is; returns the number by which others stand behind it."""
-        name = before, tuple(tokens)
-        if name not in self.named:
-            if block in self.names:  # it stood behind another, which has gone
-                del self.named[self.names[block]]
-            self.named[name] = block, next(self._numbers)
-            self.names[block] = name
-        return self.named[name][1]
+        """Make a block known, unless one like it is; returns the number by which others stand behind it."""
+        own = tuple(tokens)
+        siblings = self.behind.get(before, [])
+        at = bisect_left(siblings, (own,))
+        if at < len(siblings) and siblings[at][0] == own:
+            return siblings[at][2]
+        if block in self.names:  # it stood behind another, which has gone
+            self.hide(block)
+        known = own, block, next(self._numbers)
+        insort(self.behind.setdefault(before, []), known)
+        self.names[block] = before, known
+        return known[2]
 
-    def find(self, root: Hashable, tokens: list[int], most: int) -> tuple[list[int], Hashable]:
-        """Published blocks that hold up to `most` of the first tokens, and by what others stand behind the last."""
-        found: list[int] = []
-        for end in range(BLOCK, most + 1, BLOCK):
-            known = self.named.get((root, tuple(tokens[end - BLOCK : end])))
-            if known is None:
+    def find(self, root: Hashable, tokens: list[int], most: int) -> tuple[list[int], int, Hashable]:
+        """Published blocks that begin with the first of these tokens, and with how many, which are at most `most`.
+
+        And by what others stand behind the last of the blocks that are taken whole: only the last is perhaps not.
+        """
+        found, n = list[int](), 0
+        while n < most and (siblings := self.behind.get(root)):
+            rest = tuple(tokens[n : min(n + BLOCK, most)])
+            at = bisect_left(siblings, (rest,))  # whoever shares most with it stands right before it or behind
+            near = siblings[max(0, at - 1) : at + 1]
+            same, block, number = max((_common(rest, own), block, number) for own, block, number in near)
+            if same < WORTH:
                 break
-            found.append(known[0])
-            root = known[1]
-        return found, root
+            found.append(block)
+            n += same
+            if same < BLOCK:
+                break
+            root = number
+        return found, n, root
+
+    def hide(self, block: int) -> None:
+        """Let a published block be found no more."""
+        before, known = self.names.pop(block)
+        siblings = self.behind[before]
+        del siblings[bisect_left(siblings, known)]
+        if not siblings:
+            del self.behind[before]
 
     def _forget(self, block: int) -> None:
-        del self.named[self.names.pop(block)]
+        self.hide(block)
         if block in self.cached:
             del self.cached[block]
             heappush(self._free, block)
+
+
+def _common(some: tuple[int, ...], others: tuple[int, ...]) -> int:
+    """How many of the first are the same."""
+    n = 0
+    for one, other in zip(some, others, strict=False):
+        if one != other:
+            break
+        n += 1
+    return n

@@ -17,7 +17,7 @@ from torch import Tensor
 from outrider.config import ModelConfig
 from outrider.errors import OutOfMemory, PoolFull
 from outrider.kv.base import Fixed, Plan, QueryLog, allocate, allocating, roomy
-from outrider.kv.blocks import BLOCK, Pool
+from outrider.kv.blocks import BLOCK, WORTH, Pool
 from outrider.ops import KEY_BLOCK, Pages, Stores, attend, attend_pages, device_plan, follows_paths, launches, write
 
 SLAB = 1024  # slots that the pool grows by
@@ -108,21 +108,26 @@ class PagedKV:
         return length
 
     def adopt(self, seq: int, tokens: list[int], root: Hashable) -> int:
-        """Give a new sequence the published blocks of its tokens, but for the last; returns how many tokens."""
+        """Give a new sequence the published blocks that begin as it does; returns how many tokens, the last never."""
         table = self.tables[seq] = Table()
-        found, table.before = self.pool.find(root, tokens, len(tokens) - 1)
+        found, n, table.before = self.pool.find(root, tokens, len(tokens) - 1)
         for block in found:
             self.pool.hold(block)
             table.put(len(table.blocks), block)
-        table.published = len(found)
-        return len(found) * BLOCK
+        table.published = n // BLOCK
+        return n
 
-    def publish(self, seq: int, tokens: list[int], length: int, root: Hashable) -> None:
-        """Let others of the same root find what is full of the first `length` tokens, which are verified."""
+    def publish(self, seq: int, tokens: list[int], length: int, root: Hashable, last: bool = False) -> None:
+        """Let others of the same root find what is full of the first `length` tokens, which are verified.
+
+        `last`: no more will come, so that the block with the rest may be found, too.
+        """
         table = self.tables.get(seq)
-        while table and (end := (table.published + 1) * BLOCK) <= length:
-            before = table.before if table.published else root
-            table.before = self.pool.publish(table.blocks[table.published], before, tokens[end - BLOCK : end])
+        while table and (begin := table.published * BLOCK) + (WORTH if last else BLOCK) <= length:
+            block, own = table.blocks[table.published], tokens[begin : min(begin + BLOCK, length)]
+            if len(own) < BLOCK and block in self.pool.names:  # another's, to which nothing was added
+                return
+            table.before = self.pool.publish(block, table.before if table.published else root, own)
             table.published += 1
 
     def share(self, seq: int, other: int, length: int) -> None:
@@ -140,12 +145,15 @@ class PagedKV:
                 if at >= len(table.blocks):
                     table.put(at, self._take())
                 elif not self.pool.writable(old := table.blocks[at]):
+                    table.published *= at >= table.published
+                    if self.pool.holders[old] == 1 and self.room < 1:
+                        self.pool.hide(old)
+                        continue
                     new = self._take()
                     for layer in range(self.config.num_layers):
                         self._block(layer, new).copy_(self._block(layer, old))
                     table.put(at, new)
                     self.pool.release([old])
-                    table.published = 0
 
     def _take(self) -> int:
         pool = self.pool
