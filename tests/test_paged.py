@@ -478,6 +478,24 @@ def test_a_beginning_that_many_share_is_read_once(make_llm, reads):
     assert_released(llm)
 
 
+@pytest.mark.parametrize("limit", ["places", "room"])
+def test_who_waits_for_another_loses_no_place(make_llm, limit):
+    """What came later is not let in where that would keep it out."""
+    llm = make_llm(engine={"max_num_batched_tokens": 40, **({"max_num_seqs": 2} if limit == "places" else {})})
+    if limit == "room":
+        llm.engine.kv_memory = blocks_of(llm, 7 + 7 + 2)
+    first, second, later = (
+        llm.engine.add(prompt, GREEDY)[0] for prompt in ([*text(200), 0], [*text(200), 1], text(90, 5))
+    )
+    for _ in range(5):  # steps in which only the first reads
+        llm.engine.step()
+        assert llm.engine.running == [first]
+    llm.engine.step()
+    assert second in llm.engine.running
+    llm.engine.finish([first, second, later])
+    assert_released(llm)
+
+
 def test_nobody_waits_for_one_that_ends(make_llm):
     llm = make_llm(engine={"max_num_batched_tokens": 40})
     first, second = (llm.engine.add([*text(200), i], GREEDY)[0] for i in range(2))

@@ -190,6 +190,11 @@ class Runner:
             return None
         return self._root(seq, self.slots.get(seq.id) or Slot(beyond=self._beyond(seq)))
 
+    def publish(self, seq: Sequence) -> None:
+        """Let others find what is there of a sequence's tokens now, and not with its next forward."""
+        if slot := self.slots.get(seq.id):
+            self._publish(seq, slot, self._common(slot, seq.tokens, len(seq.tokens) - 1))
+
     def extend(
         self,
         seqs: list[Sequence],

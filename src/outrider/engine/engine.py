@@ -327,7 +327,10 @@ class Engine:
     def _admit(self) -> None:
         """Let those in, in their order, whose tokens so far there is room for, and for everybody to grow a little."""
         promised = sum(self._lacks(r) for r in self.running)
-        while len(self.running) < self.config.max_num_seqs and (request := self._next()):
+        while len(self.running) < self.config.max_num_seqs:
+            request, before = self._next()
+            if request is None or len(self.running) + len(before) >= self.config.max_num_seqs:
+                break
             if not request.timing.queued and (error := self._too_large(request.seq.max_len)):
                 self._fail(request, error)  # the drafter has changed since it was added
                 continue
@@ -335,7 +338,8 @@ class Engine:
             found = self.runner.begin(request.seq, first)
             self._bound([*self.running, request])
             promised += self._lacks(request)
-            if self.running and self.kv.room < promised + 2 * len(self.running):
+            kept = sum(self._lacks(r) for r in before)
+            if self.running and self.kv.room < promised + kept + 2 * len(self.running):
                 self.runner.free(request.seq)
                 break
             if request.expected:
@@ -352,13 +356,22 @@ class Engine:
                 self.prefix_queries += request.seq.prompt_len
                 self.prefix_hits += request.cached
 
-    def _next(self) -> Request | None:
-        """The first that need not wait for what another is reading, be it the same prompt or as long a beginning."""
+    def _next(self) -> tuple[Request | None, list[Request]]:
+        """The first that need not wait for what another is reading; and those before it that do, and keep their place.
+
+        What they wait for is the same prompt, or as long a beginning of it.
+        """
         leaders: dict[Hashable, Request] = {}
         for request in self.running:
             if self._published(request) + BLOCK <= request.seq.prompt_len and (opening := self._opening(request)):
+                self.runner.publish(request.seq)
                 leaders.setdefault(opening, request)
-        return next((r for r in self.waiting if _ready(r) and not (leaders and self._follows(r, leaders))), None)
+        before: list[Request] = []
+        for request in filter(_ready, self.waiting):
+            if not leaders or not self._follows(request, leaders):
+                return request, before
+            before.append(request)
+        return None, before
 
     def _follows(self, request: Request, leaders: dict[Hashable, Request]) -> bool:
         """Whether one that is as urgent is about to read more of this one's tokens, which it will find then."""
