@@ -127,7 +127,7 @@ def servers(names: list[str], up: str) -> str:
         for what in dict.fromkeys(row.what for row in own):
             at = {row.against: f"{row.ratio:.2f}" for row in own if row.what == what}
             speed = next(f"{row.server:,.0f}" for row in own if row.what == what)
-            rows.append(([f"`{Path(name).name}`", what.removesuffix(" streams"), speed], at))
+            rows.append(([f"`{Path(name).name}`", what.replace(" streams", ""), speed], at))
             others |= dict.fromkeys(at)
         s, h = gap.settings, gap.hardware
         law = "greedy" if s["temperature"] == 0 else f"T = {s['temperature']:g}"

@@ -355,11 +355,12 @@ def test_our_server_against_the_engine_and_another_server(tmp_path):
     other = f"again={shlex.quote(sys.executable)} -m outrider serve tiny --port {{port}} --speculate none"
     s = server.Settings("tiny", streams=(1, 2), max_tokens=4, long=80, shared=64, repeats=1, against=(other,))
     rows = list(server.run(s))
-    assert [row.against for row in rows[:4]] == ["the engine called directly", "again"] * 2
-    assert [row.unit for row in rows] == ["tokens/s"] * 4 + ["ms"] * 2
+    assert [row.against for row in rows[:6]] == ["the engine called directly", "again"] * 3
+    assert [row.unit for row in rows] == ["tokens/s"] * 6 + ["ms"] * 2
+    assert rows[4].what == "16 streams, 64 tokens in common"
     assert all(row.server > 0 and row.other > 0 and row.ratio == row.server / row.other for row in rows)
     report.save(rows, tmp_path, server)
-    assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 6
+    assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 8
     table = (tmp_path / "table.md").read_text()
     assert "| 2 streams |" in table and "| again |" in table and "suite chat, greedy, 4 tokens each" in table
 

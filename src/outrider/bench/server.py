@@ -45,6 +45,7 @@ READY = 600  # seconds that a server may take to load
 END = 60  # seconds that it may take to end
 SETTLE = 0.3  # seconds after which the threads of whoever had the turn before sleep
 BESIDE = 4  # streams that run while a long prompt is read
+ALIKE = 16  # streams whose prompts begin alike
 
 
 @dataclass(frozen=True)
@@ -141,12 +142,13 @@ def run(s: Settings, show: load.Show = lambda *_: None) -> Iterator[Row]:
             there = replace(s, model=asyncio.run(load.first_model(load.Settings(other))))
             sides[name] = group, lambda ids, s=there, url=other: _over_http(s, url, ids)[0]  # type: ignore[misc]
         groups = [own, *(group for group, _ in sides.values() if group)]
-        for n in s.streams:
+
+        def compared(what: str, prompts: Callable[[], list[list[int]]]) -> Iterator[Row]:
             rounds: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
             clients = []
             for i in range(s.repeats + 1):  # the first warms up
-                show(f"{n} streams", i, s.repeats + 1)
-                together = [next(asked) for _ in range(n)]
+                show(what, i, s.repeats + 1)
+                together = prompts()
                 _turn(groups, own)
                 server, client = _over_http(s, url, together)
                 clients.append(client)
@@ -154,7 +156,16 @@ def run(s: Settings, show: load.Show = lambda *_: None) -> Iterator[Row]:
                     _turn(groups, group)
                     rounds[name].append((server, side(together)))
             for name in sides:
-                yield row(f"{n} streams", "tokens/s", name, rounds[name][1:], statistics.median(clients[1:]))
+                yield row(what, "tokens/s", name, rounds[name][1:], statistics.median(clients[1:]))
+
+        for n in s.streams:
+            yield from compared(f"{n} streams", lambda n=n: [next(asked) for _ in range(n)])  # type: ignore[misc]
+
+        def alike() -> list[list[int]]:
+            begin = text(s.shared)
+            return [begin + text(16) for _ in range(ALIKE)]
+
+        yield from compared(f"{ALIKE} streams, {s.shared:,} tokens in common", alike)
         _turn(groups, own)
         gaps = []
         for i in range(s.repeats):
