@@ -68,7 +68,10 @@ class Request:
     number: int = field(default_factory=itertools.count().__next__)  # in the order of their arrival
     cached: int = 0  # prompt tokens that another request had read
     first: Request | None = None  # of the n outputs of a prompt: the others wait until it has read that
-    beside: tuple[int, int] = -1, 0  # the number of another request, and how many of their first tokens are the same
+    beside: tuple[int, int] = (
+        -1,
+        0,
+    )  # the number of another request, and how many tokens of their first blocks are the same
     drafter_error: str | None = None  # what the drafter was switched off by, if it was before the end
     finished: bool = False  # no more tokens will come, and what it held is given back
     drafted_by: list[str | None] = field(default_factory=list)  # per output token
@@ -379,8 +382,10 @@ class Engine:
         if leader is None or _urgency(request) < _urgency(leader):
             return False
         if request.beside[0] != leader.number:
-            pairs = zip(request.seq.tokens[:-1], leader.seq.tokens[: leader.seq.prompt_len], strict=False)
-            same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+            own, others, same = request.seq.tokens, leader.seq.tokens, 0
+            most = min(len(own) - 1, leader.seq.prompt_len)
+            while same + BLOCK <= most and own[same : same + BLOCK] == others[same : same + BLOCK]:
+                same += BLOCK
             request.beside = leader.number, same
         return self._published(leader) + BLOCK <= request.beside[1]
 
