@@ -150,8 +150,7 @@ class PagedKV:
                         self.pool.hide(old)
                         continue
                     new = self._take()
-                    for layer in range(self.config.num_layers):
-                        self._block(layer, new).copy_(self._block(layer, old))
+                    self._copy(new * BLOCK, old * BLOCK, BLOCK)
                     table.put(at, new)
                     self.pool.release([old])
 
@@ -203,12 +202,6 @@ class PagedKV:
 
     # --- what lies there ----------------------------------------------------------------------------------------------
 
-    def _block(self, layer: int, block: int) -> Tensor:
-        blocks = SLAB // BLOCK
-        at = block % blocks * BLOCK
-        own: Tensor = self.slabs[block // blocks][layer]
-        return own[:, :, at : at + BLOCK]
-
     def pieces(self, seq: int, layer: int, begin: int, end: int) -> list[Tensor]:
         """Keys and values (2, kv_heads, n, dim) of slots [begin, end), where they are stored, piece by piece."""
         slabs: list[list[Tensor]] = self.slabs
@@ -258,16 +251,21 @@ class PagedKV:
             self.log.truncate(seq, start + len(path))
             return
         self.log.keep(seq, start, path)
+        blocks = self.tables[seq].blocks
+        slots = [blocks[at // BLOCK] * BLOCK + at % BLOCK for at in range(start, start + path[-1] + 1)]
         for to, node in enumerate(path):  # none goes where a later one lies
             if to != node:
-                for place, own in zip(self._slot(seq, start + to), self._slot(seq, start + node), strict=True):
-                    place.copy_(own)
+                self._copy(slots[to], slots[node], 1)
 
-    def _slot(self, seq: int, slot: int) -> list[Tensor]:
-        """Keys and values of a slot in all layers, where they are stored."""
-        number, at = divmod(self.tables[seq].blocks[slot // BLOCK] * BLOCK + slot % BLOCK, SLAB)
+    def _copy(self, to: int, begin: int, n: int) -> None:
+        """Keys and values of slots of the pool that lie together, in all layers."""
+        for place, own in zip(self._slots(to, n), self._slots(begin, n), strict=True):
+            place.copy_(own)
+
+    def _slots(self, begin: int, n: int) -> list[Tensor]:
+        number, at = divmod(begin, SLAB)
         slab = self.slabs[number]
-        return [slab[:, :, :, at]] if isinstance(slab, Tensor) else [own[:, :, at] for own in slab]
+        return [slab[:, :, :, at : at + n]] if isinstance(slab, Tensor) else [own[:, :, at : at + n] for own in slab]
 
     # --- attention ----------------------------------------------------------------------------------------------------
 
