@@ -37,7 +37,7 @@ from outrider.serve.calls import (
     value_of,
 )
 from outrider.serve.parser import PIECE, Parser, parse, parser_of
-from outrider.serve.tools import as_variables, check, constraint, family_of, for_templates
+from outrider.serve.tools import as_variables, check, constraint, family_of, for_templates, in_order
 
 CITY, DAYS = {"enum": ["Paris", "Oslo"]}, {"type": "integer", "maximum": 9}
 WEATHER = {"type": "object", "properties": {"city": CITY, "days": DAYS},
@@ -743,6 +743,31 @@ def test_conversations_for_templates():
     for wrong in ({"function": 1}, 5):
         with pytest.raises(ConfigError, match="messages"):
             for_templates({"role": "assistant", "tool_calls": [wrong]})
+
+
+def test_results_stand_in_the_order_of_their_calls():
+    """Where ids tell it: nothing is moved on a guess, nor past another message."""
+
+    def call(*ids: Any) -> dict[str, Any]:
+        return {"role": "assistant", "tool_calls": [{"id": i, "function": {"name": f"f{i}"}} for i in ids]}
+
+    def result(of: Any, content: str = "") -> dict[str, Any]:
+        return {"role": "tool", "tool_call_id": of, "content": content}
+
+    user = {"role": "user", "content": "And?", "tool_calls": 5}
+    a, b, c = result("a"), result("b"), result("c")
+    assert in_order([user, call("a", "b", "c"), c, a, b, user, call("b", "a"), a, b]) == [
+        user, call("a", "b", "c"), a, b, c, user, call("b", "a"), b, a
+    ]  # fmt: skip
+    again = [result("b", "1"), a, result("b", "2")]
+    assert in_order([call("a", "b"), *again]) == [call("a", "b"), a, again[0], again[2]]
+    nameless = {"role": "tool", "content": ""}
+    for talk in (
+        [], [b, a], [user, b, a], [call("a", "b"), b, user, a], [call("a", "b"), c, b, a], [call("a", "b", "a"), b, a],
+        [call("a", "b"), b, nameless], [call("a", None), a, nameless], [call(["a"], "b"), b, result(["a"])],
+        [call("a", "b"), b, result(["a"])], [{"role": "assistant", "content": ""}, b, a],
+    ):  # fmt: skip
+        assert in_order(talk) == talk
 
 
 @pytest.fixture(scope="module")

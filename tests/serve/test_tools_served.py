@@ -214,6 +214,17 @@ def test_the_conversation_goes_on(client, tiny_llm, hermes):
     assert client.post("/tokenize", {"messages": talk, "tools": TOOLS}).json()["tokens"] == answer["tokens"]
 
 
+def test_results_in_another_order_than_their_calls(client, hermes):
+    """Templates without ids tell which result is whose by its place: the prompt is that of results in order."""
+    calls = [{"id": name, "type": "function", "function": {"name": name}} for name in ("now", "grow")]
+    results = [
+        {"role": "tool", "tool_call_id": of, "content": said} for of, said in (("now", "noon"), ("grow", "tall"))
+    ]
+    talk = [*TALK, {"role": "assistant", "content": None, "tool_calls": calls}]
+    plain, turned = (client.post("/tokenize", {"messages": [*talk, *r]}).json() for r in (results, results[::-1]))
+    assert plain == turned and "tokens" in plain
+
+
 def test_an_empty_list_is_none(client):
     """Whatever the template: some clients always send one."""
     body = {"messages": [{"role": "user", "content": "Where?"}], "max_tokens": 9, "seed": 1, "return_token_ids": True}

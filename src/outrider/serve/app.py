@@ -67,7 +67,7 @@ from outrider.serve.reasoning import BRACKETS, Reading, way_of
 from outrider.serve.replies import REF, REPLIES
 from outrider.serve.responses import Respond, ResponsesBody
 from outrider.serve.settings import Settings
-from outrider.serve.tools import as_variables, check, constraint, family_of, for_templates
+from outrider.serve.tools import as_variables, check, constraint, family_of, for_templates, in_order
 from outrider.serve.vocabulary import Vocabulary
 
 B = TypeVar("B", bound=Body)
@@ -416,7 +416,7 @@ class Server:
         if isinstance(body, ChatBody) and (effort := body.reasoning_effort):
             variables = {"reasoning_effort": effort, "enable_thinking": effort != "none"} | variables
         template = self._template(body)
-        messages = [_as_known(message, template) for message in body.messages or []]
+        messages = in_order([_as_known(message, template) for message in body.messages or []])
         render = partial(
             self.llm.llm.render,
             chat_template=getattr(body, "chat_template", None),

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import product
+from itertools import groupby, product
 from typing import Any
 
 from outrider.config import StructuredOutputsParams
@@ -226,6 +226,24 @@ def for_templates(message: Mapping[str, Any]) -> dict[str, Any]:
         both = own["content"] and own.get("tool_calls")  # gpt-oss's template then refuses the reasoning
         own |= {"reasoning": said, "reasoning_content": said, "thinking": "" if both else said}
     return own
+
+
+def in_order(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A conversation for templates with the results behind a message in the order of its calls, as far as ids tell it.
+
+    Most templates show no ids, so that the model takes the first result for the first call's.
+    """
+    ordered = list[dict[str, Any]]()
+    for of_tools, each in groupby(messages, lambda message: message.get("role") == "tool"):
+        run = list(each)
+        before = ordered[-1] if of_tools and ordered else {}
+        ids = [call.get("id") for call in before.get("tool_calls", ())] if before.get("role") == "assistant" else []
+        places = {one: i for i, one in enumerate(ids) if isinstance(one, str)}
+        meant = [one for one in (message.get("tool_call_id") for message in run) if isinstance(one, str)]
+        if len(places) == len(ids) and len(meant) == len(run) and places.keys() >= set(meant):
+            run.sort(key=lambda message: places[message["tool_call_id"]])
+        ordered += run
+    return ordered
 
 
 def _shown(call: Any) -> dict[str, Any]:
