@@ -739,13 +739,14 @@ def test_conversations_for_templates():
         message = {"role": "assistant", "tool_calls": [{"function": {"name": "now", "arguments": broken}}]}
         assert for_templates(message)["tool_calls"][0]["function"]["arguments"] == {}
     empty = {"role": "assistant", "content": ""}
+    assert for_templates(empty | dict.fromkeys(("name", "refusal", "function_call"))) == empty
     assert for_templates(empty | {"tool_calls": []}) == for_templates(empty | {"content": []}) == empty
     for wrong in ({"function": 1}, 5):
         with pytest.raises(ConfigError, match="messages"):
             for_templates({"role": "assistant", "tool_calls": [wrong]})
 
 
-def test_results_stand_in_the_order_of_their_calls():
+def test_results_stand_in_the_order_of_their_calls_and_have_their_names():
     """Where ids tell it: nothing is moved on a guess, nor past another message."""
 
     def call(*ids: Any) -> dict[str, Any]:
@@ -754,18 +755,24 @@ def test_results_stand_in_the_order_of_their_calls():
     def result(of: Any, content: str = "") -> dict[str, Any]:
         return {"role": "tool", "tool_call_id": of, "content": content}
 
+    def known(*results: dict[str, Any]) -> list[dict[str, Any]]:
+        return [{**result, "name": f"f{result['tool_call_id']}"} for result in results]
+
     user = {"role": "user", "content": "And?", "tool_calls": 5}
     a, b, c = result("a"), result("b"), result("c")
     assert in_order([user, call("a", "b", "c"), c, a, b, user, call("b", "a"), a, b]) == [
-        user, call("a", "b", "c"), a, b, c, user, call("b", "a"), b, a
+        user, call("a", "b", "c"), *known(a, b, c), user, call("b", "a"), *known(b, a)
     ]  # fmt: skip
     again = [result("b", "1"), a, result("b", "2")]
-    assert in_order([call("a", "b"), *again]) == [call("a", "b"), a, again[0], again[2]]
+    assert in_order([call("a", "b"), *again]) == [call("a", "b"), *known(a, again[0], again[2])]
     nameless = {"role": "tool", "content": ""}
+    for other in (c, nameless, result(["a"])):
+        assert in_order([call("a", "b"), other, b, a]) == [call("a", "b"), other, *known(b, a)]
+    assert in_order([call("a", "b"), b, user, a]) == [call("a", "b"), *known(b), user, a]
+    named = [a | {"name": "other"}]
     for talk in (
-        [], [b, a], [user, b, a], [call("a", "b"), b, user, a], [call("a", "b"), c, b, a], [call("a", "b", "a"), b, a],
-        [call("a", "b"), b, nameless], [call("a", None), a, nameless], [call(["a"], "b"), b, result(["a"])],
-        [call("a", "b"), b, result(["a"])], [{"role": "assistant", "content": ""}, b, a],
+        [], [b, a], [user, b, a], [call("a", "b", "a"), b, a], [call("a", None), a, nameless],
+        [call(["a"], "b"), b, result(["a"])], [{"role": "assistant", "content": ""}, b, a], [call("a"), *named],
     ):  # fmt: skip
         assert in_order(talk) == talk
 

@@ -225,6 +225,24 @@ def test_results_in_another_order_than_their_calls(client, hermes):
     assert plain == turned and "tokens" in plain
 
 
+def test_results_have_the_names_of_their_functions(client, tiny_llm, monkeypatch):
+    """FunctionGemma's template refuses those without; OpenAI's have none, and null, as some clients write, is none."""
+    must = "{% if 'name' not in m %}{{ raise_exception('a name must be provided') }}{% endif %}of {{ m.name }}: "
+    result = "{% if m.role == 'tool' %}" + must + "{% endif %}{{ m.content }}"
+    monkeypatch.setattr(tiny_llm.tokenizer, "chat_template", "{% for m in messages %}" + result + "{% endfor %}")
+    call = {"id": "c1", "type": "function", "function": {"name": "grow", "arguments": "{}"}}
+    talk = [*TALK, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    for more in ({}, {"name": None}, {"name": "grow"}):
+        back = [*talk, {"role": "tool", "tool_call_id": "c1", "content": "tall", **more}]
+        tokens = client.post("/tokenize", {"messages": back}).json()["tokens"]
+        assert "of grow: tall" in tiny_llm.tokenizer.decode(tokens)
+    used = {"type": "tool_use", "id": "c1", "name": "grow", "input": {}}
+    back = [{"role": "assistant", "content": [used]}]
+    back.append({"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": "tall"}]})
+    count = client.post("/v1/messages/count_tokens", {"messages": [*TALK, *back]}).json()
+    assert count == {"input_tokens": len(tokens)}
+
+
 def test_an_empty_list_is_none(client):
     """Whatever the template: some clients always send one."""
     body = {"messages": [{"role": "user", "content": "Where?"}], "max_tokens": 9, "seed": 1, "return_token_ids": True}

@@ -206,13 +206,13 @@ def _allowed(given: Any, functions: dict[str, Mapping[str, Any]]) -> tuple[str, 
 
 
 def for_templates(message: Mapping[str, Any]) -> dict[str, Any]:
-    """OpenAI's message as templates take it: text everywhere, the arguments of earlier calls as objects, and reasoning
-    under each of the names that templates have for it.
+    """OpenAI's message as templates take it: text everywhere, the arguments of earlier calls as objects, reasoning
+    under each of the names that templates have for it, and nothing that is null.
 
     Arguments that are none, as of a call that was cut off, count as no arguments: the conversation is to go on. Raises
     ConfigError for calls that are none.
     """
-    own = dict(message)
+    own = {key: value for key, value in message.items() if value is not None}
     if calls := own.get("tool_calls"):
         own["tool_calls"] = [_shown(call) for call in (calls if isinstance(calls, (list, tuple)) else [calls])]
     else:
@@ -229,19 +229,24 @@ def for_templates(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def in_order(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A conversation for templates with the results behind a message in the order of its calls, as far as ids tell it.
+    """A conversation for templates whose results stand in the order of the calls before them and have their functions'
+    names, as far as ids tell it.
 
-    Most templates show no ids, so that the model takes the first result for the first call's.
+    Most templates show no ids, so that the model takes the first result for the first call's; some show names, which
+    OpenAI's results lack.
     """
     ordered = list[dict[str, Any]]()
     for of_tools, each in groupby(messages, lambda message: message.get("role") == "tool"):
         run = list(each)
         before = ordered[-1] if of_tools and ordered else {}
-        ids = [call.get("id") for call in before.get("tool_calls", ())] if before.get("role") == "assistant" else []
-        places = {one: i for i, one in enumerate(ids) if isinstance(one, str)}
-        meant = [one for one in (message.get("tool_call_id") for message in run) if isinstance(one, str)]
-        if len(places) == len(ids) and len(meant) == len(run) and places.keys() >= set(meant):
-            run.sort(key=lambda message: places[message["tool_call_id"]])
+        calls = before.get("tool_calls", ()) if before.get("role") == "assistant" else ()
+        names = {call["id"]: call["function"]["name"] for call in calls if isinstance(call.get("id"), str)}
+        if len(names) == len(calls):
+            of = [one if isinstance(one := message.get("tool_call_id"), str) else None for message in run]
+            run = [{"name": names[i], **one} if i in names else one for i, one in zip(of, run, strict=True)]
+            if names.keys() >= set(of):
+                places = {one: place for place, one in enumerate(names)}
+                run.sort(key=lambda message: places[message["tool_call_id"]])
         ordered += run
     return ordered
 
