@@ -259,6 +259,17 @@ def test_all_that_anthropics_client_may_send_is_known():
     assert (creates.__annotations__.keys() | counts.__annotations__) - known == set()
 
 
+def test_threads_are_refused_as_tool_runners_understand(client):
+    """Anthropic's SDKs ask for one by default, and by these details go on without."""
+    assert client.post(ROUTE, {**BODY, "thread": None}).status_code == 200
+    answer = client.post(ROUTE, {**BODY, "thread": {"type": "create"}})
+    assert answer.status_code == 400 and answer.json()["error"] == {
+        "type": "invalid_request_error",
+        "message": "thread: this server keeps no conversations; send all messages",
+        "details": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]},
+    }
+
+
 OTHERS = [{"type": "bash_20250124", "name": "bash"}]
 
 

@@ -63,11 +63,13 @@ REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class Refusal(Exception):
-    """A request that is not served, as its client will read it."""
+    """A request that is not served, as its client will read it; `details` are for Anthropic's clients alone."""
 
-    def __init__(self, status: int, message: str, param: str | None = None, **headers: str) -> None:
+    def __init__(
+        self, status: int, message: str, param: str | None = None, details: Any = None, **headers: str
+    ) -> None:
         super().__init__(message)
-        self.status, self.param = status, param
+        self.status, self.param, self.details = status, param, details
         self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
 
     @property
@@ -79,7 +81,9 @@ class Refusal(Exception):
     @property
     def anthropics(self) -> dict[str, Any]:
         """In Anthropic's."""
-        return {"type": "error", "error": {"type": ANTHROPICS.get(self.status, "api_error"), "message": str(self)}}
+        more = {"details": self.details} if self.details else {}
+        kind = ANTHROPICS.get(self.status, "api_error")
+        return {"type": "error", "error": {"type": kind, "message": str(self), **more}}
 
     def under(self, name: str) -> Refusal:
         """The same, of a field that its client knows by another name."""

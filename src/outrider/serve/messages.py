@@ -41,6 +41,7 @@ class MessagesBody(Common):
     output_config: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     include_reasoning: bool | None = None
+    thread: Any = None  # refused
     # ignored
     cache_control: Any = None
     context_management: Any = None
@@ -53,6 +54,9 @@ class MessagesBody(Common):
 
     def as_chat(self) -> Translated:
         """The same, asked of `/v1/chat/completions`. Raises Refusal."""
+        if self.thread is not None:  # by this code Anthropic's tool runners know to send each turn's whole conversation
+            details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+            raise Refusal(400, "thread: this server keeps no conversations; send all messages", "thread", details)
         messages = [each for message in self.messages for each in _messages(message)]
         if system := _unbilled(self.system):  # an empty one, as some clients send, is none: the template's own stands
             messages.insert(0, {"role": "system", "content": _text(system, "system", "")})

@@ -143,7 +143,12 @@ REPLIES: dict[str, Schema] = {
         },
         metrics=_ref("Metrics"),
     ),
-    "MessagesRefusal": _object({"type": _one("error"), "error": _object({"type": TEXT, "message": TEXT})}),
+    "MessagesRefusal": _object({
+        "type": _one("error"),
+        "error": _object(
+            {"type": TEXT, "message": TEXT}, details=_object({"error_code": TEXT, "unsupported": _list(TEXT)})
+        ),
+    }),
     "MessagesReply": _object(
         {
             "id": TEXT, "type": _one("message"), "role": _one("assistant"), "model": TEXT,
