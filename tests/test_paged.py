@@ -478,6 +478,16 @@ def test_a_beginning_that_many_share_is_read_once(make_llm, reads):
     assert_released(llm)
 
 
+def test_of_several_beginnings_each_is_read_once(make_llm):
+    """Two questions on each of three documents, behind the same words."""
+    llm = make_llm(engine={"max_num_batched_tokens": 64})
+    prompts = [[*text(70), *text(200, document), question] for document in (1, 2, 3) for question in (1, 2)]
+    requests = [llm.engine.add(prompt, GREEDY)[0] for prompt in prompts]
+    llm.engine.finish(requests)
+    assert [r.cached for r in requests] == [0, 256, 64, 256, 64, 256]
+    assert_released(llm)
+
+
 @pytest.mark.parametrize("limit", ["places", "room"])
 def test_who_waits_for_another_loses_no_place(make_llm, limit):
     """What came later is not let in where that would keep it out."""

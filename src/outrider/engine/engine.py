@@ -68,10 +68,7 @@ class Request:
     number: int = field(default_factory=itertools.count().__next__)  # in the order of their arrival
     cached: int = 0  # prompt tokens that another request had read
     first: Request | None = None  # of the n outputs of a prompt: the others wait until it has read that
-    beside: tuple[int, int] = (
-        -1,
-        0,
-    )  # the number of another request, and how many tokens of their first blocks are the same
+    marks: list[int] = field(default_factory=list)  # by which its first blocks are known
     drafter_error: str | None = None  # what the drafter was switched off by, if it was before the end
     finished: bool = False  # no more tokens will come, and what it held is given back
     drafted_by: list[str | None] = field(default_factory=list)  # per output token
@@ -364,40 +361,36 @@ class Engine:
 
         What they wait for is the same prompt, or as long a beginning of it.
         """
-        leaders: dict[Hashable, Request] = {}
+        reading: dict[int, dict[Hashable, tuple[int, float]]] = defaultdict(dict)
         for request in self.running:
-            if self._published(request) + BLOCK <= request.seq.prompt_len and (opening := self._opening(request)):
+            root, blocks = self.runner.may_find(request.seq), request.seq.prompt_len // BLOCK
+            if root is not None and self._published(request) < blocks:
                 self.runner.publish(request.seq)
-                leaders.setdefault(opening, request)
+                if (at := max(self._published(request), TOGETHER // BLOCK - 1)) < blocks:
+                    reading[at].setdefault((root, _mark(request, at)), _urgency(request))  # the first is most urgent
         before: list[Request] = []
         for request in filter(_ready, self.waiting):
-            if not leaders or not self._follows(request, leaders):
+            if not self._follows(request, reading):
                 return request, before
             before.append(request)
         return None, before
 
-    def _follows(self, request: Request, leaders: dict[Hashable, Request]) -> bool:
-        """Whether one that is as urgent is about to read more of this one's tokens, which it will find then."""
-        leader = leaders.get(self._opening(request))
-        if leader is None or _urgency(request) < _urgency(leader):
-            return False
-        if request.beside[0] != leader.number:
-            own, others, same = request.seq.tokens, leader.seq.tokens, 0
-            most = min(len(own) - 1, leader.seq.prompt_len)
-            while same + BLOCK <= most and own[same : same + BLOCK] == others[same : same + BLOCK]:
-                same += BLOCK
-            request.beside = leader.number, same
-        return self._published(leader) + BLOCK <= request.beside[1]
+    def _follows(self, request: Request, reading: dict[int, dict[Hashable, tuple[int, float]]]) -> bool:
+        """Whether one that is as urgent is about to read a block of this one's, which it will find then.
 
-    def _opening(self, request: Request) -> Hashable:
-        """What requests share, one of which might read their beginning for all; None if it is too short for that."""
-        root, tokens = self.runner.may_find(request.seq), request.seq.tokens
-        return (root, *tokens[:TOGETHER]) if root is not None and len(tokens) > TOGETHER else None
+        `reading`: by a block's place in the prompt those that are about to be read, and how urgently.
+        """
+        root, blocks = self.runner.may_find(request.seq), (len(request.seq.tokens) - 1) // BLOCK
+        return any(
+            (urgency := known.get((root, _mark(request, at)))) is not None and urgency <= _urgency(request)
+            for at, known in reading.items()
+            if at < blocks
+        )
 
     def _published(self, request: Request) -> int:
-        """How many of a request's tokens others can find."""
+        """How many of a request's blocks others can find."""
         held = self.kv.tables.get(request.seq.id)
-        return held.published * BLOCK if held else 0
+        return held.published if held else 0
 
     def _lacks(self, request: Request) -> int:
         """Blocks that a request still needs for its tokens so far and one more."""
@@ -767,6 +760,13 @@ def _urgency(request: Request) -> tuple[int, float]:
 
 def _rank(request: Request) -> tuple[int, float, int]:
     return *_urgency(request), request.number
+
+
+def _mark(request: Request, at: int) -> int:
+    """By which a request's whole blocks up to this one are told from others', without comparing them."""
+    for begin in range(len(request.marks) * BLOCK, (at + 1) * BLOCK, BLOCK):
+        request.marks.append(hash((*request.marks[-1:], *request.seq.tokens[begin : begin + BLOCK])))
+    return request.marks[at]
 
 
 def _ready(request: Request) -> bool:
