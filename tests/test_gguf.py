@@ -396,10 +396,11 @@ def test_tokens_that_end_a_text_wherever_they_are(make_checkpoint, tmp_path, tex
     assert file.config()["eos_token_id"] == sorted([*ends, 7])
 
 
-def test_a_special_token_below_zero_is_none(tmp_path):
-    none = {"tokenizer.ggml.eos_token_id": -1, "tokenizer.ggml.padding_token_id": -1}
-    own = read_tokenizer(embedded()["tiny"])
-    file = File(write(embedded()["tiny"], tmp_path / "tiny.gguf", tokenizer=own, **none))
+@pytest.mark.parametrize("none", [-1, 2**32 - 1, 2**20])
+def test_a_special_token_that_is_none(tmp_path, none):
+    """As llama.cpp has it: -1, also where it was written without a sign, and what is no token's number."""
+    file = File(write(embedded()["tiny"], tmp_path / "tiny.gguf", tokenizer=read_tokenizer(embedded()["tiny"])))
+    file.metadata |= {"tokenizer.ggml.eos_token_id": none, "tokenizer.ggml.padding_token_id": none}
     assert (file.tokenizer().eos_token, file.tokenizer().pad_token) == (None, None)
 
 

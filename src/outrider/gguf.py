@@ -344,21 +344,17 @@ class File:
             return None
         from transformers import PreTrainedTokenizerFast
 
-        def get(key: str) -> Any:
-            return self.metadata.get(f"tokenizer.{key}")
-
-        tokens, pre = get("ggml.tokens"), get("ggml.pre")
+        own = "tokenizer.ggml."
+        given = {key.removeprefix(own): value for key, value in self.metadata.items() if key.startswith(own)}
         try:
-            backend = self._backend(pre)
+            backend = self._backend(given)
             special = {
-                f"{role}_token": tokens[at]
+                f"{role}_token": token
                 for role, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
-                if (at := get(f"ggml.{key}_token_id")) is not None and at >= 0  # -1: none, in llama.cpp
+                if (token := _special(given, key)) is not None
             }
-            adds = {
-                name: bool(given) for name in ("bos", "eos") if (given := get(f"ggml.add_{name}_token")) is not None
-            }
-            if get("ggml.model") == "llama" or pre in WHOLE_WORDS:
+            adds = {name: bool(said) for name in ("bos", "eos") if (said := given.get(f"add_{name}_token")) is not None}
+            if given["model"] == "llama" or given.get("pre") in WHOLE_WORDS:
                 adds.setdefault("bos", True)  # as llama.cpp has it for files that do not say
             return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
                 tokenizer_object=backend, chat_template=self._templates(), clean_up_tokenization_spaces=False,
@@ -376,13 +372,9 @@ class File:
         default = self.metadata.get(prefix)
         return named | ({} if default is None else {"default": default}) if named else default
 
-    def _backend(self, pre: Any) -> Any:
+    def _backend(self, given: dict[str, Any]) -> Any:
         """The `tokenizers` tokenizer of the metadata."""
-        given = {
-            key.removeprefix("tokenizer.ggml."): value
-            for key, value in self.metadata.items()
-            if key.startswith("tokenizer.ggml.")
-        }
+        pre = given.get("pre")
         if given["model"] == "gpt2" and pre in (*GPT2, *DIGITS):
             return _byte_level(given, pre, None)
         try:  # a second to import
@@ -455,6 +447,12 @@ def _byte_level(given: dict[str, Any], pre: str | None, split: str | None) -> An
         own = [token for token, own_kind in zip(tokens, kinds, strict=False) if own_kind == kind]
         backend.add_tokens([AddedToken(token, special=special, normalized=False) for token in own])
     return backend
+
+
+def _special(given: dict[str, Any], role: str) -> str | None:
+    """A special token, if there is one: as llama.cpp has it, none is any number that is no token's, such as -1."""
+    at, tokens = given.get(f"{role}_token_id"), given["tokens"]
+    return tokens[at] if at is not None and 0 <= at < len(tokens) else None
 
 
 def parts(path: Path) -> list[Path]:
