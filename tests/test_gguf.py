@@ -351,22 +351,52 @@ def test_a_template_for_tools(tmp_path, default):
     )
 
 
-@pytest.mark.parametrize("arch", ["llama", "phi3"])
-@pytest.mark.parametrize("prefix", [None, True, False])
-def test_a_space_before_the_text_of_sentencepiece(make_checkpoint, tmp_path, arch, prefix):
-    """By transformers' conversion, of which each has a rule of its own; the file may say that there is none."""
+def pieces(make_checkpoint, tmp_path, arch: str = "llama", more=(), kind: int = 3, **given):
+    """The tokenizer of a file with SentencePiece's vocabulary, of which the last tokens, `more`, are of a kind."""
     words = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(100)), "\u2581", "a", "b", "\u2581a", "\u2581b"]
+    words += ["\u2581" * 2, *more]
     given = {
         "model": "llama", "tokens": words, "scores": [-float(i) for i in range(len(words))],
-        "token_type": [2, 3, 3, *[6] * 100, *[1] * 5], "bos_token_id": 1, "add_bos_token": False, "unknown_token_id": 0,
-        **({} if prefix is None else {"add_space_prefix": prefix}),
+        "token_type": [2, 3, 3, *[6] * 100, *[1] * 6, *[kind] * len(more)], "bos_token_id": 1, "add_bos_token": False,
+        "unknown_token_id": 0, **given,
     }  # fmt: skip
     keys = {f"tokenizer.ggml.{key}": value for key, value in given.items()}
-    tokenizer = File(write(make_checkpoint(arch), tmp_path / "model.gguf", **keys)).tokenizer()
-    begins = "a" if prefix is False else "\u2581a"
+    return File(write(make_checkpoint(arch), tmp_path / "model.gguf", **keys)).tokenizer()
+
+
+@pytest.mark.parametrize("arch", ["llama", "phi3"])
+@pytest.mark.parametrize("given", [{}, {"add_space_prefix": True}, {"add_space_prefix": False}])
+def test_a_space_before_the_text_of_sentencepiece(make_checkpoint, tmp_path, arch, given):
+    """As in llama.cpp: before any text, and behind special tokens, unless the file says that there is none."""
+    tokenizer, prefix = pieces(make_checkpoint, tmp_path, arch, **given), given.get("add_space_prefix", True)
+    begins = "\u2581a" if prefix else "a"
     assert tokenizer.tokenize("a b") == [begins, "\u2581b"]
-    assert tokenizer.decode(tokenizer("a b")["input_ids"]) == "a b"
-    assert tokenizer.decode(words.index("\u2581b")) == (" b" if prefix is False else "b")  # no space is stripped
+    assert tokenizer.tokenize("a</s>a") == [begins, "</s>", begins]
+    assert tokenizer.tokenize(" a") == (["\u2581"] if prefix else []) + ["\u2581a"]
+    for text in ("a b", " a", "  b a  ", "\x0b\x00"):
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    alone = tokenizer.convert_tokens_to_ids("\u2581b")
+    assert tokenizer.decode(alone) == ("b" if prefix else " b")  # no space is stripped
+
+
+def test_no_tokens_are_added_to_sentencepiece(make_checkpoint, tmp_path):
+    """Whatever a vocabulary calls those that begin and end a text: Yi has neither <s> nor </s>."""
+    given = {"tokens": ["<unk>", "<|startoftext|>", "<|endoftext|>", "\u2581", "a"], "scores": [0.0] * 5}
+    tokenizer = pieces(make_checkpoint, tmp_path, **given, token_type=[2, 3, 3, 1, 1], eos_token_id=2)
+    assert len(tokenizer) == 5 and tokenizer("a<|endoftext|>")["input_ids"] == [3, 4, 2]
+    assert tokenizer.decode([1, 3, 4, 2], skip_special_tokens=True) == "a"
+
+
+def test_long_runs_of_spaces_in_gemma(make_checkpoint, tmp_path):
+    """Stored as such, the longest that there is first."""
+    tokenizer = pieces(make_checkpoint, tmp_path, "gemma2", ["  ", "   ", "    "], kind=4)
+    assert tokenizer.tokenize("a" + " " * 7 + "b") == ["a", "    ", "   ", "b"]
+    assert tokenizer.tokenize("a" + " " * 5 + "b") == ["a", "    ", "\u2581b"]
+
+
+def test_unknown_kinds_of_tokenizers_are_named(make_checkpoint, tmp_path):
+    with pytest.raises(CheckpointError, match=r"tokenizer 'rwkv' is not known; put the model's tokenizer\.json"):
+        pieces(make_checkpoint, tmp_path, model="rwkv")
 
 
 def test_digits_of_smollm_stand_alone(tmp_path):

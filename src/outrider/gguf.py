@@ -7,7 +7,6 @@ and trusts what it reads. Block types, their sizes and what they stand for are t
 from __future__ import annotations
 
 import importlib
-import json
 import math
 import mmap
 import re
@@ -84,7 +83,8 @@ OWN = {  # of one architecture
 GPT2 = ("gpt-2", "gpt2", "olmo", "phi-2", "jais", "mpt", "exaone4", "roberta-bpe", "trillion", "granite-docling")
 WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "tekken")
 COMPOSED = ("qwen2", "deepseek-r1-qwen", "qwen35")  # NFC first
-CONTROL, USER_DEFINED = 3, 4  # token types
+UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # token types
+SPACE = "\u2581"  # SentencePiece's
 DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
 
 
@@ -336,9 +336,9 @@ class File:
         return found
 
     def tokenizer(self) -> Any:
-        """The file's tokenizer with its chat template, by transformers' conversion; None if the file has none.
+        """The file's tokenizer with its chat template; None if the file has none.
 
-        Raises CheckpointError for one that this conversion does not know: it is not guessed.
+        Raises CheckpointError for one of a kind, or with a rule, that is not known: it is not guessed.
         """
         if self.metadata.get("tokenizer.ggml.model", "none") in ("none", "no_vocab"):  # as llama.cpp's converter says
             return None
@@ -375,43 +375,55 @@ class File:
     def _backend(self, given: dict[str, Any]) -> Any:
         """The `tokenizers` tokenizer of the metadata."""
         pre = given.get("pre")
-        if given["model"] == "gpt2" and pre in (*GPT2, *DIGITS):
+        if given["model"] == "llama":
+            return _sentencepiece(given, self.family)
+        if (kind := given["model"]) != "gpt2":
+            raise CheckpointError(
+                f"{self.path}: tokenizer {kind!r} is not known; put the model's tokenizer.json beside the file"
+            )
+        if pre in (*GPT2, *DIGITS):
             return _byte_level(given, pre, None)
         try:  # a second to import
             theirs = importlib.import_module("transformers.integrations.gguf.gguf_tokenizer_mapping")
         except ImportError:  # where earlier versions had it
             theirs = importlib.import_module("transformers.integrations.ggml")
-        if given["model"] == "gpt2":
-            splits = getattr(theirs, "GGUF_PRE_TOKENIZER_SPLITS", {})
-            if pre not in splits:
-                raise CheckpointError(
-                    f"{self.path}: pre-tokenizer {pre!r} is not known; put the model's tokenizer.json beside the file"
-                )
-            return _byte_level(given, pre, splits[pre])
-        names = {
-            "model": "tokenizer_type", "pre": "pre_tokenizer_type", "unknown_token_id": "unk_token_id",
-            "padding_token_id": "pad_token_id", "add_space_prefix": "add_prefix_space",
-        }  # fmt: skip
-        backend, _ = theirs.convert_gguf_tokenizer(self.family, {names.get(key, key): v for key, v in given.items()})
-        if (size := backend.get_vocab_size()) > len(given["tokens"]):
+        splits = getattr(theirs, "GGUF_PRE_TOKENIZER_SPLITS", {})
+        if pre not in splits:
             raise CheckpointError(
-                f"{self.path}: the conversion of its tokenizer makes {size} tokens of {len(given['tokens'])}; put the "
-                "model's tokenizer.json beside the file"
+                f"{self.path}: pre-tokenizer {pre!r} is not known; put the model's tokenizer.json beside the file"
             )
-        return _unprefixed(backend) if given.get("add_space_prefix") is False else backend
+        return _byte_level(given, pre, splits[pre])
 
 
-def _unprefixed(backend: Any) -> Any:
-    """A SentencePiece tokenizer that puts no space before a text, which transformers' conversion always does."""
-    from tokenizers import Tokenizer
+def _sentencepiece(given: dict[str, Any], family: str) -> Any:
+    """SentencePiece's BPE (`given`: tokens, scores, token_type) as llama.cpp has it.
 
-    said = json.loads(backend.to_str())
-    for part, inside, prefixes in (("normalizer", "normalizers", "Prepend"), ("decoder", "decoders", "Strip")):
-        if inside in (said[part] or {}):
-            said[part][inside] = [rule for rule in said[part][inside] if rule["type"] != prefixes]
-    if (said["pre_tokenizer"] or {}).get("type") == "Metaspace":
-        said["pre_tokenizer"]["prepend_scheme"] = "never"
-    return Tokenizer.from_str(json.dumps(said))
+    Not by transformers' conversion, which puts no space before a text that begins with one, nor behind a special token,
+    and adds tokens to vocabularies that have other special ones than Llama's.
+    """
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    tokens, gemma = given["tokens"], family.startswith("gemma")
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    if "merges" in given:
+        merges = _merges(given, vocabulary)
+    else:  # any two tokens that are one together, the best first: in Gemma by place, else by score
+        scored = zip(given["scores"], tokens, strict=True)
+        best = tokens if gemma else [token for _, token in sorted(scored, key=lambda each: -each[0])]
+        merges = [
+            (token[:at], token[at:])
+            for token in best
+            for at in range(len(token) - 1, 0, -1)
+            if token[:at] in vocabulary and token[at:] in vocabulary
+        ]
+    unknown = _special(given, "unknown")
+    backend = Tokenizer(models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    prefix = given.get("add_space_prefix", True) and not gemma
+    before, behind = ([normalizers.Prepend(SPACE)], [decoders.Strip(" ", 1, 0)]) if prefix else ([], [])
+    backend.normalizer = normalizers.Sequence([*before, normalizers.Replace(" ", SPACE)])
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *behind]
+    backend.decoder = decoders.Sequence(steps)
+    return _with_added(backend, given)
 
 
 def _byte_level(given: dict[str, Any], pre: str | None, split: str | None) -> Any:
@@ -420,18 +432,10 @@ def _byte_level(given: dict[str, Any], pre: str | None, split: str | None) -> An
     Not by transformers' conversion, which adds a token to vocabularies without <|endoftext|>, does not know SmolLM's
     rule, and leaves out Qwen's normalisation and that Llama 3 takes whole words before merges.
     """
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    tokens = given["tokens"]
-    vocabulary = {token: i for i, token in enumerate(tokens)}
-    merges = [tuple(merge.split(" ", 1)) for merge in given["merges"]]
-    for merge in merges:  # of which the library may panic
-        if unknown := [token for token in (*merge, "".join(merge)) if token not in vocabulary]:
-            raise ValueError(
-                f"merge {brief(' '.join(merge))} is of tokens that there are not, such as {brief(unknown[0])}"
-            )
-        if len(merge) != 2:
-            raise ValueError(f"merge {brief(merge[0])} is not two tokens with a space between them")
+    vocabulary = {token: i for i, token in enumerate(given["tokens"])}
+    merges = _merges(given, vocabulary)
     backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in WHOLE_WORDS))
     rules: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)]
     if split is not None:
@@ -442,9 +446,29 @@ def _byte_level(given: dict[str, Any], pre: str | None, split: str | None) -> An
     backend.decoder = decoders.ByteLevel()
     if pre in COMPOSED:
         backend.normalizer = normalizers.NFC()
+    return _with_added(backend, given)
+
+
+def _merges(given: dict[str, Any], vocabulary: dict[str, int]) -> list[tuple[str, str]]:
+    """The merges that a file lists. Raises ValueError for what is none, of which the library may panic."""
+    merges = []
+    for merge in given["merges"]:
+        left, space, right = merge.partition(" ")
+        if not space:
+            raise ValueError(f"merge {brief(merge)} is not two tokens with a space between them")
+        if unknown := [token for token in (left, right, left + right) if token not in vocabulary]:
+            raise ValueError(f"merge {brief(merge)} is of tokens that there are not, such as {brief(unknown[0])}")
+        merges.append((left, right))
+    return merges
+
+
+def _with_added(backend: Any, given: dict[str, Any]) -> Any:
+    """The tokenizer, with the tokens that are found in any text as such."""
+    from tokenizers import AddedToken
+
     kinds = given.get("token_type") or []
-    for kind, special in ((CONTROL, True), (USER_DEFINED, False)):
-        own = [token for token, own_kind in zip(tokens, kinds, strict=False) if own_kind == kind]
+    for kind, special in ((UNKNOWN, True), (CONTROL, True), (USER_DEFINED, False)):
+        own = [token for token, own_kind in zip(given["tokens"], kinds, strict=False) if own_kind == kind]
         backend.add_tokens([AddedToken(token, special=special, normalized=False) for token in own])
     return backend
 
