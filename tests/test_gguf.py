@@ -394,6 +394,23 @@ def test_long_runs_of_spaces_in_gemma(make_checkpoint, tmp_path):
     assert tokenizer.tokenize("a" + " " * 5 + "b") == ["a", "    ", "\u2581b"]
 
 
+def test_spaces_behind_phi_3s_tokens_are_dropped(make_checkpoint, tmp_path):
+    """As its own tokenizer says, llama.cpp knows and no file says: its template has a line break there."""
+    marks = ["<|user|>", "<|end|>", "<|assistant|>", "<|endoftext|>"]
+    tokenizer = pieces(make_checkpoint, tmp_path, "phi3", marks, eos_token_id=110)
+    line, chat = ["\u2581", "<0x0A>"], "<|user|>\na<|end|>\n<|assistant|>\n"
+
+    def tokens(text: str) -> list[str]:
+        return tokenizer.convert_ids_to_tokens(tokenizer(text)["input_ids"])
+
+    assert tokenizer.eos_token == "<|end|>"
+    assert tokens(chat) == ["<|user|>", "\u2581a", "<|end|>", "<|assistant|>"]
+    assert tokens("<|endoftext|>\n<s>\n") == ["<|endoftext|>", *line, "<s>", *line]
+    (tmp_path / "llama").mkdir()
+    tokenizer = pieces(make_checkpoint, tmp_path / "llama", "llama", marks)
+    assert tokens("<|end|>\n") == ["<|end|>", *line]
+
+
 def test_unknown_kinds_of_tokenizers_are_named(make_checkpoint, tmp_path):
     with pytest.raises(CheckpointError, match=r"tokenizer 'rwkv' is not known; put the model's tokenizer\.json"):
         pieces(make_checkpoint, tmp_path, model="rwkv")

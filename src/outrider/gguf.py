@@ -85,6 +85,7 @@ WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtr
 COMPOSED = ("qwen2", "deepseek-r1-qwen", "qwen35")  # NFC first
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # token types
 SPACE = "\u2581"  # SentencePiece's
+UNTRIMMED = ("<unk>", "<s>", "<|endoftext|>")  # tokens of Phi-3's that leave spaces behind them; no file says so
 DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
 
 
@@ -423,7 +424,7 @@ def _sentencepiece(given: dict[str, Any], family: str) -> Any:
     backend.normalizer = normalizers.Sequence([*before, normalizers.Replace(" ", SPACE)])
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *behind]
     backend.decoder = decoders.Sequence(steps)
-    return _with_added(backend, given)
+    return _with_added(backend, given, trims=family == "phi3")
 
 
 def _byte_level(given: dict[str, Any], pre: str | None, split: str | None) -> Any:
@@ -462,14 +463,17 @@ def _merges(given: dict[str, Any], vocabulary: dict[str, int]) -> list[tuple[str
     return merges
 
 
-def _with_added(backend: Any, given: dict[str, Any]) -> Any:
-    """The tokenizer, with the tokens that are found in any text as such."""
+def _with_added(backend: Any, given: dict[str, Any], trims: bool = False) -> Any:
+    """The tokenizer, with the tokens that are found in any text as such; `trims`: without spaces behind them."""
     from tokenizers import AddedToken
 
     kinds = given.get("token_type") or []
     for kind, special in ((UNKNOWN, True), (CONTROL, True), (USER_DEFINED, False)):
         own = [token for token, own_kind in zip(given["tokens"], kinds, strict=False) if own_kind == kind]
-        backend.add_tokens([AddedToken(token, special=special, normalized=False) for token in own])
+        backend.add_tokens([
+            AddedToken(token, special=special, normalized=False, rstrip=trims and token not in UNTRIMMED)
+            for token in own
+        ])  # fmt: skip
     return backend
 
 
