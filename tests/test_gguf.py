@@ -423,6 +423,28 @@ def test_digits_of_smollm_stand_alone(tmp_path):
     assert [t for t in tokens if any(c.isdigit() for c in t)] == list("202412")
 
 
+@pytest.mark.parametrize(
+    ("pre", "parts"),
+    [
+        ("glm4", ["I", "'M", " in", " ", "202", "4", " (", "see", ")\n\n", " x"]),  # GLM-4's and Llama 3's
+        ("seed-coder", ["I", "'M", " in", " ", *"2024", " (", "see", ")", "\n\n", " x"]),
+        ("mellum", ["I", "'", "M", " in", " 2024", " (", "see", ")", "\n\n", " x"]),
+    ],
+)
+def test_rules_of_llama_cpp_that_transformers_does_not_know(tmp_path, pre, parts):
+    """What these families' files name: without the rules they would not load."""
+    own = read_tokenizer(embedded()["tiny"])
+    read = File(write(embedded()["tiny"], tmp_path / "tiny.gguf", tokenizer=own, pre=pre)).tokenizer()
+    text, cutter = "".join(parts), read.backend_tokenizer.pre_tokenizer
+    assert [text[at:end] for _, (at, end) in cutter.pre_tokenize_str(text)] == parts
+
+
+@pytest.mark.parametrize(("pre", "whole"), [("llama-bpe", True), ("midm-2.0", True), ("qwen2", False)])
+def test_words_that_are_tokens_are_taken_whole(pre, whole):
+    backend = _byte_level({"tokens": ["a", "b", "ab"], "merges": []}, pre, "[^ ]+")
+    assert backend.encode("ab").ids == ([2] if whole else [0, 1])
+
+
 @pytest.mark.parametrize(("merge", "why"), [("a b", "'ab'"), ("a c", "'c'"), ("ab", "space")])
 def test_merges_of_unknown_tokens_are_named(merge, why, capfd):
     """The library would panic, and say so at length."""

@@ -79,14 +79,20 @@ OWN = {  # of one architecture
     "gpt-oss": {"post_attention_norm": "post_attention_layernorm", "attn_sinks": "self_attn.sinks"},
 }  # fmt: skip
 # Byte-level pre-tokenizers beside those in transformers' table, by the names of llama.cpp's src/llama-vocab.cpp: by
-# GPT-2's rule, and by that after digits stand alone.
-GPT2 = ("gpt-2", "gpt2", "olmo", "phi-2", "jais", "mpt", "exaone4", "roberta-bpe", "trillion", "granite-docling")
-WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "tekken")
+# GPT-2's rule, by that after digits stand alone, by the rule of another in that table, and by one of their own.
+GPT2 = ("gpt-2", "gpt2", "olmo", "phi-2", "jais", "mpt", "exaone4", "roberta-bpe", "trillion", "granite-docling",
+        "a.x-4.0", "mellum", "gigachat")  # fmt: skip
+DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2")
+LIKE: dict[Any, str] = {"glm4": "llama3", "chatglm-bpe": "llama3"}
+SPLITS = {
+    "seed-coder": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+}
+WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "tekken")
 COMPOSED = ("qwen2", "deepseek-r1-qwen", "qwen35")  # NFC first
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # token types
 SPACE = "\u2581"  # SentencePiece's
 UNTRIMMED = ("<unk>", "<s>", "<|endoftext|>")  # tokens of Phi-3's that leave spaces behind them; no file says so
-DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
 
 
 @dataclass(frozen=True)
@@ -388,12 +394,12 @@ class File:
             theirs = importlib.import_module("transformers.integrations.gguf.gguf_tokenizer_mapping")
         except ImportError:  # where earlier versions had it
             theirs = importlib.import_module("transformers.integrations.ggml")
-        splits = getattr(theirs, "GGUF_PRE_TOKENIZER_SPLITS", {})
-        if pre not in splits:
+        splits = SPLITS | getattr(theirs, "GGUF_PRE_TOKENIZER_SPLITS", {})
+        if (split := splits.get(LIKE.get(pre, pre))) is None:
             raise CheckpointError(
                 f"{self.path}: pre-tokenizer {pre!r} is not known; put the model's tokenizer.json beside the file"
             )
-        return _byte_level(given, pre, splits[pre])
+        return _byte_level(given, pre, split)
 
 
 def _sentencepiece(given: dict[str, Any], family: str) -> Any:
