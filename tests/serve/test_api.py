@@ -15,7 +15,7 @@ import jsonschema
 import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from outrider import LLM
@@ -448,6 +448,16 @@ def test_offsets_in_an_echo_of_sentencepiece(echo, starts):
     reply = answers.Completion(answers.Job(body, answer, {}, vocabulary, [[1, 2]], {}, fail), [echo])
     found = reply.choice(StepEvent(0, [2], [" world"], [None], [known]))["logprobs"]
     assert found["text_offset"] == starts and found["tokens"] == [" Hello", " world", " world"]
+
+
+def test_runs_of_spaces_that_are_added_tokens():
+    """As Gemma's are: text like any other, though no part of the vocabulary of its pieces."""
+    backend = Tokenizer(models.BPE({"\u2581a": 0, "<0x0A>": 1}, []))
+    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.add_tokens([AddedToken("\u2581\u2581", normalized=False), AddedToken("<end>", special=True)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    spelt = [Vocabulary(tokenizer).bytes(token) for token in range(4)]
+    assert spelt == [b" a", b"\n", b"  ", b"<end>"] and b"".join(spelt).decode() == tokenizer.decode(range(4))
 
 
 def test_echo_of_the_prompt_alone(client):

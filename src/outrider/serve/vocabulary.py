@@ -43,9 +43,8 @@ class Vocabulary:
                 return bytes(_byte_of().get(c, 0x3F) for c in piece)
             if found := BYTE.fullmatch(piece):
                 return bytes([int(found[1], 16)])
-            if self._pieces:
-                return str(piece).replace("\u2581", " ").encode()
-        return str(piece).encode()
+        text = str(piece).replace("\u2581", " ") if self._pieces else str(piece)  # of added ones, too: Gemma's spaces
+        return text.encode()
 
     def text(self, token: int, as_id: bool = False) -> str:
         """As logprobs show it: `token_id:N` if asked to, or if there is no tokenizer."""
