@@ -154,6 +154,9 @@ DAMAGE = {
             "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<none>", "type_id": 0}}], "pair": [],
             "special_tokens": {},
         }), CheckpointError, "tokenizer cannot be read", "no entry"),
+    "tokenizer.model alone": (
+        lambda f: (f / "tokenizer.model").write_bytes(b"\x0a"), CheckpointError, "tokenizer cannot be read",
+        "pip install sentencepiece protobuf"),
     "tokenizer without bounds": (
         lambda f: tokenizer(f, config={"model_max_length": "many"}), CheckpointError, "tokenizer cannot be read"),
     "weights that are a pipe": (lambda f: replaced(f, "model.safetensors", os.mkfifo), CheckpointError,

@@ -235,7 +235,14 @@ def read_tokenizer(path: Path) -> Any:
             check_regular(file)
     from transformers import AutoTokenizer
 
-    return _tried(path, lambda: AutoTokenizer.from_pretrained(path, trust_remote_code=False))
+    try:
+        return _tried(path, lambda: AutoTokenizer.from_pretrained(path, trust_remote_code=False))
+    except CheckpointError as error:
+        if (path / "tokenizer.json").exists() or not (path / "tokenizer.model").exists():
+            raise
+        # without them transformers takes the file for one of tiktoken's, and asks for that
+        needs = "SentencePiece's tokenizer.model needs `pip install sentencepiece protobuf`"
+        raise CheckpointError(f"{error} ({needs})") from None
 
 
 def _tried(path: Path, read: Callable[[], Any]) -> Any:
