@@ -437,17 +437,26 @@ def test_offsets_are_places_in_the_text(client):
     assert seen > 5
 
 
-@pytest.mark.parametrize(("echo", "starts"), [("Hello world", [0, 5, 11]), (" Hello world", [0, 6, 12])])
-def test_offsets_in_an_echo_of_sentencepiece(echo, starts):
-    """Its tokenizers put a space before the text, which is not in what is given back."""
-    backend = Tokenizer(models.Unigram([(piece, -1.0) for piece in ("<unk>", "\u2581Hello", "\u2581world")], 0))
+@pytest.mark.parametrize(
+    ("echo", "prompt", "starts"),
+    [
+        ("Hello world", [1, 2], [0, 5]), (" Hello world", [1, 2], [0, 6]), (" Hello world", [3, 1, 2], [0, 1, 6]),
+        (" world", [4, 5], [0, 1]), ("Hello</s>world", [1, 6, 2], [0, 5, 9]),
+    ],
+)  # fmt: skip
+def test_offsets_in_an_echo_of_sentencepiece(echo, prompt, starts):
+    """Its tokenizers put a space before the text and behind special tokens, which is not in what is given back."""
+    words = ("<unk>", "\u2581Hello", "\u2581world", "\u2581", "\u2581\u2581", "world")
+    backend = Tokenizer(models.Unigram([(piece, -1.0) for piece in words], 0))
     backend.decoder = decoders.Metaspace()
+    backend.add_tokens([AddedToken("</s>", special=True)])
     vocabulary, known = Vocabulary(PreTrainedTokenizerFast(tokenizer_object=backend)), Logprob(2, -1.0, {}, 1)
-    answer = SimpleNamespace(requests=[SimpleNamespace(prompt_logprobs=[None, known])])
+    answer = SimpleNamespace(requests=[SimpleNamespace(prompt_logprobs=[None, *[known] * (len(prompt) - 1)])])
     body = CompletionBody(prompt=echo, echo=True, logprobs=0)
-    reply = answers.Completion(answers.Job(body, answer, {}, vocabulary, [[1, 2]], {}, fail), [echo])
+    reply = answers.Completion(answers.Job(body, answer, {}, vocabulary, [prompt], {}, fail), [echo])
     found = reply.choice(StepEvent(0, [2], [" world"], [None], [known]))["logprobs"]
-    assert found["text_offset"] == starts and found["tokens"] == [" Hello", " world", " world"]
+    assert found["text_offset"] == [*starts, len(echo)]
+    assert found["tokens"] == [vocabulary.text(token) for token in [*prompt, 2]]
 
 
 def test_runs_of_spaces_that_are_added_tokens():

@@ -246,7 +246,7 @@ class Completion(Reply):
             for token, known in zip(self.job.prompts[index // self.n], before, strict=True):
                 add(token, known, at)
                 text = read(self.job.vocabulary.bytes(token))  # a character's where its last byte is
-                if at == 0 and not echo.startswith(" "):  # SentencePiece puts one before the first word
+                if not echo.startswith(text, at):  # SentencePiece puts a space before a text and behind special tokens
                     text = text.removeprefix(" ")
                 if token not in self.job.vocabulary.added or echo.startswith(text, at):  # else the text is without it
                     at += len(text)
