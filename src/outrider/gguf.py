@@ -390,11 +390,8 @@ class File:
             )
         if pre in (*GPT2, *DIGITS):
             return _byte_level(given, pre, None)
-        try:  # a second to import
-            theirs = importlib.import_module("transformers.integrations.gguf.gguf_tokenizer_mapping")
-        except ImportError:  # where earlier versions had it
-            theirs = importlib.import_module("transformers.integrations.ggml")
-        splits = SPLITS | getattr(theirs, "GGUF_PRE_TOKENIZER_SPLITS", {})
+        theirs = importlib.import_module("transformers.integrations.gguf.gguf_tokenizer_mapping")  # a second
+        splits = SPLITS | theirs.GGUF_PRE_TOKENIZER_SPLITS
         if (split := splits.get(LIKE.get(pre, pre))) is None:
             raise CheckpointError(
                 f"{self.path}: pre-tokenizer {pre!r} is not known; put the model's tokenizer.json beside the file"
