@@ -130,7 +130,7 @@ class Worker:
         self.log = tempfile.TemporaryFile()  # noqa: SIM115
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.log, "text": True}
         # -I: our own files and PYTHONPATH are not for it to find
-        self.process = subprocess.Popen([str(python), "-I", str(WORKER)], process_group=0, **pipes)
+        self.process = subprocess.Popen([str(python), "-I", str(WORKER)], start_new_session=True, **pipes)
 
     def ask(self, message: dict[str, Any]) -> dict[str, Any]:
         """Its answer; `{"error": ...}` also if it has ended, with the last that it said."""

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import anyio
 import httpx
 
 from outrider import LLM
@@ -219,7 +220,7 @@ async def _load(
                 return "refused"
             i, stream = some.randrange(len(bodies)), some.random() < 0.5
             try:
-                async with asyncio.timeout(some.uniform(0, 1) if some.random() < 0.2 else None):
+                with anyio.fail_after(some.uniform(0, 1) if some.random() < 0.2 else None):
                     answer = await client.post("/v1/completions", json={**bodies[i], "stream": stream})
             except TimeoutError:
                 return "cancelled"

@@ -13,6 +13,7 @@ import random
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import anyio
 import httpx
 import pytest
 
@@ -50,7 +51,7 @@ async def storm(url: str, bodies: list[dict[str, Any]], seed: int) -> list[list[
             after, stream, patience = plan
             await asyncio.sleep(after)
             try:
-                async with asyncio.timeout(patience):
+                with anyio.fail_after(patience):
                     answer = await client.post("/v1/completions", json={**body, "stream": stream})
             except TimeoutError:
                 return None
