@@ -172,15 +172,17 @@ class Runner:
             return 0
         slot, n = self.slots.setdefault(seq.id, Slot(beyond=self._beyond(seq))), 0
         if isinstance(self.kv, PagedKV) and not self._unscored(seq):
+            unread = self._log.size  # tokens by whose queries a view chooses its keys
+            begin = max(0, min(seq.settled, len(seq.tokens) - unread))
             if like is not None and like.id in self.slots:  # it may have nothing: what was preempted begins again
                 known = self.slots[like.id]
-                most = min(len(seq.tokens) - 1, seq.settled, known.settled, known.pure)
+                most = min(max(0, begin - 1), known.settled, known.pure)
                 if known.beyond == slot.beyond:
                     n = self._common(Slot(known.tokens), seq.tokens, most)  # none of which is known to be this one's
                 if n:
                     self.kv.share(like.id, seq.id, n)
             if not n and self.prefixes:
-                n = self.kv.adopt(seq.id, seq.tokens[: seq.settled], self._root(seq, slot))
+                n = self.kv.adopt(seq.id, seq.tokens[:begin], self._root(seq, slot))
             slot.tokens, slot.settled = seq.tokens[:n], n
         return n
 
