@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.config import MOST_NODES, StructuredOutputsParams
-from outrider.draft import Draft
+from outrider.draft import Draft, common
 from outrider.errors import ConfigError, ConstraintError, told
 from outrider.grammar import MOST_TEXT, behind, pieces, written
 
@@ -256,8 +256,7 @@ class Constraint:
         """
         wanted = self.settled[self.known :] + seq.tokens[seq.settled :] + path
         read = self.read[self.known :]
-        same = next((i for i, (a, b) in enumerate(zip(read, wanted, strict=False)) if a != b), None)
-        same = min(len(read), len(wanted)) if same is None else same
+        same = common(read, wanted)
         if any(token in self.ends for token in wanted[same:]):
             return False
         if back := len(read) - same:

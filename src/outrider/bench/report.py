@@ -18,6 +18,7 @@ from typing import Any
 from rich.box import SIMPLE
 from rich.table import Table
 
+from outrider.draft import common
 from outrider.errors import ConfigError
 from outrider.files import write_text
 
@@ -65,9 +66,7 @@ class Sample:
 
 def differs(a: list[int], b: list[int]) -> int | None:
     """The first place where two answers have different tokens, or one of them none; None if they are the same."""
-    if a == b:
-        return None
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return None if a == b else common(a, b)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from outrider import families
 from outrider.config import ModelConfig, whole
+from outrider.draft import common
 from outrider.errors import CheckpointError, brief
 from outrider.find import find
 from outrider.heads import check_head, draft_tokens, guessing, read_head, take_out
@@ -231,8 +232,7 @@ class Eagle3(Growing):
         known, sure = seen.tokens, seen.settled
         rest, truth = known[sure:], seq.tokens[seen.first + 1 + sure :]
         if rest != truth[: len(rest)]:
-            same = next(i for i, (a, b) in enumerate(zip([*rest, -1], [*truth, -2], strict=False)) if a != b)
-            del known[sure + same :]
+            del known[sure + common(rest, truth) :]
             seen.after = None
         at = seen.first + len(known)
         found = self.rows.read(seq.id, at, end)

@@ -13,6 +13,7 @@ from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterable
 from heapq import heappop, heappush
 
+from outrider.draft import common
 from outrider.ops.native import PAGE
 
 BLOCK = PAGE  # slots
@@ -108,7 +109,7 @@ class Pool:
             rest = tuple(tokens[n : min(n + BLOCK, most)])
             at = bisect_left(siblings, (rest,))  # whoever shares most with it stands right before it or behind
             near = siblings[max(0, at - 1) : at + 1]
-            same, block, number = max((_common(rest, own), block, number) for own, block, number in near)
+            same, block, number = max((common(rest, own), block, number) for own, block, number in near)
             if same < WORTH:
                 break
             found.append(block)
@@ -131,13 +132,3 @@ class Pool:
         if block in self.cached:
             del self.cached[block]
             heappush(self._free, block)
-
-
-def _common(some: tuple[int, ...], others: tuple[int, ...]) -> int:
-    """How many of the first are the same."""
-    n = 0
-    for one, other in zip(some, others, strict=False):
-        if one != other:
-            break
-        n += 1
-    return n

@@ -11,6 +11,7 @@ from itertools import groupby, product
 from typing import Any
 
 from outrider.config import StructuredOutputsParams
+from outrider.draft import common
 from outrider.errors import ConfigError, OutriderError, brief
 from outrider.grammar import MOST_TEXT, Ours, literal, understood
 from outrider.serve.calls import (
@@ -108,8 +109,7 @@ def _written(template: str, render: Render) -> list[str]:
     except OutriderError:
         return []
     whole = texts.pop()
-    parts = [next((i for i, (a, b) in enumerate(zip(x, whole, strict=False)) if a != b), len(x)) for x in texts]
-    return [whole[len(BEGUN.sub("", whole[:at])) :] for at in parts]
+    return [whole[len(BEGUN.sub("", whole[: common(text, whole)])) :] for text in texts]
 
 
 @dataclass(frozen=True)
