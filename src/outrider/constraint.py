@@ -30,9 +30,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.config import MOST_NODES, StructuredOutputsParams
-from outrider.draft import Draft, common
+from outrider.draft import Draft
 from outrider.errors import ConfigError, ConstraintError, told
 from outrider.grammar import MOST_TEXT, behind, pieces, written
+from outrider.outputs import common
 
 MOST_FORCED = 64  # tokens that are drafted behind one node
 LONGEST_FORCED = 4096  # tokens that a grammar may force in a row: some would go on for ever

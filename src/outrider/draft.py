@@ -8,18 +8,12 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from operator import lt
-from typing import Any
 
 from torch import Tensor
 
 from outrider.config import MOST_NODES
 from outrider.errors import OutriderError
 from outrider.outputs import Logprob
-
-
-def common(some: Seq[Any], others: Seq[Any]) -> int:
-    """How many of the first are the same."""
-    return next((i for i, (a, b) in enumerate(zip(some, others, strict=False)) if a != b), min(len(some), len(others)))
 
 
 @dataclass

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+
+def common(some: Sequence[Any], others: Sequence[Any]) -> int:
+    """With how many of the same tokens two outputs (texts, prompts) begin."""
+    return next((i for i, (a, b) in enumerate(zip(some, others, strict=False)) if a != b), min(len(some), len(others)))
 
 
 @dataclass(frozen=True)

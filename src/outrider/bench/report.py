@@ -18,9 +18,9 @@ from typing import Any
 from rich.box import SIMPLE
 from rich.table import Table
 
-from outrider.draft import common
 from outrider.errors import ConfigError
 from outrider.files import write_text
+from outrider.outputs import common
 
 MANY = 8  # batches from which on their spread is told
 UNSTEADY = 1.5  # repeats that differ by more than this ratio were not alone on the machine

@@ -26,13 +26,13 @@ from torch import Tensor
 
 from outrider import families
 from outrider.config import ModelConfig, whole
-from outrider.draft import common
 from outrider.errors import CheckpointError, brief
 from outrider.find import find
 from outrider.heads import check_head, draft_tokens, guessing, read_head, take_out
 from outrider.kv import DenseKV, Entry, Plan
 from outrider.model import Rotary
 from outrider.ops import MLP, Block, Linear, Switches, Walk, native, rms_norm, rope
+from outrider.outputs import common
 from outrider.runner import Runner
 from outrider.sequence import Sequence
 from outrider.trees import Growing, Root, Tree

@@ -13,8 +13,8 @@ from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterable
 from heapq import heappop, heappush
 
-from outrider.draft import common
 from outrider.ops.native import PAGE
+from outrider.outputs import common
 
 BLOCK = PAGE  # slots
 WORTH = 8  # tokens that a block must share to be worth the copy that is made before others follow them

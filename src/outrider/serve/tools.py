@@ -11,9 +11,9 @@ from itertools import groupby, product
 from typing import Any
 
 from outrider.config import StructuredOutputsParams
-from outrider.draft import common
 from outrider.errors import ConfigError, OutriderError, brief
 from outrider.grammar import MOST_TEXT, Ours, literal, understood
+from outrider.outputs import common
 from outrider.serve.calls import (
     CODER,
     FUNCTION,
