@@ -228,6 +228,28 @@ def test_caches_that_attend_layer_by_layer(walks):
     assert len(walks) == 1  # the base's
 
 
+def test_rows_that_nobody_wants_leave_the_last_layer_early(walks, monkeypatch):
+    """Also where layers are called one by one: their keys and values are all that is made of them."""
+    walks.off()
+    model, counted = make_model(), list[tuple[bool, int]]()
+    last, product = model.layers[-1].o, Linear.__call__
+
+    def count(own, x, *args, **named):
+        counted.append((own is last, len(x)))
+        return product(own, x, *args, **named)
+
+    monkeypatch.setattr(Linear, "__call__", count)
+    make_runner(model).extend([Sequence(text(75), SamplingParams(max_tokens=9), 0)])
+    assert [n for own, n in counted if own] == [1]  # of 32, 32 and 11 rows
+    assert counted.count((False, 32)) == 2 * (4 * LAYERS - 3)
+    for points, rows in ((LAYERS - 1,), [1]), ((LAYERS,), [32, 32, 11]), ((-1,), [32, 32, 11]):
+        counted.clear()
+        runner = make_runner(model)
+        kept = runner.tap(points)
+        runner.extend([Sequence(text(75), SamplingParams(max_tokens=9), 0)])
+        assert kept and [n for own, n in counted if own] == rows
+
+
 @pytest.mark.parametrize("kind", FORMATS)
 def test_rows_of_packed_weights(kind):
     """Each row, as the numbers that it stands for, rounded once."""

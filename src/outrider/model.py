@@ -197,10 +197,15 @@ class Model:
             if (replayed := self._replayed(tokens, positions, lengths, kv, plan, states, wanted)) is not None:
                 return replayed
             ids = upload(tokens, self.device) if isinstance(tokens, list) else tokens
-            hidden = self._run(ids, self._turned(positions, lengths), self._growth(positions), kv, plan, states)
-            if wanted is not None:
-                hidden = hidden[self._at(wanted.rows, len(hidden))]
-                wanted.logits = self.logits(hidden)
+            turns, growth = self._turned(positions, lengths), self._growth(positions)
+            if wanted is None:
+                return self._run(ids, turns, growth, kv, plan, states)
+            rows = self._at(wanted.rows, len(ids))
+            # the states behind the last layer are of all rows
+            whole = states is not None and not {self.config.num_layers, -1}.isdisjoint(states)
+            hidden = self._run(ids, turns, growth, kv, plan, states, rows=None if whole else rows)
+            hidden = hidden[rows] if whole else hidden
+            wanted.logits = self.logits(hidden)
             return hidden
         assert self._walk is not None and isinstance(tokens, list)
         turns, sines, kept = self._turns[0].addresses(positions, lengths)
@@ -291,8 +296,12 @@ class Model:
         plan: Any,
         states: dict[int, Tensor] | None,
         real: Tensor | None = None,
+        rows: slice | Tensor | None = None,
     ) -> Tensor:
-        """All layers, from what is on the device; rows from the number `real` (1,) on are padding."""
+        """All layers, from what is on the device; rows from the number `real` (1,) on are padding.
+
+        Where only some `rows` are asked for, the others leave the last layer nothing but their keys and values.
+        """
         c, x = self.config, self.embed(ids)
         eps = c.rms_norm_eps
         for i, layer in enumerate(self.layers):
@@ -311,6 +320,10 @@ class Model:
             q = q if growth is None else q * growth
             sinks = {} if layer.sinks is None else {"sinks": layer.sinks}
             seen = kv.attend(i, q, k, v, plan, **sinks)
+            if rows is not None and i == c.num_layers - 1:
+                seen, x = seen[rows], x[rows]
+                if not len(x):
+                    return x
             x = self._add(x, partial(layer.o, seen), layer.attention_norm)
             branch = partial(layer.mlp, x, layer.post_norm, eps)
             branch = partial(branch, real=real) if isinstance(layer.mlp, Experts) else branch
