@@ -21,8 +21,7 @@ constexpr int kChunkBytes = 1 << 16, kUnpackedBytes = 1 << 14, kTaskBytes = 1 <<
 constexpr int kTileRows = 32;  // that are taken at once where products are made of tiles
 constexpr int kNear = 4096;  // bytes that few rows fetch ahead, beyond the groups that they take at once
 
-// How bfloat16 activations enter a product (the others enter as floats), and how many rows it takes at once: where registers are many, more than whose
-// sums and totals fit them, since what is spilled costs less than to unpack weights, and to read their scales, once more.
+// How bfloat16 activations enter a product (the others enter as floats), and how many rows it takes at most at once.
 // For more than kDirect rows weights are unpacked once for all, through memory, which pays where unpacking takes long.
 #if defined(__AVX512BF16__)
 using Half = bf16;
@@ -46,9 +45,17 @@ template <class F>
 constexpr bool kCodesStay = false;
 #endif
 
-// How many rows of a format are taken at once: integers leave more registers free.
+// How many rows of a format are taken at once, at most: integers leave more registers free.
 template <class F>
 constexpr int kRowsOf = kCodesStay<F> ? 32 : W == 8 && kRounded<F> ? 6 : kRows;
+
+// How many are where there are so many. The totals of more than ten rows find no registers, which costs more than to
+// unpack weights once more (not those of 8 bits, which take long); many rows are best taken by eight.
+template <class F>
+constexpr int at_once(int rows) {
+  constexpr int kAlone = F::kBytes < 32 ? 10 : kRows;
+  return W == 16 && F::kScaled && rows > kAlone ? 8 : kRowsOf<F>;
+}
 
 // Whether a product of so many rows takes half of a panel's vectors: where the sums of all would not fit 16 registers.
 template <class F>
@@ -636,7 +643,7 @@ void many_integers(const Weights &w, const Rows<int8_t> &rows, int row, int n, c
 template <class F>
 void chunk_rows(const Weights &w, const Rows<typename F::X> &rows, int n, Chunk &chunk, const uint8_t *ahead,
                 int64_t bytes, float (*out)[kPanel]) {
-  const int blocks = (n + kRowsOf<F> - 1) / kRowsOf<F>, size = (n + blocks - 1) / blocks;
+  const int most = at_once<F>(n), blocks = (n + most - 1) / most, size = (n + blocks - 1) / blocks;
   // Each product fetches its share of that, in whole lines.
   const int products = blocks * (halved<F>(size) ? 2 : 1);
   const int64_t share = ahead ? (bytes + 64 * products - 1) / (64 * products) * 64 : 0;
@@ -1007,7 +1014,7 @@ void multiply(const Weights &w, const void *x, int n, const Result &result, cons
   // Some panels make a task, since taking one costs time; still enough tasks that threads end together.
   const int all = w.panels(), most = all / (8 * threads), size = int(kTaskBytes / w.panel_bytes());
   const int together = size < most ? (size > 1 ? size : 1) : (most > 1 ? most : 1);
-  const bool once = n <= kRowsOf<F> && !halved<F>(n);  // that a chunk is passed over
+  const bool once = n <= at_once<F>(n) && !halved<F>(n);  // that a chunk is passed over
   const auto panel_rows = [&](int panel) {
     const uint8_t *data = static_cast<const uint8_t *>(w.data) + panel * w.panel_bytes();
     auto out = static_cast<float(*)[kPanel]>(scratch(2, sizeof(float) * n * kPanel));
