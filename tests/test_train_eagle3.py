@@ -488,6 +488,10 @@ def test_templates_are_taken_apart(chatty):
     chatty.tokenizer.chat_template = "{% for m in messages %}{{ m['content'] | upper }}{% endfor %}"
     with pytest.raises(ConfigError, match="changes what is said"):
         Template(chatty.tokenizer)
+    for refusing in ("{{ raise_exception('no language given') }}", "{% for m in %}"):
+        chatty.tokenizer.chat_template = refusing
+        with pytest.raises(ConfigError, match="refuses users' texts and answers"):
+            Template(chatty.tokenizer)
     with pytest.raises(ConfigError, match="no chat template"):
         Template(None)
 

@@ -229,7 +229,10 @@ def layers(
 
 def said(name: str | Path, progress: Progress | None = None) -> list[list[int]]:
     """Texts (token ids) of TOKENS tokens in all that a model writes: turns of users and its answers, where it has a
-    chat template, else whatever follows the token that begins a text. The same each time. Raises what LLM does."""
+    chat template for them, else whatever follows the token that begins a text.
+
+    The same each time. Raises what LLM does.
+    """
     llm = LLM(name, device="cpu", max_num_seqs=BATCH, progress=progress)
     length, texts, total = min(LENGTH, llm.engine.max_len // 2), list[list[int]](), 0
 
@@ -239,7 +242,7 @@ def said(name: str | Path, progress: Progress | None = None) -> list[list[int]]:
 
     try:
         template: Template | None = Template(llm.tokenizer)
-    except ConfigError:  # a base model
+    except ConfigError:  # a base model, or one for other conversations
         template = None
     for seed in range(0, ROUNDS * BATCH, BATCH):
         if progress:

@@ -20,7 +20,7 @@ from typing import Any
 from outrider.config import SamplingParams
 from outrider.corpus import SAID, mended, speller
 from outrider.engine import Request
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, message_of
 from outrider.files import append, locked, make_folder
 from outrider.llm import LLM
 from outrider.train.settings import ConversationSettings as Settings
@@ -40,7 +40,7 @@ QUESTION, LONGEST = 192, 600  # tokens that the target may give a user's turn, a
 class Template:
     """A chat template, taken apart: what stands before a user's words, between them and the answer, and after that.
 
-    Raises ConfigError for a tokenizer without one, or whose template says otherwise each time.
+    Raises ConfigError for a tokenizer without one, or whose template refuses this or says otherwise each time.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -49,8 +49,13 @@ class Template:
         self.tokenizer = tokenizer
         user, assistant, again = ({"role": role, "content": f"@{role}{i}@"} for role, i in
                                   (("user", 1), ("assistant", 1), ("user", 2)))  # fmt: skip
-        one = tokenizer.apply_chat_template([user], tokenize=False, add_generation_prompt=True)
-        two = tokenizer.apply_chat_template([user, assistant, again], tokenize=False)
+        try:
+            one = tokenizer.apply_chat_template([user], tokenize=False, add_generation_prompt=True)
+            two = tokenizer.apply_chat_template([user, assistant, again], tokenize=False)
+        except Exception as error:  # templates raise what they like
+            raise ConfigError(
+                f"this model's chat template refuses users' texts and answers: {message_of(error)}"
+            ) from None
         try:
             self.before, self.answer = one.split("@user1@")
             self.next = two.split("@assistant1@")[1].split("@user2@")[0]

@@ -310,7 +310,7 @@ class Trainer:
         self.spells = speller(self.llm.tokenizer) if self.llm.tokenizer is not None else None
         self.by_turn = True  # what is held out; runs that were begun earlier go by the first 64 tokens
         self.lead, self.answer = list[int](), list[int]()  # tokens before a user's first words, and those behind them
-        with suppress(Exception):  # there is no template, or it raises what it likes
+        with suppress(ConfigError):  # there is no template, or none that can be taken apart
             template = Template(self.llm.tokenizer)
             self.lead, self.answer = template.ids(template.before), template.ids(template.answer)
         self.counts = {"steps": 0, "tokens": 0, "read": 0}  # tokens learnt from, and of these for the first time
