@@ -16,7 +16,9 @@ from transformers import AutoModelForCausalLM
 from outrider import LLM, Draft, SamplingParams, families
 from outrider.errors import ConfigError, OutriderError, UnsupportedArchitecture
 from outrider.export import export
+from outrider.find import find
 from outrider.hf import accelerate
+from outrider.load import ends_of
 from outrider.ops import native
 from outrider.sampling import Row, process
 from outrider.sequence import Sequence
@@ -336,6 +338,21 @@ def test_logprobs_of_a_prompt_are_those_before_the_border(make_llm):
     llm.engine.finish([request])
     output = llm.engine.output(request)
     assert (output.token_ids, output.prompt_logprobs) == (expected.token_ids, expected.prompt_logprobs)
+
+
+def test_the_tokenizers_end_of_text_ends_a_text(tmp_path):
+    """Whatever the generation config says: a fine-tuned model's is often its base model's. One beyond the vocabulary
+    is none."""
+    folder = copytree(find("tiny"), tmp_path / "model")
+    (folder / "generation_config.json").write_text('{"eos_token_id": 5}')
+    llm = LLM(folder, device="cpu")
+    end = llm.tokenizer.eos_token_id
+    assert end != 5 and llm.runner.model.config.eos == (5, end)
+    (output,) = llm.generate("One", temperature=0, max_tokens=4, logit_bias={end: 100})
+    assert (output.token_ids, output.finish_reason) == ([end], "stop")
+    llm.tokenizer.add_tokens("<|beyond|>")
+    llm.tokenizer.eos_token = "<|beyond|>"
+    assert ends_of(llm.runner.model.config, llm.tokenizer) == (5, end)
 
 
 def test_ends_of_text_outside_the_vocabulary_are_none(make_checkpoint, tmp_path):

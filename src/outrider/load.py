@@ -65,6 +65,8 @@ def load(
     if dtype != "auto" and dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is unknown; valid: auto, {', '.join(DTYPES)}")
     source = open_source(name)
+    tokenizer = source.tokenizer()
+    config = replace(source.config, eos=ends_of(source.config, tokenizer))
     own = source.config.dtype if quantization is None else "bfloat16"  # what rounded weights are multiplied in
     kind: torch.dtype = getattr(torch, own if dtype == "auto" else dtype)
     if quantization is not None:
@@ -74,16 +76,26 @@ def load(
         if quantization is None and not source.weights.quantised:
             raise ConfigError(f"activations {activations} {NEEDS_INTEGERS}")
         source.weights.rounds = activations
-    share = Cut(source.config, group) if group else None
+    share = Cut(config, group) if group else None
     number = group.announce("load", str(name), dtype, quantization, activations) if group else 0
     with untouched(where):
-        model = Builder(source.config, source.weights, kind, where, quantization, cut=share).model(progress)
+        model = Builder(config, source.weights, kind, where, quantization, cut=share).model(progress)
     if group and isinstance(model, CutModel) and number:
         model.number = number
         finalize(model, group.ranks.tell, "drop", number)
     if activations is not None and not model.rounded:
         raise ConfigError(f"activations {activations} {NEEDS_INTEGERS}")
-    return Checkpoint(model, source.tokenizer(), source.path)
+    return Checkpoint(model, tokenizer, source.path)
+
+
+def ends_of(config: ModelConfig, tokenizer: Any) -> tuple[int, ...]:
+    """The tokens that end a text: a config's, and the tokenizer's, as in vLLM.
+
+    A fine-tuned model often keeps its base model's `generation_config.json`, and ends with a token of its own.
+    """
+    own = getattr(tokenizer, "eos_token_id", None)
+    new = isinstance(own, int) and own not in config.eos and 0 <= own < config.vocab_size
+    return (*config.eos, own) if new else config.eos
 
 
 @dataclass
