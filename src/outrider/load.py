@@ -94,8 +94,9 @@ def ends_of(config: ModelConfig, tokenizer: Any) -> tuple[int, ...]:
     A fine-tuned model often keeps its base model's `generation_config.json`, and ends with a token of its own.
     """
     own = getattr(tokenizer, "eos_token_id", None)
-    new = isinstance(own, int) and own not in config.eos and 0 <= own < config.vocab_size
-    return (*config.eos, own) if new else config.eos
+    if not isinstance(own, int) or own in config.eos or not 0 <= own < config.vocab_size:
+        return config.eos
+    return (*config.eos, own)
 
 
 @dataclass
