@@ -198,13 +198,20 @@ class Follower:
             raise RuntimeError(f"rank {self.ranks.rank} comes to another {name} than rank 0")
 
     def forward(
-        self, model: int, kv: int, tokens: list[int], positions: list[int], lengths: list[int], rows: list[int] | None
+        self,
+        model: int,
+        kv: int,
+        tokens: list[int],
+        positions: list[int],
+        lengths: list[int],
+        rows: list[int] | None,
+        points: list[int],
     ) -> None:
-        """A forward, in which this rank's part is waited for."""
+        """A forward, in which this rank's part is waited for; the states at `points` are wanted on rank 0."""
         if (own := self.held.get(model)) is not None:
-            wanted = None if rows is None else Wanted(rows)
+            wanted, states = None if rows is None else Wanted(rows), dict.fromkeys(points)
             with torch.inference_mode():
-                own.forward(tokens, positions, lengths, self.held[kv], self.plans[kv], None, wanted)
+                own.forward(tokens, positions, lengths, self.held[kv], self.plans[kv], states, wanted)
 
     def logits(self, model: int, rows: int) -> None:
         """The head alone."""

@@ -58,7 +58,8 @@ class CutModel(Model):
     ) -> Tensor:
         """As Model's. What fails here ends all ranks: they would no longer be at the same place."""
         rows, number = None if wanted is None else wanted.rows, self.group.ranks.numbers.get(id(kv))
-        with self._together("forward", self.number, number, tokens, positions, lengths, rows):
+        points = list(states or ())  # these, too, decide which rows leave the last layer
+        with self._together("forward", self.number, number, tokens, positions, lengths, rows, points):
             return super().forward(tokens, positions, lengths, kv, plan, states, wanted)
 
     def logits(self, hidden: Tensor) -> Tensor:
