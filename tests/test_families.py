@@ -14,11 +14,11 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from outrider import LLM, Draft, SamplingParams, families
-from outrider.errors import ConfigError, OutriderError, UnsupportedArchitecture
+from outrider.errors import CheckpointError, ConfigError, OutriderError, UnsupportedArchitecture
 from outrider.export import export
 from outrider.find import find
 from outrider.hf import accelerate
-from outrider.load import ends_of
+from outrider.load import ends_of, read_tokenizer
 from outrider.ops import native
 from outrider.sampling import Row, process
 from outrider.sequence import Sequence
@@ -353,6 +353,21 @@ def test_the_tokenizers_end_of_text_ends_a_text(tmp_path):
     llm.tokenizer.add_tokens("<|beyond|>")
     llm.tokenizer.eos_token = "<|beyond|>"
     assert ends_of(llm.runner.model.config, llm.tokenizer) == (5, end)
+
+
+def test_a_chat_template_may_lie_in_a_file_of_its_own(tmp_path):
+    """As that of Mistral Small 3.1 does; the tokenizer's own goes first."""
+    folder = copytree(find("tiny"), tmp_path / "model")
+    (folder / "chat_template.json").write_text('{"chat_template": "another"}')
+    own = read_tokenizer(find("tiny")).chat_template
+    assert read_tokenizer(folder).chat_template == own
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    del config["chat_template"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    assert read_tokenizer(folder).chat_template == "another"
+    (folder / "chat_template.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"chat_template\.json cannot be read"):
+        read_tokenizer(folder)
 
 
 def test_ends_of_text_outside_the_vocabulary_are_none(make_checkpoint, tmp_path):

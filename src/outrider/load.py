@@ -249,13 +249,17 @@ def read_tokenizer(path: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return _tried(path, lambda: AutoTokenizer.from_pretrained(path, trust_remote_code=False))
+        tokenizer = _tried(path, lambda: AutoTokenizer.from_pretrained(path, trust_remote_code=False))
     except CheckpointError as error:
         if (path / "tokenizer.json").exists() or not (path / "tokenizer.model").exists():
             raise
         # without them transformers takes the file for one of tiktoken's, and asks for that
         needs = "SentencePiece's tokenizer.model needs `pip install sentencepiece protobuf`"
         raise CheckpointError(f"{error} ({needs})") from None
+    beside = path / "chat_template.json"  # where models of text and pictures had it, and only their processors look
+    if not getattr(tokenizer, "chat_template", None) and beside.exists():
+        tokenizer.chat_template = read_json(beside).get("chat_template")
+    return tokenizer
 
 
 def _tried(path: Path, read: Callable[[], Any]) -> Any:
