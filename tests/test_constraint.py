@@ -495,6 +495,13 @@ def test_many_patterns_that_never_meet_are_fine(tiny_llm):
     ({"grammar": "start: X\nX: " + " & ".join(f"/(.|\\n)*a.{{{i}}}b(.|\\n)*/" for i in range(30))}, "at most 12"),
     ({"grammar": "start: a b\na[max_tokens=3]: /[a-z ]*/\nb: /[0-9]{3}/"}, "rollback"),
     ({"json": {"type": "array", "x-guidance": {"whitespace_pattern": "1*"}}}, "x-guidance is not taken"),
+    ({"json": {"enum": [1, -(2**63)]}}, "at least -\\(2\\^63 - 1024\\), not -9223372036854775808"),  # the process died
+    ({"json": {"type": "integer", "anyOf": [{"const": [{"a": -1e19}]}]}}, "at least -"),
+    ({"grammar": 'start: %json {"const": -9223372036854775808}'}, "at least -"),
+    ({"grammar": 'start: %json {"type": "integer", "minimum": -1e19, "maximum": -1e19}'}, "at least -"),
+    ({"json": {"enum": [7, 1234567890123456789]}}, "not 1234567890123456789; a text can be any"),  # ...768 was written
+    ({"json": {"const": {"id": 2**64}}}, "that doubles can hold"),
+    ({"json": {"const": 10**400}}, "that doubles can hold"),
 ])  # fmt: skip
 def test_what_would_take_too_long_or_cannot_be_drafted_for(tiny_llm, given_, told):
     with pytest.raises(ConfigError, match=told):
@@ -517,6 +524,12 @@ def test_no_request_has_what_another_left(tiny_llm):
     seeds = [*range(20), 0, 1]
     outputs = [tiny_llm.generate("Once upon a time", replace(params, seed=seed))[0].token_ids for seed in seeds]
     assert outputs[-2:] == outputs[:2] and all(len(output) == 40 for output in outputs)
+
+
+@pytest.mark.parametrize("number", [-(2**53), 2**53, 2**60, 2**63 - 1, -(2**63) + 1024, 1e25])
+def test_large_numbers_that_are_taken_are_written(tiny_llm, number):
+    (output,) = tiny_llm.generate("Hi", asked(json={"enum": [number]}, max_tokens=40))
+    assert json.loads(output.text, parse_int=type(number)) == number
 
 
 def test_round_multiples_are_taken(tiny_llm):

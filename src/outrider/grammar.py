@@ -236,7 +236,25 @@ def _bounded(schema: Any) -> None:
                 raise ValueError(TOO_MANY)
             for own in (part.get("pattern"), *_named_by(part)):
                 _countable(own if isinstance(own, str) else "")
+            _told(part)
         parts += part.values() if isinstance(part, Mapping) else listed(part)
+
+
+def _told(part: Mapping[str, Any]) -> None:
+    """Raise ValueError for numbers that llguidance, which takes them for doubles, would write as others; where the only
+    one is int64's lowest, it calls itself until the process is killed."""
+    bounds: list[Any] = [part.get("maximum"), part.get("exclusiveMaximum")]
+    data: list[Any] = [part.get("const"), part.get("enum")]
+    for value in data:
+        data += value.values() if isinstance(value, Mapping) else listed(value)
+    for number in (value for value in bounds + data if type(value) in (int, float)):
+        if number < -FARTHEST:
+            raise ValueError(f"const, enum and maximum are at least -(2^63 - 1024), not {brief(number)}")
+    for number in (value for value in data if type(value) is int):
+        if number >= 2**63 or min(int(float(number)), 2**63 - 1) != number:
+            raise ValueError(
+                f"const and enum have numbers that doubles can hold, not {brief(number)}; a text can be any"
+            )
 
 
 def _named_by(part: Mapping[str, Any]) -> list[Any]:
