@@ -156,7 +156,7 @@ def test_shape_of_a_chat(client, tiny_llm):
     ChatCompletion.model_validate(answer, strict=True)
     expected = tiny_llm.chat(TALK, max_tokens=6, temperature=0)
     choice = answer["choices"][0]
-    assert choice["message"] == {"role": "assistant", "content": expected.text}
+    assert choice["message"] == {"role": "assistant", "refusal": None, "content": expected.text}
     assert answer["object"] == "chat.completion" and answer["id"].startswith("chatcmpl-")
     content = choice["logprobs"]["content"]
     spelt = [token for token in content if not token["token"].startswith("<|")]

@@ -343,7 +343,12 @@ def both(client: Client, body: dict[str, Any]) -> tuple[dict[str, Any], dict[str
 def test_gpt_oss_served(special, client):
     text = f"{THOUGHT}I think.<|end|>{FINAL}Hello there."
     choice, usage = both(client, says(special, text, return_token_ids=True, logprobs=True))
-    assert choice["message"] == {"role": "assistant", "content": "Hello there.", "reasoning": "I think."}
+    assert choice["message"] == {
+        "role": "assistant",
+        "refusal": None,
+        "content": "Hello there.",
+        "reasoning": "I think.",
+    }
     assert choice["finish_reason"] == "stop" and len(choice["logprobs"]["content"]) == len(choice["token_ids"])
     assert special.decode(choice["token_ids"][:-1]) == text
     inside = len(special("I think.", add_special_tokens=False)["input_ids"])
@@ -357,7 +362,7 @@ def test_gpt_oss_served(special, client):
     for before in ("Hello", "Is a <"):  # which may begin a mark, and is the prompt's
         gone_on = [*TALK, {"role": "assistant", "content": before}]
         body = says(special, " there.", messages=gone_on, continue_final_message=True)
-        assert both(client, body)[0]["message"] == {"role": "assistant", "content": " there."}
+        assert both(client, body)[0]["message"] == {"role": "assistant", "refusal": None, "content": " there."}
 
 
 def test_gpt_oss_in_items(special, client):
@@ -372,7 +377,7 @@ def test_gpt_oss_in_items(special, client):
         spelt = "".join(each["token"] for each in item["content"][0]["logprobs"])
         assert spelt.removesuffix("<|return|>").removesuffix("<|call|>") == item["content"][0]["text"]
     choice, _ = both(client, says(special, f"{NEXT}".join(f"<|channel|>{text}" for text in texts)))
-    assert choice["message"] == {"role": "assistant", "content": "I look.\nHello.", "reasoning": "Hm."}
+    assert choice["message"] == {"role": "assistant", "refusal": None, "content": "I look.\nHello.", "reasoning": "Hm."}
 
 
 def test_gpt_oss_calls(special, client, tiny_llm):
@@ -437,7 +442,7 @@ def test_marks_that_are_special_tokens(special, client):
     special.chat_template = "[THINK]" + THINKS.replace("<|end|>", "<|return|>").replace("<think>", "-")
     special.chat_template = special.chat_template.replace("</think>", "-").replace("reasoning_content", "nothing")
     choice, usage = both(client, says(special, "[THINK]I think.[/THINK]Hello."))
-    assert choice["message"] == {"role": "assistant", "content": "Hello.", "reasoning": "I think."}
+    assert choice["message"] == {"role": "assistant", "refusal": None, "content": "Hello.", "reasoning": "I think."}
     inside = len(special("I think.", add_special_tokens=False)["input_ids"])
     assert usage["completion_tokens_details"] == {"reasoning_tokens": inside}
     special.chat_template = special.chat_template.replace("reasoning_effort", "nothing")
@@ -479,7 +484,9 @@ def test_served(client, thinks, name):
     text, more, reasoning, content = CASES[name]
     body = said(text, **more, return_token_ids=True, logprobs=True)
     choice, usage = both(client, body)
-    message = {"role": "assistant", "content": content} | ({"reasoning": reasoning} if reasoning else {})
+    message = {"role": "assistant", "refusal": None, "content": content} | (
+        {"reasoning": reasoning} if reasoning else {}
+    )
     assert choice["message"] == message and len(choice["logprobs"]["content"]) == len(choice["token_ids"])
     (plain,) = Client(client.llm.llm, reasoning=False).chat(body)
     for key in ("token_ids", "logprobs", "finish_reason", "stop_reason"):
@@ -487,7 +494,7 @@ def test_served(client, thinks, name):
     assert "reasoning" not in plain["choices"][0]["message"]
     assert "completion_tokens_details" not in plain["usage"]
     (hidden,) = client.chat({**body, "include_reasoning": False})
-    assert hidden["choices"][0]["message"] == {"role": "assistant", "content": content or ""}
+    assert hidden["choices"][0]["message"] == {"role": "assistant", "refusal": None, "content": content or ""}
     assert hidden["usage"]["completion_tokens_details"] == usage["completion_tokens_details"]
     assert bool(reasoning) == bool(usage["completion_tokens_details"]["reasoning_tokens"])
 
@@ -559,7 +566,7 @@ def test_the_template_for_tools_counts_where_there_are_tools(client, tiny_llm, t
     monkeypatch.setattr(tiny_llm.tokenizer, "chat_template", {"default": plain, "tool_use": template})
     text = "<think>Hm.</think>Hello."
     assert both(client, said(text, tools=TOOLS))[0]["message"]["reasoning"] == "Hm."
-    assert both(client, said(text))[0]["message"] == {"role": "assistant", "content": text}
+    assert both(client, said(text))[0]["message"] == {"role": "assistant", "refusal": None, "content": text}
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}

@@ -121,9 +121,15 @@ def test_one_call_or_none(client, hermes):
     assert len(single["message"]["tool_calls"]) == 1
     for more in ({"tool_choice": "none"}, {"tools": None}):
         answer = client.chat(said(CITY, **more))[0]["choices"][0]
-        assert answer["message"] == {"role": "assistant", "content": CITY} and answer["finish_reason"] == "stop"
+        assert (
+            answer["message"] == {"role": "assistant", "refusal": None, "content": CITY}
+            and answer["finish_reason"] == "stop"
+        )
     answer = client.chat(said("It is noon."))[0]["choices"][0]
-    assert answer["message"] == {"role": "assistant", "content": "It is noon."} and answer["finish_reason"] == "stop"
+    assert (
+        answer["message"] == {"role": "assistant", "refusal": None, "content": "It is noon."}
+        and answer["finish_reason"] == "stop"
+    )
     other = client.chat(said(CITY, tool_choice="auto", tools=TOOLS[1:]))[0]["choices"][0]
     assert "tool_calls" not in other["message"] and "get_weather" in other["message"]["content"]
 

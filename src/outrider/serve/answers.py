@@ -320,7 +320,8 @@ class Chat(Reply):
     def choice(self, event: StepEvent) -> dict[str, Any]:
         deltas = self._shown(event)
         content, calls = regrouped(deltas)
-        message: dict[str, Any] = {"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})}
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        message |= {"tool_calls": calls} if calls else {}
         if reasoning := "".join(delta.get("reasoning", "") for delta in deltas):
             message |= {"content": content or None, "reasoning": reasoning}
         return {
@@ -379,7 +380,7 @@ class Chat(Reply):
         for each in event.logprobs:
             top = [self._token(token, value) for token, value in each.top.items()]
             content.append({**self._token(each.token_id, each.logprob), "top_logprobs": top})
-        return {"content": content}
+        return {"content": content, "refusal": None}
 
     def _token(self, token: int, value: float) -> dict[str, Any]:
         spelt = list(self.job.vocabulary.bytes(token))

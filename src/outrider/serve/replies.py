@@ -54,6 +54,7 @@ RANKED = _object({"logprob": NUMBER, "rank": _maybe(COUNT), "decoded_token": TEX
 OF_PROMPT = {"prompt_logprobs": _maybe(_list(_maybe(_map(RANKED)))), "prompt_token_ids": _maybe(IDS)}
 SPELT = {"token": TEXT, "logprob": NUMBER, "bytes": _list(COUNT)}
 LOGPROB = _object({**SPELT, "top_logprobs": _list(_object(SPELT))})
+REFUSAL = {"refusal": {"type": "null"}}  # OpenAI's types have it in each message, and in its log-probabilities
 HEAD = {"id": TEXT, "created": INTEGER, "model": TEXT, "system_fingerprint": TEXT, "usage": _ref("Usage")}
 CALL = _object({"id": TEXT, "type": _one("function"), "function": _object({"name": TEXT, "arguments": TEXT})})
 
@@ -112,9 +113,11 @@ REPLIES: dict[str, Schema] = {
             **HEAD, "object": _one("chat.completion"), **OF_PROMPT,
             "choices": _list(_object(
                 {
-                    "index": COUNT, **END, **TOKENS, "logprobs": _maybe(_object({"content": _list(LOGPROB)})),
+                    "index": COUNT, **END, **TOKENS,
+                    "logprobs": _maybe(_object({"content": _list(LOGPROB), **REFUSAL})),
                     "message": _object(
-                        {"role": _one("assistant"), "content": _maybe(TEXT)}, reasoning=TEXT, tool_calls=_list(CALL),
+                        {"role": _one("assistant"), "content": _maybe(TEXT), **REFUSAL},
+                        reasoning=TEXT, tool_calls=_list(CALL),
                     ),
                 },
                 **EXTRAS,
