@@ -220,6 +220,12 @@ def test_bodies_that_are_no_json(client, body):
         refused(client.send(("POST", path, {"content": body, "headers": headers}))[0])
 
 
+def test_a_byte_order_mark_says_nothing(client):
+    body = b'\xef\xbb\xbf{"prompt": "\xc3\xa9"}'  # as Windows writes files
+    answer = client.send(("POST", "/tokenize", {"content": body, "headers": {"content-type": "application/json"}}))[0]
+    assert answer.json() == client.post("/tokenize", {"prompt": "é"}).json() and answer.status_code == 200
+
+
 def test_a_key_that_stands_twice_among_many(client):
     """It is found in one pass: one that compares each with all others would take minutes for these."""
     many = {f"key{i}": 0 for i in range(200_000)}

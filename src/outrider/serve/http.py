@@ -197,7 +197,7 @@ async def body_of(request: Request) -> bytes:
 def read(body: bytes, kind: type[B]) -> B:
     """What a body says. Raises Refusal 400, naming the field that is wrong."""
     try:
-        text = body.decode("utf-8")
+        text = body.decode("utf-8-sig")  # files that Windows wrote begin with a byte-order mark
         if (items := text.count(",")) > MOST_ITEMS:  # before they are made
             raise Refusal(400, f"the body has {items} commas; at most {MOST_ITEMS}")
         if (objects := text.count("{") + text.count("[")) > MOST_OBJECTS:
