@@ -131,6 +131,8 @@ def test_experts_that_are_not_here(make_checkpoint, tmp_path):
     result = CliRunner().invoke(app, ["plan", "--model", str(tmp_path), "--device", "h100", "--batch", "99999999"])
     plain = next(line for line in result.output.splitlines() if " none " in line)
     assert plain.rstrip().endswith("GB!") and "!: more than the 80.0 GB there are" in result.output, result.output
+    result = CliRunner().invoke(app, ["plan", "--device", "h100", "--context", "1024", "--model", "tiny"])
+    assert result.exit_code == 0 and "!" not in result.output  # no mark, and nothing about it
 
 
 def test_a_draft_model_is_timed_as_it_runs(capsys, monkeypatch):

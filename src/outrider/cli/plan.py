@@ -130,7 +130,8 @@ def plan(
         )
         for name in suites:
             console.print(_table(name, [p for p in found if p.suite == name], planner))
-        console.print(f"!: more than the {machine.memory / 1e9:.1f} GB there are")
+        if not all(p.fits for p in found):
+            console.print(f"!: more than the {machine.memory / 1e9:.1f} GB there are")
     if output is not None:
         _plot(found, output, drawn)
 
