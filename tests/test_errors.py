@@ -269,6 +269,11 @@ def test_wrong_places(tmp_path, make_checkpoint):
         LLM("nobody/nothing")
 
 
+def test_text_for_a_model_without_a_tokenizer(make_checkpoint):
+    with refused(ConfigError, "tokenizer.json", "token ids"):
+        LLM(make_checkpoint(), device="cpu").generate("Once")
+
+
 @pytest.mark.parametrize("keywords, words", [
     ({"dtype": "int4"}, ("int4", "bfloat16")), ({"dtype": torch.float32}, ("dtype", "float32")),
     ({"device": "abacus"}, ("abacus", "cpu")), ({"device": "meta"}, ("meta", "cpu")),

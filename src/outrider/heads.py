@@ -52,10 +52,11 @@ def guessing(weight: Tensor, bias: Tensor | None = None, gated: bool = False) ->
 
 def check_head(path: Path, width: Any, vocab: Any, target: ModelConfig) -> None:
     """Raise CheckpointError for a head of another width than the target, VocabularyMismatch for other tokens."""
-    if width != target.hidden_size:
-        raise CheckpointError(f"{path}: a head of width {width}; this target's is {target.hidden_size}")
-    if vocab != target.vocab_size:
-        raise VocabularyMismatch(f"{path}: a head for {vocab} tokens, the target has {target.vocab_size}; use its own")
+    wide, words = target.hidden_size, target.vocab_size
+    if width != wide:
+        raise CheckpointError(f"{path}: a head of width {width}, the target's is {wide}; use one made for it")
+    if vocab != words:
+        raise VocabularyMismatch(f"{path}: a head for {vocab} tokens, the target has {words}; use one made for it")
 
 
 def draft_tokens(tensors: dict[str, Tensor], count: int, vocab: int, path: Path) -> Tensor:

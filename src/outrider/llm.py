@@ -359,7 +359,7 @@ class LLM:
         """
         if isinstance(prompt, str):
             if self.tokenizer is None:
-                raise ConfigError("this model has no tokenizer; give token ids instead of text")
+                raise ConfigError("this model has no tokenizer; put its tokenizer.json beside it, or give token ids")
             ids = self._tokenize(prompt, "prompt", any_length, add_special_tokens=add_special_tokens)
             if not prompt or not ids:
                 raise EmptyPrompt("the prompt is empty; give at least one token")
