@@ -65,7 +65,10 @@ Criterion = Callable[..., Any]  # (1, n) ids, None -> (1,) bool
 def accelerate(
     model: Any, tokenizer: Any = None, speculative_config: Config = None, *, share: bool = True, **engine: Any
 ) -> Accelerated:
-    """Let `model.generate` run through Outrider: the same tokens, drafted ahead.
+    """Let `model.generate` run through Outrider: plain decoding's tokens, drafted ahead.
+
+    In float32, greedy ones are those of transformers, too; in 16 bits its products round otherwise, so that near-ties
+    may fall the other way. Sampled ones are drawn by Outrider's noise.
 
     model: a loaded causal LM of a supported architecture (docs/models.md), on one device in one dtype.
     tokenizer: needed for stop strings and to check a draft model's vocabulary.
