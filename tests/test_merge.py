@@ -186,7 +186,8 @@ def test_all_kinds_together(tiny_llm, sampling):
     ("given_drafters", "why"),
     [
         (None, "needs 'drafters'"), ([], "needs 'drafters'"), ("ngram", "needs 'drafters'"),
-        (["ngram"], "must be a mapping"), ([{"k": 3}], "needs a 'method'"), ([{"method": "guess"}], "is unknown"),
+        (["ngram"], "drafter of merge: .* must be a mapping"), ([{"k": 3}], "needs a 'method'"),
+        ([{"method": "guess"}], "is unknown"),
         ([{"method": "ngram", "wing": 1}], "no option 'wing'"),
         ([{"method": "ngram", "acceptance_method": "coupled"}], "belongs to the merge"),
     ],

@@ -115,7 +115,10 @@ def create(config: SpeculativeConfig) -> Drafter:
 def inner(owner: str, config: Any) -> Drafter:
     """A drafter inside another one's, which decides about acceptance and draft length. Raises ConfigError."""
     named = isinstance(config, Mapping) and "acceptance_method" in config
-    config = SpeculativeConfig.of(config)
+    try:
+        config = SpeculativeConfig.of(config)
+    except ConfigError as error:  # which speaks of the speculative_config: there is one around it
+        raise ConfigError(f"a drafter of {owner}: {error}") from None
     if named or config.rule != Rule():
         raise ConfigError(f"acceptance_method belongs to the {owner}, not to one of its drafters")
     if config.num_speculative_tokens == "auto":
