@@ -68,7 +68,7 @@ class Drafting(NamedTuple):
 class LLM:
     """A model, ready to generate, plainly or speculatively, with the same tokens.
 
-    model: a folder, a hub id, an embedded model (`tiny`), or a Checkpoint that is already in memory.
+    model: a folder, a GGUF file, a hub id, `smollm2`, an embedded model (`tiny`), or a Checkpoint already in memory.
     speculative_config: None (plain decoding), "auto" (chosen at each step), or vLLM-style, such as {"method": "ngram",
         "num_speculative_tokens": 8}; assign to the attribute of that name to change it later, with the target loaded.
     dtype: auto (the checkpoint's; bfloat16 for quantised weights), float32, bfloat16, float16.
@@ -243,8 +243,9 @@ class LLM:
         """Continue one prompt or many: text or token ids, run together.
 
         Sampling is given as SamplingParams, as a list of them, one for each prompt, or as its fields (`max_tokens=64,
-        temperature=0`). Returns the outputs in the order of the prompts, n for each. Raises RequestError's kinds before
-        anything runs, and, with no output, the error of the first request of this call that fails while it runs.
+        temperature=0`). Returns the outputs in the order of the prompts, n for each. Raises ConfigError and
+        RequestError's kinds before anything runs, and later, with no output, the error of this call's first request
+        that fails.
         """
         alone = isinstance(prompts, str) or _ids(prompts) is not None
         if not alone and not isinstance(prompts, (list, tuple)):
