@@ -513,6 +513,20 @@ def test_who_waits_for_another_loses_no_place(make_llm, limit):
     assert_released(llm)
 
 
+@pytest.mark.parametrize("shared", [100, 0])
+def test_a_long_queue_is_not_looked_through(make_llm, monkeypatch, shared):
+    """No step looks at more that wait than there are places, nor more than once at each."""
+    llm = make_llm(engine={"max_num_seqs": 8, "max_num_batched_tokens": 40})
+    requests = [llm.engine.add([*text(shared), *text(70, i)], GREEDY)[0] for i in range(1, 40)]
+    asked, may_find = [], llm.runner.may_find
+    monkeypatch.setattr(llm.runner, "may_find", lambda seq: asked.append(seq) or may_find(seq))
+    while not all(request.finished for request in requests):
+        asked.clear()
+        llm.engine.step()
+        assert len(asked) <= 2 * 8
+    assert_released(llm)
+
+
 def test_nobody_waits_for_one_that_ends(make_llm):
     llm = make_llm(engine={"max_num_batched_tokens": 40})
     first, second = (llm.engine.add([*text(200), i], GREEDY)[0] for i in range(2))

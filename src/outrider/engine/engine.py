@@ -51,6 +51,9 @@ TOGETHER = 2 * BLOCK  # tokens that are worth waiting for, while another request
 SEAM = 32  # tokens of a prompt by which the beginning of what is expected behind it is found
 GRAMMAR = "grammar"  # who drafted what a request's structured_outputs force
 
+# By their place in a prompt, and by what tells them from others, the blocks that are about to be read: how urgently.
+Reading = defaultdict[int, dict[Hashable, tuple[int, float]]]
+
 
 @dataclass(eq=False)
 class Request:
@@ -325,12 +328,21 @@ class Engine:
         return self.kv.nbytes(tokens) + self.guard.kv_bytes(tokens)
 
     def _admit(self) -> None:
-        """Let those in, in their order, whose tokens so far there is room for, and for everybody to grow a little."""
-        promised = sum(self._lacks(r) for r in self.running)
-        while len(self.running) < self.config.max_num_seqs:
-            request, before = self._next()
-            if request is None or len(self.running) + len(before) >= self.config.max_num_seqs:
+        """Let those in, in their order, whose tokens so far there is room for, and for everybody to grow a little.
+
+        Who waits for what another is reading, the same prompt or as long a beginning of it, keeps its place and room.
+        """
+        places = self.config.max_num_seqs - len(self.running)
+        promised, reading = sum(self._lacks(r) for r in self.running), Reading(dict)
+        for request in self.running:
+            self._note(request, reading)
+        for request in filter(_ready, self.waiting.copy()):
+            if not places:
                 break
+            if self._follows(request, reading):
+                promised += self._lacks(request)
+                places -= 1
+                continue
             if not request.timing.queued and (error := self._too_large(request.seq.max_len)):
                 self._fail(request, error)  # the drafter has changed since it was added
                 continue
@@ -338,8 +350,7 @@ class Engine:
             found = self.runner.begin(request.seq, first)
             self._bound([*self.running, request])
             promised += self._lacks(request)
-            kept = sum(self._lacks(r) for r in before)
-            if self.running and self.kv.room < promised + kept + 2 * len(self.running):
+            if self.running and self.kv.room < promised + 2 * len(self.running):
                 self.runner.free(request.seq)
                 break
             if request.expected:
@@ -348,6 +359,8 @@ class Engine:
             with self._queue:
                 self.waiting.remove(request)
                 insort(self.running, request, key=_rank)
+            places -= 1
+            self._note(request, reading)
             timing = request.timing
             if not timing.queued:  # else it was preempted, and what is found may be its own
                 self._name(request)
@@ -356,30 +369,17 @@ class Engine:
                 self.prefix_queries += request.seq.prompt_len
                 self.prefix_hits += request.cached
 
-    def _next(self) -> tuple[Request | None, list[Request]]:
-        """The first that need not wait for what another is reading; and those before it that do, and keep their place.
+    def _note(self, request: Request, reading: Reading) -> None:
+        """Let others find what a running request has read of its prompt, and wait for the block that comes next."""
+        root, blocks = self.runner.may_find(request.seq), request.seq.prompt_len // BLOCK
+        if root is not None and self._published(request) < blocks:
+            self.runner.publish(request.seq)
+            if (at := max(self._published(request), TOGETHER // BLOCK - 1)) < blocks:
+                block, urgency = (root, _mark(request, at)), _urgency(request)
+                reading[at][block] = min(urgency, reading[at].get(block, urgency))
 
-        What they wait for is the same prompt, or as long a beginning of it.
-        """
-        reading: dict[int, dict[Hashable, tuple[int, float]]] = defaultdict(dict)
-        for request in self.running:
-            root, blocks = self.runner.may_find(request.seq), request.seq.prompt_len // BLOCK
-            if root is not None and self._published(request) < blocks:
-                self.runner.publish(request.seq)
-                if (at := max(self._published(request), TOGETHER // BLOCK - 1)) < blocks:
-                    reading[at].setdefault((root, _mark(request, at)), _urgency(request))  # the first is most urgent
-        before: list[Request] = []
-        for request in filter(_ready, self.waiting):
-            if not self._follows(request, reading):
-                return request, before
-            before.append(request)
-        return None, before
-
-    def _follows(self, request: Request, reading: dict[int, dict[Hashable, tuple[int, float]]]) -> bool:
-        """Whether one that is as urgent is about to read a block of this one's, which it will find then.
-
-        `reading`: by a block's place in the prompt those that are about to be read, and how urgently.
-        """
+    def _follows(self, request: Request, reading: Reading) -> bool:
+        """Whether one that is as urgent is about to read a block of this one's, which it will find then."""
         root, blocks = self.runner.may_find(request.seq), (len(request.seq.tokens) - 1) // BLOCK
         return any(
             (urgency := known.get((root, _mark(request, at)))) is not None and urgency <= _urgency(request)
@@ -507,7 +507,7 @@ class Engine:
         self._expire()
         if not self.running:
             self._read = 0
-        if self.waiting:
+        if self.waiting and len(self.running) < self.config.max_num_seqs:
             self._admit()
         if not self.running:
             return []
