@@ -513,6 +513,58 @@ def test_who_waits_for_another_loses_no_place(make_llm, limit):
     assert_released(llm)
 
 
+def test_who_has_nothing_to_find_waits_for_nobody(make_llm):
+    """Whose first 64 tokens are others, or who measures its prompt, which it has to read all the same."""
+    llm = make_llm(engine={"max_num_batched_tokens": 40})
+    base, measured = text(200), replace(GREEDY, prompt_logprobs=0)
+    llm.generate(text(200, 3), max_tokens=1)
+    prompts = [base, [*base[:60], *text(90, 1)], [*text(32, 2), *base[32:]]]
+    requests = [llm.engine.add(prompt, GREEDY)[0] for prompt in prompts]
+    requests += [llm.engine.add(text(200, 3), measured)[0] for _ in range(2)]
+    llm.engine.step()
+    assert llm.engine.running == requests
+    llm.engine.finish(requests)
+    assert not any(request.cached for request in requests[3:])
+    assert all(None not in request.prompt_logprobs[1:] for request in requests[3:])
+    assert_released(llm)
+
+
+def test_the_most_urgent_of_those_that_read_is_waited_for(make_llm):
+    llm = make_llm(engine={"max_num_batched_tokens": 16})
+    requests = []
+    for priority in (2, 1, 1):
+        requests += llm.engine.add([*text(200), len(requests)], GREEDY, priority=priority)
+        llm.engine.step()
+    assert llm.engine.running == [requests[1], requests[0]]
+    llm.engine.finish(requests)
+    assert_released(llm)
+
+
+def test_who_does_not_fit_yet_holds_nothing(make_llm):
+    llm = make_llm()
+    llm = make_llm(engine={"kv_memory": blocks_of(llm, 8)})
+    llm.generate(text(64), max_tokens=1)
+    first, second = (llm.engine.add([*text(64), *text(80, i)], GREEDY)[0] for i in (1, 2))
+    llm.engine.step()
+    llm.engine.step()
+    assert llm.engine.waiting == [second] and second.seq.id not in llm.runner.kv.tables
+    llm.engine.finish([first, second])
+    assert_released(llm)
+
+
+def test_outputs_of_a_prompt_go_on_without_the_first(make_llm, alone):
+    """It was aborted before it had read the prompt, which the others waited for."""
+    llm = make_llm(engine={"max_num_batched_tokens": 40})
+    params = SamplingParams(n=3, seed=1, max_tokens=5)
+    first, *others = llm.engine.add(text(100), params)
+    llm.engine.step()
+    llm.engine.abort(first)
+    for _ in range(20):
+        llm.engine.step()
+    assert [r.seq.output for r in others] == [alone(text(100), replace(params, n=1, seed=seed)) for seed in (2, 3)]
+    assert_released(llm)
+
+
 @pytest.mark.parametrize("shared", [100, 0])
 def test_a_long_queue_is_not_looked_through(make_llm, monkeypatch, shared):
     """No step looks at more that wait than there are places, nor more than once at each."""
