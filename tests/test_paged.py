@@ -629,6 +629,27 @@ def test_dynamic_rope_shares_only_what_is_the_same(make_checkpoint):
     assert warm.engine.prefix_hits == 96
 
 
+def test_across_a_border_nothing_is_shared(make_checkpoint):
+    """LongRoPE turns all keys of a sequence otherwise from some length on."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [3.0] * 8, "original_max_position_embeddings": 60}
+    path = make_checkpoint(rope_parameters={"rope_type": "longrope", "rope_theta": 10000.0, **factors})
+    warm = LLM(path, device="cpu", dtype="float32", max_num_seqs=2)
+    cold = LLM(path, device="cpu", dtype="float32", enable_prefix_caching=False)
+    params = SamplingParams(seed=1, max_tokens=40)
+    (crosses,) = warm.engine.add(text(50), params)
+    warm.engine.finish([crosses])
+    for prompt in (crosses.seq.tokens[:58], crosses.seq.tokens[:80]):
+        (request,) = warm.engine.add(prompt, GREEDY)
+        warm.engine.finish([request])
+        assert request.cached >= 32 and request.seq.output == cold.generate(prompt, GREEDY)[0].token_ids
+    beside = warm.engine.add(text(20, 5), replace(params, max_tokens=10), priority=-1)
+    outputs = warm.engine.add(text(58, 6), replace(params, n=2))  # the second begins when the first is across
+    warm.engine.finish([*beside, *outputs])
+    for request, seed in zip(outputs, (1, 2), strict=True):
+        assert request.seq.output == cold.generate(text(58, 6), replace(params, seed=seed))[0].token_ids
+    assert_released(warm)
+
+
 def test_the_cache_gives_way(make_llm):
     """Cached blocks are taken when they are wanted, and count as free."""
     llm = make_llm()
