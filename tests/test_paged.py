@@ -615,6 +615,23 @@ def test_what_only_the_books_hold_is_written_to_where_there_is_no_other_room(mak
     assert_released(llm)
 
 
+def test_what_another_holds_is_never_written_to(make_llm):
+    kv, tokens = make_llm().runner.kv, text(40)
+    kv.reserve(Plan([Entry(1, 0, 40, 0)]))
+    kv.publish(1, tokens, 40, "root", True)
+    kv.free(1)
+    assert [kv.adopt(seq, [*tokens, 1], "root") for seq in (2, 3)] == [40, 40]
+    kv.most = 2
+    with pytest.raises(PoolFull):
+        kv.reserve(Plan([Entry(2, 0, 1, 40)]))
+    kv.free(3)
+    kv.reserve(Plan([Entry(2, 0, 1, 40)]))
+    assert kv.adopt(4, [*tokens, 1], "root") == BLOCK
+    kv.free(2)
+    kv.free(4)
+    assert not kv.pool.used
+
+
 def test_dynamic_rope_shares_only_what_is_the_same(make_checkpoint):
     """There, a prompt's keys depend on its length."""
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
