@@ -8,7 +8,7 @@ from itertools import takewhile
 
 import pytest
 import torch
-from helpers import ScriptedDrafter, assert_released, drive, oracle, run, use
+from helpers import ScriptedDrafter, assert_released, drive, oracle, rest, run, use
 from test_exactness import config_of
 
 from outrider import LLM, Draft, SamplingParams, drafters
@@ -16,7 +16,7 @@ from outrider.errors import OutOfMemory, PoolFull
 from outrider.kv import Entry, Plan
 from outrider.kv.blocks import BLOCK, WORTH, Pool
 from outrider.kv.paged import SLAB, PagedKV
-from outrider.runner import Slot
+from outrider.runner import Runner, Slot
 from outrider.sequence import Sequence
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
@@ -451,6 +451,19 @@ def test_only_verified_tokens_are_found(make_llm):
     assert_released(llm)
 
 
+def test_behind_a_branch_that_was_summed_otherwise_nothing_is_found(make_llm, monkeypatch):
+    """Without kernels its keys lay in other slots."""
+    llm, params = make_llm(), SamplingParams(temperature=0, max_tokens=40)
+    (expected,) = (o.token_ids for o in make_llm().generate(text(60), params))
+    monkeypatch.setattr(Runner, "follows_paths", False)
+    use(llm, ScriptedDrafter(lambda seq, k: Draft([0, rest({tuple(text(60)): expected}, seq)[0]], [-1, -1])), 2)
+    llm.engine.finish(llm.engine.add(text(60), params))
+    (request,) = llm.engine.add([*text(60), *expected, 1], GREEDY)
+    llm.engine.finish([request])
+    assert 60 <= request.cached < 64
+    assert_released(llm)
+
+
 def test_a_prompt_under_way_is_found_block_by_block(make_llm):
     llm = make_llm(engine={"max_num_batched_tokens": 40})
     (first,) = llm.engine.add(text(200), GREEDY)
@@ -549,6 +562,17 @@ def test_who_does_not_fit_yet_holds_nothing(make_llm):
     llm.engine.step()
     assert llm.engine.waiting == [second] and second.seq.id not in llm.runner.kv.tables
     llm.engine.finish([first, second])
+    assert_released(llm)
+
+
+def test_outputs_that_begin_otherwise_share_the_prompt_alone(make_llm, alone):
+    """As they do that another engine has begun."""
+    llm, params = make_llm(), SamplingParams(n=2, seed=1, max_tokens=50)
+    expected = [alone(text(60), replace(params, n=1, seed=seed)) for seed in (1, 2)]
+    requests = llm.engine.add(text(60), params, begun=[tokens[:40] for tokens in expected])
+    llm.engine.finish(requests)
+    assert [request.seq.output for request in requests] == expected
+    assert [request.cached for request in requests] == [0, 60] and expected[0][:40] != expected[1][:40]
     assert_released(llm)
 
 
