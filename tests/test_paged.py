@@ -569,10 +569,11 @@ def test_outputs_that_begin_otherwise_share_the_prompt_alone(make_llm, alone):
     """As they do that another engine has begun."""
     llm, params = make_llm(), SamplingParams(n=2, seed=1, max_tokens=50)
     expected = [alone(text(60), replace(params, n=1, seed=seed)) for seed in (1, 2)]
-    requests = llm.engine.add(text(60), params, begun=[tokens[:40] for tokens in expected])
-    llm.engine.finish(requests)
-    assert [request.seq.output for request in requests] == expected
-    assert [request.cached for request in requests] == [0, 60] and expected[0][:40] != expected[1][:40]
+    for cached in ([0, 60], [60, 60]):  # of the prompt, whatever else is found
+        requests = llm.engine.add(text(60), params, begun=[tokens[:40] for tokens in expected])
+        llm.engine.finish(requests)
+        assert [request.seq.output for request in requests] == expected
+        assert [request.cached for request in requests] == cached and expected[0][:40] != expected[1][:40]
     assert_released(llm)
 
 
