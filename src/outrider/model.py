@@ -197,14 +197,13 @@ class Model:
             if (replayed := self._replayed(tokens, positions, lengths, kv, plan, states, wanted)) is not None:
                 return replayed
             ids = upload(tokens, self.device) if isinstance(tokens, list) else tokens
-            turned, growth = self._turned(positions, lengths), self._growth(positions)
+            inputs = ids, self._turned(positions, lengths), self._growth(positions), kv, plan, states
             if wanted is None:
-                return self._run(ids, turned, growth, kv, plan, states)
-            leaving = self._at(wanted.rows, len(ids))
+                return self._run(*inputs)
+            asked = self._at(wanted.rows, len(ids))
             # the states behind the last layer are of all rows
             whole = states is not None and not {self.config.num_layers, -1}.isdisjoint(states)
-            hidden = self._run(ids, turned, growth, kv, plan, states, rows=None if whole else leaving)
-            hidden = hidden[leaving] if whole else hidden
+            hidden = self._run(*inputs)[asked] if whole else self._run(*inputs, rows=asked)
             wanted.logits = self.logits(hidden)
             return hidden
         assert self._walk is not None and isinstance(tokens, list)
