@@ -2,6 +2,7 @@
 
 import pytest
 
+from outrider import grammar
 from outrider.config import StructuredOutputsParams
 from outrider.constraint import read
 from outrider.errors import ConfigError
@@ -168,3 +169,14 @@ def test_wrong_formats_are_refused(tiny_llm, name):
     with pytest.raises(ConfigError, match=r"structured_outputs: structural_tag cannot be used") as caught:
         read(StructuredOutputsParams(structural_tag={"format": given}), tiny_llm.tokenizer, 8192)
     assert says in str(caught.value)
+
+
+def test_data_within_data_are_looked_at_once(monkeypatch):
+    """A `const` in the data of another would else be read again for each that is around it."""
+    seen, look = list[object](), grammar._writable
+    monkeypatch.setattr(grammar, "_writable", lambda value, data: (data and seen.append(value)) or look(value, data))
+    schema: dict[str, object] = {"enum": list(range(1000, 1100))}
+    for _ in range(50):
+        schema = {"const": schema}
+    grammar._bounded(schema)
+    assert sum(isinstance(value, int) for value in seen) == 100

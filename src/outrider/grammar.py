@@ -225,9 +225,11 @@ def _bounded(schema: Any) -> None:
         own = ("pattern" in part) + (known[ref] if isinstance(ref, str) else 0)
         return own + sum(map(at_once, every)) + max(map(at_once, some), default=0)
 
-    multiple, parts = 1, [schema]
+    multiple, parts = 1, [(schema, False)]  # and whether they are data
     while parts:
-        part = parts.pop()
+        part, data = parts.pop()
+        if data:
+            _writable(part, True)
         if isinstance(part, Mapping):
             multiple = math.lcm(multiple, _digits(part.get("multipleOf")))
             if multiple > MOST_MULTIPLE:
@@ -236,25 +238,19 @@ def _bounded(schema: Any) -> None:
                 raise ValueError(TOO_MANY)
             for own in (part.get("pattern"), *_named_by(part)):
                 _countable(own if isinstance(own, str) else "")
-            _told(part)
-        parts += part.values() if isinstance(part, Mapping) else listed(part)
+            for bound in ("maximum", "exclusiveMaximum"):
+                _writable(part.get(bound), False)
+            parts += [(value, data or name in ("const", "enum")) for name, value in part.items()]
+        parts += [(value, data) for value in listed(part)]
 
 
-def _told(part: Mapping[str, Any]) -> None:
-    """Raise ValueError for numbers that llguidance, which takes them for doubles, would write as others; where the only
-    one is int64's lowest, it calls itself until the process is killed."""
-    bounds: list[Any] = [part.get("maximum"), part.get("exclusiveMaximum")]
-    data: list[Any] = [part.get("const"), part.get("enum")]
-    for value in data:
-        data += value.values() if isinstance(value, Mapping) else listed(value)
-    for number in (value for value in bounds + data if type(value) in (int, float)):
-        if number < -FARTHEST:
-            raise ValueError(f"const, enum and maximum are at least -(2^63 - 1024), not {brief(number)}")
-    for number in (value for value in data if type(value) is int):
-        if number >= 2**63 or min(int(float(number)), 2**63 - 1) != number:
-            raise ValueError(
-                f"const and enum have numbers that doubles can hold, not {brief(number)}; a text can be any"
-            )
+def _writable(value: Any, data: bool) -> None:
+    """Raise ValueError for a number, of data or a bound, that llguidance, which takes it for a double, would write as
+    another; or int64's lowest, of which alone it makes a range by calling itself until the process is killed."""
+    if type(value) in (int, float) and value < -FARTHEST:
+        raise ValueError(f"const, enum and maximum are at least -(2^63 - 1024), not {brief(value)}")
+    if data and type(value) is int and (value >= 2**63 or min(int(float(value)), 2**63 - 1) != value):
+        raise ValueError(f"const and enum have numbers that doubles can hold, not {brief(value)}; a text can be any")
 
 
 def _named_by(part: Mapping[str, Any]) -> list[Any]:
