@@ -668,8 +668,9 @@ void chunk_rows(const Weights &w, const Rows<typename F::X> &rows, int n, Chunk 
     switch (count) {
 #define ROWS(R) \
   case R:                                                                                       \
-    if constexpr (kRounded<F>) integer_product<F, R>(w, rows, row, chunk, to);                  \
-    else if constexpr (R <= kRows) {                                                            \
+    if constexpr (R > at_once<F>(R)) __builtin_unreachable();                                   \
+    else if constexpr (kRounded<F>) integer_product<F, R>(w, rows, row, chunk, to);             \
+    else {                                                                                      \
       product<F, R>(w, rows, row, chunk, to);                                                   \
       if constexpr (halved<F>(R)) begin(), product<F, R, NV / 2>(w, rows, row, chunk, to);      \
     }                                                                                           \
