@@ -280,6 +280,7 @@ def test_text_for_a_model_without_a_tokenizer(make_checkpoint):
     ({"device": "cuda:99"}, ("cuda:99", "cpu")), ({"device": 5}, ("5", "cpu")), ({"device": None}, ("None", "cpu")),
     ({"quantization": ["int4"]}, ("quantization", "int8, int4")), ({"progress": 3}, ("progress", "3")),
     ({"max_num_sequences": 3}, ("'max_num_sequences'", "max_num_seqs")),
+    ({"quantisation": "int8"}, ("'quantisation'", "quantization", "max_num_seqs")),
     ({"tensor_parallel_mode": "sideways"}, ("tensor_parallel_mode", "'sideways'", "gather", "auto")),
     *[({key: value}, (key, "at least 1", repr(value)))
       for key in ("max_num_seqs", "max_model_len", "max_num_batched_tokens", "kv_memory")

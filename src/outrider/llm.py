@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Late
 from dataclasses import fields, replace
 from functools import cache
+from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, overload
 
@@ -102,7 +103,8 @@ class LLM:
         tensor_parallel_mode: str = "gather",
         **engine: Any,
     ) -> None:
-        self.engine_config = _make(EngineConfig, engine)
+        own = [p.name for p in signature(LLM).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        self.engine_config = _make(EngineConfig, engine, own)
         config = SpeculativeConfig.of(speculative_config)
         if progress is not None and not callable(progress):
             raise ConfigError(f"progress is called as progress(what, done, total), and {brief(progress)} cannot be")
@@ -544,8 +546,9 @@ def _say_once(line: str) -> None:
     log.warning(line)
 
 
-def _make(kind: Any, given: dict[str, Any]) -> Any:
+def _make(kind: Any, given: dict[str, Any], others: Sequence[str] = ()) -> Any:
+    """Of these fields; `others` are valid beside them, and read elsewhere. Raises ConfigError."""
     names = [f.name for f in fields(kind)]
     if unknown := [name for name in given if name not in names]:
-        raise ConfigError(f"unknown option {unknown[0]!r}; valid: {', '.join(names)}")
+        raise ConfigError(f"unknown option {unknown[0]!r}; valid: {', '.join((*others, *names))}")
     return kind(**given)
