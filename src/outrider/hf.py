@@ -56,7 +56,7 @@ INSTEAD: dict[type, str] = {
 
 INTEGERS = {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8}
 
-Config = SpeculativeConfig | Mapping[str, Any] | None
+Config = SpeculativeConfig | Mapping[str, Any] | str | None
 Processor = Callable[[Tensor, Tensor], Tensor]  # (1, n) ids, (1, vocab) scores -> scores
 Criterion = Callable[..., Any]  # (1, n) ids, None -> (1,) bool
 

@@ -130,7 +130,7 @@ def serve(
     log_format: Annotated[str, typer.Option(help="text or json.")] = "text",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
-    """Serve a model as OpenAI's API: completions, chat, models, metrics, and a chat page."""
+    """Serve a model by OpenAI's API (chat, responses, completions) and Anthropic's messages, with a chat page."""
     config = speculative(speculate, speculative_config)
     if log_format not in ("text", "json"):
         raise ConfigError(f"--log-format must be text or json, not {log_format!r}")
