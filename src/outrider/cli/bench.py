@@ -28,7 +28,6 @@ from outrider.cli.options import (
     Quantization,
     Repeats,
     Seed,
-    Speculates,
     SpeculativeJsons,
     Temperature,
     Threads,
@@ -216,7 +215,9 @@ def long(
     device: Device = "auto",
     context: Annotated[str, typer.Option(help="Tokens of prompt, with commas.")] = "4096,32768",
     batch: Annotated[str, typer.Option(help="Prompts that run together, with commas.")] = "1",
-    speculate: Speculates = None,
+    speculate: Annotated[
+        list[str] | None, typer.Option(help="Method, repeatable: self:view=snapkv,k=4. Default: plain alone.")
+    ] = None,
     speculative_config: SpeculativeJsons = None,
     max_tokens: NewTokens = 256,
     repeats: Repeats = 3,
@@ -294,7 +295,9 @@ def overhead(
     device: Device = "auto",
     quantization: Quantization = None,
     activations: Activations = None,
-    speculate: Speculates = None,
+    speculate: Annotated[
+        list[str] | None, typer.Option(help="Method, repeatable. Default: ngram, suffix, lookahead, auto.")
+    ] = None,
     history: Annotated[str, typer.Option(help="Tokens, with commas.")] = "1024,8192,32768",
 ) -> None:
     """Measure what drafting costs beside the forwards, as a share of a forward of one token, as Markdown.

@@ -84,7 +84,6 @@ TensorParallelMode = Annotated[
     str, typer.Option(help="Under torchrun, how a model is cut: gather, ordered, reduce or auto; see docs/deploy.md.")
 ]
 Speculate = Annotated[str | None, typer.Option(help="Method: none, ngram:k=8, self:weights=int8; default: auto.")]
-Speculates = Annotated[list[str] | None, typer.Option("--speculate", help="Method in short form, repeatable.")]
 SpeculativeJsons = Annotated[
     list[str] | None, typer.Option("--speculative-config", help="The same as JSON, repeatable.")
 ]
