@@ -76,6 +76,7 @@ class AsyncLLM:
         others. Readers that run on the engine's own cores slow it down: each event costs some tenths of a
         millisecond, whatever it holds. So beside more than 8 answers the interval grows as they do, to 4 times at most.
     watch: called in the event loop with the Progress of its requests, as they are told.
+    Raises ConfigError for what cannot be, and what LLM raises. Close it when done: `async with`, `aclose` or `close`.
     """
 
     def __init__(

@@ -26,7 +26,8 @@ class Draft:
     `block` look at it, and they are exact without it, too. A row of zeros is a node without one. The last `riders`
     nodes share the forward but are never verified. `forced` are the nodes that a request's grammar put there. `trust`
     says of each node how far the drafter believes in it once its parent stands, from 0 to 1: `auto` learns what that is
-    worth, and nobody else asks. `by` names who guessed each node, where a drafter asks others.
+    worth, and nobody else asks. `by` names who guessed each node, where a drafter asks others. Raises ValueError for
+    parents that do not come before their children, and counts that do not agree.
     """
 
     tokens: list[int] = field(default_factory=list)
