@@ -178,6 +178,26 @@ def test_ends(tiny_llm):
     assert free.finish_reason == "length"
 
 
+def test_an_end_of_text_that_the_grammar_names(tiny_llm):
+    """It ends the output there, whatever would have to follow."""
+    end = tiny_llm.tokenizer.convert_tokens_to_ids("<|end|>")
+    assert end in tiny_llm.runner.model.config.eos
+    letters = {"type": "regex", "pattern": "[a-z]{3}"}
+    tag = {"type": "tag", "begin": "<a>", "content": letters, "end": "<|end|>"}
+    for asks, text in (
+        ({"structural_tag": {"format": tag}}, r"<a>[a-z]{3}"),
+        ({"structural_tag": {"format": {"type": "sequence", "elements": [tag, tag]}}}, r"<a>[a-z]{3}"),
+        ({"grammar": 'start: "x" <|end|> "y"'}, "x"),
+    ):
+        found = []
+        for config in (None, {"method": "suffix"}, {"method": "ngram", "acceptance_method": "rejection"}):
+            tiny_llm.speculative_config = config
+            found += tiny_llm.generate("The", asked(**asks))
+            assert re.fullmatch(text, found[-1].text) and found[-1].finish_reason == "stop"
+            assert found[-1].token_ids[-1] == end
+        assert found[0].token_ids == found[1].token_ids
+
+
 def test_a_dead_end_is_one_requests_error(tiny_llm):
     """Left recursion without an end: nothing may follow sooner or later, and only its own request hears of it."""
     dead = asked(grammar='start: /[ab]/ tail\ntail: "a" tail')

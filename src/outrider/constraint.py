@@ -71,6 +71,7 @@ class Grammar:
     end: int  # the token that stands for the end of the output
     guess: int | None  # the token that the tokenizer ends texts with
     vocab: int  # the model's logits
+    own: frozenset[int]  # tokens that stand in no text: where one may follow, the grammar names it
 
 
 @dataclass
@@ -121,8 +122,9 @@ class Constraint:
             place.complete = not bits.any()
             if np.count_nonzero(bits) == 1:  # it may be forced, and without end
                 self._forced(seq, path)
-            for token in self.ends:  # of a text's own some may be, such as a quote
-                bits[token // 8] &= ~np.uint8(1 << token % 8)
+            for token in self.ends:
+                if token not in self.grammar.own:  # of a text's own, such as a quote: it ends what is complete alone
+                    bits[token // 8] &= ~np.uint8(1 << token % 8)
                 bits[token // 8] |= np.uint8(ends << token % 8)
             if not ends and not bits.any():
                 raise ConstraintError("structured_outputs: nothing may follow what the output has come to")
@@ -300,6 +302,7 @@ class Binding:
 
     tokenizer: Any
     end: int
+    own: frozenset[int]  # see Grammar
     grammars: dict[str, Grammar] = field(default_factory=dict)
 
 
@@ -332,7 +335,8 @@ def read(given: StructuredOutputsParams, tokenizer: Any, vocab: int) -> Grammar:
             if piece in added and added[piece] in (eos, binding.end):
                 raise ConfigError(f"structured_outputs: after {piece!r} nothing comes: it ends a text")
         make = partial(_deeply, partial(_compile, library, binding, given, text, added))
-        grammar = Grammar(make(), make, binding.end, eos if isinstance(eos, int) else None, vocab)
+        guess = eos if isinstance(eos, int) else None
+        grammar = Grammar(make(), make, binding.end, guess, vocab, binding.own)
     with _binding:
         binding.grammars[key] = grammar
         while len(binding.grammars) > KEPT:
@@ -361,14 +365,19 @@ def _bind(library: Any, tokenizer: Any, vocab: int) -> Binding:
         if end in known:
             raise ValueError("its ids are not consecutive")
         size = max(vocab, end + 1, *known)
-        text = _nameless(json.loads(backend.to_str()))
-        return Binding(library.LLTokenizer(text, n_vocab=size, eos_token=end), end)
+        about = json.loads(backend.to_str())
+        text = _nameless(about)
+        own = frozenset(token["id"] for token in about["added_tokens"] if token["special"])
+        return Binding(library.LLTokenizer(text, n_vocab=size, eos_token=end), end, own)
     except Exception as error:  # whatever a tokenizer lacks
         raise ConfigError(f"structured_outputs cannot be used with this model's tokenizer: {told(error)}") from None
 
 
 def _nameless(tokenizer: dict[str, Any]) -> str:
-    """A tokenizer (as `tokenizers` keeps it) that finds its special tokens in no text: their names are drawn."""
+    """A tokenizer (as `tokenizers` keeps it) that finds its special tokens in no text: their names are drawn.
+
+    Those that llguidance takes for special are marked so.
+    """
     names = dict[str, str]()
     for token in tokenizer["added_tokens"]:
         name = token["content"]
