@@ -347,7 +347,7 @@ def gpu(
     ] = None,
     device: Annotated[str, typer.Option(help="cuda or cuda:N.")] = "cuda",
 ) -> None:
-    """On an NVIDIA GPU: bit tests, bandwidth, decoding, offloading and the seeds' settings, in under 40 minutes."""
+    """On an NVIDIA GPU: bit tests, bandwidth, decoding, offloading and the papers' settings, in under 40 minutes."""
     from outrider.bench import gpu as machine
 
     with bar() as show:
