@@ -387,6 +387,14 @@ def test_no_tokens_are_added_to_sentencepiece(make_checkpoint, tmp_path):
     assert tokenizer.decode([1, 3, 4, 2], skip_special_tokens=True) == "a"
 
 
+def test_runs_of_spaces_where_a_file_has_no_scores(make_checkpoint, tmp_path):
+    """The converter writes one score for all where it reads a tokenizer.json; those of such runs are the lowest."""
+    words = ["<unk>", "<s>", "</s>", "\u2581" * 2, "\u2581a", "\u2581", "a", "b", "\u2581b"]
+    given = {"tokens": words, "scores": [-1000.0] * 9, "token_type": [2, 3, 3, *[1] * 6]}
+    tokenizer = pieces(make_checkpoint, tmp_path, **given)
+    assert tokenizer.tokenize("a  b") == ["\u2581a", "\u2581", "\u2581b"]
+
+
 def test_long_runs_of_spaces_in_gemma(make_checkpoint, tmp_path):
     """Stored as such, the longest that there is first."""
     tokenizer = pieces(make_checkpoint, tmp_path, "gemma2", ["  ", "   ", "    "], kind=4)

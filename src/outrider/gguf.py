@@ -412,8 +412,10 @@ def _sentencepiece(given: dict[str, Any], family: str) -> Any:
     if "merges" in given:
         merges = _merges(given, vocabulary)
     else:  # any two tokens that are one together, the best first: in Gemma by place, else by score
+        # and place, runs of spaces last: converters that have no scores write one for all, and lose that these are low
         scored = zip(given["scores"], tokens, strict=True)
-        best = tokens if gemma else [token for _, token in sorted(scored, key=lambda each: -each[0])]
+        ordered = sorted(scored, key=lambda each: (-each[0], not each[1].strip(SPACE)))
+        best = tokens if gemma else [token for _, token in ordered]
         merges = [
             (token[:at], token[at:])
             for token in best
