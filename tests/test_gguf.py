@@ -447,7 +447,7 @@ def test_rules_of_llama_cpp_that_transformers_does_not_know(tmp_path, pre, parts
     assert [text[at:end] for _, (at, end) in cutter.pre_tokenize_str(text)] == parts
 
 
-@pytest.mark.parametrize(("pre", "whole"), [("llama-bpe", True), ("midm-2.0", True), ("qwen2", False)])
+@pytest.mark.parametrize(("pre", "whole"), [("llama-bpe", True), ("midm-2.0", True), ("glm4", True), ("qwen2", False)])
 def test_words_that_are_tokens_are_taken_whole(pre, whole):
     backend = _byte_level({"tokens": ["a", "b", "ab"], "merges": []}, pre, "[^ ]+")
     assert backend.encode("ab").ids == ([2] if whole else [0, 1])

@@ -88,7 +88,8 @@ SPLITS = {
     "seed-coder": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 }
-WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "tekken")
+BEGUN = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "tekken")  # with a token
+WHOLE_WORDS = (*BEGUN, "glm4")  # words that are tokens come before merges
 COMPOSED = ("qwen2", "deepseek-r1-qwen", "qwen35")  # NFC first
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # token types
 SPACE = "\u2581"  # SentencePiece's
@@ -361,7 +362,7 @@ class File:
                 if (token := _special(given, key)) is not None
             }
             adds = {name: bool(said) for name in ("bos", "eos") if (said := given.get(f"add_{name}_token")) is not None}
-            if given["model"] == "llama" or given.get("pre") in WHOLE_WORDS:
+            if given["model"] == "llama" or given.get("pre") in BEGUN:
                 adds.setdefault("bos", True)  # as llama.cpp has it for files that do not say
             return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
                 tokenizer_object=backend, chat_template=self._templates(), clean_up_tokenization_spaces=False,
