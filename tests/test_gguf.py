@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import struct
 from functools import cache
 from pathlib import Path
@@ -35,11 +36,12 @@ def paired(weight: np.ndarray, heads: int) -> np.ndarray:
 
 
 def write(
-    source: Path, target: Path, kind: Kind = Kind.F32, *, splits: int = 0, tokenizer=None, pre: str = "gpt-2", **extra
-) -> Path:
+    source: Path, target: Path, kind: Kind = Kind.F32, *, splits: int = 0, tokenizer=None, pre: str = "gpt-2",
+    fused: bool = False, **extra,
+) -> Path:  # fmt: skip
     """A checkpoint's folder as GGUF, as llama.cpp's converter makes it; matrices in `kind`. `extra` replaces keys.
 
-    A key whose value is None is left out.
+    A key whose value is None is left out. `fused`: as its option --fuse-qkv has it.
     """
     c = read_config(source)
     arch = {hf: own for own, hf in ARCHITECTURES.items()}.get(c.architecture, "olmo2")
@@ -67,6 +69,7 @@ def write(
         plain = 1.0 / c.rope["rope_theta"] ** (torch.arange(0, c.head_dim, 2) / c.head_dim)
         w.add_tensor("rope_freqs.weight", (plain / Rotary(c, torch.float32, torch.device("cpu")).inv).numpy())
     stacks: dict[str, list[np.ndarray]] = {}
+    waiting: dict[str, dict[str, np.ndarray]] = {}
     tensors = {k: v for f in sorted(source.glob("*.safetensors")) for k, v in load_file(f).items()}
     for name, tensor in tensors.items():
         data = tensor.float().numpy()
@@ -74,6 +77,13 @@ def write(
             data = paired(data, c.num_heads if ".q_proj." in name else c.num_kv_heads)
         data = data + 1 if "gemma" in arch and name.endswith("norm.weight") else data
         for own_name, part in _named(name, data, arch, c, stacks):
+            if fused and (match := re.fullmatch(r"(blk\.\d+\.attn_)([qkv])(\.\w+)", own_name)):
+                own_name = f"{match[1]}qkv{match[3]}"
+                found = waiting.setdefault(own_name, {})
+                found[match[2]] = part
+                if len(found) < 3:
+                    continue
+                part = np.concatenate([found[each] for each in "qkv"])
             own = kind if part.ndim >= 2 and "gate_inp" not in own_name else Kind.F32
             w.add_tensor(own_name, gguf.quantize(part, own), raw_dtype=own)
     for key, value in extra.items():
@@ -257,6 +267,26 @@ def test_what_only_some_files_say(make_checkpoint, tmp_path, arch, config, keys)
     llm = LLM(write(folder, tmp_path / "model.gguf", **keys), device="cpu")
     expected = reference(folder)(torch.tensor([prompt_of(40)])).logits[0, -1].float().detach()
     assert_close(logits_after(llm, prompt_of(40)), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("llama-biases", Kind.Q8_0), ("llama-wide-heads", Kind.F32), ("qwen2", Kind.Q8_0), ("gpt-oss", Kind.F32)],
+)
+def test_queries_keys_and_values_in_one_tensor(make_checkpoint, tmp_path, name, kind):
+    """As the converter's --fuse-qkv writes them."""
+    arch, config = FAMILIES[name]
+    folder = make_checkpoint(arch, **config)
+    paths = [write(folder, tmp_path / f"{fused}.gguf", kind, fused=fused) for fused in (False, True)]
+    assert b"attn_qkv" in paths[1].read_bytes() and b"attn_q." not in paths[1].read_bytes()
+    plain, fused = (logits_after(LLM(path, device="cpu"), prompt_of(20)) for path in paths)
+    assert torch.equal(plain, fused)
+
+
+def test_queries_keys_and_values_of_another_shape(make_checkpoint, tmp_path):
+    path = write(make_checkpoint(), tmp_path / "model.gguf", fused=True, **{"llama.attention.head_count_kv": 4})
+    with pytest.raises(CheckpointError, match=r"blk\.0\.attn_qkv\.weight of shape \(128, 64\) should have 192 rows"):
+        File(path)
 
 
 @pytest.mark.parametrize("period, windows", [(2, (8, None, 8, None)), (1, (None,) * 4), (0, (8,) * 4)])

@@ -168,6 +168,8 @@ class File:
             )
         self.factors = self.tensors.pop("rope_freqs.weight", None)  # Llama 3's scaling, as divisors of frequencies
         self.long = [self.tensors.pop(f"rope_factors_{kind}.weight", None) for kind in ("short", "long")]  # LongRoPE's
+        if self.family != "phi3":
+            self._unfuse()
         for name, tensor in self.tensors.items():
             if name.endswith("ffn_gate_inp_shexp.weight") and len(tensor.shape) == 1:
                 self.tensors[name] = Stored(tensor.kind, (1, *tensor.shape), tensor.blocks.view(1, -1))
@@ -217,6 +219,19 @@ class File:
             "eos_token_id": sorted({end for end in ends if end is not None}),
             **self._switches(dim // heads, size, layers),
         }
+
+    def _unfuse(self) -> None:
+        """Give queries, keys and values that the converter was told to put into one tensor each their own."""
+        for name in [name for name in self.tensors if re.fullmatch(r"blk\.\d+\.attn_qkv\.(weight|bias)", name)]:
+            found, heads = self.tensors.pop(name), self._number("attention.head_count")
+            size = self._number("attention.key_length", self._number("embedding_length") // heads)
+            kv = self._number("attention.head_count_kv", heads) * size
+            rows = [heads * size, kv, kv]
+            if found.blocks.dim() != 2 or len(found.blocks) != sum(rows):
+                raise CheckpointError(f"{self.path}: {name} of shape {found.shape} should have {sum(rows)} rows")
+            for part, blocks in zip("qkv", torch.split(found.blocks, rows), strict=True):
+                own = Stored(found.kind, (len(blocks), *found.shape[1:]), blocks)
+                self.tensors[name.replace("attn_qkv", f"attn_{part}")] = own
 
     @property
     def architecture(self) -> str:
