@@ -600,6 +600,35 @@ def test_what_cannot_be_is_named(make_checkpoint, tmp_path):
             LLM(write(folder, tmp_path / "extra.gguf", **{"general.alignment": alignment}), device="cpu")
 
 
+@pytest.mark.parametrize(
+    ("arch", "kind", "words"),
+    [("llama", "adapter", "an adapter"), ("clip", "mmproj", "pictures"), ("x", "imatrix", "llama-quantize")],
+)
+def test_files_that_hold_no_model(tmp_path, arch, kind, words):
+    """What llama.cpp's other tools write: it was said what of a model they lack."""
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_type(kind)
+    writer.add_tensor("blk.0.attn_q.weight.lora_a", np.zeros((8, 64), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(UnsupportedArchitecture, match=rf"holds no model but .*{words}"):
+        LLM(path, device="cpu")
+
+
+def test_a_vocabulary_alone(tmp_path):
+    """As the converter's --vocab-only writes it."""
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(CheckpointError, match="holds no weights"):
+        LLM(path, device="cpu")
+
+
 def test_a_header_that_contradicts_itself(make_checkpoint, tmp_path):
     """Names and keys are there once, and tensors lie one behind the other: else it is damaged, whatever it reads."""
     path = write(make_checkpoint(), tmp_path / "model.gguf", **{"llama.rope.freq_basX": 5.0})

@@ -53,6 +53,11 @@ ENDS = {
     "<|eot_id|>", "<|eom_id|>", "<EOT>", "_<EOT>", "<end_of_utterance>",
 }  # fmt: skip
 """Tokens that end a text wherever a vocabulary has them, as llama.cpp has it: files name one or two of theirs."""
+OTHERS = {  # what a file may hold, by its `general.type`, that is no model
+    "adapter": "an adapter for one; give the model's file, into which it was merged",
+    "mmproj": "the part of one that reads pictures; give the file of the language model, which is read without it",
+    "imatrix": "what llama-quantize weighs a model's inputs by; give the model's file",
+}
 OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 INSIDE = {
     "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
@@ -160,6 +165,10 @@ class File:
             self.tensors |= tensors
         if (count := self.metadata.get("split.tensors.count", len(self.tensors))) != len(self.tensors):
             raise CheckpointError(f"{path}: {len(self.tensors)} tensors, not the {count} of all splits")
+        if (kind := str(self.metadata.get("general.type"))) in OTHERS:
+            raise UnsupportedArchitecture(f"{path} holds no model but {OTHERS[kind]}")
+        if not self.tensors:
+            raise CheckpointError(f"{path} holds no weights (a vocabulary alone, say); give the model's file")
         self.family = str(self.metadata.get("general.architecture", "?"))
         if self.family not in ARCHITECTURES:
             raise UnsupportedArchitecture(
