@@ -100,6 +100,7 @@ def _in_folder(path: Path, pattern: str = "*.gguf") -> Path:
         return path
     files = sorted(path.rglob(pattern) if pattern != "*.gguf" else path.glob(pattern))
     models = [file for file in files if "-of-" not in file.name or "-00001-of-" in file.name]
+    models = [file for file in models if "mmproj" not in file.name]  # the part that reads pictures, beside its model
     if len(models) == 1:
         return models[0]
     if models:
