@@ -745,6 +745,7 @@ def test_smollm2_is_found_where_it_is_installed(monkeypatch, tmp_path):
         ("owner/name/some-Q8_0.gguf", "some-Q8_0.gguf", "some-Q8_0.gguf"),
         ("owner/name:Q4_K_M", "*Q4_K_M*.gguf", "other-Q4_K_M.gguf"),
         ("owner/name:Q8_0", "*Q8_0*.gguf", "some-Q8_0.gguf"),
+        ("owner/name:Q6_K", "*Q6_K*.gguf", "best-of-Q6_K.gguf"),
         ("owner/name/mmproj-Q8_0.gguf", "mmproj-Q8_0.gguf", "mmproj-Q8_0.gguf"),
         ("owner/name/split-00002-of-00002.gguf", "split-*-of-00002.gguf", "split-00002-of-00002.gguf"),
         ("owner/name:Q5", "*Q5*.gguf", None),
@@ -754,7 +755,7 @@ def test_smollm2_is_found_where_it_is_installed(monkeypatch, tmp_path):
 def test_files_on_the_hub(monkeypatch, tmp_path, name, asks, found):
     for file in (
         "some-Q8_0.gguf", "mmproj-Q8_0.gguf", "other-Q4_K_M.gguf", "split-00001-of-00002.gguf",
-        "split-00002-of-00002.gguf",
+        "split-00002-of-00002.gguf", "best-of-Q6_K.gguf",
     ):  # fmt: skip
         (tmp_path / file).write_bytes(b"GGUF")
     seen = []

@@ -99,8 +99,8 @@ def _in_folder(path: Path, pattern: str = "*.gguf") -> Path:
     if pattern == "*.gguf" and (path / "config.json").is_file():
         return path
     files = sorted(path.rglob(pattern) if pattern != "*.gguf" else path.glob(pattern))
-    models = [file for file in files if "-of-" not in file.name or "-00001-of-" in file.name]
-    models = [file for file in models if "mmproj" not in file.name]  # the part that reads pictures, beside its model
+    models = [file for file in files if "mmproj" not in file.name]  # the part that reads pictures, beside its model
+    models = [file for file in models if not (split := gguf.SPLIT.fullmatch(file.name)) or int(split[2]) == 1]
     if len(models) == 1:
         return models[0]
     if models:
