@@ -493,7 +493,12 @@ def test_merges_of_unknown_tokens_are_named(merge, why, capfd):
 
 @pytest.mark.parametrize(
     ("texts", "ends"),
-    [(["<|end|>", "b"], [0]), (["<|end|>", "<|return|>", "<|call|>"], [1, 2]), (["<|im_end|>", "</s>"], [0])],
+    [
+        (["<|end|>", "b"], [0]),
+        (["<|end|>", "<|return|>", "<|call|>"], [1, 2]),
+        (["<|im_end|>", "</s>"], [0]),
+        (["<end_of_turn>", "<eos>"], [0, 1]),
+    ],
 )
 def test_tokens_that_end_a_text_wherever_they_are(make_checkpoint, tmp_path, texts, ends):
     """As llama.cpp has it: files name one of theirs, and answers would go on behind the others."""

@@ -50,7 +50,7 @@ PAIRED = ("llama", "granite", "granitemoe", "smollm3", "mistral3")  # queries an
 PARTIAL = ("phi3", "glm4")  # whose rope may turn part of a head
 ENDS = {
     "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>",
-    "<|eot_id|>", "<|eom_id|>", "<EOT>", "_<EOT>", "<end_of_utterance>",
+    "<|eot_id|>", "<|eom_id|>", "<EOT>", "_<EOT>", "<end_of_utterance>", "<eos>",
 }  # fmt: skip
 """Tokens that end a text wherever a vocabulary has them, as llama.cpp has it: files name one or two of theirs."""
 OTHERS = {  # what a file may hold, by its `general.type`, that is no model
