@@ -634,6 +634,22 @@ def test_a_vocabulary_alone(tmp_path):
         LLM(path, device="cpu")
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("attention.head_count_kv", 3, "4 query heads cannot share 3"),
+        ("feed_forward_length", 100, "gate_proj.weight has shape .* its metadata asks for"),
+        ("block_count", 1, "its metadata has no place for 9 tensors"),
+    ],
+)
+def test_metadata_of_another_model(make_checkpoint, tmp_path, key, value, words):
+    """The line names the file, and no config.json, which there is not."""
+    path = write(make_checkpoint(), tmp_path / "model.gguf", **{f"llama.{key}": value})
+    with pytest.raises(CheckpointError, match=rf"^{path}: .*{words}") as raised:
+        LLM(path, device="cpu")
+    assert "config.json" not in str(raised.value)
+
+
 def test_a_header_that_contradicts_itself(make_checkpoint, tmp_path):
     """Names and keys are there once, and tensors lie one behind the other: else it is damaged, whatever it reads."""
     path = write(make_checkpoint(), tmp_path / "model.gguf", **{"llama.rope.freq_basX": 5.0})

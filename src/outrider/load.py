@@ -132,7 +132,10 @@ def open_source(name: str | Path) -> Source:
         return Source(path, config, weights, lambda: read_tokenizer(path), dict(inner))
     file = gguf.File(path)
     hf = file.config()
-    config = file.adapted(families.read(hf, tuple(hf["eos_token_id"])))
+    try:
+        config = file.adapted(families.read(hf, tuple(hf["eos_token_id"])))
+    except (CheckpointError, UnsupportedArchitecture) as error:  # in words for a folder
+        raise type(error)(f"{path}: {str(error).removeprefix('config.json: ')}") from None
     blocks = GGUFWeights(file)
     blocks.split(config)
     return Source(path, config, blocks, lambda: _gguf_tokenizer(file), hf)

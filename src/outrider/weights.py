@@ -31,6 +31,7 @@ class Weights:
     """The tensors of a checkpoint. Every file's header is checked before anything is read."""
 
     quantised = False  # whether some may be
+    said = "config.json"  # what describes them
     rounds: str | None = None  # to what the activations of its linears are rounded
     parts: Mapping[str, tuple[str, int]] = {}  # tensors that lie in another one: its name, and where in it
     transposed = False  # whether these are matrices (in, out)
@@ -136,7 +137,7 @@ class Weights:
             raise CheckpointError(f"{self.path}: tensor {name} is missing{self._hint}")
         if self.shapes[name] != shape:
             known = self.shapes[name]
-            raise CheckpointError(f"{self.path}: {name} has shape {known}, config.json asks for {shape}{self._hint}")
+            raise CheckpointError(f"{self.path}: {name} has shape {known}, {self.said} asks for {shape}{self._hint}")
         self.unused.discard(name)
 
     def _read(self, name: str) -> Tensor:
@@ -149,7 +150,7 @@ class Weights:
         """Weights that nothing reads mean that the config describes another model."""
         ignored = ("rotary_emb.inv_freq", "lm_head.weight")
         if left := sorted(name for name in self.unused if not name.endswith(ignored)):
-            raise CheckpointError(f"{self.path}: config.json has no place for {len(left)} tensors, such as {left[0]}")
+            raise CheckpointError(f"{self.path}: {self.said} has no place for {len(left)} tensors, such as {left[0]}")
 
 
 class HeldWeights(Weights):
@@ -207,6 +208,7 @@ class GGUFWeights(Weights):
     """The tensors of a GGUF file."""
 
     quantised = True
+    said = "its metadata"
 
     def __init__(self, file: gguf.File) -> None:
         self.path, self.file = file.path, file
