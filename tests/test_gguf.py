@@ -297,6 +297,16 @@ def test_windows_by_a_period(make_checkpoint, tmp_path, period, windows):
     assert open_source(path).config.windows == windows
 
 
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "glm4"])
+def test_float16_that_does_not_hold_the_hidden_states(make_checkpoint, tmp_path, name):
+    """As those of Gemma and GLM-4 grow: llama.cpp computes them in float32."""
+    arch, config = FAMILIES[name]
+    folder = make_checkpoint(arch, **config)
+    path = write(folder, tmp_path / "model.gguf", Kind.F16)
+    assert LLM(path, device="cpu").runner.model.dtype == torch.bfloat16
+    assert LLM(path, device="cpu", dtype="float16").runner.model.dtype == torch.float16
+
+
 @pytest.mark.parametrize("kind", [k for k in Kind if k.name in (
     "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4")], ids=lambda k: k.name)  # fmt: skip
 def test_every_type_that_can_be_made_loads(make_checkpoint, tmp_path, caplog, kind):

@@ -48,6 +48,7 @@ ARCHITECTURES = {
 }  # fmt: skip
 PAIRED = ("llama", "granite", "granitemoe", "smollm3", "mistral3")  # queries and keys as llama.cpp turns Llama's
 PARTIAL = ("phi3", "glm4")  # whose rope may turn part of a head
+WIDE = ("gemma2", "gemma3", "glm4")  # whose hidden states grow beyond what float16 holds
 ENDS = {
     "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>",
     "<|eot_id|>", "<|eom_id|>", "<EOT>", "_<EOT>", "<end_of_utterance>", "<eos>",
@@ -196,6 +197,7 @@ class File:
         special = self.metadata
         layers, first = self._number("block_count"), f"blk.0.attn_{'qkv' if self.family == 'phi3' else 'q'}.weight"
         kind = self.tensors[first].kind if first in self.tensors else "BF16"
+        half = "bfloat16" if self.family in WIDE else "float16"
         if (epsilon := self._get("attention.layer_norm_rms_epsilon")) is None:
             raise CheckpointError(f"{self.path}: {self.family}.attention.layer_norm_rms_epsilon is missing")
         ends = [special.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
@@ -224,7 +226,7 @@ class File:
             "use_bias": "blk.0.attn_q.bias" in self.tensors,
             "mlp_bias": "blk.0.ffn_up.bias" in self.tensors,
             "tie_word_embeddings": "output.weight" not in self.tensors,
-            "dtype": {"F32": "float32", "F16": "float16"}.get(kind, "bfloat16"),
+            "dtype": {"F32": "float32", "F16": half}.get(kind, "bfloat16"),
             "eos_token_id": sorted({end for end in ends if end is not None}),
             **self._switches(dim // heads, size, layers),
         }
