@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import logits_after
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file
 from test_families import EXPERTS, FULL, GROWING, LONG, YARN
 from test_truth import LLAMA3, check, prompt_of, reference, rope
@@ -771,33 +772,38 @@ def test_smollm2_is_found_where_it_is_installed(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name, asks, found",
+    "name, found, beside",
     [
-        ("owner/name/some-Q8_0.gguf", "some-Q8_0.gguf", "some-Q8_0.gguf"),
-        ("owner/name:Q4_K_M", "*Q4_K_M*.gguf", "other-Q4_K_M.gguf"),
-        ("owner/name:Q8_0", "*Q8_0*.gguf", "some-Q8_0.gguf"),
-        ("owner/name:Q6_K", "*Q6_K*.gguf", "best-of-Q6_K.gguf"),
-        ("owner/name/mmproj-Q8_0.gguf", "mmproj-Q8_0.gguf", "mmproj-Q8_0.gguf"),
-        ("owner/name/split-00002-of-00002.gguf", "split-*-of-00002.gguf", "split-00002-of-00002.gguf"),
-        ("owner/name:Q5", "*Q5*.gguf", None),
-        ("owner/name", "*.safetensors", None),
+        ("owner/name/some-Q8_0.gguf", "some-Q8_0.gguf", []),
+        ("owner/name:Q4_K_M", "sub/other-q4_k_m.gguf", []),
+        ("owner/name:Q8_0", "some-Q8_0.gguf", ["mmproj-Q8_0.gguf"]),
+        ("owner/name:q6_k", "best-of-Q6_K.gguf", []),
+        ("owner/name/mmproj-Q8_0.gguf", "mmproj-Q8_0.gguf", []),
+        ("owner/name/split-00002-of-00002.gguf", "split-00002-of-00002.gguf", ["split-00001-of-00002.gguf"]),
+        ("owner/name:split", "split-00001-of-00002.gguf", ["split-00002-of-00002.gguf"]),
+        ("owner/name:Q5", None, []),
+        ("owner/name", None, []),
     ],
 )
-def test_files_on_the_hub(monkeypatch, tmp_path, name, asks, found):
-    for file in (
-        "some-Q8_0.gguf", "mmproj-Q8_0.gguf", "other-Q4_K_M.gguf", "split-00001-of-00002.gguf",
+def test_files_on_the_hub(monkeypatch, tmp_path, name, found, beside):
+    """What is downloaded, and which file of it is the model."""
+    there = [
+        "some-Q8_0.gguf", "mmproj-Q8_0.gguf", "sub/other-q4_k_m.gguf", "split-00001-of-00002.gguf",
         "split-00002-of-00002.gguf", "best-of-Q6_K.gguf",
-    ):  # fmt: skip
-        (tmp_path / file).write_bytes(b"GGUF")
-    seen = []
-    monkeypatch.setattr(
-        "huggingface_hub.snapshot_download",
-        lambda repo, allow_patterns, **_: seen.append((repo, allow_patterns)) or str(tmp_path),
-    )
+    ]  # fmt: skip
+    (tmp_path / "sub").mkdir()
+
+    def snapshot_download(repo, allow_patterns, ignore_patterns):
+        assert repo == "owner/name"
+        for file in filter_repo_objects(there, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns):
+            (tmp_path / file).write_bytes(b"GGUF")
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     if found is None:
         with pytest.raises(ModelNotFound, match="Q5" if "Q5" in name else "owner/name:Q4_K_M"):
             find(name)
     else:
         assert find(name) == tmp_path / found
-    ((repo, patterns),) = seen
-    assert repo == "owner/name" and asks in patterns
+    fetched = sorted(str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*.gguf"))
+    assert fetched == sorted([found, *beside] if found else [])

@@ -9,6 +9,7 @@ import importlib.util
 import logging
 import re
 import textwrap
+from fnmatch import fnmatch
 from pathlib import Path
 
 from outrider import gguf
@@ -67,7 +68,10 @@ def find(name: str | Path, weights: bool = True) -> Path:
         raise ModelNotFound(f"no model at {shown!r}; {_choices()}")
     from huggingface_hub import snapshot_download
 
-    patterns = [wanted, re.sub(r"-\d{5}-of-", "-*-of-", wanted)] if wanted else PATTERNS if weights else ["*.json"]
+    patterns = PATTERNS if weights else ["*.json"]
+    if wanted:  # of a file all splits; a part of a name in any case: Q4_K_M is q4_k_m in some repositories
+        any_case = re.sub("[a-zA-Z]", lambda letter: f"[{letter[0].lower()}{letter[0].upper()}]", wanted)
+        patterns = [file, re.sub(r"-\d{5}-of-", "-*-of-", file)] if file else [any_case]
 
     def fetch(patterns: list[str]) -> Path:
         try:
@@ -98,7 +102,8 @@ def _in_folder(path: Path, pattern: str = "*.gguf") -> Path:
         raise CheckpointError(f"{path} is not whole: it is being written, or that was killed; then write it again")
     if pattern == "*.gguf" and (path / "config.json").is_file():
         return path
-    files = sorted(path.rglob(pattern) if pattern != "*.gguf" else path.glob(pattern))
+    found = path.glob(pattern) if pattern == "*.gguf" else path.rglob("*.gguf")
+    files = sorted(file for file in found if fnmatch(str(file.relative_to(path)).lower(), pattern.lower()))
     models = [file for file in files if "mmproj" not in file.name]  # the part that reads pictures, beside its model
     models = [file for file in models if not (split := gguf.SPLIT.fullmatch(file.name)) or int(split[2]) == 1]
     if len(models) == 1:
