@@ -20,6 +20,7 @@ from helpers import ScriptedDrafter, assert_released, oracle, run, use
 from outrider import LLM, Draft, SamplingParams, speculate
 from outrider.config import Rule
 from outrider.drafters.cascade import Cascade
+from outrider.drafters.ngram import Ngram
 from outrider.engine import Engine, engine
 from outrider.errors import (
     ConfigError,
@@ -1026,6 +1027,33 @@ def test_two_signals_in_one_step_are_both_told(random_llm, monkeypatch):
         for number, handler in before.items():
             signal.signal(number, handler)
     assert heard == [signal.SIGTERM]
+    assert_released(random_llm)
+
+
+@pytest.mark.parametrize("place", [(Engine, "_account"), (speculate, "verify"), (Ngram, "propose")])
+@pytest.mark.parametrize("number", [signal.SIGALRM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
+def test_what_a_signal_raises_is_its_callers(random_llm, monkeypatch, number, place):
+    """As programs bound their time: the error is neither one of the step, tried again for each of two requests alone,
+    nor one of the drafter."""
+    random_llm.speculative_config = {"method": "ngram"}
+    real, left = getattr(*place), [number]
+
+    def ring(*_):
+        raise TimeoutError("too late")
+
+    def rung(*args):
+        if left:
+            signal.raise_signal(left.pop())
+        return real(*args)
+
+    monkeypatch.setattr(*place, rung)
+    before = signal.signal(number, ring)
+    try:
+        with pytest.raises(TimeoutError, match="too late"):
+            random_llm.generate(PROMPTS[:2], max_tokens=20)
+    finally:
+        signal.signal(number, before)
+    assert not left and random_llm.engine.guard.failure is None
     assert_released(random_llm)
 
 

@@ -151,6 +151,8 @@ class PoolFull(OutOfMemory):
     """All memory for keys and values that was allowed is in use."""
 
 
+# Signals by whose handlers programs end, or end what runs. Not those of profilers, which look at where they fall.
+ENDING = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2
 _late: list[int] | None = None  # what came while the main thread is in such a block; None outside
 
 
@@ -176,10 +178,10 @@ def _tell(waiting: list[tuple[Any, int]]) -> None:
 
 @contextmanager
 def interrupts_wait() -> Iterator[list[int]]:
-    """Ctrl-C, and what else this process would end by in Python, waits until the (outermost) block is left.
+    """Ctrl-C, and what else a program handles in Python to end something, waits until the (outermost) block is left.
 
-    It would fall between any two instructions, and what it leaves half done would be wrong for everybody else. Yields
-    the signals that wait.
+    It would fall between any two instructions: what it leaves half done would be wrong for everybody else, and what it
+    raises (an alarm's TimeoutError) be taken for an error of the step. Yields the signals that wait.
     """
     global _late
     if threading.current_thread() is not threading.main_thread():  # Python handles signals in the main thread alone
@@ -189,7 +191,7 @@ def interrupts_wait() -> Iterator[list[int]]:
         yield _late
         return
     late: list[int] = []
-    handlers = {n: handler for n in (signal.SIGINT, signal.SIGTERM) if callable(handler := signal.getsignal(n))}
+    handlers = {n: handler for n in ENDING if callable(handler := signal.getsignal(n))}
     try:  # a signal may come between any two of these lines, too
         _late = late
         for number in handlers:
