@@ -7,6 +7,8 @@ import gc
 import logging
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -954,6 +956,34 @@ def test_a_process_forked_during_a_step_is_told(random_llm):
     thread.join(60)
     assert os.waitpid(child, 0)[1] == 0
     assert_released(random_llm)
+
+
+@pytest.mark.slow
+def test_a_process_ends_cleanly_while_daemon_threads_generate():
+    """As those of web servers do: Python would end them in a kernel, and C++ the process by abort()."""
+    code = """
+import atexit, threading
+
+@atexit.register  # first: called last
+def still_served():
+    print(len(llm.generate("Once", max_tokens=5)[0].token_ids))
+
+from outrider import LLM
+
+llm, running = LLM("tiny", speculative_config="auto"), threading.Barrier(4)
+
+def generate():
+    running.wait()
+    llm.generate("Once upon a time", max_tokens=100_000, ignore_eos=True)
+
+for _ in range(3):
+    threading.Thread(target=generate, daemon=True).start()
+running.wait()
+for event in llm.stream("Once upon a time", max_tokens=5):
+    pass
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "5\n", "")
 
 
 def test_a_request_that_is_refused_by_its_cache_leaves_nothing(random_llm, monkeypatch):

@@ -25,6 +25,7 @@ import torch
 
 from outrider.config import SamplingParams, real, whole
 from outrider.engine import LONG, Request, TextStream
+from outrider.engine.turn import LAST_STEP
 from outrider.errors import ConfigError, EngineError, QueueFull, brief, told
 from outrider.llm import LLM, Message, Prompt, sampling_params_of
 from outrider.load import Checkpoint
@@ -33,7 +34,6 @@ from outrider.outputs import StepEvent
 
 log = logging.getLogger(__name__)
 CLOSED = "the engine is closed; no further requests are taken"
-LAST_STEP = 10.0  # seconds that closing waits for a step that is under way
 LINGER = 5.0  # seconds that the engine's thread waits for work before it ends; the next request starts another
 GATHER = 0.02  # seconds that an idle engine waits at most for requests on their way, whose prompts are read together
 OFTEN, SLOWEST = 8, 4  # answers whose events come as often as is asked; how many times as seldom those of many may come

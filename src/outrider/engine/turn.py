@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
+import time
 from collections.abc import Callable
+from weakref import WeakSet
 
 from outrider.errors import EngineError, RequestError
 
 BLINK = 0.1  # seconds until a waiting thread looks again, should an interrupt have swallowed the news
+LAST_STEP = 10.0  # seconds that the end of a process, or of an engine, waits for a step that is under way
+
+_turns: WeakSet[Turn] = WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Daemon threads step no more: Python ends them where they come back from a kernel, and C++ then aborts."""
+    for turn in list(_turns):
+        turn.close()
 
 
 class Turn:
@@ -21,6 +34,8 @@ class Turn:
         self._process = 0  # the holder's: a forked process has no other thread than the one that forked
         self._waiting = 0
         self.given = 0  # how many have ended
+        self._last: int | None = None  # the only thread that may have it from now on
+        _turns.add(self)
 
     def refuse_nested(self) -> None:
         """Raise RequestError if this thread has the turn already."""
@@ -36,7 +51,7 @@ class Turn:
         """Wait for the turn; False, without it, as soon as `unless()` holds. Whatever comes of it, `give` then."""
         with self._lock:
             while not unless():
-                if self._holder is None:
+                if self._is_free():
                     self._process, self._holder = os.getpid(), threading.get_ident()
                     return True
                 self.refuse_lost()
@@ -49,14 +64,23 @@ class Turn:
 
     def take_at_once(self) -> bool:
         """Take the turn if nothing at all needs waiting for. Destructors ask so: they run anywhere, in a step, too."""
-        if self._holder is None and self._lock.acquire(blocking=False):
+        if self._is_free() and self._lock.acquire(blocking=False):
             try:
-                if self._holder is None:
+                if self._is_free():
                     self._process, self._holder = os.getpid(), threading.get_ident()
                     return True
             finally:
                 self._lock.release()
         return False
+
+    def _is_free(self) -> bool:
+        return self._holder is None and self._last in (None, threading.get_ident())
+
+    def close(self) -> None:
+        """Leave the turn to this thread for good: the others wait for ever, once the step under way has ended."""
+        self._last, until = threading.get_ident(), time.monotonic() + LAST_STEP
+        while self._holder not in (None, self._last) and self._process == os.getpid() and time.monotonic() < until:
+            time.sleep(0.001)  # no lock: in a forked process another thread may have had it
 
     def give(self) -> None:
         """Give the turn back, if this thread has it, and tell the others."""
