@@ -7,8 +7,11 @@ import math
 import os
 import shutil
 import threading
+from array import array
+from collections import UserList, deque
 from contextlib import contextmanager
 from fractions import Fraction
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -207,6 +210,9 @@ def test_impossible_config_values(make_checkpoint, tmp_path, key):
 
 
 OWN_CODE = """
+from array import array
+from collections import UserList, deque
+from functools import partial
 from pathlib import Path
 Path(__file__).with_name("ran").touch()
 from transformers import LlamaConfig as C, PreTrainedTokenizerFast as T
@@ -567,7 +573,8 @@ def test_prompts_of_other_types(random_llm, tiny_llm):
     """Arrays and tensors of token ids are prompts; lists of them are several."""
     params = {"temperature": 0, "max_tokens": 4}
     expected = [o.token_ids for o in random_llm.generate([[1, 2, 3], [4, 5]], **params)]
-    for kind in (torch.tensor, np.array, tuple, list, lambda ids: torch.tensor(ids, dtype=torch.int16)):
+    short = partial(torch.tensor, dtype=torch.int16)
+    for kind in (torch.tensor, short, np.array, tuple, list, deque, partial(array, "i")):
         first, second = kind([1, 2, 3]), kind([4, 5])
         assert random_llm.generate(first, **params)[0].token_ids == expected[0]
         assert [o.token_ids for o in random_llm.generate([first, second], **params)] == expected
@@ -576,8 +583,12 @@ def test_prompts_of_other_types(random_llm, tiny_llm):
     (output,) = random_llm.generate(mixed, **params)
     assert output.token_ids == expected[0] and list(map(type, output.prompt_token_ids)) == [int] * 3
     assert tiny_llm.generate(["One", tiny_llm.encode("One")], **params)[0].prompt == "One"
+    column = UserList(["One", "Two"])  # as those of datasets are sequences, and no lists
+    assert [o.prompt for o in tiny_llm.generate(column, UserList([SamplingParams(**params)] * 2))] == column
+    turns = [[{"role": "user", "content": text}] for text in column]
+    assert tiny_llm.chat(deque(map(deque, turns)), **params)[1].token_ids == tiny_llm.chat(turns[1], **params).token_ids
     for bad in (torch.tensor([[1, 2]]), torch.tensor([1.0]), torch.tensor([True]), np.array([1.5]), np.array("x"),
-                torch.tensor(1), [np.float32(1)], [torch.tensor([1.0])], {1, 2}, range,
+                torch.tensor(1), [np.float32(1)], [torch.tensor([1.0])], {1, 2}, range, b"x",
                 [[[1], [2, 3]]], [[1, [2]]], torch.tensor([1]).to("meta"), torch.tensor([1]).to_sparse()):  # fmt: skip
         with refused(ConfigError, "token ids"):
             random_llm.generate(bad, **params)

@@ -27,7 +27,7 @@ from outrider.config import SamplingParams, real, whole
 from outrider.engine import LONG, Request, TextStream
 from outrider.engine.turn import LAST_STEP
 from outrider.errors import ConfigError, EngineError, QueueFull, brief, told
-from outrider.llm import LLM, Message, Prompt, sampling_params_of
+from outrider.llm import LLM, Message, Prompt, is_list, sampling_params_of
 from outrider.load import Checkpoint
 from outrider.ops import untouched
 from outrider.outputs import StepEvent
@@ -378,7 +378,7 @@ def _is_long(prompt: Any) -> bool:
     """Whether to tokenize a text, or the messages of a conversation, may take long."""
     if isinstance(prompt, str):
         return len(prompt) > LONG
-    if not isinstance(prompt, (list, tuple)) or not prompt or not isinstance(prompt[0], Mapping):
+    if not is_list(prompt) or not prompt or not isinstance(prompt[0], Mapping):
         return False
     return sum(len(str(part.get("content"))) for part in prompt if isinstance(part, Mapping)) > LONG
 

@@ -250,7 +250,7 @@ class LLM:
         that fails.
         """
         alone = isinstance(prompts, str) or _ids(prompts) is not None
-        if not alone and not isinstance(prompts, (list, tuple)):
+        if not alone and not is_list(prompts):
             raise _no_prompt(prompts)
         many: list[Any] = [prompts] if alone else list(prompts)
         each = _for_each(sampling_params, sampling, len(many))
@@ -288,7 +288,7 @@ class LLM:
 
         The other keywords are those of `render`. Raises what `render` and `generate` raise, and ConfigError for n > 1.
         """
-        many = _is_list(messages) and bool(messages) and all(map(_is_list, messages))
+        many = is_list(messages) and bool(messages) and all(map(is_list, messages))
         conversations: Any = messages if many else [messages]
         each = _for_each(sampling_params, sampling, len(conversations))
         if wrong := next((params.n for params in each if params.n != 1), 0):
@@ -348,7 +348,7 @@ class LLM:
 
         Raises what `encode` and `render` raise, and ConfigError for keywords without a conversation.
         """
-        if _is_list(prompt) and len(prompt) and isinstance(prompt[0], Mapping):
+        if is_list(prompt) and len(prompt) and isinstance(prompt[0], Mapping):
             return self.render(prompt, **template)  # type: ignore[arg-type]
         if any(value is not None for value in template.values()):
             raise ConfigError(f"{' and '.join(template)} belong to a conversation, a list of messages")
@@ -396,7 +396,7 @@ class LLM:
             raise ConfigError(f"chat_template_kwargs maps names to values, not {brief(chat_template_kwargs)}")
         if own := [name for name in RENDERED if name in (chat_template_kwargs or ())]:
             raise ConfigError(f"chat_template_kwargs are variables of the template, and {own[0]!r} is none")
-        if not _is_list(messages):
+        if not is_list(messages):
             raise ConfigError(f"a conversation is a list of messages, not {brief(messages)}")
         if not messages:
             raise EmptyPrompt("messages: the conversation is empty; give at least one")
@@ -458,22 +458,23 @@ def sampling_params_of(given: SamplingParams | None, sampling: dict[str, Any]) -
 
 def _for_each(given: Any, sampling: dict[str, Any], count: int) -> list[SamplingParams]:
     """Of so many prompts the parameters, which are given once, or for each. Raises ConfigError."""
-    if not _is_list(given):
+    if not is_list(given):
         return [sampling_params_of(given, sampling)] * count
     if len(given) != count:
         raise ConfigError(f"there are {len(given)} sampling_params for {count} prompts; give one, or one for each")
     return [sampling_params_of(one, sampling) for one in given]
 
 
-def _is_list(given: Any) -> bool:
-    return isinstance(given, (list, tuple))
+def is_list(given: Any) -> bool:
+    """Whether it is a sequence of things: a list, a tuple, a column of a dataset; text and bytes are one thing."""
+    return isinstance(given, Sequence) and not isinstance(given, (str, bytes, bytearray, memoryview))
 
 
 def _ids(prompt: Any) -> list[int] | None:
     """The token ids that a prompt is given as; None if it is something else. Which ids exist is checked later."""
     if isinstance(prompt, (Tensor, np.ndarray)):
         return prompt.tolist() if prompt.ndim == 1 and _integral(prompt) else None
-    if not _is_list(prompt) or not all(isinstance(t, int) or (_integral(t) and t.ndim == 0) for t in prompt):
+    if not is_list(prompt) or not all(isinstance(t, int) or (_integral(t) and t.ndim == 0) for t in prompt):
         return None
     return [t if isinstance(t, bool) else int(t) for t in prompt]
 
@@ -488,7 +489,7 @@ def _integral(array: Any) -> bool:
 
 def _no_prompt(given: Any) -> ConfigError:
     kind = type(given).__name__
-    if _is_list(given) and (odd := [each for each in given if not isinstance(each, int)]):
+    if is_list(given) and (odd := [each for each in given if not isinstance(each, int)]):
         kind = f"one with {brief(odd[0])}"
     if isinstance(given, (Tensor, np.ndarray)):
         kind = f"{kind} of {given.ndim} dimensions and {given.dtype}"
@@ -498,7 +499,7 @@ def _no_prompt(given: Any) -> ConfigError:
 def as_text(given: Any) -> dict[str, Any]:
     """The same message, whose content is one text. Raises ConfigError."""
     content = given.get("content") if isinstance(given, Mapping) and isinstance(given.get("role"), str) else None
-    if _is_list(content) and content:
+    if is_list(content) and content:
         content = "\n".join(map(_text_of, content))  # as vLLM does
     if not isinstance(content, str):
         raise ConfigError(f"messages: each is {{'role': ..., 'content': ...}}, not {brief(given)}")
