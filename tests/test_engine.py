@@ -36,6 +36,7 @@ from outrider.errors import (
 )
 from outrider.kv import OffloadKV
 from outrider.kv.paged import Table
+from outrider.sampling import few_threads
 from outrider.sequence import Sequence
 from outrider.verify import COUPLED
 
@@ -1181,6 +1182,21 @@ def test_streams_copy_no_output(random_llm, monkeypatch):
     expected = alone(random_llm)[0]
     monkeypatch.setattr(Sequence, "output", property(lambda self: pytest.fail("copied")))
     assert [event.token_id for event in random_llm.stream(PROMPTS[0], SAMPLED)] == expected
+
+
+def test_who_begins_while_another_samples_has_all_threads():
+    """torch.set_num_threads(1) would last for as long as they do: a server's, or those of a program's own tensors."""
+    before, seen = torch.get_num_threads(), list[int]()
+    torch.set_num_threads(3)
+    try:
+        with few_threads(torch.zeros(1, 8)):
+            other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+            other.start()
+            other.join()
+            assert torch.get_num_threads() == 1
+        assert (seen, torch.get_num_threads()) == ([3], 3)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_sampled_company_is_harmless_to_threads_of_torch(random_llm):

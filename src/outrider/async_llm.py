@@ -237,20 +237,17 @@ class AsyncLLM:
             answer.take(requests)
             if self._thread is None or not self._thread.is_alive():  # a forked process has none
                 self._turned = time.monotonic()
-                threads = (torch.get_num_threads(),)
-                self._thread = threading.Thread(target=self._drive, args=threads, name="outrider-engine", daemon=True)
+                self._thread = threading.Thread(target=self._drive, name="outrider-engine", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
 
     # --- the engine's thread ------------------------------------------------------------------------------------------
 
-    def _drive(self, threads: int) -> None:
+    def _drive(self) -> None:
         with untouched(self.llm.runner.model.device), torch.inference_mode():  # entered once for all steps
-            self._steps(threads)
+            self._steps()
 
-    def _steps(self, threads: int) -> None:
-        if torch.get_num_threads() != threads:  # lowered for everybody who begins just now, by another's sampling
-            torch.set_num_threads(threads)
+    def _steps(self) -> None:
         engine, seen = self.llm.engine, self.llm.engine.turns
         while True:
             with self._changed:

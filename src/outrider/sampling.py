@@ -31,7 +31,7 @@ from outrider.config import LogitsProcessor, SamplingParams
 from outrider.constraint import unpacked
 from outrider.draft import Draft
 from outrider.errors import ConfigError, ConstraintError, OutriderError, RequestError, ends_one, told
-from outrider.ops import argmax, greatest, native, pick, picks, upload
+from outrider.ops import argmax, greatest, native, pick, picks, set_own_threads, upload
 from outrider.outputs import Logprob
 from outrider.sequence import Sequence
 
@@ -293,11 +293,11 @@ def few_threads(logits: Tensor) -> Iterator[None]:
     """Work on few logits stays in this thread: others would have to be woken, and take a core from the kernels."""
     threads = torch.get_num_threads()
     if logits.numel() < SMALL and logits.shape[-1] < WIDE:
-        torch.set_num_threads(1)
+        set_own_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
+        set_own_threads(threads)
 
 
 def draw(probs: Tensor, seq: Sequence, stream: str) -> int:

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from outrider import LLM, AsyncLLM, SamplingParams
 from outrider.async_llm import Answer, Progress
@@ -661,35 +660,6 @@ def test_what_is_no_exception_lets_nobody_wait(tiny_llm, panic):
     assert len(run(collect(llm, PROMPT, max_tokens=5))) == 1
     released(tiny_llm)
     llm.close()
-
-
-def test_the_engine_s_thread_has_as_many_threads_as_who_starts_it(tiny_llm, monkeypatch):
-    """Another LLM's sampling lowers them just then for all threads that begin."""
-    before, start, seen = torch.get_num_threads(), threading.Thread.start, list[int]()
-    step = tiny_llm.engine.step_within
-
-    def lowered(thread: threading.Thread) -> None:
-        if thread.name == "outrider-engine":
-            other = threading.Thread(target=torch.set_num_threads, args=(1,))
-            start(other)
-            other.join()
-        start(thread)
-
-    def stepped(*options: Any) -> Any:
-        seen.append(torch.get_num_threads())
-        return step(*options)
-
-    llm = AsyncLLM(tiny_llm)
-    torch.set_num_threads(3)
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", lowered)
-            patch.setattr(tiny_llm.engine, "step_within", stepped)
-            run(collect(llm, PROMPT, max_tokens=3))
-            llm.close()
-    finally:
-        torch.set_num_threads(before)
-    assert {*seen} == {3}
 
 
 def test_several_loops(tiny_llm):

@@ -4,7 +4,7 @@ All are *row-invariant* by construction where the libraries below allow it (Law 
 not depend on how many rows ride along. `runner.check_exactness` tests that on the loaded model.
 """
 
-from outrider.ops.ambient import untouched
+from outrider.ops.ambient import set_own_threads, untouched
 from outrider.ops.attention import (
     KEY_BLOCK,
     Pages,
@@ -30,5 +30,5 @@ __all__ = [
     "KEY_BLOCK", "MLP", "Block", "DevicePlan", "Experts", "Graphs", "Linear", "Pages", "Quantized", "Recurrence",
     "Stores", "Switches", "Walk", "add", "argmax", "at_once", "attend", "attend_all", "attend_pages", "bucket",
     "dense_plan", "device_plan", "follows_paths", "greatest", "join", "launches", "packs", "pick", "picks", "pinned",
-    "quantises", "rms_norm", "rope", "softcap", "take", "untouched", "upload", "write",
+    "quantises", "rms_norm", "rope", "set_own_threads", "softcap", "take", "untouched", "upload", "write",
 ]  # fmt: skip

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ctypes
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import torch
+
+
+def _of_this_thread() -> Callable[[int], object]:
+    library = Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"
+    try:
+        own: Callable[[int], object] = ctypes.PyDLL(str(library)).omp_set_num_threads
+    except (OSError, AttributeError):  # built without OpenMP
+        return torch.set_num_threads
+    return own
+
+
+set_own_threads = _of_this_thread()
+"""How many threads PyTorch takes for this one's work. torch.set_num_threads sets as well what others begin with."""
 
 
 @contextmanager
