@@ -14,6 +14,7 @@ from torch.testing import assert_close
 
 from outrider import LLM, Draft, SamplingParams, sampling
 from outrider import verify as rules
+from outrider.config import Rule
 from outrider.errors import ConfigError
 from outrider.ops import native
 from outrider.outputs import SpecMetrics
@@ -130,6 +131,36 @@ def test_walk_by_hand():
     assert (walk(draft, [9, 0, 0, 0, 0]).path, walk(draft, [9, 0, 0, 0, 0]).tokens) == ([], [9])
     assert (walk(draft, [4, 6, 0, 0, 8]).path, walk(draft, [4, 6, 0, 0, 8]).tokens) == ([0, 3], [4, 6, 8])
     assert (walk(draft, [5, 0, 6, 7, 0]).path, walk(draft, [5, 0, 6, 7, 0]).tokens) == ([1, 2], [5, 6, 7])  # no rider
+    asked = []
+    verdict = rules.walk(draft, lambda at: asked.append(at) or [5, 0, 6, 7, 0][at], {5})  # nobody asks behind an end
+    assert (verdict.path, verdict.tokens, asked) == ([], [5], [0])
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection", "block", "typical"])
+def test_riders_and_company_change_no_verdict(rule):
+    """Who has riders is judged as alone, and so are the others, log-probabilities included."""
+    generator = torch.Generator().manual_seed(0)
+    drafts = [Draft([1, 2, 0, 2], [-1, -1, 1, 0], riders=1), Draft([2, 1, 1, 0, 2], [-1, 0, -1, 0, 1], riders=2)]
+    for seed in range(20):
+        temperature, edits = [0.0, 1.0][seed % 2], {"repetition_penalty": 1.1} if seed % 4 > 1 else {}
+        params = SamplingParams(temperature=temperature, logprobs=1, **edits)
+        seqs = [Sequence([0, i], params, seed) for i in range(3)]
+        logits = [torch.randn(1 + len(draft), 3, generator=generator) for draft in (*drafts, drafts[0])]
+        together = rules.verify(seqs, [*drafts, drafts[0]], torch.cat(logits), Rule(rule))
+        for seq, draft, own, verdict in zip(seqs, [*drafts, drafts[0]], logits, together, strict=True):
+            assert rules.verify([seq], [draft], own, Rule(rule)) == [verdict] and verdict.drafted == draft.verifiable
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block", "typical"])
+def test_what_follows_a_branch_is_chosen_behind_its_last_node(rule):
+    logits = torch.full((4, 4), -9.0)
+    logits[0, 2] = logits[1, 3] = logits[2, 1] = logits[3, 0] = 9
+    params = SamplingParams(temperature=0)
+    (verdict,) = rules.verify([Sequence([0], params, 0)], [Draft([1, 2, 1], [-1, -1, 1])], logits, Rule(rule))
+    assert (verdict.path, verdict.tokens) == ([1, 2], [2, 1, 0])
+    logits[2] = torch.nan  # what nothing can be chosen behind is left to the next step, as in plain decoding
+    (verdict,) = rules.verify([Sequence([0], params, 0)], [Draft([1, 2, 1], [-1, -1, 1])], logits, Rule(rule))
+    assert (verdict.path, verdict.tokens, verdict.error) == ([], [2], None)
 
 
 # --- Draft -----------------------------------------------------------------------------------------------------------
