@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -257,6 +258,18 @@ def test_what_is_not_done_in_time_ends(make_llm, method):
             llm.engine.add([1], SAMPLED, deadline=wrong)
 
 
+def test_every_deadline_counts(random_llm, monkeypatch):
+    """The next one, too, once an earlier one has passed."""
+    now, params = [0.0], replace(SAMPLED, max_tokens=1000)
+    monkeypatch.setattr(engine, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    requests = [random_llm.engine.add([i], params, deadline=due)[0] for i, due in enumerate((10, 30, 20))]
+    for left, now[0] in (({0, 1, 2}, 9), ({1, 2}, 11), ({1}, 21), (set(), 31)):
+        random_llm.engine.step()
+        assert {i for i, request in enumerate(requests) if not request.finished} == left
+    assert all(isinstance(request.error, DeadlineExceeded) for request in requests)
+    assert_released(random_llm)
+
+
 def test_earlier_deadlines_go_first(make_llm):
     llm = make_llm(engine={"max_num_seqs": 1})
     deadlines = [None, 900, 800, None, 700]
@@ -390,6 +403,11 @@ def test_what_is_begun_is_looked_at(random_llm):
     engine.finish([request])
     first = expected.index(expected[6])
     assert engine.output(request).token_ids == expected[: first + 1]
+    use(random_llm, ScriptedDrafter(oracle({tuple(PROMPTS[1]): expected})))
+    (request,) = random_llm.engine.add(PROMPTS[1], GREEDY, begun=[expected[:9]])
+    random_llm.engine.finish([request])
+    output = random_llm.engine.output(request)
+    assert output.token_ids == expected and output.drafted_by == [None] * 9 + (["scripted"] * 4 + [None]) * 3
     assert_released(random_llm)
 
 
@@ -842,6 +860,23 @@ def test_an_interrupt_is_its_callers_alone(random_llm, where):
     output = engine.output(other)
     assert output.token_ids == expected[1] and len(output.drafted_by) == len(expected[1])
     assert [known.token_id for known in output.logprobs] == expected[1]
+    assert_released(random_llm)
+
+
+def test_an_interrupt_behind_the_last_token_is_the_end(random_llm):
+    """What it falls into has not looked whether the request ends there; nothing is written beyond."""
+    expected, pressed = alone(random_llm)[1], []
+
+    def ends(tokens):
+        if len(tokens) == 25 and not pressed:
+            pressed.append(True)
+            raise KeyboardInterrupt
+        return False
+
+    (request,) = random_llm.engine.add(PROMPTS[1], SAMPLED, ends)
+    with pytest.raises(KeyboardInterrupt):
+        random_llm.engine.finish([request, *random_llm.engine.add(PROMPTS[0], SAMPLED)])
+    assert (request.finished, request.seq.finish_reason, request.seq.output) == (True, "length", expected)
     assert_released(random_llm)
 
 

@@ -271,6 +271,53 @@ def test_tokens_come_before_the_error_that_ends_them(tiny_llm):
     llm.close()
 
 
+def test_several_prompts_are_one_answer(tiny_llm):
+    """Outputs are counted through, and each goes on with what was begun of its own; if one is refused, all are."""
+    prompts = [([5, 6], SamplingParams(max_tokens=9, seed=1, n=2, ignore_eos=True, logprobs=0))]
+    prompts.append(([8, 9], SamplingParams(max_tokens=9, seed=3, ignore_eos=True)))
+    plain = [output.token_ids for prompt, params in prompts for output in tiny_llm.generate(prompt, params)]
+    llm = AsyncLLM(tiny_llm)
+
+    async def outputs(begun: list[list[int]] | None) -> dict[int, list[int]]:
+        answer = await llm.start(prompts, begun=begun)
+        return {event.output.index: event.output.token_ids async for event in answer.events() if event.output}
+
+    for begun in (None, [tokens[:4] for tokens in plain]):
+        assert run(outputs(begun)) == dict(enumerate(plain))
+    with pytest.raises(EmptyPrompt):
+        run(llm.start([*prompts, ([], SamplingParams())]))
+    released(tiny_llm)
+    llm.close()
+
+
+def test_who_is_cancelled_while_it_is_queued_runs_not(tiny_llm, monkeypatch):
+    """The thread that queues it cannot be stopped: what it has queued is taken back."""
+    real, queued, left = tiny_llm.engine.add, [], threading.Event()
+
+    def add(*args: Any, **options: Any) -> list[Any]:
+        queued.extend(real(*args, **options))
+        assert left.wait(10)
+        return queued
+
+    async def cancel() -> None:
+        monkeypatch.setattr(tiny_llm.engine, "add", add)
+        task = asyncio.ensure_future(llm.start([([5, 6], SamplingParams(max_tokens=2000, ignore_eos=True))]))
+        while not queued:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        left.set()
+        while not queued[0].finished:
+            await asyncio.sleep(0.001)
+
+    llm = AsyncLLM(tiny_llm)
+    run(cancel())
+    assert queued[0].seq.finish_reason == "abort"
+    released(tiny_llm)
+    llm.close()
+
+
 def test_leaving_and_cancelling_give_all_back(tiny_llm):
     llm = AsyncLLM(tiny_llm)
 
