@@ -37,7 +37,7 @@ from outrider.errors import (
 )
 from outrider.kv import OffloadKV
 from outrider.kv.paged import Table
-from outrider.sampling import few_threads
+from outrider.sampling import Row, choose, few_threads
 from outrider.sequence import Sequence
 from outrider.verify import COUPLED
 
@@ -217,12 +217,20 @@ def test_a_drafter_never_hears_of_plain_requests(random_llm):
     expected = alone(random_llm)
     drafter = ScriptedDrafter(oracle(dict(zip(map(tuple, PROMPTS), expected, strict=True))))
     use(random_llm, drafter, 6)
-    heard, propose, observe = [], drafter.propose, drafter.observe
+    heard, propose = [], drafter.propose
     drafter.propose = lambda seqs, k: heard.extend((seq.id, k) for seq in seqs) or propose(seqs, k)
-    drafter.observe = lambda seqs, verdicts, output: (
-        heard.extend((seq.id, len(draft)) for seq, draft in zip(seqs, output.drafts, strict=True))
-        or observe(seqs, verdicts, output)
-    )
+
+    def observe(seqs, verdicts, output):
+        for seq, draft, verdict, logits, hidden in zip(
+            seqs, output.drafts, verdicts, output.logits, output.hidden, strict=True
+        ):
+            heard.append((seq.id, len(draft)))
+            place = Row(Sequence(seq.tokens[: len(seq.tokens) - len(verdict.tokens)], SAMPLED, seq.seed))
+            assert choose(logits[:1], [place]) == verdict.tokens[:1]  # its own rows, whoever is before it
+            assert len(logits) == len(hidden) == 1 + len(draft)
+            assert torch.equal(random_llm.runner.model.logits(hidden), logits)
+
+    drafter.observe = observe
     engine = random_llm.engine
     plain, few, other = [engine.add(p, SAMPLED, k=k)[0] for p, k in zip(PROMPTS[:3], (0, 3, 2), strict=True)]
     for _ in engine.run():
