@@ -244,9 +244,7 @@ class Constraint:
                 return found
             if not fresh:
                 self.grammar.matcher = self.grammar.make()
-        error = _line(self.matcher.get_error())
-        self._begin()
-        raise ConstraintError(f"structured_outputs: the output cannot go on: {error}")
+        raise ConstraintError(f"structured_outputs: the output cannot go on: {_line(self.matcher.get_error())}")
 
     def _begin(self) -> None:
         self.matcher, self.known = self.grammar.matcher.deep_copy(), 0
