@@ -419,6 +419,19 @@ def test_what_is_begun_is_looked_at(random_llm):
     assert_released(random_llm)
 
 
+def test_an_end_within_a_draft_cuts_what_is_said_of_it(random_llm):
+    """Who drafted each token, and how many were accepted: of the draft that is cut those before the cut."""
+    (expected,) = (output.token_ids for output in random_llm.generate(PROMPTS[1], GREEDY))
+    use(random_llm, ScriptedDrafter(oracle({tuple(PROMPTS[1]): expected})))
+    for stop in dict.fromkeys(expected[:10]):
+        end = expected.index(stop) + 1
+        (output,) = random_llm.generate(PROMPTS[1], replace(GREEDY, stop_token_ids=[stop], logprobs=0))
+        assert output.token_ids == expected[:end] == [known.token_id for known in output.logprobs]
+        assert output.drafted_by == ((["scripted"] * 4 + [None]) * 2)[:end]
+        accepted = output.metrics["speculative_decoding"]["num_accepted_draft_tokens"]
+        assert accepted == output.drafted_by.count("scripted")
+
+
 def test_the_default_device_of_a_drafter_is_its_own(random_llm):
     """It may set one in a step: the next forward, and others' requests, go on where the model lies."""
     expected = alone(random_llm)

@@ -370,6 +370,26 @@ def test_the_check_sees_every_kind_of_layer(make_checkpoint):
         assert checked(replace(model, layers=layers)) == "law", i
 
 
+@pytest.mark.parametrize("fault", [
+    lambda seqs, drafts: not drafts[-1].is_chain, lambda seqs, drafts: len(seqs) == 2,
+    lambda seqs, drafts: len(drafts[-1]) == 31,
+])  # fmt: skip
+def test_the_check_sees_branches_and_company_and_lengths(random_llm, monkeypatch, fault):
+    """Whichever of them it is that changes a token's logits."""
+    model, real = random_llm.runner.model, runner.Runner.extend
+    if not random_llm.runner.follows_paths:
+        pytest.skip("branches are not promised")
+
+    def extend(self, seqs, drafts=None, *more, **named):
+        output = real(self, seqs, drafts, *more, **named)
+        if drafts and fault(seqs, drafts):
+            output.flat = output.flat + 1e-3
+        return output
+
+    monkeypatch.setattr(runner.Runner, "extend", extend)
+    assert runner.check_exactness(model, PagedKV(model.config, model.dtype, model.device)) == "law"
+
+
 def test_branches_promise_less(random_llm):
     """Any branch is plain decoding's where attention follows paths; else only the first: others are told `law`."""
     params = SamplingParams(max_tokens=5, temperature=0)

@@ -451,6 +451,17 @@ def test_only_verified_tokens_are_found(make_llm):
     assert_released(llm)
 
 
+def test_the_last_tokens_are_read_where_views_look_at_queries(make_llm):
+    llm = make_llm()
+    for view, found in (("streaming:budget=64", 99), ("snapkv:budget=64,window=8,recent=8,rebuild=16", 92)):
+        llm.speculative_config = {"method": "self", "view": view}
+        for prompt in (text(100), text(100)):
+            (request,) = llm.engine.add(prompt, GREEDY)
+            llm.engine.finish([request])
+        assert found - BLOCK < request.cached <= found
+    assert_released(llm)
+
+
 def test_behind_a_branch_that_was_summed_otherwise_nothing_is_found(make_llm, monkeypatch):
     """Without kernels its keys lay in other slots."""
     llm, params = make_llm(), SamplingParams(temperature=0, max_tokens=40)
