@@ -451,6 +451,22 @@ def test_only_verified_tokens_are_found(make_llm):
     assert_released(llm)
 
 
+def test_offloaded_keys_can_be_read_right_behind_a_forward(make_llm):
+    """By a view, say, which is not told that they are yet to be written back."""
+    plain, away = make_llm(), make_llm(engine={"kv_offload": True})
+    seq, index = Sequence(text(70), SamplingParams(max_tokens=9), 0), torch.tensor([[0, 40, 70], [1, 2, 69]])
+    reads = [lambda kv, layer: kv.span(seq.id, layer, 0, 70), lambda kv, layer: kv.chosen(seq.id, layer, index)]
+    for token, read in zip([1, 2], reads, strict=True):
+        for llm in (plain, away):
+            llm.runner.extend([seq], [Draft.chain([token + 50])])  # not what comes there
+        for layer in (0, 1):
+            assert torch.equal(read(away.runner.kv, layer), read(plain.runner.kv, layer))
+        seq.tokens.append(token)
+    for llm in (plain, away):
+        llm.runner.free(seq)
+        assert_released(llm)
+
+
 def test_the_last_tokens_are_read_where_views_look_at_queries(make_llm):
     llm = make_llm()
     for view, found in (("streaming:budget=64", 99), ("snapkv:budget=64,window=8,recent=8,rebuild=16", 92)):
