@@ -598,3 +598,14 @@ def test_within_a_view_only_what_is_cheap_is_asked(tiny_llm):
     tiny_llm.speculative_config = {"method": "cascade", "view": "streaming:budget=64", "drafter": "auto"}
     inner = tiny_llm.engine.drafter.inner
     assert inner.sources and all(source.drafter.cheap for source in inner.sources)
+
+
+def test_riders_of_a_source_ride_behind_what_was_picked(tiny_llm):
+    """Lookahead's, whose windows hang on each other: they switch nothing off, and learn for later guesses."""
+    prompt, options = "Once upon a time there was a dog. Once upon a time", {"max_tokens": 48, "temperature": 0}
+    (plain,) = tiny_llm.generate(prompt, **options)
+    lookahead = {"method": "lookahead", "window_size": 3, "ngram_size": 3}
+    tiny_llm.speculative_config = {"method": "auto", "drafters": [lookahead, {"method": "ngram"}]}
+    (output,) = tiny_llm.generate(prompt, **options)
+    assert output.token_ids == plain.token_ids and output.metrics["drafter_error"] is None
+    assert "lookahead" in output.drafted_by
