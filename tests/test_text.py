@@ -158,6 +158,21 @@ def ids(tokenizer, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
+@pytest.mark.parametrize("named", ["LlamaTokenizer", "GPT2Tokenizer"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen2"])
+def test_a_tokenizer_json_is_taken_as_it_is(tmp_path, model_type, named):
+    """By class or kind of model transformers would build another of its vocabulary: of other rules, other tokens."""
+    tokenizer = other("llama legacy")
+    tokenizer.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": named, "eos_token": "</s>"}))
+    found = read_tokenizer(tmp_path)
+    for text in (STORY, "  a girl", "▁a"):
+        assert ids(found, text) == ids(tokenizer, text)
+        assert found.decode(ids(found, text)) == tokenizer.decode(ids(tokenizer, text))
+    assert found.eos_token_id == tokenizer.eos_token_id
+
+
 @pytest.mark.parametrize("kind", ["llama legacy", "llama", "bytes"])
 def test_a_long_prompt_that_ends_amid_a_character(kind):
     """No window of what is decoded may begin there: the rest of the character would be no character."""

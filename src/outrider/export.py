@@ -19,7 +19,7 @@ from outrider.config import DTYPES, ModelConfig, Names
 from outrider.errors import ConfigError, UnsupportedArchitecture, brief
 from outrider.families import FAMILIES
 from outrider.files import expand, new_folder, replacing, write_text
-from outrider.load import Builder, Progress, Source, finite, open_source, read_config, read_tokenizer
+from outrider.load import Builder, Progress, Source, finite, open_source, read_config
 from outrider.model import Rotary
 from outrider.ops import untouched
 from outrider.quantize import Rounded, rounded
@@ -161,8 +161,10 @@ def _same_config(source: Source, folder: Path) -> None:
 
 def _same_tokenizer(tokenizer: Any, source: Source, folder: Path) -> None:
     """Raises UnsupportedArchitecture where transformers takes another tokenizer for such a model than was written."""
+    from transformers import AutoTokenizer
+
     special = " a".join(tokenizer.get_added_vocab())
-    found: Any = read_tokenizer(folder)
+    found: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     for text in ("", *TELLING, special):
         ids = tokenizer(text)["input_ids"]
         if found(text)["input_ids"] != ids or found.decode(ids) != tokenizer.decode(ids):

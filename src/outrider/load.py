@@ -243,16 +243,18 @@ def _reason(error: BaseException) -> str:
 
 
 def read_tokenizer(path: Path) -> Any:
-    """The folder's tokenizer, or None if it has none."""
+    """The folder's tokenizer, or None if it has none. A `tokenizer.json` is taken as it is, whatever class is named."""
     if not any((path / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
         return None
     for file in path.glob("*.*"):
         if file.suffix in (".json", ".jinja", ".model", ".txt"):
             check_regular(file)
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    # AutoTokenizer builds another of some files' vocabularies, with its class's rules in place of the file's
+    kind = PreTrainedTokenizerFast if (path / "tokenizer.json").exists() else AutoTokenizer
     try:
-        tokenizer = _tried(path, lambda: AutoTokenizer.from_pretrained(path, trust_remote_code=False))
+        tokenizer = _tried(path, lambda: kind.from_pretrained(path, trust_remote_code=False))
     except CheckpointError as error:
         if (path / "tokenizer.json").exists() or not (path / "tokenizer.model").exists():
             raise
