@@ -370,6 +370,19 @@ def test_a_chat_template_may_lie_in_a_file_of_its_own(tmp_path):
         read_tokenizer(folder)
 
 
+def test_a_config_that_names_no_end_of_text_has_none(make_checkpoint, tmp_path):
+    """Llama's default in transformers, 2, is any token of another vocabulary."""
+    folder = copytree(make_checkpoint(), tmp_path / "model")
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    del config["eos_token_id"]
+    (folder / "config.json").write_text(json.dumps(config))
+    llm = LLM(folder, device="cpu")
+    assert llm.runner.model.config.eos == ()
+    (output,) = llm.generate([3, 5], temperature=0, max_tokens=4, logit_bias={2: 100})
+    assert (output.token_ids, output.finish_reason) == ([2] * 4, "length")
+
+
 def test_ends_of_text_outside_the_vocabulary_are_none(make_checkpoint, tmp_path):
     """Some configs say -1 for none, others name tokens that the model lacks: nothing may be banned for these."""
     folder = copytree(make_checkpoint(), tmp_path / "model")

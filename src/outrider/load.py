@@ -228,7 +228,7 @@ def read_config(path: Path) -> ModelConfig:
         families.read(raw)  # which may say it in our words
         raise CheckpointError(f"{path / 'config.json'}: {_reason(error)}") from None
     generation = read_json(path / "generation_config.json") if (path / "generation_config.json").exists() else {}
-    eos = generation.get("eos_token_id", families.text_part(hf).get("eos_token_id"))
+    eos = generation.get("eos_token_id", inner.get("eos_token_id"))  # what the file says: hf has a class's default
     eos = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if any(type(token) is not int for token in eos):
         raise CheckpointError(f"{path}: eos_token_id must be a token id or a list of them, not {brief(eos)}")
