@@ -9,6 +9,7 @@ from shutil import copytree
 import pytest
 import torch
 from helpers import ScriptedDrafter, logits_after, run, use
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
@@ -353,6 +354,20 @@ def test_the_tokenizers_end_of_text_ends_a_text(tmp_path):
     llm.tokenizer.add_tokens("<|beyond|>")
     llm.tokenizer.eos_token = "<|beyond|>"
     assert ends_of(llm.runner.model.config, llm.tokenizer) == (5, end)
+
+
+def test_weights_are_fetched_once(make_checkpoint, monkeypatch):
+    """gpt-oss's and Mistral's repositories hold them once more, in their makers' layout."""
+    there, fetched = make_checkpoint(), set()
+    own = {"config.json", "model.safetensors", "tokenizer.json", "additional_chat_templates/tool_use.jinja"}
+
+    def download(_: str, **patterns: object) -> str:
+        others = {"original/config.json", "original/model.safetensors", "consolidated.safetensors", "metal/model.bin"}
+        fetched.update(filter_repo_objects(own | others, **patterns))
+        return str(there)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert find("owner/name") == there and fetched == own
 
 
 def test_a_chat_template_may_lie_in_a_file_of_its_own(tmp_path):

