@@ -103,6 +103,15 @@ def test_special_tokens(tokenizer):
     assert "".join(pieces(tokenizer, tokens, skip_special_tokens=False)[0]) == "Hi<|bos|>"
 
 
+@pytest.mark.parametrize("count", [10, 63, 64, 65, 200])
+def test_a_character_behind_many_special_tokens_is_whole(tokenizer, count):
+    """As a model writes the end of its text over and over that is not to end."""
+    word, bird = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("Hi", "🙂"))
+    assert len(bird) > 1
+    taken, _ = pieces(tokenizer, [*word, *[tokenizer.bos_token_id] * count, *bird])
+    assert "".join(taken) == "Hi🙂"
+
+
 def test_stop_strings_count_only_behind_min_tokens(tokenizer):
     tokens = tokenizer("One two, two three two", add_special_tokens=False)["input_ids"]
     first = next(i for i in range(len(tokens)) if "two" in tokenizer.decode(tokens[: i + 1])) + 1

@@ -112,8 +112,8 @@ class TextStream:
             if self._known > WINDOW and self._chunk:
                 del self._window[: self._chunk]
                 self._base, self._chunk, self._known = self._decode(self._window), 0, len(self._window)
-        elif late:
-            self._window.pop()  # special tokens, or the like, without end
+        elif now == whole and len(self._window) - self._known > WINDOW:
+            del self._window[self._known :]  # special tokens, or the like: no part of a character
 
     def _add(self, fresh: str) -> None:
         if not self.stops:
