@@ -469,6 +469,16 @@ def test_runs_of_spaces_that_are_added_tokens():
     assert spelt == [b" a", b"\n", b"  ", b"<end>"] and b"".join(spelt).decode() == tokenizer.decode(range(4))
 
 
+def test_words_among_pieces_of_bytes():
+    """As in vocabularies that were extended by hand: what bytes are not spelt with is text, to the decoder, too."""
+    backend = Tokenizer(models.BPE({"\u0120a": 0, "\u00e6": 1, "\u65e5\u672c": 2, "\u2581b": 3}, []))
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    spelt = [Vocabulary(tokenizer).bytes(token) for token in range(4)]
+    assert spelt == [b" a", b"\xe6", "\u65e5\u672c".encode(), "\u2581b".encode()]
+    assert [piece.decode("utf-8", "replace") for piece in spelt] == [tokenizer.decode(token) for token in range(4)]
+
+
 def test_echo_of_the_prompt_alone(client):
     body = {"prompt": PROMPT, "max_tokens": 0, "echo": True}
     answer = client.complete(body)[0]

@@ -39,8 +39,8 @@ class Vocabulary:
         if piece is None:  # a row of the model's that pads its matrix
             return b""
         if token not in self.added:
-            if self._byte_level:
-                return bytes(_byte_of().get(c, 0x3F) for c in piece)
+            if self._byte_level and _byte_of().keys() >= set(piece):  # as the decoder has it, any other is text
+                return bytes(_byte_of()[c] for c in piece)
             if found := BYTE.fullmatch(piece):
                 return bytes([int(found[1], 16)])
         text = str(piece).replace("\u2581", " ") if self._pieces else str(piece)  # of added ones, too: Gemma's spaces
