@@ -323,6 +323,10 @@ def names(llm: LLM) -> list[str]:
 def test_what_comes_with_the_target_is_a_candidate(tiny_llm, make_checkpoint, random_llm, monkeypatch):
     tiny_llm.speculative_config = {"method": "auto"}
     assert {"suffix", "draft_model", "medusa"} <= {*names(tiny_llm)}
+    alone = sorted(names(tiny_llm))
+    for given in ("tiny-draft", str(find("tiny-medusa")), str(find("tiny") / ".." / "tiny-draft")):
+        tiny_llm.speculative_config = {"method": "auto", "model": given}
+        assert sorted(names(tiny_llm)) == alone, f"{given} comes with the target, and was taken twice"
     random_llm.speculative_config = {"method": "auto"}
     assert names(random_llm) == ["suffix"]
     monkeypatch.setattr("outrider.drafters.auto.HEAVY", 0)

@@ -38,7 +38,7 @@ from outrider.costs import Costs, Learnt, cache_file
 from outrider.draft import Draft, Verdict
 from outrider.errors import ConfigError, OutriderError
 from outrider.files import processor
-from outrider.find import ASSETS, companions, heads, kind_of, stores
+from outrider.find import ASSETS, companions, find, heads, kind_of, stores
 from outrider.ops import Graphs, native
 from outrider.runner import Output, Runner
 from outrider.sequence import Sequence
@@ -146,7 +146,9 @@ class Auto(Drafter):
             self.parts.append(drafters.inner("auto", {"method": "recycle"}))
         names, model = [self.model] if self.model else [], target.model
         if not self.drafters and target.path is not None and target.base is None:
-            names += companions(target.path) + ([] if self.datastore else stores(target.path))
+            offered = companions(target.path) + ([] if self.datastore else stores(target.path))
+            own = _place(self.model) if self.model else None  # which may be one of them, by another name
+            names += [name for name in offered if Path(name).resolve() != own]
             if native.runs(model.dtype, model.device):  # a GPU takes as long for a small head as that saves
                 known = {Path(name).name for name in names}
                 found = heads(model.config.hidden_size, model.config.vocab_size)
@@ -330,6 +332,11 @@ class Auto(Drafter):
     def kv_bytes(self, tokens: int) -> int:
         """What all sources hold together."""
         return sum([part.kv_bytes(tokens) for part in self.holding])
+
+
+def _place(name: str) -> Path:
+    """Where a model, a head or a store lies."""
+    return (Path(name) if Path(name).suffix == ".store" else find(name)).resolve()
 
 
 def _forwards(target: Runner) -> dict[int, float]:
