@@ -575,8 +575,11 @@ class Server:
         """`/metrics`."""
         return Response(self.metrics.text(), media_type=PROMETHEUS)
 
-    async def page(self) -> Response:
-        """The chat page."""
+    async def page(self, request: Request) -> Response:
+        """The chat page, whose own addresses begin behind a slash that a proxy's path may lack."""
+        root = request.scope.get("root_path", "")
+        if root and request.scope.get("raw_path") == 2 * root.encode():  # uvicorn puts it before what has come
+            return Response(status_code=307, headers={"location": f"{root}/"})
         body, headers = page()
         return Response(body, headers=headers)
 
