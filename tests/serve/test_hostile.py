@@ -382,6 +382,7 @@ def test_strange_texts(client, path, more):
         {"drain": math.nan}, {"reasoning": 1}, {"chat_template": None}, {"defaults": {"temperature": -5}},
         {"defaults": {"nonsense": 5}}, {"defaults": None}, {"cors_origins": ["http://x", " / "]},
         {"keep_alive": 0}, {"event_interval": 7200}, {"drain": math.inf}, {"stall": math.inf},
+        *({"cors_origins": [no]} for no in ("a.example", "http://a.example/b", "http://A.example", "http://*.example")),
     ],
 )  # fmt: skip
 def test_settings_of_a_file_are_checked(given_):

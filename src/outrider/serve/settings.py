@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -14,6 +15,8 @@ from outrider.errors import CheckpointError, ConfigError, brief
 from outrider.files import expand
 
 SAMPLED_BY = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+# all, or as browsers send them, since they are compared as texts
+ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#*\sA-Z]+")
 # below 0.1, streams would be full of comments
 SECONDS = {"keep_alive": (0.1, 86400), "event_interval": (0, 3600), "drain": (0, 86400)}
 
@@ -49,6 +52,11 @@ class Settings:
             if not all(found) or not (found or name != "names"):
                 raise ConfigError(f"{name} must be a list of texts, none of them empty")
             object.__setattr__(self, name, found)
+        if wrong := [own for own in self.cors_origins if not ORIGIN.fullmatch(own)]:
+            raise ConfigError(
+                f"cors_origins are * or what browsers send, such as https://a.example or http://localhost:3000 (in "
+                f"small letters, without a path), not {brief(wrong[0])}"
+            )
         check_numbers(self)
         for name, (low, high) in SECONDS.items():
             if real(value := getattr(self, name), low, high) is None:
