@@ -732,6 +732,8 @@ def test_metrics(client):
         assert all('model_name="tiny"' in given and 'engine="0"' in given for given, _ in found)
         return sum(mine)
 
+    for reason in ("stop", "length", "abort", "error"):
+        assert value("vllm:request_success_total", f'finished_reason="{reason}"') == 0
     body = {"prompt": "the cat and the dog and the cat and the dog and", "temperature": 0, "max_tokens": 40}
     answer = client.complete({**body, "ignore_eos": True}, {"prompt": PROMPT, "n": 2, "max_tokens": 3, "seed": 1})[0]
     spec = answer["metrics"]["speculative_decoding"]

@@ -91,6 +91,8 @@ class Metrics:
             (*self._labels, "finished_reason"),
             registry=self.registry,
         )
+        for reason in ("stop", "length", "abort", "error"):  # from the start: of what was not there no rise is seen
+            self._success.labels(**self._labels, finished_reason=reason)
         self._position = Counter(
             "vllm:spec_decode_num_accepted_tokens_per_pos", "Drafted tokens accepted, by depth in the draft.",
             (*self._labels, "position"), registry=self.registry,
