@@ -37,6 +37,7 @@ from outrider.plan import (
     against,
     expected,
     published,
+    seen_in,
     share_within,
     traffic,
 )
@@ -228,6 +229,37 @@ def test_against_what_was_measured(tmp_path):
     right, wrong = against(file, planner, 512)
     assert right.predicted == pytest.approx(2.2, rel=0.05) and abs(right.off) < 0.15 < abs(wrong.off)
     assert share_within([right, wrong]) == 0.5 and share_within([]) == 0.0
+
+
+def test_acceptance_of_own_prompts(capsys, monkeypatch, tmp_path):
+    """Of a benchmark's lines: the chance by which a chain of the draft's length gives the tokens a forward that it had.
+
+    Of several lengths the one that gave most counts; methods without a plan, and those not run, are not promised.
+    """
+    half = {"draft_acceptance_rate": None, "acceptance_length": expected(0.5, 4)}
+    long = {"method": "ngram k=8", "speculative_config": {"method": "ngram", "num_speculative_tokens": 8}}
+    long |= {"draft_acceptance_rate": None, "acceptance_length": expected(0.6, 8)}
+    auto = {"method": "auto k=8", "speculative_config": {"method": "auto", "num_speculative_tokens": 8}}
+    lines = [line(**half), line(**long), line(**half, suite="letters"), line(**auto)]
+    (file := tmp_path / "results.jsonl").write_text("\n".join(lines))
+    rates = seen_in(file)
+    assert {at: round(rate.chance, 6) for at, rate in rates.items()} == {
+        ("ngram", "chat"): 0.6,
+        ("ngram", "letters"): 0.5,
+    }
+    code, out, err = run(
+        capsys, monkeypatch, "--device", "h100", "--model", "tiny", "--acceptance", str(file), "--json"
+    )
+    found = [json.loads(text) for text in out.splitlines()]
+    assert code == 0 and {(each["method"], each["suite"]) for each in found} == set(rates), err
+    assert all(each["source"].endswith("results.jsonl") for each in found)
+    (never := tmp_path / "plain.jsonl").write_text(line(acceptance_length=1.0, draft_acceptance_rate=0.0))
+    assert seen_in(never)["ngram", "chat"].chance < 1e-6
+    never.write_text(line(**auto))
+    for flags, message in [(("--suite", "chat"), "leave --suite out"), ((), "no line has a method with a plan")]:
+        where = file if flags else never
+        code, _, err = run(capsys, monkeypatch, "--device", "h100", "--acceptance", str(where), *flags)
+        assert code == 2 and message in err
 
 
 TIMED = Timed(  # a row costs a tenth of a forward, a thousand keys as much, and half of that for each row more

@@ -8,7 +8,8 @@ keys, MagicDec, 2408.11049). Nothing is loaded: the model's config is enough.
 
 The machine is measured here or one of `DEVICES`, by its makers' figures times what kernels reach of them. Where the
 model's weights are at hand, its forwards are measured instead (`Timed`, bench/forwards.py). Acceptance is from
-`ACCEPTANCE`: where it was measured it says on what; else it is assumed, and says so.
+`ACCEPTANCE`: where it was measured it says on what; else it is assumed, and says so. Or it is from lines of
+`outrider bench` (`seen_in`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -351,10 +352,23 @@ class Planner:
         at = suite, context, batch, k, speed, speed / plain, expected(chance, k), memory
         return Prediction(method, *at, memory <= self.device.memory, chance, source)
 
-    def table(self, methods: list[str], suites: list[str], contexts: list[int], batches: list[int]) -> list[Prediction]:
-        """Every method in every cell."""
+    def table(
+        self,
+        methods: list[str],
+        suites: list[str],
+        contexts: list[int],
+        batches: list[int],
+        rates: Mapping[tuple[str, str], Rate] | None = None,
+    ) -> list[Prediction]:
+        """Every method in every cell; with `rates`, by method and suite, those alone of which they say something."""
         cells = [(s, c, b) for s in suites for c in contexts for b in batches]
-        return [self.predict(method, *cell) for cell in cells for method in methods]
+        known = {} if rates is None else rates
+        return [
+            self.predict(method, *cell, known.get((method, cell[0])))
+            for cell in cells
+            for method in methods
+            if rates is None or (method, cell[0]) in rates
+        ]
 
 
 @dataclass(frozen=True)
@@ -446,28 +460,68 @@ def against(path: Path, planner: Planner, context: int) -> Iterator[Miss]:
 
     Lines of methods that have no plan, and of drafts without a fixed length, are left out. Raises ConfigError.
     """
-    for line, data in numbered(path):
+    for line in _lines(path):
+        config, at = line.config, whole(line.data.get("context"), 1) or context
+        seen = re.search(r"budget=(\d+)", str(config.get("view") or config.get("kv")))
+        keys = int(seen[1]) if seen else None
+        steps = (_counts(line.data.get("draft_lengths")) if line.batch == 1 else {}) or {line.k: 1}  # of many: the mean
+        # of a step whose tokens are all wrong
+        seconds = {n: line.batch / planner.step(line.kind, line.batch, at, 0.0, n, keys)[0] for n in {0, *steps}}
+        drafted = sum(count * seconds[n] for n, count in steps.items()) / sum(steps.values())
+        name = f"{line.suite}, {at} tokens, {line.batch} at a time: {line.data['method']}"
+        yield Miss(name, line.speedup, line.length * seconds[0] / drafted)
+
+
+def seen_in(path: Path) -> dict[tuple[str, str], Rate]:
+    """By method and suite the chance that the lines of `outrider bench` show, of your own prompts, say.
+
+    Of several lines, that of the most tokens a forward. Lines are left out as in `against`. Raises ConfigError.
+    """
+    best: dict[tuple[str, str], _Line] = {}
+    for line in _lines(path):
+        best[line.kind, line.suite] = max(line, best.get((line.kind, line.suite), line), key=lambda each: each.length)
+    return {at: Rate(_chance(line.length, line.k), f"{path.parent.name}/{path.name}") for at, line in best.items()}
+
+
+def _chance(length: float, k: int) -> float:
+    """With which a chain of k gives so many tokens a step: `expected`, the other way round."""
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if expected(middle, k) < length else (low, middle)
+    return high
+
+
+class _Line(NamedTuple):
+    """What a line says of a method that has a plan; k: how many nodes it drafted in a step, where it did."""
+
+    suite: str
+    kind: str
+    batch: int
+    k: int
+    length: float
+    speedup: float
+    config: dict[str, Any]
+    data: dict[str, Any]
+
+
+def _lines(path: Path) -> Iterator[_Line]:
+    for number, data in numbered(path):
         config, method = data.get("speculative_config"), data.get("method")
         config = config if isinstance(config, dict) else {}
         length, speedup = real(data.get("acceptance_length"), 1, 1e3), real(data.get("speedup"), 1e-6, 1e6)
-        batch, at = whole(data.get("batch"), 1, 2**20), whole(data.get("context"), 1) or context
+        batch = whole(data.get("batch"), 1, 2**20)
         if length is None or speedup is None or batch is None or not isinstance(method, str):
-            raise ConfigError(f"{path}, line {line}: no result of outrider bench")
+            raise ConfigError(f"{path}, line {number}: no result of outrider bench")
         named = re.search(r" k=(\d+)$", method)
         k = whole(config.get("num_speculative_tokens") or (int(named[1]) if named else None), 1, 256)
-        kind, seen = config.get("method"), re.search(r"budget=(\d+)", str(config.get("view") or config.get("kv")))
+        kind = config.get("method")
         kind = "self:view=streaming:budget=512" if kind == "self" and "view" in config else kind
         if k is None or kind not in ACCEPTANCE:
             continue
         if rate := real(data.get("draft_acceptance_rate"), 0, 1):  # where nothing is found, fewer are drafted
             k = min(k, max(1, round((length - 1) / rate)))
-        keys = int(seen[1]) if seen else None
-        steps = (_counts(data.get("draft_lengths")) if batch == 1 else {}) or {k: 1}  # of many the mean is near each
-        # of a step whose tokens are all wrong
-        seconds = {n: batch / planner.step(kind, batch, at, 0.0, n, keys)[0] for n in {0, *steps}}
-        drafted = sum(count * seconds[n] for n, count in steps.items()) / sum(steps.values())
-        name = f"{data.get('suite', 'text')}, {at} tokens, {batch} at a time: {method}"
-        yield Miss(name, speedup, length * seconds[0] / drafted)
+        yield _Line(str(data.get("suite", "text")), kind, batch, k, length, speedup, config, data)
 
 
 def _counts(value: object) -> dict[int, int]:

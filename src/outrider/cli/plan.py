@@ -29,6 +29,7 @@ from outrider.plan import (
     Shape,
     Timed,
     numbered,
+    seen_in,
     share_within,
     traffic,
 )
@@ -36,6 +37,7 @@ from outrider.plan import against as compared
 from outrider.plan import published as seeds
 
 COUNTED = "counted_collectives", "counted_bytes"
+NO_LINE = "no line has a method with a plan and a fixed draft length"
 
 
 def plan(
@@ -48,6 +50,9 @@ def plan(
     context: Annotated[str, typer.Option(help="Tokens of text, with commas.")] = "1024,32768",
     batch: Annotated[str, typer.Option(help="Sequences at a time, with commas.")] = "1,8",
     suite: Annotated[str, typer.Option(help="Traffic, with commas: chat, code, edit, summarise, stories.")] = "chat",
+    acceptance: Annotated[
+        Path | None, typer.Option(help="A results.jsonl of bench, of your own prompts, say, in place of --suite.")
+    ] = None,
     draft: Annotated[str | None, typer.Option(help="The draft model; default: one of a tenth of the target.")] = None,
     quantization: Quantization = None,
     ranks: Annotated[
@@ -88,8 +93,14 @@ def plan(
     contexts, batches = read_ints(context, "--context"), read_ints(batch, "--batch")
     if against is not None and len(contexts) > 1 and "context" in given_options(asked):
         raise ConfigError(f"--against takes one --context, for lines that do not say theirs; {context} are several")
-    suites = list(dict.fromkeys(name.strip() for name in suite.split(",")))
-    if bad := [name for name in suites if name not in SUITES]:
+    suites, rates = list(dict.fromkeys(name.strip() for name in suite.split(","))), None
+    if acceptance is not None:
+        if "suite" in given_options(asked):
+            raise ConfigError("--acceptance has suites of its own; leave --suite out")
+        if not (rates := seen_in(acceptance)):
+            raise ConfigError(f"--acceptance {acceptance}: {NO_LINE}")
+        suites = list(dict.fromkeys(name for _, name in rates))
+    elif bad := [name for name in suites if name not in SUITES]:
         raise ConfigError(f"--suite {bad[0]!r} is unknown; valid: {', '.join(SUITES)}")
     if device != "here" and device not in DEVICES:
         raise ConfigError(f"--device {device!r} is unknown; valid: here, {', '.join(DEVICES)}")
@@ -114,7 +125,7 @@ def plan(
     if against is not None:
         _compare(list(compared(against, planner, contexts[0])), as_json, console)
         return
-    found = planner.table(list(ACCEPTANCE), suites, contexts, batches)
+    found = planner.table(list(ACCEPTANCE), suites, contexts, batches, rates)
     for name, config in configs.items():
         if max(contexts) > config.context:
             tell(f"{name} reads {config.context} tokens: lines of more say what it would give if it read them")
@@ -226,7 +237,9 @@ def _timed(name: str, quantization: str | None, machine: Device) -> Timed | None
 
 
 def _table(suite: str, found: list[Prediction], planner: Planner) -> Table:
-    table = Table("context", "batch", "method", "k", "tokens/s", "speed-up", "memory", "right", box=SIMPLE, title=suite)
+    table = Table(
+        "context", "batch", "method", "k", "tokens/s", "speed-up", "memory", "right", box=SIMPLE, title=as_line(suite)
+    )
     for column in table.columns:
         column.no_wrap = True
     cells: dict[tuple[int, int], list[Prediction]] = {}
@@ -240,13 +253,13 @@ def _table(suite: str, found: list[Prediction], planner: Planner) -> Table:
         for p in sorted(own, key=lambda p: -p.speedup):
             memory = f"{p.memory / 1e9:.1f} GB" + ("" if p.fits else "!")
             row = [p.method, str(p.k), f"{p.tokens_per_second:.0f}", f"{p.speedup:.2f}", memory]
-            table.add_row("", "", *row, f"{p.chance:.0%}, {p.source}", style="bold" if p is best else "")
+            table.add_row("", "", *row, f"{p.chance:.0%}, {as_line(p.source)}", style="bold" if p is best else "")
     return table
 
 
 def _compare(known: list[Miss], as_json: bool, console: Console) -> None:
     if not known:
-        raise ConfigError("no line has a method with a plan and a fixed draft length")
+        raise ConfigError(NO_LINE)
     if as_json:
         for miss in known:
             put_json(dataclasses.asdict(miss) | {"off": miss.off})
