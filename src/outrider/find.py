@@ -70,9 +70,10 @@ def find(name: str | Path, weights: bool = True) -> Path:
     from huggingface_hub import snapshot_download
 
     patterns = PATTERNS if weights else ["*.json"]
-    if wanted:  # of a file all splits; a part of a name in any case: Q4_K_M is q4_k_m in some repositories
-        any_case = re.sub("[a-zA-Z]", lambda letter: f"[{letter[0].lower()}{letter[0].upper()}]", wanted)
-        patterns = [file, re.sub(r"-\d{5}-of-", "-*-of-", file)] if file else [any_case]
+    if file:  # and all its splits
+        patterns = [file, re.sub(r"-\d{5}-of-", "-*-of-", file)]
+    elif inside:  # in any case: Q4_K_M is q4_k_m in some repositories
+        patterns = [re.sub("[a-zA-Z]", lambda letter: f"[{letter[0].lower()}{letter[0].upper()}]", wanted)]
 
     def fetch(patterns: list[str]) -> Path:
         try:

@@ -238,7 +238,7 @@ class File:
             size = self._number("attention.key_length", self._number("embedding_length") // heads)
             kv = self._number("attention.head_count_kv", heads) * size
             rows = [heads * size, kv, kv]
-            if found.blocks.dim() != 2 or len(found.blocks) != sum(rows):
+            if len(found.blocks) != sum(rows):
                 raise CheckpointError(f"{self.path}: {name} of shape {found.shape} should have {sum(rows)} rows")
             for part, blocks in zip("qkv", torch.split(found.blocks, rows), strict=True):
                 own = Stored(found.kind, (len(blocks), *found.shape[1:]), blocks)

@@ -362,9 +362,8 @@ class Planner:
     ) -> list[Prediction]:
         """Every method in every cell; with `rates`, by method and suite, those alone of which they say something."""
         cells = [(s, c, b) for s in suites for c in contexts for b in batches]
-        known = {} if rates is None else rates
         return [
-            self.predict(method, *cell, known.get((method, cell[0])))
+            self.predict(method, *cell, None if rates is None else rates[method, cell[0]])
             for cell in cells
             for method in methods
             if rates is None or (method, cell[0]) in rates
@@ -461,12 +460,10 @@ def against(path: Path, planner: Planner, context: int) -> Iterator[Miss]:
     Lines of methods that have no plan, and of drafts without a fixed length, are left out. Raises ConfigError.
     """
     for line in _lines(path):
-        config, at = line.config, whole(line.data.get("context"), 1) or context
-        seen = re.search(r"budget=(\d+)", str(config.get("view") or config.get("kv")))
-        keys = int(seen[1]) if seen else None
+        at = whole(line.data.get("context"), 1) or context
         steps = (_counts(line.data.get("draft_lengths")) if line.batch == 1 else {}) or {line.k: 1}  # of many: the mean
         # of a step whose tokens are all wrong
-        seconds = {n: line.batch / planner.step(line.kind, line.batch, at, 0.0, n, keys)[0] for n in {0, *steps}}
+        seconds = {n: line.batch / planner.step(line.kind, line.batch, at, 0.0, n, line.seen)[0] for n in {0, *steps}}
         drafted = sum(count * seconds[n] for n, count in steps.items()) / sum(steps.values())
         name = f"{line.suite}, {at} tokens, {line.batch} at a time: {line.data['method']}"
         yield Miss(name, line.speedup, line.length * seconds[0] / drafted)
@@ -493,7 +490,7 @@ def _chance(length: float, k: int) -> float:
 
 
 class _Line(NamedTuple):
-    """What a line says of a method that has a plan; k: how many nodes it drafted in a step, where it did."""
+    """What a line says of a method that has a plan; k: nodes of a draft, `seen`: keys that it sees at most."""
 
     suite: str
     kind: str
@@ -501,7 +498,7 @@ class _Line(NamedTuple):
     k: int
     length: float
     speedup: float
-    config: dict[str, Any]
+    seen: int | None
     data: dict[str, Any]
 
 
@@ -521,7 +518,9 @@ def _lines(path: Path) -> Iterator[_Line]:
             continue
         if rate := real(data.get("draft_acceptance_rate"), 0, 1):  # where nothing is found, fewer are drafted
             k = min(k, max(1, round((length - 1) / rate)))
-        yield _Line(str(data.get("suite", "text")), kind, batch, k, length, speedup, config, data)
+        budget = re.search(r"budget=(\d+)", str(config.get("view") or config.get("kv")))
+        seen = int(budget[1]) if budget else None
+        yield _Line(str(data.get("suite", "text")), kind, batch, k, length, speedup, seen, data)
 
 
 def _counts(value: object) -> dict[int, int]:
