@@ -649,14 +649,12 @@ def test_parameters_for_each_prompt(tiny_llm):
         tiny_llm.generate(["Once"], [{"max_tokens": 3}])
 
 
-def test_a_head_is_no_model(make_checkpoint, tmp_path):
+def test_a_head_is_no_model(folder):
     with refused(UnsupportedArchitecture, "no model but a head for one: give it to method medusa"):
         LLM("tiny-medusa")
     with refused(ModelNotFound, "tiny, tiny-draft)", "smollm2"):
         LLM("nothere")
-    folder = make_checkpoint()  # a model that has heads beside its own weights is one
-    about = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**about, "medusa_num_heads": 3}))
+    edit(folder, medusa_num_heads=3)  # a model that has heads beside its own weights is one
     LLM(folder, dtype="float32", device="cpu")
 
 
