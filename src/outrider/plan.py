@@ -58,7 +58,7 @@ DEVICES = {  # GB/s, dense bfloat16 TFLOP/s and GB as published; CPUs: one socke
     "xeon-8480": _made(307, 115, 512, CPU), "xeon-6980p": _made(844, 260, 768, CPU),
     "ryzen-7950x": _made(83, 4.6, 64, CPU), "ryzen-9950x": _made(89, 9, 64, CPU),
 }  # fmt: skip
-SUITES = ("chat", "code", "edit", "summarise", "stories")
+SUITES = ("chat", "code", "maths", "summarise", "edit", "stories")
 
 
 class Rate(NamedTuple):
@@ -73,15 +73,16 @@ def _measured(source: str, **suites: float) -> dict[str, Rate]:
 
 
 ACCEPTANCE: dict[str, dict[str, Rate]] = {  # chains whose tokens a forward are those measured
-    "ngram": _measured("smollm2, k=auto", chat=0.66, code=0.41, edit=0.69, summarise=0.38)
+    "ngram": _measured("smollm2, k=8", chat=0.49, code=0.48, maths=0.42, summarise=0.48, edit=0.66)
     | _measured("tiny-1.5b, k=8", stories=0.18),
-    "suffix": _measured("smollm2, k=auto", chat=0.66, code=0.49, edit=0.66, summarise=0.41)
+    "suffix": _measured("smollm2, k=16", chat=0.53, code=0.58, maths=0.50, summarise=0.50, edit=0.69)
     | _measured("tiny-1.5b, k=16", stories=0.31),
     "draft_model": _measured("tiny-1.5b with tiny-draft, k=8", code=0.79, edit=0.25, stories=0.75),
     "self:weights=int4": _measured("smollm2, 5 ahead", chat=0.85, code=0.93, edit=0.93, summarise=0.70),
     "self:weights=int8": {}, "self:view=streaming:budget=512": {}, "medusa": _measured(
         "tiny-1.5b, tree of 5", code=0.26, edit=0.16, stories=0.45
-    ), "recurrent": {}, "eagle3": {},
+    ), "recurrent": _measured("smollm2, tree of 6", chat=0.43, code=0.42, maths=0.52),
+    "eagle3": _measured("smollm2, tree of 6", chat=0.42, code=0.45, maths=0.54),
 }  # fmt: skip
 ASSUMED = {
     "ngram": 0.3, "suffix": 0.35, "draft_model": 0.7, "self:weights=int4": 0.85, "self:weights=int8": 0.95,
@@ -472,12 +473,14 @@ def against(path: Path, planner: Planner, context: int) -> Iterator[Miss]:
 def seen_in(path: Path) -> dict[tuple[str, str], Rate]:
     """By method and suite the chance that the lines of `outrider bench` show, of your own prompts, say.
 
-    Of several lines, that of the most tokens a forward. Lines are left out as in `against`. Raises ConfigError.
+    It is that of a chain in every step, as in ACCEPTANCE, steps that found nothing counted: by it `predict` comes to
+    the tokens a forward that were seen. Of several lines, that of the most tokens a forward. Lines are left out as in
+    `against`. Raises ConfigError.
     """
     best: dict[tuple[str, str], _Line] = {}
     for line in _lines(path):
         best[line.kind, line.suite] = max(line, best.get((line.kind, line.suite), line), key=lambda each: each.length)
-    return {at: Rate(_chance(line.length, line.k), f"{path.parent.name}/{path.name}") for at, line in best.items()}
+    return {at: Rate(_chance(line.length, line.most), f"{path.parent.name}/{path.name}") for at, line in best.items()}
 
 
 def _chance(length: float, k: int) -> float:
@@ -490,12 +493,13 @@ def _chance(length: float, k: int) -> float:
 
 
 class _Line(NamedTuple):
-    """What a line says of a method that has a plan; k: nodes of a draft, `seen`: keys that it sees at most."""
+    """What a line says of a method that has a plan; `seen`: keys that a draft sees at most."""
 
     suite: str
     kind: str
     batch: int
-    k: int
+    most: int  # nodes of a draft
+    k: int  # of a step's draft, on average
     length: float
     speedup: float
     seen: int | None
@@ -511,16 +515,16 @@ def _lines(path: Path) -> Iterator[_Line]:
         if length is None or speedup is None or batch is None or not isinstance(method, str):
             raise ConfigError(f"{path}, line {number}: no result of outrider bench")
         named = re.search(r" k=(\d+)$", method)
-        k = whole(config.get("num_speculative_tokens") or (int(named[1]) if named else None), 1, 256)
+        most = whole(config.get("num_speculative_tokens") or (int(named[1]) if named else None), 1, 256)
         kind = config.get("method")
         kind = "self:view=streaming:budget=512" if kind == "self" and "view" in config else kind
-        if k is None or kind not in ACCEPTANCE:
+        if most is None or kind not in ACCEPTANCE:
             continue
-        if rate := real(data.get("draft_acceptance_rate"), 0, 1):  # where nothing is found, fewer are drafted
-            k = min(k, max(1, round((length - 1) / rate)))
+        rate = real(data.get("draft_acceptance_rate"), 0, 1)  # where nothing is found, fewer are drafted
+        k = min(most, max(1, round((length - 1) / rate))) if rate else most
         budget = re.search(r"budget=(\d+)", str(config.get("view") or config.get("kv")))
         seen = int(budget[1]) if budget else None
-        yield _Line(str(data.get("suite", "text")), kind, batch, k, length, speedup, seen, data)
+        yield _Line(str(data.get("suite", "text")), kind, batch, most, k, length, speedup, seen, data)
 
 
 def _counts(value: object) -> dict[int, int]:

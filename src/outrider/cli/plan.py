@@ -49,7 +49,9 @@ def plan(
     ),
     context: Annotated[str, typer.Option(help="Tokens of text, with commas.")] = "1024,32768",
     batch: Annotated[str, typer.Option(help="Sequences at a time, with commas.")] = "1,8",
-    suite: Annotated[str, typer.Option(help="Traffic, with commas: chat, code, edit, summarise, stories.")] = "chat",
+    suite: Annotated[
+        str, typer.Option(help="Traffic, with commas: chat, code, maths, summarise, edit, stories.")
+    ] = "chat",
     acceptance: Annotated[
         Path | None, typer.Option(help="A results.jsonl of bench, of your own prompts, say, in place of --suite.")
     ] = None,
