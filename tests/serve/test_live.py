@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import os
@@ -142,6 +143,15 @@ def test_a_shutdown_does_not_wait_for_a_body(live, caplog):
     head, _, said = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 503 ") and json.loads(said)["error"]["code"] == 503
     assert "Exception in ASGI application" not in caplog.text
+
+
+def test_a_shutdown_does_not_wait_for_handshakes(live, monkeypatch):
+    """From Python 3.12 on `wait_closed` ends only with all connections, those that stopped in TLS's beginning too."""
+    url = live(drain=60.0)
+    monkeypatch.setattr(asyncio.base_events.Server, "wait_closed", lambda _: asyncio.sleep(60))
+    live.end()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{url}/health")
 
 
 @pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT])

@@ -106,6 +106,9 @@ class Uvicorn(uvicorn.Server):
         if self.config.uds is not None:
             Path(self.config.uds).unlink(missing_ok=True)
         closing = asyncio.ensure_future(self.llm.aclose(self.drain))
+        for listening in self.servers:
+            listening.close()
+        self.servers = []  # from Python 3.12 on uvicorn would wait with them for who stopped in a TLS handshake, too
         await super().shutdown(sockets)
         if self.force_exit:  # a second Ctrl-C: what is left ends now
             await self.llm.aclose()
