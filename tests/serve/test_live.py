@@ -106,6 +106,9 @@ def test_keys_under_the_path_of_a_proxy(live):
     bare = httpx.get(f"{url}/llm", headers=key)  # the page there would look for the API beside the proxy's path
     assert bare.status_code == 307 and bare.headers["location"] == "/llm/"
     assert httpx.get(f"{url}/llms").status_code == 401
+    for path in ("/health", "/llm/health"):  # by which scheme and name the proxy was asked nobody says
+        slash = httpx.get(f"{url}{path}/?a=b", headers={"host": "proxy.example"})
+        assert slash.status_code == 307 and slash.headers["location"] == "/llm/health?a=b"
 
 
 def test_a_shutdown_lets_requests_end(live, tiny_llm):

@@ -60,6 +60,7 @@ PARAMETERS = {item.name for item in fields(SamplingParams)} | {
     "priority",
 }
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+ORIGIN = re.compile(rb"^https?://[^/]*")
 
 
 class Refusal(Exception):
@@ -366,7 +367,9 @@ class Gate:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode("ascii"))]
+                # a redirect leads to a path: by which scheme and name it was asked only a proxy knows
+                headers = [(k, ORIGIN.sub(b"", v) if k == b"location" else v) for k, v in message["headers"]]
+                message["headers"] = [*headers, (b"x-request-id", request_id.encode("ascii"))]
             await send(message)
 
         try:
