@@ -115,6 +115,13 @@ def test_a_body_that_breaks_is_not_our_failure(live, caplog):
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
+def test_who_offers_an_upgrade_is_answered_as_ever(live, caplog):
+    """Java's client offers HTTP/2 with each request; that the log advises to install something would help nobody."""
+    asked = "Upgrade: h2c", "Connection: Upgrade, HTTP2-Settings", "HTTP2-Settings: AAEAAEAA"
+    assert answered(live(), post(BODY, *asked) * 2).count(b"HTTP/1.1 200") == 2
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
 def test_a_length_and_chunks_end_the_connection(live):
     """What a proxy took for the end of this request may be another; nothing behind it is read."""
     chunks = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)

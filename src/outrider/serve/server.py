@@ -71,6 +71,10 @@ class Protocol(H11Protocol):
         else:
             self.transport.close()
 
+    def _should_upgrade(self) -> bool:
+        """Nothing is upgraded to. Uvicorn would say so twice for each request of a client that asks, as Java's does."""
+        return False
+
     def _close_in(self, seconds: float | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
