@@ -458,6 +458,9 @@ def test_keys(tiny_llm):
     for value in ("Bearer first", "bearer  first", "Bearer sécond", "Basic dTpmaXJzdA=="):
         assert client.post("/v1/completions", body, headers={"authorization": value.encode()}).status_code == 200
     assert client.get("/v1/models", headers={"x-api-key": "first"}).status_code == 200
+    for value in ("Basic dTpw", "Bearer none"):  # of a proxy before the server, which passes its own on
+        both = {"authorization": value, "x-api-key": "first"}
+        assert client.get("/v1/models", headers=both).status_code == 200
     for value in (
         "first",
         "Bearer",

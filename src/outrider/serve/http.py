@@ -420,12 +420,15 @@ class Gate:
 
     def _knows(self, headers: dict[bytes, bytes]) -> bool:
         kind, _, given = headers.get(b"authorization", b"").partition(b" ")
-        key = given.strip() if kind.lower() == b"bearer" else headers.get(b"x-api-key", b"")
+        found = [headers.get(b"x-api-key", b"")]  # also beside a name and password that are a proxy's
+        if kind.lower() == b"bearer":
+            found.append(given.strip())
         if kind.lower() == b"basic":
             with suppress(ValueError):
-                key = base64.b64decode(given.strip(), validate=True).partition(b":")[2]
-        digest = hashlib.sha256(key).digest()
-        return any([hmac.compare_digest(digest, each) for each in self.keys])  # all of them, in constant time
+                found.append(base64.b64decode(given.strip(), validate=True).partition(b":")[2])
+        digests = [hashlib.sha256(key).digest() for key in found]
+        known = [hmac.compare_digest(digest, each) for digest in digests for each in self.keys]
+        return any(known)  # all of them were compared, in constant time
 
     def _limited(self, receive: Receive) -> Receive:
         size = 0
