@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
-from outrider.serve.server import open_more_files
+from outrider.serve.server import READ, Protocol, open_more_files
 from tests.serve.test_live import wait_until
 
 PROMPT = "Once upon a time there was a little girl who"
@@ -160,6 +160,16 @@ def test_bodies_in_chunks_and_old_clients(live, tiny_llm):
     assert answered(url, post(BODY, "Expect: 100-continue")).startswith(b"HTTP/1.1 100 ")
     wait_until(lambda: not tiny_llm.engine.running and not tiny_llm.engine.waiting)
     assert tiny_llm.engine.leaked == 0
+
+
+def test_others_get_their_turn_between_two_pieces_of_a_body(live, monkeypatch):
+    """One in chunks of a byte, as a stranger may send it, kept all others waiting for seconds at each read."""
+    sizes, read = list[int](), Protocol.data_received
+    monkeypatch.setattr(Protocol, "data_received", lambda self, data: (sizes.append(len(data)), read(self, data))[1])
+    body = b"1\r\n \r\n" * 20_000 + b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
+    url = live(options={"loop": "asyncio"})
+    answer = answered(url, post(body, "Transfer-Encoding: chunked", "Connection: close", length=-1))
+    assert answer.startswith(b"HTTP/1.1 200 ") and max(sizes) <= READ < sum(sizes)
 
 
 def test_two_requests_at_once_on_one_connection(live):

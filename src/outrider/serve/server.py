@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 KEEP = 75  # seconds that an idle connection stays open: longer than clients keep theirs, 5 as a rule
 HEAD = 20  # seconds for the head of a request to come whole; of its body something comes every KEEP seconds
 AGAIN = 60  # seconds until it is said again that connections cannot be taken
+READ = 2**14  # bytes at once; as chunks of one byte they take h11 some 0.07 seconds, in which all others wait
 LAST_WORDS = 5  # seconds for answers to end once their requests have been aborted, ...
 AT_ONCE = 2  # ... and once somebody is in a hurry
 
@@ -39,6 +40,8 @@ class Protocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Also one that will say nothing."""
         super().connection_made(transport)
+        if hasattr(transport, "max_size"):  # a socket of asyncio's own; in TLS, or with uvloop, it is 2**18
+            transport.max_size = READ
         self._close_in(HEAD)
 
     def connection_lost(self, exc: Exception | None) -> None:
