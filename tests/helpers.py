@@ -201,8 +201,8 @@ def random_eagle3(
         "num_key_value_heads": 2, "num_hidden_layers": 1, "intermediate_size": 96, "rms_norm_eps": 1e-5,
         "max_position_embeddings": 4096,
     }  # fmt: skip
-    own = {key: config.pop(key) for key in [*layer, "attention_bias", "rope_scaling", "rope_theta"] if key in config}
-    layer |= own
+    more = "attention_bias", "rope_scaling", "rope_theta", "hidden_act", "sliding_window", "layer_types"
+    layer |= {key: config.pop(key) for key in [*layer, *more] if key in config}
     q, kv, wide = layer["num_attention_heads"] * dim, layer["num_key_value_heads"] * dim, layer["intermediate_size"]
     shapes = {
         "input_layernorm.weight": (hidden,), "hidden_norm.weight": (hidden,),
@@ -216,12 +216,14 @@ def random_eagle3(
     if layer["model_type"] == "qwen3":
         shapes |= {f"self_attn.{x}_norm.weight": (dim,) for x in "qk"}
     at = "midlayer." if layout == "original" else "layers.0."
-    points = len(config.get("eagle_aux_hidden_state_layer_ids", (0, 0, 0)))
+    points, said = len(config.get("eagle_aux_hidden_state_layer_ids", (0, 0, 0))), config.get("eagle_config", config)
     shapes = {at + name: size for name, size in shapes.items()}
     shapes |= {"fc.weight": (hidden, points * hidden), "norm.weight": (hidden,)}
     shapes |= {"lm_head.weight": (draft_vocab, hidden)}
-    if config.get("norm_before_fc"):
+    if said.get("norm_before_fc"):
         shapes["input_norm.weight"] = (points * hidden,)
+    if said.get("fc_norm"):
+        shapes |= {f"fc_norm.{i}.weight": (hidden,) for i in range(points)}
     tensors = {
         name: torch.randn(size, generator=noise) * scale + (1 if "norm" in name else 0) for name, size in shapes.items()
     }

@@ -34,7 +34,8 @@ def reference(folder: Path, target: Path, taps: list[int], tokens: list[int], dr
 
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     about = json.loads((folder / "config.json").read_text())
-    c = about.get("transformer_layer_config", about)
+    c, said = about.get("transformer_layer_config", about), about | about.get("eagle_config", {})
+    window = c["sliding_window"] if c.get("layer_types") == ["sliding_attention"] else 10**6
     file = folder / "pytorch_model.bin"
     w = torch.load(file) if file.exists() else load_file(folder / "model.safetensors")
     w = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in w.items()}
@@ -51,8 +52,9 @@ def reference(folder: Path, target: Path, taps: list[int], tokens: list[int], dr
         for module in (*model.model.layers, model.model.norm):
             module.register_forward_pre_hook(lambda _, given: raw.append(given[0][0]))
         model(torch.tensor([tokens]))
-        seen = torch.cat([raw[t] for t in taps], -1)[:-1]
-        states = linear(norm(seen, "input_norm") if about.get("norm_before_fc") else seen, "fc")
+        parts = [norm(raw[t], f"fc_norm.{i}") if said.get("fc_norm") else raw[t] for i, t in enumerate(taps)]
+        seen = torch.cat(parts, -1)[:-1]
+        states = linear(norm(seen, "input_norm") if said.get("norm_before_fc") else seen, "fc")
         ids = tokens[1:]
         logits = []
         for token in [*drafted, None]:
@@ -68,16 +70,18 @@ def reference(folder: Path, target: Path, taps: list[int], tokens: list[int], dr
             q, k = (y * cos + torch.cat([-y[..., dim // 2 :], y[..., : dim // 2]], -1) * sin for y in (q, k))
             k, v = (y.repeat_interleave(q.shape[1] // y.shape[1], 1) for y in (k, v))
             scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(dim)
-            weights = scores.masked_fill(torch.ones(n, n).triu(1).bool(), -torch.inf).softmax(-1)
+            unseen = torch.ones(n, n).triu(1) + torch.ones(n, n).tril(-window)
+            weights = scores.masked_fill(unseen.bool(), -torch.inf).softmax(-1)
             y = torch.einsum("hij,jhd->ihd", weights, v).reshape(n, -1)
-            y = (normed if about.get("norm_before_residual") else states) + linear(y, "midlayer.self_attn.o_proj")
+            y = (normed if said.get("norm_before_residual") else states) + linear(y, "midlayer.self_attn.o_proj")
             z = norm(y, "midlayer.post_attention_layernorm")
             gated = F.silu(linear(z, "midlayer.mlp.gate_proj")) * linear(z, "midlayer.mlp.up_proj")
             out = y + linear(gated, "midlayer.mlp.down_proj")
             logits.append(linear(norm(out[-1:], "norm"), "lm_head"))
             if token is not None:
                 ids = [*ids, token]
-                states = torch.cat([states, out[-1:]])  # its own output instead of the target's states
+                own = norm(out[-1:], "norm") if said.get("norm_output") else out[-1:]
+                states = torch.cat([states, own])  # its own output instead of the target's states
     return torch.cat(logits)
 
 
@@ -100,6 +104,11 @@ LAYOUTS = [
     ("speculators", {"norm_before_fc": True, "norm_before_residual": True}),
     ("speculators", {"model_type": "qwen3", "norm_before_residual": True}),
     ("speculators", {"eagle_aux_hidden_state_layer_ids": [2, 1]}),
+    ("speculators", {"norm_before_fc": True, "norm_before_residual": True, "norm_output": True, "fc_norm": False}),
+    ("original", {"fc_norm": True, "norm_output": True}),
+    ("original", {"eagle_config": {"norm_before_fc": True, "eagle_aux_hidden_state_layer_ids": []}}),
+    ("speculators", {"sliding_window": 3, "layer_types": ["sliding_attention"]}),
+    ("original", {"sliding_window": 3, "use_sliding_window": False}),
 ]
 
 
@@ -274,6 +283,9 @@ WRONG = [
     ({}, {"d2t": torch.tensor(1)}, VocabularyMismatch, "48 draft tokens to"),
     ({"draft_vocab_size": "48"}, {}, CheckpointError, "draft_vocab_size should be a number of 1 to 128, not '48'"),
     ({}, {"norm__weight": torch.zeros(64).to(torch.float8_e4m3fn)}, CheckpointError, "floats of 16 bits"),
+    ({"fc_norm": True}, {"input_norm__weight": torch.ones(192)}, CheckpointError, "fc_norm.0.weight is missing"),
+    ({"hidden_act": "gelu"}, {}, CheckpointError, "has silu, config.json says hidden_act gelu"),
+    ({}, {"midlayer__hidden_norm__weight": None}, CheckpointError, "holds no EAGLE-3 head: no tensor midlayer.hidden"),
     ({"eagle_aux_hidden_state_layer_ids": [0, 1, 7]}, {}, ConfigError, "layer 7"),
     ({"eagle_aux_hidden_state_layer_ids": "all"}, {}, CheckpointError, "layer_ids"),
     ({}, {"embed_tokens__weight": torch.zeros(5, 64)}, CheckpointError, "embed_tokens"),

@@ -132,13 +132,13 @@ def ministral3(hf: Hf) -> dict[str, Any]:
 @family("Qwen2ForCausalLM", "qwen2", "Qwen2, Qwen2.5")
 def qwen2(hf: Hf) -> dict[str, Any]:
     """Biases of queries, keys and values; windows in some layers, if asked for."""
-    return {"qkv_bias": True, "windows": _qwen_windows(hf)}
+    return {"qkv_bias": True, "windows": qwen_windows(hf)}
 
 
 @family("Qwen3ForCausalLM", "qwen3", "Qwen3 dense")
 def qwen3(hf: Hf) -> dict[str, Any]:
     """Norms of each query and key; windows in some layers, if asked for."""
-    return {"o_bias": bool(hf.get("attention_bias")), "qk_norm": "head", "windows": _qwen_windows(hf)}
+    return {"o_bias": bool(hf.get("attention_bias")), "qk_norm": "head", "windows": qwen_windows(hf)}
 
 
 @family("MixtralForCausalLM", "mixtral", "Mixtral 8x7B and 8x22B")
@@ -599,7 +599,7 @@ def _everywhere(hf: Hf) -> tuple[int | None, ...]:
     return (_whole(hf, "sliding_window"),) * _layers(hf)
 
 
-def _qwen_windows(hf: Hf) -> tuple[int | None, ...]:
+def qwen_windows(hf: Hf) -> tuple[int | None, ...]:
     """From max_window_layers on, if windows are used at all."""
     use, given = bool(hf.get("use_sliding_window")), hf.get("max_window_layers")
     if (first := whole(given or 0, 0)) is None:

@@ -9,14 +9,14 @@ The draft is a tree that grows where it is likely (trees.py).
 
 `model` is a folder, hub id or embedded name in one of two layouts: the original's (config.json of a Llama of one layer,
 with draft_vocab_size; pytorch_model.bin or model.safetensors with midlayer.*, fc, norm, lm_head, d2t, t2d), or vLLM's
-speculators (speculators_model_type eagle3, transformer_layer_config; layers.0.*). Without lm_head it is the target's
-embedding, which the target's head must be, too.
+speculators (speculators_model_type eagle3, transformer_layer_config; layers.0.*). Either may have NORMS, and a window.
+Without lm_head it is the target's embedding, which the target's head must be, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,10 @@ from outrider.runner import Runner
 from outrider.sequence import Sequence
 from outrider.trees import Growing, Root, Tree
 
+# Norms that not all heads have: of the state that attention adds to, of all states before `fc` or each by itself, and,
+# before the next guess, of what the layer makes (the last two are EAGLE-3.1's).
+NORMS = "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"
+
 
 class Head:
     """The layer, its vocabulary and its keys. Raises CheckpointError and VocabularyMismatch for what does not fit."""
@@ -49,7 +53,8 @@ class Head:
         hidden = c.hidden_size
         check_head(path, hidden, c.vocab_size, model.config)
         self.points = Eagle3.points(path, about, model.config.num_layers)
-        self.norm_before_residual = bool(about.get("norm_before_residual"))
+        said = Eagle3.norms(about)
+        self.norm_before_residual, self.norm_output = "norm_before_residual" in said, "norm_output" in said
 
         def take(name: str, *shape: int) -> Tensor:
             return take_out(tensors, name, shape, path).to(self.device, self.dtype)
@@ -75,7 +80,9 @@ class Head:
         self.gate_up = linear([f"{mlp}.gate_proj", f"{mlp}.up_proj"], [wide, wide], hidden, c.mlp_bias, gated=True)
         self.down = linear([f"{mlp}.down_proj"], [hidden], wide, c.mlp_bias)
         seen = len(self.points) * hidden
-        self.fc_norm = take("input_norm.weight", seen) if about.get("norm_before_fc") else None
+        each = [f"fc_norm.{i}" for i in range(len(self.points))] if "fc_norm" in said else []
+        before_fc = each or ["input_norm"] * ("norm_before_fc" in said)
+        self.fc_norms = [take(f"{name}.weight", seen // len(before_fc)) for name in before_fc]
         self.fc = linear(["fc"], [hidden], seen)
         self.norm = take("norm.weight", hidden)
         tensors.setdefault("d2t", torch.zeros(vocab, dtype=torch.long))
@@ -97,14 +104,18 @@ class Head:
         self.walk: Walk | None = None
         if self.head.native and c.head_dim % 8 == 0:
             gates, norms = MLP(self.gate_up, self.down), self.qk_norms or (None, None)
-            block = Block(self.hidden_norm, self.qkv, norms[0], norms[1], self.o, self.post_norm, gates, None)
+            block = Block(self.hidden_norm, self.qkv, norms[0], norms[1], self.o, self.post_norm, gates, c.windows[0])
             shape = c.num_heads, c.num_kv_heads, c.head_dim, c.rms_norm_eps
             beside = self.input_norm, self.norm_before_residual
             self.walk = Walk(*shape, [block], self.norm, self.head, None, Switches(c.attention_scale), beside)
 
     def fuse(self, rows: Tensor) -> Tensor:
         """The states (n, hidden) that the layer begins with, from rows (n, points * hidden) of the target's."""
-        return self.fc(rows, self.fc_norm, self.config.rms_norm_eps)
+        if self.fc_norms:
+            parts = rows.chunk(len(self.fc_norms), -1)
+            pairs = zip(parts, self.fc_norms, strict=True)
+            rows = torch.cat([rms_norm(part, norm, self.config.rms_norm_eps) for part, norm in pairs], -1)
+        return self.fc(rows)
 
     def read(
         self, ids: list[int], states: Tensor, positions: list[int], plan: Plan, wanted: list[int]
@@ -122,16 +133,18 @@ class Head:
             stores = self.kv.stores(plan)
             assert stores is not None
             _, logits, _ = self.walk(states, turns, sines, stores, wanted, after, beside=token)
-            return after[1], self.finish(logits)
-        normed = rms_norm(states, self.hidden_norm, eps)
-        qkv = self.qkv(torch.cat([rms_norm(token, self.input_norm, eps), normed], -1))
-        cos, sin = self.rotary(positions, positions)
-        q, k, v = rope(qkv, c.num_heads, c.num_kv_heads, cos, sin, self.qk_norms, eps)
-        self.kv.reserve(plan)
-        residual = normed if self.norm_before_residual else states
-        x = self.o(self.kv.attend(0, q, k, v, plan), residual=residual)
-        out = self.down(self.gate_up(x, self.post_norm, eps), residual=x)
-        return out, self.finish(self.head(out[wanted], self.norm, eps, dtype=torch.float32))
+            out = after[1]
+        else:
+            normed = rms_norm(states, self.hidden_norm, eps)
+            qkv = self.qkv(torch.cat([rms_norm(token, self.input_norm, eps), normed], -1))
+            cos, sin = self.rotary(positions, positions)
+            q, k, v = rope(qkv, c.num_heads, c.num_kv_heads, cos, sin, self.qk_norms, eps)
+            self.kv.reserve(plan)
+            residual = normed if self.norm_before_residual else states
+            x = self.o(self.kv.attend(0, q, k, v, plan), residual=residual)
+            out = self.down(self.gate_up(x, self.post_norm, eps), residual=x)
+            logits = self.head(out[wanted], self.norm, eps, dtype=torch.float32)
+        return rms_norm(out, self.norm, eps) if self.norm_output else out, self.finish(logits)
 
 
 @dataclass
@@ -152,9 +165,12 @@ class Eagle3(Growing):
     def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """config.json, and the tensors by the original's names."""
         about, tensors = read_head(path, "model.safetensors", "pytorch_model.bin")
-        if "fc.weight" not in tensors:
-            raise CheckpointError(f"{path} holds no EAGLE-3 head: no tensor fc.weight")
-        return about, {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in tensors.items()}
+        tensors = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in tensors.items()}
+        for name in ("fc.weight", "midlayer.hidden_norm.weight"):
+            if name not in tensors:
+                others = "those of EAGLE-1 and -2 are not read"
+                raise CheckpointError(f"{path} holds no EAGLE-3 head: no tensor {name}; {others}")
+        return about, tensors
 
     @staticmethod
     def layer(path: Path, about: dict[str, Any]) -> ModelConfig:
@@ -163,7 +179,19 @@ class Eagle3(Growing):
         if not isinstance(shape, dict) or shape.get("num_hidden_layers", 1) != 1:
             raise CheckpointError(f"{path}: an EAGLE-3 head has one layer, config.json says otherwise")
         family = "Qwen3ForCausalLM" if shape.get("model_type") == "qwen3" else "LlamaForCausalLM"
-        return families.read({**shape, "architectures": [family], "quantization_config": None})
+        read = families.read({**shape, "architectures": [family], "quantization_config": None})
+        if read.activation != "silu":
+            raise CheckpointError(
+                f"{path}: an EAGLE-3 head has silu, config.json says hidden_act {shape['hidden_act']}"
+            )
+        return replace(read, windows=families.qwen_windows(shape))  # which heads of both kinds may have
+
+    @staticmethod
+    def norms(about: dict[str, Any]) -> set[str]:
+        """Which of NORMS config.json says, at its top or, as NVIDIA's heads do, in eagle_config."""
+        nested = about.get("eagle_config")
+        said = about | nested if isinstance(nested, dict) else about
+        return {name for name in NORMS if said.get(name)}
 
     @staticmethod
     def points(path: Path, about: dict[str, Any], layers: int) -> tuple[int, ...]:

@@ -196,12 +196,12 @@ class Head(heads.Head):
 
     def adopt(self, llm: LLM, path: Path, about: dict[str, Any], given: dict[str, Tensor]) -> None:
         """Also a published one, if each of its attention heads has its own keys."""
-        if name := next((name for name in ("norm_before_residual", "norm_before_fc") if about.get(name)), None):
-            raise ConfigError(f"{path}: {name} is nothing that heads are trained with here")
+        if said := self.drafter.norms(about):
+            raise ConfigError(f"{path}: {min(said)} is nothing that heads are trained with here")
         if (seen := self.drafter.points(path, about, self.config.num_layers)) != self.taps:
             raise ConfigError(f"{path} sees layers {list(seen)}, not {list(self.taps)}; give them as taps")
         theirs, ours = (self.drafter.layer(path, each) for each in (about, self.described()))
-        for name in ("rope", "rms_norm_eps", "num_heads", "head_dim"):
+        for name in ("rope", "rms_norm_eps", "num_heads", "head_dim", "windows"):
             if (there := getattr(theirs, name)) != (here := getattr(ours, name)):
                 raise ConfigError(f"{path} has {name} {there}, and what is trained here {here}")
         super().adopt(llm, path, about, given)
