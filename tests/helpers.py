@@ -189,7 +189,8 @@ def random_eagle3(
     where: Path | None = None,
     **config: Any,
 ) -> Path:
-    """A random EAGLE-3 head for a checkpoint, in a folder beside it, in the `original` layout or that of `speculators`.
+    """A random EAGLE-3 head for a checkpoint, in a folder beside it, in the `original` layout or that of `speculators`,
+    or as NeMo's Automodel writes it.
 
     `config`: further keys of config.json, or other values for those of the layer.
     """
@@ -213,7 +214,7 @@ def random_eagle3(
     }  # fmt: skip
     if layer.get("attention_bias"):
         shapes |= {f"self_attn.{x}_proj.bias": (n,) for x, n in {"q": q, "k": kv, "v": kv, "o": hidden}.items()}
-    if layer["model_type"] == "qwen3":
+    if layer["model_type"] == "qwen3" and layout != "automodel":  # there, that is what the target is
         shapes |= {f"self_attn.{x}_norm.weight": (dim,) for x in "qk"}
     at = "midlayer." if layout == "original" else "layers.0."
     points, said = len(config.get("eagle_aux_hidden_state_layer_ids", (0, 0, 0))), config.get("eagle_config", config)
@@ -227,11 +228,13 @@ def random_eagle3(
     tensors = {
         name: torch.randn(size, generator=noise) * scale + (1 if "norm" in name else 0) for name, size in shapes.items()
     }
+    if layout == "automodel":
+        tensors = {name if name == "lm_head.weight" else f"model.{name}": tensor for name, tensor in tensors.items()}
     ids = torch.randperm(vocab, generator=noise)[:draft_vocab].sort().values
     tensors["d2t"] = ids - torch.arange(draft_vocab)
     tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, ids, True)
     about: dict[str, Any] = {"draft_vocab_size": draft_vocab}
-    if layout == "original":
+    if layout != "speculators":
         about |= {"architectures": ["LlamaForCausalLMEagle3"], **layer}
     else:
         about |= {

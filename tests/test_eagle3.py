@@ -38,7 +38,7 @@ def reference(folder: Path, target: Path, taps: list[int], tokens: list[int], dr
     window = c["sliding_window"] if c.get("layer_types") == ["sliding_attention"] else 10**6
     file = folder / "pytorch_model.bin"
     w = torch.load(file) if file.exists() else load_file(folder / "model.safetensors")
-    w = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in w.items()}
+    w = {name.removeprefix("model.").replace("layers.0.", "midlayer."): tensor for name, tensor in w.items()}
     eps, dim, base = c["rms_norm_eps"], c["head_dim"], c.get("rope_theta", 10000.0)
 
     def norm(x: Tensor, name: str) -> Tensor:
@@ -63,7 +63,7 @@ def reference(folder: Path, target: Path, taps: list[int], tokens: list[int], dr
             normed = norm(states, "midlayer.hidden_norm")
             x = torch.cat([embedded, normed], -1)
             q, k, v = (linear(x, f"midlayer.self_attn.{name}_proj").view(n, -1, dim) for name in "qkv")
-            if c["model_type"] == "qwen3":
+            if "midlayer.self_attn.q_norm.weight" in w:
                 q, k = norm(q, "midlayer.self_attn.q_norm"), norm(k, "midlayer.self_attn.k_norm")
             angles = torch.arange(n)[:, None] * base ** (-torch.arange(0, dim, 2) / dim)
             cos, sin = angles.cos().repeat(1, 2)[:, None], angles.sin().repeat(1, 2)[:, None]
@@ -107,6 +107,7 @@ LAYOUTS = [
     ("speculators", {"norm_before_fc": True, "norm_before_residual": True, "norm_output": True, "fc_norm": False}),
     ("original", {"fc_norm": True, "norm_output": True}),
     ("original", {"eagle_config": {"norm_before_fc": True, "eagle_aux_hidden_state_layer_ids": []}}),
+    ("automodel", {"model_type": "qwen3"}),
     ("speculators", {"sliding_window": 3, "layer_types": ["sliding_attention"]}),
     ("original", {"sliding_window": 3, "use_sliding_window": False}),
 ]
@@ -280,6 +281,7 @@ WRONG = [
     ({"vocab_size": 99}, {}, VocabularyMismatch, "99 tokens"),
     ({}, {"d2t": torch.full((48,), 120)}, VocabularyMismatch, "below 128"),
     ({}, {"d2t": torch.zeros(3, dtype=torch.long)}, VocabularyMismatch, "48 draft tokens"),
+    ({}, {"d2t": None}, VocabularyMismatch, "d2t should lead 48 draft"),
     ({}, {"d2t": torch.tensor(1)}, VocabularyMismatch, "48 draft tokens to"),
     ({"draft_vocab_size": "48"}, {}, CheckpointError, "draft_vocab_size should be a number of 1 to 128, not '48'"),
     ({}, {"norm__weight": torch.zeros(64).to(torch.float8_e4m3fn)}, CheckpointError, "floats of 16 bits"),

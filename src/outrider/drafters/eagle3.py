@@ -9,8 +9,9 @@ The draft is a tree that grows where it is likely (trees.py).
 
 `model` is a folder, hub id or embedded name in one of two layouts: the original's (config.json of a Llama of one layer,
 with draft_vocab_size; pytorch_model.bin or model.safetensors with midlayer.*, fc, norm, lm_head, d2t, t2d), or vLLM's
-speculators (speculators_model_type eagle3, transformer_layer_config; layers.0.*). Either may have NORMS, and a window.
-Without lm_head it is the target's embedding, which the target's head must be, too.
+speculators (speculators_model_type eagle3, transformer_layer_config; layers.0.*). Either may have NORMS, norms of
+queries and keys, a window, and `model.` before its names. Without lm_head it is the target's embedding, which the
+target's head must be, too.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Head:
         self.hidden_norm = take("midlayer.hidden_norm.weight", hidden)
         self.qkv = linear([f"{attn}.{x}_proj" for x in "qkv"], [q, kv, kv], 2 * hidden, c.qkv_bias)
         self.qk_norms = None
-        if c.qk_norm:
+        if f"{attn}.q_norm.weight" in tensors:  # what config.json calls the layer may be what it calls the target
             self.qk_norms = take(f"{attn}.q_norm.weight", c.head_dim), take(f"{attn}.k_norm.weight", c.head_dim)
         self.o = linear([f"{attn}.o_proj"], [hidden], q, c.o_bias)
         self.post_norm = take("midlayer.post_attention_layernorm.weight", hidden)
@@ -85,7 +86,8 @@ class Head:
         self.fc_norms = [take(f"{name}.weight", seen // len(before_fc)) for name in before_fc]
         self.fc = linear(["fc"], [hidden], seen)
         self.norm = take("norm.weight", hidden)
-        tensors.setdefault("d2t", torch.zeros(vocab, dtype=torch.long))
+        if vocab == c.vocab_size:
+            tensors.setdefault("d2t", torch.zeros(vocab, dtype=torch.long))
         tensors.pop("t2d", None)  # says no more than d2t
         self.tokens = draft_tokens(tensors, vocab, c.vocab_size, path).to(self.device)
         if "lm_head.weight" not in tensors:
@@ -165,7 +167,9 @@ class Eagle3(Growing):
     def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """config.json, and the tensors by the original's names."""
         about, tensors = read_head(path, "model.safetensors", "pytorch_model.bin")
-        tensors = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in tensors.items()}
+        tensors = {
+            name.removeprefix("model.").replace("layers.0.", "midlayer.", 1): tensor for name, tensor in tensors.items()
+        }
         for name in ("fc.weight", "midlayer.hidden_norm.weight"):
             if name not in tensors:
                 others = "those of EAGLE-1 and -2 are not read"
@@ -178,13 +182,12 @@ class Eagle3(Growing):
         shape = about.get("transformer_layer_config") or about
         if not isinstance(shape, dict) or shape.get("num_hidden_layers", 1) != 1:
             raise CheckpointError(f"{path}: an EAGLE-3 head has one layer, config.json says otherwise")
-        family = "Qwen3ForCausalLM" if shape.get("model_type") == "qwen3" else "LlamaForCausalLM"
-        read = families.read({**shape, "architectures": [family], "quantization_config": None})
+        read = families.read({**shape, "architectures": ["LlamaForCausalLM"], "quantization_config": None})
         if read.activation != "silu":
             raise CheckpointError(
                 f"{path}: an EAGLE-3 head has silu, config.json says hidden_act {shape['hidden_act']}"
             )
-        return replace(read, windows=families.qwen_windows(shape))  # which heads of both kinds may have
+        return replace(read, windows=families.qwen_windows(shape))
 
     @staticmethod
     def norms(about: dict[str, Any]) -> set[str]:
