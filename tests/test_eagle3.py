@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from outrider import LLM, SamplingParams
-from outrider.drafters.eagle3 import Eagle3
+from outrider.drafters.eagle3 import Eagle3, Head
 from outrider.errors import CheckpointError, ConfigError, ModelNotFound, VocabularyMismatch
 from outrider.find import find, kind_of
 from outrider.ops import native
@@ -336,6 +336,21 @@ def test_pickled_heads_on_the_hub(make_checkpoint, monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert kind_of(find("owner/head")) == "eagle3" and (tmp_path / "pytorch_model.bin").is_file()
     assert ["pytorch_model.bin" in patterns for patterns in asked[:2]] == [False, True]
+
+
+def test_a_head_in_shards(random_llm, make_checkpoint, tmp_path):
+    """It has all of them, and lacks what is in one that is missing."""
+    folder = random_eagle3(make_checkpoint(), **TAPS)
+    tensors = [*torch.load(folder / "pytorch_model.bin").items()]
+    copy(folder / "config.json", tmp_path)
+    for i, some in enumerate((tensors[::2], tensors[1::2]), 1):
+        save_file(dict(some), tmp_path / f"model-0000{i}-of-00002.safetensors")
+    whole, parts = (Head(where, random_llm.runner) for where in (folder, tmp_path))
+    assert torch.equal(whole.fuse(torch.ones(1, 192)), parts.fuse(torch.ones(1, 192)))
+    assert torch.equal(whole.tokens, parts.tokens)
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"is missing|no tensor"):
+        Head(tmp_path, random_llm.runner)
 
 
 def test_the_layers_read(make_checkpoint):

@@ -17,19 +17,26 @@ from outrider.quantize import quantize
 
 
 def read_head(path: Path, *files: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A draft head's config.json, and the tensors of the first of the files that is there. Raises CheckpointError."""
-    file = next((path / name for name in files if (path / name).is_file()), None)
-    if file is None:
+    """A draft head's config.json, and the tensors of the first of the files that is there, or of its shards.
+
+    Raises CheckpointError.
+    """
+    shards = sorted(path.glob("model-*-of-*.safetensors"))
+    found = next(([path / name] for name in files if (path / name).is_file()), shards)
+    if not found:
         raise CheckpointError(f"{path} holds no head: none of {', '.join(files)}")
     about = read_json(path / "config.json")
-    try:
-        loaded = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
-        tensors = {str(name): tensor for name, tensor in loaded.items()}
-    except Exception as error:  # unpickling raises what it likes
-        raise CheckpointError(f"{path}: the head cannot be read: {told(error)}") from None
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta:
-            raise CheckpointError(f"{file}: {name} should be a tensor, not {brief(tensor)}")
+    tensors = dict[str, Tensor]()
+    for file in found:
+        try:
+            loaded = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
+            named = {str(name): tensor for name, tensor in loaded.items()}
+        except Exception as error:  # unpickling raises what it likes
+            raise CheckpointError(f"{path}: the head cannot be read: {told(error)}") from None
+        for name, tensor in named.items():
+            if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta:
+                raise CheckpointError(f"{file}: {name} should be a tensor, not {brief(tensor)}")
+        tensors |= named
     return about, tensors
 
 
