@@ -56,10 +56,10 @@ FOREIGN = {  # keys and methods of vLLM and transformers that are not ours, and 
     "assistant_model": "the key is 'model' of method 'draft_model'",
     "num_assistant_tokens": "the key is 'num_speculative_tokens'",
     **dict.fromkeys(
-        ("eagle", "mtp", "deepseek_mtp", "dflash", "mlp_speculator", "hydra"),
+        ("eagle", "mtp", "dflash", "mlp_speculator", "hydra"),
         "what reads the target's hidden states is 'medusa', 'recurrent' or 'eagle3'; a small model is a 'draft_model'",
     ),
-    "[ngram]": "the method is 'ngram'",
+    **dict.fromkeys(("[ngram]", "ngram_gpu"), "the method is 'ngram'"),
     "prompt_lookup": "the method is 'ngram'",
     "assisted_generation": "the method is 'draft_model'",
     "rejection_sampler": "the rule is 'rejection'",
@@ -69,6 +69,7 @@ FOREIGN = {  # keys and methods of vLLM and transformers that are not ours, and 
 
 def instead(name: object) -> str:
     """What to use in place of a foreign key, method or rule, as the end of a message; nothing if it is unknown."""
+    name = "mtp" if isinstance(name, str) and name.endswith("_mtp") else name  # vLLM has one for each kind of model
     return f"; here {FOREIGN[name]}" if isinstance(name, str) and name in FOREIGN else ""
 
 
