@@ -133,11 +133,11 @@ class Draft:
 
         And without those that can be accepted from number `nodes` on, or hang on one of them. If a rider goes, all do.
         """
-        tokens = self.tokens
-        if nodes is None and len(tokens) <= depth and (not tokens or 0 <= min(tokens) <= max(tokens) < vocab):
+        tokens, most = self.tokens, self.verifiable if nodes is None else min(nodes, self.verifiable)
+        whole = most == self.verifiable and len(tokens) <= depth
+        if whole and (not tokens or 0 <= min(tokens) <= max(tokens) < vocab):
             return self
         depths: list[float] = []
-        most = self.verifiable if nodes is None else min(nodes, self.verifiable)
         for i, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
             below = depths[parent] if parent >= 0 else 0
             depths.append(1 + below if 0 <= token < vocab and not most <= i < self.verifiable else math.inf)

@@ -110,15 +110,16 @@ def step(
     gives what is no draft; and if `observe` raises, with the verdicts.
     """
     began = time.perf_counter()
-    if k:  # counts nodes; what is too deep is clipped
+    if k:  # it counts nodes, not depth: a short room clips drafts, and makes k no smaller
         k = min(k, MOST_NODES) if any([seq.room > 1 for seq in seqs]) else 0
     told_of = [i for i, seq in enumerate(seqs) if seq.k != 0] if k or not drafter.idle else []
     constrained = any([seqs[i].constraint for i in told_of])  # what a grammar forces is drafted in any case
     if told_of and not constrained and drafter.rests([seqs[i].id for i in told_of]):
         told_of = []
-    drafts = [Draft()] * len(seqs)  # which nobody is shown
+    drafts = [Draft()] * len(seqs)  # one object for all: nobody is shown it, nor changes it
     if told_of:
-        drafts = _drafts(runner, drafter, seqs, told_of, k, rule, reading or ())
+        for i, draft in zip(told_of, _drafts(runner, drafter, seqs, told_of, k, rule, reading or ()), strict=True):
+            drafts[i] = draft
     drafted = time.perf_counter()
     drawn = None
     if runner.model.draws and rule.method == "coupled":
@@ -159,7 +160,10 @@ def _drafts(
     rule: Rule,
     reading: Iterable[tuple[Sequence, int]],
 ) -> list[Draft]:
-    """What the drafter proposes, checked, and clipped to what each sequence may take. Raises DrafterError."""
+    """What the drafter proposes for those it is told of, checked, and clipped to what each may take.
+
+    Raises DrafterError.
+    """
     asked, config = [seqs[i] for i in told_of], runner.model.config
     k = min(k, max([k if seq.k is None else seq.k for seq in asked]))
     shown = [seq.shown(rule) for seq in asked]
@@ -179,13 +183,13 @@ def _drafts(
             deepest = min(deepest, border - len(seq.tokens))  # what lies beyond sees all keys rotated otherwise
         try:
             if (fault := _fault(guess, config.vocab_size, rule)) is None:
-                few = guess.verifiable <= nodes or (k and seq.constraint is not None)  # `fit` knows which of them count
-                draft = guess.clip(deepest, config.vocab_size, None if few else nodes)
+                fitted = k and seq.constraint is not None  # below by `fit`, which knows which nodes count
+                draft = guess.clip(deepest, config.vocab_size, None if fitted else nodes)
         except Exception as error:  # a tensor that cannot be looked at
             fault = told(error)
         if fault:
             raise DrafterError(f"drafter {_name(drafter)}: propose must return Drafts; {fault}")
-        if isinstance(seen.metrics.inner, SpecMetrics):
+        if isinstance(seen.metrics.inner, SpecMetrics):  # what a cascade counts within itself, on the mirror
             seq.metrics.inner = seen.metrics.inner
         drafts.append(draft)
         limits.append((deepest, nodes))
@@ -198,9 +202,6 @@ def _drafts(
             if seq.constraint is not None and k:  # if anything is drafted at all
                 draft = seq.constraint.fit(seq, draft, deepest, rule.flips_coins, min(most, MOST_NODES), nodes)
             drafts[i] = draft.without_riders() if len(draft.tokens) > most else draft
-    if len(asked) < len(seqs):
-        of = dict(zip(told_of, drafts, strict=True))
-        return [of[i] if i in of else Draft() for i in range(len(seqs))]
     return drafts
 
 
@@ -245,12 +246,23 @@ def _fault(guess: Any, vocab: int, rule: Rule) -> str | None:
 
 
 class Forking(Drafter):
-    """A drafter that writes on in forks."""
+    """A drafter whose runner writes on in forks of the sequences."""
+
+    runner: Runner
 
     @cached_property  # the __init__ of dataclasses calls no other
     def _forks(self) -> dict[int, Sequence]:
         """The last fork of each sequence, rewound."""
         return {}
+
+    def forget(self, seq: Sequence) -> None:
+        """Free what the runner's cache holds of the sequence."""
+        self.runner.free(seq)
+        self._forks.pop(seq.id, None)
+
+    def kv_bytes(self, tokens: int) -> int:
+        """The runner's cache."""
+        return self.runner.kv.nbytes(tokens)
 
 
 class Autoregressive(Forking):
@@ -265,7 +277,6 @@ class Autoregressive(Forking):
     token; behind it for a rule that flips coins, whose law must not be asked which token was drawn.
     """
 
-    runner: Runner  # whose guesses these are
     vocab: int  # the target's
     min_token_prob: float = 0.0
 
@@ -359,15 +370,6 @@ class Autoregressive(Forking):
                 return ready, [(fork, max(1, self.runner.chunk // 4 // len(late))) for fork in late]
         return forks, []
 
-    def forget(self, seq: Sequence) -> None:
-        """Free the sequence's cache."""
-        self.runner.free(seq)
-        self._forks.pop(seq.id, None)
-
-    def kv_bytes(self, tokens: int) -> int:
-        """The runner's cache."""
-        return self.runner.kv.nbytes(tokens)
-
 
 class Nested(Forking):
     """Any drafter inside a view of the target: `step` with the view as the target, until there are enough tokens.
@@ -404,10 +406,9 @@ class Nested(Forking):
 
     def forget(self, seq: Sequence) -> None:
         """Free what both hold of it."""
-        self.runner.free(seq)
-        self._forks.pop(seq.id, None)
+        super().forget(seq)
         self.inner.forget(seq)
 
     def kv_bytes(self, tokens: int) -> int:
         """The view's and the inner drafter's."""
-        return self.runner.kv.nbytes(tokens) + self.inner.kv_bytes(tokens)
+        return super().kv_bytes(tokens) + self.inner.kv_bytes(tokens)
