@@ -85,11 +85,11 @@ def plan(
         ]
         _compare(theirs, as_json, _console())
         return
-    from outrider.load import sizes
-
     if ranks is not None:
         _alone(asked, "ranks", "model")
-    elif against is not None:
+        _traffic(model, read_ints(ranks, "--ranks"), as_json)
+        return
+    if against is not None:
         _alone(asked, "against", "model", "device", "context", "draft", "quantization")
         list(numbered(against))  # what cannot be read is told before anything is measured
     contexts, batches = read_ints(context, "--context"), read_ints(batch, "--batch")
@@ -108,35 +108,21 @@ def plan(
         raise ConfigError(f"--device {device!r} is unknown; valid: here, {', '.join(DEVICES)}")
     if quantization not in (None, *STORED):
         raise ConfigError(f"quantization {quantization!r} is unknown; valid: {', '.join(STORED)}")
-    if ranks is not None:
-        _traffic(model, read_ints(ranks, "--ranks"), as_json)
-        return
     drawn = "" if output is None else _plottable(output)
-    asked_of = [(name, how) for name, how in ((model, quantization), (draft, None)) if name]  # drafts stay as they are
-    known = [sizes(name) for name, _ in asked_of]
-    shapes = [
-        Shape.of(own.config).quantized(how) if how
-        else Shape.of(own.config).stored(own.bits, own.experts) if own.bits else Shape.of(own.config, own.held)
-        for (_, how), own in zip(asked_of, known, strict=True)
-    ]  # fmt: skip
-    configs = {name: own.config for (name, _), own in zip(asked_of, known, strict=True)}
-    machine = _measured() if device == "here" else DEVICES[device]
-    timed = [_timed(name, how, machine) for name, how in asked_of] if device == "here" else []
-    planner = Planner(shapes[0], machine, shapes[1] if draft else None, *timed)
+    planner, limits = _planner(model, draft, quantization, device)
     console = _console()
     if against is not None:
         _compare(list(compared(against, planner, contexts[0])), as_json, console)
         return
     found = planner.table(list(ACCEPTANCE), suites, contexts, batches, rates)
-    for name, config in configs.items():
-        if max(contexts) > config.context:
-            tell(f"{name} reads {config.context} tokens: lines of more say what it would give if it read them")
+    for name, limit in limits.items():
+        if max(contexts) > limit:
+            tell(f"{name} reads {limit} tokens: lines of more say what it would give if it read them")
     if as_json:
-        most = configs[model].context
         for prediction in found:
-            put_json(dataclasses.asdict(prediction) | {"within_context": prediction.context <= most})
+            put_json(dataclasses.asdict(prediction) | {"within_context": prediction.context <= limits[model]})
     else:
-        about = f"{planner.shape.weight_bytes / 1e9:.2f} GB of weights"
+        machine, about = planner.device, f"{planner.shape.weight_bytes / 1e9:.2f} GB of weights"
         console.print(
             f"{as_line(model)}: {about}; {device}: {machine.bandwidth / 1e9:.0f} GB/s, "
             f"{machine.arithmetic / 1e12:.2f} TFLOP/s as reached"
@@ -154,6 +140,23 @@ def _alone(asked: typer.Context, flag: str, *besides: str) -> None:
     if extra := [f"--{name}" for name in given_options(asked) if name not in (flag, "as_json", *besides)]:
         beside = f" but for {', '.join(f'--{name}' for name in besides)}" if besides else ""
         raise ConfigError(f"--{flag} stands alone{beside}: leave {', '.join(extra)} out")
+
+
+def _planner(model: str, draft: str | None, quantization: str | None, device: str) -> tuple[Planner, dict[str, int]]:
+    """What predicts, of shapes and, where it is `here`, a machine that are looked at now; each model's context."""
+    from outrider.load import sizes
+
+    asked = [(name, how) for name, how in ((model, quantization), (draft, None)) if name]  # drafts stay as they are
+    known = [sizes(name) for name, _ in asked]
+    shapes = [
+        Shape.of(own.config).quantized(how) if how
+        else Shape.of(own.config).stored(own.bits, own.experts) if own.bits else Shape.of(own.config, own.held)
+        for (_, how), own in zip(asked, known, strict=True)
+    ]  # fmt: skip
+    machine = _measured() if device == "here" else DEVICES[device]
+    timed = [_timed(name, how, machine) for name, how in asked] if device == "here" else []
+    planner = Planner(shapes[0], machine, shapes[1] if draft else None, *timed)
+    return planner, {name: own.config.context for (name, _), own in zip(asked, known, strict=True)}
 
 
 def _traffic(model: str, ranks: list[int], as_json: bool) -> None:

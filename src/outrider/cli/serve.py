@@ -137,15 +137,7 @@ def serve(
     if log_level not in LEVELS:
         raise ConfigError(f"--log-level must be one of {', '.join(LEVELS)}, not {log_level!r}")
     keys = api_key or [key for key in [os.environ.get("OUTRIDER_API_KEY", "")] if key]
-    if (ssl_keyfile is None) != (ssl_certfile is None):
-        raise ConfigError("give --ssl-keyfile and --ssl-certfile together")
-    if ssl_ca_certs is not None and ssl_certfile is None:
-        raise ConfigError("--ssl-ca-certs needs --ssl-keyfile and --ssl-certfile; without them there is no TLS")
-    for name, file in (("keyfile", ssl_keyfile), ("certfile", ssl_certfile), ("ca-certs", ssl_ca_certs)):
-        if file is not None and not file.is_file():
-            raise ConfigError(f"--ssl-{name} {file} is not there, or no file")
-    if ssl_keyfile is not None and ssl_certfile is not None:
-        _check_tls(ssl_keyfile, ssl_certfile, ssl_ca_certs)
+    tls = _tls(ssl_keyfile, ssl_certfile, ssl_ca_certs)
     root_path = "/".join(["", *filter(None, root_path.strip().split("/"))])
     named = {"api-key": keys, "served-model-name": served_model_name or [], "cors-origin": cors_origin or []}
     for flag, values in (named | {"root-path": [root_path] if root_path else []}).items():
@@ -158,8 +150,6 @@ def serve(
         from outrider.serve.server import log_to_stderr, open_more_files, server
     except ModuleNotFoundError as error:
         raise ConfigError(f"serving needs {error.name}; pip install 'outrider[serve]'") from None
-    import ssl
-
     from outrider.async_llm import AsyncLLM
     from outrider.parallel import launched
     from outrider.serve.settings import Settings, checked, generation_defaults
@@ -191,7 +181,7 @@ def serve(
         return (generation_defaults("auto", path) if defaults is None else defaults) | overrides
 
     if replicas is not None:
-        if uds is not None or ssl_certfile is not None:
+        if uds is not None or tls:
             raise ConfigError("with --replicas, Ray Serve listens: leave --uds and --ssl-... to a proxy before it")
         if max_queued_tokens is not None:
             raise ConfigError("--replicas counts requests, not their tokens; use --max-queued-requests")
@@ -232,10 +222,6 @@ def serve(
         llm, max_queued_requests=max_queued_requests, max_queued_tokens=max_queued_tokens, event_interval=event_interval
     )
     where: dict[str, Any] = {"uds": str(uds)} if uds is not None else {"host": host, "port": port}
-    tls: dict[str, Any] = {}
-    if ssl_certfile is not None:
-        tls = {"ssl_keyfile": ssl_keyfile, "ssl_certfile": ssl_certfile, "ssl_ca_certs": ssl_ca_certs}
-        tls |= {"ssl_cert_reqs": ssl.CERT_REQUIRED} if ssl_ca_certs is not None else {}
     running = server(create_app(engine, settings), engine, drain, root_path=root_path, **where, **tls)
     at = _url(listening, secure=bool(tls)) if uds is None else f"unix:{uds}"
     across = f", {llm.parallelism}" if llm.parallelism else ""
@@ -264,9 +250,19 @@ def _template(path: Path) -> str:
     return found
 
 
-def _check_tls(key: Path, certificate: Path, authorities: Path | None) -> None:
+def _tls(key: Path | None, certificate: Path | None, authorities: Path | None) -> dict[str, Any]:
+    """What uvicorn is told of TLS; nothing without. Raises ConfigError for files that cannot be used."""
     import ssl
 
+    if (key is None) != (certificate is None):
+        raise ConfigError("give --ssl-keyfile and --ssl-certfile together")
+    if authorities is not None and certificate is None:
+        raise ConfigError("--ssl-ca-certs needs --ssl-keyfile and --ssl-certfile; without them there is no TLS")
+    for name, file in (("keyfile", key), ("certfile", certificate), ("ca-certs", authorities)):
+        if file is not None and not file.is_file():
+            raise ConfigError(f"--ssl-{name} {file} is not there, or no file")
+    if key is None or certificate is None:
+        return {}
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(certificate, key, "")  # with a password nobody would be asked for it
@@ -277,6 +273,8 @@ def _check_tls(key: Path, certificate: Path, authorities: Path | None) -> None:
         raise ConfigError(
             f"--ssl-...: {files}: {error}; give PEM files, the key's without a password and the certificate's own"
         ) from None
+    asks = {} if authorities is None else {"ssl_cert_reqs": ssl.CERT_REQUIRED}
+    return {"ssl_keyfile": key, "ssl_certfile": certificate, "ssl_ca_certs": authorities, **asks}
 
 
 def _listen(host: str, port: int) -> socket.socket:
