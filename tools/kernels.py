@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.bench.report import markdown_table, require_matplotlib
-from outrider.bench.run import at_least, commit, hardware, versions
-from outrider.config import SCHEMES
+from outrider.bench.run import commit, hardware, versions
+from outrider.config import SCHEMES, at_least
 from outrider.errors import ConfigError
 from outrider.files import write_text
 from outrider.load import Progress

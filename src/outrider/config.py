@@ -90,6 +90,14 @@ def real(value: Any, low: float, high: float) -> float | None:
     return (value if isinstance(value, (int, float)) else number) if low <= number <= high else None
 
 
+def at_least(settings: Any, least: dict[str, int]) -> None:
+    """Raises ConfigError if a field, or a number in a list that it holds, is less than it must be."""
+    for name, low in least.items():
+        value = getattr(settings, name)
+        if value is not None and min(value if isinstance(value, list) else [value], default=low - 1) < low:
+            raise ConfigError(f"{name} must be at least {low}, not {value}")
+
+
 def promised(acceptance_method: str, measured: str) -> str:
     """What a result's `exactness` says: `bitwise` or `law` (as measured) if coupled, `law`, or `lossy`."""
     return {"coupled": measured, "typical": "lossy"}.get(acceptance_method, "law")

@@ -17,9 +17,9 @@ from typing import Any
 
 from outrider.bench import peers, report
 from outrider.bench.report import complain, differs
-from outrider.bench.run import PLAIN, at_least, check_threads, load_llm, named, provenance, unique
+from outrider.bench.run import PLAIN, check_threads, load_llm, named, provenance, unique
 from outrider.bench.suites import load_suite
-from outrider.config import SamplingParams, SpeculativeConfig
+from outrider.config import SamplingParams, SpeculativeConfig, at_least
 from outrider.errors import ConfigError, message_of
 from outrider.load import Progress
 

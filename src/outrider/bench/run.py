@@ -33,7 +33,7 @@ from outrider import drafters
 from outrider.bench import peers
 from outrider.bench.report import Difference, Result, Sample, complain, differs, repeated
 from outrider.bench.suites import SUITES, Suite, load_suite
-from outrider.config import MOST_LOGPROBS, SamplingParams, SpeculativeConfig
+from outrider.config import MOST_LOGPROBS, SamplingParams, SpeculativeConfig, at_least
 from outrider.errors import ConfigError, message_of
 from outrider.files import processor
 from outrider.llm import LLM, Drafting
@@ -43,14 +43,6 @@ from outrider.model import Model
 PLAIN = SpeculativeConfig()
 WARM_UP_TOKENS = 8
 MOST_THREADS = 1024
-
-
-def at_least(settings: Any, least: dict[str, int]) -> None:
-    """Raises ConfigError if a field, or a number in a list that it holds, is less than it must be."""
-    for name, low in least.items():
-        value = getattr(settings, name)
-        if value is not None and min(value if isinstance(value, list) else [value], default=low - 1) < low:
-            raise ConfigError(f"{name} must be at least {low}, not {value}")
 
 
 def check_threads(threads: int | None) -> None:

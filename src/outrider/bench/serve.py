@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 
 from outrider.bench.report import require_matplotlib
-from outrider.bench.run import at_least, provenance
+from outrider.bench.run import provenance
 from outrider.bench.suites import load_suite
-from outrider.config import whole
+from outrider.config import at_least, whole
 from outrider.errors import ConfigError, brief
 
 ENDPOINTS = {"chat": "/chat/completions", "completions": "/completions"}

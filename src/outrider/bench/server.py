@@ -35,9 +35,9 @@ import numpy as np
 import torch
 
 from outrider.bench import serve as load
-from outrider.bench.run import at_least, provenance
+from outrider.bench.run import provenance
 from outrider.bench.suites import load_suite
-from outrider.config import SamplingParams, SpeculativeConfig
+from outrider.config import SamplingParams, SpeculativeConfig, at_least
 from outrider.errors import ConfigError, brief, reason_of
 from outrider.llm import LLM
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.config import real
+from outrider.config import at_least, real
 from outrider.errors import ConfigError
 
 
@@ -28,10 +28,7 @@ class Settings:
     device: str = "auto"
 
     def __post_init__(self) -> None:
-        least = {"heads": 1, "layers": 1, "windows": 2, "length": self.heads + 2, "steps": 1, "batch": 1}
-        for name, low in least.items():
-            if (value := getattr(self, name)) < low:
-                raise ConfigError(f"{name} must be at least {low}, not {value}")
+        at_least(self, {"heads": 1, "layers": 1, "windows": 2, "length": self.heads + 2, "steps": 1, "batch": 1})
         for name, high in {"layers": 64, "batch": 2**16}.items():  # length bounds the heads
             if (value := getattr(self, name)) > high:
                 raise ConfigError(f"{name} must be at most {high}, not {value}")
@@ -86,10 +83,7 @@ class HeadSettings:
     device: str = "auto"  # a run may go on on another
 
     def __post_init__(self) -> None:
-        least = {"vocab": 1, "depth": 1, "length": self.depth + 3, "prompt": 1, "batch": 1, "replay": 1}
-        for name, low in least.items():
-            if (value := getattr(self, name)) < low:
-                raise ConfigError(f"{name} must be at least {low}, not {value}")
+        at_least(self, {"vocab": 1, "depth": 1, "length": self.depth + 3, "prompt": 1, "batch": 1, "replay": 1})
         if not 0 < self.lr < 1:
             raise ConfigError(f"lr must be above 0 and below 1, not {self.lr}")
 
