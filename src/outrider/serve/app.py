@@ -219,32 +219,31 @@ class Server:
     async def respond(self, request: Request) -> Response:
         """`/v1/responses`."""
         asked = await self._read(request, ResponsesBody)
-        try:
-            body = await self._taken(request, asked.as_chat)
+        async with self._as_chat(request, asked) as body:
             return await self._converse(request, body, "resp_", lambda job, how: Respond(job, how, asked))
-        except (Refusal, OutriderError) as error:
-            raise asked.in_its_words(refusal(error)) from None
 
     async def messages(self, request: Request) -> Response:
         """`/v1/messages`."""
         asked = await self._read(request, MessagesBody)
         if asked.max_tokens is None:
             raise Refusal(400, "the field max_tokens is missing", "max_tokens")
-        try:
-            body = await self._taken(request, asked.as_chat)
+        async with self._as_chat(request, asked) as body:
             return await self._converse(request, body, "msg_", Say)
-        except (Refusal, OutriderError) as error:
-            raise asked.in_its_words(refusal(error)) from None
 
     async def count(self, request: Request) -> Response:
         """`/v1/messages/count_tokens`."""
         asked = await self._read(request, MessagesBody)
-        try:
-            body = await self._taken(request, asked.as_chat)
+        async with self._as_chat(request, asked) as body:
             self._check(body)
             await self._tools(body)
             ids = await self._aside(request, lambda: self._rendered(body, any_length=True))
             return json_response({"input_tokens": len(ids)})
+
+    @asynccontextmanager
+    async def _as_chat(self, request: Request, asked: ResponsesBody | MessagesBody) -> AsyncIterator[Translated]:
+        """The chat that a body asks for; what is refused meanwhile is told with the names that its fields have."""
+        try:
+            yield await self._taken(request, asked.as_chat)
         except (Refusal, OutriderError) as error:
             raise asked.in_its_words(refusal(error)) from None
 
