@@ -20,23 +20,19 @@ from outrider.outputs import Logprob
 class Draft:
     """A guess at what follows a sequence: a token tree in topological order (parents before children).
 
-    Node i holds `tokens[i]`; `parents[i]` is the index of the node before it, or -1 for the sequence's last token.
     `q` (nodes, vocab) is the distribution each node was drawn from, given its ancestors and its earlier siblings
     (independent siblings carry the same one), by noise that no earlier step used; only the rules `rejection` and
-    `block` look at it, and they are exact without it, too. A row of zeros is a node without one. The last `riders`
-    nodes share the forward but are never verified. `forced` are the nodes that a request's grammar put there. `trust`
-    says of each node how far the drafter believes in it once its parent stands, from 0 to 1: `auto` learns what that is
-    worth, and nobody else asks. `by` names who guessed each node, where a drafter asks others. Raises ValueError for
+    `block` look at it, and they are exact without it, too. A row of zeros is a node without one. Raises ValueError for
     parents that do not come before their children, and counts that do not agree.
     """
 
-    tokens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)  # per node
+    parents: list[int] = field(default_factory=list)  # per node, the index of the one before it; -1: the text's end
     q: Tensor | None = None
-    riders: int = 0
-    forced: frozenset[int] = frozenset()
-    trust: list[float] | None = None
-    by: list[str] | None = None
+    riders: int = 0  # so many nodes, the last ones, share the forward but are never verified
+    forced: frozenset[int] = frozenset()  # nodes that a request's grammar put there
+    trust: list[float] | None = None  # per node, from 0 to 1: the drafter's, once its parent stands; only `auto` asks
+    by: list[str] | None = None  # per node, who guessed it, where a drafter asks others
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.parents) or not 0 <= self.riders <= len(self.tokens):
@@ -102,9 +98,9 @@ class Draft:
         """One tree of several, where the same prefix is the same node; and per draft where its nodes went, -1 = cut.
 
         Depth by depth, at each depth the earlier drafts' nodes first, until there are `budget` that can be accepted.
-        Riders come last, are neither shared nor counted, and go only with their parent; a draft's that are too many
-        beside others' stay behind. A `q` outlives the merge only if the other drafts are empty: which nodes are shared
-        depends on what was drawn. Without it all is exact.
+        Riders come last, neither shared nor counted, each if its parent is there; those of a draft with which there
+        would be more than MOST_NODES stay behind. A `q` outlives the merge only if the other drafts are empty: which
+        nodes are shared depends on what was drawn. Without it all is exact.
         """
         alone = [draft for draft in drafts if draft.tokens]
         if len(alone) == 1 and alone[0].verifiable <= budget:
@@ -129,10 +125,8 @@ class Draft:
         return merged, where
 
     def clip(self, depth: int, vocab: int = 2**63, nodes: int | None = None) -> Draft:
-        """Without nodes deeper than `depth` tokens after the sequence, or that are, or hang on, no token of `vocab`.
-
-        And without those that can be accepted from number `nodes` on, or hang on one of them. If a rider goes, all do.
-        """
+        """Without nodes deeper than `depth` tokens after the sequence, with a token that is not below `vocab`, or
+        verifiable beyond the first `nodes`; and without what hangs on them. If a rider goes, all do."""
         tokens, most = self.tokens, self.verifiable if nodes is None else min(nodes, self.verifiable)
         whole = most == self.verifiable and len(tokens) <= depth
         if whole and (not tokens or 0 <= min(tokens) <= max(tokens) < vocab):

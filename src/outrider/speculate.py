@@ -24,7 +24,7 @@ from outrider.sequence import Sequence
 from outrider.verify import COUPLED, verify
 
 Guess = tuple[int, float, Tensor | None]  # a token, how sure its drafter is of it, the law it was drawn from
-NOTHING = Draft()  # what most guesses are where little is guessed
+NOTHING = Draft()  # most guesses of a drafter that rarely has one: they need no closer look
 LATE = 64  # tokens that a draft model lacks of a text, before others stop waiting for it to read them
 
 
@@ -292,15 +292,16 @@ class Autoregressive(Forking):
         alive, late = self._late(forks)
         if readable < self.vocab:  # what the target's vocabulary pads it with cannot be read
             alive = [f for f in alive if k and max(f.tokens) < readable]
-        n = max(1, k) if self.runner.chains and not any(fork.edited for fork in forks) else 1
+        chained = self.runner.chains and not any(fork.edited for fork in forks)
+        n = max(1, k) if chained else 1  # tokens that are written before the host reads which they are
         for _ in range(0, k, n):
             for fork in alive:
                 if fork.constraint and not fork.finish_reason:  # what must come takes no forward
                     most = max(0, min(MOST_NODES - k - len(forced[fork.id]), fork.room - 1))
                     taken = fork.accept(fork.constraint.forced(fork, [])[:most])
                     forced[fork.id].update(range(len(trust[fork.id]), len(trust[fork.id]) + taken))
-                    none = torch.zeros(self.vocab, dtype=torch.float32)
-                    drawn[fork.id] += [none] * (taken if fork.rule.flips_coins else 0)
+                    if fork.rule.flips_coins:  # they were drawn from nothing
+                        drawn[fork.id] += [torch.zeros(self.vocab, dtype=torch.float32)] * taken
                     trust[fork.id] += [1.0] * taken
             alive = [fork for fork in alive if not fork.finish_reason]
             going = []
@@ -331,7 +332,7 @@ class Autoregressive(Forking):
         """
         alive, starts = seqs, [len(seq.tokens) for seq in seqs]
         chosen: dict[int, list[Any]] = {seq.id: [] for seq in seqs}
-        choose: Any = surely if n == 1 else surest
+        choose: Any = surely if n == 1 else surest  # which leaves what it finds on the device
         for i in range(n):
             alive = [seq for seq in alive if seq.room > 1 and len(seq.tokens) < self.runner.max_len]
             if not alive:
@@ -360,7 +361,10 @@ class Autoregressive(Forking):
         return guesses
 
     def _late(self, forks: list[Sequence]) -> tuple[list[Sequence], list[tuple[Sequence, int]]]:
-        """Those to draft for; and, if there are any, the others, with new and long texts, and what to read of these."""
+        """The forks to draft for; and of the late ones, whose texts are long and unread, how much to read beside.
+
+        If all are late, all are drafted for: nobody waits for them.
+        """
         if not isinstance(self.runner.kv, View):  # which takes over, or skips, most of a text
             forks = [fork for fork in forks if fork.room > 1 and len(fork.tokens) < self.runner.max_len]
             ready = [fork for fork in forks if self.runner.pending(fork) <= LATE]

@@ -72,14 +72,14 @@ def verify(
 
 
 def _coupled(seqs: list[Sequence], drafts: list[Draft], logits: Tensor, best: list[int] | None) -> list[Verdict]:
-    """What the forward has chosen; else greedy rows in one call, then others in one; of those that are dear, what lies
-    behind the first one by one."""
-    if best is not None:
+    """Verdicts by Law 1. Tokens that the forward has chosen are taken; else greedy rows are chosen in one call, and the
+    others in one, but for those that `_chosen` leaves to the walk."""
+    if best is not None:  # `known`: the sequences whose tokens are in it
         known = [not seq.edited for seq in seqs]
     else:
         known = [seq.greedy and logits.is_cpu for seq in seqs]
         best = argmax(logits) if any(known) else []
-    chosen = _asked(seqs, drafts, logits, known) if not all(known) else {}
+    chosen = _chosen(seqs, drafts, logits, known) if not all(known) else {}
     verdicts: list[Verdict] = []
     first = 0
     for seq, draft, easy in zip(seqs, drafts, known, strict=True):
@@ -105,12 +105,12 @@ def _coupled(seqs: list[Sequence], drafts: list[Draft], logits: Tensor, best: li
     return verdicts
 
 
-def _asked(seqs: list[Sequence], drafts: list[Draft], logits: Tensor, known: list[bool]) -> dict[int, tuple[Row, int]]:
-    """By their number those rows that are asked for in any case, of sequences that are not `known`, and their tokens.
+def _chosen(seqs: list[Sequence], drafts: list[Draft], logits: Tensor, known: list[bool]) -> dict[int, tuple[Row, int]]:
+    """Rows of sequences that are not `known`, by number, and their tokens, which are chosen before the walk.
 
-    Of some sequences it is the first row alone, the others only where the walk comes by: with custom processors, which
-    hear only of prefixes that the target itself has written, with grammars, for whose masks most nodes of a draft need
-    not pay, and on a CPU for draws from a large vocabulary: what the forward left costs up to a millisecond each.
+    Of some sequences that is the first row alone, and the walk chooses the others as it comes by: with custom
+    processors, which hear only of prefixes that the target itself has written, with grammars, for whose masks most
+    nodes of a draft need not pay, and on a CPU for draws from a large vocabulary, which take up to a millisecond each.
     """
     large = logits.is_cpu and logits.shape[1] >= LARGE
     rows: list[Row] = []
@@ -128,7 +128,7 @@ def _asked(seqs: list[Sequence], drafts: list[Draft], logits: Tensor, known: lis
 
 
 def _judged(seqs: list[Sequence], drafts: list[Draft], logits: Tensor, rule: Rule) -> list[Verdict]:
-    """By the rules that look at distributions."""
+    """Verdicts by the rules that look at distributions: all but `coupled`."""
     rows: list[Row] = []
     places: list[int] = []
     first = 0

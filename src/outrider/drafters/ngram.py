@@ -30,7 +30,7 @@ class Index:
         self.upto = 1  # ends below this are entered
 
     def guess(self, tokens: list[int], settled: int, k: int) -> tuple[list[int], list[float]]:
-        """A copy, and the trust in it, which grows with the tokens that match. The `settled` first are from now on."""
+        """A copy, and the trust in it, which grows with the tokens that match. The first `settled` never change."""
         for end in range(self.upto, settled):  # tokens[end] exists: the n-gram has a continuation
             for n in self.sizes:
                 if n <= end:

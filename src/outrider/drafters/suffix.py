@@ -73,7 +73,7 @@ class Index:
     ) -> tuple[list[int], list[int], list[float]]:
         """What is expected behind `tokens`, by them or by `past`: tokens, parents, trust.
 
-        Their beginning is this text; the first `settled` are from now on.
+        They begin with this text. The first `settled` never change, and are entered.
         """
         self.enter(tokens[len(self) : settled], False)
         known, best, guess = len(self), 0.0, (list[int](), list[int](), list[float]())
@@ -93,7 +93,10 @@ class Index:
         return guess
 
     def chain(self, past: Index, tokens: list[int], settled: int, k: int) -> tuple[list[int], list[float]]:
-        """k tokens, each what followed the longest n-gram before it the last time, here or else in `past`; trust."""
+        """k tokens, each what followed the longest n-gram before it the last time, here or else in `past`; trust.
+
+        `tokens` and `settled` as in `guess`.
+        """
         self.enter(tokens[len(self) : settled], False)
         known, copied, trust = len(self), list[int](), list[float]()
         self.text.extend(tokens[settled:])
@@ -116,7 +119,7 @@ class Index:
     def _search(self, tail: list[int]) -> dict[int, int]:
         """Places behind occurrences of the end of `tail`, and how many tokens match there."""
         found: dict[int, int] = {}
-        reverse = [*tail[::-1], END - 1]
+        reverse = [*tail[::-1], END - 1]  # which is no token: comparing ends there
         for size, last, back in zip(SIZES, self.last, self.back, strict=True):
             at = last.get(hash(tuple(tail[-size:])), -1) - self.base if size <= len(tail) else -1
             for _ in range(FOLLOWED):
