@@ -73,10 +73,9 @@ class Proposer:
         self.vocab, self.longest = int(model.get_vocab_size()), int(model.max_model_len)
         drafter = drafters.create(chosen(os.environ.get(VARIABLE) or DEFAULT))
         self.parts = look_ups(drafter)
-        shape = SimpleNamespace(vocab_size=self.vocab)
         tokenizer = _tokenizer(model) if any(getattr(part, "datastore", "") for part in self.parts) else None
-        own = SimpleNamespace(config=shape)
-        target: Any = SimpleNamespace(model=own, tokenizer=tokenizer, follows_paths=True)
+        shaped = SimpleNamespace(config=SimpleNamespace(vocab_size=self.vocab))
+        target: Any = SimpleNamespace(model=shaped, tokenizer=tokenizer, follows_paths=True)
         for part in self.parts:
             part.attach(target, _no_model)
             if hasattr(part, "tree"):
@@ -150,10 +149,8 @@ class Proposer:
     def _chain(self, guesses: list[Draft], room: int) -> list[int]:
         """The path of these guesses from which most is expected: vLLM takes chains only."""
         _, path = max(map(expected, guesses), key=itemgetter(0))
-        path = [*map(int, path[: max(0, min(self.k, room))])]
-        if path and (min(path) < 0 or max(path) >= self.vocab):
-            path = list(itertools.takewhile(lambda token: 0 <= token < self.vocab, path))
-        return path
+        tokens = map(int, path[: max(0, min(self.k, room))])
+        return list(itertools.takewhile(lambda token: 0 <= token < self.vocab, tokens))
 
 
 def chosen(text: str) -> SpeculativeConfig:
