@@ -14,6 +14,7 @@ import tarfile
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -246,8 +247,8 @@ def _entries(path: Path) -> list[Any]:
     return [json.loads(line) for line in _text(path).split("\n") if line.strip()]
 
 
-def _code(path: Path) -> list[str]:
-    return [str(entry["prompt"]) for entry in _entries(path)]
+def _field(path: Path, name: str) -> list[str]:
+    return [str(entry[name]) for entry in _entries(path)]
 
 
 def _passages(path: Path) -> list[str]:
@@ -260,24 +261,12 @@ def _passages(path: Path) -> list[str]:
     return passages
 
 
-def _questions(path: Path, *kinds: str) -> list[str]:
+def _questions(path: Path, kinds: tuple[str, ...] = ()) -> list[str]:
     """First turns of Spec-Bench's questions, of some categories or of all."""
     asked = [entry["turns"] for entry in _entries(path) if not kinds or entry["category"] in kinds]
     if bad := [turns for turns in asked if not isinstance(turns, list) or not turns or not isinstance(turns[0], str)]:
         raise ValueError(f"`turns` must be a list of texts, not {brief(bad[0])}")
     return [turns[0] for turns in asked]
-
-
-def _chat(path: Path) -> list[str]:
-    return _questions(path, *MT_BENCH)
-
-
-def _summaries(path: Path) -> list[str]:
-    return _questions(path, "summarization")
-
-
-def _sums(path: Path) -> list[str]:
-    return [str(entry["question"]) for entry in _entries(path)]
 
 
 KINDS = ("chat", "code", "edit", "summarise")  # of `mixed`
@@ -293,13 +282,16 @@ class _Kind(NamedTuple):
 
 
 SUITES = {
-    "chat": _Kind("spec_bench_half.jsonl", _chat, True, own=QUESTIONS),
-    "code": _Kind("HumanEval.jsonl.gz", _code, True, (FUNCTION,), FUNCTIONS),
-    "maths": _Kind("gsm8k_test200.jsonl", _sums, True, own=SUMS),
-    "summarise": _Kind("spec_bench_half.jsonl", _summaries, True, own=[SUMMARY.format(text) for text in PASSAGES]),
+    "chat": _Kind("spec_bench_half.jsonl", partial(_questions, kinds=MT_BENCH), True, own=QUESTIONS),
+    "code": _Kind("HumanEval.jsonl.gz", partial(_field, name="prompt"), True, (FUNCTION,), FUNCTIONS),
+    "maths": _Kind("gsm8k_test200.jsonl", partial(_field, name="question"), True, own=SUMS),
+    "summarise": _Kind(
+        "spec_bench_half.jsonl", partial(_questions, kinds=("summarization",)), True,
+        own=[SUMMARY.format(text) for text in PASSAGES],
+    ),
     "edit": _Kind("books_eval.tar.xz", _passages, True, EDITS, PASSAGES),
     "json": _Kind("characters.txt", _lines, True, (FORM,), CHARACTERS, {"json": SHEET, "disable_any_whitespace": True}),
     "spec-bench": _Kind("spec_bench_half.jsonl", _questions, True),
     "stories": _Kind("tinystories.txt.xz", _stories, False, own=OPENINGS),
-    "functions": _Kind("HumanEval.jsonl.gz", _code, False, own=FUNCTIONS),
-}
+    "functions": _Kind("HumanEval.jsonl.gz", partial(_field, name="prompt"), False, own=FUNCTIONS),
+}  # fmt: skip
