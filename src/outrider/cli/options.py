@@ -8,7 +8,6 @@ import json
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, Any
 
 import typer
@@ -274,19 +273,15 @@ class Reporter:
     def __enter__(self) -> Reporter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __call__(self, what: str, done: int, total: int) -> None:
         if not self.console.is_terminal:
             return
         if self.bar is None:
-            columns = (
-                TextColumn("{task.description}", markup=False),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-            )
+            what_runs = TextColumn("{task.description}", markup=False)
+            columns = what_runs, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
             self.bar = Progress(*columns, console=self.console, transient=True)
             self.bar.start()
             self.bar.add_task(what, total=total)
