@@ -18,6 +18,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from outrider import LLM
+from outrider.cli import main
 
 torch.set_num_threads(1)  # steadier and, for models this small, faster
 settings.register_profile(
@@ -80,6 +81,20 @@ def make_llm(make_checkpoint) -> Callable[..., LLM]:
         return LLM(make_checkpoint(arch, **checkpoint), device="cpu", dtype="float32", **(engine or {}))
 
     return make
+
+
+@pytest.fixture
+def run(monkeypatch, capsys) -> Callable[..., tuple[int, str, str]]:
+    """`run("generate", ...)` -> (exit code, stdout, stderr), in this process."""
+
+    def call(*args: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["outrider", *args])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out = capsys.readouterr()
+        return int(ended.value.code or 0), out.out, out.err
+
+    return call
 
 
 @pytest.fixture(scope="session")

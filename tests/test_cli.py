@@ -13,27 +13,9 @@ from collections import Counter
 
 import pytest
 
-from outrider.cli import main
 from outrider.llm import LLM
 
 PROMPT = "Once upon a time"
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    """`run("generate", ...)` -> (exit code, stdout, stderr), in this process."""
-
-    def call(*args: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["outrider", *args])
-        try:
-            main()
-            code = 0
-        except SystemExit as exit:
-            code = int(exit.code or 0)
-        out = capsys.readouterr()
-        return code, out.out, out.err
-
-    return call
 
 
 def test_generate_streams_the_text_of_generate(run):
@@ -192,7 +174,7 @@ def test_ctrl_c_stops_the_answer_not_the_chat(run, monkeypatch):
 
     monkeypatch.setattr(LLM, "stream", interrupted)
     code, out, _ = run("chat", "--model", "tiny", "--max-tokens", "50")
-    assert code == 0 and "(stopped)" in out
+    assert code == 0 and "(stopped)" in out and "1 token " in out and "tokens/s" in out
     assert seen == [({}, {})]  # the stopped request gave its memory back
 
 

@@ -17,7 +17,6 @@ from rich.table import Table
 
 import outrider
 from outrider import drafters
-from outrider.cli import main
 from outrider.cli.output import as_line, new_console, put_json, tell, visible
 from outrider.drafters import Option
 from outrider.errors import ConfigError, OutOfMemory
@@ -25,20 +24,6 @@ from outrider.llm import LLM
 
 PROMPT = "Once upon a time"
 HOSTILE = "Once\x1b[31m\x9b5m\x07 upon\u202e a\u2067 time\x7f"
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    """`run("generate", ...)` -> (exit code, stdout, stderr), in this process."""
-
-    def call(*args: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["outrider", *args])
-        with pytest.raises(SystemExit) as exit:
-            main()
-        out = capsys.readouterr()
-        return int(exit.value.code or 0), out.out, out.err
-
-    return call
 
 
 @pytest.fixture
@@ -409,23 +394,6 @@ def test_chat_status_fits_a_terminal(say, monkeypatch):
     (status,) = [line for line in out.splitlines() if "tokens/s" in line]
     assert seed in status and len(visible(status).replace(r"\x1b[2m", "").replace(r"\x1b[0m", "")) <= 60
     assert "a draft guessed it" in out and "\x1b[4m" in out  # the legend, underlined without a colour
-
-
-def test_chat_says_how_a_stopped_answer_went(say, monkeypatch):
-    real = LLM.stream
-
-    def interrupted(self, *args, **kwargs):
-        events = real(self, *args, **kwargs)
-
-        def some():
-            yield next(events)
-            raise KeyboardInterrupt
-
-        return some()
-
-    monkeypatch.setattr(LLM, "stream", interrupted)
-    out = say("Hello")[1]
-    assert "(stopped)" in out and "1 token " in out and "tokens/s" in out
 
 
 def test_chat_goes_on_behind_an_answer_that_failed(say, monkeypatch):
