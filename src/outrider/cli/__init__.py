@@ -87,11 +87,12 @@ def main(command: typer.Typer = app) -> None:
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:  # closed, as by >&-
             setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
-    if os.environ.get("RANK", "0") != "0" and os.environ.get("WORLD_SIZE", "1") != "1":  # torchrun's others
+    several = os.environ.get("WORLD_SIZE", "1") != "1"  # processes, which torchrun has started
+    if several and os.environ.get("RANK", "0") != "0":
         from outrider.follow import join
 
         join()
-    if os.environ.get("WORLD_SIZE", "1") != "1":  # the others are told, too
+    if several:  # the others are told, too
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if isinstance(sys.stdin, io.TextIOWrapper):
         with contextlib.suppress(ValueError):  # somebody has read from it
@@ -117,7 +118,7 @@ def main(command: typer.Typer = app) -> None:
         code = 1
     except OSError as error:  # a full disk, no permission, a name too long: what the machine refuses is no bug of ours
         _say(f"outrider: {as_line(error.filename or 'the output')}: {reason_of(error)}")
-    if os.environ.get("WORLD_SIZE", "1") != "1":
+    if several:
         with contextlib.suppress(Exception):  # a WORLD_SIZE that is none, which has been told, or torch half imported
             from outrider.parallel import dismiss
 
