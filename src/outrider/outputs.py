@@ -124,6 +124,13 @@ class GenerationOutput:
     stop_reason: int | str | None = None  # the stop token or stop string that ended it; None for end of sequence
 
 
+def behind_first(outputs: Sequence[GenerationOutput]) -> tuple[int, float]:
+    """How many tokens of requests that ran together came behind the first forward, and in how many seconds."""
+    times = [output.metrics["timing"] for output in outputs]
+    tokens = sum(len(o.token_ids) - int(t["first_tokens"]) for o, t in zip(outputs, times, strict=True))
+    return tokens, max(t["total_seconds"] for t in times) - min(t["time_to_first_token"] for t in times)
+
+
 @dataclass(frozen=True)
 class StepEvent:
     """What a step brought to one output; several steps, if its reader was slow."""

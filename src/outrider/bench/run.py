@@ -39,6 +39,7 @@ from outrider.files import processor
 from outrider.llm import LLM, Drafting
 from outrider.load import Progress
 from outrider.model import Model
+from outrider.outputs import behind_first
 
 PLAIN = SpeculativeConfig()
 WARM_UP_TOKENS = 8
@@ -199,15 +200,7 @@ def run(
     llm.runner.progress = None  # a bar that moves while a long prompt is read would be part of its time
     methods = named([PLAIN, *settings.methods])
     prompts = {suite.name: suite.encode(llm) for suite in suites}
-    ends = {suite.name: suite.ends(llm) for suite in suites}
-    params = {
-        suite.name: replace(
-            settings.params,
-            ignore_eos=not ends[suite.name],
-            structured_outputs=suite.structured,  # type: ignore[arg-type]
-        )
-        for suite in suites
-    }
+    params = {suite.name: _asked(settings.params, suite, llm) for suite in suites}
     for config in methods.values():  # what cannot run is known before the first hour is spent
         llm.speculative_config = config
         for suite in suites:
@@ -246,7 +239,7 @@ def run(
                 settings, llm, suite, prompts[suite.name], passes, samples["plain"], method=name, engine="outrider",
                 speculative_config=spoken(methods[name]),
                 exactness=max(e for s in passes for e in s.exactness), kv_bytes=kv_bytes[name], notes=[],
-                weight_bytes=_read(llm.runner.model, passes), new_tokens=written(samples, ends[suite.name]),
+                weight_bytes=_read(llm.runner.model, passes), new_tokens=written(samples, suite.ends(llm)),
             )  # fmt: skip
     if peer is None:
         return
@@ -276,8 +269,13 @@ def run(
                     settings, llm, suite, prompts[suite.name], samples[name], samples["plain"], method=name,
                     engine=peer.name, speculative_config=peer.methods[name], exactness=None, kv_bytes=None,
                     notes=[peer.note, *left_out], weight_bytes=peer.weight_bytes,
-                    new_tokens=written(samples, ends[suite.name]),
+                    new_tokens=written(samples, suite.ends(llm)),
                 )  # fmt: skip
+
+
+def _asked(params: SamplingParams, suite: Suite, llm: LLM) -> SamplingParams:
+    """With what a suite asks for."""
+    return replace(params, ignore_eos=not suite.ends(llm), structured_outputs=suite.structured)  # type: ignore[arg-type]
 
 
 def _read(model: Model, passes: list[Sample]) -> int:
@@ -327,8 +325,7 @@ def sample(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> Sample
     outputs = llm.generate(prompts, params)
     times = [o.metrics["timing"] for o in outputs]
     s.first = [t["time_to_first_token"] for t in times]
-    s.seconds = max(t["total_seconds"] for t in times) - min(t["time_to_first_token"] for t in times)
-    s.timed = sum(len(o.token_ids) - int(o.metrics["timing"]["first_tokens"]) for o in outputs)
+    s.timed, s.seconds = behind_first(outputs)
     s.rates = [s.rate]
     if decode := sum(t["decode_seconds"] for t in times):  # requests share their steps, in a stream only some
         s.draft = s.seconds * sum(t["draft_seconds"] for t in times) / decode

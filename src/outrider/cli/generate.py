@@ -31,7 +31,7 @@ from outrider.cli.options import (
 from outrider.cli.output import LEGEND, TINT, as_line, new_console, put, put_json, tell, to_terminal
 from outrider.config import SpeculativeConfig, drawn_seed
 from outrider.errors import ConfigError, EmptyPrompt
-from outrider.outputs import GenerationOutput
+from outrider.outputs import GenerationOutput, behind_first
 
 
 @sampling_flags(temperature=0.0)
@@ -189,7 +189,5 @@ def _compare(
 
 def _rate(outputs: list[GenerationOutput]) -> float | None:
     """Tokens per second after the first forward, of requests that ran together; None if all came with it."""
-    times = [o.metrics["timing"] for o in outputs]
-    tokens = sum(len(o.token_ids) - t["first_tokens"] for o, t in zip(outputs, times, strict=True))
-    seconds = max(t["total_seconds"] for t in times) - min(t["time_to_first_token"] for t in times)
+    tokens, seconds = behind_first(outputs)
     return tokens / seconds if tokens else None
