@@ -79,6 +79,16 @@ def drive(llm: LLM, long: Sequence, short: Sequence, rounds: int = 1) -> list[to
     return seen + [llm.runner.kv.span(long.id, layer, 0, len(long.tokens) - 1) for layer in layers]
 
 
+def converse(llm: LLM, path: Path) -> Path:
+    """Write conversations of a random model, as `outrider train data` does."""
+    noise = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(128, (5,), generator=noise).tolist() for _ in range(40)]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0.5, seed=3, max_tokens=30))
+    lines = [json.dumps({"p": p, "o": o.token_ids, "t": 0.5}) for p, o in zip(prompts, outputs, strict=True)]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
 def run(llm: LLM, requests: list[tuple[list[int], SamplingParams]]) -> list[GenerationOutput]:
     """Requests, each with its own parameters, in one batch. Nothing of them may stay behind."""
     added = [r for prompt, params in requests for r in llm.engine.add(prompt, params)]

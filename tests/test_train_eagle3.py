@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import run, watched
+from helpers import converse, run, watched
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -42,14 +42,7 @@ def llm(make_checkpoint) -> LLM:
 
 @pytest.fixture(scope="module")
 def said(llm, tmp_path_factory) -> Path:
-    """Conversations of a random model."""
-    path = tmp_path_factory.mktemp("said") / "said.jsonl"
-    noise = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(128, (5,), generator=noise).tolist() for _ in range(40)]
-    outputs = llm.generate(prompts, SamplingParams(temperature=0.5, seed=3, max_tokens=30))
-    lines = [json.dumps({"p": p, "o": o.token_ids, "t": 0.5}) for p, o in zip(prompts, outputs, strict=True)]
-    path.write_text("\n".join(lines) + "\n")
-    return path
+    return converse(llm, tmp_path_factory.mktemp("said") / "said.jsonl")
 
 
 @pytest.fixture(scope="module")
