@@ -178,11 +178,10 @@ def _llama3(config: ModelConfig) -> dict[str, Any]:
     """Llama 3's parameters, of which a GGUF holds only what they come to. Raises UnsupportedArchitecture."""
     factor = round(max(config.rope["freq_factors"]), 4)
     said = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    ours = Rotary(config, torch.float32, CPU).inv
     for original in (2**i for i in range(6, 20)):
         rope = {"rope_theta": config.rope["rope_theta"], **said, "original_max_position_embeddings": original}
-        turned = Rotary(replace(config, rope=rope), torch.float32, torch.device("cpu")).inv
-        ours = Rotary(config, torch.float32, torch.device("cpu")).inv
-        if torch.allclose(turned, ours, rtol=1e-3):
+        if torch.allclose(Rotary(replace(config, rope=rope), torch.float32, CPU).inv, ours, rtol=1e-3):
             return rope
     raise UnsupportedArchitecture("this file's rope factors are none of Llama 3's: no config.json can say them")
 
