@@ -193,10 +193,10 @@ class Constraint:
             kept[node] = len(tokens)
             tokens.append(draft.tokens[node])
             parents.append(kept[draft.parents[node]])
-        by = None if draft.by is None else [""] * len(tokens)
-        for node, at in kept.items():
-            if by is not None and draft.by is not None and node >= 0:
-                by[at] = draft.by[node]
+        by: list[str] | None = None
+        if draft.by is not None:
+            of = {at: draft.by[node] for node, at in kept.items() if node >= 0}
+            by = [of.get(at, "") for at in range(len(tokens))]
         q = torch.stack(laws) if laws else None
         return Draft(tokens, parents, q, len(riders), frozenset(forced), by=by)
 
