@@ -46,6 +46,11 @@ class Table:
             self.lies = self.ids.data_ptr()
         self.ids[at] = block
 
+    def cut(self, at: int) -> None:
+        """Block `at` is no more what it was: if it is published, publishing begins anew, as `before` is behind it."""
+        if at < self.published:
+            self.published = 0
+
     def pieces(self, begin: int, end: int, blocks: int) -> Iterator[tuple[int, int, int]]:
         """Slots [begin, end) as (slab, first slot there, how many), where `blocks` are a slab's."""
         while begin < end:
@@ -67,7 +72,7 @@ class PagedKV:
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, most: int | None = None) -> None:
         self.config, self.dtype, self.device, self.most = config, dtype, device, most
-        self._there, self._why = 2**62, ""  # blocks, once memory has given out, as it said
+        self._there, self._why = 2**62, ""  # blocks, once memory has given out for more, and how that was said
         self.modest = MODEST  # bytes that the pool may grow to before what is cached must go
         self.log = QueryLog(config.num_layers)
         self.scale, self.softcap = config.attention_scale, config.attention_softcap
@@ -104,7 +109,7 @@ class PagedKV:
         if table and needed < len(table.blocks):
             self.pool.release(table.blocks[needed:])
             del table.blocks[needed:]
-            table.published *= table.published <= needed
+            table.cut(needed)
         return length
 
     def adopt(self, seq: int, tokens: list[int], root: Hashable) -> int:
@@ -145,7 +150,7 @@ class PagedKV:
                 if at >= len(table.blocks):
                     table.put(at, self._take())
                 elif not self.pool.writable(old := table.blocks[at]):
-                    table.published *= at >= table.published
+                    table.cut(at)
                     if self.pool.holders[old] == 1 and self.room < 1:
                         self.pool.hide(old)
                         continue
@@ -180,6 +185,7 @@ class PagedKV:
         self._point()
 
     def _point(self) -> None:
+        """Note where the slabs lie, for kernels."""
         layers = range(self.config.num_layers)
         found = [[slab[layer].data_ptr() for slab in self.slabs] for layer in layers]
         self._pointers = torch.tensor(found, dtype=torch.int64, device=self.device)
