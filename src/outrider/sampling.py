@@ -142,15 +142,15 @@ def guess(
     With the logarithms of their chances, as the request's parameters shape them: what Law 1 would choose, if these were
     the target's logits, or, where a rule flips coins, what is likeliest without noise.
     """
-    coins = rows[0].seq.rule.flips_coins
-    if native.runs(logits.dtype, logits.device) and (coins or not any(row.seq.edited for row in rows)):
+    flips = rows[0].seq.rule.flips_coins
+    if native.runs(logits.dtype, logits.device) and (flips or not any(row.seq.edited for row in rows)):
         size, at = logits.shape[1], logits.data_ptr()
         wishes = [
-            (own, *GREEDY) if coins else _wish(own, row, size, "")
+            (own, *GREEDY) if flips else _wish(own, row, size, "")
             for own, row in zip(range(at, at + 4 * size * len(rows), 4 * size), rows, strict=True)
         ]
         return native.kernels.guess(wishes, size, known.data_ptr(), count)  # type: ignore[no-any-return]
-    if not coins and any(row.seq.edited or row.seq.params.temperature for row in rows):
+    if not flips and any(row.seq.edited or row.seq.params.temperature for row in rows):
         whole = logits.new_full((len(rows), vocab), -math.inf)
         whole[:, known] = logits
         logits = scores(whole, rows)[:, known]

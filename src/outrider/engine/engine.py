@@ -333,14 +333,14 @@ class Engine:
         Who waits for what another is reading, the same prompt or as long a beginning of it, keeps its place and room.
         """
         places = self.config.max_num_seqs - len(self.running)
-        promised, reading = sum(self._lacks(r) for r in self.running), Reading(dict)
+        needed, reading = sum(self._lacks(r) for r in self.running), Reading(dict)
         for request in self.running:
             self._note(request, reading)
         for request in filter(_ready, self.waiting.copy()):
             if not places:
                 break
             if self._follows(request, reading):
-                promised += self._lacks(request)
+                needed += self._lacks(request)
                 places -= 1
                 continue
             if not request.timing.queued and (error := self._too_large(request.seq.max_len)):
@@ -349,8 +349,8 @@ class Engine:
             first = request.first.seq if request.first else None
             found = self.runner.begin(request.seq, first)
             self._bound([*self.running, request])
-            promised += self._lacks(request)
-            if self.running and self.kv.room < promised + 2 * len(self.running):
+            needed += self._lacks(request)
+            if self.running and self.kv.room < needed + 2 * len(self.running):
                 self.runner.free(request.seq)
                 break
             if request.expected:
