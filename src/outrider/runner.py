@@ -121,7 +121,7 @@ class Runner:
         self.slots: dict[int, Slot] = {}
         self.scores: dict[int, dict[int, Logprob]] = {}  # by id, of prompts to be measured: each place's token
         self.taps = WeakSet[Rows]()  # kept up as long as a drafter holds them
-        self._spare: Output | None = None
+        self._spare: Output | None = None  # that a forward may write over (`reuse`)
         self._tapped = False  # whether there ever were any: asking a WeakSet takes as long as a step's whole plan
 
     def tap(self, points: tuple[int, ...]) -> Rows:

@@ -112,6 +112,7 @@ def step(
     began = time.perf_counter()
     if k:  # it counts nodes, not depth: a short room clips drafts, and makes k no smaller
         k = min(k, MOST_NODES) if any([seq.room > 1 for seq in seqs]) else 0
+    # numbers of the sequences of which the drafter hears
     told_of = [i for i, seq in enumerate(seqs) if seq.k != 0] if k or not drafter.idle else []
     constrained = any([seqs[i].constraint for i in told_of])  # what a grammar forces is drafted in any case
     if told_of and not constrained and drafter.rests([seqs[i].id for i in told_of]):

@@ -128,7 +128,9 @@ class Auto(Drafter):
         self.others = [own for own, look in zip(self.sources, looks, strict=True) if own.drafter.cheap and not look]
         self.costs, self.threads = Costs(), torch.get_num_threads()
         self.chains, self.vocab, self.chunk = False, 2**63, 2**63
-        self.sent = self.spent = self.asking = self.charged = self.own = 0.0
+        self.sent = self.spent = 0.0  # when the step's drafts were ready, and the seconds that they took, ...
+        self.asking = self.charged = 0.0  # ... those of a model among them, and what is charged for it
+        self.own = 0.0  # seconds that a look takes without a model, as a rule
         self.made = 0  # graphs, when a step's forward began
         self.vain = 0  # looks in vain, in a row
         self.left = self.rested = 0  # steps to rest, and rested since the last look
