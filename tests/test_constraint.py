@@ -592,6 +592,16 @@ def test_classes_of_gbnf_are_characters(tiny_llm, text, inside, outside):
             assert bool(legal[token]) is there, letter
 
 
+@pytest.mark.parametrize(
+    "dots, text", [(".*", "<p>a\nb.\0é中😀\r\u2028"), (".{2} [.]", "\n\n."), ("any+\nany ::= .", "a\n")]
+)
+def test_the_dot_of_gbnf_is_any_character(tiny_llm, dots, text):
+    seq, constraint = followed(tiny_llm, {"grammar": f"root ::= {dots}"})
+    seq.tokens += tiny_llm.tokenizer(text, add_special_tokens=False)["input_ids"]
+    mask = constraint.mask(seq, [])
+    assert mask is not None and unpacked(mask, tiny_llm.runner.model.config.vocab_size)[min(seq.eos)]
+
+
 @pytest.mark.parametrize("text, inside, outside", [
     (r"[^[\]]", "ab", "[]"), ("[a&&b]", "a&b", "c"), (r"[\]a\&[]", "]a&[", "b"), (r"\[?[[b]", "[b", "a"),
     ("[]a[]", "]a[", "b"), ("[%--]", "%-", "."), ("[a~~z]", "az~", "b"), ("[[:digit:]a]", "1a", "d:["),

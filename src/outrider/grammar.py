@@ -37,7 +37,7 @@ LARK = re.compile(r'"(?:\\.|[^"\\\n])*"?|/(?!/)(?:\\.|[^/\\])+/?|//.*|#.*|(<(?!\
 SHORT = re.compile(r"/(?:\[[\w-]+\](?:\{\d+(?:,\d+)?\})?|[\w ])+/")  # regexes of bounded length, as plain as can be
 # of GBNF: what a rule begins with, texts, classes of characters, names, comments, and whatever else there is
 GBNF = re.compile(r'([\w-]+)\s*::=|("(?:\\.|[^"\\])*"?|\[(?:\\.|[^\]\\])*\]?|[\w-]+)|#.*|(\S)')
-NOTHING = '""'  # in GBNF
+NOTHING, ANY = '""', r"[\x00-\U0010FFFF]"  # in GBNF; its `.` is any character, line breaks, too
 CLASS = re.compile(r"\\.|(\[\^?)(\]?(?:\\.|\[:\^?\w+:\]|[^\]\\])*)", re.S)  # in a regex, up to its last bracket
 PART = re.compile(r"\[:\^?\w+:\]|(\\.|.)(?:-(\\.|.))?", re.S)  # of a class: a name, a character or a range
 PLAIN = {c: rf"\x{ord(c):x}" for c in "-[]&~"}  # of which Rust makes more
@@ -315,7 +315,8 @@ def _gbnf(text: str) -> str:
         if head:
             rules.append((head, []))
         elif rules and (part or sign):
-            rules[-1][1].append(f"[{_plain(part[1:-1])}{part[-1]}" if part.startswith("[") else part or sign)
+            piece = f"[{_plain(part[1:-1])}{part[-1]}" if part.startswith("[") else part or sign
+            rules[-1][1].append(ANY if piece == "." else piece)
         elif part or sign:
             raise ValueError(f"a rule begins with its name and ::=, not {brief(part or sign)}")
     names, taken = {"root": "root"}, {"root", "start"}
