@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from typing import Any
 
 import openai
@@ -279,13 +280,15 @@ def test_what_cannot_be(client, hermes, fields, param):
 
 
 def test_parameters_that_cannot_be_forced(client, hermes):
-    """Nobody is shown the grammar that is made of them."""
-    for own, word in (({"type": "thing"}, "thing"), ({"$ref": "#/$defs/x"}, "'/$defs/x' does not exist")):
+    """Nobody is shown the grammar that is made of them, but whose they are."""
+    odd = {"type": "thing"}, {"$ref": "#/$defs/x"}, {"pattern": "(?=a)b"}, {"multipleOf": 20001}
+    words = "thing", "'/$defs/x' does not exist", "look-around", "multipleOf"
+    for (own, word), before in product(zip(odd, words, strict=True), (0, 1, len(TOOLS))):
         schema = {"type": "object", "properties": {"x": own}}
-        odd = {"type": "function", "function": {"name": "a", "parameters": schema}}
-        answer = client.post(ROUTE, {"messages": TALK, "max_tokens": 1, "tools": [odd], "tool_choice": "required"})
+        tools = [*TOOLS[:before], {"type": "function", "function": {"name": "odd", "parameters": schema}}]
+        answer = client.post(ROUTE, {"messages": TALK, "max_tokens": 1, "tools": tools, "tool_choice": "required"})
         told = answer.json()["error"]["message"]
-        assert told.startswith("tools: these parameters cannot be used: ") and word in told and "start:" not in told
+        assert told.startswith("tools: parameters of 'odd' cannot be used: ") and word in told and " | " not in told
 
 
 def test_parameters_may_be_named_as_keywords_are(client, hermes):

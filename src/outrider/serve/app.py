@@ -67,7 +67,7 @@ from outrider.serve.reasoning import BRACKETS, Reading, way_of
 from outrider.serve.replies import REF, REPLIES
 from outrider.serve.responses import Respond, ResponsesBody
 from outrider.serve.settings import Settings
-from outrider.serve.tools import as_variables, check, constraint, family_of, for_templates, in_order
+from outrider.serve.tools import as_variables, check, constraint, family_of, for_templates, in_order, unusable
 from outrider.serve.vocabulary import Vocabulary
 
 B = TypeVar("B", bound=Body)
@@ -80,7 +80,6 @@ KEYS = {  # how an API key is given
     "basic": {"type": "http", "scheme": "basic", "description": "The key is the password."},
 }
 PROMPT_LOGPROBS = 2**20  # of a request, for one prompt of the whole context as many as that takes: 100 bytes each
-OURS = re.compile(r"\w+: grammar cannot be used: (?:at \d+\(\d+\): )?(.*?)(?: 1 \| start: .*)?", re.S)  # of calls
 READS = re.compile(r"""[.'"]reasoning(_content)?\b""")  # in a template that has its own place for it
 
 
@@ -324,9 +323,8 @@ class Server:
             except ConfigError as error:
                 wrong = refusal(error)
                 if wrong.param == "structured_outputs" and wrong.param in more:
-                    if why := OURS.fullmatch(str(wrong)):  # without a grammar that its client did not write
-                        wrong = Refusal(400, f"{wrong.param}: these parameters cannot be used: {why[1]}", wrong.param)
-                    raise wrong.under("tools") from None
+                    functions = how.parser().functions if how and how.parser else ()
+                    raise Refusal(400, unusable(str(wrong), functions), wrong.param).under("tools") from None
                 if wrong.param == "structured_outputs" and body.structured_outputs is None:
                     raise wrong.under("response_format") from None
                 raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby, product
@@ -36,6 +36,7 @@ from outrider.serve.parser import parse
 
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 MOST_TOOLS = 256
+OURS = re.compile(r"\w+: grammar cannot be used: (?:at (\d+)\(\d+\): )?(.*?)(?: \d+ \| .*)?", re.S)  # of calls
 BEGUN = re.compile(r"[<\[]\|?\w*\Z")  # a mark, as far as another may begin alike
 Render = Callable[[list[Any], dict[str, Any]], str]
 
@@ -281,17 +282,30 @@ def constraint(tools: Tools, family: Family, tokenizer: Any) -> StructuredOutput
     try:
         if (size := len(json.dumps([*tools.callable.values()]))) > MOST_TEXT:
             raise ConfigError(f"tools: their parameters have {size} characters; at most {MOST_TEXT} can be asked for")
-        calls = [_call(name, understood(schema), family, added) for name, schema in tools.callable.items()]
+        calls = list[str]()
+        for name, schema in tools.callable.items():
+            try:
+                calls.append(_call(name, understood(schema), family, added))
+            except ValueError as error:
+                raise ConfigError(f"tools: parameters of {name!r} cannot be used: {error}") from None
     except RecursionError:
         raise ConfigError("tools: parameters are nested too deeply") from None
-    except ValueError as error:
-        raise ConfigError(f"tools: these parameters cannot be used: {error}") from None
     begin, end, between = (literal(text, added) for text in (family.begin, family.end, family.between))
     more = f"({between} call)*" if several else ""
     rules = [f"call_{i}: {call}" for i, call in enumerate(calls)]
     choice = " | ".join(f"call_{i}" for i in range(len(calls)))
     text = "\n".join([f"start: {begin} call {more} {end}", f"call: {choice}", *rules])
     return StructuredOutputsParams(grammar=Ours(text))
+
+
+def unusable(error: str, functions: Iterable[str]) -> str:
+    """What is wrong with a grammar of calls (`constraint`), without excerpts of it, for its client did not write it.
+    The functions' rules are its lines from the third on."""
+    if (found := OURS.fullmatch(error)) is None:
+        return error
+    name = dict(enumerate(functions, 3)).get(int(found[1] or 0))
+    whose = "these parameters" if name is None else f"parameters of {name!r}"
+    return f"tools: {whose} cannot be used: {found[2]}"
 
 
 def _call(name: str, schema: Mapping[str, Any], family: Family, added: Mapping[str, int]) -> str:
