@@ -279,6 +279,19 @@ def test_stop_keeps_what_came_and_tells_the_server(tab, server):
 
 
 @pytest.mark.slow
+def test_who_scrolls_up_is_left_there(tab):
+    ask(tab, "long", wait=False)
+    until(tab, "$('scroll').scrollTop > 60")
+    place = tab.evaluate("$('scroll').scrollTop -= 30")
+    long = tab.evaluate("$('scroll').scrollHeight")
+    until(tab, f"$('scroll').scrollHeight > {long}")
+    assert tab.evaluate("$('scroll').scrollTop") == place and tab.locator("#down").is_visible()
+    tab.click("#down")
+    done(tab)
+    assert tab.locator("#down").is_hidden() and tab.evaluate("$('scroll').scrollTop") > place
+
+
+@pytest.mark.slow
 def test_edit_and_regenerate_make_versions(tab, server):
     ask(tab, "one")
     first = last(tab)
