@@ -409,8 +409,9 @@ def test_reasoning_is_folded_above_the_answer(tab, server):
 def test_a_reload_amid_an_answer_keeps_what_had_come(tab):
     ask(tab, "long", wait=False)
     tab.wait_for_timeout(2500)
+    had = last(tab)
     tab.reload()
-    assert last(tab).startswith("Answer to long:") and "cut off" in stats(tab)
+    assert len(had) > 60 and last(tab).startswith(had) and "stopped" in stats(tab)
     assert tab.get_by_role("button", name="Regenerate").is_enabled()
 
 
