@@ -38,6 +38,7 @@ ODD = (
 COMPOSING = (
     "new KeyboardEvent('keydown', { key: 'Escape', isComposing: true, bubbles: true })"  # it is the input method's
 )
+COMPOSED = "new KeyboardEvent('keydown', { key: 'Enter', keyCode: 229, bubbles: true })"  # the same, from Safari
 CODE = "# Title\n\nSome **bold** text & `inline`.\n\n- one\n- two\n\n```python\nprint(1 < 2)\n```\n\nThe end."
 
 
@@ -276,6 +277,18 @@ def test_stop_keeps_what_came_and_tells_the_server(tab, server):
             break
         tab.wait_for_timeout(50)
     assert server.gone == 1
+
+
+@pytest.mark.slow
+def test_what_is_composed_is_not_sent(tab, server):
+    tab.fill("#say", "composed")
+    tab.evaluate(f"document.querySelector('#say').dispatchEvent({COMPOSED})")
+    assert tab.locator("article").count() == 0 and tab.locator("#say").input_value() == "composed"
+    tab.keyboard.press("Enter")
+    done(tab)
+    tab.get_by_role("button", name="Edit").click()
+    tab.evaluate(f"document.querySelector('#edit').dispatchEvent({COMPOSED})")
+    assert tab.locator("#edit").is_visible() and len(server.bodies) == 1
 
 
 @pytest.mark.slow
