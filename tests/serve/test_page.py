@@ -39,6 +39,7 @@ COMPOSING = (
     "new KeyboardEvent('keydown', { key: 'Escape', isComposing: true, bubbles: true })"  # it is the input method's
 )
 COMPOSED = "new KeyboardEvent('keydown', { key: 'Enter', keyCode: 229, bubbles: true })"  # the same, from Safari
+RAW = "Here:\n\n<config>\n  <name>a</name>\n  <!-- b -->\n</config>\n\nThe <b>end</b>."
 CODE = "# Title\n\nSome **bold** text & `inline`.\n\n- one\n- two\n\n```python\nprint(1 < 2)\n```\n\nThe end."
 
 
@@ -103,8 +104,8 @@ def words(body: dict[str, Any]) -> str:
     asked = body["messages"][-1]["content"]
     if asked == "hostile":
         return HOSTILE
-    if asked in ("code", "odd"):
-        return CODE if asked == "code" else ODD
+    if asked in (others := {"code": CODE, "odd": ODD, "raw": RAW}):
+        return others[asked]
     law = random.Random(f"{body['messages']}{body.get('seed')}")
     count = {"long": 400}.get(asked, 30)
     return " ".join([f"Answer to {asked}:", *(law.choice(["river", "stone", "lamp", "cloud"]) for _ in range(count))])
@@ -460,6 +461,9 @@ def test_markdown_and_copy(tab):
     assert tab.evaluate("navigator.clipboard.readText()") == "print(1 < 2)\n"
     tab.locator("article.assistant .row button", has_text="Copy").click()
     assert tab.evaluate("navigator.clipboard.readText()") == CODE
+    tab.locator("#new").click()
+    ask(tab, "raw")
+    assert last(tab) == RAW  # with its lines
 
 
 @pytest.mark.slow
