@@ -35,6 +35,7 @@ HOSTILE = """Look: <img src=x onerror="window.hit = 1"> <script>window.hit = 2</
 ODD = (
     "&lt;b> &amp; [a](https://example.org/abc%20c?abc=abc&abc) abc &copy; ☑ 5 < 6 **so** ~~it~~ ends <here> `&lt;` now"
 )
+ENTITIES = "if a &lt; b then c is less <br> so it ends under &gt; <p> here"
 COMPOSING = (
     "new KeyboardEvent('keydown', { key: 'Escape', isComposing: true, bubbles: true })"  # it is the input method's
 )
@@ -104,7 +105,7 @@ def words(body: dict[str, Any]) -> str:
     asked = body["messages"][-1]["content"]
     if asked == "hostile":
         return HOSTILE
-    if asked in (others := {"code": CODE, "odd": ODD, "raw": RAW}):
+    if asked in (others := {"code": CODE, "odd": ODD, "entities": ENTITIES, "raw": RAW}):
         return others[asked]
     law = random.Random(f"{body['messages']}{body.get('seed')}")
     count = {"long": 400}.get(asked, 30)
@@ -260,6 +261,20 @@ def test_tints_lie_right_over_markdown(tab):
     ask(tab, "odd")  # what is rendered is not always in the source
     covered = " ".join(tints(tab, 0) + tints(tab, 1)).split()
     assert {"&", "abc", "5", "<", "so", "it", "<here>"} <= set(covered) and not {"6", "ends", "now"} & set(covered)
+    tab.locator("#new").click()
+    ask(tab, "entities")
+    assert sorted(" ".join(tints(tab, 0) + tints(tab, 1)).split()) == [
+        ">",
+        "a",
+        "b",
+        "if",
+        "is",
+        "it",
+        "less",
+        "so",
+        "then",
+        "under",
+    ]
 
 
 @pytest.mark.slow
