@@ -474,6 +474,10 @@ def test_markdown_and_copy(tab):
     assert text.locator("pre code").inner_text().strip() == "print(1 < 2)"
     tab.locator(".block .copy").click()
     assert tab.evaluate("navigator.clipboard.readText()") == "print(1 < 2)\n"
+    until(tab, "document.querySelector('.block .copy').textContent === 'Copy'")
+    tab.evaluate("for (const _ of [1, 2]) document.querySelector('.block .copy').click()")
+    for said in ("Copied", "Copy"):
+        until(tab, f"document.querySelector('.block .copy').textContent === '{said}'")
     tab.locator("article.assistant .row button", has_text="Copy").click()
     assert tab.evaluate("navigator.clipboard.readText()") == CODE
     tab.locator("#new").click()
