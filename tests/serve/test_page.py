@@ -507,6 +507,14 @@ def test_settings_reach_the_server(tab, server):
     tab.get_by_role("button", name="Regenerate").click()
     done(tab)
     assert "temperature" not in server.bodies[-1] and server.bodies[-1]["seed"] == 7
+    tab.click("#tune")
+    tab.fill("#settings [name=temperature]", "")
+    tab.keyboard.type("15")  # the server says what it does not take, not an earlier value in its place
+    tab.fill("#settings [name=top_k]", "-1")
+    tab.get_by_role("button", name="Done").click()
+    tab.get_by_role("button", name="Regenerate").click()
+    done(tab)
+    assert (server.bodies[-1]["temperature"], server.bodies[-1]["top_k"]) == (15, -1)
 
 
 @pytest.mark.slow
