@@ -118,6 +118,10 @@ def script(body: dict[str, Any]) -> Iterator[Any]:
         yield 400
         yield {"error": {"message": "max_tokens is 9999, and must be at most 4096", "type": "invalid_request_error"}}
         return
+    if asked == "silence":
+        for _ in range(100):
+            yield b": keep-alive\n\n"
+            yield 0.05
     if asked == "moved" and body["model"] == "fake":
         yield 404
         yield {"error": {"message": "the model 'fake' does not exist", "type": "invalid_request_error"}}
@@ -318,6 +322,16 @@ def test_who_scrolls_up_is_left_there(tab):
     tab.click("#down")
     done(tab)
     assert tab.locator("#down").is_hidden() and tab.evaluate("$('scroll').scrollTop") > place
+
+
+@pytest.mark.slow
+def test_an_answer_that_is_stopped_before_it_comes_is_no_turn(tab, server):
+    ask(tab, "silence", wait=False)
+    tab.click("#stop")
+    done(tab)
+    assert "stopped" in stats(tab)
+    ask(tab, "one")
+    assert server.bodies[-1]["messages"] == [{"role": "user", "content": "one"}]
 
 
 @pytest.mark.slow
