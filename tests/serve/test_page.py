@@ -349,8 +349,10 @@ def test_edit_and_regenerate_make_versions(tab, server):
     assert last(tab) != first
     tab.keyboard.press("Enter")
     assert last(tab) == first
+    tab.evaluate("drawing = document.querySelector('article.assistant p')")
     ask(tab, "two")
     assert [m["content"] for m in server.bodies[-1]["messages"]] == ["one", first, "two"]
+    assert tab.evaluate("drawing === document.querySelector('article.assistant p')")  # Markdown is not read again
     tab.get_by_role("button", name="Edit").first.click()
     tab.fill("#edit", "three")
     tab.keyboard.press("Enter")
