@@ -57,6 +57,24 @@ def test_the_page_needs_nothing_from_elsewhere():
     assert policy["script-src"].count("sha256-") == 3 and "unsafe" not in headers["Content-Security-Policy"]
 
 
+def test_every_text_can_be_read():
+    """WCAG's least contrast of small text, 4.5, for each colour of text on each ground, light and dark."""
+
+    def light(colour: str) -> float:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    themes = re.findall(r":root(?:\[data-theme=dark\])? {(.*?)\n}", served()[0].decode(), re.DOTALL)
+    assert len(themes) == 2
+    for theme in themes:
+        colours = {name: light(colour) for name, colour in re.findall(r"--([\w-]+): (#\w{6});", theme)}
+        for text in ("ink", "soft", "faint", "accent", "bad", "good"):
+            for ground in ("paper", "side", "card", "code"):
+                low, high = sorted((colours[text], colours[ground]))
+                assert (high + 0.05) / (low + 0.05) >= 4.5, (text, ground)
+
+
 @pytest.mark.skipif(not shutil.which("node"), reason="needs node")
 def test_a_key_of_any_letters_is_sent_as_the_server_reads_it():
     """A header that holds other than bytes is refused by the browser, as if no server were there."""
