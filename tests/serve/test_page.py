@@ -255,6 +255,8 @@ def test_an_answer_streams_and_is_tinted(tab, server):
     ask(tab, "long", wait=False)
     until(tab, "(document.querySelector('article.assistant .text')?.innerText.length ?? 0) > 60")
     assert tab.locator("#stop").is_visible() and not tab.locator("#send").is_visible()
+    assert tab.get_by_role("article", name="Your message").count() == 1  # a screen reader says whose it is
+    assert tab.get_by_role("article", name="Answer").get_attribute("aria-busy") == "true"
     assert tab.locator("#bar").is_visible() and "tokens per forward" in tab.locator("#bar").inner_text()
     early = last(tab)
     done(tab)
