@@ -40,6 +40,7 @@ COMPOSING = (
     "new KeyboardEvent('keydown', { key: 'Escape', isComposing: true, bubbles: true })"  # it is the input method's
 )
 COMPOSED = "new KeyboardEvent('keydown', { key: 'Enter', keyCode: 229, bubbles: true })"  # the same, from Safari
+LISTS = "1. one\n\n```\ncode\n```\n\n2. two\n\n| what | price |\n| --- | ---: |\n| a pear | 12 |"
 RAW = "Here:\n\n<config>\n  <name>a</name>\n  <!-- b -->\n</config>\n\nThe <b>end</b>."
 CODE = "# Title\n\nSome **bold** text & `inline`.\n\n- one\n- two\n\n```python\nprint(1 < 2)\n```\n\nThe end."
 
@@ -123,7 +124,7 @@ def words(body: dict[str, Any]) -> str:
     asked = body["messages"][-1]["content"]
     if asked == "hostile":
         return HOSTILE
-    if asked in (others := {"code": CODE, "odd": ODD, "entities": ENTITIES, "raw": RAW}):
+    if asked in (others := {"code": CODE, "odd": ODD, "entities": ENTITIES, "raw": RAW, "lists": LISTS}):
         return others[asked]
     law = random.Random(f"{body['messages']}{body.get('seed')}")
     count = {"long": 400}.get(asked, 30)
@@ -527,6 +528,11 @@ def test_markdown_and_copy(tab):
     tab.locator("#new").click()
     ask(tab, "raw")
     assert last(tab) == RAW  # with its lines
+    tab.locator("#new").click()
+    ask(tab, "lists")
+    assert tab.evaluate("[...document.querySelectorAll('ol')].map(each => each.start)") == [1, 2]
+    sides = "[...document.querySelectorAll('td')].map(each => getComputedStyle(each).textAlign.match(/start|right/)[0])"
+    assert tab.evaluate(sides) == ["start", "right"]
 
 
 @pytest.mark.slow
