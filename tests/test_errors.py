@@ -209,6 +209,18 @@ def test_impossible_config_values(make_checkpoint, tmp_path, key):
             assert "\n" not in str(error) and len(str(error)) < 500
 
 
+@pytest.mark.parametrize("other", [None, b"\xff" * 100], ids=["none", "another"])
+def test_a_folder_that_changes_while_it_is_loaded(folder, other):
+    def progress(what: str, done: int, total: int) -> None:
+        if (what, done) == ("loading weights", 1):
+            (folder / "model.safetensors").unlink()
+            if other is not None:
+                (folder / "model.safetensors").write_bytes(other)
+
+    with refused(CheckpointError, "model.safetensors is missing, truncated or damaged"):
+        LLM(folder, device="cpu", progress=progress)
+
+
 OWN_CODE = """
 from array import array
 from collections import UserList, deque

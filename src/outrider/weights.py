@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -61,21 +62,18 @@ class Weights:
         self.kinds: dict[str, str] = {}  # dtypes, as safetensors names them
         for name in names:
             check_regular(path / name)
-            try:
-                with safe_open(path / name, "pt") as file:
-                    for inside in file.keys():  # noqa: SIM118 - not a dict
-                        if (key := rename(inside) if rename else inside) is not None:
-                            if key in self.files and not index.exists():
-                                raise CheckpointError(
-                                    f"{path}: {inside} is in {self.files[key].name} and in {name}: which is the model "
-                                    "is not said; leave one, or name it model.safetensors"
-                                )
-                            self.files[key], self.inside[key] = path / name, inside
-                            self.where[key] = path / name
-                            self.shapes[key] = tuple(file.get_slice(inside).get_shape())
-                            self.kinds[key] = file.get_slice(inside).get_dtype()
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{path / name} is missing, truncated or damaged: {error}") from None
+            with _opened(path / name) as file:
+                for inside in file.keys():  # noqa: SIM118 - not a dict
+                    if (key := rename(inside) if rename else inside) is not None:
+                        if key in self.files and not index.exists():
+                            raise CheckpointError(
+                                f"{path}: {inside} is in {self.files[key].name} and in {name}: which is the model "
+                                "is not said; leave one, or name it model.safetensors"
+                            )
+                        self.files[key], self.inside[key] = path / name, inside
+                        self.where[key] = path / name
+                        self.shapes[key] = tuple(file.get_slice(inside).get_shape())
+                        self.kinds[key] = file.get_slice(inside).get_dtype()
         if index.exists() and SINGLE not in names and (path / SINGLE).exists():
             others = f"{index.name} names {names[0]}"
             raise CheckpointError(f"{path} has {SINGLE}, and {others}: which is the model is not said; leave one")
@@ -142,7 +140,7 @@ class Weights:
 
     def _read(self, name: str) -> Tensor:
         inside, path = self.inside[name], self.where[name]
-        with safe_open(path, "pt") as file:  # opened anew: the pages read go when the tensor goes
+        with _opened(path) as file:  # anew: the pages read go when the tensor goes
             tensor: Tensor = file.get_tensor(inside)
         return tensor
 
@@ -151,6 +149,16 @@ class Weights:
         ignored = ("rotary_emb.inv_freq", "lm_head.weight")
         if left := sorted(name for name in self.unused if not name.endswith(ignored)):
             raise CheckpointError(f"{self.path}: {self.said} has no place for {len(left)} tensors, such as {left[0]}")
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A file of safetensors, to be read in the block. Raises CheckpointError, also for one that changes meanwhile."""
+    try:
+        with safe_open(path, "pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is missing, truncated or damaged: {error}") from None
 
 
 class HeldWeights(Weights):
