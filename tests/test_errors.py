@@ -209,6 +209,20 @@ def test_impossible_config_values(make_checkpoint, tmp_path, key):
             assert "\n" not in str(error) and len(str(error)) < 500
 
 
+def test_a_file_that_cannot_be_opened(make_checkpoint, monkeypatch):
+    """As of another user: safetensors takes it for one that is not there."""
+    opened = open
+
+    def refuse(path, *args, **kwargs):
+        if str(path).endswith(".safetensors"):
+            raise PermissionError(13, "Permission denied")
+        return opened(path, *args, **kwargs)
+
+    monkeypatch.setattr("outrider.files.open", refuse, raising=False)
+    with refused(CheckpointError, "model.safetensors cannot be read: Permission denied"):
+        LLM(make_checkpoint(), device="cpu")
+
+
 @pytest.mark.parametrize("other", [None, b"\xff" * 100], ids=["none", "another"])
 def test_a_folder_that_changes_while_it_is_loaded(folder, other):
     def progress(what: str, done: int, total: int) -> None:

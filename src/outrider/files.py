@@ -153,11 +153,16 @@ def make_folder(path: Path, what: str) -> None:
 
 
 def check_regular(path: Path) -> None:
-    """Raise CheckpointError for what is there and no file: opening a pipe would wait for whoever writes to it."""
+    """Raise CheckpointError for what is there and no file, as opening a pipe would wait for whoever writes to it; and
+    for a file that cannot be opened, of which libraries say that it is missing, or damaged.
+    """
     try:
         there = path.exists()
-    except OSError as error:  # a name that is too long
-        raise CheckpointError(f"{str(path)[:200]}... cannot be read: {error.strerror}") from None
+        if path.is_file():
+            open(path, "rb").close()
+    except OSError as error:
+        shown = str(path) if len(str(path)) <= 200 else f"{str(path)[:200]}..."
+        raise CheckpointError(f"{shown} cannot be read: {error.strerror}") from None
     if there and not path.is_file():
         kind = "a folder" if path.is_dir() else "a pipe, socket or device"
         raise CheckpointError(f"{path} is {kind}; it should be a file of the checkpoint")

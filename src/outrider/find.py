@@ -13,7 +13,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from outrider import gguf
-from outrider.errors import CheckpointError, ModelNotFound, brief
+from outrider.errors import CheckpointError, ModelNotFound, brief, reason_of
 from outrider.files import OURS, read_json
 
 log = logging.getLogger(__name__)
@@ -52,8 +52,8 @@ def find(name: str | Path, weights: bool = True) -> Path:
             return given
         if given.exists():
             raise ModelNotFound(f"{shown} is a pipe, socket or device; {_choices()}")
-    except (OSError, RuntimeError, ValueError):  # too long, no such user, a zero byte
-        raise ModelNotFound(f"no model at {shown!r}; {_choices()}") from None
+    except (OSError, RuntimeError, ValueError) as error:  # too long, not to be read, no such user, a zero byte
+        raise ModelNotFound(f"no model at {shown!r} ({reason_of(error)}); {_choices()}") from None
     if (asset := embedded().get(str(name))) is not None:
         return asset
     if str(name) == PACKAGED:

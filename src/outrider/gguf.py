@@ -153,7 +153,9 @@ class File:
                 metadata, tensors = reader.read()
             except UnsupportedArchitecture as error:
                 raise UnsupportedArchitecture(f"{part}: {error}") from None
-            except (OSError, ValueError, IndexError, OverflowError, struct.error) as error:
+            except OSError as error:
+                raise CheckpointError(f"{part} cannot be read: {reason_of(error)}") from None
+            except (ValueError, IndexError, OverflowError, struct.error) as error:
                 raise CheckpointError(f"{part} is no GGUF file, truncated or damaged: {reason_of(error)}") from None
             own, first = (each.get("general.alignment", 32) for each in (metadata, self.metadata or metadata))
             if own != first:  # some writers tell the first file alone, and pad all by it
