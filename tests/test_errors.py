@@ -223,6 +223,16 @@ def test_a_file_that_cannot_be_opened(make_checkpoint, monkeypatch):
         LLM(make_checkpoint(), device="cpu")
 
 
+@pytest.mark.parametrize("reader", ["AutoConfig", "PreTrainedTokenizerFast"])
+def test_memory_that_runs_out_is_no_damage(monkeypatch, reader):
+    def fail(*args, **kwargs):
+        raise MemoryError
+
+    monkeypatch.setattr(f"transformers.{reader}.from_pretrained", fail)
+    with pytest.raises(MemoryError):
+        LLM("tiny", device="cpu")
+
+
 @pytest.mark.parametrize("other", [None, b"\xff" * 100], ids=["none", "another"])
 def test_a_folder_that_changes_while_it_is_loaded(folder, other):
     def progress(what: str, done: int, total: int) -> None:

@@ -465,7 +465,14 @@ def test_chat_of_what_is_no_text(run, monkeypatch):
     assert code == 2 and "not text" in err
 
 
-@pytest.mark.parametrize("raised", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: 19 TB")])
+@pytest.mark.parametrize(
+    "raised",
+    [
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: 19 TB"),
+        RuntimeError("unable to mmap 25 bytes from file <model.safetensors>: Cannot allocate memory (12)"),
+    ],
+)
 def test_memory_that_runs_out_is_one_line(run, monkeypatch, raised):
     def load(*_, **__):
         raise raised

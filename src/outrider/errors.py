@@ -65,7 +65,7 @@ def ends_one(error: BaseException) -> bool:
 
 def typed(error: BaseException) -> Exception:
     """Memory that ran out by whatever name, and a library's panic, as our error; all else as it is."""
-    words = ("can't allocate memory", "not enough memory", "out of memory")
+    words = ("can't allocate memory", "not enough memory", "out of memory", "Cannot allocate memory")
     if not isinstance(error, Exception):
         ours: Exception = EngineError(f"what the request calls ended in {told(error)}")
     elif isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(w in str(error) for w in words)):

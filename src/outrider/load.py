@@ -224,6 +224,8 @@ def read_config(path: Path) -> ModelConfig:
         raise CheckpointError(f"{path / 'config.json'} contradicts itself: {said}; make them agree")
     try:
         hf = AutoConfig.from_pretrained(path, trust_remote_code=False).to_dict()
+    except MemoryError:
+        raise
     except Exception as error:
         families.read(raw)  # which may say it in our words
         raise CheckpointError(f"{path / 'config.json'}: {_reason(error)}") from None
@@ -276,7 +278,7 @@ def _tried(path: Path, read: Callable[[], Any]) -> Any:
         if (tokenizer := read()) is not None:
             tokenizer.decode(tokenizer("")["input_ids"])
         return tokenizer
-    except (CheckpointError, KeyboardInterrupt, SystemExit):
+    except (CheckpointError, MemoryError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
         raise CheckpointError(f"{path}: the tokenizer cannot be read: {_reason(error)}") from None
