@@ -222,6 +222,14 @@ def test_a_target_that_turns_part_of_its_heads(make_checkpoint, said, tmp_path, 
         assert all(torch.equal(a, b) for a, b in zip(theirs, own, strict=True))
 
 
+def test_a_clock_that_is_set_is_no_training(llm, said, tmp_path, monkeypatch):
+    hours = itertools.count(step=3600.0)
+    monkeypatch.setattr("time.time", lambda: next(hours))
+    trainer = Trainer([said], tmp_path / "run", SMALL, llm=llm)
+    list(trainer.run(0.0001))
+    assert trainer.seconds < 3600
+
+
 def test_a_file_by_another_name_is_not_read_again(llm, said, tmp_path, monkeypatch):
     trainer = Trainer([said], tmp_path / "run", SMALL, llm=llm)
     while trainer.fresh():

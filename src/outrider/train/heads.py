@@ -344,9 +344,9 @@ class Trainer:
         if not self.counts["steps"]:  # something to go back to
             self.best = self.measure()[1]
             self._keep()
-        began, last, losses = time.time() - self.seconds, time.time(), list[float]()
+        began, last, losses = time.monotonic() - self.seconds, time.monotonic(), list[float]()
         dice = random.Random(f"{self.settings.seed}/{self.counts['steps']}")
-        while (share := (time.time() - began) / (60 * minutes)) < 1:
+        while (share := (time.monotonic() - began) / (60 * minutes)) < 1:
             batches = self._batches()
             due = [path for path in batches if self.visits.get(path.name, 0) < self.settings.replay]
             path = self.fresh() if len(due) < 3 else None
@@ -359,11 +359,11 @@ class Trainer:
             self.counts["tokens"] += len(batch.ids)
             self.counts["read"] += 0 if path.name in self.visits else len(batch.ids)
             self.visits[path.name] = self.visits.get(path.name, 0) + 1
-            if time.time() - last > 60 * every:
-                self.seconds, last = time.time() - began, time.time()
+            if time.monotonic() - last > 60 * every:
+                self.seconds, last = time.monotonic() - began, time.monotonic()
                 yield self._report(losses)
                 losses.clear()
-        self.seconds = time.time() - began
+        self.seconds = time.monotonic() - began
         if losses:
             yield self._report(losses)
 
