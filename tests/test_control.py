@@ -247,6 +247,10 @@ def test_where_costs_are_kept(monkeypatch, tmp_path):
     monkeypatch.delenv("OUTRIDER_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_file() == tmp_path / "outrider" / "costs.json"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for unset in ("", "relative"):
+        monkeypatch.setenv("XDG_CACHE_HOME", unset)
+        assert cache_file() == tmp_path / ".cache" / "outrider" / "costs.json"
 
 
 @pytest.fixture(params=KINDS)

@@ -251,8 +251,10 @@ def cache_file() -> Path | None:
     if folder == "":
         return None
     with suppress(RuntimeError):  # no home
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
-        return (Path(folder) if folder else home) / "costs.json"
+        caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        if not caches.is_absolute():  # which is none, by the XDG's specification
+            caches = Path.home() / ".cache"
+        return (Path(folder) if folder else caches / "outrider") / "costs.json"
     return None
 
 
