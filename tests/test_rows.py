@@ -8,7 +8,7 @@ from helpers import ScriptedDrafter, run, use
 
 from outrider import LLM, Draft, SamplingParams
 from outrider.errors import ConfigError
-from outrider.kv.rows import NORMED
+from outrider.kv.rows import NORMED, Rows
 from outrider.runner import Runner
 from outrider.sequence import Sequence
 from outrider.speculate import step
@@ -72,6 +72,44 @@ def test_rows_follow_the_sequence(llm):
         assert len(found) == len(seq.tokens) - 1
         llm.runner.free(seq)
     assert not rows.held
+
+
+def test_only_what_is_there_is_read():
+    """Neither what was dropped, nor rejected, nor what lay beyond a gap."""
+
+    def add(rows: Rows, start: int, values: list[float]) -> None:
+        rows.add(7, start, {1: torch.tensor(values)[:, None]}, slice(0, len(values)))
+
+    def read(rows: Rows, start: int = 0, end: int = 99) -> tuple[int, list[float]] | None:
+        return (found := rows.read(7, start, end)) and (found[0], found[1].flatten().tolist())
+
+    base = Rows((1,), 1, 4)
+    add(base, 0, [0, 1, 2, 3, 4, 5, 6, 7])
+    base.drop(7, 2)
+    assert read(base) == (2, [2, 3, 4, 5, 6, 7]) and read(base, 5) == (5, [5, 6, 7])
+    assert read(base, 9) is None and read(base, 0, 1) is None
+    base.keep(7, 4, [1, 3])
+    assert read(base) == (2, [2, 3, 5, 7])
+    base.drop(7, 9)
+    assert read(base) is None
+    add(base, 6, [6, 7])
+    assert read(base) == (6, [6, 7])
+    base.catch_up(7, 4, 4)
+    add(base, 4, [4, 5])
+    assert read(base) == (4, [4, 5])
+    add(base, 20, [20])
+    assert read(base) == (20, [20])
+    base.free(7)
+    add(base, 0, [0, 1, 2, 3])
+    view = Rows((1,), 1, 4, base)
+    for begin in (0, 2):
+        add(view, begin, [50, 51, 52, 53, 54, 55][begin:])
+        view.catch_up(7, 6, 4)
+        assert read(view) == (0, [0, 1, 2, 3, 54, 55]), "drafted on behind what the base has"
+        view.free(7)
+    view.catch_up(7, 4, 4)
+    view.drop(7, 3)
+    assert read(view) == read(base) == (3, [3])
 
 
 def test_preempted_sequences_are_read_again(llm):
