@@ -27,15 +27,17 @@ def test_offloaded_is_dense_bit_for_bit(make_llm, on_chip):
     offloaded = make_llm(**layers, engine={"kv_offload": True, "on_chip_layers": on_chip})
     params, results = SamplingParams(max_tokens=99), []
     for llm in (dense, offloaded):
-        llm.runner.chunk = 200
+        llm.runner.chunk, llm.runner.kv.log.size = 200, 8
         long, short = Sequence(text(900), params, 0), Sequence(text(7), params, 0)
         seen = drive(llm, long, short)
         llm.runner.free(short)
         results.append(seen + llm.runner.extend([long]).logits)
+        results[-1] += [llm.runner.kv.log.last(long.id, layer) for layer in range(4)]  # by which views choose
         llm.runner.free(long)
         assert not llm.runner.kv.tables
     assert not any(offloaded.runner.kv.stages)
     assert len(results[0]) == len(results[1]) and all(map(torch.equal, *results))
+    assert 4 * offloaded.runner.kv.nbytes(999) == 6 * dense.runner.kv.nbytes(999), "two layers are on their way"
 
 
 @pytest.mark.parametrize("method", ["none", "ngram", "self", "triforce"])

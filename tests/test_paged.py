@@ -467,6 +467,21 @@ def test_offloaded_keys_can_be_read_right_behind_a_forward(make_llm):
         assert_released(llm)
 
 
+def test_what_an_aborted_request_has_read_is_written_back(make_llm):
+    """From the device: the next one with its prompt finds it in host memory."""
+    llm, prompt = make_llm(engine={"kv_offload": True, "max_num_batched_tokens": 40}), text(300)
+    llm.engine.add([5], replace(GREEDY, max_tokens=30))
+    llm.engine.step()
+    (gone,) = llm.engine.add(prompt, GREEDY)
+    for _ in range(3):
+        llm.engine.step()
+    llm.engine.abort(gone)
+    (again,) = llm.engine.add(prompt, GREEDY)
+    llm.engine.finish([again, *llm.engine.running])
+    assert 0 < again.cached < 299 and again.seq.output == make_llm().generate(prompt, GREEDY)[0].token_ids
+    assert_released(llm)
+
+
 def test_the_last_tokens_are_read_where_views_look_at_queries(make_llm):
     llm = make_llm()
     for view, found in (("streaming:budget=64", 99), ("snapkv:budget=64,window=8,recent=8,rebuild=16", 92)):

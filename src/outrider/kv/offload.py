@@ -103,8 +103,7 @@ class OffloadKV(PagedKV):
         fresh, self.fresh = self.fresh, []
         for layer, plan, new in fresh:
             for e in plan.entries:
-                if e.seq in self.tables:
-                    self.write(e.seq, layer, e.start, *new[:, e.row : e.row + e.n])
+                self.write(e.seq, layer, e.start, *new[:, e.row : e.row + e.n])
 
     def pieces(self, seq: int, layer: int, begin: int, end: int) -> list[Tensor]:
         """As PagedKV's, in host memory but for the layers on chip."""
