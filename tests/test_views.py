@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from helpers import logits_after, run
 
 from outrider import LLM, Draft, SamplingParams
+from outrider.draft import Verdict
 from outrider.errors import ConfigError, RequestTooLong
 from outrider.kv import PagedKV, parse
 from outrider.kv.base import QueryLog
@@ -203,6 +205,62 @@ def test_the_tail_never_reaches_the_base(random_llm):
         assert torch.equal(own[:, :, h.slot(h.first) : h.slot(63)], exact[:, :, h.first : 63])
     base.free(seq)
     view.free(seq)
+
+
+@pytest.mark.parametrize("arch, view", [
+    ("llama", "streaming:budget=24,sinks=4,rebuild=2"), ("llama", "quantized:recent=0,rebuild=4"),
+    ("llama", "snapkv:budget=24,sinks=3,window=4,recent=2,kernel=3,rebuild=4"),
+    ("llama", "retrieval:budget=28,chunk=3,recent=0,rebuild=4"),
+    ("gemma2", "snapkv:budget=26,recent=0,window=4,rebuild=6"),
+    ("gemma2", "retrieval:budget=40,chunk=8,recent=4,rebuild=6"),
+])  # fmt: skip
+def test_a_view_holds_what_it_says(make_llm, arch, view):
+    """However drafts fare: what is verified is the base's, what is kept stands in order, and the tail is its own."""
+    llm = make_llm(arch, **({"sliding_window": 20} if arch == "gemma2" else {}))
+    base, rng, tokens = llm.runner, random.Random(1), text(300)
+    runner = base.view(view)
+    kv, p = runner.kv, runner.kv.policy
+    seq = Sequence(tokens[:50], SamplingParams(max_tokens=300), 0)
+
+    def tail(n=None):
+        h = kv.held[seq.id]
+        end = h.slot(h.length) if n is None else h.slot(h.synced) + n
+        return [own[:, :, h.slot(h.synced) : end].clone() for own in kv.slab.store[seq.id]]
+
+    runner.extend([seq])
+    while len(seq.tokens) < 260:
+        fork = seq.fork()
+        for _ in range(rng.randrange(3)):
+            output = runner.extend([fork], [Draft([1, 2, 3, 4], [-1, -1, 0, 1])])
+            h = kv.held[seq.id]
+            start, stored = h.slot(h.length) - 4, kv.slab.store[seq.id]
+            nodes = [own[:, :, [start + 1, start + 3]].clone() for own in stored]
+            runner.commit([fork], output, [Verdict([1, 3], [])])
+            assert all(torch.equal(own[:, :, start : start + 2], its) for own, its in zip(stored, nodes, strict=True))
+            assert start + 4 <= p.budget
+            fork.tokens += [2, 4, 5]
+            before = tail()
+            runner.extend([fork])
+            assert all(map(torch.equal, before, tail(before[0].shape[2])))
+        if rng.randrange(6) == 0:
+            del seq.tokens[-rng.randrange(1, 9) :]
+            tokens[len(seq.tokens) :] = text(300 - len(seq.tokens), len(seq.tokens))
+        seq.tokens += tokens[len(seq.tokens) :][: rng.choice([1, 2, 3, 5, 11, 50])]
+        runner.extend([seq])
+        h, known = kv.held[seq.id], len(seq.tokens) - 1
+        assert (h.synced, h.length) == (known, known + 1) and h.slot(h.length) <= p.budget
+        for layer, own in enumerate(kv.slab.store[seq.id]):
+            exact = base.kv.span(seq.id, layer, 0, known)
+            assert torch.equal(own[:, :, h.kept : h.slot(known)], exact[:, :, h.first :])
+            for keys, values, all_keys, all_values in zip(*own[:, :, : h.kept], *exact, strict=True):
+                kept = (keys[:, None] == all_keys).all(-1).nonzero()[:, 1].tolist()
+                assert len(kept) == h.kept and kept == sorted({*kept}) and torch.equal(values, all_values[kept])
+                if kv.config.windows[layer] is not None:
+                    assert kept == list(range(h.first - h.kept, h.first)), "slots tell distances"
+                else:
+                    assert kept[: p.sinks] == list(range(min(p.sinks, h.kept)))
+    base.free(seq)
+    runner.free(seq)
 
 
 def test_history_that_is_lost_is_taken_again(random_llm):

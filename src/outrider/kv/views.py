@@ -390,7 +390,7 @@ class View:
         p, stores = self.policy, self.slab.store.get(seq, [])
         if not h.sinks:
             h.sinks = [own[0, :, : p.sinks].clone() for own in stores]
-        first = max(h.first, h.length - max(0, p.budget - p.sinks - max(p.rebuild, n)))
+        first = h.length - max(0, p.budget - p.sinks - max(p.rebuild, n))
         for layer, (own, sinks) in enumerate(zip(stores, h.sinks, strict=True)):
             own[:, :, p.sinks : p.sinks + h.length - first] = own[:, :, h.slot(first) : h.slot(h.length)].clone()
             assert self.turn is not None
