@@ -13,8 +13,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from outrider import SamplingParams
-from outrider.engine import TextStream
-from outrider.engine.text import spelt
+from outrider.engine import LONG, TextStream
+from outrider.engine.text import spelt, tokenizing
 from outrider.find import embedded
 from outrider.load import read_tokenizer
 
@@ -97,6 +97,17 @@ def test_the_stop_that_ends_first_counts(stops):
         assert stream.stop_reason == "bc" and "".join(taken) == "a"
 
 
+def test_half_a_character_behind_a_stop_string_is_no_text():
+    """Of a token that ends the one and begins the other."""
+
+    class Words:
+        def decode(self, tokens, **options):
+            return b"".join([b"so", b"!\xf0\x9f"][token] for token in tokens).decode("utf-8", "replace")
+
+    taken, stream = pieces(Words(), [0, 1], stop="!")
+    assert "".join(taken) == stream.text == "so" and stream.stop_reason == "!"
+
+
 def test_special_tokens(tokenizer):
     tokens = [*tokenizer("Hi", add_special_tokens=False)["input_ids"], tokenizer.bos_token_id]
     assert "".join(pieces(tokenizer, tokens)[0]) == "Hi"
@@ -110,6 +121,8 @@ def test_a_character_behind_many_special_tokens_is_whole(tokenizer, count):
     assert len(bird) > 1
     taken, _ = pieces(tokenizer, [*word, *[tokenizer.bos_token_id] * count, *bird])
     assert "".join(taken) == "Hi🙂"
+    taken, _ = pieces(tokenizer, bird, [*word, *[tokenizer.bos_token_id] * count])
+    assert "".join(taken) == "🙂", "behind a prompt's"
 
 
 def test_stop_strings_count_only_behind_min_tokens(tokenizer):
@@ -344,12 +357,20 @@ def test_a_prompt_without_text_is_not_read_to_its_beginning(tokenizer):
     assert stream.text == "Hi" and counted.most < 300
 
 
+def test_a_tokenizer_in_python_is_asked_by_one_thread_at_a_time(tokenizer):
+    """Those in Rust may read a long text beside: nobody waits for it but other long ones."""
+    short, long = "a", "a" * (LONG + 1)
+    assert tokenizing(short, tokenizer) is not tokenizing(long, tokenizer) is tokenizing(long, tokenizer)
+    assert tokenizing(short, object()) is tokenizing(long, object()) is tokenizing(short, tokenizer)
+
+
 def test_bad_words_in_tokens(tiny_llm):
     """At the beginning of a text, and behind a space; a word of several tokens may begin, but not end."""
     space = tiny_llm.encode(" dog", add_special_tokens=False)
     bare = tiny_llm.encode("dog", add_special_tokens=False)
     found = spelt(["dog"], tiny_llm.tokenizer)
     assert bare in found and (space in found or len(space) != len(bare))
+    assert spelt([" dog"], tiny_llm.tokenizer) == found and all(spelt([" "], tiny_llm.tokenizer))
     prompt = "Lily went to the park. " * 3 + "Lily went to"
     plain = tiny_llm.generate(prompt, temperature=0, max_tokens=8)[0]
     assert plain.text.startswith(" the park")
