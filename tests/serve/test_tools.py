@@ -277,6 +277,7 @@ def test_space_around_calls(text, content, calls):
         (HERMES, "Use <tool_call>\n</tool_call> tags.", "Use <tool_call>\n</tool_call> tags.", 0),
         (HERMES, "<tool_call></tool_call>", "<tool_call></tool_call>", 0),
         (HERMES, '<tool_call>{"name": "now", "arguments": {}}</tool_call>\n<tool', "", 1),
+        (LLAMA, '{"a": 1} <|python_tag|>{"name": "now"}', '{"a": 1} ', 1),
         (LLAMA, '<|python_tag|>{"name": "now", "parameters": {}}; {"name": "now", "parameters": {"x": "{"}}', "", 2),
         (LLAMA, '{"name": "now", "arguments": {}}', "", 1),
         (LLAMA, '{"answer": 42}', '{"answer": 42}', 0),
