@@ -142,7 +142,7 @@ class TextStream:
         if self.tokenizer is None:
             return []
         n = 6
-        while n < min(2 * len(prompt), FAR):
+        while n < min(len(prompt), FAR):
             text = self._decode(context := list(prompt[-n:]))
             if text.strip(BROKEN) and not text.startswith(BROKEN):
                 return context
