@@ -201,18 +201,38 @@ def drop_guesses(draft: Draft) -> Draft:
 @pytest.mark.parametrize("params", [SAMPLED, PENALISED])
 def test_sampled_window_meets_the_noise_of_its_places(random_llm, monkeypatch, params):
     """Each token of the window is chosen as if the sequence stood there, and the sampler's own counts stay right."""
-    seen = []
+    seen, offered = [], []
+
+    class Noting(Lookahead):
+        def propose(self, seqs, k):
+            offered.append(len(seqs[0].tokens))
+            return super().propose(seqs, k)
 
     def spy(logits, rows):
+        (memory,) = drafter.memories.values()
+        first = offered[-1] + len(memory.levels) - 1  # whatever was accepted since
+        assert [row.position for row in rows] == [*range(first, first + len(rows))]
         seen.extend((row.position, row.seq.tokens + row.path, row.seq.tokens) for row in rows)
         return choose(logits, rows)
 
     monkeypatch.setattr("outrider.drafters.lookahead.choose", spy)
     plain = run(random_llm, [([1, 2], params)])[0].token_ids
-    use(random_llm, Lookahead(window_size=3, ngram_size=3), 6)
+    use(random_llm, drafter := Noting(window_size=3, ngram_size=3), 6)
     assert run(random_llm, [([1, 2], params)])[0].token_ids == plain
     truth = [1, 2, *plain]
+    assert random_llm.engine.guard.failure is None
     assert seen and all(at == len(prefix) and own == truth[: len(own)] for at, prefix, own in seen)
+
+
+@pytest.mark.parametrize("own", [{"logits_processors": [lambda ids, logits: logits]}, {"allowed_token_ids": [5, 6]}, {
+    "structured_outputs": {"regex": "[ab]+"}}], ids=lambda own: next(iter(own)))  # fmt: skip
+def test_processors_and_grammars_are_not_asked_for_the_window(tiny_llm, monkeypatch, own):
+    """They may refuse what it supposes."""
+    asked = []
+    monkeypatch.setattr("outrider.drafters.lookahead.choose", lambda *given: asked.append(1) or choose(*given))
+    tiny_llm.speculative_config = {"method": "lookahead", "window_size": 3, "ngram_size": 3}
+    tiny_llm.generate("Once", SamplingParams(temperature=0.8, seed=1, max_tokens=9, **own))
+    assert bool(asked) == ("allowed_token_ids" in own)
 
 
 # --- edges -----------------------------------------------------------------------------------------------------------
