@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider import Draft, SamplingParams, SpeculativeConfig, drafters
+from outrider.drafters.merge import Merge
 from outrider.errors import ConfigError
 from outrider.sequence import Sequence
 
@@ -222,3 +223,14 @@ def test_riders_that_are_too_many_together_stay_behind():
     one, other = (Draft([n] * 200, [*range(-1, 199)], riders=200) for n in (1, 2))
     merged, where = Draft.merge([one, other], 8)
     assert merged.riders == 200 and set(merged.tokens) == {1} and where[1] == [-1] * 200
+
+
+def test_each_drafter_guesses_its_own_number_and_is_named_and_counted():
+    """The first of those that agree is named, all remember, and their memory is added up."""
+    merge = Merge(drafters=[{"method": "ngram", "num_speculative_tokens": 2}, {"method": "suffix"}])
+    (draft,) = merge.propose([Sequence([*range(9), *range(4)], SamplingParams(max_tokens=50), 0)], 8)
+    assert draft.tokens == [4, 5, 6, 7] and draft.by == ["ngram", "ngram", "suffix", "suffix"]
+    for i, part in enumerate(merge.parts, 1):
+        part.remember, part.kv_bytes = list[list[int]]().append, lambda tokens, i=i: i * tokens
+    merge.remember([1, 2])
+    assert all(part.remember.__self__ == [[1, 2]] for part in merge.parts) and merge.kv_bytes(5) == 15
