@@ -22,6 +22,7 @@ from outrider.find import find, kind_of
 from outrider.ops import native
 from outrider.sampling import Row, guess
 from outrider.sequence import Sequence
+from outrider.trees import Tree
 from outrider.verify import COUPLED
 
 TAPS = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
@@ -382,3 +383,13 @@ def test_beside_and_below_others(random_llm, make_checkpoint, method):
     assert [out.token_ids for out in run(random_llm, prompts)] == plain
     rows = [*random_llm.runner.taps]
     assert rows and not any(r.held for r in rows)
+
+
+def test_the_likeliest_child_follows_its_parent():
+    """So what is accepted lies as in plain decoding; of equals the one above comes first."""
+    scores, paths = [math.log(p) for p in (0.35, 0.6, 0.07, 0.3)], [[0], [1], [0, 2], [1, 3]]
+    tree = Tree(None, None, [5, 6, 7, 8], [-1, -1, 0, 1], scores, paths)
+    draft = tree.draft(4)
+    assert (draft.tokens, draft.parents) == ([6, 8, 5, 7], [-1, 0, -1, 2]) and tree.draft(2).tokens == [6, 5]
+    assert draft.trust == pytest.approx([0.6, 0.5, 0.35, 0.2])
+    assert Tree(None, None, [5, 6], [-1, 0], [0.0, 0.0], [[0], [0, 1]]).draft(1).tokens == [5]
