@@ -26,6 +26,7 @@ from outrider.load import open_source, read_config, sizes
 from outrider.plan import (
     ACCEPTANCE,
     DEVICES,
+    NEVER,
     SUITES,
     Device,
     Planner,
@@ -79,7 +80,7 @@ def test_an_embedding_that_is_not_the_head_takes_memory_and_no_time(make_checkpo
     assert apart.nbytes == apart.weight_bytes + size and shared.nbytes == shared.weight_bytes == apart.weight_bytes
     assert apart.quantized("int4") == shared.quantized("int4"), "the rounded head is no embedding"
     planner = Planner(apart, DEVICES["h100"], draft=apart)
-    (speed, memory), (same, less) = (Planner(s, DEVICES["h100"]).step("", 2, 9, 0.0, 0) for s in (apart, shared))
+    (speed, memory), (same, less) = (Planner(s, DEVICES["h100"]).step("", 2, 9, NEVER, 0) for s in (apart, shared))
     assert speed == same and memory - less == size
     assert planner.drafting("draft_model", 1, 1, 9)[1] == apart.nbytes + apart.kv_bytes(9)
 
@@ -235,17 +236,20 @@ def test_acceptance_of_own_prompts(capsys, monkeypatch, tmp_path):
     """Of a benchmark's lines: the chance by which a chain of the draft's length gives the tokens a forward that it had.
 
     Of several lengths the one that gave most counts; methods without a plan, and those not run, are not promised.
+    Steps that drafted nothing are counted apart, if the line tells of them.
     """
     half = {"draft_acceptance_rate": 0.9, "acceptance_length": expected(0.5, 4)}  # found in few steps, and then right
     long = {"method": "ngram k=8", "speculative_config": {"method": "ngram", "num_speculative_tokens": 8}}
     long |= {"acceptance_length": expected(0.6, 8)}
     auto = {"method": "auto k=8", "speculative_config": {"method": "auto", "num_speculative_tokens": 8}}
-    lines = [line(**half), line(**long), line(**half, suite="letters"), line(**auto)]
+    rare = line(acceptance_length=1 + 0.25 * (expected(0.8, 4) - 1), draft_lengths=[75, 0, 0, 5, 20], suite="rare")
+    lines = [line(**half), line(**long), line(**half, suite="letters"), line(**auto), rare]
     (file := tmp_path / "results.jsonl").write_text("\n".join(lines))
     rates = seen_in(file)
-    assert {at: round(rate.chance, 6) for at, rate in rates.items()} == {
-        ("ngram", "chat"): 0.6,
-        ("ngram", "letters"): 0.5,
+    assert {at: (round(rate.chance, 6), rate.found) for at, rate in rates.items()} == {
+        ("ngram", "chat"): (0.6, 1.0),
+        ("ngram", "letters"): (0.5, 1.0),
+        ("ngram", "rare"): (0.8, 0.25),
     }
     code, out, err = run(
         capsys, monkeypatch, "--device", "h100", "--model", "tiny", "--acceptance", str(file), "--json"
@@ -274,8 +278,10 @@ TIMED = Timed(  # a row costs a tenth of a forward, a thousand keys as much, and
 def test_forwards_as_measured():
     planner = Planner(LLAMA_8B, Device(1e12, 1e15, 1e12), timed=TIMED)
     assert planner.forward(1, 1, 1000) == pytest.approx(1.1) and planner.forward(4, 5, 1000) == pytest.approx(2.9 + 1.2)
-    assert planner.step("none", 4, 1000, 0.0, 0)[0] == pytest.approx(4 / (1.3 + 0.4 + 0.5))
-    speed, _ = planner.step("self:view", 4, 1000, 1.0, 4, seen=500)
+    assert planner.step("none", 4, 1000, NEVER, 0)[0] == pytest.approx(4 / (1.3 + 0.4 + 0.5))
+    speed, _ = planner.step("ngram", 4, 1000, Rate(0.5, "given", 0.25), 1)  # one step in four drafts, and all look
+    assert speed == pytest.approx(4 * 1.125 / (4e-4 + 0.25 * (1.7 + 0.6 + 0.7) + 0.75 * (1.3 + 0.4 + 0.5)), rel=0.01)
+    speed, _ = planner.step("self:view", 4, 1000, Rate(1.0, "given"), 4, seen=500)
     assert speed == pytest.approx(4 * 5 / (4 * (1.3 + 0.2 + 0.25) + 2.9 + 1.2 + 0.7))
     of_draft = Planner(LLAMA_8B, Device(1e12, 1e15, 1e12), LLAMA_8B, TIMED, TIMED)
     assert of_draft.drafting("draft_model", 4, 4, 1000, 500)[0] == pytest.approx(4 * (1.3 + 0.2 + 0.25))

@@ -62,21 +62,32 @@ SUITES = ("chat", "code", "maths", "summarise", "edit", "stories")
 
 
 class Rate(NamedTuple):
-    """The chance that a drafted token is right, and where that is from; `assumed` if from nowhere."""
+    """The chance that a drafted token is right, where that is from (`assumed` if from nowhere), and in which share of
+    the steps anything is drafted at all."""
 
     chance: float
     source: str
+    found: float = 1.0
+
+    def tokens(self, k: int) -> float:
+        """That a step emits on average with drafts of k."""
+        return 1 + self.found * (expected(self.chance, k) - 1)
 
 
-def _measured(source: str, **suites: float) -> dict[str, Rate]:
-    return {suite: Rate(chance, source) for suite, chance in suites.items()}
+def _measured(source: str, **suites: float | tuple[float, float]) -> dict[str, Rate]:
+    pairs = {suite: rate if isinstance(rate, tuple) else (rate, 1.0) for suite, rate in suites.items()}
+    return {suite: Rate(chance, source, found) for suite, (chance, found) in pairs.items()}
 
 
-ACCEPTANCE: dict[str, dict[str, Rate]] = {  # chains whose tokens a forward are those measured
-    "ngram": _measured("smollm2, k=8", chat=0.49, code=0.48, maths=0.42, summarise=0.48, edit=0.66)
-    | _measured("tiny-1.5b, k=8", stories=0.18),
-    "suffix": _measured("smollm2, k=16", chat=0.53, code=0.58, maths=0.50, summarise=0.50, edit=0.69)
-    | _measured("tiny-1.5b, k=16", stories=0.31),
+ACCEPTANCE: dict[str, dict[str, Rate]] = {  # chains whose tokens a forward are those measured; look-ups that found some
+    "ngram": _measured(
+        "smollm2, k=8", chat=(0.82, 0.27), code=(0.77, 0.31), maths=(0.69, 0.34), summarise=(0.71, 0.41),
+        edit=(0.87, 0.42),
+    ) | _measured("tiny-1.5b, k=8", stories=0.18),
+    "suffix": _measured(
+        "smollm2, k=8", chat=(0.60, 0.72), code=(0.61, 0.86), maths=(0.52, 0.91), summarise=(0.53, 0.88),
+        edit=(0.72, 0.86),
+    ) | _measured("tiny-1.5b, k=16", stories=0.31),
     "draft_model": _measured("tiny-1.5b with tiny-draft, k=8", code=0.79, edit=0.25, stories=0.75),
     "self:weights=int4": _measured("smollm2, 5 ahead", chat=0.85, code=0.93, edit=0.93, summarise=0.70),
     "self:weights=int8": {}, "self:view=streaming:budget=512": {}, "medusa": _measured(
@@ -88,6 +99,7 @@ ASSUMED = {
     "ngram": 0.3, "suffix": 0.35, "draft_model": 0.7, "self:weights=int4": 0.85, "self:weights=int8": 0.95,
     "self:view=streaming:budget=512": 0.8, "medusa": 0.4, "recurrent": 0.4, "eagle3": 0.7,
 }  # fmt: skip
+NEVER = Rate(0.0, "a step whose tokens are all wrong")
 LONGEST = 16  # tokens ahead
 WINDOW = 512  # keys that `self` sees through its view
 WORDS = 8192  # of a draft vocabulary
@@ -284,7 +296,8 @@ class Prediction:
     memory: float  # bytes: weights, and keys and values of the batch
     fits: bool
     chance: float
-    source: str  # of the chance
+    found: float  # the share of steps that draft
+    source: str  # of both
 
 
 @dataclass(frozen=True)
@@ -331,27 +344,27 @@ class Planner:
         return (1 if method == "medusa" else k) * head.forward(d, batch, 1, 0), head.weight_bytes
 
     def step(
-        self, method: str, batch: int, context: float, chance: float, k: int, seen: int | None = None
+        self, method: str, batch: int, context: float, rate: Rate, k: int, seen: int | None = None
     ) -> tuple[float, float]:
         """Tokens a second of all sequences, and bytes."""
-        held, outside = self.shape.nbytes + batch * self.shape.kv_bytes(context), 0.0
-        if self.timed:
-            outside = self.timed.drafted if k else self.timed.outside
+        held = self.shape.nbytes + batch * self.shape.kv_bytes(context)
+        outside, drafted = (self.timed.outside, self.timed.drafted) if self.timed else (0.0, 0.0)
+        plain = self.forward(batch, 1, context) + outside
         if not k:
-            return batch / (self.forward(batch, 1, context) + outside), held
+            return batch / plain, held
         spent, own = self.drafting(method, batch, k, context, seen)
-        seconds = spent + self.forward(batch, 1 + k, context) + outside
-        return batch * expected(chance, k) / seconds, held + own
+        with_draft = self.forward(batch, 1 + k, context) + drafted
+        seconds = spent + rate.found * with_draft + (1 - rate.found) * plain
+        return batch * rate.tokens(k) / seconds, held + own
 
     def predict(self, method: str, suite: str, context: int, batch: int, rate: Rate | None = None) -> Prediction:
         """The best k, and what it gives. `rate`: in place of what is known of the method on the suite."""
-        chance, source = rate or acceptance(method, suite)
-        plain, _ = self.step(method, batch, context, 0.0, 0)
-        made = {k: self.step(method, batch, context, chance, k) for k in range(LONGEST + 1)}
+        rate = rate or acceptance(method, suite)
+        made = {k: self.step(method, batch, context, rate, k) for k in range(LONGEST + 1)}
         k = max(made, key=lambda k: made[k][0])
-        speed, memory = made[k]
-        at = suite, context, batch, k, speed, speed / plain, expected(chance, k), memory
-        return Prediction(method, *at, memory <= self.device.memory, chance, source)
+        (plain, _), (speed, memory) = made[0], made[k]
+        at = suite, context, batch, k, speed, speed / plain, rate.tokens(k), memory
+        return Prediction(method, *at, memory <= self.device.memory, rate.chance, rate.found, rate.source)
 
     def table(
         self,
@@ -462,9 +475,8 @@ def against(path: Path, planner: Planner, context: int) -> Iterator[Miss]:
     """
     for line in _lines(path):
         at = whole(line.data.get("context"), 1) or context
-        steps = (_counts(line.data.get("draft_lengths")) if line.batch == 1 else {}) or {line.k: 1}  # of many: the mean
-        # of a step whose tokens are all wrong
-        seconds = {n: line.batch / planner.step(line.kind, line.batch, at, 0.0, n, line.seen)[0] for n in {0, *steps}}
+        steps = line.steps or {line.k: 1}
+        seconds = {n: line.batch / planner.step(line.kind, line.batch, at, NEVER, n, line.seen)[0] for n in {0, *steps}}
         drafted = sum(count * seconds[n] for n, count in steps.items()) / sum(steps.values())
         name = f"{line.suite}, {at} tokens, {line.batch} at a time: {line.data['method']}"
         yield Miss(name, line.speedup, line.length * seconds[0] / drafted)
@@ -473,14 +485,18 @@ def against(path: Path, planner: Planner, context: int) -> Iterator[Miss]:
 def seen_in(path: Path) -> dict[tuple[str, str], Rate]:
     """By method and suite the chance that the lines of `outrider bench` show, of your own prompts, say.
 
-    It is that of a chain in every step, as in ACCEPTANCE, steps that found nothing counted: by it `predict` comes to
-    the tokens a forward that were seen. Of several lines, that of the most tokens a forward. Lines are left out as in
-    `against`. Raises ConfigError.
+    It is that of a chain, where steps drafted anything: the lines of one at a time say in how many, and of others it is
+    taken for all. Of several lines, that of the most tokens a forward. Lines are left out as in `against`. Raises
+    ConfigError.
     """
     best: dict[tuple[str, str], _Line] = {}
     for line in _lines(path):
         best[line.kind, line.suite] = max(line, best.get((line.kind, line.suite), line), key=lambda each: each.length)
-    return {at: Rate(_chance(line.length, line.most), f"{path.parent.name}/{path.name}") for at, line in best.items()}
+    source, rates = f"{path.parent.name}/{path.name}", dict[tuple[str, str], Rate]()
+    for at, line in best.items():
+        found = 1 - line.steps.get(0, 0) / sum(line.steps.values()) if line.steps else 1.0
+        rates[at] = Rate(_chance(1 + (line.length - 1) / found, line.most) if found else 0.0, source, found)
+    return rates
 
 
 def _chance(length: float, k: int) -> float:
@@ -500,6 +516,7 @@ class _Line(NamedTuple):
     batch: int
     most: int  # nodes of a draft
     k: int  # of a step's draft, on average
+    steps: dict[int, int]  # how many drafted so many nodes, by nodes; nothing if that is not said, or of many at once
     length: float
     speedup: float
     seen: int | None
@@ -524,7 +541,8 @@ def _lines(path: Path) -> Iterator[_Line]:
         k = min(most, max(1, round((length - 1) / rate))) if rate else most
         budget = re.search(r"budget=(\d+)", str(config.get("view") or config.get("kv")))
         seen = int(budget[1]) if budget else None
-        yield _Line(str(data.get("suite", "text")), kind, batch, most, k, length, speedup, seen, data)
+        steps = _counts(data.get("draft_lengths")) if batch == 1 else {}
+        yield _Line(str(data.get("suite", "text")), kind, batch, most, k, steps, length, speedup, seen, data)
 
 
 def _counts(value: object) -> dict[int, int]:

@@ -21,6 +21,7 @@ from outrider.plan import (
     ACCEPTANCE,
     DEVICES,
     LINKS,
+    NEVER,
     SUITES,
     Device,
     Miss,
@@ -73,7 +74,8 @@ def plan(
     """Predict tokens a second of plain decoding and of the methods it knows: best draft length, memory, and who wins.
 
     It needs the model's config alone; its forwards are measured where `--device` is here and its weights are, too.
-    Acceptance figures say whether they were measured, and on what, or assumed.
+    Acceptance figures say whether they were measured, and on what, or assumed; `82% in 27%`: of drafted tokens, in the
+    steps that draft at all.
     """
     if draft is not None and not draft.strip():
         raise ConfigError("--draft is empty; give a folder, a hub id or an embedded model, or leave it out")
@@ -251,14 +253,15 @@ def _table(suite: str, found: list[Prediction], planner: Planner) -> Table:
     for p in found:
         cells.setdefault((p.context, p.batch), []).append(p)
     for (context, batch), own in cells.items():
-        plain, held = planner.step("none", batch, context, 0.0, 0)
+        plain, held = planner.step("none", batch, context, NEVER, 0)
         memory = f"{held / 1e9:.1f} GB" + ("" if held <= planner.device.memory else "!")
         table.add_row(str(context), str(batch), "none", "", f"{plain:.0f}", "1.00", memory, "")
         best = max((p for p in own if p.fits), key=lambda p: p.speedup, default=None)
         for p in sorted(own, key=lambda p: -p.speedup):
             memory = f"{p.memory / 1e9:.1f} GB" + ("" if p.fits else "!")
             row = [p.method, str(p.k), f"{p.tokens_per_second:.0f}", f"{p.speedup:.2f}", memory]
-            table.add_row("", "", *row, f"{p.chance:.0%}, {as_line(p.source)}", style="bold" if p is best else "")
+            right = f"{p.chance:.0%}" + (f" in {p.found:.0%}" if p.found < 1 else "")
+            table.add_row("", "", *row, f"{right}, {as_line(p.source)}", style="bold" if p is best else "")
     return table
 
 
