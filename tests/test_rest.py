@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_cli import run  # noqa: F401 - a fixture
 
 from outrider import LLM, Draft, SamplingParams
 from outrider.control import Beliefs
@@ -501,7 +500,7 @@ def test_same_tokens_fewer_forwards(tmp_path, tiny_llm, tokenizer, tree, tempera
 # --- the command line -------------------------------------------------------------------------------------------------
 
 
-def test_cli(run, tmp_path):  # noqa: F811
+def test_cli(run, tmp_path):
     text, store = tmp_path / "t.txt", str(tmp_path / "[s]")
     text.write_text(STORY)
     code, out, _ = run("datastore", "build", store, str(text), "--model", "tiny")
@@ -513,7 +512,7 @@ def test_cli(run, tmp_path):  # noqa: F811
     assert code == 0 and "identical" in out + err
 
 
-def test_cli_errors(run, tmp_path, make_checkpoint, capsys):  # noqa: F811
+def test_cli_errors(run, tmp_path, make_checkpoint, capsys):
     store = str(write([[1]], tmp_path / "s", 77).path)
     bare = str(make_checkpoint())
     capsys.readouterr()  # who makes it first is told how far it is
