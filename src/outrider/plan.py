@@ -79,7 +79,7 @@ def _measured(source: str, **suites: float | tuple[float, float]) -> dict[str, R
     return {suite: Rate(chance, source, found) for suite, (chance, found) in pairs.items()}
 
 
-ACCEPTANCE: dict[str, dict[str, Rate]] = {  # chains whose tokens a forward are those measured; look-ups that found some
+ACCEPTANCE: dict[str, dict[str, Rate]] = {  # of chains; look-ups: and how many steps found any
     "ngram": _measured(
         "smollm2, k=8", chat=(0.82, 0.27), code=(0.77, 0.31), maths=(0.69, 0.34), summarise=(0.71, 0.41),
         edit=(0.87, 0.42),
