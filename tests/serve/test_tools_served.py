@@ -95,7 +95,14 @@ def test_forced_calls(client, tiny_llm, family, choice):
 
 def said(text: str, **more: Any) -> dict[str, Any]:
     """A body under which the model says this, of itself as far as tools are concerned."""
-    return {"messages": TALK, "tools": TOOLS, "structured_outputs": {"choice": [text]}, "max_tokens": 200, **more}
+    return {
+        "messages": TALK,
+        "tools": TOOLS,
+        "structured_outputs": {"choice": [text]},
+        "max_tokens": 200,
+        "seed": 1,
+        **more,
+    }
 
 
 @pytest.mark.parametrize("more", [{}, {"tool_choice": "auto"}, {"return_token_ids": True, "logprobs": True}])
