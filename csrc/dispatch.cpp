@@ -6,8 +6,10 @@
 
 #include "isas.h"
 
-#if defined(__x86_64__) && defined(__linux__)
+#if defined(__x86_64__)
 #include <cpuid.h>
+#endif
+#if defined(__x86_64__) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -36,12 +38,22 @@ bool amx() {
 #endif
 }
 
+bool avxvnni() {
+#if defined(__x86_64__)
+  unsigned a, b, c, d;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 4);
+#else
+  return false;
+#endif
+}
+
 bool runs(const char *isa) {
   if (!strcmp(isa, "portable")) return true;
 #if defined(__x86_64__)
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   if (!strcmp(isa, "avx2")) return avx2;
+  if (!strcmp(isa, "avxvnni")) return avx2 && avxvnni();
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                       __builtin_cpu_supports("avx512vnni");

@@ -15,6 +15,8 @@ template <bool kSigned>
 INLINE vi dot(vi acc, vi codes, vi x) {
 #if defined(__AVX512VNNI__)
   return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)codes, (__m512i)x);
+#elif defined(__AVXVNNI__)
+  return (vi)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)codes, (__m256i)x);
 #elif defined(__AVX2__)
   __m256i w = (__m256i)codes, n = (__m256i)x;
   if (kSigned) n = _mm256_sign_epi8(n, w), w = _mm256_abs_epi8(w);
@@ -45,7 +47,7 @@ struct Codes8 {
   using X = int8_t;
   static constexpr int kBytes = 32;  // of a panel for each k
   static constexpr bool kScaled = true;
-#if defined(__AVX512VNNI__)  // whose instruction takes codes without a sign
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)  // whose instructions take codes without a sign
   static constexpr bool kSigned = false;
   static constexpr int kZero = 128;
   INLINE vi codes(const uint8_t *w, int v) { return load_as<vi>(w + 4 * v * W) ^ int32_t(0x80808080); }

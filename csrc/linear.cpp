@@ -36,10 +36,10 @@ template <class F>
 constexpr bool kRounded = std::is_same_v<typename F::X, int8_t>;
 
 // Whether, for more than kRows rows, the codes of some k stay in registers while all rows pass over them, and the rows'
-// sums wait in memory: where registers are few and a sum of two products or more fits 16 bits.
+// sums wait in memory: where registers are few and codes have no sign (or a sum of two products does not fit 16 bits).
 #if defined(__AVX2__) && !defined(__AVX512F__)
 template <class F>
-constexpr bool kCodesStay = kRounded<F> && F::kBytes < Codes8::kBytes;
+constexpr bool kCodesStay = kRounded<F> && (F::kBytes < Codes8::kBytes || !Codes8::kSigned);
 #else
 template <class F>
 constexpr bool kCodesStay = false;
@@ -610,6 +610,17 @@ void many_integers(const Weights &w, const Rows<int8_t> &rows, int row, int n, c
         for (int r = 0; r < n; r++, from += stride)
 #pragma GCC unroll 2
           for (int i = 0; i < kHeld; i += kNarrow) {
+#if defined(__AVXVNNI__)
+#pragma GCC unroll 4
+            for (int j = i; j < i + kNarrow; j++) {
+              const vi four = splat(load_as<int32_t>(from + j * kStep));
+#pragma GCC unroll 2
+              for (int u = 0; u < 2; u++) {
+                vi &sum = sums[r][v + u * NV / 2];
+                sum = dot<false>(sum, codes[j][u], four);
+              }
+            }
+#else
             __m256i narrow[2] = {};
 #pragma GCC unroll 4
             for (int j = i; j < i + kNarrow; j++) {
@@ -621,6 +632,7 @@ void many_integers(const Weights &w, const Rows<int8_t> &rows, int row, int n, c
 #pragma GCC unroll 2
             for (int u = 0; u < 2; u++)
               sums[r][v + u * NV / 2] += (vi)_mm256_madd_epi16(narrow[u], _mm256_set1_epi16(1));
+#endif
           }
       }
     }

@@ -1,6 +1,7 @@
 """The compiled kernels (csrc/), if this installation has them: which instruction set runs, and that it computes right.
 
-`OUTRIDER_ISA` in the environment forces one: amx, avx512bf16, avx512, avx2, portable; or reference, no kernels at all.
+`OUTRIDER_ISA` in the environment forces one: amx, avx512bf16, avx512, avxvnni, avx2, portable; or reference, no
+kernels at all.
 """
 
 from __future__ import annotations
