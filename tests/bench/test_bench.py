@@ -348,6 +348,15 @@ def test_sampled_in_a_batch() -> None:
         assert r.identical and r.near_ties is None and r.batch == 2
 
 
+def test_what_warmed_up_is_forgotten() -> None:
+    """A drafter that remembers answers has not seen the beginning of the one that it is timed on."""
+    settings = Settings(methods=[SpeculativeConfig("suffix")], prompts=1, max_tokens=8, repeats=1)
+    _, found = run(settings)
+    fresh = LLM("tiny", speculative_config={"method": "suffix"})
+    (answer,) = fresh.generate(load_suite("stories", 1).encode(fresh), settings.params)
+    assert found.acceptance_length == 8 / answer.metrics["speculative_decoding"]["num_spec_steps"]
+
+
 def test_acceptance_rules_side_by_side() -> None:
     """One method under each rule: told apart by name, and judged by what the rule promises."""
     rules = ["coupled", "rejection", "typical", "typical,posterior_threshold=0.5"]

@@ -418,6 +418,7 @@ def speculation(s: Settings) -> Iterator[Line]:
                 llm.speculative_config = method
                 params = SamplingParams(max_tokens=s.tokens, temperature=temperature, seed=1, ignore_eos=True)
                 llm.generate(prompts[:batch], SamplingParams(max_tokens=8, temperature=0))  # graphs are captured
+                llm.speculative_config = method  # anew: of what it is to write it has just seen the beginning
                 began = time.perf_counter()
                 found = [out.token_ids for out in llm.generate(prompts[:batch], params)]
                 took = time.perf_counter() - began

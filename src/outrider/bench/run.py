@@ -223,6 +223,7 @@ def run(
         if first:
             llm.speculative_config = methods[method]
             llm.generate(ids[: settings.batch], replace(own, max_tokens=min(WARM_UP_TOKENS, settings.max_tokens)))
+            llm.speculative_config = methods[method]  # anew: of what it is to write it has just seen the beginning
             longest = max(map(len, prompts[suite.name])) + settings.max_tokens
             each = llm.runner.kv.nbytes(longest) + llm.engine.drafter.kv_bytes(longest)
             kv_bytes[method] = each * min(settings.batch, len(prompts[suite.name]))
