@@ -396,6 +396,22 @@ def test_what_a_server_says_is_heard_whole_and_its_errors_are_told():
         server._ask(s, fake.url, [1])
 
 
+def test_a_prompt_comes_beside_answers_that_have_begun():
+    """However long they take to begin, and however soon they end."""
+    order = []
+
+    def script(body: dict[str, Any]) -> Iterator[Any]:
+        if body["prompt"] == [1]:
+            yield 0.3
+        order.append(len(body["prompt"]))
+        yield {**text(body, "a", "length"), "usage": {"completion_tokens": 1}}
+        yield "[DONE]"
+
+    with Fake(script) as fake:
+        answers, _ = server._ask(server.Settings("fake"), fake.url, [1], [1], late=[1, 1])
+    assert order == [1, 1, 2] and all(answer.tokens == 1 for answer in answers)
+
+
 def test_answers_in_one_frame_have_the_least_gap():
     """As on a busy machine, where a short answer is there before its first frame goes out."""
 

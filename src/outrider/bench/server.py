@@ -226,7 +226,7 @@ def _serving(name: str, command: list[str]) -> Iterator[tuple[str, int]]:
 
 
 def _ask(s: Settings, url: str, *prompts: list[int], late: list[int] | None = None) -> tuple[list[load.Answer], float]:
-    """Answers to prompts that are asked at once, and to one that comes when they are under way; seconds of CPU it took.
+    """Answers to prompts that are asked at once, and to one that comes when all have begun; seconds of CPU it took.
 
     The servers' cores are ours: what comes is kept with its time, and read when all of it is there.
     """
@@ -235,10 +235,9 @@ def _ask(s: Settings, url: str, *prompts: list[int], late: list[int] | None = No
     )
     asked = [*prompts, late] if late else prompts
     bodies = [load.request(settings, s.model, prompt, i) for i, prompt in enumerate(asked)]
-    due = [0.2 * (i == len(prompts)) for i in range(len(asked))]
     began = time.thread_time()
     try:
-        heard = _hear(url, bodies, due, settings.timeout)
+        heard = _hear(url, bodies, len(prompts), settings.timeout)
     except OSError as error:
         raise ConfigError(f"the server of {s.model} failed: {error}") from None
     took = time.thread_time() - began
@@ -248,8 +247,11 @@ def _ask(s: Settings, url: str, *prompts: list[int], late: list[int] | None = No
     return answers, took
 
 
-def _hear(url: str, bodies: list[dict[str, Any]], due: list[float], timeout: float) -> list[list[tuple[float, bytes]]]:
-    """The bytes of answers to what is asked when it is due: chunks, each with the seconds after which it came."""
+def _hear(url: str, bodies: list[dict[str, Any]], first: int, timeout: float) -> list[list[tuple[float, bytes]]]:
+    """The bytes of answers: chunks, each with the seconds after which it came.
+
+    So many are asked for at once, the others when each of these has a frame, or all have ended.
+    """
     address = url.removeprefix("http://")
     host, _, port = address.partition(":")
     head = f"POST /v1/completions HTTP/1.1\r\nhost: {address}\r\nconnection: close\r\n"
@@ -257,15 +259,16 @@ def _hear(url: str, bodies: list[dict[str, Any]], due: list[float], timeout: flo
     began = time.perf_counter()
     with ExitStack() as connections, selectors.DefaultSelector() as waiting:
         while len(heard) < len(bodies) or waiting.get_map():
-            while len(heard) < len(bodies) and (now := time.perf_counter() - began) >= due[len(heard)]:
-                data = json.dumps(bodies[len(heard)]).encode()
+            while len(heard) < len(bodies) and (
+                len(heard) < first or not waiting.get_map() or all(map(_speaks, heard[:first]))
+            ):
+                now, data = time.perf_counter() - began, json.dumps(bodies[len(heard)]).encode()
                 about = f"content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
                 connection = connections.enter_context(socket.create_connection((host, int(port)), timeout))
                 connection.sendall((head + about).encode() + data)
                 heard.append([])
                 waiting.register(connection, selectors.EVENT_READ, (connection, now, heard[-1]))
-            ready = waiting.select(0.01 if len(heard) < len(bodies) else timeout)
-            if not ready and len(heard) == len(bodies):
+            if not (ready := waiting.select(timeout)):
                 raise TimeoutError(f"no byte for {timeout:g} s")
             for key, _ in ready:
                 connection, since, chunks = key.data
@@ -274,6 +277,11 @@ def _hear(url: str, bodies: list[dict[str, Any]], due: list[float], timeout: flo
                 else:
                     waiting.unregister(connection)
     return heard
+
+
+def _speaks(heard: list[tuple[float, bytes]]) -> bool:
+    """Whether an answer has a frame yet."""
+    return any(b"data:" in chunk for _, chunk in heard)
 
 
 def _answer(heard: list[tuple[float, bytes]]) -> load.Answer:
