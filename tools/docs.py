@@ -175,11 +175,12 @@ def gpu(names: list[str], up: str, given: dict[str, str]) -> str:
     if not lines:
         raise ConfigError(f"part {part!r} has no line of {given}")
     table = markdown_table(columns, ([machine.cell(line.get(column, "")) for column in columns] for line in lines))
+    about = found | found["parts"][part]  # results from before each part had its own say it once
     versions = ", ".join(
-        f"{name} {found['versions'][name]}" for name in ("torch", "triton") if name in found["versions"]
+        f"{name} {about['versions'][name]}" for name in ("torch", "triton") if name in about["versions"]
     )
-    about = f"{found['hardware']['gpu']}; outrider {found['commit']}, {versions}, {found['date'][:10]}."
-    return f"{table}\n\n{about} All lines: [{Path(folder).name}]({up}{folder}/gpu.md)."
+    made = f"{about['hardware']['gpu']}; outrider {about['commit']}, {versions}, {about['date'][:10]}."
+    return f"{table}\n\n{made} All lines: [{Path(folder).name}]({up}{folder}/gpu.md)."
 
 
 def there(folder: str | Path, name: str = "results.jsonl") -> Path:

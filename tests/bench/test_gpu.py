@@ -100,12 +100,16 @@ def test_what_is_done_is_not_done_again(tmp_path, monkeypatch):
         return measure
 
     monkeypatch.setattr(gpu, "PARTS", {"a": part("a"), "b": part("b", fails=True), "c": part("c")})
+    about = gpu.provenance(torch.device("cpu"))
+    monkeypatch.setattr(gpu, "provenance", lambda _: about | {"commit": f"commit {len(calls)}"})
     with launch.emulated():
         first = gpu.run(settings(tmp_path))
         assert first["failed"]["b"]["error"].startswith("OutOfResources: out of resource: shared memory")
         second = gpu.run(settings(tmp_path))
         assert calls == ["a", "b", "c", "b"]
-        assert set(second["parts"]) == {"a", "b", "c"}
+        commits = {"a": "commit 1", "b": "commit 4", "c": "commit 3"}
+        assert {name: part["commit"] for name, part in second["parts"].items()} == commits, "each part's own"
+        assert all(f"outrider {commit}, " in (tmp_path / "gpu.md").read_text() for commit in commits.values())
         assert not second["failed"]
         other = replace(settings(tmp_path), models={"another": SMALL})
         gpu.run(other)

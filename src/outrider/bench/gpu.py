@@ -151,11 +151,10 @@ def run(settings: Settings, progress: Progress | None = None) -> dict[str, Any]:
                 done: Line = {"models": models, "lines": list(PARTS[name](settings))}
         except Exception as error:  # out of memory, a kernel that does not fit: the next part may
             done = {"error": f"{type(error).__name__}: {error}"}
-        done["seconds"] = time.perf_counter() - started
+        done |= {"seconds": time.perf_counter() - started, **provenance(settings.where)}
         results["parts" if "lines" in done else "failed"][name] = done
         if "lines" in done:
             results["failed"].pop(name, None)
-        results |= provenance(settings.where)
         write_text(path, json.dumps(results, indent=1) + "\n")
         write_text(settings.output / "gpu.md", tables(results))
         if settings.where.type == "cuda":
@@ -179,10 +178,12 @@ def tables(results: dict[str, Any]) -> str:
     """All parts as Markdown."""
     text = []
     for name, part in results["parts"].items():
+        about = results | part  # results from before each part had its own say it once
+        made = f"{about['hardware']['gpu']}; outrider {about['commit']}, {about['date'][:10]}."
         lines: list[Line] = part["lines"]
         titles = list(dict.fromkeys(title for line in lines for title in line))
         body = [[cell(line.get(title, "")) for title in titles] for line in lines]
-        text.append(f"## {name}\n\n{markdown_table(titles, body)}\n")
+        text.append(f"## {name}\n\n{markdown_table(titles, body)}\n\n{made}\n")
     text += [f"## {name}\n\nfailed: {part['error']}\n" for name, part in results["failed"].items()]
     return "\n".join(text)
 
