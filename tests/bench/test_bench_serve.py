@@ -363,6 +363,9 @@ def test_our_server_against_the_engine_and_another_server(tmp_path):
     assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 8
     table = (tmp_path / "table.md").read_text()
     assert "| 2 streams |" in table and "| again |" in table and "suite chat, greedy, 4 tokens each" in table
+    assert "8 different prompts for 14 requests: a prefix cache need not read them again." in table
+    few = [replace(row, settings={**row.settings, "prompts": 14}) for row in rows]
+    assert "different prompts" not in "".join(server.remarks(few))
 
 
 def test_what_a_server_says_is_heard_whole_and_its_errors_are_told():

@@ -123,7 +123,7 @@ def run(s: Settings, show: load.Show = lambda *_: None) -> Iterator[Row]:
         server, other = (statistics.median(side) for side in zip(*rounds, strict=True))
         ratio = statistics.median(a / b for a, b in rounds)  # of neighbours in time: a machine has slow hours
         about = provenance(torch.device("cpu"))
-        given = {**asdict(s), "data": str(s.data) if s.data else None}
+        given = {**asdict(s), "data": str(s.data) if s.data else None, "prompts": len(prompts)}
         return Row(what, unit, server, other, against, ratio, rounds, client, given, **about)
 
     with ExitStack() as running:
@@ -353,7 +353,10 @@ def remarks(rows: list[Row]) -> list[str]:
     law = "greedy" if s["temperature"] == 0 else f"temperature {s['temperature']:g}"
     rounded = [f"{name} {s[name]}" for name in ("quantization", "activations") if s.get(name)]
     own = [s["model"], *rounded, s["speculate"]]
-    return [
+    asked = (s["repeats"] + 1) * sum(s["streams"]) + 2 * BESIDE * s["repeats"]
+    again = f"{s.get('prompts')} different prompts for {asked} requests: a prefix cache need not read them again."
+    lines = [
         f"{', '.join(own)}; prompts of suite {s['suite']}, {law}, {s['max_tokens']} tokens each; "
         f"medians of {s['repeats']}; {about['cpu']}, {about['cores']} cores, load {about['load']:.1f}."
     ]
+    return lines + [again] * (s.get("prompts", asked) < asked)
