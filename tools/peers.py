@@ -114,6 +114,11 @@ class Workers(Peer):
             )
         return self._ask(method, message)
 
+    def begin(self, method: str) -> None:
+        """Our look-ups would know the answers of the repeat before: their engine starts anew."""
+        if "proposer" in self.methods[method] and (worker := self.workers.pop(method, None)):
+            worker.close()
+
     def close(self) -> None:
         """End the workers."""
         for worker in self.workers.values():

@@ -62,6 +62,9 @@ class Peer(ABC):
         found = [self.generate(method, ids, max_tokens, temperature, seed) for ids in prompts]
         return [tokens for tokens, _, _ in found], sum(len(tokens) - len(counts) for tokens, _, counts in found)
 
+    def begin(self, method: str) -> None:  # noqa: B027
+        """A repeat begins: a method that remembers answers forgets them."""
+
     def close(self) -> None:  # noqa: B027
         """End what runs apart, if anything does."""
 
