@@ -348,6 +348,13 @@ def test_sampled_in_a_batch() -> None:
         assert r.identical and r.near_ties is None and r.batch == 2
 
 
+def test_the_commit_is_the_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not one that was made since."""
+    now = module.commit()
+    monkeypatch.setattr(module.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout="another\n"))
+    assert module.commit() == now == module.provenance(module.torch.device("cpu"))["commit"] != "another"
+
+
 def test_what_warmed_up_is_forgotten() -> None:
     """A drafter that remembers answers has not seen the beginning of the one that it is timed on."""
     settings = Settings(methods=[SpeculativeConfig("suffix")], prompts=1, max_tokens=8, repeats=1)

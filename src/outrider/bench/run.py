@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
+from functools import cache
 from importlib.metadata import version
 from itertools import count
 from pathlib import Path
@@ -452,8 +453,12 @@ def hardware(device: torch.device) -> dict[str, Any]:
     return {"cpu": processor(), "cores": os.cpu_count(), "threads": torch.get_num_threads(), "load": load, "gpu": gpu}
 
 
+@cache
 def commit() -> str:
-    """Of the checkout this file is in, with `-dirty` if sources changed (not results, say); `unknown` without one."""
+    """Of the checkout this file is in, with `-dirty` if sources changed (not results, say); `unknown` without one.
+
+    As this module is loaded: in a run of hours the checkout may move on, and what runs does not.
+    """
     here = Path(__file__).resolve()
 
     def git(*ask: str) -> str:
@@ -466,3 +471,6 @@ def commit() -> str:
         return git("rev-parse", "--short", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"  # installed, possibly into somebody else's checkout
+
+
+commit()
