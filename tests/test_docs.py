@@ -145,6 +145,13 @@ def test_a_table_says_what_the_lines_say():
     assert f"(../{folder}/results.jsonl)" in table and rows["edit", "plain"].commit in table
 
 
+def test_rounded_activations_are_told():
+    assert "smollm2, bfloat16, int8 activations, greedy" in docs.table(
+        "speedups bench/results/cpu-smollm2-int8-activations"
+    )
+    assert "smollm2, activations int8, spec-bench" in docs.table("servers bench/results/server-int8")
+
+
 def test_options_are_the_dataclasses():
     table = docs.table("options ngram snapkv")
     assert "| `ngram` | `num_speculative_tokens` | `8` |" in table and "longest n-gram to match" in table

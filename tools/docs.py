@@ -132,7 +132,8 @@ def servers(names: list[str], up: str) -> str:
         s, h = gap.settings, gap.hardware
         law = "greedy" if s["temperature"] == 0 else f"T = {s['temperature']:g}"
         where = f"{h['gpu'] or h['cpu']}, {h['threads']} threads"
-        asked = f"{s['model']}, {s['suite']}, {law}, {s['max_tokens']} tokens, rounds: {s['repeats']}"
+        rounded = "".join(f", {name} {s[name]}" for name in ("quantization", "activations") if s.get(name))
+        asked = f"{s['model']}{rounded}, {s['suite']}, {law}, {s['max_tokens']} tokens, rounds: {s['repeats']}"
         said.append(
             f"- [{Path(name).name}]({up}{name}/results.jsonl): {asked}; {where}; "
             f"outrider {gap.versions['outrider']} ({gap.commit}), {gap.date[:10]}. "
@@ -263,7 +264,8 @@ def about(rows: list[Any]) -> list[str]:
         size = f"{length}{prompts}{batch}, rounds: {len(row.repeats)}"
         where = f"{row.hardware['gpu'] or row.hardware['cpu']}, {row.hardware['threads']} threads"
         versions = f"outrider {row.versions['outrider']} ({row.commit}), torch {row.versions['torch'].split('+')[0]}"
-        said.append(f"{row.model}, {weights(row)}, {law}, {size}; {where}; {versions}, {row.date[:10]}.")
+        numbers = row.numbers if isinstance(row, report.Result) else weights(row)
+        said.append(f"{row.model}, {numbers}, {law}, {size}; {where}; {versions}, {row.date[:10]}.")
     return list(dict.fromkeys(said))
 
 
