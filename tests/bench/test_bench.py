@@ -321,6 +321,17 @@ def test_a_run_writes_lines_table_and_plot(done: Path) -> None:
     assert (done / "speedup.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_a_plot_says_if_answers_may_end(done: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    titles: list[str] = []
+    monkeypatch.setattr(
+        "matplotlib.figure.Figure.savefig", lambda self, *_, **__: titles.append(self.axes[0].get_title())
+    )
+    results = report.read(done / "results.jsonl")
+    for some in (results, results[:3]):
+        report.plot(some, done / "none.png")
+    assert titles == [f"tiny, bfloat16, batch 1, {most}24 new tokens" for most in ("at most ", "")]
+
+
 def test_the_table_can_be_made_again_from_the_lines(done: Path, tmp_path: Path) -> None:
     results = report.read(done / "results.jsonl")
     report.write(odd := [replace(results[0], source="a file\u2028with\x85breaks")], tmp_path)

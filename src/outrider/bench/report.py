@@ -320,7 +320,8 @@ def plot(results: list[Result], path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(y=0.12)
     r = results[0]
-    axes.set_title(f"{r.model}, {r.numbers}, batch {r.batch}, {r.max_tokens} new tokens", fontsize="medium")
+    most = "at most " * any(each.new_tokens is not None for each in results)
+    axes.set_title(f"{r.model}, {r.numbers}, batch {r.batch}, {most}{r.max_tokens} new tokens", fontsize="medium")
     if methods:
         figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize="small")
     figure.savefig(path, dpi=150, format="png")
