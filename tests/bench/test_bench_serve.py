@@ -103,6 +103,20 @@ def test_closed_loop_holds_its_concurrency_and_open_loop_does_not() -> None:
         assert most > 3 and row.completed == 9
 
 
+def test_no_answer_is_read_while_others_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long ones take the client tenths of a second, which others' first tokens would wait for."""
+    asked, hear = set(), serve.hear
+
+    def heard(*args: Any) -> bool:
+        asked.add(len(fake.bodies))
+        return hear(*args)
+
+    monkeypatch.setattr(serve, "hear", heard)
+    with Fake(good) as fake:
+        (row,) = measured(fake, levels=[Level(1)], requests=3)
+    assert row.completed == 3 and asked == {3}
+
+
 def test_arrivals_and_prompts_follow_from_the_seed() -> None:
     due = serve.arrivals(5.0, 2000, 3)
     assert due == serve.arrivals(5.0, 2000, 3) != serve.arrivals(5.0, 2000, 4)

@@ -115,6 +115,7 @@ class Answer:
     """What became of one request. Seconds, from when it was due."""
 
     late: float = 0.0  # sent so long after it was due: the client's own delay
+    frames: list[tuple[str, float]] = field(default_factory=list)  # what came, and when, until it is read
     first: float | None = None  # to the first text
     gaps: list[float] = field(default_factory=list)  # between the frames that brought text
     last: float = 0.0  # to the last text
@@ -242,7 +243,7 @@ def arrivals(rate: float, count: int, seed: int) -> list[float]:
 
 
 async def ask(session: Any, s: Settings, body: dict[str, Any], due: float) -> Answer:
-    """Send it and read the stream. Whatever goes wrong is in the answer; nothing is raised but cancellation."""
+    """Send it and hear the stream. Whatever goes wrong is in the answer; nothing is raised but cancellation."""
     import aiohttp
 
     answer = Answer(late=max(0.0, time.perf_counter() - due))
@@ -251,13 +252,10 @@ async def ask(session: Any, s: Settings, body: dict[str, Any], due: float) -> An
             if response.status != 200:
                 fail(answer, f"status {response.status}", message_in(await response.text()))
             else:
-                frames = list[tuple[str, float]]()  # read at the end: a server's cores may be ours
                 async for data in _events(response):
-                    frames.append((data, time.perf_counter() - due))
+                    answer.frames.append((data, time.perf_counter() - due))
                     if data == "[DONE]" or data.startswith('{"error"'):
                         break
-                if not any([hear(answer, data, now) for data, now in frames]) and answer.finish is None:
-                    fail(answer, "disconnected", "the stream ended before the answer did")
     except (TimeoutError, asyncio.TimeoutError):
         fail(answer, "timeout", f"no byte for {s.timeout:g} s")
     except aiohttp.ClientConnectorError as error:
@@ -268,6 +266,16 @@ async def ask(session: Any, s: Settings, body: dict[str, Any], due: float) -> An
         fail(answer, "not the protocol", f"{type(error).__name__}: {error}")
     answer.total = time.perf_counter() - due
     return answer
+
+
+def understand(answer: Answer) -> None:
+    """Make of the frames of an answer what they say."""
+    frames, answer.frames = answer.frames, []
+    try:
+        if answer.error is None and not any([hear(answer, *frame) for frame in frames]) and answer.finish is None:
+            fail(answer, "disconnected", "the stream ended before the answer did")
+    except STRANGE as error:
+        fail(answer, "not the protocol", f"{type(error).__name__}: {error}")
 
 
 def fail(answer: Answer, kind: str, said: str) -> None:
@@ -367,7 +375,10 @@ async def _level(
                     await one(body, time.perf_counter())
 
             await asyncio.gather(*(user() for _ in range(level.concurrency or 1)))
-        return time.perf_counter() - began, answers
+        took = time.perf_counter() - began
+    for answer in answers:  # not before: others' frames would wait for it, and a server's cores may be ours
+        understand(answer)
+    return took, answers
 
 
 async def first_model(s: Settings) -> str:
