@@ -128,6 +128,15 @@ def test_servers_are_told_by_streams():
         docs.table("servers elsewhere")
 
 
+def test_prompts_are_spread_as_below_a_runs_own_table():
+    folder = "bench/results/sweep-t0-b1"
+    row = docs.table(f"prompts {folder} method='auto*'", "../").splitlines()[2]
+    told = r"auto k=32, by prompt: (.*) at least, quartiles (.*), (.*), (.*), (.*) at most"
+    spreads = re.findall(told, (docs.ROOT / folder / "table.md").read_text())
+    assert row.startswith(f"| [sweep-t0-b1](../{folder}/results.jsonl) | ") and len(spreads) == 5
+    assert [cell.strip(" |") for cell in row.split(" | ")[1:]] == ["{}; {}, {}, {}; {}".format(*s) for s in spreads]
+
+
 def test_a_table_says_what_the_lines_say():
     folder = "bench/results/cpu-1.5b-auto"
     table = docs.table(f"speedups {folder} only='plain|suffix*' suites='edit|code'", "../")

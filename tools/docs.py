@@ -10,7 +10,8 @@
 `suites="a|b"` the columns or suites. `options KIND ...` lists what drafters, or views, can be told. `families` has a
 row for each family of models, `missing` one for each that is known and not supported.
 `changes FOLDER` counts, by engine, the answers that `bench exact` saw change. `servers FOLDER ...` has a row for each
-number of streams that `bench server` asked with. `curve FOLDER` is what a training run's log.jsonl says. `gpu FOLDER
+number of streams that `bench server` asked with. `prompts FOLDER ... method="auto*"` has a row for each folder: the
+speed-ups of a method's single prompts. `curve FOLDER` is what a training run's log.jsonl says. `gpu FOLDER
 PART ...` has the lines of a part of `bench gpu`, in the `columns` asked for, where other columns have these values:
 rows="1|8".
 """
@@ -25,6 +26,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import MISSING, Field, fields
 from fnmatch import fnmatchcase
 from pathlib import Path
+from statistics import quantiles
 from typing import Any
 
 from outrider import drafters
@@ -74,6 +76,8 @@ def table(asked: str, up: str = "") -> str:
         return changes(names, up)
     if kind == "servers":
         return servers(names, up)
+    if kind == "prompts":
+        return prompts(names, up, given["method"])
     if kind == "curve":
         return curve(" ".join(names), up)
     if kind == "gpu":
@@ -144,6 +148,18 @@ def servers(names: list[str], up: str) -> str:
     titles = ["run", "streams", "tokens/s", *(f"times {other}" for other in others)]
     table = markdown_table(titles, ([*row, *(at.get(other, "") for other in others)] for row, at in rows))
     return "\n".join([table, "", *said])
+
+
+def prompts(names: list[str], up: str, method: str) -> str:
+    """A row for each folder, a column for each suite: least, quartiles and most over its prompts."""
+    suites, out = dict[str, None](), []
+    for name in names:
+        rows = [row for row in report.read(there(name)) if fnmatchcase(row.method, method)]
+        suites |= dict.fromkeys(row.suite for row in rows)
+        each = [(min(speeds), *quantiles(speeds, n=4), max(speeds)) for row in rows if (speeds := row.by_batch)]
+        spreads = ["{:.2f}; {:.2f}, {:.2f}, {:.2f}; {:.2f}".format(*spread) for spread in each]
+        out.append([f"[{Path(name).name}]({up}{name}/results.jsonl)", *spreads])
+    return markdown_table(["run", *suites], out)
 
 
 def curve(name: str, up: str) -> str:
@@ -309,4 +325,4 @@ def meaning(kind: type, item: Field[Any]) -> str:
 
 DRAFTERS = Path(inspect.getfile(drafters)).parent
 FROM_CODE: dict[str, Callable[[list[str]], str]] = {"options": options, "families": families, "missing": missing}
-KINDS: Iterable[str] = ("speedups", "lines", "changes", "servers", "curve", "gpu", *FROM_CODE)
+KINDS: Iterable[str] = ("speedups", "lines", "changes", "servers", "prompts", "curve", "gpu", *FROM_CODE)
