@@ -54,8 +54,8 @@ MIXED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"seed": -5}, {}),
     ({"seed": 17, "bad_words": ["the", "girl", "named Lily"]}, {}),
     ({"seed": 18, "allowed_token_ids": list(range(200, 700)), "n": 2}, {}),
-    ({"seed": 19, "prompt_logprobs": 2, "logprobs": 1}, {}),
-    ({"seed": 20, "use_beam_search": False, "length_penalty": 1, "vllm_xargs": {}, "session_id": "s"}, {}),
+    ({"seed": 19, "prompt_logprobs": 2, "logprobs": 1, "session_id": "s"}, {}),
+    ({"seed": 20, "use_beam_search": False, "early_stopping": False, "length_penalty": 1, "vllm_xargs": {}}, {}),
     ({"temperature": 0, "repetition_penalty": 1.2, "top_k": -1, "n": None, "stop": None, "user": "me"}, {}),
 ]
 OPTIONS = {"n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"}

@@ -104,10 +104,10 @@ class Ignored(Body):
     """Fields that change no token and are taken without a word."""
 
     pointless: ClassVar[dict[str, Any]] = {  # what others serve and we do not, as it asks for nothing
-        "use_beam_search": False, "length_penalty": 1.0, "watermarking": False, "logprob_token_ids": [],
-        "prompt_embeds": [], "thinking_token_budget": -1, "repetition_detection": {}, "vllm_xargs": {},
-        "kv_transfer_params": {}, "ec_transfer_params": {}, "return_token_offsets": False, "return_mm_kwargs": False,
-        "routed_experts_prompt_start": 0,
+        "use_beam_search": False, "early_stopping": False, "length_penalty": 1.0, "watermarking": False,
+        "logprob_token_ids": [], "prompt_embeds": [], "thinking_token_budget": -1, "repetition_detection": {},
+        "vllm_xargs": {}, "kv_transfer_params": {}, "ec_transfer_params": {}, "return_token_offsets": False,
+        "return_mm_kwargs": False, "routed_experts_prompt_start": 0,
     }  # fmt: skip
 
     user: Any = None
