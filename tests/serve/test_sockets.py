@@ -130,6 +130,16 @@ def test_a_length_and_chunks_end_the_connection(live):
     assert b"connection: close" in answer.lower() and b"Transfer-Encoding, one of them" in answer
 
 
+def test_a_head_is_as_long_as_proxies_pass_on_however_it_comes(live):
+    url, whole = live(), post(BODY, "Cookie: " + "b" * 60_000)
+    with connect(url) as peer:
+        for at in range(0, len(whole), 5000):
+            peer.sendall(whole[at : at + 5000])
+        assert peer.recv(65536).startswith(b"HTTP/1.1 200 ")
+    longer = post(BODY, "Cookie: " + "b" * 70_000)[: 2**16 + 1]
+    assert answered(url, longer).endswith(b"The head of a request is over the limit of 65536 bytes.")
+
+
 def test_a_head_that_does_not_end_is_not_kept(live):
     with connect(live()) as peer:
         peer.sendall(post(BODY)[:60] + b"X-A: ")

@@ -23,6 +23,7 @@ from outrider.async_llm import AsyncLLM
 log = logging.getLogger(__name__)
 KEEP = 75  # seconds that an idle connection stays open: longer than clients keep theirs, 5 as a rule
 HEAD = 20  # seconds for the head of a request to come whole; of its body something comes every KEEP seconds
+HEAD_BYTES = 2**16  # as load balancers let through; h11's 2**14 hold or not as a head happens to come in pieces
 AGAIN = 60  # seconds until it is said again that connections cannot be taken
 READ = 2**14  # bytes at once; as chunks of one byte they take h11 some 0.07 seconds, in which all others wait
 LAST_WORDS = 5  # seconds for answers to end once their requests have been aborted, ...
@@ -66,6 +67,8 @@ class Protocol(H11Protocol):
         """What comes is no HTTP, which is the end: an answer that it still waits for has no reader any more, and one
         that it has already (to a head whose body breaks) cannot be followed by another.
         """
+        if len(self.conn.trailing_data[0]) > HEAD_BYTES:
+            msg = f"The head of a request is over the limit of {HEAD_BYTES} bytes."
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -130,7 +133,8 @@ def server(app: ASGIApp, llm: AsyncLLM, drain: float, **options: Any) -> Uvicorn
     config = uvicorn.Config(
         app, log_config=None, access_log=False, server_header=False, ws="none",
         http=Protocol,  # whatever else is installed: h11 bounds a request's head, which httptools does not
-        timeout_keep_alive=KEEP, timeout_graceful_shutdown=int(drain) + LAST_WORDS, **options,
+        h11_max_incomplete_event_size=HEAD_BYTES, timeout_keep_alive=KEEP,
+        timeout_graceful_shutdown=int(drain) + LAST_WORDS, **options,
     )  # fmt: skip
     return Uvicorn(config, llm, drain)
 
