@@ -635,6 +635,17 @@ def test_models(client):
     assert missing.status_code == 404 and missing.json()["error"]["param"] == "model"
 
 
+def test_what_is_no_route_is_named_and_the_one_that_was_meant(client):
+    for path, meant in {
+        "/v1/embeddings": "", "/v2": "", "/chat/completions": "/v1/chat/completions", "/models": "/v1/models",
+        "/v1/v1/messages": "/v1/messages", "/v1/chat/completions/responses": "", "/v1/tokenize": "/tokenize",
+    }.items():  # fmt: skip
+        answer = client.post(path, {})
+        told = f"no such route: '{path}'" + (f"; did you mean '{meant}'?" if meant else "")
+        assert answer.status_code == 404
+        assert answer.json()["error"] == {"message": told, "type": "NotFoundError", "param": None, "code": 404}
+
+
 def test_tokens_there_and_back(client, tiny_llm):
     text = "Once upon a time, é and 日本 🙂."
     answer = client.post("/tokenize", {"prompt": text, "return_token_strs": True}).json()

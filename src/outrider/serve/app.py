@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Match
+from starlette.routing import Match, Route
 
 import outrider
 from outrider.async_llm import Answer, AsyncLLM, left
@@ -152,6 +152,11 @@ def create_app(llm: AsyncLLM, settings: Settings) -> FastAPI:
 
     async def refuse(request: Request, error: Exception) -> Response:
         told = refusal(error)
+        if told.status == 404 and isinstance(error, HTTPException):
+            path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
+            known = [each.path for each in app.routes if isinstance(each, Route) and each.path != "/"]
+            near = [each for each in known if each.endswith(path) or path.endswith(each)]  # a base URL that is not ours
+            told = Refusal(404, f"no such route: {brief(path)}" + (f"; did you mean {near[0]!r}?" if near else ""))
         if told.status == 405:  # of all routes with this path; what raised it knows the first
             fit = [each for each in app.routes if each.matches(request.scope)[0] is not Match.NONE]
             told.headers["Allow"] = ", ".join(sorted({verb for each in fit for verb in getattr(each, "methods", ())}))

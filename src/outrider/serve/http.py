@@ -110,8 +110,8 @@ def refusal(error: BaseException) -> Refusal:
         name = str(error).partition(" ")[0].rstrip(":,").partition("=")[0]
         return Refusal(400, str(error), name if name in PARAMETERS else None)
     if isinstance(error, HTTPException):
-        what = {404: "no such route", 405: "this route has no such method"}
-        return Refusal(error.status_code, what.get(error.status_code, str(error.detail)), **dict(error.headers or {}))
+        what = "this route has no such method" if error.status_code == 405 else str(error.detail)
+        return Refusal(error.status_code, what, **dict(error.headers or {}))
     log.error("a request failed", exc_info=error)
     return Refusal(500, "the server failed on this request; its log says why")
 
