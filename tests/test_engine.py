@@ -24,7 +24,7 @@ from outrider import LLM, Draft, SamplingParams, speculate
 from outrider.config import Rule
 from outrider.drafters.cascade import Cascade
 from outrider.drafters.ngram import Ngram
-from outrider.engine import Engine, engine
+from outrider.engine import Engine, Request, engine
 from outrider.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -1238,6 +1238,16 @@ def test_streams_copy_no_output(random_llm, monkeypatch):
     expected = alone(random_llm)[0]
     monkeypatch.setattr(Sequence, "output", property(lambda self: pytest.fail("copied")))
     assert [event.token_id for event in random_llm.stream(PROMPTS[0], SAMPLED)] == expected
+
+
+def test_a_step_costs_no_more_for_those_who_wait(make_llm, monkeypatch):
+    """Of a call of many prompts most have yet to begin, or have ended."""
+    llm, asked = make_llm(engine={"max_num_seqs": 4}), []
+    error = Request.error.fget
+    monkeypatch.setattr(Request, "error", property(lambda self: asked.append(self) or error(self)))
+    llm.generate([PROMPTS[0]] * 80, GREEDY)
+    assert llm.engine.turns > 400 and len(asked) < 4 * 80
+    assert_released(llm)
 
 
 def test_who_begins_while_another_samples_has_all_threads():

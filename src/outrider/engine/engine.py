@@ -143,6 +143,7 @@ class Engine:
         self.prefix_queries = self.prefix_hits = 0
         self._turn = Turn()
         self._doomed: deque[Request] = deque()  # aborted; taken away between two steps
+        self._failures = 0  # requests that have ended with an error
         self._queue = threading.Lock()  # held while the list of who waits changes
         self.draft_with(drafter, k, rule)
 
@@ -477,8 +478,20 @@ class Engine:
 
         Then, or if it is interrupted, the others of them are aborted.
         """
+        left, failures = requests.copy(), -1
+
+        def done() -> bool:
+            nonlocal failures
+            while left and left[-1].finished:
+                left.pop()
+            if failures != (now := self._failures):  # asked at each step: looks at all of them only where one may have
+                if any(r.error for r in requests):
+                    return True
+                failures = now
+            return not left
+
         try:
-            self.drive(lambda: all(r.finished for r in requests) or any(r.error for r in requests))
+            self.drive(done)
             for request in requests:
                 if request.error:
                     raise request.error
@@ -714,6 +727,7 @@ class Engine:
             request.seq.stop_check = request.seq.constraint = None
             self.runner.scores.pop(request.seq.id, None)
             request.finished = True
+            self._failures += request.error is not None
 
     # --- results ------------------------------------------------------------------------------------------------------
 
