@@ -971,7 +971,8 @@ def test_a_stream_is_dropped_while_another_engine_queues_a_request(make_llm, ran
     real, stream = engine._rank, random_llm.stream(PROMPTS[1], max_tokens=9)
 
     def dropping(request):
-        stream.close()
+        if not stream.gi_running:  # its own request is looked for as well
+            stream.close()
         return real(request)
 
     other = make_llm()
@@ -1238,6 +1239,23 @@ def test_streams_copy_no_output(random_llm, monkeypatch):
     expected = alone(random_llm)[0]
     monkeypatch.setattr(Sequence, "output", property(lambda self: pytest.fail("copied")))
     assert [event.token_id for event in random_llm.stream(PROMPTS[0], SAMPLED)] == expected
+
+
+def test_who_leaves_the_line_passes_nobody(random_llm):
+    """Thousands may be aborted together, or end with their deadline."""
+    engine = random_llm.engine
+    waiting = [engine.add(PROMPTS[i % 6], GREEDY, priority=i % 3)[0] for i in range(12)]
+
+    class Line(list):
+        __iter__ = __reversed__ = lambda self: pytest.fail("all were looked at")
+
+    engine.waiting = Line(engine.waiting)
+    for i in (5, 0, 11, 6):
+        engine.abort(waiting[i])
+    engine.waiting = list.copy(engine.waiting)
+    assert {*engine.waiting} == {request for i, request in enumerate(waiting) if i not in (5, 0, 11, 6)}
+    engine.finish(waiting)
+    assert_released(random_llm)
 
 
 def test_a_step_costs_no_more_for_those_who_wait(make_llm, monkeypatch):

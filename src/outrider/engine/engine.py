@@ -7,7 +7,7 @@ import math
 import os
 import threading
 import time
-from bisect import bisect_right, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
@@ -718,7 +718,9 @@ class Engine:
             self.running = [r for r in self.running if r is not request]
         else:
             with self._queue:
-                self.waiting = [r for r in self.waiting if r is not request]
+                at = bisect_left(self.waiting, _rank(request), key=_rank)  # not one by one: thousands may end together
+                if self.waiting[at : at + 1] == [request]:
+                    del self.waiting[at]
         try:
             self.runner.free(request.seq)
             self._forget(request)
