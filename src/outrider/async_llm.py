@@ -17,9 +17,10 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import aclosing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 
@@ -105,6 +106,9 @@ class AsyncLLM:
         self.closed, self.lost = False, False  # lost: with a rank, and this process is about to end
         self._changed = threading.Condition()  # guards what follows
         self._answers: set[Answer] = set()  # all that have not ended, also those whose prompts are still being read
+        self._stirred: set[ref[Answer]] = (
+            set()
+        )  # of which there may be news: those that wait are not looked at each step
         self._reading = 0  # outputs whose prompts are being read for `start`
         self._thread: threading.Thread | None = None
         self._turned = 0.0  # when the thread's loop came round last
@@ -251,34 +255,34 @@ class AsyncLLM:
         engine, seen = self.llm.engine, self.llm.engine.turns
         while True:
             with self._changed:
-                answers = [answer for answer in self._answers if answer.requests]
-                if not answers or not engine.running:
-                    self._changed.wait_for(lambda: self.closed or any(a.requests for a in self._answers), LINGER)
-                    if not any(answer.requests for answer in self._answers):
+                if not engine.running or not self._busy:
+                    self._changed.wait_for(lambda: self.closed or self._busy, LINGER)
+                    if not self._busy:
                         self._thread = None
                         return
                     if not engine.running:
                         self._changed.wait_for(lambda: self.closed or all(a.requests for a in self._answers), GATHER)
-                    answers = [answer for answer in self._answers if answer.requests]
             self._turned, began = time.monotonic(), time.perf_counter()
             try:
                 # another thread may step, for an LLM's own caller; what it brings to ours is news, too
                 engine.step_within(lambda seen=seen: engine.turns != seen)  # type: ignore[misc]
             except BaseException as error:  # a bug, or what a request calls would end this thread: nobody shall wait
                 log.exception("a step of the engine failed")
-                for answer in answers:
+                for answer in [answer for answer in self._answers.copy() if answer.requests]:
                     answer.fail(EngineError(f"a step of the engine failed: {told(error)}"))
             seen = engine.turns  # before it is looked what they have brought
-            self._hand_over(answers, began)
+            stirred = [self._stirred.pop()() for _ in range(len(self._stirred))]
+            self._hand_over([answer for answer in stirred if answer], began)
 
     def _hand_over(self, answers: list[Answer], began: float) -> None:
         now = time.perf_counter()
-        interval = self.event_interval * min(max(1.0, len(answers) / OFTEN), SLOWEST)
+        interval = self.event_interval * min(max(1.0, len(self._answers) / OFTEN), SLOWEST)
         late, due = now + (now - began) - interval, False  # the next step may take as long
         for answer in answers:
             self._news.setdefault(answer.loop, []).extend(answer.note(now))
             due = due or answer.due(late)
         if not due:  # nor has one ended
+            self._stirred.update(ref(answer) for answer in answers if answer.untold)
             return
         late += interval / 2  # whose turn comes soon is told along, and from then on: a wake-up serves all
         readers: dict[asyncio.AbstractEventLoop, list[Answer]] = defaultdict(list)
@@ -295,6 +299,8 @@ class AsyncLLM:
         for answer in answers:
             if answer.ended:
                 self._forget(answer)
+            elif answer.untold:
+                self._stirred.add(ref(answer))
 
     def _deliver(self, answers: list[Answer], news: list[Progress]) -> None:
         for answer in answers:
@@ -310,11 +316,15 @@ class AsyncLLM:
     # --- its state ----------------------------------------------------------------------------------------------------
 
     @property
+    def _busy(self) -> bool:
+        """Whether some request has yet to end; asked with the lock."""
+        return any(answer.requests for answer in self._answers)
+
+    @property
     def stalled(self) -> float:
         """Seconds since the engine's loop came round, if it has work; else 0."""
         with self._changed:
-            busy = any(answer.requests for answer in self._answers)
-            return time.monotonic() - self._turned if busy else 0.0
+            return time.monotonic() - self._turned if self._busy else 0.0
 
     def close(self, drain: float = 0.0) -> None:
         """Take no more requests, let those there are go on for `drain` seconds, then end the others: EngineError."""
@@ -403,6 +413,9 @@ class Answer:
         """The requests are there, in a thread; the answer may have been closed meanwhile."""
         self._noted, self._shown = ([(0, False)] * len(requests) for _ in range(2))
         self.requests = requests
+        for request in requests:
+            request.tell = partial(self._llm._stirred.add, ref(self))
+        self._llm._stirred.add(ref(self))  # they may have begun
         if self._closed:
             self.close()
 
@@ -420,6 +433,11 @@ class Answer:
     def ended(self) -> bool:
         """Whether all ends were noted. Another thread may step: what has ended since was not handed over yet."""
         return all(finished for _, finished in self._noted)
+
+    @property
+    def untold(self) -> bool:
+        """Whether something was noted that was not shown."""
+        return self._noted != self._shown
 
     def due(self, before: float) -> bool:
         """Whether there are news that cannot wait: ends, first tokens, or the last ones were shown `before`."""

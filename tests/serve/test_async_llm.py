@@ -631,6 +631,20 @@ def test_an_end_between_two_looks_is_handed_over(tiny_llm, monkeypatch):
     llm.close()
 
 
+def test_who_waits_is_not_looked_at_each_step(make_llm, monkeypatch):
+    inner, noted, note = make_llm(engine={"max_num_seqs": 2}), list[Answer](), Answer.note
+    monkeypatch.setattr(Answer, "note", lambda self, now: noted.append(self) or note(self, now))
+    llm = AsyncLLM(inner)
+
+    async def many() -> None:
+        await asyncio.gather(*(collect(llm, [i, 1, 2], max_tokens=50, ignore_eos=True) for i in range(40)))
+
+    run(many())
+    assert inner.engine.turns > 20 * 50 and len(noted) < 3 * 40 * 50  # a look for each token, and few more
+    llm.close()
+    assert_released(inner)
+
+
 def test_a_slow_reader_holds_nobody_up(tiny_llm, monkeypatch):
     """What it missed comes in one event; news are told once a step, whatever is read."""
     seen: list[Progress] = []

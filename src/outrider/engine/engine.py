@@ -79,6 +79,7 @@ class Request:
     expected: list[int] = field(default_factory=list)  # a text that its own may resemble, until the drafter has it
     scores: dict[int, Logprob] | None = None  # of the prompt's tokens, by place, if asked for; n outputs share them
     timing: Timing = field(default_factory=Timing)
+    tell: Callable[[], object] | None = None  # called, in whatever thread steps, behind each of its steps and its end
 
     @property
     def error(self) -> Exception | None:
@@ -668,6 +669,8 @@ class Engine:
         request.ready = ready
         if seq.finish_reason:
             self._end(request, seq.finish_reason)
+        elif request.tell:
+            request.tell()
 
     # --- endings ------------------------------------------------------------------------------------------------------
 
@@ -730,6 +733,8 @@ class Engine:
             self.runner.scores.pop(request.seq.id, None)
             request.finished = True
             self._failures += request.error is not None
+            if request.tell:
+                request.tell()
 
     # --- results ------------------------------------------------------------------------------------------------------
 
