@@ -607,6 +607,20 @@ def test_who_does_not_fit_yet_holds_nothing(make_llm):
     assert_released(llm)
 
 
+def test_who_does_not_fit_yet_is_looked_for_when_there_is_more_room(make_llm, monkeypatch):
+    """To find what is there of a long prompt, and to hold it, takes as long as a step: not again and again."""
+    llm, sought, find = make_llm(), list[int](), Pool.find
+    llm = make_llm(engine={"kv_memory": blocks_of(llm, 20)})
+    llm.generate(text(256), max_tokens=1)
+    monkeypatch.setattr(Pool, "find", lambda self, *of: sought.append(of[2]) or find(self, *of))
+    first, second = (llm.engine.add(text(40, i), SamplingParams(max_tokens=100, temperature=0))[0] for i in (1, 2))
+    llm.engine.step()
+    last = llm.engine.add(text(256) + text(150, 3), GREEDY)[0]
+    llm.engine.finish([first, second, last])
+    assert last.cached == 256 and len(sought) < 10
+    assert_released(llm)
+
+
 def test_outputs_that_begin_otherwise_share_the_prompt_alone(make_llm, alone):
     """As they do that another engine has begun."""
     llm, params = make_llm(), SamplingParams(n=2, seed=1, max_tokens=50)

@@ -143,6 +143,10 @@ class Engine:
         self.preemptions = 0  # so far; and tokens of prompts, and those of them that others had read
         self.prefix_queries = self.prefix_hits = 0
         self._turn = Turn()
+        self._refused = (
+            -1,
+            0,
+        )  # who was first in the line and had no room, by number, and the blocks there were to spare
         self._doomed: deque[Request] = deque()  # aborted; taken away between two steps
         self._failures = 0  # requests that have ended with an error
         self._queue = threading.Lock()  # held while the list of who waits changes
@@ -334,8 +338,12 @@ class Engine:
 
         Who waits for what another is reading, the same prompt or as long a beginning of it, keeps its place and room.
         """
-        places = self.config.max_num_seqs - len(self.running)
+        places = free = self.config.max_num_seqs - len(self.running)
         needed, reading = sum(self._lacks(r) for r in self.running), Reading(dict)
+        spare = self.kv.room - needed - 2 * len(self.running)
+        refused, then = self._refused  # to look what is there of its tokens takes as long as it has some
+        if self.running and self.waiting[0].number == refused and spare <= then:
+            return
         for request in self.running:
             self._note(request, reading)
         for request in filter(_ready, self.waiting.copy()):
@@ -354,6 +362,8 @@ class Engine:
             needed += self._lacks(request)
             if self.running and self.kv.room < needed + 2 * len(self.running):
                 self.runner.free(request.seq)
+                if places == free:  # nobody before it follows another, or was let in
+                    self._refused = request.number, spare
                 break
             if request.expected:
                 self.guard.remember(request.expected)
