@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from outrider import SamplingParams
-from outrider.engine import LONG, TextStream
+from outrider.engine import LONG, TextStream, engine
 from outrider.engine.text import spelt, tokenizing
 from outrider.find import embedded
 from outrider.load import read_tokenizer
@@ -362,6 +362,16 @@ def test_a_tokenizer_in_python_is_asked_by_one_thread_at_a_time(tokenizer):
     short, long = "a", "a" * (LONG + 1)
     assert tokenizing(short, tokenizer) is not tokenizing(long, tokenizer) is tokenizing(long, tokenizer)
     assert tokenizing(short, object()) is tokenizing(long, object()) is tokenizing(short, tokenizer)
+
+
+def test_bad_words_of_many_requests_are_spelt_once(tiny_llm, monkeypatch):
+    words, asked, prompt = ["the park", "park"], [], "Lily went to the park. " * 3 + "Lily went to"
+    expected = [tiny_llm.generate(prompt, temperature=0, max_tokens=8, bad_words=own)[0].text for own in (words, [])]
+    monkeypatch.setattr(engine, "spelt", lambda *of: asked.append(of[0]) or spelt(*of))
+    mixed = [SamplingParams(temperature=0, max_tokens=8, bad_words=own) for own in (["the"], words, [], words, words)]
+    outputs = tiny_llm.generate([prompt] * 5, mixed)
+    assert [output.text for output in outputs[1:]] == [expected[own == []] for own in (words, [], words, words)]
+    assert asked == [("the",), tuple(words)]
 
 
 def test_bad_words_in_tokens(tiny_llm):

@@ -43,7 +43,7 @@ from outrider.kv.blocks import BLOCK
 from outrider.ops import native, untouched
 from outrider.outputs import GenerationOutput, Logprob, Timing
 from outrider.runner import Runner
-from outrider.sequence import Sequence
+from outrider.sequence import Banned, Sequence
 from outrider.speculate import Drafter, StepTimes, step
 from outrider.verify import COUPLED
 
@@ -143,10 +143,8 @@ class Engine:
         self.preemptions = 0  # so far; and tokens of prompts, and those of them that others had read
         self.prefix_queries = self.prefix_hits = 0
         self._turn = Turn()
-        self._refused = (
-            -1,
-            0,
-        )  # who was first in the line and had no room, by number, and the blocks there were to spare
+        self._refused = -1, 0  # who was first and had no room, by number, and how many blocks there were to spare
+        self._spelt: tuple[tuple[str, ...], Banned] = (), ()  # the last bad_words, and their tokens
         self._doomed: deque[Request] = deque()  # aborted; taken away between two steps
         self._failures = 0  # requests that have ended with an error
         self._queue = threading.Lock()  # held while the list of who waits changes
@@ -222,12 +220,7 @@ class Engine:
             raise ConfigError(f"cache_salt must be a string or None, not {brief(cache_salt)}")
         asked, config = params.structured_outputs, self.runner.model.config
         grammar = None if asked is None else read(asked, self.tokenizer, config.vocab_size)
-        spellings = spelt(params.bad_words or (), self.tokenizer)
-        last: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        for ids in spellings:
-            if max(ids) < config.vocab_size:
-                last[tuple(ids[:-1])].append(ids[-1])
-        banned = tuple([(before, tuple(tokens)) for before, tokens in last.items()])
+        banned = self._banned(tuple(params.bad_words)) if params.bad_words else ()
         text = "" if k == 0 or self.guard.idle else params.prediction
         expected = tokens_of(text, self.tokenizer) if text else []
         scores: dict[int, Logprob] | None = None if params.prompt_logprobs is None else {}
@@ -258,6 +251,18 @@ class Engine:
         if self._doomed:
             self._bury()
         return requests
+
+    def _banned(self, words: tuple[str, ...]) -> Banned:
+        """The tokens of `bad_words`; of the last ones they are kept, since many requests have the same."""
+        known, banned = self._spelt
+        if words != known:
+            last: dict[tuple[int, ...], list[int]] = defaultdict(list)
+            for ids in spelt(words, self.tokenizer):
+                if max(ids) < self.runner.model.config.vocab_size:
+                    last[tuple(ids[:-1])].append(ids[-1])
+            banned = tuple([(before, tuple(tokens)) for before, tokens in last.items()])
+            self._spelt = words, banned
+        return banned
 
     def _name(self, request: Request) -> None:
         """Note what will draft for a request, and how much at most."""
