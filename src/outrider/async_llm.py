@@ -106,9 +106,7 @@ class AsyncLLM:
         self.closed, self.lost = False, False  # lost: with a rank, and this process is about to end
         self._changed = threading.Condition()  # guards what follows
         self._answers: set[Answer] = set()  # all that have not ended, also those whose prompts are still being read
-        self._stirred: set[ref[Answer]] = (
-            set()
-        )  # of which there may be news: those that wait are not looked at each step
+        self._stirred: set[ref[Answer]] = set()  # there may be news of these: who waits is not looked at each step
         self._reading = 0  # outputs whose prompts are being read for `start`
         self._thread: threading.Thread | None = None
         self._turned = 0.0  # when the thread's loop came round last
