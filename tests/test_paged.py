@@ -362,6 +362,33 @@ def test_idle_memory_is_small(make_llm):
     assert len(llm.runner.kv.slabs) == 1 and llm.runner.kv.pool.free == SLAB // BLOCK
 
 
+def test_a_slab_is_asked_once_where_it_lies(make_checkpoint):
+    """A pool of a million tokens has a thousand slabs: each that comes or goes must cost nothing of the others."""
+    model, asked = LLM(make_checkpoint(), device="cpu", dtype="bfloat16").runner.model, []
+
+    class Layer:
+        def __init__(self, at):
+            self.at = at
+
+        def data_ptr(self):
+            asked.append(self.at)
+            return self.at
+
+    kv = PagedKV(model.config, model.dtype, model.device)
+    layers = range(model.config.num_layers)
+    kv._slab = lambda size: [Layer(100 * len(kv.slabs) + layer) for layer in layers]
+    for seq in (1, 2):
+        kv.reserve(Plan([Entry(seq, 0, 4 * SLAB, 0)]))
+    assert kv._pointers.tolist() == [[100 * slab + layer for slab in range(8)] for layer in layers]
+    assert asked == [100 * slab + layer for slab in range(8) for layer in layers]
+    for seq, left in ((2, 4), (1, 1)):
+        kv.free(seq)
+        assert len(kv.slabs) == left and len(kv.pool.holders) == left * SLAB // BLOCK
+        assert kv._pointers.tolist() == [[100 * slab + layer for slab in range(left)] for layer in layers]
+        assert kv._pointers.is_contiguous() and kv._slabs_at == kv._pointers.data_ptr()
+    assert len(asked) == 8 * len(layers)
+
+
 # --- prefixes --------------------------------------------------------------------------------------------------------
 
 

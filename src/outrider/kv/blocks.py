@@ -49,14 +49,16 @@ class Pool:
             heappush(self._free, block)
         self.holders += [0] * count
 
-    def shrink(self, count: int) -> bool:
-        """Take away the last blocks, if they are free."""
-        first = len(self.holders) - count
-        if any(self.holders[first:]) or any(block in self.names for block in range(first, len(self.holders))):
-            return False
-        del self.holders[first:]
-        self._free = sorted(block for block in self._free if block < first)
-        return True
+    def shrink(self, count: int) -> int:
+        """Take away the last blocks that are free, in lots of `count`, but never the first lot; how many remain."""
+        left = len(self.holders)
+        while left > count and not self.holders[left - 1] and left - 1 not in self.names:
+            left -= 1
+        lots = -(-left // count)
+        if (left := lots * count) < len(self.holders):
+            del self.holders[left:]
+            self._free = sorted(block for block in self._free if block < left)
+        return lots
 
     def take(self, again: bool) -> int:
         """Hold a free block; `again`: let go the cached one that was used least recently, to be taken in its place."""

@@ -79,7 +79,7 @@ class PagedKV:
         self.pool = Pool()
         self.tables: dict[int, Table] = {}
         self.slabs: list[Any] = []  # each has, per layer, (2, kv_heads, SLAB, dim)
-        self._point()
+        self._point(torch.empty(config.num_layers, 0, dtype=torch.int64, device=device))
 
     @property
     def block_bytes(self) -> int:
@@ -180,17 +180,15 @@ class PagedKV:
     def _grow(self) -> None:
         c = self.config
         with allocating(SLAB // BLOCK * self.block_bytes):
-            self.slabs.append(self._slab((c.num_layers, 2, c.num_kv_heads, SLAB, c.head_dim)))
+            slab = self._slab((c.num_layers, 2, c.num_kv_heads, SLAB, c.head_dim))
+            lies = torch.tensor([[layer.data_ptr()] for layer in slab], dtype=torch.int64, device=self.device)
+            self._point(torch.cat([self._pointers, lies], 1))
+        self.slabs.append(slab)
         self.pool.grow(SLAB // BLOCK)
-        self._point()
 
-    def _point(self) -> None:
-        """Note where the slabs lie, for kernels."""
-        layers = range(self.config.num_layers)
-        found = [[slab[layer].data_ptr() for slab in self.slabs] for layer in layers]
-        self._pointers = torch.tensor(found, dtype=torch.int64, device=self.device)
-        self._slabs_at = self._pointers.data_ptr()
-        self._roomy = roomy(self._pointers)
+    def _point(self, pointers: Tensor) -> None:
+        """Note where the slabs lie (layers, slabs), for kernels."""
+        self._pointers, self._slabs_at, self._roomy = pointers, pointers.data_ptr(), roomy(pointers)
 
     def _slab(self, size: tuple[int, ...]) -> Any:
         return allocate(size, self.dtype, self.device)
@@ -199,9 +197,9 @@ class PagedKV:
         """Give a sequence's blocks back: what is published of them can still be found."""
         if table := self.tables.pop(seq, None):
             self.pool.release(table.blocks)
-            while len(self.slabs) > 1 and self.pool.shrink(SLAB // BLOCK):
-                self.slabs.pop()
-                self._point()
+            if (left := self.pool.shrink(SLAB // BLOCK)) < len(self.slabs):
+                del self.slabs[left:]
+                self._point(self._pointers[:, :left].contiguous())
             if not self.pool.used:
                 self._there = 2**62
         self.log.held.pop(seq, None)
