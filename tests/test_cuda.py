@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -283,6 +284,32 @@ def test_training_and_benches_launch_there_too(tmp_path, monkeypatch):
 def test_two_models_graphs_share_no_memory():
     """Two engines' threads may replay them at once."""
     assert Graphs().capture is not Graphs().capture
+
+
+def test_graphs_are_captured_on_a_stream_of_their_own(monkeypatch):
+    """PyTorch's lies on the GPU that captured first, and no two threads can capture on one."""
+    used, on = [], [0]
+
+    class Stream:
+        def __init__(self, device):
+            self.device = device
+
+        def wait_stream(self, other): ...
+
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "Stream", Stream)
+    monkeypatch.setattr(torch, "zeros", lambda *size, device: zeros(*size))
+    for name, value in {
+        "current_device": lambda: on[0], "current_stream": lambda: Stream(None), "stream": lambda _: nullcontext(),
+        "graph": lambda *_, stream=None, **__: used.append(stream) or nullcontext(),
+        "graph_pool_handle": lambda: None, "CUDAGraph": lambda: SimpleNamespace(replay=None),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    for on[0] in (0, 1):
+        capture = Graphs().capture
+        for _ in range(2):
+            capture(list)
+    assert [stream.device.index for stream in used] == [0, 0, 0, 1, 1, 1] and len({*map(id, used)}) == 2
 
 
 def test_what_graphs_keep(folder):

@@ -39,27 +39,31 @@ def pinned(numbers: list[int] | list[float] | Tensor, device: torch.device) -> T
 class Captures:
     """CUDA graphs that share their memory, but for their results: one runs at a time.
 
-    So those of a model, which has one engine; another engine's thread may replay its own in between.
+    So those of a model, which has one engine; another engine's thread may replay its own in between, or capture.
     """
 
     @cached_property
-    def _pool(self) -> tuple[Any, Any]:
-        """That memory, and a graph that is kept: PyTorch ends a pool with the last of its graphs."""
+    def _shared(self) -> tuple[Any, Any, Any]:
+        """A stream, memory, and a graph that is kept: PyTorch ends a pool with the last of its graphs.
+
+        PyTorch's own stream for captures lies on the GPU of the first, and is all threads'.
+        """
+        stream: Any = torch.Stream(torch.device("cuda", torch.cuda.current_device()))
         pool, first = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(first, pool=pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(first, pool=pool, stream=stream, capture_error_mode="thread_local"):
             torch.zeros(1, device="cuda")
-        return pool, first
+        return stream, pool, first
 
     def __call__(self, compute: Callable[[], list[Tensor]]) -> tuple[Callable[[], None], list[Tensor]]:
         """Compute once to have kernels compiled, then once more into a graph."""
-        side: Any = torch.Stream(torch.device("cuda", torch.cuda.current_device()))
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        stream, pool, _ = self._shared
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
             compute()
-        torch.cuda.current_stream().wait_stream(side)
-        (pool, _), graph = self._pool, torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # others may go on allocating
-            results = compute()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            results = compute()  # while others may go on allocating
         return graph.replay, results
 
 
