@@ -22,7 +22,7 @@ from outrider.kv import Entry, OffloadKV, PagedKV, Plan, views
 from outrider.kv.base import allocate
 from outrider.kv.dense import DenseKV
 from outrider.kv.rows import NORMED
-from outrider.load import _device, load
+from outrider.load import device_named, load
 from outrider.model import Model
 from outrider.ops import Graphs, Linear, native
 from outrider.ops.triton import launch
@@ -233,7 +233,12 @@ def test_a_gpu_is_named_by_its_number(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    assert [str(_device(name)) for name in ("cuda", "auto", "cuda:0", "cpu")] == ["cuda:1", "cuda:1", "cuda:0", "cpu"]
+    assert [str(device_named(name)) for name in ("cuda", "auto", "cuda:0", "cpu")] == [
+        "cuda:1",
+        "cuda:1",
+        "cuda:0",
+        "cpu",
+    ]
 
 
 def test_kernels_are_launched_where_the_model_lies(monkeypatch):

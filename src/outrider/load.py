@@ -61,7 +61,7 @@ def load(
     `group`: ranks to cut it over (parallel/); each reads its part, and the others are told to by rank 0.
     Raises ModelNotFound, UnsupportedArchitecture, CheckpointError, ConfigError.
     """
-    where = group.ranks.device if group else _device(device)
+    where = group.ranks.device if group else device_named(device)
     if dtype != "auto" and dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is unknown; valid: auto, {', '.join(DTYPES)}")
     source = open_source(name)
@@ -187,7 +187,8 @@ def _gguf_tokenizer(file: gguf.File) -> Any:
         return read_tokenizer(file.path.parent)
 
 
-def _device(name: str) -> torch.device:
+def device_named(name: str) -> torch.device:
+    """auto, cpu, cuda, or cuda:N, of which CUDA's have their number. Raises ConfigError."""
     try:
         device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
     except (RuntimeError, TypeError):

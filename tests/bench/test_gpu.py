@@ -49,6 +49,16 @@ def test_without_cuda(tmp_path):
         gpu.Settings(tmp_path, parts=["speed"])
 
 
+def test_a_device_that_is_none(tmp_path, monkeypatch):
+    """As for all commands."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for name, said in {"gpu0": "'gpu0' is unknown; valid: auto, ", "cuda:1": "this machine has 1 CUDA devices"}.items():
+        with pytest.raises(ConfigError, match=said):
+            gpu.run(gpu.Settings(tmp_path / "new", name))
+    assert not (tmp_path / "new").exists()
+
+
 def test_parts(tmp_path):
     """Parts are kept as they are done, a failed one is told of and tried again, and a second run does what is left."""
     (tmp_path / "gpu.json").write_text("[]")

@@ -33,7 +33,7 @@ from outrider.errors import ConfigError, brief
 from outrider.files import make_folder, write_text
 from outrider.kv import Entry, OffloadKV, PagedKV
 from outrider.llm import LLM
-from outrider.load import Progress
+from outrider.load import Progress, device_named
 from outrider.model import Layer, Model
 from outrider.ops import MLP, DevicePlan, Experts, Graphs, Linear, launches, untouched
 from outrider.ops.native import PAGE
@@ -122,17 +122,17 @@ class Settings:
 
     @property
     def where(self) -> torch.device:
-        """The device."""
-        return torch.device(self.device)
+        """The device. Raises ConfigError for one that is none."""
+        return device_named(self.device)
 
 
 def run(settings: Settings, progress: Progress | None = None) -> dict[str, Any]:
     """Measure the parts that the output folder lacks, or has of other models; returns all results.
 
-    Raises ConfigError without CUDA.
+    Raises ConfigError without CUDA, or that device.
     """
     report = progress or (lambda *_: None)
-    absent = settings.where.type == "cuda" and not torch.cuda.is_available()
+    absent = settings.device != "cpu" and not torch.cuda.is_available()
     if absent or not launches(torch.bfloat16, settings.where):
         has = "no CUDA device" if absent else "no Triton, or a GPU older than Ampere"
         raise ConfigError(f"bench gpu measures the CUDA kernels, and here is {has}; `outrider bench` measures a CPU")
