@@ -1,4 +1,4 @@
-"""Tensors of the CPU that claim to lie on a GPU: what PyTorch would refuse there raises here.
+"""Tensors of the CPU that claim to lie on a GPU: what PyTorch would refuse there raises here, also within a graph.
 
 Triton's interpreter runs the kernels, which refuse tensors of the CPU; graphs are computed anew where they are
 replayed. What a GPU computes, how long it takes and what threads do to each other there, only a GPU can say.
@@ -18,10 +18,19 @@ from outrider.ops.triton import graph, launch
 
 GPU, CPU = torch.device("cuda:0"), torch.device("cpu")
 MOVES = ("copy_", "type_as", "is_floating_point", "set_")  # take tensors of two devices
+TELLS = (
+    "item", "tolist", "__bool__", "__int__", "__float__", "__index__", "numpy", "equal", "allclose",
+    "nonzero", "masked_select", "unique", "unique_consecutive", "bincount", "repeat_interleave",
+)  # fmt: skip # the host waits for numbers, or for how many there are
+_capturing = False
 
 
 class Mixed(Exception):
     """Tensors of two devices in one operation."""
+
+
+class Waits(Exception):
+    """Between host and GPU while a graph is captured."""
 
 
 class Claims(torch.Tensor):
@@ -68,6 +77,8 @@ def apply(func: Any, args: Any, kwargs: Any) -> Any:
 def call(func: Any, args: Any, kwargs: Any) -> Any:
     """What the operation gives, on the device where it would lie. Raises Mixed."""
     name, first = func.__name__, args[0] if args else None
+    if _capturing and waits(name, args, kwargs):
+        raise Waits(name)
     if name == "__get__":  # an attribute
         own = {"device": GPU, "is_cpu": False, "is_cuda": True} if isinstance(first, Claims) else {}
         if (attribute := getattr(func.__self__, "__name__", "")) in own:
@@ -101,6 +112,18 @@ def call(func: Any, args: Any, kwargs: Any) -> Any:
     return mapped(claimed, result) if on_gpu else result
 
 
+def waits(name: str, args: Any, kwargs: Any) -> bool:
+    """Whether the GPU tells the host something, or takes something that lies there."""
+    found = tensors((args, kwargs))
+    there = [x for x in found if isinstance(x, Claims)]
+    told, made = name in TELLS, name in ("tensor", "as_tensor") and torch.device(kwargs.get("device") or CPU) != CPU
+    if name in ("__getitem__", "__setitem__"):
+        places = args[1] if isinstance(args[1], tuple) else (args[1],)
+        told = any(isinstance(x, list) for x in places) or any(x.dtype == torch.bool for x in tensors(places))
+    sent = len(there) < len(found) and any(x.dim() for x in found if not isinstance(x, Claims))
+    return made or (bool(there) and (told or sent))
+
+
 def moved(func: Any, args: Any, kwargs: Any) -> Tensor:
     """What `to`, `cpu` and `cuda` give: another tensor on another device."""
     x, target, rest = args[0], {"cpu": CPU, "cuda": GPU}.get(func.__name__), []
@@ -117,6 +140,8 @@ def moved(func: Any, args: Any, kwargs: Any) -> Tensor:
     kwargs = {name: value for name, value in kwargs.items() if name != "device"}
     was = isinstance(x, Claims)
     now = was if target is None else target.type == "cuda"
+    if _capturing and was != now:
+        raise Waits(func.__name__)
     result = apply(Tensor.to, [x, *rest], kwargs) if rest or kwargs else plain(x)
     if result.data_ptr() == plain(x).data_ptr():
         if was == now and result.dtype == x.dtype:
@@ -163,8 +188,13 @@ class Stream:
 
 
 def captured(compute: Any) -> Any:
-    """A graph that computes anew, into the same tensors."""
-    results = compute()
+    """A graph that computes anew, into the same tensors. Raises Waits for what none can hold."""
+    global _capturing
+    _capturing = True
+    try:
+        results = compute()
+    finally:
+        _capturing = False
 
     def replay() -> None:
         for own, new in zip(results, compute(), strict=True):

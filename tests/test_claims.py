@@ -31,6 +31,27 @@ def test_two_devices_are_not_mixed(gpu):
         y[x.long()]
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda x: bool(x[0] > 0), lambda x: x.tolist(), lambda x: x.cpu(), lambda x: x.to("cpu", torch.int8),
+        lambda x: x[x > 0], lambda x: x[[0, 1]], lambda x: x[torch.tensor([0, 1])], lambda x: x.nonzero(),
+        lambda x: x.copy_(torch.ones(3)), lambda x: torch.tensor([1], device=x.device),
+        lambda x: torch.ones(3).to(x.device), lambda x: x.__setitem__(slice(2), torch.ones(2)) or x,
+    ],
+)  # fmt: skip
+def test_a_graph_holds_nothing_of_the_host(gpu, wrong):
+    """Neither does the host wait for what it computes; all of which is allowed before it is captured."""
+    x = torch.ones(3, device="cuda")
+    wrong(x)
+    with pytest.raises(claims.Waits):
+        claims.captured(lambda: [wrong(x)])
+    replay, results = claims.captured(lambda: [2 * x[1:], x[torch.zeros(2, dtype=torch.int64, device="cuda")]])
+    x.zero_()
+    replay()
+    assert [own.tolist() for own in results] == [[0, 0], [0, 0]]
+
+
 @pytest.mark.parametrize("options", [{"quantization": "int8", "activations": "int8"}, {"kv_offload": True}], ids=str)
 def test_formats_and_caches(gpu, make_checkpoint, options):
     """With sinks, windows, experts and biases; requests that edit their logits, alone and together."""
