@@ -242,17 +242,18 @@ def test_a_drafter_never_hears_of_plain_requests(random_llm):
 
 
 @pytest.mark.parametrize("method", ["none", "ngram", "merge"])
-def test_what_is_not_done_in_time_ends(make_llm, method):
+def test_what_is_not_done_in_time_ends(make_llm, monkeypatch, method):
     """Waiting or running; the others go on, and what it held is given back."""
-    llm = make_llm(engine={"max_num_seqs": 2})
+    llm, now = make_llm(engine={"max_num_seqs": 2}), [0.0]
     expected = [llm.generate(prompt, SAMPLED)[0].token_ids for prompt in PROMPTS[:3]]
     llm.speculative_config = METHODS[method]
     long, waits = replace(SAMPLED, max_tokens=1000), replace(SAMPLED, max_tokens=1000)
-    (late,) = llm.engine.add(PROMPTS[3], long, deadline=0.05, priority=-1)
+    monkeypatch.setattr(engine, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    (late,) = llm.engine.add(PROMPTS[3], long, deadline=10, priority=-1)
     kept = [llm.engine.add(prompt, SAMPLED)[0] for prompt in PROMPTS[:3]]
-    (never,) = llm.engine.add(PROMPTS[4], waits, deadline=0.05, priority=9)
+    (never,) = llm.engine.add(PROMPTS[4], waits, deadline=10, priority=9)
     llm.engine.step()
-    time.sleep(0.06)
+    now[0] = 11
     llm.engine.drive(lambda: all(r.finished for r in [late, never, *kept]))
     assert [r.seq.output for r in kept] == expected
     assert 0 < late.ready < 1000 and never.ready == 0

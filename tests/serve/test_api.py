@@ -371,15 +371,17 @@ def test_logprobs_of_prompts(client, tiny_llm):
 
 
 def test_a_deadline(client, tiny_llm, monkeypatch):
-    real = tiny_llm.engine.step_within
+    real, ahead = tiny_llm.engine.step_within, [0.0]
 
     def slow(*args: Any, **options: Any) -> Any:
-        time.sleep(0.05)
+        ahead[0] += 100
         return real(*args, **options)
 
     monkeypatch.setattr(tiny_llm.engine, "step_within", slow)
-    late = {"prompt": PROMPT, "max_tokens": 4000, "ignore_eos": True, "deadline": 0.3}
-    other = {"prompt": PROMPT, "max_tokens": 3, "seed": 1, "deadline": 600}
+    clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + ahead[0])
+    monkeypatch.setattr("outrider.engine.engine.time", clock)
+    late = {"prompt": PROMPT, "max_tokens": 4000, "ignore_eos": True, "deadline": 600}
+    other = {"prompt": PROMPT, "max_tokens": 3, "seed": 1, "deadline": 6000}
     answers = client.send(*(("POST", "/v1/completions", {"json": body}) for body in (late, other)))
     error = answers[0].json()["error"]
     assert answers[0].status_code == 504 == error["code"] and error["param"] == "deadline"
