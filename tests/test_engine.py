@@ -154,22 +154,24 @@ def test_a_stream_that_nobody_reads_stops_nobody(make_llm):
 
 def test_a_short_request_does_not_wait_for_a_long_one(random_llm):
     """Who steps for both goes on; who has its tokens leaves."""
-    started, seen = threading.Event(), []
+    started, left = threading.Event(), threading.Event()
 
-    def slow(tokens, logits):
+    def waits(tokens, logits):
         started.set()
-        seen.append(threading.Event().wait(0.002))
+        while len(tokens) == 1 and not random_llm.engine.waiting:  # the short one comes now
+            time.sleep(0.001)
+        assert len(tokens) < 300 or left.wait(60)
         return logits
 
     def short():
         assert started.wait(60)
         random_llm.generate([3], max_tokens=4, temperature=0)
-        return len(seen)
+        left.set()
 
     results = together(
-        [lambda: random_llm.generate([1], max_tokens=400, temperature=0, logits_processors=[slow]), short]
+        [lambda: random_llm.generate([1], max_tokens=400, temperature=0, logits_processors=[waits]), short]
     )
-    assert results[1] < 300
+    assert len(results[0][0].token_ids) == 400 and results[1] is None
 
 
 def test_what_a_step_calls_cannot_step(random_llm):
