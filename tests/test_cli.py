@@ -26,7 +26,8 @@ def test_generate_streams_the_text_of_generate(run):
 
 
 def test_json_is_one_replayable_object(run):
-    flags = ["generate", PROMPT, "--json", "--max-tokens", "12", "--temperature", "0.9", "--logprobs", "2"]
+    flags = ["generate", PROMPT, "--json", "--max-tokens", "12", "--ignore-eos", "--temperature", "0.9"]
+    flags += ["--logprobs", "2"]
     _, out, _ = run(*flags, "--speculate", "none")
     first = json.loads(out)
     assert {"text", "token_ids", "finish_reason", "seed", "metrics", "logprobs"} == set(first)
@@ -140,7 +141,7 @@ def test_chat_conversation(run, monkeypatch):
     ]
     feed = iter(lines)
     monkeypatch.setattr("builtins.input", lambda prompt="": next(feed))
-    code, out, _ = run("chat", "--model", "tiny", "--max-tokens", "8")
+    code, out, _ = run("chat", "--model", "tiny", "--max-tokens", "8", "--seed", "1")
     assert code == 0
     for said in (
         "unknown command /nonsense",
@@ -173,7 +174,7 @@ def test_ctrl_c_stops_the_answer_not_the_chat(run, monkeypatch):
         return some()
 
     monkeypatch.setattr(LLM, "stream", interrupted)
-    code, out, _ = run("chat", "--model", "tiny", "--max-tokens", "50")
+    code, out, _ = run("chat", "--model", "tiny", "--max-tokens", "50", "--seed", "1")
     assert code == 0 and "(stopped)" in out and "1 token " in out and "tokens/s" in out
     assert seen == [({}, {})]  # the stopped request gave its memory back
 

@@ -132,7 +132,7 @@ def test_a_stream_waits_until_its_end_is_known(tiny_llm, monkeypatch):
     (expected,) = tiny_llm.generate("Once upon a time", params)
     stream = tiny_llm.stream("Once upon a time", params)
     monkeypatch.setattr(Engine, "_end", slowly)
-    thread = threading.Thread(target=lambda: tiny_llm.generate("The little girl", max_tokens=40))
+    thread = threading.Thread(target=lambda: tiny_llm.generate("The little girl", max_tokens=40, ignore_eos=True))
     thread.start()
     assert ending.wait(60)
     events = list(stream)
@@ -1027,7 +1027,7 @@ import atexit, threading
 
 @atexit.register  # first: called last
 def still_served():
-    print(len(llm.generate("Once", max_tokens=5)[0].token_ids))
+    print(len(llm.generate("Once", max_tokens=5, ignore_eos=True)[0].token_ids))
 
 from outrider import LLM
 

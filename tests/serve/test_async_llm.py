@@ -240,7 +240,7 @@ def test_an_error_under_way_ends_that_one(tiny_llm):
         return logits
 
     async def both() -> list[Any]:
-        bad = collect(llm, PROMPT, max_tokens=40, logits_processors=[fails])
+        bad = collect(llm, PROMPT, max_tokens=40, ignore_eos=True, logits_processors=[fails])
         return await asyncio.gather(bad, collect(llm, PROMPT, max_tokens=40, seed=4), return_exceptions=True)
 
     error, good = run(both())

@@ -86,7 +86,8 @@ def test_silence_is_filled(live, monkeypatch, tiny_llm):
 
     monkeypatch.setattr(tiny_llm.engine, "step_within", slow)
     url = live(keep_alive=0.1)
-    answer = httpx.post(f"{url}/v1/completions", json={"prompt": PROMPT, "max_tokens": 3, "stream": True}, timeout=30)
+    body = {"prompt": PROMPT, "max_tokens": 3, "ignore_eos": True, "stream": True}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=30)
     assert ": keep-alive\n\n" in answer.text and len(frames_of(answer.text)) >= 3
 
 
