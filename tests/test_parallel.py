@@ -322,10 +322,12 @@ def test_a_server_on_ranks(how):
                 one = llm.generate("One day", temperature=0.9, seed=i, max_tokens=40, ignore_eos=True)[0].token_ids
                 assert tokens == (one if leave is None else one[: len(tokens)]) and len(tokens) >= (leave or 40)
             begun = [threading.Event() for _ in range(4)]
-            endless = [pool.submit(stream, url, i, 2000, None, event) for i, event in enumerate(begun)]
-            asked = {"prompt": "One day", "max_tokens": 2000, "ignore_eos": True}
+            endless = [pool.submit(stream, url, i, 8000, None, event) for i, event in enumerate(begun)]
+            asked = {"prompt": "One day", "max_tokens": 8000, "ignore_eos": True}
             whole = pool.submit(httpx.post, f"{url}/v1/completions", json=asked, timeout=120)
             assert all(event.wait(60) for event in begun)
+            while not re.search("num_requests_running.* 5", httpx.get(f"{url}/metrics").text):  # whole, too, has come
+                assert not whole.done()
             for rank in ranks if how == signal.SIGTERM else ranks[1:]:
                 rank.send_signal(how)  # torchrun sends it to all
             why = "the engine was closed" if how == signal.SIGTERM else "rank 1 has ended (killed, or out of memory?)"
