@@ -562,6 +562,18 @@ def test_layers_are_judged_by_their_own_guesses(make_llm, monkeypatch):
     assert_released(llm)
 
 
+def test_the_last_exchange_of_layers_is_judged_too(make_llm, monkeypatch):
+    """Else what nobody has tried would draft from then on."""
+    monkeypatch.setattr("outrider.drafters.self.JUDGED", 4)
+    monkeypatch.setattr("outrider.drafters.self.TRIES", 5)
+    llm = make_llm(num_hidden_layers=6)
+    llm.speculative_config = {"method": "self", "layers": 3, "num_speculative_tokens": 3}
+    llm.generate([5, 9, 2], max_tokens=200, temperature=0.9, seed=1)
+    own = llm.engine.drafter
+    assert own.tries == 5 and own.trial is None
+    assert own.runner.kv.layers == own.kept
+
+
 def test_layers_that_cannot_be(random_llm):
     for layers in (1, 99, -2):
         with pytest.raises(ConfigError, match="layers of method self must be at least 2 and fewer"):

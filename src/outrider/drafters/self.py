@@ -86,7 +86,8 @@ class SelfDraft(Autoregressive):
 
     def observe(self, seqs: list[Sequence], verdicts: list[Verdict], output: Output) -> None:
         """Judge the layers, and now and then try others."""
-        if self.kept is None or self.tries > TRIES or not self.kept[1:-1]:
+        done = self.trial is None and self.tries == TRIES  # the last exchange is judged, as all are
+        if self.kept is None or done or not self.kept[1:-1]:
             return
         for seq in seqs:
             start, guesses = self.guesses.pop(seq.id, (len(seq.tokens), []))
