@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import pytest
 from helpers import ScriptedDrafter, assert_released, count_forwards, oracle
-from replay import TRACES, Machine, Trace, auto, fixed, replay
+from replay import TRACES, Machine, Recorded, Trace, auto, fixed, replay
 from safetensors.torch import load_file, save_file
 
 from outrider import LLM, Draft, SamplingParams, ops
@@ -189,6 +189,42 @@ def test_it_rests_where_no_look_pays():
     for others in ([1], [1, 2, 3]):
         drafter.left, drafter.resting = 2, [1, 2]
         assert drafter.rests([1, 2]) and not drafter.rests(others) and not drafter.rests([1, 2])
+
+
+def test_behind_a_rest_no_head_is_asked_before_it_has_looked():
+    """It goes on from a state that it was shown; without one it guesses nothing, at once: wrong times were learnt."""
+    asked, looked, lengths = list[bool](), set[int](), list[int]()
+
+    class Head(Recorded):
+        def propose(self, seqs, k):
+            asked.append(len(seqs[0].tokens) in looked)
+            return super().propose(seqs, k)
+
+        def observe(self, seqs, verdicts, output):
+            looked.add(len(seqs[0].tokens))
+
+    def rested(traces, machine, clock) -> Auto:
+        drafter = auto(traces, machine, clock)
+        drafter.parts[1] = Head(traces, machine, clock)
+        drafter._start()
+        ask = drafter.propose
+
+        def tick() -> float:
+            clock.now += 0.02
+            return clock.now
+
+        def propose(seqs, k):
+            lengths.append(len(seqs[0].tokens))
+            return ask(seqs, k)
+
+        drafter.clock, drafter.propose = tick, propose
+        drafter.costs.begin({n: 1 + 0.02 * n for n in ROWS})
+        return drafter
+
+    dice = random.Random(0)
+    new = Trace("new", 0, dice.choices(range(9000), k=50), dice.choices(range(9000), k=2000), "0" * 2000)
+    replay(rested, [new], Machine(0.02))
+    assert len(lengths) < 1000 and len(asked) > 5 and all(asked)
 
 
 def test_it_rests_less_where_a_find_saves_more():

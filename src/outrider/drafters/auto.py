@@ -134,6 +134,7 @@ class Auto(Drafter):
         self.made = 0  # graphs, when a step's forward began
         self.vain = 0  # looks in vain, in a row
         self.left = self.rested = 0  # steps to rest, and rested since the last look
+        self.later = False  # whether a model is to be asked in the next step
         self.resting: list[int] = []  # the sequences of that
         self.gain = 0.0  # seconds that the step's drafts promised to save, ...
         self.each = self.paid = 0.0  # ... of a token, and those that they took
@@ -208,7 +209,8 @@ class Auto(Drafter):
         picked, asked = self.beliefs.choose(
             texts, self.looks, guesses, 0.0, k, self.chains, False, self.threads, models
         )
-        if asked is not None:
+        self.later = asked is not None and self.rested > 0  # behind a rest heads have not seen what they go on from
+        if asked is not None and not self.later:
             picked = self._dear(seqs, texts, asked, k, guesses, riders)
         if nodes := sum([len(own[0]) for own in picked]):
             self.each, self.paid = seconds[0] / n, seconds[nodes] - seconds[0] + self.asking
@@ -312,7 +314,8 @@ class Auto(Drafter):
         else:
             self.vain += 1
         enough = max(IN_VAIN * self.own, self.brought)  # looks in vain take as long as one that is not saves
-        self.left = 0 if self.awake or not enough else min(EVERY - 1, int(self.vain * self.own / enough))
+        stays = self.awake or self.later or not enough
+        self.left = 0 if stays else min(EVERY - 1, int(self.vain * self.own / enough))
         self.resting = [seq.id for seq in seqs] if self.left else []
         for part in self.watching:
             part.observe(seqs, verdicts, output)
