@@ -23,7 +23,7 @@ import pytest
 import outrider
 from outrider import LLM, AsyncLLM
 from outrider.cli import main
-from outrider.cli.serve import _end, _listen_at
+from outrider.cli.serve import _listen_at
 from outrider.errors import ConfigError
 from outrider.serve.app import create_app
 from outrider.serve.settings import Settings
@@ -197,12 +197,19 @@ def test_the_command(tmp_path, by):
 
 
 def test_as_pid_1_it_ends_with_a_code(monkeypatch):
-    """Its own signals do not end a container's first process."""
-    monkeypatch.setattr(signal, "raise_signal", lambda number: None)
-    before = signal.getsignal(signal.SIGTERM)
+    """A container's first process hears those signals alone that it handles: from the start, while it loads, too."""
+
+    def load(*_: Any, **__: Any) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        pytest.fail("the signal was not heard")
+
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    monkeypatch.setattr(outrider, "LLM", load)
+    monkeypatch.setattr(sys, "argv", ["outrider", "serve", "tiny", "--port", "0"])
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         with pytest.raises(SystemExit) as ended:
-            _end(signal.SIGTERM, None)
+            main()
     finally:
         signal.signal(signal.SIGTERM, before)
     assert ended.value.code == 143

@@ -92,7 +92,7 @@ def main(command: typer.Typer = app) -> None:
         from outrider.follow import join
 
         join()
-    if several:  # the others are told, too
+    if several or os.getpid() == 1:  # the others are told, too; a container's first process hears only what it handles
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if isinstance(sys.stdin, io.TextIOWrapper):
         with contextlib.suppress(ValueError):  # somebody has read from it

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
-import sys
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -226,18 +224,9 @@ def serve(
     at = _url(listening, secure=bool(tls)) if uds is None else f"unix:{uds}"
     across = f", {llm.parallelism}" if llm.parallelism else ""
     tell(f"{settings.names[0]} at {at} ({llm.exactness}, {config.method}{across}); Ctrl-C ends it")
-    if launched()[1] == 1:  # else the ranks are told first
-        signal.signal(signal.SIGTERM, _end)  # uvicorn raises it again, at its end
     running.run(sockets=[listening])
     if running.force_exit:  # by a second Ctrl-C, whatever became of the signals that uvicorn raises again
         raise KeyboardInterrupt
-
-
-def _end(number: int, _: Any) -> None:
-    """End by the signal, a clean end to systemd, which holds 143 for a failure; PID 1 of a container outlives it."""
-    signal.signal(number, signal.SIG_DFL)
-    signal.raise_signal(number)
-    sys.exit(128 + number)
 
 
 def _template(path: Path) -> str:
