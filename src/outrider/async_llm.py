@@ -239,8 +239,12 @@ class AsyncLLM:
             answer.take(requests)
             if self._thread is None or not self._thread.is_alive():  # a forked process has none
                 self._turned = time.monotonic()
-                self._thread = threading.Thread(target=self._drive, name="outrider-engine", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._drive, name="outrider-engine", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    raise _untaken(error) from None
+                self._thread = thread
             self._changed.notify_all()
 
     # --- the engine's thread ------------------------------------------------------------------------------------------
@@ -368,8 +372,8 @@ class Lanes:
             executor = known.get(lane) or known.setdefault(lane, ThreadPoolExecutor(self.THREADS[lane]))
         try:
             done = loop.run_in_executor(executor, work)
-        except RuntimeError:  # it takes no more
-            raise EngineError(CLOSED) from None
+        except RuntimeError as error:
+            raise _untaken(error) from None
         return await done
 
     def close(self) -> None:
@@ -377,6 +381,11 @@ class Lanes:
         for known in list(self._executors.values()):
             for executor in known.values():
                 executor.shutdown(wait=False)
+
+
+def _untaken(error: RuntimeError) -> EngineError:
+    """For a thread that cannot be had: at the end, or where the system starts no more of them."""
+    return EngineError(CLOSED if "shutdown" in str(error) else f"no request can be taken now: {error}")
 
 
 def _is_long(prompt: Any) -> bool:

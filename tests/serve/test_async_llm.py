@@ -573,6 +573,28 @@ def test_closing_leaves_no_threads(tiny_llm, monkeypatch):
     run(main())
 
 
+@pytest.mark.parametrize("name", ["asyncio_", "outrider-engine"])
+def test_threads_that_cannot_be_started(tiny_llm, monkeypatch, name):
+    """For want of processes (`ulimit -u`): who asks hears so, and later ones are answered."""
+    start = threading.Thread.start
+
+    def fail(thread: threading.Thread) -> None:
+        if thread.name.startswith(name):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    async def main() -> None:
+        async with AsyncLLM(tiny_llm) as llm:
+            with monkeypatch.context() as patch:
+                patch.setattr(threading.Thread, "start", fail)
+                with pytest.raises(EngineError, match="no request can be taken now: can't start new thread"):
+                    await collect(llm, PROMPT)
+            assert (await collect(llm, PROMPT, max_tokens=4))[0][-1].output is not None
+
+    run(main())
+    released(tiny_llm)
+
+
 def test_closing_drains_or_ends(tiny_llm):
     async def scenario(drain: float) -> Any:
         llm = AsyncLLM(tiny_llm)
