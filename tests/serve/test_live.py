@@ -23,7 +23,7 @@ import pytest
 import outrider
 from outrider import LLM, AsyncLLM
 from outrider.cli import main
-from outrider.cli.serve import _listen_at
+from outrider.cli.serve import _listen, _listen_at
 from outrider.errors import ConfigError
 from outrider.serve.app import create_app
 from outrider.serve.settings import Settings
@@ -272,6 +272,18 @@ def test_options_that_cannot_be(options, message, monkeypatch, capsys):
         main()
     said = capsys.readouterr().err.strip()
     assert ended.value.code == 2 and message in said and "\n" not in said
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
+def test_the_host_of_all_addresses():
+    """`::`, as clusters with both protocols have it, takes those who come by IPv4, too."""
+    try:
+        listening = _listen("::", 0)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    with listening:
+        for host in ("127.0.0.1", "::1"):
+            socket.create_connection((host, listening.getsockname()[1]), 10).close()
 
 
 def test_options_as_they_are_meant(monkeypatch, tmp_path):

@@ -41,7 +41,9 @@ def serve(
         str, typer.Argument(callback=check_model, help="Folder, GGUF file, hub id, smollm2, or embedded: tiny.")
     ],
     *,
-    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 for all.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="Address to listen at; 0.0.0.0 for all, :: with those of IPv6.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 = any that is free.", min=0, max=65535)] = 8000,
     uds: Annotated[Path | None, typer.Option(help="Listen at this Unix socket instead.")] = None,
     api_key: Annotated[
@@ -269,7 +271,8 @@ def _tls(key: Path | None, certificate: Path | None, authorities: Path | None) -
 def _listen(host: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # `::` is all addresses, as elsewhere
+        return socket.create_server((host, port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
     except (OSError, UnicodeError) as error:
         reason = reason_of(error).partition(" (while")[0]
         raise ConfigError(f"cannot listen at {host or 'nothing'}, port {port}: {reason}; give another") from None
