@@ -12,7 +12,9 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from http.client import BadStatusLine
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 from urllib.request import urlopen
 
@@ -494,3 +496,25 @@ def test_a_server_that_does_not_start_says_why():
 def test_what_cannot_be_measured_of_a_server(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         server.Settings("tiny", **wrong)
+
+
+@pytest.mark.parametrize("error", [TimeoutError(), BadStatusLine("no HTTP")])
+def test_a_server_that_never_answers_is_not_waited_for(error, monkeypatch):
+    """One that takes connections and says nothing, or not what it should: for so long as a start may take."""
+    clock = [0.0]
+
+    def wait(seconds: float) -> None:
+        clock[0] += seconds
+
+    def ask(url: str, timeout: float) -> None:
+        wait(timeout)
+        raise error
+
+    monkeypatch.setattr(server, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=wait))
+    monkeypatch.setattr(server, "urlopen", ask)
+    with (
+        pytest.raises(ConfigError, match=f"other did not answer at .*/health within {server.READY} seconds"),
+        server._serving("other", [sys.executable, "-c", "import time; time.sleep(600)", "{port}"]),
+    ):
+        pass
+    assert server.READY <= clock[0] < server.READY + 10

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -203,12 +204,13 @@ def _serving(name: str, command: list[str]) -> Iterator[tuple[str, int]]:
         except OSError as error:
             raise ConfigError(f"{name}: {command[0]} cannot be started: {reason_of(error)}") from None
         try:
-            for _ in range(10 * READY):
+            until = time.monotonic() + READY
+            while time.monotonic() < until:
                 if process.poll() is not None:
                     log.seek(0)
                     said = log.read().decode("utf-8", "replace").strip().splitlines()[-3:]
                     raise ConfigError(f"{name} ended with {process.returncode}: {' | '.join(said)}")
-                with suppress(OSError), urlopen(f"{url}/health", timeout=5):
+                with suppress(OSError, HTTPException), urlopen(f"{url}/health", timeout=5):
                     break
                 time.sleep(0.1)
             else:
