@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shlex
+import signal
 import sys
 import threading
 import time
@@ -518,3 +519,21 @@ def test_a_server_that_never_answers_is_not_waited_for(error, monkeypatch):
     ):
         pass
     assert server.READY <= clock[0] < server.READY + 10
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_servers_too(number, monkeypatch, tmp_path):
+    """SIGHUP is what a terminal says that is closed."""
+
+    def run(*_: Any) -> None:
+        signal.raise_signal(number)
+        pytest.fail("the signal was not heard")
+
+    monkeypatch.setattr(server, "run", run)
+    handlers = {each: signal.signal(each, lambda *_: None) for each in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        outcome = CliRunner().invoke(app, ["bench", "server", "--output", str(tmp_path)])
+    finally:
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+    assert outcome.exit_code == 128 + number

@@ -441,7 +441,9 @@ def server(
         temperature, tuple(against or ()), quantization, activations,
     )  # fmt: skip
     make_folder(output, "--output")  # before anything is measured
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the servers end with this
+    for number in (signal.SIGTERM, signal.SIGHUP):  # so that the servers end with this; nohup has the latter ignored
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
     rows: list[measured.Row] = []
     console = new_console()
     with bar() as show:
