@@ -87,6 +87,22 @@ def test_share_of_cpus(tmp_path):
     assert native.share_of_cpus(own, root) == 0.5
 
 
+@pytest.mark.parametrize(("given", "threads"), [("", 1), ("4", 4)])
+def test_threads_of_a_share(given, threads):
+    """Empty, as a file of Compose's may leave it, OMP_NUM_THREADS says nothing."""
+    code = """
+import pathlib, torch
+torch.set_num_threads(4)
+files = {"cgroup": "0::/\\n", "cpu.max": "150000 100000\\n"}
+pathlib.Path.read_text = lambda path, *_: files.get(path.name, "")
+import outrider.ops.native
+print(torch.get_num_threads())
+"""
+    env = {**os.environ, "OMP_NUM_THREADS": given}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert int(done.stdout) == threads
+
+
 def test_share_of_memory(tmp_path):
     """Likewise, what the group uses taken away, but for files that are only kept because there is room."""
     own, root = tmp_path / "own", tmp_path / "root"

@@ -214,7 +214,7 @@ def _choose() -> list[str]:
 
 # PyTorch takes a thread for each core that the process may run on. Where a container has a share of their time only,
 # the system stops threads once that is used up, while others wait for them.
-if "OMP_NUM_THREADS" not in os.environ and (own_share := share_of_cpus()) < torch.get_num_threads():
+if not os.environ.get("OMP_NUM_THREADS") and (own_share := share_of_cpus()) < torch.get_num_threads():
     torch.set_num_threads(max(1, int(own_share)))
 
 active: str = REFERENCE
