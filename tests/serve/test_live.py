@@ -316,6 +316,22 @@ def test_options_as_they_are_meant(monkeypatch, tmp_path):
     assert found["settings"].chat_template == "{{ messages }}"
 
 
+def test_the_name_of_a_file_that_is_no_utf_8(monkeypatch):
+    """Neither JSON nor what /metrics writes has halves of characters."""
+
+    class Ended(Exception):
+        """Instead of serving."""
+
+    def made(**about: Any) -> None:
+        raise Ended(*about["names"])
+
+    monkeypatch.setattr("outrider.serve.settings.Settings", made)
+    monkeypatch.setattr(sys, "argv", ["outrider", "serve", "caf\udce9.gguf"])
+    with pytest.raises(Ended) as ended:
+        main()
+    assert ended.value.args == ("caf?.gguf",)
+
+
 def test_another_chat_template():
     """It is the tokenizer's from then on; one that cannot be is refused at the start."""
     llm = LLM("tiny", device="cpu")

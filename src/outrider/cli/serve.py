@@ -169,8 +169,9 @@ def serve(
         "max_prefill_delay": max_prefill_delay, "enable_prefix_caching": enable_prefix_caching,
         "quantization": quantization, "activations": activations, "tensor_parallel_mode": tensor_parallel_mode,
     }  # fmt: skip
+    own = model.encode(errors="replace").decode()  # the name of a file need not be UTF-8
     about: dict[str, Any] = {
-        "names": served_model_name or [model], "api_keys": keys, "max_body": max_body, "max_n": max_n,
+        "names": served_model_name or [own], "api_keys": keys, "max_body": max_body, "max_n": max_n,
         "max_stop_strings": max_stop_strings, "max_logprobs": max_logprobs, "keep_alive": keep_alive, "drain": drain,
         "event_interval": event_interval, "cors_origins": cors_origin or [], "chat_template": template,
         "trust_chat_template": trust_request_chat_template, "reasoning": reasoning,

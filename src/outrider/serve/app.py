@@ -556,7 +556,7 @@ class Server:
             "object": "model",
             "created": self.started,
             "owned_by": "outrider",
-            "root": str(self.llm.llm.checkpoint.path),
+            "root": str(self.llm.llm.checkpoint.path).encode(errors="replace").decode(),
             "parent": None,
             "max_model_len": self.llm.llm.engine.max_len,
         }
