@@ -391,10 +391,10 @@ def test_what_a_server_says_is_heard_whole_and_its_errors_are_told():
     def script(body: dict[str, Any]) -> Iterator[Any]:
         if len(body["prompt"]) == 5:
             late_came.set()
-        assert late_came.wait(60)  # the others are under way until then
         if len(body["prompt"]) == 2:
             yield from (429, {"error": {"message": "the queue is full"}})
         yield b'data: {"choices": [{"text": "a"'  # a frame in two chunks, then two in one
+        assert late_came.wait(60)  # the others are under way until then
         yield 0.02
         yield b"}]}\n\n"
         if len(body["prompt"]) == 3:
