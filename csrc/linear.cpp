@@ -36,7 +36,7 @@ template <class F>
 constexpr bool kRounded = std::is_same_v<typename F::X, int8_t>;
 
 // Whether, for more than kRows rows, the codes of some k stay in registers while all rows pass over them, and the rows'
-// sums wait in memory: where registers are few and codes have no sign (or a sum of two products does not fit 16 bits).
+// sums wait in memory: where registers are few and codes have no sign.
 #if defined(__AVX2__) && !defined(__AVX512F__)
 template <class F>
 constexpr bool kCodesStay = kRounded<F> && (F::kBytes < Codes8::kBytes || !Codes8::kSigned);
