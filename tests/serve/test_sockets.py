@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import http.client
 import json
@@ -271,6 +272,30 @@ def test_as_many_files_as_there_may_be():
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+ARENAS = """
+import ctypes, sys, threading
+from outrider.cli.serve import keep_one_arena
+keep_one_arena()
+libc, barrier = ctypes.CDLL(None), threading.Barrier(4)
+def allocate():
+    barrier.wait()
+    libc.malloc(10_000)
+    barrier.wait()
+threads = [threading.Thread(target=allocate) for _ in range(4)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+libc.fopen.restype = ctypes.c_void_p
+file = ctypes.c_void_p(libc.fopen(sys.argv[1].encode(), b"w"))
+libc.malloc_info(0, file), libc.fclose(file)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="another C library")
+def test_threads_share_what_was_freed(tmp_path):
+    subprocess.run([sys.executable, "-c", ARENAS, str(tmp_path / "arenas")], check=True, timeout=100)
+    assert (tmp_path / "arenas").read_text().count("<heap ") == 1
 
 
 READER = """
