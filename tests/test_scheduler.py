@@ -77,6 +77,20 @@ def test_the_pace_follows_what_steps_take(fixed, row, delay, prompts):
     assert all(0.7 * allowed - 1 < read <= 1.3 * allowed + 1 for i, read in enumerate(taken[100:], 100) if i % 3)
 
 
+def test_a_step_that_is_off_leads_the_pace_nowhere():
+    unknown, quick, slow, short = Pace(0.05), Pace(0.05), Pace(0.05, 0.010, 0.001), Pace(0.05, 0.0, 0.001)
+    assert unknown.beside(4, 1) == GRAIN
+    unknown.learn(4, 0, 0.010)  # the first of all: there is nothing yet to tell a hiccup by
+    assert unknown.fixed > 0
+    quick.fixed = 0.010
+    quick.learn(100, 100, 0.004)  # faster than a forward of no rows
+    assert quick.row > 0
+    slow.learn(100, 100, 90.0)
+    assert slow.row == pytest.approx(0.0013)
+    short.learn(100, 0, 0.010)  # faster than its rows
+    assert short.fixed == 0
+
+
 def test_long_prompts_stop_nobody_and_short_ones_do_not_wait(make_llm):
     llm = make_llm(engine={"max_num_batched_tokens": 64, "enable_prefix_caching": False})
     alone = [llm.generate(p, GREEDY)[0].token_ids for p in (text(900), text(30, 2))]
