@@ -37,7 +37,7 @@ from outrider.sequence import Sequence
 
 SMALL = 2**20  # logits that one thread is done with before torch has woken another ...
 WIDE = 2**17  # ... unless a single row is as long as this
-NOISE_KEPT = 2**26  # bytes
+NOISE_KEPT = 2**25  # bytes, more than a step's rows have as a rule
 BANS = "logit_bias, stop_token_ids, min_tokens, bad_words or allowed_token_ids"
 LARGEST = torch.finfo(torch.float32).max
 SMALLEST = torch.finfo(torch.float32).tiny
